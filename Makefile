@@ -1,0 +1,42 @@
+# Two commands do everything on a fresh machine with Python: `make train` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
+SOURCES := pyproject.toml constraints.txt $(wildcard kernels/*.c kernels/*.h kernels/CMakeLists.txt)
+
+.PHONY: train test lint types unit test-slow test-gpu test-peers clean
+
+train: $(VENV)/installed
+	$(BIN)/offload train $(ARGS)
+
+test: lint types unit
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check offload tests bench
+	$(BIN)/ruff format --check offload tests bench
+
+types: $(VENV)/installed
+	$(BIN)/mypy
+
+unit: $(VENV)/installed
+	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(VENV)/installed
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-gpu: $(VENV)/installed
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+test-peers: $(VENV)/installed
+	$(BIN)/python -m pytest -m peers $(ARGS)
+
+# Editable: the sources in use are the ones in this folder; only a change of the kernels or of the
+# requirements installs again.
+$(VENV)/installed: $(SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis scratch out

@@ -1,0 +1,109 @@
+"""Every exception this library raises on purpose.
+
+OffloadError
+├── ConfigError            an option, a model or a combination that cannot work (also a ValueError)
+├── BudgetError            it cannot fit: says needed, available, and the option that would fix it
+├── PathError              a path that cannot hold swap files (also an OSError)
+│   └── PathInUseError     ... because a live run holds it
+├── ResumeError            what lies at the path cannot be continued from, or must not be overwritten
+├── CorruptionError        bytes that are not those written: names chunk, file and offset
+├── TierIOError            the disk failed: errno, file, offset, length (also an OSError)
+├── GradientMovedError     a gradient used after it left the device: names the call to make instead
+├── AccumulationError      a second backward that was not declared with accumulation=N
+├── NonFiniteGradientError NaN or Inf in a gradient: names the parameter (also an ArithmeticError)
+├── StateError             an internal move between tiers that is not legal: a bug here, never yours
+└── ClosedError            used after close(), or in a forked child
+
+A message says what is wrong, how to mend it, and who is the culprit, in this order.
+"""
+
+from __future__ import annotations
+
+import os
+
+
+class OffloadError(Exception):
+    """Base of every error this library raises on purpose."""
+
+
+class ConfigError(OffloadError, ValueError):
+    """An option, a model or a combination of them that cannot work; nothing was allocated."""
+
+
+class BudgetError(OffloadError):
+    """What was asked for does not fit. Sizes in bytes.
+
+    Attributes: needed, available (bytes), option (the argument that would fix it).
+    """
+
+    def __init__(self, message: str, *, needed: int, available: int, option: str) -> None:
+        super().__init__(message)
+        self.needed = needed
+        self.available = available
+        self.option = option
+
+
+class PathError(OffloadError, OSError):
+    """A path that cannot hold swap files; nothing was written."""
+
+
+class PathInUseError(PathError):
+    """Another live process holds the lock of this path's swap file."""
+
+
+class ResumeError(OffloadError):
+    """What lies at the path cannot be resumed from, or must not be overwritten."""
+
+
+class CorruptionError(OffloadError):
+    """Bytes read are not the bytes written.
+
+    Attributes: chunk (index), file (path), offset (bytes).
+    """
+
+    def __init__(self, message: str, *, chunk: int, file: str, offset: int) -> None:
+        super().__init__(f"{message} (chunk {chunk}, {file}, offset {offset})")
+        self.chunk = chunk
+        self.file = file
+        self.offset = offset
+
+
+class TierIOError(OffloadError, OSError):
+    """A read or write on the NVMe tier failed.
+
+    Attributes: errno, filename, offset and length in bytes, operation ("read", "write", "sync").
+    """
+
+    def __init__(self, operation: str, code: int, file: str, offset: int, length: int, detail: str = "") -> None:
+        text = detail or os.strerror(code)
+        OSError.__init__(self, code, f"{operation} of {length} bytes at offset {offset} failed: {text}", file)
+        self.operation = operation
+        self.offset = offset
+        self.length = length
+
+
+class GradientMovedError(OffloadError, RuntimeError):
+    """`p.grad` was used after its gradient had left the device."""
+
+
+class AccumulationError(OffloadError, RuntimeError):
+    """More backward passes reached a parameter before `step()` than `accumulation` declares."""
+
+
+class NonFiniteGradientError(OffloadError, ArithmeticError):
+    """NaN or Inf in a gradient; the optimizer's state is untouched.
+
+    Attribute: parameter (its name in the model).
+    """
+
+    def __init__(self, message: str, *, parameter: str) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+class StateError(OffloadError, RuntimeError):
+    """A chunk was asked for a move that its residency does not allow: an internal mistake."""
+
+
+class ClosedError(OffloadError, RuntimeError):
+    """The optimizer was closed, or this process is a forked child of the one that owns it."""

@@ -1,0 +1,61 @@
+"""Byte sizes in and out of words, and alignment."""
+
+from __future__ import annotations
+
+import re
+
+from offload.errors import ConfigError
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+PAGE_BYTES = 4096
+"""Alignment of arena buffers, swap-file offsets and request lengths: a page, a multiple of every
+logical block size (512 or 4096) that O_DIRECT asks for."""
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{letter}iB": 1 << (10 * (i + 1)) for i, letter in enumerate("KMGT")}
+_UNITS |= {f"{letter}B": 1000 ** (i + 1) for i, letter in enumerate("KMGT")}
+_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(value: int | str, option: str) -> int:
+    """Bytes in `value`, an int of bytes or a string such as "48GiB", "512 MiB" or "10GB".
+
+    Args: option: the argument's name, for the error.
+    Raises: ConfigError for anything else, a negative size, or a fraction of a byte.
+    """
+    allowed = 'an int of bytes or a string such as "48GiB", "512MiB" or "10GB"'
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ConfigError(f"{option}={value!r} is not a size: give {allowed}")
+    if isinstance(value, int):
+        if value < 0:
+            raise ConfigError(f"{option}={value} is negative: give {allowed}")
+        return value
+    match = _PATTERN.fullmatch(value)
+    unit = None if match is None else _UNITS.get(match[2])
+    if match is None or unit is None:
+        raise ConfigError(f"{option}={value!r} is not a size: give {allowed}")
+    whole = float(match[1]) * unit
+    if "." not in match[1]:
+        return int(match[1]) * unit
+    if not whole.is_integer() and unit == 1:
+        raise ConfigError(f"{option}={value!r} is a fraction of a byte: give {allowed}")
+    return int(whole)
+
+
+def format_bytes(count: float) -> str:
+    """`count` bytes for people, in binary units: "1.5 GiB"."""
+    sign = "-" if count < 0 else ""
+    size = abs(float(count))
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{sign}{size:.0f} B" if unit == "B" else f"{sign}{size:.4g} {unit}"
+        size /= 1024
+    return f"{sign}{size:.4g} TiB"
+
+
+def round_up(count: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is not below `count`."""
+    return -(-count // multiple) * multiple
