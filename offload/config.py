@@ -1,0 +1,187 @@
+"""Every option, checked before anything is allocated; units and defaults are stated here and nowhere else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from offload.errors import ConfigError
+from offload.sizes import PAGE_BYTES, parse_bytes
+
+Tier = Literal["cpu", "nvme"]
+PathLike = str | os.PathLike[str]
+
+MASTER_ITEM_BYTES = 4
+COMPUTE_DTYPES = (torch.bfloat16, torch.float32)
+LEAST_IN_FLIGHT = 3
+"""Chunks in flight in a step: one is read while one is in Adam and one is written."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What only tunes speed; nothing here changes a bit of the result.
+
+    chunk: bytes of fp32 master a chunk, the unit of transfer, of the Adam kernel and of I/O.
+    prefetch: chunks read ahead of the one in use; None: as many as the budget's buffers allow.
+    threads: of the CPU kernels; None: the CPUs this process may use.
+    io_engine: "auto" or "threads".
+    split_master, units, tile: reserved; only None (split_master: or False) is taken so far.
+    """
+
+    chunk: int | str = "64MiB"
+    prefetch: int | None = None
+    threads: int | None = None
+    io_engine: str = "auto"
+    split_master: bool | None = None
+    units: object | None = None
+    tile: object | None = None
+
+
+@dataclass(frozen=True)
+class Config:
+    """The options after checking. Sizes in bytes; `chunk_numel` in elements."""
+
+    tier: Tier
+    path: Path | None
+    cpu_memory: int | None
+    compute_dtype: torch.dtype
+    keep_fp32: tuple[nn.Module | type[nn.Module], ...]
+    accumulation: int
+    skip_nonfinite: bool
+    chunk_numel: int
+    in_flight: int | None
+    threads: int | None
+
+    @property
+    def grad_dtype_is_fp32(self) -> bool:
+        """Whether gradients are summed over micro-batches, in fp32."""
+        return self.accumulation > 1
+
+
+def check(
+    *,
+    tier: str | None = None,
+    path: PathLike | Sequence[PathLike] | None = None,
+    cpu_memory: int | str | None = None,
+    compute_dtype: torch.dtype = torch.bfloat16,
+    keep_fp32: Iterable[nn.Module | type[nn.Module]] = (),
+    accumulation: int = 1,
+    nonfinite: str = "raise",
+    tuning: Tuning | None = None,
+    **reserved: Any,
+) -> Config:
+    """The options of `OffloadZero`, checked.
+
+    Raises: ConfigError naming the option, its value and what is allowed.
+    """
+    tuning = Tuning() if tuning is None else tuning
+    if not isinstance(tuning, Tuning):
+        raise ConfigError(f"tuning={tuning!r} is not a Tuning: give offload.Tuning(chunk=...)")
+    _refuse_reserved(reserved, tuning)
+    directory = _one_path(path)
+    chosen = _tier(tier, directory)
+    if compute_dtype not in COMPUTE_DTYPES:
+        allowed = ", ".join(str(dtype) for dtype in COMPUTE_DTYPES)
+        raise ConfigError(f"compute_dtype={compute_dtype} is not available: choose one of {allowed}")
+    if nonfinite not in ("raise", "skip"):
+        raise ConfigError(f'nonfinite={nonfinite!r}: choose "raise" or "skip"')
+    prefetch = _whole("Tuning.prefetch", tuning.prefetch, least=0)
+    return Config(
+        tier=chosen,
+        path=directory,
+        cpu_memory=None if cpu_memory is None else parse_bytes(cpu_memory, "cpu_memory"),
+        compute_dtype=compute_dtype,
+        keep_fp32=_modules(keep_fp32),
+        accumulation=_whole("accumulation", accumulation, least=1) or 1,
+        skip_nonfinite=nonfinite == "skip",
+        chunk_numel=_chunk_numel(tuning.chunk),
+        in_flight=None if prefetch is None else max(prefetch + 2, LEAST_IN_FLIGHT),
+        threads=_whole("Tuning.threads", tuning.threads, least=1),
+    )
+
+
+def _refuse_reserved(reserved: dict[str, Any], tuning: Tuning) -> None:
+    """Options that DESIGN.md names and this version cannot do yet: refused, never silently accepted."""
+    taken: dict[str, tuple[object, ...]] = {
+        "param_tier": (None, "device"),
+        "grad_tier": (None, "cpu"),
+        "device_memory": (None,),
+        "commit_every": (None,),
+        "resume": (False,),
+        "stage": (None,),
+        "process_group": (None,),
+    }
+    given = {name: reserved.get(name, values[0]) for name, values in taken.items()}
+    taken |= {
+        "Tuning.io_engine": ("auto", "threads"),
+        "Tuning.split_master": (None, False),
+        "Tuning.units": (None,),
+        "Tuning.tile": (None,),
+    }
+    given |= {name: getattr(tuning, name.removeprefix("Tuning.")) for name in taken if name.startswith("Tuning.")}
+    for name in reserved:
+        if name not in taken:
+            raise ConfigError(f"there is no option {name!r}")
+    for name, value in given.items():
+        if not any(value is one or (isinstance(one, str) and value == one) for one in taken[name]):
+            allowed = " or ".join(repr(one) for one in taken[name])
+            raise ConfigError(f"{name}={value!r} is not available in this version: leave it at {allowed}")
+
+
+def _one_path(path: PathLike | Sequence[PathLike] | None) -> Path | None:
+    if path is None:
+        return None
+    if isinstance(path, str | os.PathLike):
+        if not os.fspath(path):
+            raise ConfigError("path='' names no directory: give the directory for the swap files")
+        return Path(path)
+    paths = list(path)
+    if len(paths) != 1:
+        raise ConfigError(f"path={paths!r}: striping over several directories is not available in this version")
+    return _one_path(paths[0])
+
+
+def _tier(tier: str | None, path: Path | None) -> Tier:
+    if tier is None:
+        return "cpu" if path is None else "nvme"
+    if tier == "nvme":
+        if path is None:
+            raise ConfigError('tier="nvme" needs path="...", the directory for its swap files')
+        return "nvme"
+    if tier == "cpu":
+        if path is not None:
+            raise ConfigError(f'path={str(path)!r} has no use with tier="cpu": drop it, or choose tier="nvme"')
+        return "cpu"
+    raise ConfigError(f'tier={tier!r} is not a tier for the optimizer states: choose "cpu" or "nvme"')
+
+
+def _whole(option: str, value: int | None, *, least: int) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{option}={value!r}: give a whole number, at least {least}")
+    return value
+
+
+def _chunk_numel(chunk: int | str) -> int:
+    size = parse_bytes(chunk, "Tuning.chunk")
+    if size < PAGE_BYTES:
+        raise ConfigError(f"Tuning.chunk={chunk!r} is too small: give at least {PAGE_BYTES} bytes")
+    # Whole pages: then a chunk border is a page border in the swap file and in the arena.
+    return size // PAGE_BYTES * PAGE_BYTES // MASTER_ITEM_BYTES
+
+
+def _modules(keep: Iterable[nn.Module | type[nn.Module]]) -> tuple[nn.Module | type[nn.Module], ...]:
+    if isinstance(keep, nn.Module | type):
+        raise ConfigError(f"keep_fp32={keep!r}: give a sequence of modules or module types, such as ({keep!r},)")
+    modules = tuple(keep)
+    for module in modules:
+        if not (isinstance(module, nn.Module) or (isinstance(module, type) and issubclass(module, nn.Module))):
+            raise ConfigError(f"keep_fp32 holds {module!r}, which is neither a module nor a module type")
+    return modules

@@ -1,0 +1,143 @@
+"""The only file that knows CUDA streams: copies between host and device memory, with completion.
+
+A copier may finish a copy at any moment between its start and the end of `Copy.wait()`. So until `wait()` has
+returned, nobody may read or reuse `dst`, nor change or free `src`. The tests have a copier that always chooses the
+last of those moments.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.errors import OffloadError
+
+
+class Copy(ABC):
+    """A copy under way."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether it has completed; never blocks."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Blocks the calling thread until `dst` holds `src`. May be called again, and from any thread."""
+
+
+class Copier(ABC):
+    """Copies between a device and host memory.
+
+    Guarantees: `to_host` sees what was queued on the device before the call; what is queued on the device after a
+    `to_device` copy was waited for sees its result; copies of different calls may complete in any order.
+    """
+
+    direct: bool
+    """Whether device memory is host memory that kernels may write in place, without a copy."""
+
+    @abstractmethod
+    def to_host(self, src: Tensor, dst: Tensor) -> Copy:
+        """Starts copying device tensor `src` into host tensor `dst` (same shape; dtypes may differ)."""
+
+    @abstractmethod
+    def to_device(self, src: Tensor, dst: Tensor) -> Copy:
+        """Starts copying host tensor `src` into device tensor `dst` (same shape and dtype)."""
+
+    @abstractmethod
+    def pin(self, memory: Tensor) -> None:
+        """Page-locks host memory, where copying profits from it. Raises: OffloadError if the driver refuses."""
+
+    @abstractmethod
+    def unpin(self, memory: Tensor) -> None:
+        """Undoes `pin`."""
+
+
+class _Done(Copy):
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+_DONE = _Done()
+
+
+class HostCopier(Copier):
+    """For models on the CPU: copies at once, and kernels write parameters in place."""
+
+    direct = True
+
+    def to_host(self, src: Tensor, dst: Tensor) -> Copy:
+        dst.copy_(src)
+        return _DONE
+
+    def to_device(self, src: Tensor, dst: Tensor) -> Copy:
+        dst.copy_(src)
+        return _DONE
+
+    def pin(self, memory: Tensor) -> None:
+        return None
+
+    def unpin(self, memory: Tensor) -> None:
+        return None
+
+
+class _CudaCopy(Copy):
+    def __init__(self, event: torch.cuda.Event, src: Tensor) -> None:
+        self._event = event
+        # Keeps the source from the caching allocator until the copy has read it.
+        self._src: Tensor | None = src
+
+    def done(self) -> bool:
+        if self._src is not None and self._event.query():
+            self._src = None
+        return self._src is None
+
+    def wait(self) -> None:
+        self._event.synchronize()
+        self._src = None
+
+
+class CudaCopier(Copier):
+    """One stream a direction, so that both directions of the link work at once beside the compute stream."""
+
+    direct = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._down = torch.cuda.Stream(device)
+        self._up = torch.cuda.Stream(device)
+
+    def to_host(self, src: Tensor, dst: Tensor) -> Copy:
+        return self._copy(self._down, src, dst)
+
+    def to_device(self, src: Tensor, dst: Tensor) -> Copy:
+        # The device may still read the old value of `dst` in work queued before.
+        return self._copy(self._up, src, dst)
+
+    def _copy(self, stream: torch.cuda.Stream, src: Tensor, dst: Tensor) -> Copy:
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            dst.copy_(src, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+        return _CudaCopy(event, src)
+
+    def pin(self, memory: Tensor) -> None:
+        runtime: Any = torch.cuda.cudart()
+        error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+        if error:
+            raise OffloadError(f"page-locking {memory.numel()} bytes failed: CUDA error {error}; lower cpu_memory")
+
+    def unpin(self, memory: Tensor) -> None:
+        runtime: Any = torch.cuda.cudart()
+        runtime.cudaHostUnregister(memory.data_ptr())
+
+
+def copier_for(device: torch.device) -> Copier:
+    """The copier for a model on `device` ("cpu" or "cuda")."""
+    return CudaCopier(device) if device.type == "cuda" else HostCopier()

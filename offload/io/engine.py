@@ -1,0 +1,127 @@
+"""The contract of an I/O engine: aligned ranges between host memory and files, as futures.
+
+Guarantees of every engine
+- Offsets, lengths and buffer addresses are multiples of `sizes.PAGE_BYTES`; anything else raises ValueError at the
+  call.
+- A future resolves only when no part of its transfer is under way any more, so its buffer may be reused whether it
+  succeeded or not.
+- The result is the length asked for, always: a short transfer is continued, and if it cannot be, it is an error.
+- An error is a `TierIOError` with operation, errno, file, offset and length, from `result()`.
+- No order between requests: who needs one waits for the first before submitting the second.
+- A completed write is not durable before a `sync` that was submitted after its completion has completed.
+- `close()` waits for everything under way, then closes the files. It may be called again.
+- A forked child holds no file of its parent's engine: a lock ends with the process that took it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import stat
+import weakref
+from abc import ABC, abstractmethod
+from concurrent.futures import Future
+
+from offload.errors import PathError
+from offload.sizes import PAGE_BYTES
+
+IOFuture = Future[int]
+"""`done()`, `result()` (bytes transferred, or raises) and `add_done_callback()`."""
+
+_log = logging.getLogger("offload")
+
+
+class IOFile:
+    """A file opened for an engine.
+
+    Attributes: path; fd; direct (whether O_DIRECT is on).
+    """
+
+    def __init__(self, path: str, fd: int, direct: bool) -> None:
+        self.path = path
+        self.fd = fd
+        self.direct = direct
+        _OPEN.add(self)
+
+    def close(self) -> None:
+        """Closes the descriptor, which frees its lock. May be called again."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+_OPEN: weakref.WeakSet[IOFile] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for file in list(_OPEN):
+        with contextlib.suppress(OSError):
+            file.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+_told_no_direct: set[int] = set()
+
+
+def open_file(path: str) -> IOFile:
+    """Opens a regular file to read and write, made with mode 0600 if missing, past the page cache where the file
+    system can. A link as last component is refused.
+
+    Raises: PathError.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    direct = getattr(os, "O_DIRECT", 0)
+    try:
+        try:
+            # O_NONBLOCK: a FIFO put in the file's place must not hang us; it changes nothing for a regular file.
+            fd = os.open(path, flags | direct | os.O_NONBLOCK, 0o600)
+        except OSError as error:
+            if not direct or error.errno != errno.EINVAL:
+                raise
+            direct = 0
+            fd = os.open(path, flags | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        raise PathError(error.errno, f"cannot open the swap file: {error.strerror}", path) from error
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode):
+        os.close(fd)
+        raise PathError(errno.EEXIST, "the swap file's place is taken by something that is no regular file", path)
+    if not direct and info.st_dev not in _told_no_direct:
+        _told_no_direct.add(info.st_dev)
+        _log.warning("%s: no O_DIRECT on this file system; swap files go through the page cache", path)
+    return IOFile(path, fd, bool(direct))
+
+
+def require_aligned(offset: int, buffer: memoryview) -> None:
+    """Raises: ValueError unless offset and length are whole pages."""
+    if offset % PAGE_BYTES or len(buffer) % PAGE_BYTES:
+        raise ValueError(f"offset {offset} and length {len(buffer)} must be multiples of {PAGE_BYTES}")
+
+
+class IOEngine(ABC):
+    """See the guarantees at the top of this file."""
+
+    name: str
+
+    @abstractmethod
+    def open(self, path: str) -> IOFile:
+        """Opens `path` as `open_file` does and keeps it until `close()`. Raises: PathError."""
+
+    @abstractmethod
+    def read(self, file: IOFile, offset: int, buffer: memoryview) -> IOFuture:
+        """Starts filling `buffer` (writable bytes) from `offset`."""
+
+    @abstractmethod
+    def write(self, file: IOFile, offset: int, buffer: memoryview) -> IOFuture:
+        """Starts writing `buffer` to `offset`."""
+
+    @abstractmethod
+    def sync(self, file: IOFile) -> IOFuture:
+        """Starts making durable what completed before this call (fdatasync); the result is 0."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Waits for everything under way and closes the files."""

@@ -1,0 +1,182 @@
+"""Where every element lies: parameters ▶ flats ▶ chunks ▶ pieces. Pure arithmetic, no tensors.
+
+[Note: flats, chunks, pieces]
+A *flat* is one unit's parameters of one dtype, end to end, each starting at a multiple of ALIGN_NUMEL elements
+(the gaps belong to no parameter). With one rank a flat is also the partition that the rank owns. A *chunk* is a
+slice of at most `chunk_numel` elements of a flat. A *piece* is the part of one parameter that lies in one chunk,
+a *segment* a run of pieces that one Adam call can do, because param group and step count are the same.
+
+          parameter 0          gap  parameter 1                parameter 2
+    flat  |--------------------|....|-------------------------||-----|
+   chunk  |---------------| |-----------------| |-----------------|
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Generic, TypeVar
+
+import torch
+
+from offload.sizes import round_up
+
+ALIGN_NUMEL = 64
+"""Elements: a cache line or more in every dtype, so that matrix kernels find parameters as aligned as torch's
+own allocator leaves them and two threads never write one line."""
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One trainable parameter: its name, element count, unit, the dtype of its compute copy, its param group."""
+
+    name: str
+    numel: int
+    unit: str
+    dtype: torch.dtype
+    group: int
+
+
+@dataclass(frozen=True)
+class Flat:
+    """One unit's parameters of one dtype. `offsets` and `numel` in elements; `params` index Layout.specs."""
+
+    index: int
+    unit: str
+    dtype: torch.dtype
+    params: tuple[int, ...]
+    offsets: tuple[int, ...]
+    numel: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """`numel` elements of `param` from `param_offset`, which lie in their chunk from `chunk_offset`."""
+
+    param: int
+    param_offset: int
+    chunk_offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Elements `start` to `start + numel` of flat `flat`."""
+
+    index: int
+    flat: int
+    start: int
+    numel: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Segment(Generic[Key]):
+    """Elements `start` to `stop` of a chunk, gaps included, whose pieces all have `key`."""
+
+    key: Key
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """See [Note: flats, chunks, pieces]. Chunks are in the order of the flats, flats in that of their units."""
+
+    specs: tuple[ParamSpec, ...]
+    flats: tuple[Flat, ...]
+    chunks: tuple[Chunk, ...]
+
+    @cached_property
+    def numel(self) -> int:
+        """Trainable parameters, without gaps."""
+        return sum(spec.numel for spec in self.specs)
+
+    @cached_property
+    def places(self) -> dict[int, tuple[int, int]]:
+        """For each parameter: (flat, offset in it)."""
+        return {
+            param: (flat.index, offset)
+            for flat in self.flats
+            for param, offset in zip(flat.params, flat.offsets, strict=True)
+        }
+
+    @cached_property
+    def chunks_of(self) -> dict[int, tuple[int, ...]]:
+        """For each parameter: the chunks that hold a piece of it, in its own order."""
+        found: dict[int, list[int]] = {param: [] for param in range(len(self.specs))}
+        for chunk in self.chunks:
+            for piece in chunk.pieces:
+                found[piece.param].append(chunk.index)
+        return {param: tuple(chunks) for param, chunks in found.items()}
+
+
+def build(specs: Sequence[ParamSpec], chunk_numel: int) -> Layout:
+    """Lays out `specs`, in the order given within a unit and dtype.
+
+    Args: chunk_numel: most elements a chunk, a positive number.
+    """
+    flats: list[Flat] = []
+    chunks: list[Chunk] = []
+    for (unit, dtype), params in _by_unit_and_dtype(specs):
+        offsets: list[int] = []
+        end = 0
+        for param in params:
+            offsets.append(round_up(end, ALIGN_NUMEL))
+            end = offsets[-1] + specs[param].numel
+        flat = Flat(len(flats), unit, dtype, tuple(params), tuple(offsets), end)
+        flats.append(flat)
+        for start in range(0, end, chunk_numel):
+            numel = min(chunk_numel, end - start)
+            pieces = tuple(_pieces(flat, specs, start, start + numel))
+            if pieces:
+                chunks.append(Chunk(len(chunks), flat.index, start, numel, pieces))
+    return Layout(tuple(specs), tuple(flats), tuple(chunks))
+
+
+def _by_unit_and_dtype(specs: Sequence[ParamSpec]) -> Iterator[tuple[tuple[str, torch.dtype], list[int]]]:
+    """Units in order of first appearance, and in each its dtypes in order of first appearance."""
+    units = {name: number for number, name in enumerate(dict.fromkeys(spec.unit for spec in specs))}
+    dtypes = {key: n for n, key in enumerate(dict.fromkeys((spec.unit, spec.dtype) for spec in specs))}
+
+    def rank(param: int) -> tuple[int, int]:
+        spec = specs[param]
+        return units[spec.unit], dtypes[spec.unit, spec.dtype]
+
+    # sorted() is stable: parameters keep their order within a flat.
+    for _, params in groupby(sorted(range(len(specs)), key=rank), key=rank):
+        group = list(params)
+        yield (specs[group[0]].unit, specs[group[0]].dtype), group
+
+
+def _pieces(flat: Flat, specs: Sequence[ParamSpec], start: int, stop: int) -> Iterator[Piece]:
+    for param, offset in zip(flat.params, flat.offsets, strict=True):
+        first, last = max(start, offset), min(stop, offset + specs[param].numel)
+        if first < last:
+            yield Piece(param, first - offset, first - start, last - first)
+
+
+def segments(chunk: Chunk, key: Callable[[int], Key | None]) -> list[Segment[Key]]:
+    """The runs of `chunk` that share a key.
+
+    Args: key: of a parameter; None: no part of it belongs to a segment.
+    A gap between two parameters of one key belongs to their segment: it is calculated along (on zeros) and never
+    read, which is cheaper than a call more.
+    """
+    runs: list[Segment[Key]] = []
+    joined = False
+    for piece in chunk.pieces:
+        this = key(piece.param)
+        if this is None:
+            joined = False
+            continue
+        start, stop = piece.chunk_offset, piece.chunk_offset + piece.numel
+        if joined and runs[-1].key == this:
+            start = runs.pop().start
+        runs.append(Segment(this, start, stop))
+        joined = True
+    return runs

@@ -1,0 +1,71 @@
+"""The one slab of RAM from which everything this library holds on the CPU is lent.
+
+Its size is fixed before the first step; nothing is allocated later. It is page-aligned (O_DIRECT), on huge pages
+where the kernel grants them (half the CPU time of I/O), page-locked when there is a GPU, and not inherited by
+forks: a data-loading child neither doubles it nor can touch it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+
+import torch
+from torch import Tensor
+
+from offload.copies import Copier
+from offload.errors import BudgetError
+from offload.sizes import PAGE_BYTES, format_bytes, round_up
+
+
+class Arena:
+    """Lends page-aligned pieces of one slab, in order, for good.
+
+    Args: size: bytes, rounded up to whole pages; copier: page-locks the slab where that helps.
+    Raises: BudgetError if the machine refuses the memory.
+    """
+
+    def __init__(self, size: int, copier: Copier) -> None:
+        self.size = max(round_up(size, PAGE_BYTES), PAGE_BYTES)
+        self._copier = copier
+        self._used = 0
+        try:
+            self._map = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, ValueError, OverflowError) as error:
+            raise BudgetError(
+                f"the machine refuses {format_bytes(self.size)} of RAM ({error}): lower cpu_memory",
+                needed=self.size,
+                available=0,
+                option="cpu_memory",
+            ) from error
+        for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+            # A kernel built without huge pages refuses the second; both are absent off Linux.
+            with contextlib.suppress(OSError, AttributeError):
+                self._map.madvise(getattr(mmap, advice))
+        self._slab = torch.frombuffer(self._map, dtype=torch.uint8)
+        copier.pin(self._slab)
+
+    @property
+    def used(self) -> int:
+        """Bytes lent."""
+        return self._used
+
+    def carve(self, nbytes: int) -> Tensor:
+        """The next `nbytes` as a uint8 tensor of shape (nbytes,), page-aligned and zero."""
+        start = self._used
+        end = start + round_up(nbytes, PAGE_BYTES)
+        if end > self.size:
+            raise AssertionError(f"arena of {self.size} bytes asked for {end}: the plan was wrong")
+        self._used = end
+        return self._slab[start : start + nbytes]
+
+    def close(self) -> None:
+        """Gives the memory back; tensors lent read zeros from then on."""
+        self._copier.unpin(self._slab)
+        with contextlib.suppress(OSError, AttributeError):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+
+def carved_bytes(nbytes: int) -> int:
+    """What `carve(nbytes)` takes from the arena, for plans made before there is one."""
+    return round_up(nbytes, PAGE_BYTES)

@@ -1,0 +1,306 @@
+"""Swap files: a superblock, then a slot for every chunk and place.
+
+[Note: swap file format 1]
+All integers little-endian, all blocks whole pages. Page 0 is the superblock: 16 bytes magic, u32 format version, u32
+length of the text, u64 XXH3-64 of the text, and the text, JSON: {"run_id", "places", "chunks": elements of each,
+"commits": whether this run ever commits (false: nothing in the file can be resumed from)}.
+A slot is one page of header (see `_HEADER`), then master, exp_avg and exp_avg_sq of the chunk, fp32, each padded
+with zeros to whole pages. The header carries run id, chunk, step, element count and the XXH3-64 of what follows
+it, and ends with the XXH3-64 of itself. `places` slots a chunk, all of place 0 first: with two, the new version of
+a chunk goes beside the committed one.
+
+A file belongs to the process that holds its flock. It is never shortened, and never deleted here.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import stat
+import struct
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor
+
+from offload.errors import BudgetError, CorruptionError, PathError, PathInUseError, ResumeError
+from offload.io.engine import IOEngine, IOFile, IOFuture
+from offload.sizes import PAGE_BYTES, format_bytes, round_up
+
+FORMAT = 1
+STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")
+SWAP_NAME = "offload-rank0.swap"
+COMMIT_NAME = "COMMIT"
+
+_MAGIC = b"offload swap\n\0\0\0"
+_SUPERBLOCK = struct.Struct("<16sIIQ")
+_HEADER = struct.Struct("<8sI16sQQQQ")  # magic, format, run id, chunk, step, elements, checksum of the payload
+_HEADER_MAGIC = b"off slot"
+_CHECKSUM = struct.Struct("<Q")
+
+
+def section_bytes(numel: int) -> int:
+    """Bytes of one state kind of a chunk of `numel` elements in a slot."""
+    return round_up(4 * numel, PAGE_BYTES)
+
+
+def slot_bytes(numel: int) -> int:
+    """Bytes of a slot, header included, in RAM and on disk."""
+    return PAGE_BYTES + len(STATE_KINDS) * section_bytes(numel)
+
+
+def file_bytes(chunk_numels: Sequence[int], places: int) -> int:
+    """Bytes of the swap file."""
+    return PAGE_BYTES + places * sum(slot_bytes(numel) for numel in chunk_numels)
+
+
+def sections(buffer: Tensor, numel: int) -> tuple[Tensor, Tensor, Tensor]:
+    """master, exp_avg and exp_avg_sq, fp32 of shape (numel,), in a slot's uint8 `buffer`."""
+    size = section_bytes(numel)
+    views = [
+        buffer[start : start + 4 * numel].view(torch.float32)
+        for start in range(PAGE_BYTES, PAGE_BYTES + len(STATE_KINDS) * size, size)
+    ]
+    return views[0], views[1], views[2]
+
+
+def check_directory(path: Path) -> None:
+    """Whether `path` is, or can be made, the directory of a run; writes nothing.
+
+    Raises: PathError, ResumeError.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        parent = path.parent
+        if not parent.is_dir():
+            raise PathError(errno.ENOENT, "the directory to make it in does not exist: make it first", str(path)) from None
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise PathError(errno.EACCES, "its parent directory is not writable", str(path)) from None
+        return
+    except OSError as error:
+        raise PathError(error.errno, f"cannot be looked at: {error.strerror}", str(path)) from error
+    if stat.S_ISLNK(mode):
+        raise PathError(errno.ELOOP, f"is a symlink: give the directory itself, {os.path.realpath(path)}", str(path))
+    if not stat.S_ISDIR(mode):
+        raise PathError(errno.ENOTDIR, "is not a directory: give a directory for the swap files", str(path))
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise PathError(errno.EACCES, "is not writable", str(path))
+    if (path / COMMIT_NAME).exists():
+        raise ResumeError(f"{path} holds a committed run, which this version cannot resume: choose another path")
+
+
+class SlotFile:
+    """The slots of one rank on one path; see [Note: swap file format 1].
+
+    Args: directory: made with mode 0700 if missing; chunk_numels: elements of each chunk; places: slots a chunk.
+    Raises: PathError, PathInUseError, BudgetError (disk space), ResumeError. Nothing of another run is lost then.
+    """
+
+    def __init__(self, engine: IOEngine, directory: Path, chunk_numels: Sequence[int], places: int = 1) -> None:
+        check_directory(directory)
+        self._numels = tuple(chunk_numels)
+        self._starts = (0, *accumulate(slot_bytes(numel) for numel in self._numels))
+        self._engine = engine
+        self._run_id = secrets.token_bytes(16)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        self._file = engine.open(str(directory / SWAP_NAME))
+        _lock(self._file)
+        _require_ours(self._file)
+        _reserve(self._file, file_bytes(self._numels, places))
+        self._write_superblock(places)
+        # Checksums are taken beside the step and the transfers; XXH3 outruns any drive on one core.
+        self._sealer = ThreadPoolExecutor(1, thread_name_prefix="offload-seal")
+
+    @property
+    def path(self) -> str:
+        return self._file.path
+
+    @property
+    def direct(self) -> bool:
+        """Whether O_DIRECT is on."""
+        return self._file.direct
+
+    def write(self, chunk: int, buffer: Tensor, *, step: int, place: int = 0) -> IOFuture:
+        """Seals `buffer` (uint8, `slot_bytes` long: room for the header first) and writes it to its slot.
+
+        Args: step: the step whose result it is. The future's errors are those of the engine.
+        """
+        written: IOFuture = IOFuture()
+        written.set_running_or_notify_cancel()
+        numel = self._numels[chunk]
+
+        def seal() -> None:
+            data = memory_of(buffer)
+            _zero_padding(buffer, numel)
+            head = _HEADER.pack(
+                _HEADER_MAGIC, FORMAT, self._run_id, chunk, step, numel, xxhash.xxh3_64_intdigest(data[PAGE_BYTES:])
+            )
+            data[: len(head)] = head
+            data[len(head) : len(head) + _CHECKSUM.size] = _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head))
+            self._engine.write(self._file, self._offset(chunk, place), data).add_done_callback(_pass_on(written))
+
+        self._sealer.submit(_guarded(seal, written))
+        return written
+
+    def read(self, chunk: int, buffer: Tensor, *, step: int, place: int = 0) -> IOFuture:
+        """Reads a slot into `buffer` and checks that it is what `write(chunk, ..., step)` wrote.
+
+        The future raises CorruptionError if it is not, and the engine's errors.
+        """
+        checked: IOFuture = IOFuture()
+        checked.set_running_or_notify_cancel()
+        data = memory_of(buffer)
+        offset = self._offset(chunk, place)
+
+        def check() -> None:
+            problem = self._problem(data, chunk, step)
+            if problem:
+                raise CorruptionError(problem, chunk=chunk, file=self.path, offset=offset)
+            checked.set_result(len(data))
+
+        def arrived(read: IOFuture) -> None:
+            error = read.exception()
+            if error is not None:
+                checked.set_exception(error)
+            else:
+                self._sealer.submit(_guarded(check, checked))
+
+        self._engine.read(self._file, offset, data).add_done_callback(arrived)
+        return checked
+
+    def close(self) -> None:
+        """Waits for what is being sealed or checked. The engine's `close` frees the lock."""
+        self._sealer.shutdown(wait=True)
+
+    def _offset(self, chunk: int, place: int) -> int:
+        return PAGE_BYTES + place * self._starts[-1] + self._starts[chunk]
+
+    def _problem(self, data: memoryview, chunk: int, step: int) -> str | None:
+        head = bytes(data[: _HEADER.size])
+        (own,) = _CHECKSUM.unpack_from(data, _HEADER.size)
+        if xxhash.xxh3_64_intdigest(head) != own:
+            return "the slot's header is damaged"
+        magic, version, run_id, found_chunk, found_step, numel, checksum = _HEADER.unpack(head)
+        if (magic, version) != (_HEADER_MAGIC, FORMAT) or numel != self._numels[chunk]:
+            return "this is no slot of this format"
+        if run_id != self._run_id:
+            return f"the slot was written by run {run_id.hex()}, not by this one"
+        if (found_chunk, found_step) != (chunk, step):
+            return f"expected chunk {chunk} of step {step}, found chunk {found_chunk} of step {found_step}"
+        if xxhash.xxh3_64_intdigest(data[PAGE_BYTES:]) != checksum:
+            return "the slot's data does not match its checksum"
+        return None
+
+    def _write_superblock(self, places: int) -> None:
+        text = json.dumps(
+            {"run_id": self._run_id.hex(), "places": places, "chunks": self._numels, "commits": False}
+        ).encode()
+        size = _SUPERBLOCK.size + len(text)
+        if size > PAGE_BYTES:
+            # A long list of chunks; its digest still tells two layouts apart.
+            digest = xxhash.xxh3_64_hexdigest(json.dumps(self._numels))
+            text = json.dumps(
+                {"run_id": self._run_id.hex(), "places": places, "chunks_xxh3": digest, "commits": False}
+            ).encode()
+        block = bytearray(PAGE_BYTES)
+        head = _SUPERBLOCK.pack(_MAGIC, FORMAT, len(text), xxhash.xxh3_64_intdigest(text))
+        block[: len(head) + len(text)] = head + text
+        # Not through the engine: a block of Python's own is not aligned for O_DIRECT.
+        with open(self.path, "r+b", buffering=0) as plain:
+            plain.write(block)
+
+
+def memory_of(buffer: Tensor) -> memoryview:
+    """The bytes of a contiguous uint8 CPU tensor, without a copy."""
+    return memoryview(buffer.numpy())
+
+
+def _zero_padding(buffer: Tensor, numel: int) -> None:
+    size = section_bytes(numel)
+    if size == 4 * numel:
+        return
+    for start in range(PAGE_BYTES, len(buffer), size):
+        buffer[start + 4 * numel : start + size] = 0
+
+
+def _pass_on(target: IOFuture) -> Callable[[IOFuture], None]:
+    """A callback that resolves `target` as the future it is called with."""
+
+    def done(source: IOFuture) -> None:
+        error = source.exception()
+        if error is None:
+            target.set_result(source.result())
+        else:
+            target.set_exception(error)
+
+    return done
+
+
+def _guarded(work: Callable[[], None], future: IOFuture) -> Callable[[], None]:
+    """`work`, whose exception goes to `future`: a pool's thread would swallow it."""
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            future.set_exception(error)
+
+    return run
+
+
+def _lock(file: IOFile) -> None:
+    try:
+        fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            raise PathError(error.errno, f"cannot be locked: {error.strerror}", file.path) from error
+        raise PathInUseError(
+            errno.EBUSY, "a live run holds this path: give each run a path of its own", file.path
+        ) from error
+
+
+def _require_ours(file: IOFile) -> None:
+    """An empty file is new; one with our magic was left by a run that committed nothing, and is reused."""
+    try:
+        with open(file.path, "rb", buffering=0) as plain:
+            start = plain.read(len(_MAGIC))
+    except OSError as error:
+        file.close()
+        raise PathError(error.errno, f"cannot be read: {error.strerror}", file.path) from error
+    if start and start != _MAGIC and start.strip(b"\0"):
+        file.close()
+        raise PathError(errno.EEXIST, "is no swap file of this library: move it, or choose another path", file.path)
+
+
+def _reserve(file: IOFile, needed: int) -> None:
+    """Allocates the file's blocks now: a full disk shows before training, not in it."""
+    info = os.fstat(file.fd)
+    os.fchmod(file.fd, 0o600)
+    disk = os.statvfs(os.path.dirname(file.path))
+    available = disk.f_bavail * disk.f_frsize + info.st_blocks * 512
+    try:
+        if needed > available:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.posix_fallocate(file.fd, 0, needed)
+    except OSError as error:
+        if info.st_size == 0:
+            os.ftruncate(file.fd, 0)
+        file.close()
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise PathError(error.errno, f"cannot reserve space: {error.strerror}", file.path) from error
+        raise BudgetError(
+            f"{file.path} needs {format_bytes(needed)} of disk and {format_bytes(available)} are free: "
+            "free some, or choose another path",
+            needed=needed,
+            available=available,
+            option="path",
+        ) from error
