@@ -1,0 +1,129 @@
+/* Adam and AdamW in one pass: reads master, exp_avg, exp_avg_sq and grad, writes the three and, when
+ * asked, the 16-bit copy of master.
+ *
+ *   g = grad * scale;  add_decay: g += weight_decay * p;  else: p *= decay
+ *   m += (1 - beta1) * (g - m)
+ *   v  = v * beta2 + ((1 - beta2) * g) * g
+ *   p += (-(lr / bc1) * m) / (sqrt(v) / sqrt(bc2) + eps)
+ *
+ * in fp32, in this order, each operation rounded (offload/optim/reference.py says it in NumPy). */
+#include "vec.h"
+
+/* Elements ahead of the one in work: 1 KiB of each fp32 stream. */
+#define AHEAD 256
+
+typedef struct offload_adam_scalars scalars;
+
+typedef struct {
+    vf scale, weight_decay, decay, one_minus_beta1, beta2, one_minus_beta2;
+    vf neg_step_size, sqrt_bias_correction2, eps;
+} broadcast;
+
+INLINE broadcast broadcast_of(const scalars *s) {
+    return (broadcast){vf_set(s->scale), vf_set(s->weight_decay), vf_set(s->decay),
+                       vf_set(s->one_minus_beta1), vf_set(s->beta2), vf_set(s->one_minus_beta2),
+                       vf_set(s->neg_step_size), vf_set(s->sqrt_bias_correction2), vf_set(s->eps)};
+}
+
+INLINE vf adam_vector(float *master, float *exp_avg, float *exp_avg_sq, vf grad, const broadcast *c, int add_decay) {
+    vf p = vf_load(master), m = vf_load(exp_avg), v = vf_load(exp_avg_sq);
+    vf g = vf_mul(grad, c->scale);
+    if (add_decay) g = vf_add(g, vf_mul(c->weight_decay, p));
+    else p = vf_mul(p, c->decay);
+    m = vf_add(m, vf_mul(c->one_minus_beta1, vf_sub(g, m)));
+    v = vf_add(vf_mul(v, c->beta2), vf_mul(vf_mul(c->one_minus_beta2, g), g));
+    vf denominator = vf_add(vf_div(vf_sqrt(v), c->sqrt_bias_correction2), c->eps);
+    p = vf_add(p, vf_div(vf_mul(c->neg_step_size, m), denominator));
+    vf_store(master, p);
+    vf_store(exp_avg, m);
+    vf_store(exp_avg_sq, v);
+    return p;
+}
+
+INLINE void adam_group(float *master, float *exp_avg, float *exp_avg_sq, const void *grad, int grad_type, void *out,
+                       int out_type, const broadcast *c, int add_decay, int stream) {
+    for (int k = 0; k < GROUP; k += PAIR) {
+        vpair g = pair_load(at(grad, grad_type, k), grad_type), p;
+        p.a = adam_vector(master + k, exp_avg + k, exp_avg_sq + k, g.a, c, add_decay);
+        p.b = adam_vector(master + k + VW, exp_avg + k + VW, exp_avg_sq + k + VW, g.b, c, add_decay);
+        if (out_type == OFFLOAD_NONE) continue;
+        v16 narrow = pair_narrow(p, out_type);
+        if (stream) v16_stream(at_out(out, out_type, k), narrow);
+        else v16_store(at_out(out, out_type, k), narrow);
+    }
+}
+
+/* Fewer elements than a group: through a padded copy, so that a tail runs the very same operations. */
+INLINE void adam_part(float *master, float *exp_avg, float *exp_avg_sq, const void *grad, int grad_type, void *out,
+                      int out_type, int64_t n, const broadcast *c, int add_decay) {
+    float p[GROUP] = {0}, m[GROUP] = {0}, v[GROUP] = {0}, g[GROUP] = {0};
+    uint16_t o[GROUP];
+    memcpy(p, master, (size_t)n * 4);
+    memcpy(m, exp_avg, (size_t)n * 4);
+    memcpy(v, exp_avg_sq, (size_t)n * 4);
+    memcpy(g, grad, (size_t)(n * type_bytes(grad_type)));
+    adam_group(p, m, v, g, grad_type, o, out_type, c, add_decay, 0);
+    memcpy(master, p, (size_t)n * 4);
+    memcpy(exp_avg, m, (size_t)n * 4);
+    memcpy(exp_avg_sq, v, (size_t)n * 4);
+    if (out_type != OFFLOAD_NONE) memcpy(out, o, (size_t)n * 2);
+}
+
+INLINE void adam_range(float *master, float *exp_avg, float *exp_avg_sq, const void *grad, int grad_type, void *out,
+                       int out_type, int64_t n, const scalars *s, int add_decay) {
+    const broadcast c = broadcast_of(s);
+    /* Streaming stores want whole lines: the head brings the output to one. An output at an odd
+     * address never gets there, and goes through the padded copy to its end. */
+    uintptr_t address = (uintptr_t)(out_type == OFFLOAD_NONE ? (void *)master : out);
+    int64_t bytes = out_type == OFFLOAD_NONE ? 4 : 2;
+    int alignable = address % (uintptr_t)bytes == 0;
+    int64_t i = 0;
+    int64_t head = alignable ? (int64_t)(-address % 64) / bytes : n;
+    if (head > n) head = n;
+    while (i < head) {
+        int64_t count = head - i < GROUP ? head - i : GROUP;
+        adam_part(master + i, exp_avg + i, exp_avg_sq + i, at(grad, grad_type, i), grad_type,
+                  at_out(out, OFFLOAD_BF16, i), out_type, count, &c, add_decay);
+        i += count;
+    }
+    for (; i + GROUP <= n; i += GROUP) {
+        prefetch_group(master + i, OFFLOAD_F32, AHEAD);
+        prefetch_group(exp_avg + i, OFFLOAD_F32, AHEAD);
+        prefetch_group(exp_avg_sq + i, OFFLOAD_F32, AHEAD);
+        prefetch_group(at(grad, grad_type, i), grad_type, AHEAD);
+        adam_group(master + i, exp_avg + i, exp_avg_sq + i, at(grad, grad_type, i), grad_type,
+                   at_out(out, OFFLOAD_BF16, i), out_type, &c, add_decay, 1);
+    }
+    if (i < n)
+        adam_part(master + i, exp_avg + i, exp_avg_sq + i, at(grad, grad_type, i), grad_type,
+                  at_out(out, OFFLOAD_BF16, i), out_type, n - i, &c, add_decay);
+    if (out_type != OFFLOAD_NONE) stream_fence();
+}
+
+/* One function a combination, so that types and decay cost no branch in the loop. */
+typedef void range_function(float *, float *, float *, const void *, void *, int64_t, const scalars *);
+
+#define RANGE(grad_type, out_type, add_decay)                                                             \
+    static OFFLOAD_CODE void range_##grad_type##_##out_type##_##add_decay(float *p, float *m, float *v, const void *g, void *o, \
+                                                             int64_t n, const scalars *s) {               \
+        adam_range(p, m, v, g, OFFLOAD_##grad_type, o, OFFLOAD_##out_type, n, s, add_decay);              \
+    }
+#define RANGES(grad_type) \
+    RANGE(grad_type, BF16, 0) RANGE(grad_type, BF16, 1) RANGE(grad_type, F16, 0) RANGE(grad_type, F16, 1) \
+    RANGE(grad_type, NONE, 0) RANGE(grad_type, NONE, 1)
+RANGES(F32)
+RANGES(BF16)
+RANGES(F16)
+
+#define ROW(grad_type) \
+    {{0, 0}, {range_##grad_type##_BF16_0, range_##grad_type##_BF16_1}, \
+     {range_##grad_type##_F16_0, range_##grad_type##_F16_1}, {range_##grad_type##_NONE_0, range_##grad_type##_NONE_1}}
+static range_function *const table[3][4][2] = {ROW(F32), ROW(BF16), ROW(F16)};
+
+OFFLOAD_EXPORT OFFLOAD_CODE void OFFLOAD_KERNEL(adam)(float *master, float *exp_avg, float *exp_avg_sq, const void *grad,
+                                         int32_t grad_type, void *out, int32_t out_type, int64_t n,
+                                         const scalars *s) {
+    fp_state saved = fp_enter();
+    table[grad_type][out_type][s->add_decay](master, exp_avg, exp_avg_sq, grad, out, n, s);
+    fp_leave(saved);
+}

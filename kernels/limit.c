@@ -1,0 +1,39 @@
+/* The traffic of adam.c without its arithmetic: the same bytes in the same order, with the same kinds
+ * of stores and the same prefetch. What the benchmark measures a kernel against. */
+#include "vec.h"
+
+#define AHEAD 256
+
+INLINE void limit_range(float *master, float *exp_avg, float *exp_avg_sq, const void *grad, int grad_type, void *out,
+                        int64_t n) {
+    for (int64_t i = 0; i + GROUP <= n; i += GROUP) {
+        prefetch_group(master + i, OFFLOAD_F32, AHEAD);
+        prefetch_group(exp_avg + i, OFFLOAD_F32, AHEAD);
+        prefetch_group(exp_avg_sq + i, OFFLOAD_F32, AHEAD);
+        prefetch_group(at(grad, grad_type, i), grad_type, AHEAD);
+        for (int64_t k = i; k < i + GROUP; k += PAIR) {
+            vpair p = pair_load(master + k, OFFLOAD_F32);
+            vpair m = pair_load(exp_avg + k, OFFLOAD_F32);
+            vpair v = pair_load(exp_avg_sq + k, OFFLOAD_F32);
+            /* The streams change places: a store of what was just loaded could be left out. */
+            pair_store(exp_avg + k, OFFLOAD_F32, p);
+            pair_store(exp_avg_sq + k, OFFLOAD_F32, m);
+            if (grad_type == OFFLOAD_F32) {
+                vpair g = pair_load(at(grad, grad_type, k), grad_type);
+                v = (vpair){vf_xor(v.a, g.a), vf_xor(v.b, g.b)};
+            } else {
+                v16_stream(at_out(out, grad_type, k), v16_load(at(grad, grad_type, k)));
+            }
+            pair_store(master + k, OFFLOAD_F32, v);
+        }
+    }
+    if (grad_type != OFFLOAD_F32) stream_fence();
+}
+
+/* grad_type F32: no output (28 bytes an element); BF16: 16-bit output, which has to start a 64-byte
+ * line (28 bytes an element). Elements past the last whole group are left alone. */
+OFFLOAD_EXPORT OFFLOAD_CODE void OFFLOAD_KERNEL(limit)(float *master, float *exp_avg, float *exp_avg_sq, const void *grad,
+                                          int32_t grad_type, void *out, int64_t n) {
+    if (grad_type == OFFLOAD_F32) limit_range(master, exp_avg, exp_avg_sq, grad, OFFLOAD_F32, out, n);
+    else limit_range(master, exp_avg, exp_avg_sq, grad, OFFLOAD_BF16, out, n);
+}

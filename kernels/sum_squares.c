@@ -1,0 +1,59 @@
+/* fp64 sum of squares in blocks cut at fixed positions, so that neither chunk, partition nor thread
+ * changes a bit; and the finite check, since a block's sum is finite exactly when all its elements
+ * are (an fp32 squared is exact in fp64 and cannot overflow it).
+ *
+ * Within a block's part: lane j of 32 adds elements j, j+32, ... in turn, then the lanes fold
+ * 16, 8, 4, 2, 1. */
+#include "vec.h"
+
+#define AHEAD 1024
+
+INLINE void add_group(vd *lanes, const void *x, int type) {
+    for (int k = 0; k < GROUP; k += PAIR) {
+        vd wide[PAIR_DOUBLES];
+        widen(wide, pair_load(at(x, type, k), type));
+        for (int j = 0; j < PAIR_DOUBLES; j++) {
+            vd *lane = &lanes[k / DW + j];
+            *lane = vd_add(*lane, vd_mul(wide[j], wide[j]));
+        }
+    }
+}
+
+INLINE double sum_part(const void *x, int type, int64_t n) {
+    vd lanes[GROUP / DW];
+    double sums[GROUP];
+    int64_t i = 0;
+    for (int j = 0; j < GROUP / DW; j++) lanes[j] = vd_zero();
+    for (; i + GROUP <= n; i += GROUP) {
+        prefetch_group(at(x, type, i), type, AHEAD);
+        add_group(lanes, at(x, type, i), type);
+    }
+    if (i < n) {
+        /* A padding zero adds +0.0 to a lane, which changes nothing. */
+        float rest[GROUP] = {0};
+        memcpy(rest, at(x, type, i), (size_t)((n - i) * type_bytes(type)));
+        add_group(lanes, rest, type);
+    }
+    for (int j = 0; j < GROUP / DW; j++) vd_store(sums + j * DW, lanes[j]);
+    for (int width = GROUP / 2; width > 0; width /= 2)
+        for (int j = 0; j < width; j++) sums[j] += sums[j + width];
+    return sums[0];
+}
+
+typedef double part_function(const void *, int64_t);
+static OFFLOAD_CODE double part_f32(const void *x, int64_t n) { return sum_part(x, OFFLOAD_F32, n); }
+static OFFLOAD_CODE double part_bf16(const void *x, int64_t n) { return sum_part(x, OFFLOAD_BF16, n); }
+static OFFLOAD_CODE double part_f16(const void *x, int64_t n) { return sum_part(x, OFFLOAD_F16, n); }
+static part_function *const table[3] = {part_f32, part_bf16, part_f16};
+
+/* x: elements at positions first .. first+n; out: one fp64 for each block touched. */
+OFFLOAD_EXPORT OFFLOAD_CODE void OFFLOAD_KERNEL(sum_squares)(const void *x, int32_t type, int64_t first, int64_t n, double *out) {
+    fp_state saved = fp_enter();
+    for (int64_t i = 0; i < n; out++) {
+        int64_t count = OFFLOAD_SUM_BLOCK - (first + i) % OFFLOAD_SUM_BLOCK;
+        if (count > n - i) count = n - i;
+        *out = table[type](at(x, type, i), count);
+        i += count;
+    }
+    fp_leave(saved);
+}

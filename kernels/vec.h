@@ -1,0 +1,415 @@
+/* The vectors the kernels are written in, once for each instruction set.
+ *
+ *   vf     VW floats             vpair  two of them: 2*VW neighbouring elements
+ *   v16    2*VW 16-bit elements  vd     DW doubles
+ *
+ * A pair is the unit because 16-bit elements of a pair fill one register. GROUP elements are one
+ * 64-byte line of 16-bit elements and two of fp32. Every operation is exact to IEEE 754, so all
+ * instruction sets give the same bits. */
+#ifndef OFFLOAD_VEC_H
+#define OFFLOAD_VEC_H
+
+#include <stdint.h>
+#include <string.h>
+
+#include "kernels.h"
+
+#define INLINE static inline __attribute__((always_inline))
+#define GROUP 32
+
+#if defined(OFFLOAD_ISA_AVX512) || defined(OFFLOAD_ISA_AVX2)
+#include <immintrin.h>
+#elif defined(__x86_64__)
+#include <emmintrin.h>
+#elif defined(OFFLOAD_ISA_NEON)
+#include <arm_neon.h>
+#endif
+
+/* ---- rounding to nearest even, denormals kept, exceptions masked; the caller's state comes back */
+
+#if defined(__x86_64__)
+typedef unsigned fp_state;
+INLINE fp_state fp_enter(void) {
+    fp_state saved = _mm_getcsr();
+    _mm_setcsr(0x1f80);
+    return saved;
+}
+INLINE void fp_leave(fp_state saved) { _mm_setcsr(saved); }
+INLINE void stream_fence(void) { _mm_sfence(); }
+#elif defined(__aarch64__)
+typedef uint64_t fp_state;
+INLINE fp_state fp_enter(void) {
+    fp_state saved;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(saved));
+    __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)0) : "memory");
+    return saved;
+}
+INLINE void fp_leave(fp_state saved) { __asm__ volatile("msr fpcr, %0" : : "r"(saved) : "memory"); }
+INLINE void stream_fence(void) {}
+#else
+typedef int fp_state;
+INLINE fp_state fp_enter(void) { return 0; }
+INLINE void fp_leave(fp_state saved) { (void)saved; }
+INLINE void stream_fence(void) {}
+#endif
+
+INLINE void prefetch(const void *address) { __builtin_prefetch(address, 0, 3); }
+
+/* ---- one section an instruction set */
+
+#if defined(OFFLOAD_ISA_AVX512)
+
+#define VW 16
+#define DW 8
+typedef __m512 vf;
+typedef __m512d vd;
+typedef __m512i v16;
+typedef struct { vf a, b; } vpair;
+
+INLINE vf vf_load(const float *x) { return _mm512_loadu_ps(x); }
+INLINE void vf_store(float *x, vf v) { _mm512_storeu_ps(x, v); }
+INLINE vf vf_set(float x) { return _mm512_set1_ps(x); }
+INLINE vf vf_add(vf a, vf b) { return _mm512_add_ps(a, b); }
+INLINE vf vf_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
+INLINE vf vf_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
+INLINE vf vf_div(vf a, vf b) { return _mm512_div_ps(a, b); }
+INLINE vf vf_sqrt(vf a) { return _mm512_sqrt_ps(a); }
+INLINE vf vf_xor(vf a, vf b) { return _mm512_xor_ps(a, b); }
+
+INLINE v16 v16_load(const void *x) { return _mm512_loadu_si512(x); }
+INLINE void v16_store(void *x, v16 v) { _mm512_storeu_si512(x, v); }
+INLINE void v16_stream(void *x, v16 v) { _mm512_stream_si512((__m512i *)x, v); }
+
+INLINE vpair from_bf16(v16 x) {
+    __m512i low = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(x));
+    __m512i high = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(x, 1));
+    return (vpair){_mm512_castsi512_ps(_mm512_slli_epi32(low, 16)), _mm512_castsi512_ps(_mm512_slli_epi32(high, 16))};
+}
+INLINE vpair from_f16(v16 x) {
+    return (vpair){_mm512_cvtph_ps(_mm512_castsi512_si256(x)), _mm512_cvtph_ps(_mm512_extracti64x4_epi64(x, 1))};
+}
+/* The rounded value stays in the upper half of each 32 bits. */
+INLINE __m512i round_bf16(vf x) {
+    __m512i bits = _mm512_castps_si512(x);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    return _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
+}
+INLINE v16 to_bf16(vpair x) {
+    static const uint16_t upper[32] __attribute__((aligned(64))) = {
+        1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+        33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+    return _mm512_permutex2var_epi16(round_bf16(x.a), _mm512_load_si512(upper), round_bf16(x.b));
+}
+INLINE v16 to_f16(vpair x) {
+    __m256i low = _mm512_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m256i high = _mm512_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
+
+INLINE vd vd_zero(void) { return _mm512_setzero_pd(); }
+INLINE vd vd_add(vd a, vd b) { return _mm512_add_pd(a, b); }
+INLINE vd vd_mul(vd a, vd b) { return _mm512_mul_pd(a, b); }
+INLINE void vd_store(double *x, vd v) { _mm512_storeu_pd(x, v); }
+INLINE void widen(vd *out, vpair x) {
+    out[0] = _mm512_cvtps_pd(_mm512_castps512_ps256(x.a));
+    out[1] = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x.a, 1));
+    out[2] = _mm512_cvtps_pd(_mm512_castps512_ps256(x.b));
+    out[3] = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x.b, 1));
+}
+
+#elif defined(OFFLOAD_ISA_AVX2)
+
+#define VW 8
+#define DW 4
+typedef __m256 vf;
+typedef __m256d vd;
+typedef __m256i v16;
+typedef struct { vf a, b; } vpair;
+
+INLINE vf vf_load(const float *x) { return _mm256_loadu_ps(x); }
+INLINE void vf_store(float *x, vf v) { _mm256_storeu_ps(x, v); }
+INLINE vf vf_set(float x) { return _mm256_set1_ps(x); }
+INLINE vf vf_add(vf a, vf b) { return _mm256_add_ps(a, b); }
+INLINE vf vf_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
+INLINE vf vf_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
+INLINE vf vf_div(vf a, vf b) { return _mm256_div_ps(a, b); }
+INLINE vf vf_sqrt(vf a) { return _mm256_sqrt_ps(a); }
+INLINE vf vf_xor(vf a, vf b) { return _mm256_xor_ps(a, b); }
+
+INLINE v16 v16_load(const void *x) { return _mm256_loadu_si256((const __m256i *)x); }
+INLINE void v16_store(void *x, v16 v) { _mm256_storeu_si256((__m256i *)x, v); }
+INLINE void v16_stream(void *x, v16 v) { _mm256_stream_si256((__m256i *)x, v); }
+
+INLINE vpair from_bf16(v16 x) {
+    __m256i low = _mm256_cvtepu16_epi32(_mm256_castsi256_si128(x));
+    __m256i high = _mm256_cvtepu16_epi32(_mm256_extracti128_si256(x, 1));
+    return (vpair){_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(high, 16))};
+}
+INLINE vpair from_f16(v16 x) {
+    return (vpair){_mm256_cvtph_ps(_mm256_castsi256_si128(x)), _mm256_cvtph_ps(_mm256_extracti128_si256(x, 1))};
+}
+INLINE __m256i round_bf16(vf x) {
+    __m256i bits = _mm256_castps_si256(x);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    __m256 nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
+    __m256 kept = _mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), nan);
+    return _mm256_srli_epi32(_mm256_castps_si256(kept), 16);
+}
+INLINE v16 to_bf16(vpair x) {
+    /* The pack works within 128-bit lanes; the permutation puts their quarters in order. */
+    return _mm256_permute4x64_epi64(_mm256_packus_epi32(round_bf16(x.a), round_bf16(x.b)), 0xd8);
+}
+INLINE v16 to_f16(vpair x) {
+    __m128i low = _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT);
+    __m128i high = _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT);
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+}
+
+INLINE vd vd_zero(void) { return _mm256_setzero_pd(); }
+INLINE vd vd_add(vd a, vd b) { return _mm256_add_pd(a, b); }
+INLINE vd vd_mul(vd a, vd b) { return _mm256_mul_pd(a, b); }
+INLINE void vd_store(double *x, vd v) { _mm256_storeu_pd(x, v); }
+INLINE void widen(vd *out, vpair x) {
+    out[0] = _mm256_cvtps_pd(_mm256_castps256_ps128(x.a));
+    out[1] = _mm256_cvtps_pd(_mm256_extractf128_ps(x.a, 1));
+    out[2] = _mm256_cvtps_pd(_mm256_castps256_ps128(x.b));
+    out[3] = _mm256_cvtps_pd(_mm256_extractf128_ps(x.b, 1));
+}
+
+#elif defined(__x86_64__)
+
+#define VW 4
+#define DW 2
+typedef __m128 vf;
+typedef __m128d vd;
+typedef __m128i v16;
+typedef struct { vf a, b; } vpair;
+
+INLINE vf vf_load(const float *x) { return _mm_loadu_ps(x); }
+INLINE void vf_store(float *x, vf v) { _mm_storeu_ps(x, v); }
+INLINE vf vf_set(float x) { return _mm_set1_ps(x); }
+INLINE vf vf_add(vf a, vf b) { return _mm_add_ps(a, b); }
+INLINE vf vf_sub(vf a, vf b) { return _mm_sub_ps(a, b); }
+INLINE vf vf_mul(vf a, vf b) { return _mm_mul_ps(a, b); }
+INLINE vf vf_div(vf a, vf b) { return _mm_div_ps(a, b); }
+INLINE vf vf_sqrt(vf a) { return _mm_sqrt_ps(a); }
+INLINE vf vf_xor(vf a, vf b) { return _mm_xor_ps(a, b); }
+
+INLINE v16 v16_load(const void *x) { return _mm_loadu_si128((const __m128i *)x); }
+INLINE void v16_store(void *x, v16 v) { _mm_storeu_si128((__m128i *)x, v); }
+INLINE void v16_stream(void *x, v16 v) { _mm_stream_si128((__m128i *)x, v); }
+
+INLINE __m128i pick(__m128i mask, __m128i yes, __m128i no) {
+    return _mm_or_si128(_mm_and_si128(mask, yes), _mm_andnot_si128(mask, no));
+}
+INLINE vpair from_bf16(v16 x) {
+    __m128i zero = _mm_setzero_si128();
+    return (vpair){_mm_castsi128_ps(_mm_unpacklo_epi16(zero, x)), _mm_castsi128_ps(_mm_unpackhi_epi16(zero, x))};
+}
+/* No F16C: the fields move to their fp32 places, and a product with 2^112 (exact, and right for
+ * denormals too) corrects the exponent's bias; Inf and NaN get theirs by hand. */
+INLINE vf widen_f16(__m128i x) {
+    __m128i sign = _mm_slli_epi32(_mm_and_si128(x, _mm_set1_epi32(0x8000)), 16);
+    __m128i fields = _mm_slli_epi32(_mm_and_si128(x, _mm_set1_epi32(0x7fff)), 13);
+    __m128i value = _mm_castps_si128(_mm_mul_ps(_mm_castsi128_ps(fields), _mm_castsi128_ps(_mm_set1_epi32(239 << 23))));
+    __m128i special = _mm_cmpgt_epi32(fields, _mm_set1_epi32((0x7c00 << 13) - 1));
+    value = _mm_or_si128(value, _mm_and_si128(special, _mm_set1_epi32(0x7f800000)));
+    return _mm_castsi128_ps(_mm_or_si128(value, sign));
+}
+INLINE vpair from_f16(v16 x) {
+    __m128i zero = _mm_setzero_si128();
+    return (vpair){widen_f16(_mm_unpacklo_epi16(x, zero)), widen_f16(_mm_unpackhi_epi16(x, zero))};
+}
+INLINE __m128i round_bf16(vf x) {
+    __m128i bits = _mm_castps_si128(x);
+    __m128i odd = _mm_and_si128(_mm_srli_epi32(bits, 16), _mm_set1_epi32(1));
+    __m128i rounded = _mm_add_epi32(bits, _mm_add_epi32(odd, _mm_set1_epi32(0x7fff)));
+    __m128i nan = _mm_castps_si128(_mm_cmpunord_ps(x, x));
+    /* Sign-extended, so that the signed pack below saturates nothing. */
+    return _mm_srai_epi32(pick(nan, _mm_set1_epi32(0x7fc00000), rounded), 16);
+}
+INLINE v16 to_bf16(vpair x) { return _mm_packs_epi32(round_bf16(x.a), round_bf16(x.b)); }
+INLINE __m128i narrow_f16(vf x) {
+    __m128i bits = _mm_castps_si128(x);
+    __m128i absolute = _mm_and_si128(bits, _mm_set1_epi32(0x7fffffff));
+    /* Normal results: rebias and round to nearest even; a carry past the largest gives Inf. */
+    __m128i odd = _mm_and_si128(_mm_srli_epi32(absolute, 13), _mm_set1_epi32(1));
+    __m128i rebias = _mm_set1_epi32(0xfff - (112 << 23));
+    __m128i normal = _mm_srli_epi32(_mm_add_epi32(_mm_add_epi32(absolute, odd), rebias), 13);
+    /* Denormal results: next to 0.5 an fp32 ulp is 2^-24, the fp16 denormal, so the sum rounds. */
+    __m128i half = _mm_set1_epi32(126 << 23);
+    __m128i sum = _mm_castps_si128(_mm_add_ps(_mm_castsi128_ps(absolute), _mm_castsi128_ps(half)));
+    __m128i denormal = _mm_sub_epi32(sum, half);
+    __m128i is_normal = _mm_cmpgt_epi32(absolute, _mm_set1_epi32((113 << 23) - 1));
+    __m128i is_large = _mm_cmpgt_epi32(absolute, _mm_set1_epi32((143 << 23) - 1));
+    __m128i is_nan = _mm_cmpgt_epi32(absolute, _mm_set1_epi32(0x7f800000));
+    __m128i special = _mm_or_si128(_mm_set1_epi32(0x7c00), _mm_and_si128(is_nan, _mm_set1_epi32(0x200)));
+    __m128i result = pick(is_large, special, pick(is_normal, normal, denormal));
+    __m128i sign = _mm_slli_epi32(_mm_srli_epi32(bits, 31), 31);
+    return _mm_or_si128(_mm_srai_epi32(sign, 16), result);
+}
+INLINE v16 to_f16(vpair x) { return _mm_packs_epi32(narrow_f16(x.a), narrow_f16(x.b)); }
+
+INLINE vd vd_zero(void) { return _mm_setzero_pd(); }
+INLINE vd vd_add(vd a, vd b) { return _mm_add_pd(a, b); }
+INLINE vd vd_mul(vd a, vd b) { return _mm_mul_pd(a, b); }
+INLINE void vd_store(double *x, vd v) { _mm_storeu_pd(x, v); }
+INLINE void widen(vd *out, vpair x) {
+    out[0] = _mm_cvtps_pd(x.a);
+    out[1] = _mm_cvtps_pd(_mm_movehl_ps(x.a, x.a));
+    out[2] = _mm_cvtps_pd(x.b);
+    out[3] = _mm_cvtps_pd(_mm_movehl_ps(x.b, x.b));
+}
+
+#elif defined(OFFLOAD_ISA_NEON)
+
+#define VW 4
+#define DW 2
+typedef float32x4_t vf;
+typedef float64x2_t vd;
+typedef uint16x8_t v16;
+typedef struct { vf a, b; } vpair;
+
+INLINE vf vf_load(const float *x) { return vld1q_f32(x); }
+INLINE void vf_store(float *x, vf v) { vst1q_f32(x, v); }
+INLINE vf vf_set(float x) { return vdupq_n_f32(x); }
+INLINE vf vf_add(vf a, vf b) { return vaddq_f32(a, b); }
+INLINE vf vf_sub(vf a, vf b) { return vsubq_f32(a, b); }
+INLINE vf vf_mul(vf a, vf b) { return vmulq_f32(a, b); }
+INLINE vf vf_div(vf a, vf b) { return vdivq_f32(a, b); }
+INLINE vf vf_sqrt(vf a) { return vsqrtq_f32(a); }
+INLINE vf vf_xor(vf a, vf b) {
+    return vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(a), vreinterpretq_u32_f32(b)));
+}
+
+INLINE v16 v16_load(const void *x) { return vld1q_u16((const uint16_t *)x); }
+INLINE void v16_store(void *x, v16 v) { vst1q_u16((uint16_t *)x, v); }
+#if __has_builtin(__builtin_nontemporal_store)
+INLINE void v16_stream(void *x, v16 v) { __builtin_nontemporal_store(v, (v16 *)x); }
+#else
+/* gcc has no such store for this architecture; the CPUs see a stream of whole lines anyway. */
+INLINE void v16_stream(void *x, v16 v) { v16_store(x, v); }
+#endif
+
+INLINE vpair from_bf16(v16 x) {
+    return (vpair){vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(x), 16)),
+                   vreinterpretq_f32_u32(vshll_n_u16(vget_high_u16(x), 16))};
+}
+INLINE vpair from_f16(v16 x) {
+    return (vpair){vcvt_f32_f16(vreinterpret_f16_u16(vget_low_u16(x))),
+                   vcvt_f32_f16(vreinterpret_f16_u16(vget_high_u16(x)))};
+}
+INLINE uint16x4_t round_bf16(vf x) {
+    uint32x4_t bits = vreinterpretq_u32_f32(x);
+    uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+    uint32x4_t rounded = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+    return vshrn_n_u32(vbslq_u32(vceqq_f32(x, x), rounded, vdupq_n_u32(0x7fc00000)), 16);
+}
+INLINE v16 to_bf16(vpair x) { return vcombine_u16(round_bf16(x.a), round_bf16(x.b)); }
+INLINE v16 to_f16(vpair x) {
+    return vcombine_u16(vreinterpret_u16_f16(vcvt_f16_f32(x.a)), vreinterpret_u16_f16(vcvt_f16_f32(x.b)));
+}
+
+INLINE vd vd_zero(void) { return vdupq_n_f64(0); }
+INLINE vd vd_add(vd a, vd b) { return vaddq_f64(a, b); }
+INLINE vd vd_mul(vd a, vd b) { return vmulq_f64(a, b); }
+INLINE void vd_store(double *x, vd v) { vst1q_f64(x, v); }
+INLINE void widen(vd *out, vpair x) {
+    out[0] = vcvt_f64_f32(vget_low_f32(x.a));
+    out[1] = vcvt_high_f64_f32(x.a);
+    out[2] = vcvt_f64_f32(vget_low_f32(x.b));
+    out[3] = vcvt_high_f64_f32(x.b);
+}
+
+#else /* any other architecture: one element at a time */
+
+#define VW 1
+#define DW 1
+typedef float vf;
+typedef double vd;
+typedef struct { uint16_t a, b; } v16;
+typedef struct { vf a, b; } vpair;
+
+INLINE uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
+INLINE float float_of(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
+
+INLINE vf vf_load(const float *x) { return *x; }
+INLINE void vf_store(float *x, vf v) { *x = v; }
+INLINE vf vf_set(float x) { return x; }
+INLINE vf vf_add(vf a, vf b) { return a + b; }
+INLINE vf vf_sub(vf a, vf b) { return a - b; }
+INLINE vf vf_mul(vf a, vf b) { return a * b; }
+INLINE vf vf_div(vf a, vf b) { return a / b; }
+INLINE vf vf_sqrt(vf a) { return __builtin_sqrtf(a); }
+INLINE vf vf_xor(vf a, vf b) { return float_of(bits_of(a) ^ bits_of(b)); }
+
+INLINE v16 v16_load(const void *x) { v16 v; memcpy(&v, x, 4); return v; }
+INLINE void v16_store(void *x, v16 v) { memcpy(x, &v, 4); }
+INLINE void v16_stream(void *x, v16 v) { v16_store(x, v); }
+
+INLINE vpair from_bf16(v16 x) { return (vpair){float_of((uint32_t)x.a << 16), float_of((uint32_t)x.b << 16)}; }
+INLINE uint16_t round_bf16(float x) {
+    uint32_t bits = bits_of(x);
+    return x != x ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+INLINE v16 to_bf16(vpair x) { return (v16){round_bf16(x.a), round_bf16(x.b)}; }
+/* See the x86-64 baseline above for these two. */
+INLINE float widen_f16(uint16_t x) {
+    uint32_t fields = (uint32_t)(x & 0x7fff) << 13;
+    uint32_t value = bits_of(float_of(fields) * 0x1p112f);
+    if (fields >= 0x7c00u << 13) value |= 0x7f800000;
+    return float_of(value | (uint32_t)(x & 0x8000) << 16);
+}
+INLINE vpair from_f16(v16 x) { return (vpair){widen_f16(x.a), widen_f16(x.b)}; }
+INLINE uint16_t narrow_f16(float x) {
+    uint32_t absolute = bits_of(x) & 0x7fffffff, result;
+    if (absolute >= 143u << 23) result = absolute > 0x7f800000 ? 0x7e00 : 0x7c00;
+    else if (absolute < 113u << 23) result = bits_of(float_of(absolute) + 0.5f) - (126u << 23);
+    else result = (absolute + 0xfff - (112u << 23) + (absolute >> 13 & 1)) >> 13;
+    return (uint16_t)(result | (bits_of(x) >> 16 & 0x8000));
+}
+INLINE v16 to_f16(vpair x) { return (v16){narrow_f16(x.a), narrow_f16(x.b)}; }
+
+INLINE vd vd_zero(void) { return 0; }
+INLINE vd vd_add(vd a, vd b) { return a + b; }
+INLINE vd vd_mul(vd a, vd b) { return a * b; }
+INLINE void vd_store(double *x, vd v) { *x = v; }
+INLINE void widen(vd *out, vpair x) { out[0] = x.a; out[1] = x.b; }
+
+#endif
+
+/* ---- for all: a pair of any element type. `type` is a constant wherever these are called. */
+
+#define PAIR (2 * VW)
+#define PAIR_DOUBLES (PAIR / DW)
+
+INLINE int64_t type_bytes(int type) { return type == OFFLOAD_F32 ? 4 : 2; }
+
+INLINE vpair pair_load(const void *x, int type) {
+    const float *f = (const float *)x;
+    if (type == OFFLOAD_F32) return (vpair){vf_load(f), vf_load(f + VW)};
+    return type == OFFLOAD_BF16 ? from_bf16(v16_load(x)) : from_f16(v16_load(x));
+}
+INLINE v16 pair_narrow(vpair x, int type) { return type == OFFLOAD_BF16 ? to_bf16(x) : to_f16(x); }
+INLINE void pair_store(void *x, int type, vpair v) {
+    if (type == OFFLOAD_F32) {
+        vf_store((float *)x, v.a);
+        vf_store((float *)x + VW, v.b);
+    } else {
+        v16_store(x, pair_narrow(v, type));
+    }
+}
+INLINE const void *at(const void *x, int type, int64_t i) { return (const char *)x + i * type_bytes(type); }
+INLINE void *at_out(void *x, int type, int64_t i) { return (char *)x + i * type_bytes(type); }
+
+/* One prefetch a line of a group that lies `ahead` elements further on. */
+INLINE void prefetch_group(const void *x, int type, int64_t ahead) {
+    const char *line = (const char *)x + ahead * type_bytes(type);
+    prefetch(line);
+    if (type == OFFLOAD_F32) prefetch(line + 64);
+}
+
+#endif

@@ -1,0 +1,116 @@
+"""What the kernels compute, in NumPy: the numeric contract, to be read, and for tests to compare with.
+
+Every operation is one fp32 operation, rounded to nearest even, in the order written; denormals are
+kept. `kernels/*.c` gives the same bits on every instruction set (NaN compared as NaN). Gradients here
+are fp32: a bf16 or fp16 gradient is widened first, which is exact.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+U16 = npt.NDArray[np.uint16]
+
+SUM_BLOCK = 65536
+
+
+def adam(
+    master: F32,
+    exp_avg: F32,
+    exp_avg_sq: F32,
+    grad: F32,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    scale: float = 1.0,
+) -> tuple[F32, F32, F32]:
+    """One step of AdamW (`decoupled`) or Adam: the new master, exp_avg and exp_avg_sq, fp32 [n] each.
+
+    Scalars are computed in double and rounded once to fp32; `step` counts from 1. After Kingma and
+    Ba, "Adam", algorithm 1, and Loshchilov and Hutter, "Decoupled weight decay regularization",
+    algorithm 2, in the order of torch's plain loop.
+    """
+    beta1, beta2 = betas
+    p, m, v = master, exp_avg, exp_avg_sq
+    with np.errstate(all="ignore"):
+        f = np.float32
+        g = grad * f(scale)
+        if decoupled:
+            p = p * f(1 - lr * weight_decay)
+        elif weight_decay != 0:
+            g = g + f(weight_decay) * p
+        m = m + f(1 - beta1) * (g - m)
+        v = v * f(beta2) + (f(1 - beta2) * g) * g
+        root: F32 = np.sqrt(v)
+        p = p + (f(-(lr / (1 - beta1**step))) * m) / (root / f(math.sqrt(1 - beta2**step)) + f(eps))
+    return p, m, v
+
+
+def to_bf16(x: F32) -> U16:
+    """fp32 [n] to the bits of bf16 [n], to nearest even; NaN gives 0x7fc0."""
+    bits = x.view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # the sum wraps for some NaN only
+    return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16)
+
+
+def from_bf16(bits: U16) -> F32:
+    """The bits of bf16 [n] to fp32 [n], exactly: they are its upper half."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def to_f16(x: F32) -> U16:
+    """fp32 [n] to the bits of fp16 [n], to nearest even; too large gives Inf."""
+    with np.errstate(all="ignore"):
+        return x.astype(np.float16).view(np.uint16)
+
+
+def from_f16(bits: U16) -> F32:
+    """The bits of fp16 [n] to fp32 [n], exactly."""
+    with np.errstate(all="ignore"):
+        return bits.view(np.float16).astype(np.float32)
+
+
+def sum_squares(x: F32, first: int = 0) -> F64:
+    """The fp64 sum of squares of each block of 65536 positions; x is at the positions first .. first+n.
+
+    Within a block's part, lane j of 32 adds the elements j, j+32, ... in turn; then the lanes fold.
+    The square of an fp32 is exact in fp64, so the order is all there is to say.
+    """
+    sums = []
+    while len(x):
+        count = SUM_BLOCK - first % SUM_BLOCK
+        sums.append(_sum_part(x[:count]))
+        x, first = x[count:], first + count
+    return np.array(sums, dtype=np.float64)
+
+
+def _sum_part(x: F32) -> np.float64:
+    lanes = np.zeros(32)
+    with np.errstate(all="ignore"):
+        for start in range(0, len(x), 32):
+            row = x[start : start + 32].astype(np.float64)
+            lanes[: len(row)] += row * row
+        for width in (16, 8, 4, 2, 1):
+            lanes[:width] += lanes[width : 2 * width]
+    return np.float64(lanes[0])
+
+
+def accumulate(acc: F32, x: F32) -> F32:
+    """acc + x, fp32 [n]."""
+    with np.errstate(all="ignore"):
+        return acc + x
+
+
+def scale(x: F32, factor: float) -> F32:
+    """x * factor, with the factor rounded once to fp32; fp32 [n]."""
+    with np.errstate(all="ignore"):
+        return x * np.float32(factor)
