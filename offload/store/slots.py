@@ -81,7 +81,9 @@ def check_directory(path: Path) -> None:
     except FileNotFoundError:
         parent = path.parent
         if not parent.is_dir():
-            raise PathError(errno.ENOENT, "the directory to make it in does not exist: make it first", str(path)) from None
+            raise PathError(
+                errno.ENOENT, "the directory to make it in does not exist: make it first", str(path)
+            ) from None
         if not os.access(parent, os.W_OK | os.X_OK):
             raise PathError(errno.EACCES, "its parent directory is not writable", str(path)) from None
         return
@@ -141,7 +143,13 @@ class SlotFile:
             data = memory_of(buffer)
             _zero_padding(buffer, numel)
             head = _HEADER.pack(
-                _HEADER_MAGIC, FORMAT, self._run_id, chunk, step, numel, xxhash.xxh3_64_intdigest(data[PAGE_BYTES:])
+                _HEADER_MAGIC,
+                FORMAT,
+                self._run_id,
+                chunk,
+                step,
+                numel,
+                xxhash.xxh3_64_intdigest(data[PAGE_BYTES:]),
             )
             data[: len(head)] = head
             data[len(head) : len(head) + _CHECKSUM.size] = _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head))
@@ -206,7 +214,7 @@ class SlotFile:
         size = _SUPERBLOCK.size + len(text)
         if size > PAGE_BYTES:
             # A long list of chunks; its digest still tells two layouts apart.
-            digest = xxhash.xxh3_64_hexdigest(json.dumps(self._numels))
+            digest = xxhash.xxh3_64_hexdigest(json.dumps(self._numels).encode())
             text = json.dumps(
                 {"run_id": self._run_id.hex(), "places": places, "chunks_xxh3": digest, "commits": False}
             ).encode()
@@ -220,7 +228,7 @@ class SlotFile:
 
 def memory_of(buffer: Tensor) -> memoryview:
     """The bytes of a contiguous uint8 CPU tensor, without a copy."""
-    return memoryview(buffer.numpy())
+    return memoryview(buffer.numpy().data)
 
 
 def _zero_padding(buffer: Tensor, numel: int) -> None:

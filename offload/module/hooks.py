@@ -1,0 +1,112 @@
+"""Everything that is hooked into the model, in place: its class, names and state_dict keys stay.
+
+- The root casts floating inputs to the compute dtype; modules kept in fp32 cast theirs up, and their outputs back.
+- Each trained parameter hands its gradient to the sink as soon as autograd has it, and leaves a marker in `p.grad`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
+
+from offload.layout import ParamSpec
+from offload.module.marker import MovedGradient, is_moved
+from offload.module.parameters import Parameters, line_like
+from offload.optim.gradients import GradientSink
+
+
+def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
+    """`tree` (nested lists, tuples, dicts) with every floating tensor in `dtype`."""
+    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
+
+
+class Hooks:
+    """Hooks of one optimizer on its model; `remove` takes all of them away.
+
+    Args: entered: called before each forward of the root.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Parameters,
+        specs: Sequence[ParamSpec],
+        sink: GradientSink,
+        compute_dtype: torch.dtype,
+        kept: Sequence[nn.Module],
+        entered: Callable[[], None],
+    ) -> None:
+        self._handles: list[RemovableHandle] = []
+        self._parameters = parameters
+        self._sink = sink
+        self._markers = [MovedGradient.of(p, s.name) for p, s in zip(parameters.params, specs, strict=True)]
+
+        def root(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            entered()
+            return cast_floating(args, compute_dtype), cast_floating(kwargs, compute_dtype)
+
+        self._handles.append(model.register_forward_pre_hook(root, with_kwargs=True))
+        if compute_dtype is not torch.float32:
+            for module in kept:
+                self._keep_fp32(module, compute_dtype)
+        for number in range(len(specs)):
+            self._watch(number)
+
+    def is_marked(self, number: int) -> bool:
+        """Whether parameter `number` has the marker of a gradient that the user did not drop."""
+        return is_moved(self._parameters.params[number].grad)
+
+    def take_assigned(self) -> None:
+        """Hands over gradients that the user assigned to `p.grad` by hand."""
+        for number, param in enumerate(self._parameters.params):
+            if param.grad is not None and not is_moved(param.grad):
+                self._sink.forget(number)
+                self._hand_over(number)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for param in self._parameters.params:
+            if is_moved(param.grad):
+                param.grad = None
+
+    def _keep_fp32(self, module: nn.Module, compute_dtype: torch.dtype) -> None:
+        def up(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
+
+        def down(module: nn.Module, args: Any, output: Any) -> Any:
+            return cast_floating(output, compute_dtype)
+
+        self._handles.append(module.register_forward_pre_hook(up, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(down))
+
+    def _watch(self, number: int) -> None:
+        param = self._parameters.params[number]
+
+        def before(grad: Tensor) -> None:
+            # The marker says: accumulate. No gradient says that the user dropped what was there: begin anew.
+            if is_moved(param.grad):
+                param.grad = None
+            else:
+                self._sink.forget(number)
+
+        def after(param: Tensor) -> None:
+            self._hand_over(number)
+
+        self._handles.append(param.register_hook(before))
+        self._handles.append(param.register_post_accumulate_grad_hook(after))
+
+    def _hand_over(self, number: int) -> None:
+        param = self._parameters.params[number]
+        grad = param.grad
+        if grad is None:
+            raise AssertionError("a gradient hook ran without a gradient")
+        # First the marker: a sink that raises must not leave the gradient to be taken for a new one.
+        param.grad = self._markers[number]
+        self._sink.arrive(number, line_like(param, grad.detach()))

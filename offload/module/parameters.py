@@ -1,0 +1,113 @@
+"""The model's parameters as this library lays them out on their device.
+
+The parameters of a flat become views of one tensor (identity, names and shapes stay), so that a chunk's new values
+go to the device as one copy, or are written in place by the kernel. A *line* is a parameter's elements as a 1-D
+tensor in the order of its memory, whatever its strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from offload.errors import ConfigError
+from offload.layout import Layout
+
+
+def line_of(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor as a view of shape (numel,), in the order of its memory."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def line_like(param: Tensor, tensor: Tensor) -> Tensor:
+    """The elements of `tensor` in the order of `param`'s memory (same shape): a view if the strides agree."""
+    if tensor.stride() != param.stride():
+        tensor = torch.empty_strided(param.shape, param.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
+            tensor
+        )
+    return line_of(tensor)
+
+
+def shaped_like(param: Tensor, line: Tensor) -> Tensor:
+    """The inverse of `line_like`: a view of `line` with the shape and strides of `param`."""
+    return line.as_strided(param.shape, param.stride(), line.storage_offset())
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the tensor's elements fill a range of memory without gap or overlap, in any order of dimensions."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+class Parameters:
+    """The trained parameters of a model, in the order of `layout.specs`.
+
+    Attributes: flats: one tensor a flat of the layout, on the model's device, of which the parameters are views;
+    filled by `attach`.
+    """
+
+    def __init__(self, layout: Layout, params: Sequence[nn.Parameter]) -> None:
+        self._layout = layout
+        self.params = tuple(params)
+        self.index = {param: number for number, param in enumerate(self.params)}
+        self.flats: list[Tensor] = []
+        self._versions: list[int] = [0] * len(self.params)
+
+    @torch.no_grad()
+    def make_dense(self) -> None:
+        """Gives parameters with holes or overlaps (expanded ones) memory of their own."""
+        for param in self.params:
+            if not is_dense(param):
+                param.data = param.data.contiguous()
+
+    @torch.no_grad()
+    def attach(self, flat: int) -> None:
+        """Moves the parameters of a flat, whose masters have been taken, into one tensor of its dtype."""
+        info = self._layout.flats[flat]
+        device = self.params[info.params[0]].device
+        memory = torch.zeros(info.numel, dtype=info.dtype, device=device)
+        for number, offset in zip(info.params, info.offsets, strict=True):
+            param = self.params[number]
+            view = shaped_like(param, memory[offset : offset + param.numel()])
+            view.copy_(param)
+            param.data = view
+            self._versions[number] = param._version
+        self.flats.append(memory)
+
+    def require_attached(self) -> None:
+        """Raises: ConfigError if a parameter no longer lies where it was put (`.to()`, `p.data = ...`)."""
+        for number, param in enumerate(self.params):
+            flat, offset = self._layout.places[number]
+            memory = self.flats[flat]
+            expected = memory.data_ptr() + offset * memory.element_size()
+            if param.numel() and (param.data_ptr() != expected or param.dtype is not memory.dtype):
+                name = self._layout.specs[number].name
+                raise ConfigError(
+                    f"{name} was moved or replaced (model.to(), .float(), p.data = ...) after OffloadZero took the "
+                    "model: do that before, or write into it with p.copy_() under torch.no_grad()"
+                )
+
+    def written_here(self, numbers: Iterable[int]) -> None:
+        """Tells autograd that these parameters have new values, which went past it, and remembers the versions."""
+        numbers = list(numbers)
+        torch.autograd.graph.increment_version([self.params[number] for number in numbers])
+        for number in numbers:
+            self._versions[number] = self.params[number]._version
+
+    def written_outside(self) -> list[int]:
+        """The parameters that somebody else wrote to (`load_state_dict`, `p.copy_`) since `written_here`."""
+        return [number for number, param in enumerate(self.params) if param._version != self._versions[number]]
+
+
+def cast_untrained(model: nn.Module, trained: Parameters, dtypes: dict[Tensor, torch.dtype]) -> None:
+    """Casts the floating parameters that nobody trains to their compute dtype: they have no other copy."""
+    for param in model.parameters():
+        if param not in trained.index and param.dtype is not dtypes[param]:
+            param.data = param.data.to(dtypes[param])

@@ -1,0 +1,129 @@
+"""Which parameters a model has, in which units, and whether this library can train them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.errors import ConfigError
+from offload.layout import ParamSpec
+
+ROOT = ""
+"""The name of the root unit."""
+
+_WRAPPERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"})
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+Keep = Sequence[nn.Module | type[nn.Module]]
+Groups = Sequence[Mapping[str, Any]]
+
+
+def units_of(model: nn.Module) -> dict[Tensor, str]:
+    """The unit of each parameter, by name: "blocks.3", or "" for the root unit.
+
+    A unit is an element of a topmost ModuleList or Sequential of which two elements or more have parameters. What
+    several units share, a tied head say, belongs to the root.
+    """
+    unit_of_module: dict[nn.Module, str] = {}
+    for name, block in _blocks(model, ROOT):
+        for module in block.modules():
+            unit_of_module[module] = name if module not in unit_of_module else ROOT
+    holders: dict[Tensor, set[str]] = {}
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            holders.setdefault(param, set()).add(unit_of_module.get(module, ROOT))
+    return {param: units.pop() if len(units) == 1 else ROOT for param, units in holders.items()}
+
+
+def _blocks(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    children = [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
+    if isinstance(module, nn.ModuleList | nn.Sequential):
+        filled = [(path, child) for path, child in children if any(True for _ in child.parameters())]
+        if len(filled) > 1:
+            yield from filled
+            return
+    for path, child in children:
+        yield from _blocks(child, path)
+
+
+def kept_modules(model: nn.Module, keep: Keep) -> list[nn.Module]:
+    """The outermost modules that `keep` names, by instance or type. Raises: ConfigError if it names none."""
+    types = tuple(one for one in keep if isinstance(one, type))
+    chosen = {one for one in keep if isinstance(one, nn.Module)}
+    found = [module for module in model.modules() if module in chosen or isinstance(module, types)]
+    for one in keep:
+        if not any(module is one or (isinstance(one, type) and isinstance(module, one)) for module in found):
+            raise ConfigError(f"keep_fp32 names {one!r}, which is not in the model")
+    below = {inner for module in found for inner in module.modules() if inner is not module}
+    return [module for module in found if module not in below]
+
+
+def compute_dtypes(model: nn.Module, keep: Keep, dtype: torch.dtype) -> dict[Tensor, torch.dtype]:
+    """The dtype of each floating parameter's compute copy.
+
+    Raises: ConfigError if a module that is kept in fp32 shares a parameter with one that is not.
+    """
+    kept = {inner for module in kept_modules(model, keep) for inner in module.modules()}
+    dtypes: dict[Tensor, torch.dtype] = {}
+    for name, module in model.named_modules():
+        for key, param in module.named_parameters(recurse=False):
+            this = torch.float32 if module in kept else dtype
+            if dtypes.setdefault(param, this) is not this:
+                raise ConfigError(f"{name}.{key} is shared with a module that keep_fp32 treats differently")
+    return dtypes
+
+
+def specs_of(
+    model: nn.Module, groups: Groups, keep: Keep, dtype: torch.dtype
+) -> tuple[list[ParamSpec], list[nn.Parameter]]:
+    """The model's parameters that the optimizer's `groups` train, in the model's order.
+
+    Raises: ConfigError naming the parameter that cannot be trained, and why.
+    """
+    _refuse_wrapped(model)
+    names = {param: name for name, param in model.named_parameters()}
+    group_of = {param: number for number, group in enumerate(groups) for param in group["params"]}
+    for number, group in enumerate(groups):
+        for param in group["params"]:
+            if param not in names:
+                shape = tuple(param.shape)
+                raise ConfigError(f"param group {number} holds a parameter of shape {shape} that is not in the model")
+    _refuse_untrainable(model, names)
+    units = units_of(model)
+    dtypes = compute_dtypes(model, keep, dtype)
+    trained = [param for param in names if param in group_of and param.requires_grad]
+    if not trained:
+        raise ConfigError("the optimizer trains no parameter of the model: give it model.parameters()")
+    specs = [ParamSpec(names[p], p.numel(), units[p], dtypes[p], group_of[p]) for p in trained]
+    return specs, trained
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        wrapper = _WRAPPERS.intersection(cls.__name__ for cls in type(module).__mro__)
+        if wrapper:
+            raise ConfigError(f"{name or 'the model'} is wrapped by {min(wrapper)}: give the model itself")
+    devices = getattr(model, "hf_device_map", None)
+    if devices and len(set(devices.values())) > 1:
+        raise ConfigError(f"the model is spread by a device map over {set(devices.values())}: load it on one device")
+
+
+def _refuse_untrainable(model: nn.Module, names: Mapping[nn.Parameter, str]) -> None:
+    devices = {param.device for param in names}
+    for param, name in names.items():
+        if param.device.type not in ("cpu", "cuda"):
+            raise ConfigError(f"{name} is on {param.device}: the model must be on the CPU or a CUDA device")
+        if param.device != next(iter(names)).device:
+            raise ConfigError(f"{name} is on {param.device}, others are on {devices - {param.device}}: use one device")
+        if type(param).__name__ == "DTensor" or hasattr(param, "quant_state"):
+            raise ConfigError(f"{name} is a {type(param).__name__}: only plain dense parameters can be trained here")
+        if param.dtype not in _DTYPES:
+            raise ConfigError(f"{name} has dtype {param.dtype}: only float32, bfloat16 and float16 have an fp32 master")
+        if param.grad is not None:
+            raise ConfigError(f"{name} already has a gradient: call model.zero_grad() before OffloadZero(model, ...)")
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise ConfigError(f"{name} makes sparse gradients: set sparse=False")

@@ -1,0 +1,34 @@
+"""Taking over an ordinary torch optimizer."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from offload.errors import ConfigError, GradientMovedError
+
+
+def require_adoptable(optimizer: torch.optim.Optimizer) -> None:
+    """Raises: ConfigError unless `optimizer` is a fresh Adam or AdamW, without the variants this library lacks."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        kind = type(optimizer).__name__
+        raise ConfigError(f"optimizer is {kind}: give torch.optim.AdamW or torch.optim.Adam, or None for AdamW")
+    if "step" in vars(optimizer) and getattr(optimizer.step, "taken_over", False):
+        raise ConfigError("the optimizer was taken over by another OffloadZero: give a fresh one")
+    if optimizer.state:
+        raise ConfigError("the optimizer has already stepped: its moments would be lost; give a fresh one")
+    for number, group in enumerate(optimizer.param_groups):
+        for option in ("amsgrad", "maximize", "differentiable"):
+            if group.get(option):
+                raise ConfigError(f"param group {number} has {option}=True, which is not supported: set it to False")
+
+
+def retire(optimizer: torch.optim.Optimizer) -> None:
+    """A step of the old optimizer would move nothing, silently: makes it say what to call."""
+
+    def step(*args: Any, **kwargs: Any) -> NoReturn:
+        raise GradientMovedError("this optimizer was taken over by OffloadZero: call the step() of the OffloadZero")
+
+    step.taken_over = True  # type: ignore[attr-defined]
+    optimizer.step = step  # type: ignore[method-assign]

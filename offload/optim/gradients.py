@@ -1,0 +1,207 @@
+"""The gradient sink: where gradients go as backward makes them.
+
+[Note: the way of a gradient]
+A hook hands over each parameter's gradient as soon as autograd has accumulated it. The sink copies it into RAM: in
+the dtype it was made in, or, with accumulation over N > 1 micro-batches, summed in fp32 in the order of the
+micro-batches. With the last declared micro-batch it takes the sum of squares, in blocks fixed by an element's
+position in its flat: so the norm costs no pass of its own, and has the same bits whatever the chunks and threads
+are. Non-finite gradients show in the same sums.
+
+On a device with memory of its own the copies run on streams, and one worker thread does what follows them, in
+order; on the CPU everything happens inside the hook.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from offload.copies import Copier
+from offload.errors import AccumulationError
+from offload.layout import Layout
+from offload.native import Kernels, sum_blocks
+from offload.store.arena import Arena, carved_bytes
+from offload.timeline import Timeline
+
+BOUNCES = 2
+
+
+def _dtype(layout: Layout, flat: int, accumulation: int) -> torch.dtype:
+    return torch.float32 if accumulation > 1 else layout.flats[flat].dtype
+
+
+def _sums_numel(layout: Layout) -> int:
+    return sum(sum_blocks(offset, layout.specs[param].numel) for param, (_, offset) in layout.places.items())
+
+
+def _bounce_bytes(layout: Layout) -> int:
+    return max((layout.flats[c.flat].dtype.itemsize * c.numel for c in layout.chunks), default=0)
+
+
+def arena_bytes(layout: Layout, accumulation: int, *, direct: bool) -> int:
+    """What a sink takes from the arena: the gradients, their sums of squares and, if copies need them, bounces."""
+    flats = sum(carved_bytes(f.numel * _dtype(layout, f.index, accumulation).itemsize) for f in layout.flats)
+    bounces = 0 if direct or accumulation == 1 else BOUNCES * carved_bytes(_bounce_bytes(layout))
+    return flats + bounces + carved_bytes(8 * _sums_numel(layout))
+
+
+class GradientSink:
+    """See [Note: the way of a gradient]. Parameters are named by their index in `layout.specs`."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        accumulation: int,
+        arena: Arena,
+        kernels: Kernels,
+        copier: Copier,
+        timeline: Timeline,
+    ) -> None:
+        self._layout = layout
+        self._accumulation = accumulation
+        self._kernels = kernels
+        self._copier = copier
+        self._timeline = timeline
+        self._flats = []
+        for flat in layout.flats:
+            dtype = _dtype(layout, flat.index, accumulation)
+            self._flats.append(arena.carve(flat.numel * dtype.itemsize).view(dtype))
+        self._sums = self._split_sums(arena.carve(8 * _sums_numel(layout)).view(torch.float64))
+        self._arrived = [0] * len(layout.specs)
+        self._summed = [False] * len(layout.specs)
+        self._pending: list[Future[None]] = []
+        self._worker: ThreadPoolExecutor | None = None
+        self._bounces: SimpleQueue[Tensor] = SimpleQueue()
+        if not copier.direct:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="offload-gradients")
+            if accumulation > 1:
+                for _ in range(BOUNCES):
+                    self._bounces.put(arena.carve(_bounce_bytes(layout)))
+
+    def _split_sums(self, sums: Tensor) -> list[Tensor]:
+        sizes = [0] * len(self._layout.specs)
+        for param, (_, offset) in self._layout.places.items():
+            sizes[param] = sum_blocks(offset, self._layout.specs[param].numel)
+        return list(sums.split(sizes)) if sizes else []
+
+    def line(self, param: int) -> Tensor:
+        """The buffer of `param`'s gradient: shape (numel,), on the CPU, in the order of the parameter's memory."""
+        flat, offset = self._layout.places[param]
+        return self._flats[flat][offset : offset + self._layout.specs[param].numel]
+
+    def chunk(self, index: int) -> Tensor:
+        """The gradients of a chunk's elements: shape (chunk.numel,), on the CPU."""
+        chunk = self._layout.chunks[index]
+        return self._flats[chunk.flat][chunk.start : chunk.start + chunk.numel]
+
+    def has(self, param: int) -> bool:
+        """Whether a gradient of `param` arrived since it was last forgotten."""
+        return self._arrived[param] > 0
+
+    def arrive(self, param: int, grad: Tensor) -> None:
+        """Takes the gradient of one micro-batch: shape (numel,), on the model's device, as the parameter's dtype.
+
+        It may still be under way when this returns. Raises: AccumulationError if one more than declared came.
+        """
+        if self._arrived[param] == self._accumulation:
+            name = self._layout.specs[param].name
+            raise AccumulationError(
+                f"{name} got its gradient a {_ordinal(self._accumulation + 1)} time before step(): "
+                f"declare it with OffloadZero(..., accumulation={self._accumulation + 1}), "
+                "or call step() or zero_grad() after each backward"
+            )
+        first = self._arrived[param] == 0
+        self._arrived[param] += 1
+        self._summed[param] = False
+        with self._timeline.span("gradient_s"):
+            if self._accumulation == 1:
+                copy = self._copier.to_host(grad, self.line(param))
+                self._then(copy.wait)
+            else:
+                for part, into in self._parts(param, grad):
+                    self._accumulate(part, into, first=first)
+            if self._arrived[param] == self._accumulation:
+                self._then(lambda: self._sum(param))
+        if not self._copier.direct:
+            self._timeline.count("device_to_host_bytes", grad.numel() * grad.element_size())
+
+    def forget(self, param: int) -> None:
+        """The next gradient of `param` begins anew."""
+        self._arrived[param] = 0
+
+    def collect(self, params: Collection[int]) -> None:
+        """Waits until the gradients of `params`, all of which must have arrived, are in RAM, summed and checked."""
+        pending, self._pending = self._pending, []
+        with self._timeline.span("gradient_s"):
+            for future in pending:
+                future.result()
+            for param in params:
+                if not self._summed[param]:
+                    self._sum(param)
+
+    def norm(self, params: Collection[int]) -> float:
+        """The 2-norm over `params`, in fp64; inf or nan if one of them is not finite. After `collect`.
+
+        The sum over blocks is exactly rounded (fsum), so it does not depend on their order.
+        """
+        return math.sqrt(math.fsum(value for param in params for value in self._sums[param].tolist()))
+
+    def not_finite(self, params: Collection[int]) -> list[int]:
+        """Which of `params` hold NaN or Inf. After `collect`."""
+        return [param for param in params if not bool(torch.isfinite(self._sums[param]).all())]
+
+    def close(self) -> None:
+        """Waits for what is under way."""
+        if self._worker is not None:
+            self._worker.shutdown(wait=True)
+
+    def _then(self, work: Callable[[], None]) -> None:
+        """Runs `work` now, or after what was handed to the worker before."""
+        if self._worker is None:
+            work()
+        else:
+            self._pending.append(self._worker.submit(work))
+
+    def _parts(self, param: int, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The gradient and its buffer, in parts that fit a bounce."""
+        line = self.line(param)
+        size = grad.numel() if self._copier.direct else max(_bounce_bytes(self._layout) // grad.element_size(), 1)
+        yield from zip(grad.split(size or 1), line.split(size or 1), strict=True)
+
+    def _accumulate(self, part: Tensor, into: Tensor, *, first: bool) -> None:
+        def add(x: Tensor) -> None:
+            if first:
+                self._kernels.cast(x, into)
+            else:
+                self._kernels.accumulate(into, x)
+
+        if self._copier.direct:
+            add(part)
+            return
+        # Blocks while both bounces are under way: the memory is bounded, so the device has to wait.
+        bounce = self._bounces.get()
+        landed = bounce[: part.numel() * part.element_size()].view(part.dtype)
+        copy = self._copier.to_host(part, landed)
+
+        def finish() -> None:
+            try:
+                copy.wait()
+                add(landed)
+            finally:
+                self._bounces.put(bounce)
+
+        self._then(finish)
+
+    def _sum(self, param: int) -> None:
+        _, offset = self._layout.places[param]
+        self._kernels.sum_squares(self.line(param), offset, self._sums[param])
+        self._summed[param] = True
+
+
+def _ordinal(number: int) -> str:
+    return f"{number}{'th' if 10 < number % 100 < 14 else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"

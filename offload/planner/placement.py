@@ -1,0 +1,149 @@
+"""Where the bytes go: computed from the same layout and cache code that training runs on, before anything runs.
+
+With `tier="cpu"` every chunk is kept in RAM; with `tier="nvme"` as many as the budget has room for beside the
+buffers that the others stream through. It is one computation with different budgets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from offload import config as configuration
+from offload.config import LEAST_IN_FLIGHT, Config, Tuning
+from offload.errors import BudgetError
+from offload.layout import Layout, build
+from offload.module.units import specs_of
+from offload.optim import gradients, step
+from offload.planner.machine import free_memory
+from offload.sizes import format_bytes
+from offload.store.cache import keep_in_ram
+from offload.store.slots import file_bytes, slot_bytes
+
+IN_FLIGHT = 4
+"""Buffers for streamed chunks if the budget allows: one more than the least, so that a late write delays no read."""
+
+TYPICAL_TBW = 600e12
+"""Bytes a common 1 TB consumer drive is warranted for."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Bytes by tier, fixed before the first step.
+
+    kept: chunks whose states stay in RAM; in_flight: buffers for the others; arena_bytes: all that this library
+    holds in RAM; budget_bytes: what it may hold; streamed_bytes: read, and written, a step; disk_bytes: the swap
+    file; device_bytes: the model's 16-bit parameters on its device.
+    """
+
+    kept: frozenset[int]
+    in_flight: int
+    arena_bytes: int
+    budget_bytes: int
+    streamed_bytes: int
+    disk_bytes: int
+    device_bytes: int
+
+    def describe(self, layout: Layout, config: Config) -> str:
+        """One line for people."""
+        streamed = len(layout.chunks) - len(self.kept)
+        text = (
+            f"offload: {layout.numel:,} parameters, {format_bytes(self.device_bytes)} on the device; "
+            f"peak RAM {format_bytes(self.arena_bytes)} of {format_bytes(self.budget_bytes)} allowed; "
+        )
+        if not streamed:
+            return text + f"optimizer states stay in RAM ({len(self.kept)} chunks)"
+        steps = TYPICAL_TBW / self.streamed_bytes
+        return text + (
+            f"{streamed} of {len(layout.chunks)} chunks stream through {config.path} "
+            f"({format_bytes(self.disk_bytes)}): {format_bytes(self.streamed_bytes)} read and as much written a step, "
+            f"{steps:,.0f} steps for a drive warranted for 600 TB written"
+        )
+
+
+def place(layout: Layout, config: Config, *, direct: bool) -> Placement:
+    """Decides which chunks stay in RAM.
+
+    Args: direct: whether the model's device is the CPU, so that copies need no buffers.
+    Raises: BudgetError naming what is needed, what is there and the option that would fix it.
+    """
+    given = config.cpu_memory
+    budget = free_memory() // 2 if given is None else given
+    sizes = [slot_bytes(chunk.numel) for chunk in layout.chunks]
+    fixed = _fixed_bytes(layout, config, direct=direct)
+    if config.tier == "cpu":
+        if fixed + sum(sizes) > budget:
+            raise _too_small(fixed + sum(sizes), budget, given, 'or tier="nvme" with a path')
+        kept, in_flight = frozenset(range(len(sizes))), 0
+    else:
+        least = fixed + min(LEAST_IN_FLIGHT * max(sizes, default=0), sum(sizes))
+        if least > budget:
+            raise _too_small(least, budget, given, "or a smaller Tuning(chunk=...)")
+        kept, in_flight = _keep_and_stream(sizes, budget - fixed, config.in_flight)
+    streamed = [size for chunk, size in enumerate(sizes) if chunk not in kept]
+    return Placement(
+        kept=kept,
+        in_flight=in_flight,
+        arena_bytes=fixed + sum(sizes) - sum(streamed) + in_flight * max(streamed, default=0),
+        budget_bytes=budget,
+        streamed_bytes=sum(streamed),
+        disk_bytes=file_bytes([chunk.numel for chunk in layout.chunks], 1) if config.tier == "nvme" else 0,
+        device_bytes=sum(flat.numel * flat.dtype.itemsize for flat in layout.flats),
+    )
+
+
+def _fixed_bytes(layout: Layout, config: Config, *, direct: bool) -> int:
+    return gradients.arena_bytes(layout, config.accumulation, direct=direct) + step.arena_bytes(layout, direct=direct)
+
+
+def _keep_and_stream(sizes: list[int], room: int, in_flight: int | None) -> tuple[frozenset[int], int]:
+    """The chunks to keep and the buffers for the others, within `room` bytes."""
+    if sum(sizes) <= room:
+        return frozenset(range(len(sizes))), 0
+    buffer = max(sizes, default=0)
+    buffers = min(in_flight or IN_FLIGHT, len(sizes), room // buffer)
+    kept = keep_in_ram(range(len(sizes)), sizes, room - buffers * buffer)
+    return kept, min(buffers, len(sizes) - len(kept))
+
+
+def _too_small(needed: int, budget: int, given: int | None, other: str) -> BudgetError:
+    origin = "cpu_memory allows" if given is not None else "half of the free RAM is"
+    return BudgetError(
+        f"{format_bytes(needed)} of RAM are needed and {origin} {format_bytes(budget)}: "
+        f"give cpu_memory={needed} or more, {other}",
+        needed=needed,
+        available=budget,
+        option="cpu_memory",
+    )
+
+
+def least_cpu_memory(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    compute_dtype: torch.dtype = torch.bfloat16,
+    keep_fp32: Iterable[nn.Module | type[nn.Module]] = (),
+    accumulation: int = 1,
+    tuning: Tuning | None = None,
+) -> int:
+    """The least `cpu_memory`, in bytes, with which `OffloadZero(model, ..., tier="nvme")` runs.
+
+    Raises: ConfigError as `OffloadZero` does.
+    """
+    config = configuration.check(
+        tier="nvme",
+        path=".",
+        compute_dtype=compute_dtype,
+        keep_fp32=keep_fp32,
+        accumulation=accumulation,
+        tuning=tuning,
+    )
+    groups = [{"params": list(model.parameters())}] if optimizer is None else optimizer.param_groups
+    specs, params = specs_of(model, groups, config.keep_fp32, config.compute_dtype)
+    layout = build(specs, config.chunk_numel)
+    sizes = [slot_bytes(chunk.numel) for chunk in layout.chunks]
+    direct = params[0].device.type == "cpu"
+    return _fixed_bytes(layout, config, direct=direct) + min(LEAST_IN_FLIGHT * max(sizes, default=0), sum(sizes))

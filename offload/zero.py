@@ -1,0 +1,415 @@
+"""OffloadZero: an ordinary torch optimizer whose states lie where there is room for them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, NoReturn, Self, overload
+
+import torch
+from torch import Tensor, nn
+
+from offload import comm
+from offload import config as configuration
+from offload.config import PathLike, Tuning
+from offload.copies import copier_for
+from offload.errors import (
+    ClosedError,
+    ConfigError,
+    NonFiniteGradientError,
+    OffloadError,
+    ResumeError,
+    StateError,
+)
+from offload.io.threads import ThreadEngine
+from offload.layout import build
+from offload.module.hooks import Hooks
+from offload.module.masters import Masters
+from offload.module.parameters import Parameters, cast_untrained, shaped_like
+from offload.module.units import compute_dtypes, kept_modules, specs_of
+from offload.native import load
+from offload.optim.adopt import require_adoptable, retire
+from offload.optim.gradients import GradientSink
+from offload.optim.step import ParameterReturn, Step, StepKey
+from offload.planner.placement import place
+from offload.store.arena import Arena
+from offload.store.slots import SlotFile, check_directory
+from offload.store.store import Store
+from offload.timeline import Timeline
+
+CLIP_EPSILON = 1e-6
+"""As in torch.nn.utils.clip_grad_norm_."""
+
+
+class OffloadZero(torch.optim.Optimizer):
+    """Trains `model` with Adam or AdamW, the fp32 masters and moments in RAM or in NVMe swap files.
+
+    The model is hooked in place: its parameters become `compute_dtype` on the device they are on, and its class,
+    names and `state_dict` keys stay. Masters are taken from the uncast values. The training loop stays ordinary
+    PyTorch, with two exceptions: clip with `optimizer.clip_grad_norm_`, and read gradients with `optimizer.grad(p)`,
+    for they leave the device as backward makes them.
+
+    Args:
+        model: any nn.Module with dense floating parameters on one device.
+        optimizer: a fresh torch.optim.Adam or AdamW, whose param groups are adopted (the same dicts) and whose own
+            `step()` raises from then on; None: AdamW(model.parameters()).
+        tier: where the optimizer states live, "cpu" or "nvme"; None: "nvme" if `path` is given, else "cpu".
+        path: the directory for this run's swap files, made (0700) if its parent exists.
+        cpu_memory: bytes, or such as "48GiB", for everything this library holds in RAM; None: half of what is free.
+        compute_dtype: of the parameters in the model: torch.bfloat16 or torch.float32.
+        keep_fp32: modules, or module types, that stay fp32.
+        accumulation: backward passes a step; with more than one, gradients are summed in fp32.
+        nonfinite: "raise" NonFiniteGradientError on NaN or Inf, or "skip" the step and count it.
+        tuning: what only tunes speed.
+        param_tier, grad_tier, device_memory, commit_every, resume, device, stage, process_group: not available in
+            this version beyond their defaults; anything else is refused.
+
+    Raises: ConfigError, BudgetError, PathError, PathInUseError, ResumeError; before the model is changed.
+
+    The numeric contract of the step is in offload/optim/reference.py: the result has the same bits on every tier,
+    budget, chunk size, thread count and instruction set.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        tier: str | None = None,
+        path: PathLike | Sequence[PathLike] | None = None,
+        param_tier: str | None = None,
+        grad_tier: str | None = None,
+        cpu_memory: int | str | None = None,
+        device_memory: int | str | None = None,
+        compute_dtype: torch.dtype = torch.bfloat16,
+        keep_fp32: Iterable[nn.Module | type[nn.Module]] = (),
+        accumulation: int = 1,
+        nonfinite: str = "raise",
+        commit_every: int | None = None,
+        resume: bool | str = False,
+        device: torch.device | str | None = None,
+        stage: int | None = None,
+        process_group: object | None = None,
+        tuning: Tuning | None = None,
+    ) -> None:
+        self._config = configuration.check(
+            tier=tier,
+            path=path,
+            cpu_memory=cpu_memory,
+            compute_dtype=compute_dtype,
+            keep_fp32=keep_fp32,
+            accumulation=accumulation,
+            nonfinite=nonfinite,
+            tuning=tuning,
+            param_tier=param_tier,
+            grad_tier=grad_tier,
+            device_memory=device_memory,
+            commit_every=commit_every,
+            resume=resume,
+            stage=stage,
+            process_group=process_group,
+        )
+        comm.require_one_rank()
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model={model!r} is not an nn.Module")
+        given = torch.optim.AdamW(model.parameters()) if optimizer is None else optimizer
+        require_adoptable(given)
+        specs, params = specs_of(model, given.param_groups, self._config.keep_fp32, self._config.compute_dtype)
+        _require_device(device, params[0].device)
+        self._layout = build(specs, self._config.chunk_numel)
+        self._placement = place(self._layout, self._config, direct=params[0].device.type == "cpu")
+        if self._config.path is not None:
+            check_directory(self._config.path)
+
+        self._model = model
+        self._pid = os.getpid()
+        self._timeline = Timeline()
+        self._failure: BaseException | None = None
+        self._step = 0
+        self._skipped = 0
+        self._scale = 1.0
+        self._ages = [0] * len(specs)
+        self._adopted = False
+        with ExitStack() as undo:
+            self._open(undo, params)
+            super().__init__(given.param_groups, dict(given.defaults))
+            self._adopted = True
+            self._take_model()
+            self._undo = undo.pop_all()
+        retire(given)
+        print(self._placement.describe(self._layout, self._config), file=sys.stderr)
+
+    # Construction. Everything that can be refused comes before the first change to the model.
+
+    def _open(self, undo: ExitStack, params: Sequence[nn.Parameter]) -> None:
+        """Opens files and reserves memory; `undo` gets their closing, in reverse order."""
+        config, layout, placement = self._config, self._layout, self._placement
+        slots: SlotFile | None = None
+        if config.path is not None:
+            engine = ThreadEngine()
+            undo.callback(engine.close)
+            slots = SlotFile(engine, config.path, [chunk.numel for chunk in layout.chunks])
+            undo.callback(slots.close)
+        self._files = () if slots is None else (slots.path,)
+        copier = copier_for(params[0].device)
+        self._arena = Arena(placement.arena_bytes, copier)
+        undo.callback(self._arena.close)
+        self._kernels = load(config.threads)
+        undo.callback(self._kernels.close)
+        self._sink = GradientSink(layout, config.accumulation, self._arena, self._kernels, copier, self._timeline)
+        undo.callback(self._sink.close)
+        self._store = Store(layout.chunks, placement.kept, placement.in_flight, self._arena, slots, self._timeline)
+        undo.callback(self._store.close)
+        self._parameters = Parameters(layout, params)
+        self._masters = Masters(layout, self._parameters, self._store)
+        returned = ParameterReturn(layout, self._parameters.flats, self._arena, copier, self._timeline)
+        self._stepper = Step(layout, self._store, self._sink, returned, self._kernels, self._timeline)
+
+    def _take_model(self) -> None:
+        """Writes the masters, casts the model, hooks it. A failing disk here leaves it partly cast, and says so."""
+        keep = self._config.keep_fp32
+        dtypes = compute_dtypes(self._model, keep, self._config.compute_dtype)
+        self._masters.take_model()
+        self._initial_bytes = self._timeline.counted("nvme_written_bytes")
+        cast_untrained(self._model, self._parameters, dtypes)
+        self._hooks = Hooks(
+            self._model,
+            self._parameters,
+            self._layout.specs,
+            self._sink,
+            self._config.compute_dtype,
+            kept_modules(self._model, keep),
+            self._parameters.require_attached,
+        )
+
+    # Training.
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step of Adam over every parameter whose gradient has arrived; consumes the gradients.
+
+        Args: closure: evaluates the model again and returns the loss, which is returned.
+        Raises: NonFiniteGradientError (nonfinite="raise"; the state is untouched), TierIOError, CorruptionError.
+        """
+        self._require_usable()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with self._timeline.span("step_s"):
+            active = self._collect()
+            if self._all_finite(active):
+                self._run(active)
+            else:
+                self._skipped += 1
+            self._consume()
+        return loss
+
+    def _collect(self) -> list[int]:
+        """Waits for the gradients; returns the parameters that have one."""
+        self._parameters.require_attached()
+        self._hooks.take_assigned()
+        active = [n for n in range(len(self._ages)) if self._sink.has(n) and self._hooks.is_marked(n)]
+        self._sink.collect(active)
+        return active
+
+    def _all_finite(self, active: Sequence[int]) -> bool:
+        bad = self._sink.not_finite(active)
+        if bad and not self._config.skip_nonfinite:
+            name = self._layout.specs[bad[0]].name
+            others = f" and in {len(bad) - 1} more parameters" if len(bad) > 1 else ""
+            raise NonFiniteGradientError(
+                f"NaN or Inf in the gradient of {name}{others}; the optimizer's state is untouched: call zero_grad() "
+                'and go on with the next batch, or choose nonfinite="skip"',
+                parameter=name,
+            )
+        return not bad
+
+    def _run(self, active: Sequence[int]) -> None:
+        self._masters.take_outside_writes(self._step)
+        keys: dict[int, StepKey] = {n: (self._layout.specs[n].group, self._ages[n] + 1) for n in active}
+        try:
+            self._stepper.run(self._step + 1, keys, self.param_groups, self._scale)
+        except BaseException as error:
+            # Some chunks are a step further than others: nothing calculated from here on would be right.
+            self._failure = error
+            raise
+        self._step += 1
+        for number in active:
+            self._ages[number] += 1
+        self._parameters.written_here(active)
+
+    def _consume(self) -> None:
+        self._scale = 1.0
+        for number in range(len(self._ages)):
+            self._sink.forget(number)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clips the gradients of this step to a 2-norm of `max_norm`, over all parameters together.
+
+        Returns: the norm before clipping, a 0-dim fp32 CPU tensor. Clipping costs no pass over the gradients: the
+        factor, torch's `min(1, max_norm / (norm + 1e-6))`, is folded into the step.
+        Raises: NonFiniteGradientError with nonfinite="raise".
+        """
+        self._require_usable()
+        active = self._collect()
+        self._all_finite(active)
+        norm = self._sink.norm(active) * self._scale
+        self._scale *= min(1.0, float(max_norm) / (norm + CLIP_EPSILON)) if norm == norm else 1.0
+        return torch.tensor(norm, dtype=torch.float32)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients since the last step. `p.grad` becomes None, whatever `set_to_none` says."""
+        super().zero_grad(set_to_none=True)
+        if self._adopted:
+            self._consume()
+
+    # Looking.
+
+    def grad(self, param: Tensor) -> Tensor | None:
+        """The gradient of `param` as the step will use it (summed over micro-batches, clipped); None without one.
+
+        Returns: an fp32 CPU tensor of the parameter's shape; a copy.
+        """
+        self._require_usable()
+        number = self._number(param)
+        if number not in self._collect():
+            return None
+        line = self._sink.line(number).float() * self._scale
+        return shaped_like(param, line)
+
+    def state_of(self, param: Tensor) -> dict[str, Any]:
+        """{"master", "exp_avg", "exp_avg_sq": fp32 CPU tensors of the parameter's shape, "step": int}; copies."""
+        self._require_usable()
+        number = self._number(param)
+        self._masters.take_outside_writes(self._step)
+        lines = self._masters.states(number, self._step)
+        shaped: dict[str, Any] = {kind: shaped_like(param, line) for kind, line in lines.items()}
+        return shaped | {"step": self._ages[number]}
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since training began. Bytes end in `_bytes`, seconds in `_s`.
+
+        nvme_init_bytes is what was written before the first step; nvme_read_bytes and nvme_written_bytes what moved
+        since. wait_s is what step() waited for tiers, part of step_s; gradient_s is spent in backward.
+        """
+        timeline, placement = self._timeline, self._placement
+        return {
+            "step": self._step,
+            "skipped_steps": self._skipped,
+            "parameters": self._layout.numel,
+            "chunks": len(self._layout.chunks),
+            "streamed_chunks": len(self._layout.chunks) - len(placement.kept),
+            "nvme_init_bytes": self._initial_bytes,
+            "nvme_read_bytes": timeline.counted("nvme_read_bytes"),
+            "nvme_written_bytes": timeline.counted("nvme_written_bytes") - self._initial_bytes,
+            "host_to_device_bytes": timeline.counted("host_to_device_bytes"),
+            "device_to_host_bytes": timeline.counted("device_to_host_bytes"),
+            "peak_cpu_bytes": self._arena.used,
+            "cpu_budget_bytes": placement.budget_bytes,
+            "disk_bytes": placement.disk_bytes,
+            "step_s": timeline.seconds("step_s"),
+            "wait_s": timeline.seconds("wait_s"),
+            "adam_s": timeline.seconds("adam_s"),
+            "gradient_s": timeline.seconds("gradient_s"),
+            "kernel": self._kernels.variant,
+            "threads": self._kernels.threads,
+        }
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The swap files. They stay after `close()`; without commits there is nothing in them to resume from."""
+        return self._files
+
+    # Torch's optimizer interface.
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not after construction: the layout, and with it the memory and disk reserved, is fixed."""
+        if self._adopted:
+            raise ConfigError("parameters cannot be added after OffloadZero took the model: make a new one")
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Groups, step and path; no tensors: those are in the tiers."""
+        numbers = {param: number for group in self.param_groups for number, param in enumerate(group["params"])}
+        groups = [{**group, "params": [numbers[param] for param in group["params"]]} for group in self.param_groups]
+        path = None if self._config.path is None else str(self._config.path)
+        return {"state": {}, "param_groups": groups, "step": self._step, "path": path}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes the groups' hyper-parameters. The tensors are not in it, so it must be of this very step.
+
+        Raises: ResumeError if it is of another step, or its groups do not match.
+        """
+        groups = state_dict["param_groups"]
+        sizes = [len(group["params"]) for group in self.param_groups]
+        if [len(group["params"]) for group in groups] != sizes:
+            raise ResumeError(f"the state dict's groups do not match the {len(sizes)} groups of {sizes} parameters")
+        if state_dict.get("step") != self._step:
+            raise ResumeError(
+                f"the state dict is of step {state_dict.get('step')}, this optimizer is at step {self._step}, and "
+                "masters and moments are not in a state dict: resuming is not available in this version"
+            )
+        for mine, theirs in zip(self.param_groups, groups, strict=True):
+            mine.update({key: value for key, value in theirs.items() if key != "params"})
+
+    # Living and ending.
+
+    def synchronize(self) -> None:
+        """Waits until nothing is under way on any tier. Raises what went wrong there."""
+        self._require_usable()
+        self._store.drain()
+
+    def close(self) -> None:
+        """Waits for what is under way, unhooks the model, frees memory, files and their lock. May be called again.
+
+        The model keeps its parameters in the compute dtype; what backward left in `p.grad` is dropped.
+        """
+        if os.getpid() != self._pid or isinstance(self._failure, ClosedError):
+            return
+        self._failure = ClosedError("the optimizer is closed: make a new one")
+        self._hooks.remove()
+        self._undo.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __getstate__(self) -> NoReturn:
+        raise ConfigError("OffloadZero cannot be copied or pickled: its states are in the tiers, not in it")
+
+    def _require_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise ClosedError("this is a forked child: the optimizer works only in the process that made it")
+        if isinstance(self._failure, OffloadError):
+            raise self._failure
+        if self._failure is not None:
+            raise StateError(
+                f"a step was interrupted by {self._failure!r} and left some parameters a step further than others: "
+                "start again"
+            ) from self._failure
+        self._store.check()
+
+    def _number(self, param: Tensor) -> int:
+        number = self._parameters.index.get(param)  # type: ignore[call-overload]
+        if number is None:
+            raise ConfigError(f"the tensor of shape {tuple(param.shape)} is no parameter that this optimizer trains")
+        return int(number)
+
+
+def _require_device(given: torch.device | str | None, own: torch.device) -> None:
+    if given is not None and torch.empty(0, device=given).device != own:
+        raise ConfigError(f"device={given} but the model is on {own}: move the model there first")
