@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from offload import comm
 from offload import config as configuration
 from offload.config import PathLike, Tuning
-from offload.copies import copier_for
+from offload.copies import Copier, copier_for
 from offload.errors import (
     ClosedError,
     ConfigError,
@@ -120,7 +120,8 @@ class OffloadZero(torch.optim.Optimizer):
         specs, params = specs_of(model, given.param_groups, self._config.keep_fp32, self._config.compute_dtype)
         _require_device(device, params[0].device)
         self._layout = build(specs, self._config.chunk_numel)
-        self._placement = place(self._layout, self._config, direct=params[0].device.type == "cpu")
+        copier = copier_for(params[0].device)
+        self._placement = place(self._layout, self._config, direct=copier.direct)
         if self._config.path is not None:
             check_directory(self._config.path)
 
@@ -134,7 +135,7 @@ class OffloadZero(torch.optim.Optimizer):
         self._ages = [0] * len(specs)
         self._adopted = False
         with ExitStack() as undo:
-            self._open(undo, params)
+            self._open(undo, params, copier)
             super().__init__(given.param_groups, dict(given.defaults))
             self._adopted = True
             self._take_model()
@@ -144,7 +145,7 @@ class OffloadZero(torch.optim.Optimizer):
 
     # Construction. Everything that can be refused comes before the first change to the model.
 
-    def _open(self, undo: ExitStack, params: Sequence[nn.Parameter]) -> None:
+    def _open(self, undo: ExitStack, params: Sequence[nn.Parameter], copier: Copier) -> None:
         """Opens files and reserves memory; `undo` gets their closing, in reverse order."""
         config, layout, placement = self._config, self._layout, self._placement
         slots: SlotFile | None = None
@@ -154,7 +155,6 @@ class OffloadZero(torch.optim.Optimizer):
             slots = SlotFile(engine, config.path, [chunk.numel for chunk in layout.chunks])
             undo.callback(slots.close)
         self._files = () if slots is None else (slots.path,)
-        copier = copier_for(params[0].device)
         self._arena = Arena(placement.arena_bytes, copier)
         undo.callback(self._arena.close)
         self._kernels = load(config.threads)

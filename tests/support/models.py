@@ -1,0 +1,95 @@
+"""Small models of three kinds, and the batches they learn from: the same at every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from offload.models.gpt import GPT, GPTConfig
+
+
+class Mlp(nn.Module):
+    """Odd sizes everywhere, a frozen layer, a parameter of one element, and one that gets a gradient in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(13, 67)
+        self.middle = nn.ModuleList(nn.Linear(67, 67) for _ in range(3))
+        self.last = nn.Linear(67, 7, bias=False)
+        self.gain = nn.Parameter(torch.ones(()))
+        self.rare = nn.Parameter(torch.zeros(7))
+        self.frozen = nn.Linear(67, 67).requires_grad_(False)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = torch.relu(self.first(x))
+        for layer in self.middle:
+            x = x + torch.tanh(layer(x))
+        x = self.last(x + self.frozen(x)) * self.gain
+        return x + self.rare if self.calls % 3 == 0 else x
+
+
+class ConvNet(nn.Module):
+    """Convolutions, one of them with channels-last weights, and norms that stay fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 13, 3, padding=1)
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Conv2d(13, 13, 3, padding=1), nn.GroupNorm(1, 13), nn.ReLU()) for _ in range(2))
+        )
+        self.stem.to(memory_format=torch.channels_last)
+        self.head = nn.Linear(13, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+def build(kind: str) -> nn.Module:
+    torch.manual_seed(7)
+    if kind == "gpt":
+        return GPT(GPTConfig(layers=3, heads=2, width=32, context=16))
+    return Mlp() if kind == "mlp" else ConvNet()
+
+
+KINDS = ("gpt", "mlp", "conv")
+
+
+def keep_fp32(kind: str) -> tuple[type[nn.Module], ...]:
+    return (nn.GroupNorm,) if kind == "conv" else ()
+
+
+def losses(kind: str, model: nn.Module, device: str = "cpu") -> Iterator[Callable[[], Tensor]]:
+    """Endless micro-batches: call one to run forward and get its loss."""
+    generator = torch.Generator().manual_seed(11)
+
+    def draw() -> tuple[Tensor, Tensor]:
+        if kind == "gpt":
+            tokens = torch.randint(256, (2, 17), generator=generator)
+            return tokens[:, :-1].contiguous().to(device), tokens[:, 1:].contiguous().to(device)
+        shape = (6, 13) if kind == "mlp" else (3, 3, 9, 9)
+        return torch.randn(shape, generator=generator).to(device), torch.randint(7, shape[:1], generator=generator).to(
+            device
+        )
+
+    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
+        if kind == "gpt":
+            found: Tensor = model(inputs, targets)[1]
+            return found
+        return nn.functional.cross_entropy(model(inputs).float(), targets)
+
+    while True:
+        inputs, targets = draw()
+        yield lambda inputs=inputs, targets=targets: loss(inputs, targets)
+
+
+def groups(model: nn.Module) -> list[dict[str, object]]:
+    """Two param groups, as is usual: matrices decay, the rest does not."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0, "betas": (0.8, 0.99)},
+    ]

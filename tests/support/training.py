@@ -1,0 +1,157 @@
+"""One training run, the same in everything but where its states lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from offload import OffloadZero
+from offload.module.parameters import line_like
+from offload.optim import reference
+from offload.planner import least_cpu_memory
+from tests.support import models
+
+LR = 3e-3
+CLIP = 0.5
+
+
+@dataclass
+class Run:
+    """What a run computed: everything that has to have the same bits."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)
+    stats: dict[str, Any] = field(default_factory=dict)
+
+    def assert_same_bits(self, other: Run) -> None:
+        assert self.losses == other.losses
+        assert self.norms == other.norms
+        assert self.steps == other.steps
+        assert self.tensors.keys() == other.tensors.keys()
+        for name, tensor in self.tensors.items():
+            assert torch.equal(tensor, other.tensors[name]), name
+
+
+def schedule(step: int) -> float:
+    return 0.5 * (1 + math.cos(math.pi * step / 40))
+
+
+def train(
+    kind: str,
+    *,
+    steps: int = 20,
+    accumulation: int = 1,
+    device: str = "cpu",
+    prepare: Callable[[nn.Module], None] | None = None,
+    each_step: Callable[[OffloadZero], None] | None = None,
+    adam: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    **options: Any,
+) -> Run:
+    """Two param groups, a scheduler, clipping and accumulation, `steps` steps of the model `kind`."""
+    model = models.build(kind).to(device)
+    if prepare is not None:
+        prepare(model)
+    plain = adam(models.groups(model), lr=LR)
+    run = Run()
+    if options.get("cpu_memory") == "least":
+        options["cpu_memory"] = least_cpu_memory(
+            model,
+            plain,
+            accumulation=accumulation,
+            keep_fp32=models.keep_fp32(kind),
+            tuning=options.get("tuning"),
+        )
+    with OffloadZero(model, plain, accumulation=accumulation, keep_fp32=models.keep_fp32(kind), **options) as optimizer:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+        batches = models.losses(kind, model, device)
+        for _ in range(steps):
+            for _ in range(accumulation):
+                loss = next(batches)() / accumulation
+                loss.backward()
+                run.losses.append(loss.item())
+            run.norms.append(optimizer.clip_grad_norm_(CLIP).item())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            if each_step is not None:
+                each_step(optimizer)
+        for name, param in model.named_parameters():
+            run.tensors[name] = param.detach().cpu().clone()
+            if param.requires_grad:
+                state = optimizer.state_of(param)
+                run.steps[name] = state.pop("step")
+                run.tensors |= {f"{name}.{key}": value for key, value in state.items()}
+        run.stats = optimizer.stats()
+    return run
+
+
+class NumpyAdam:
+    """The reference, driven by the gradients that autograd made in a run: nothing of the library but the layout."""
+
+    def __init__(self, accumulation: int, decoupled: bool = True) -> None:
+        self._accumulation = accumulation
+        self._decoupled = decoupled
+        self._params: dict[str, nn.Parameter] = {}
+        self._masters: dict[str, list[np.ndarray[Any, Any]]] = {}
+        self._grads: dict[str, np.ndarray[Any, Any]] = {}
+        self._ages: dict[str, int] = {}
+
+    def watch(self, model: nn.Module) -> None:
+        """Before OffloadZero takes the model: its hooks are called after these."""
+        for name, param in model.named_parameters():
+            if param.requires_grad:
+                self._params[name] = param
+                master = line_like(param, param.detach()).float().cpu().numpy().copy()
+                self._masters[name] = [master, np.zeros_like(master), np.zeros_like(master)]
+                self._ages[name] = 0
+                param.register_post_accumulate_grad_hook(lambda p, name=name: self._arrived(name, p))
+
+    def _arrived(self, name: str, param: Tensor) -> None:
+        assert param.grad is not None
+        grad = line_like(param, param.grad).float().cpu().numpy().copy()
+        self._grads[name] = reference.accumulate(self._grads[name], grad) if name in self._grads else grad
+
+    def step(self, optimizer: OffloadZero) -> None:
+        """After the optimizer's step, with the hyper-parameters it used (the scheduler has moved on by one)."""
+        layout = optimizer._layout
+        number_of = {spec.name: number for number, spec in enumerate(layout.specs)}
+        sums = [
+            value
+            for name, grad in self._grads.items()
+            for value in reference.sum_squares(grad, layout.places[number_of[name]][1]).tolist()
+        ]
+        scale = min(1.0, CLIP / (math.sqrt(math.fsum(sums)) + 1e-6))
+        for name, grad in self._grads.items():
+            group = optimizer.param_groups[layout.specs[number_of[name]].group]
+            self._ages[name] += 1
+            self._masters[name] = list(
+                reference.adam(
+                    *self._masters[name],
+                    grad,
+                    step=self._ages[name],
+                    lr=LR * schedule(optimizer.stats()["step"] - 1),
+                    betas=group["betas"],
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                    decoupled=self._decoupled,
+                    scale=scale,
+                )
+            )
+        self._grads.clear()
+
+    def assert_same_bits(self, run: Run) -> None:
+        for name, param in self._params.items():
+            for kind, values in zip(("master", "exp_avg", "exp_avg_sq"), self._masters[name], strict=True):
+                mine = line_like(param, run.tensors[f"{name}.{kind}"])
+                assert np.array_equal(mine.numpy(), values), (name, kind)
+            assert run.steps[name] == self._ages[name]
+            rounded = run.tensors[f"{name}.master"].to(run.tensors[name].dtype)
+            assert torch.equal(run.tensors[name], rounded), name
