@@ -9,8 +9,7 @@
  * in fp32, in this order, each operation rounded (offload/optim/reference.py says it in NumPy). */
 #include "vec.h"
 
-/* Elements ahead of the one in work: 1 KiB of each fp32 stream. */
-#define AHEAD 256
+#define AHEAD ADAM_AHEAD
 
 typedef struct offload_adam_scalars scalars;
 

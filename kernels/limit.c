@@ -2,7 +2,7 @@
  * of stores and the same prefetch. What the benchmark measures a kernel against. */
 #include "vec.h"
 
-#define AHEAD 256
+#define AHEAD ADAM_AHEAD
 
 INLINE void limit_range(float *master, float *exp_avg, float *exp_avg_sq, const void *grad, int grad_type, void *out,
                         int64_t n) {
