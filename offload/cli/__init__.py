@@ -1,0 +1,1 @@
+"""The command `offload`: one file a command, registered in main.py."""

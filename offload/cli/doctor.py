@@ -1,0 +1,162 @@
+"""`offload doctor`: what this machine gives, and what of it costs speed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from offload.cli.console import print_json
+from offload.errors import ConfigError
+from offload.sizes import format_bytes
+
+BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
+FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "neon", "asimd", "sve", *BF16_FLAGS)
+"""CPU flags that decide how fast kernels and bf16 products are."""
+NETWORK = ("nfs", "cifs", "smb", "9p", "fuse", "ceph", "lustre")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One finding. `key` names it in the JSON for good; `shown` is for people; `hint` if it costs speed."""
+
+    key: str
+    item: str
+    value: Any
+    shown: str
+    hint: str = ""
+
+
+def doctor(
+    path: Annotated[Path, typer.Option(help="Directory that would hold swap files.")] = Path(),
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Show what this machine gives, and what of it costs speed."""
+    if not path.is_dir():
+        raise ConfigError(f"--path {path} is not a directory: give one that exists")
+    rows = [*_software(), *_processor(), *_kernels(), *_memory(), *_disk(path)]
+    if json:
+        values = {row.key: row.value for row in rows}
+        print_json(values | {"hints": {row.key: row.hint for row in rows if row.hint}})
+    else:
+        _show(rows)
+
+
+def _row(key: str, item: str, value: Any, hint: str = "") -> Row:
+    """A row whose value people read as it is."""
+    shown = ", ".join(value) if isinstance(value, list) else str(value)
+    return Row(key, item, value, "unknown" if value is None else shown or "none", hint)
+
+
+def _size(key: str, item: str, value: int | None, absent: str) -> Row:
+    """A row of bytes; `absent` says what None means."""
+    return Row(key, item, value, absent if value is None else format_bytes(value))
+
+
+def _software() -> Iterator[Row]:
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+
+    try:
+        offload = version("offload")
+    except PackageNotFoundError:  # run from its folder
+        offload = "not installed"
+
+    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    yield _row("python", "Python", platform.python_version())
+    yield _row("offload", "offload", offload)
+    yield _row("torch", "torch", torch.__version__)
+    yield _row("devices", "devices", [*devices, "cpu"])
+    pinning = torch.cuda.is_available()
+    yield Row("pinning", "pinned memory", pinning, "yes" if pinning else "no GPU that needs it")
+
+
+def _processor() -> Iterator[Row]:
+    import torch
+
+    from offload.native import cpu_model, usable_cpus
+
+    name, flags = cpu_model()
+    found = [flag for flag in FLAGS if flag in flags]
+    slow = "" if set(BF16_FLAGS) & set(found) else "no bf16 instructions: models on the CPU compute slowly in bf16"
+    yield _row("cpu", "CPU", name)
+    yield _row("cpu_flags", "CPU flags", found, slow)
+    cpus, threads = usable_cpus(), torch.get_num_threads()
+    yield _row("usable_cpus", "usable CPUs", cpus)
+    few = "" if threads >= cpus else f"torch uses fewer threads than CPUs: torch.set_num_threads({cpus})"
+    yield _row("torch_threads", "torch threads", threads, few)
+
+
+def _kernels() -> Iterator[Row]:
+    from offload import native
+
+    available = list(native.available_variants())
+    kernels = native.load()
+    chosen, threads = kernels.variant, kernels.threads
+    kernels.close()
+    reason = native.fallback_reason()
+    if reason:
+        hint = f"Adam runs through separate torch operations, several times slower: {reason}"
+    else:
+        hint = "" if chosen == available[0] else f"{available[0]} is the fastest here: unset OFFLOAD_KERNELS"
+    yield _row("kernel", "Adam kernel", chosen, hint)
+    yield _row("kernel_threads", "kernel threads", threads)
+    yield _row("kernels_available", "kernels available", available)
+    library = native.library_path()
+    yield Row("kernel_library", "kernel library", library and str(library), str(library or "none"))
+    yield Row("kernel_fallback", "why a fallback", reason, reason or "no fallback")
+
+
+def _memory() -> Iterator[Row]:
+    import resource
+
+    from offload.cli import machine
+    from offload.planner.machine import cgroup_room, free_memory
+
+    yield _size("memory_total_bytes", "memory", machine.total_memory_bytes(), "unknown")
+    yield _size("memory_free_bytes", "memory free for this process", free_memory(), "unknown")
+    yield _size("cgroup_room_bytes", "left by its control group", cgroup_room(), "no limit")
+    memlock = machine.soft_limit(resource.RLIMIT_MEMLOCK)
+    yield _size("memlock_limit_bytes", "locked-memory limit", memlock, "no limit")
+    pages = machine.huge_pages()
+    slow = "I/O takes twice the CPU time: set /sys/kernel/mm/transparent_hugepage/enabled to madvise"
+    yield _row("transparent_huge_pages", "transparent huge pages", pages, slow if pages == "never" else "")
+    files = machine.soft_limit(resource.RLIMIT_NOFILE)
+    yield Row("open_files_limit", "open-file limit", files, "no limit" if files is None else str(files))
+
+
+def _disk(path: Path) -> Iterator[Row]:
+    import shutil
+
+    from offload.cli import machine
+    from offload.io.threads import ThreadEngine
+
+    yield _row("io_engine", "I/O engine", ThreadEngine.name)
+    yield _row("io_uring", "io_uring in this kernel", machine.io_uring())
+    yield _row("path", "path", str(path.resolve()))
+    system = machine.file_system(path)
+    far = "no local drive, which would be faster" if system and system.startswith(NETWORK) else ""
+    yield _row("file_system", "file system", system, far)
+    yield _size("free_bytes", "free space", shutil.disk_usage(path).free, "unknown")
+    direct = machine.takes_direct_io(path)
+    shown = {True: "yes", False: "no", None: "unknown: the path is not writable"}[direct]
+    slow = "swap files go through the page cache, which costs CPU time and RAM: choose a local drive"
+    yield Row("o_direct", "O_DIRECT", direct, shown, slow if direct is False else "")
+
+
+def _show(rows: list[Row]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title="This machine", title_justify="left")
+    for heading in ("item", "value", "what it costs"):
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(row.item, escape(row.shown), escape(row.hint), style="yellow" if row.hint else None)
+    Console().print(table)

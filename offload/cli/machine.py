@@ -1,0 +1,68 @@
+"""What the machine says about itself, read from /proc, /sys and limits; None where it does not say."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import secrets
+from pathlib import Path
+
+from offload.io.engine import open_file
+
+
+def read_text(file: str | Path) -> str | None:
+    try:
+        return Path(file).read_text().strip()
+    except OSError:
+        return None
+
+
+def total_memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def soft_limit(kind: int) -> int | None:
+    """This process's soft resource limit; None: unlimited."""
+    soft, _ = resource.getrlimit(kind)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def huge_pages() -> str | None:
+    """The chosen word of the kernel's "always [madvise] never"."""
+    words = (read_text("/sys/kernel/mm/transparent_hugepage/enabled") or "").split()
+    return next((word.strip("[]") for word in words if word.startswith("[")), None)
+
+
+def io_uring() -> str:
+    """Whether this kernel lets processes use io_uring: "yes", "restricted", "no" or "unknown"."""
+    setting = read_text("/proc/sys/kernel/io_uring_disabled")
+    return {"0": "yes", "1": "restricted", "2": "no"}.get(setting or "", "unknown")
+
+
+def file_system(path: Path) -> str | None:
+    """The type of the file system that holds `path`, such as "ext4"."""
+    found: tuple[int, str] = (-1, "")
+    real = path.resolve()
+    for line in (read_text("/proc/self/mountinfo") or "").splitlines():
+        left, _, right = line.partition(" - ")
+        # Spaces in a mount point are written in octal. Later lines hide earlier ones of the same point.
+        point = Path(left.split()[4].encode().decode("unicode_escape"))
+        if real.is_relative_to(point) and len(point.parts) >= found[0]:
+            found = (len(point.parts), right.split()[0])
+    return found[1] or None
+
+
+def takes_direct_io(directory: Path) -> bool | None:
+    """Whether swap files in `directory` would be opened with O_DIRECT; None: it is not writable."""
+    file = directory / f".offload-doctor-{secrets.token_hex(8)}"
+    try:
+        opened = open_file(str(file))
+    except OSError:
+        return None
+    try:
+        return opened.direct
+    finally:
+        opened.close()
+        with contextlib.suppress(OSError):
+            os.unlink(file)

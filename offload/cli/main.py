@@ -1,0 +1,34 @@
+"""The command line: `offload train`, `offload doctor`, `offload bench ...`.
+
+Commands import torch when they run, not when they are registered, so that `--help` is quick.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from offload.cli.console import EXIT_INTERRUPTED, Commands
+from offload.cli.doctor import doctor
+from offload.cli.train import train
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    help="Train models that do not fit: optimizer states in CPU memory or on NVMe.",
+)
+app.command()(train)
+app.command()(doctor)
+
+bench = typer.Typer(cls=Commands, no_args_is_help=True, help="Measure this machine against its own limits.")
+app.add_typer(bench, name="bench")
+
+
+def run() -> None:
+    """The console script."""
+    try:
+        app()
+    except KeyboardInterrupt:  # before or after a command, which handles its own
+        sys.exit(EXIT_INTERRUPTED)

@@ -1,0 +1,67 @@
+"""The options of `offload train`, checked before anything is read or allocated. Knows no torch."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from offload.errors import ConfigError
+from offload.sizes import parse_bytes
+
+TIERS = ("nvme", "cpu")
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What `offload train --help` says; sizes as given ("64MiB"), None where the library chooses.
+
+    Raises: ConfigError naming the option, its value and what is allowed.
+    """
+
+    preset: str
+    steps: int
+    batch: int
+    seq: int
+    lr: float
+    accumulation: int
+    tier: str
+    path: Path
+    keep: bool
+    cpu_memory: str | None
+    chunk: str | None
+    threads: int | None
+    seed: int
+    data: Path | None
+    out: Path
+
+    def __post_init__(self) -> None:
+        for option in ("steps", "batch", "seq", "accumulation", "threads"):
+            value = getattr(self, option)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{option} {value}: give a whole number, at least 1")
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise ConfigError(f"--lr {self.lr}: give a learning rate above 0, such as 1e-3")
+        if not 0 <= self.seed < 1 << 63:
+            raise ConfigError(f"--seed {self.seed}: give a whole number from 0 to 2**63 - 1")
+        if self.tier not in TIERS:
+            raise ConfigError(f"--tier {self.tier}: choose one of {', '.join(TIERS)}")
+        for option in ("cpu_memory", "chunk"):
+            value = getattr(self, option)
+            if value is not None:
+                parse_bytes(_number(value), f"--{option.replace('_', '-')}")
+
+    def prepare_out(self) -> None:
+        """Make --out, where the picture goes. Raises: ConfigError where it cannot be made or written to."""
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--out {self.out} cannot be made: {error.strerror}") from error
+        if not os.access(self.out, os.W_OK | os.X_OK):
+            raise ConfigError(f"--out {self.out} is not writable: choose another folder for the picture")
+
+
+def _number(value: str) -> int | str:
+    """A bare number is bytes, negative ones too, so that the error says what is wrong with them."""
+    return int(value) if value.lstrip("-").isdecimal() else value

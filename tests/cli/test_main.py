@@ -1,0 +1,105 @@
+"""The surface of the command line: a new option is a decision, made by changing this file."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import offload
+from offload.cli.console import Commands, print_json
+from offload.cli.main import app, run
+from offload.errors import BudgetError, OffloadError, TierIOError
+
+OPTIONS = {
+    "train": {
+        "--preset", "--steps", "--batch", "--seq", "--lr", "--accumulation", "--tier", "--path", "--keep",
+        "--cpu-memory", "--chunk", "--threads", "--seed", "--data", "--out", "--json",
+    },
+    "doctor": {"--path", "--json"},
+}  # fmt: skip
+
+
+def commands(group: Any, prefix: str = "") -> dict[str, Any]:
+    found = {}
+    for name, command in group.commands.items():
+        found |= commands(command, f"{name} ") if hasattr(command, "commands") else {prefix + name: command}
+    return found
+
+
+def test_commands_and_options_are_those_decided_on() -> None:
+    found = {
+        name: {option for parameter in command.params for option in parameter.opts}
+        for name, command in commands(typer.main.get_command(app)).items()
+    }
+    assert found == OPTIONS
+
+
+@pytest.mark.parametrize("name", ["", *OPTIONS])
+def test_help_explains_every_option(name: str) -> None:
+    result = CliRunner().invoke(app, [*name.split(), "--help"])
+    assert result.exit_code == 0
+    for option in OPTIONS.get(name, ()):
+        assert option in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OffloadError("wrong thing"), "OffloadError: wrong thing"),
+        (BudgetError("too big", needed=2, available=1, option="x"), "BudgetError: too big"),
+        (TierIOError("read", 5, "swap", 4096, 512), "TierIOError: [Errno 5] read of 512 bytes at offset 4096"),
+    ],
+)
+def test_library_errors_are_one_message_and_exit_code_2(error: OffloadError, message: str) -> None:
+    result = CliRunner().invoke(app_that_raises(error), ["fail"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(message)
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_interrupt_is_exit_code_130() -> None:
+    assert CliRunner().invoke(app_that_raises(KeyboardInterrupt()), ["fail"]).exit_code == 130
+
+
+def test_other_errors_keep_their_traceback() -> None:
+    error = RuntimeError("a bug")
+    assert CliRunner().invoke(app_that_raises(error), ["fail"]).exception is error
+
+
+def app_that_raises(error: BaseException) -> typer.Typer:
+    failing = typer.Typer(cls=Commands)
+
+    @failing.command()
+    def fail() -> None:
+        raise error
+
+    @failing.command()
+    def other() -> None: ...
+
+    return failing
+
+
+def test_interrupt_outside_a_command_is_exit_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("offload.cli.main.app", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code == 130
+
+
+def test_json_refuses_what_json_has_no_word_for() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        print_json({"loss": float("nan")})
+
+
+def test_help_does_not_wait_for_what_only_commands_need() -> None:
+    code = "import offload.cli.main, sys; print('matplotlib' in sys.modules, 'cpuinfo' in sys.modules)"
+    source = Path(offload.__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, check=True)
+    assert done.stdout == "False False\n"

@@ -1,0 +1,299 @@
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import offload
+from offload.cli import loop, text
+from offload.cli.main import app
+from offload.cli.progress import moved
+from offload.store.slots import SWAP_NAME
+
+FIELDS = {
+    "loss_first", "loss_last", "val_loss_first", "val_loss_last", "tokens_per_s", "step_s", "wait_s",
+    "nvme_read_bytes", "nvme_written_bytes", "peak_cpu_bytes", "peak_rss_bytes", "parameters",
+    "adam_s", "backward_s", "chunks", "cpu_budget_bytes", "device", "device_to_host_bytes", "evaluate_s", "files",
+    "forward_s", "host_to_device_bytes", "kernel", "losses", "nvme_init_bytes", "picture", "preset", "sample",
+    "steps", "text", "threads", "tier", "tokens", "validation",
+}  # fmt: skip
+TINY = ["train", "--preset", "1m", "--steps", "3", "--batch", "2", "--seq", "16", "--lr", "0.003"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current directory, and samples short enough for a test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("offload.cli.train.SAMPLE_BYTES", 3)
+    return tmp_path
+
+
+def run(*options: str) -> Result:
+    return CliRunner().invoke(app, [*TINY, *options])
+
+
+def run_json(*options: str) -> dict[str, Any]:
+    result = run("--json", *options)
+    assert result.exit_code == 0, result.output
+    summary = json.loads(result.stdout)  # nothing but one object
+    assert isinstance(summary, dict)
+    return summary
+
+
+def test_nvme_run_moves_24_bytes_a_parameter_and_step_and_leaves_only_the_picture(folder: Path) -> None:
+    summary = run_json("--seed", "1")
+    assert set(summary) == FIELDS
+    assert (summary["tier"], summary["parameters"], summary["tokens"]) == ("nvme", 985_344, 3 * 2 * 16)
+    moved_bytes = summary["nvme_read_bytes"] + summary["nvme_written_bytes"]
+    assert moved_bytes == pytest.approx(24 * summary["parameters"] * 3, rel=0.02)
+    assert summary["nvme_init_bytes"] == pytest.approx(12 * summary["parameters"], rel=0.02)
+    assert 0 < summary["peak_cpu_bytes"] <= summary["cpu_budget_bytes"] < 12 * summary["parameters"]
+    assert summary["peak_rss_bytes"] > summary["peak_cpu_bytes"]
+    assert summary["loss_first"] == summary["losses"][0] == pytest.approx(5.5, abs=0.2)
+    assert summary["loss_last"] == summary["losses"][-1]
+    assert summary["val_loss_last"] < summary["val_loss_first"] - 0.3
+    assert [step for step, _ in summary["validation"]] == [0, 1, 2, 3]
+    assert {summary[name] > 0 for name in FIELDS if name.endswith("_s")} == {True}
+    assert [file.name for file in folder.iterdir()] == ["out"]
+    assert Path(summary["picture"]).read_bytes().startswith(b"\x89PNG")
+
+
+def test_tiers_give_the_same_losses() -> None:
+    nvme = run_json("--chunk", "1MiB", "--threads", "1")
+    cpu = run_json("--tier", "cpu")
+    assert nvme["losses"] == cpu["losses"]
+    assert nvme["validation"] == cpu["validation"]
+    assert nvme["threads"] == 1
+    assert nvme["sample"] == cpu["sample"]
+    assert (cpu["nvme_read_bytes"], cpu["nvme_written_bytes"], cpu["files"]) == (0, 0, [])
+
+
+def test_seed_changes_the_run() -> None:
+    assert run_json("--tier", "cpu")["losses"] != run_json("--tier", "cpu", "--seed", "1")["losses"]
+
+
+def test_accumulation_counts_its_micro_batches() -> None:
+    summary = run_json("--accumulation", "2")
+    assert summary["tokens"] == 3 * 2 * 2 * 16
+    assert summary["val_loss_last"] < summary["val_loss_first"] - 0.3
+
+
+def test_more_cpu_memory_keeps_chunks_off_the_disk() -> None:
+    summary = run_json("--cpu-memory", "100MB", "--chunk", "1MiB")
+    assert summary["cpu_budget_bytes"] == 100_000_000
+    assert summary["nvme_read_bytes"] == 0
+
+
+def test_user_text_is_learnt(folder: Path) -> None:
+    (folder / "words.txt").write_text("to be or not to be " * 200)
+    summary = run_json("--data", "words.txt", "--out", "deep/er", "--steps", "12")
+    assert summary["text"] == "words.txt"
+    assert summary["val_loss_last"] < 3
+    assert (folder / "deep" / "er" / "loss.png").exists()
+
+
+def test_people_get_tables_a_sample_and_the_picture(folder: Path) -> None:
+    result = run()
+    assert result.exit_code == 0, result.output
+    shown = ("validation loss", "forward", "backward", "waiting", "a parameter and step", "budget", "writes")
+    assert all(word in result.stdout for word in shown), result.stdout
+    assert "Loss curve: out/loss.png" in result.stdout
+    assert "step 1/3  loss 5." in result.stderr
+    assert "step 3/3" in result.stderr
+    assert "nvme" in result.stderr
+
+
+def test_keep_leaves_the_swap_file_and_says_so(folder: Path) -> None:
+    result = run("--keep")
+    assert result.exit_code == 0, result.output
+    file = folder / "scratch" / SWAP_NAME
+    assert file.stat().st_size > 12 * 985_344
+    assert f"Kept: scratch/{SWAP_NAME}" in result.stdout
+    # A later run takes the file over, and does not delete what it did not make.
+    assert run_json()["files"] == []
+    assert file.exists()
+
+
+def test_files_of_others_at_the_path_stay(folder: Path) -> None:
+    (folder / "mine").mkdir()
+    (folder / "mine" / "thesis.txt").write_text("x")
+    run_json("--path", "mine")
+    assert [file.name for file in (folder / "mine").iterdir()] == ["thesis.txt"]
+
+
+def test_path_of_a_live_run_is_refused_and_untouched(folder: Path) -> None:
+    (folder / "scratch").mkdir()
+    file = folder / "scratch" / SWAP_NAME
+    with file.open("w") as live:
+        fcntl.flock(live, fcntl.LOCK_EX)
+        result = run()
+        assert result.exit_code == 2
+        assert result.stderr.startswith("PathInUseError: ")
+    assert file.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", "-1"], "--steps -1: give a whole number, at least 1"),
+        (["--batch", "0"], "--batch 0: "),
+        (["--seq", "0"], "--seq 0: "),
+        (["--seq", "1025"], "--seq 1025: this preset's context is 1024 bytes"),
+        (["--accumulation", "0"], "--accumulation 0: "),
+        (["--threads", "0"], "--threads 0: "),
+        (["--lr", "0"], "--lr 0.0: "),
+        (["--lr", "nan"], "--lr nan: "),
+        (["--seed", "-1"], "--seed -1: "),
+        (["--preset", "7b"], "--preset 7b: choose one of 1m, 5m, 20m, 125m, 350m, 1b, 2b"),
+        (["--tier", "tape"], "--tier tape: choose one of nvme, cpu"),
+        (["--chunk", "big"], "--chunk='big' is not a size"),
+        (["--chunk", "-4096"], "--chunk=-4096 is negative"),
+        (["--cpu-memory", "2 parsecs"], "--cpu-memory='2 parsecs' is not a size"),
+        (["--data", "nowhere"], "--data nowhere is neither a file nor a folder"),
+        (["--data", "small"], "small holds 100 bytes of text; with --seq 16 at least 341 are needed"),
+        (["--out", "small"], "--out small cannot be made"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_before_anything_is_made(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
+) -> None:
+    (folder / "small").write_text("x" * 100)
+    monkeypatch.setattr(loop, "GPT", None)  # a model built now would fail otherwise
+    result = run(*options)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"ConfigError: {message}"), result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stdout == ""
+    assert [file.name for file in folder.iterdir()] == ["small"]
+
+
+def test_unknown_option_is_a_usage_error() -> None:
+    result = run("--speed", "11")
+    assert result.exit_code == 2
+    assert "No such option" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--path", "no/where"], "PathError: "),
+        (["--path", "small"], "PathError: "),
+        (["--cpu-memory", "1MiB"], "BudgetError: "),
+        (["--chunk", "1KiB"], "ConfigError: "),
+    ],
+)
+def test_what_the_library_refuses_is_one_message_and_leaves_nothing(
+    folder: Path, options: list[str], message: str
+) -> None:
+    (folder / "small").write_text("x" * 100)
+    result = run(*options)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(message), result.stderr
+    assert "Traceback" not in result.output
+    assert sorted(file.name for file in folder.iterdir()) == ["out", "small"]
+
+
+def test_full_disk_leaves_no_file_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    result = run()
+    assert result.exit_code == 2
+    assert result.stderr.startswith("BudgetError: ")
+    assert [file.name for file in folder.iterdir()] == ["out"]
+
+
+def test_model_larger_than_free_ram_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "free_memory", lambda: 1_000_000)
+    result = run()
+    assert result.exit_code == 2
+    assert result.stderr.startswith("BudgetError: --preset 1m needs 3.759 MiB of RAM"), result.stderr
+
+
+def test_files_go_when_training_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        assert (folder / "scratch" / SWAP_NAME).exists()
+        raise RuntimeError("in the middle")
+
+    monkeypatch.setattr(loop, "train_loop", fail)
+    result = run()
+    assert isinstance(result.exception, RuntimeError)
+    assert [file.name for file in folder.iterdir()] == ["out"]
+
+
+def test_interrupt_ends_with_130_and_no_file(folder: Path) -> None:
+    command = "from offload.cli.main import run; run()"
+    source = str(Path(offload.__file__).parents[1])
+    process = subprocess.Popen(
+        [sys.executable, "-c", command, *TINY, "--steps", "1000000", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": source},  # the current directory is another one
+    )
+    deadline = time.monotonic() + 60
+    assert process.stderr is not None
+    with process:
+        for line in process.stderr:
+            if line.startswith("step 1/") or time.monotonic() > deadline:
+                break
+        assert (folder / "scratch" / SWAP_NAME).exists()
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert "Traceback" not in stderr
+    assert stdout == ""
+    assert [file.name for file in folder.iterdir()] == ["out"]
+
+
+def test_learning_rate_rises_then_falls_to_a_tenth() -> None:
+    factors = [loop.lr_factor(step, 100) for step in range(101)]
+    assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert factors[5:] == sorted(factors[5:], reverse=True)
+    assert factors[-1] == pytest.approx(0.1)
+    assert loop.lr_factor(0, 1) == 1
+
+
+def test_only_matrices_decay() -> None:
+    options = loop.TrainOptions(
+        preset="1m", steps=1, batch=1, seq=16, lr=0.5, accumulation=1, tier="cpu", path=Path("scratch"), keep=False,
+        cpu_memory=None, chunk=None, threads=None, seed=0, data=None, out=Path("out"),
+    )  # fmt: skip
+    model = loop.GPT(loop.GPTConfig(layers=1, width=16, heads=1))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    with loop.build_optimizer(model, options) as optimizer:
+        for group in optimizer.param_groups:
+            assert group["lr"] == 0.5
+            for parameter in group["params"]:
+                is_norm = "norm" in names.pop(parameter)
+                assert group["weight_decay"] == (0.0 if is_norm else loop.WEIGHT_DECAY)
+    assert not names
+
+
+def test_validation_reads_only_held_out_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bytes] = []
+    real = loop.cut_windows
+
+    def spy(content: text.Bytes, *rest: Any) -> Any:
+        seen.append(content.tobytes())
+        return real(content, *rest)
+
+    monkeypatch.setattr(loop, "cut_windows", spy)
+    run_json("--tier", "cpu")
+    assert seen == [text.load_text(None, 16).validation.tobytes()]
+
+
+def test_moved_names_each_tier_that_moved() -> None:
+    stats = {"nvme_read_bytes": 1 << 30, "nvme_written_bytes": 2 << 30}
+    stats |= {"device_to_host_bytes": 0, "host_to_device_bytes": 0}
+    assert moved(stats) == "nvme 1 GiB read, 2 GiB written"
+    assert moved(stats | {"device_to_host_bytes": 1024}).endswith("; device 1 KiB read, 0 B written")
+    assert moved(dict.fromkeys(stats, 0)) == "all in RAM"
