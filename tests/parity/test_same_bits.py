@@ -15,6 +15,7 @@ from tests.support import models
 from tests.support.late_copier import LateCopier
 from tests.support.training import NumpyAdam, Run, train
 
+
 @cache
 def in_ram(kind: str, accumulation: int) -> Run:
     return train(kind, accumulation=accumulation, tier="cpu")

@@ -1,0 +1,64 @@
+"""The parity suite on a CUDA device (make test-gpu); skipped without one."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload import Tuning
+from tests.support import models
+from tests.support.training import NumpyAdam, Run, train
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _deterministic() -> None:
+    # The promise is "with torch's own determinism settings fixed".
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
+@cache
+def in_ram(kind: str, accumulation: int) -> Run:
+    return train(kind, accumulation=accumulation, device="cuda", tier="cpu")
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("kind", models.KINDS)
+def test_training_equals_the_numpy_reference(kind: str, accumulation: int) -> None:
+    reference = NumpyAdam(accumulation)
+    run = train(kind, accumulation=accumulation, device="cuda", prepare=reference.watch, each_step=reference.step)
+    reference.assert_same_bits(run)
+    run.assert_same_bits(in_ram(kind, accumulation))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("chunk", ["4KiB", "8KiB"])
+@pytest.mark.parametrize("kind", models.KINDS)
+def test_training_from_disk_equals_training_in_ram(kind: str, chunk: str, accumulation: int, tmp_path: Path) -> None:
+    run = train(
+        kind,
+        accumulation=accumulation,
+        device="cuda",
+        tier="nvme",
+        path=tmp_path / "swap",
+        cpu_memory="least",
+        tuning=Tuning(chunk=chunk, threads=2),
+    )
+    run.assert_same_bits(in_ram(kind, accumulation))
+    assert run.stats["streamed_chunks"] == run.stats["chunks"]
+    assert run.stats["peak_cpu_bytes"] <= run.stats["cpu_budget_bytes"]
+
+
+def test_a_step_moves_two_bytes_a_parameter_each_way() -> None:
+    run = train("gpt", device="cuda", steps=5)
+    parameters = run.stats["parameters"]
+    assert run.stats["device_to_host_bytes"] == 5 * 2 * parameters
+    assert 5 * 2 * parameters <= run.stats["host_to_device_bytes"] <= 5 * 2 * parameters * 1.05

@@ -1,0 +1,113 @@
+"""DESIGN: imports go only downwards, and within a floor only to what is listed before. Read from the sources."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import offload
+
+ROOT = Path(offload.__file__).parent
+
+FLOORS = [
+    ["errors", "sizes", "timeline"],
+    ["config", "layout"],
+    ["native", "copies", "comm", "io"],
+    ["store"],
+    ["optim", "checkpoint"],
+    ["module"],
+    ["planner", "zero"],
+    ["models", "integrations", "cli"],
+]
+"""Files and folders of offload/, from the ground up; in a floor, each may import those before it."""
+
+ONLY_USED_BY = {
+    "ctypes": {"native"},
+    "torch.distributed": {"comm"},
+    "torch.cuda": {"copies"},
+    "aiofiles": {"io"},
+}
+"""Modules that one room alone may know (the doctor only asks whether there is a GPU)."""
+
+
+def places() -> dict[str, tuple[int, int]]:
+    return {name: (number, place) for number, floor in enumerate(FLOORS) for place, name in enumerate(floor)}
+
+
+def sources() -> list[tuple[str, Path]]:
+    """(room, file) for every file of the package but its own __init__."""
+    return [
+        (path.relative_to(ROOT).parts[0].removesuffix(".py"), path)
+        for path in sorted(ROOT.rglob("*.py"))
+        if path != ROOT / "__init__.py"
+    ]
+
+
+def imports(path: Path) -> list[str]:
+    """Full names of everything a file imports, anywhere in it."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+def test_every_file_has_a_floor() -> None:
+    assert {room for room, _ in sources()} <= set(places())
+
+
+def test_imports_go_only_downwards() -> None:
+    floor = places()
+    wrong = []
+    for room, path in sources():
+        for name in imports(path):
+            parts = name.split(".")
+            if parts[0] != "offload":
+                continue
+            # `from offload import OffloadZero`: the package itself is the top of floor 6.
+            other = parts[1] if parts[1] in floor else "zero"
+            if other != room and floor[other] >= floor[room]:
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert not wrong
+
+
+def test_special_modules_are_known_to_one_room_only() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for room, path in sources()
+        for name in imports(path)
+        for special, rooms in ONLY_USED_BY.items()
+        if (name == special or name.startswith(special + ".")) and room not in rooms
+    ]
+    assert not wrong
+
+
+def test_only_copies_touches_cuda_streams() -> None:
+    wrong = [
+        str(path.relative_to(ROOT))
+        for room, path in sources()
+        if room != "copies" and any(word in path.read_text() for word in ("cuda.Stream", "cuda.Event", "cudart"))
+    ]
+    assert not wrong
+
+
+def test_files_and_functions_keep_to_one_job() -> None:
+    """400 lines a file, 60 a function (STYLE); a docstring of a public class may be longer than its code."""
+    long_files = [str(p.relative_to(ROOT)) for _, p in sources() if len(p.read_text().splitlines()) > 430]
+    assert not long_files
+    long_functions = [
+        f"{path.relative_to(ROOT)}:{node.name}"
+        for _, path in sources()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and _code_lines(node) > 60
+    ]
+    assert not long_functions
+
+
+def _code_lines(node: ast.FunctionDef) -> int:
+    """Lines of the body, without signature and docstring."""
+    body = node.body[1:] if ast.get_docstring(node) else node.body
+    return (node.end_lineno or 0) - body[0].lineno + 1 if body else 0

@@ -1,0 +1,114 @@
+"""The layout: every element in exactly one place, whatever the shapes, groups, units and chunk sizes."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.layout import ALIGN_NUMEL, Layout, ParamSpec, build, segments
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+specs = st.lists(
+    st.builds(
+        ParamSpec,
+        name=st.text(max_size=3),
+        numel=st.one_of(st.integers(0, 3), st.integers(0, 5000), st.sampled_from([4095, 4096, 4097, 64, 63, 65])),
+        unit=st.sampled_from(["", "blocks.0", "blocks.1"]),
+        dtype=st.sampled_from(DTYPES),
+        group=st.integers(0, 2),
+    ),
+    max_size=12,
+)
+chunk_numels = st.one_of(st.integers(1, 200), st.sampled_from([1024, 1031, 4096, 1 << 20]))
+
+
+def places_by_chunk(layout: Layout) -> list[tuple[int, int, int, int]]:
+    """(param, element, flat, position in the flat) of every element, found through chunks and pieces."""
+    return [
+        (piece.param, piece.param_offset + i, chunk.flat, chunk.start + piece.chunk_offset + i)
+        for chunk in layout.chunks
+        for piece in chunk.pieces
+        for i in range(piece.numel)
+    ]
+
+
+@given(specs=specs, chunk_numel=chunk_numels)
+def test_every_element_lies_in_exactly_one_place(specs: list[ParamSpec], chunk_numel: int) -> None:
+    layout = build(specs, chunk_numel)
+    found = places_by_chunk(layout)
+    elements = [(param, element) for param, element, _, _ in found]
+    assert len(elements) == len(set(elements)) == layout.numel == sum(spec.numel for spec in specs)
+    positions = [(flat, position) for _, _, flat, position in found]
+    assert len(positions) == len(set(positions))
+    for param, element, flat, position in found:
+        assert layout.places[param] == (flat, position - element)
+
+
+@given(specs=specs, chunk_numel=chunk_numels)
+def test_a_flat_is_of_one_unit_and_dtype_and_its_parameters_are_aligned(
+    specs: list[ParamSpec], chunk_numel: int
+) -> None:
+    layout = build(specs, chunk_numel)
+    assert len({(flat.unit, flat.dtype) for flat in layout.flats}) == len(layout.flats)
+    assert sorted(param for flat in layout.flats for param in flat.params) == list(range(len(specs)))
+    for flat in layout.flats:
+        assert list(flat.params) == sorted(flat.params)
+        for param, offset in zip(flat.params, flat.offsets, strict=True):
+            assert (specs[param].unit, specs[param].dtype) == (flat.unit, flat.dtype)
+            assert offset % ALIGN_NUMEL == 0
+            assert offset + specs[param].numel <= flat.numel
+
+
+@given(specs=specs, chunk_numel=chunk_numels)
+def test_chunks_are_constant_size_slices_in_order(specs: list[ParamSpec], chunk_numel: int) -> None:
+    layout = build(specs, chunk_numel)
+    assert [chunk.index for chunk in layout.chunks] == list(range(len(layout.chunks)))
+    for chunk in layout.chunks:
+        assert chunk.start % chunk_numel == 0
+        assert 0 < chunk.numel <= chunk_numel
+        assert chunk.start + chunk.numel == min(chunk.start + chunk_numel, layout.flats[chunk.flat].numel)
+        assert chunk.pieces
+    for param in range(len(specs)):
+        through = [c.index for c in layout.chunks if any(piece.param == param for piece in c.pieces)]
+        assert list(layout.chunks_of[param]) == through
+
+
+@given(specs=specs, chunk_numel=chunk_numels, data=st.data())
+def test_segments_cover_what_has_a_key_and_nothing_else(
+    specs: list[ParamSpec], chunk_numel: int, data: st.DataObject
+) -> None:
+    layout = build(specs, chunk_numel)
+    keys = [data.draw(st.sampled_from([None, "a", "b"])) for _ in specs]
+    for chunk in layout.chunks:
+        found = segments(chunk, lambda param: keys[param])
+        assert all(a.stop <= b.start for a, b in itertools.pairwise(found))
+        for piece in chunk.pieces:
+            covering = [
+                s.key for s in found if s.start < piece.chunk_offset + piece.numel and s.stop > piece.chunk_offset
+            ]
+            assert covering == ([] if keys[piece.param] is None else [keys[piece.param]])
+            whole = [s for s in found if s.start <= piece.chunk_offset and s.stop >= piece.chunk_offset + piece.numel]
+            assert len(whole) == (keys[piece.param] is not None)
+
+
+def test_chunks_do_not_depend_on_the_order_of_units_given() -> None:
+    one = ParamSpec("a", 10, "blocks.0", torch.bfloat16, 0)
+    two = ParamSpec("b", 10, "blocks.1", torch.bfloat16, 0)
+    root = ParamSpec("c", 10, "", torch.bfloat16, 0)
+    layout = build([root, one, two, root], 1024)
+    assert [flat.unit for flat in layout.flats] == ["", "blocks.0", "blocks.1"]
+    assert layout.flats[0].params == (0, 3)
+
+
+def test_an_element_larger_than_any_chunk_is_split() -> None:
+    layout = build([ParamSpec("a", 10_007, "", torch.bfloat16, 0)], 1024)
+    assert [chunk.numel for chunk in layout.chunks] == [1024] * 9 + [791]
+
+
+def test_no_parameters_make_no_chunks() -> None:
+    assert build([], 1024).chunks == ()
+    assert build([ParamSpec("empty", 0, "", torch.bfloat16, 0)], 1024).chunks == ()
