@@ -24,6 +24,8 @@ import weakref
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
 
+import numpy
+
 from offload.errors import PathError
 from offload.sizes import PAGE_BYTES
 
@@ -50,6 +52,11 @@ class IOFile:
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
+
+    def __del__(self) -> None:
+        # Who forgets to close must not keep the lock for the life of the process.
+        with contextlib.suppress(OSError):
+            self.close()
 
 
 _OPEN: weakref.WeakSet[IOFile] = weakref.WeakSet()
@@ -96,9 +103,12 @@ def open_file(path: str) -> IOFile:
 
 
 def require_aligned(offset: int, buffer: memoryview) -> None:
-    """Raises: ValueError unless offset and length are whole pages."""
+    """Raises: ValueError unless offset, length and address are multiples of PAGE_BYTES."""
     if offset % PAGE_BYTES or len(buffer) % PAGE_BYTES:
         raise ValueError(f"offset {offset} and length {len(buffer)} must be multiples of {PAGE_BYTES}")
+    address = numpy.frombuffer(buffer, numpy.uint8).ctypes.data if len(buffer) else 0
+    if address % PAGE_BYTES:
+        raise ValueError(f"the buffer's address {address:#x} must be a multiple of {PAGE_BYTES}")
 
 
 class IOEngine(ABC):

@@ -14,15 +14,18 @@ A file belongs to the process that holds its flock. It is never shortened, and n
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
+import mmap
 import os
 import secrets
 import stat
 import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
 
@@ -112,12 +115,20 @@ class SlotFile:
         self._starts = (0, *accumulate(slot_bytes(numel) for numel in self._numels))
         self._engine = engine
         self._run_id = secrets.token_bytes(16)
-        directory.mkdir(mode=0o700, exist_ok=True)
-        self._file = engine.open(str(directory / SWAP_NAME))
-        _lock(self._file)
-        _require_ours(self._file)
-        _reserve(self._file, file_bytes(self._numels, places))
-        self._write_superblock(places)
+        path = directory / SWAP_NAME
+        with ExitStack() as undo:
+            if _made(directory):
+                undo.callback(_remove_if_empty, directory)
+            is_new = not os.path.lexists(path)
+            self._file = engine.open(str(path))
+            undo.callback(self._file.close)
+            _lock(self._file)
+            if is_new:
+                undo.callback(os.unlink, path)
+            _require_ours(self._file)
+            _reserve(self._file, file_bytes(self._numels, places))
+            self._write_superblock(places)
+            undo.pop_all()
         # Checksums are taken beside the step and the transfers; XXH3 outruns any drive on one core.
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="offload-seal")
 
@@ -218,12 +229,10 @@ class SlotFile:
             text = json.dumps(
                 {"run_id": self._run_id.hex(), "places": places, "chunks_xxh3": digest, "commits": False}
             ).encode()
-        block = bytearray(PAGE_BYTES)
+        block = _page()
         head = _SUPERBLOCK.pack(_MAGIC, FORMAT, len(text), xxhash.xxh3_64_intdigest(text))
         block[: len(head) + len(text)] = head + text
-        # Not through the engine: a block of Python's own is not aligned for O_DIRECT.
-        with open(self.path, "r+b", buffering=0) as plain:
-            plain.write(block)
+        self._engine.write(self._file, 0, block).result()
 
 
 def memory_of(buffer: Tensor) -> memoryview:
@@ -264,28 +273,48 @@ def _guarded(work: Callable[[], None], future: IOFuture) -> Callable[[], None]:
     return run
 
 
+def _page() -> memoryview:
+    """A page of zeros, aligned for O_DIRECT."""
+    return memoryview(mmap.mmap(-1, PAGE_BYTES))
+
+
+def _made(directory: Path) -> bool:
+    """Makes `directory`; whether it was missing. Raises: PathError."""
+    try:
+        directory.mkdir(mode=0o700)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise PathError(error.errno, f"cannot be made: {error.strerror}", str(directory)) from error
+    return True
+
+
+def _remove_if_empty(directory: Path) -> None:
+    with contextlib.suppress(OSError):
+        directory.rmdir()
+
+
 def _lock(file: IOFile) -> None:
     try:
         fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        file.close()
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
             raise PathError(error.errno, f"cannot be locked: {error.strerror}", file.path) from error
         raise PathInUseError(
-            errno.EBUSY, "a live run holds this path: give each run a path of its own", file.path
+            errno.EBUSY, "a live run holds this path: close it, or give each run a path of its own", file.path
         ) from error
+    if os.fstat(file.fd).st_nlink == 0:
+        raise PathInUseError(errno.EBUSY, "another run has just removed this file: try again", file.path)
 
 
 def _require_ours(file: IOFile) -> None:
-    """An empty file is new; one with our magic was left by a run that committed nothing, and is reused."""
+    """An empty or blank file is new; one with our magic was left by a run that committed nothing, and is reused."""
+    start = _page()
     try:
-        with open(file.path, "rb", buffering=0) as plain:
-            start = plain.read(len(_MAGIC))
+        os.preadv(file.fd, [start], 0)
     except OSError as error:
-        file.close()
         raise PathError(error.errno, f"cannot be read: {error.strerror}", file.path) from error
-    if start and start != _MAGIC and start.strip(b"\0"):
-        file.close()
+    if start[: len(_MAGIC)] != _MAGIC and any(start):
         raise PathError(errno.EEXIST, "is no swap file of this library: move it, or choose another path", file.path)
 
 
@@ -293,16 +322,15 @@ def _reserve(file: IOFile, needed: int) -> None:
     """Allocates the file's blocks now: a full disk shows before training, not in it."""
     info = os.fstat(file.fd)
     os.fchmod(file.fd, 0o600)
-    disk = os.statvfs(os.path.dirname(file.path))
+    disk = os.fstatvfs(file.fd)
     available = disk.f_bavail * disk.f_frsize + info.st_blocks * 512
     try:
         if needed > available:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.posix_fallocate(file.fd, 0, needed)
     except OSError as error:
-        if info.st_size == 0:
-            os.ftruncate(file.fd, 0)
-        file.close()
+        # What was allocated before the disk was full goes back; what was there before stays.
+        os.ftruncate(file.fd, info.st_size)
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise PathError(error.errno, f"cannot reserve space: {error.strerror}", file.path) from error
         raise BudgetError(

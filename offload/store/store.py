@@ -113,6 +113,7 @@ class Store:
             self._ahead.clear()
             self._changed.wait_for(lambda: not self._moving)
             self._failure = self._failure or ClosedError("the optimizer is closed: make a new one")
+            self._changed.notify_all()
 
     # Everything below is called with the lock held.
 
@@ -198,16 +199,15 @@ class Store:
         """Called in a thread of the engine when a transfer has ended."""
         with self._changed:
             self._moving -= 1
-            error = future.exception()
-            if error is not None:
-                # The first failure is the cause; others follow from it.
-                self._failure = self._failure or error
-            else:
+            try:
                 self._timeline.count(counter, future.result())
                 self._table.move(chunk, then)
                 if then is Residency.STORED:
                     self._free.append(self._buffers.pop(chunk))
                 self._read_ahead()
+            except BaseException as error:
+                # A future's callback would swallow it. The first failure is the cause; others follow from it.
+                self._failure = self._failure or error
             self._changed.notify_all()
 
     def _bytes(self, chunk: int) -> Tensor:

@@ -1,0 +1,328 @@
+"""What the contract in offload/io/engine.py promises, for every engine."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from offload.errors import PathError, TierIOError
+from offload.io.engine import IOEngine
+from offload.io.threads import REQUEST_BYTES
+from offload.sizes import MIB, PAGE_BYTES
+from tests.support.faulty_engine import FaultyEngine, aligned
+
+SIZES = [
+    0,
+    PAGE_BYTES,
+    3 * PAGE_BYTES,
+    4 * MIB - PAGE_BYTES,
+    4 * MIB,
+    4 * MIB + PAGE_BYTES,
+    3 * REQUEST_BYTES + 5 * PAGE_BYTES,
+]
+WAIT_S = 30
+
+
+def noise(size: int, seed: int = 0) -> memoryview:
+    return aligned(random.Random(seed).randbytes(size))
+
+
+def blank(size: int) -> memoryview:
+    return aligned(bytes(size))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_was_written_is_read_back_at_any_size(engine: IOEngine, place: str, size: int) -> None:
+    file = engine.open(place)
+    data, into = noise(size), blank(size)
+    assert engine.write(file, 2 * PAGE_BYTES, data).result(WAIT_S) == size
+    assert engine.read(file, 2 * PAGE_BYTES, into).result(WAIT_S) == size
+    assert into == data
+    assert Path(place).read_bytes()[2 * PAGE_BYTES :] == data
+
+
+def test_many_transfers_at_once_go_where_they_belong(engine: IOEngine, place: str) -> None:
+    file = engine.open(place)
+    parts = [noise(3 * PAGE_BYTES, seed) for seed in range(24)]
+    for future in [engine.write(file, n * 3 * PAGE_BYTES, part) for n, part in enumerate(parts)]:
+        future.result(WAIT_S)
+    assert engine.sync(file).result(WAIT_S) == 0
+    found = [blank(3 * PAGE_BYTES) for _ in parts]
+    for future in [engine.read(file, n * 3 * PAGE_BYTES, into) for n, into in enumerate(found)]:
+        future.result(WAIT_S)
+    assert found == parts
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_what_is_not_aligned_is_refused_at_the_call(engine: IOEngine, place: str, operation: str) -> None:
+    file = engine.open(place)
+    transfer = getattr(engine, operation)
+    pages = blank(3 * PAGE_BYTES)
+    for offset, buffer in [(512, pages), (0, pages[:512]), (0, pages[512 : 512 + PAGE_BYTES]), (0, pages[: 5000])]:
+        with pytest.raises(ValueError, match="multiple"):
+            transfer(file, offset, buffer)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_future_resolves_only_when_no_part_is_under_way(
+    engine: IOEngine, place: str, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = engine.open(place)
+    gate, started, ended = threading.Event(), threading.Semaphore(0), []
+    real = os.pwritev
+
+    def gated(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if offset == 0 and fails:
+            raise OSError(errno.EIO, "no")
+        started.release()
+        assert gate.wait(WAIT_S)
+        count = real(fd, buffers, offset)
+        ended.append(offset)
+        return count
+
+    monkeypatch.setattr(os, "pwritev", gated)
+    whole = engine.write(file, 0, blank(2 * REQUEST_BYTES))
+    for _ in range(1 if fails else 2):
+        assert started.acquire(timeout=WAIT_S)
+    assert not whole.done()
+    gate.set()
+    error = whole.exception(WAIT_S)
+    assert len(ended) == (1 if fails else 2)
+    assert isinstance(error, TierIOError) if fails else error is None
+
+
+def cut_to(size: int) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    def wrap(real: Callable[..., int]) -> Callable[..., int]:
+        return lambda fd, buffers, offset: real(fd, [buffers[0][:size]], offset)
+
+    return wrap
+
+
+@pytest.mark.parametrize("size", [PAGE_BYTES, 3 * PAGE_BYTES + 512, PAGE_BYTES + 1])
+def test_short_transfers_are_continued(
+    engine: IOEngine, place: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = engine.open(place)
+    data, into = noise(11 * PAGE_BYTES), blank(11 * PAGE_BYTES)
+    bounce = blank(11 * PAGE_BYTES)
+    real_read, real_write = os.preadv, os.pwritev
+
+    def short_write(fd: int, buffers: list[memoryview], offset: int) -> int:
+        # The kernel may take any number of bytes, also one that O_DIRECT would refuse to be asked for.
+        return min(real_write(fd, buffers, offset), size)
+
+    def short_read(fd: int, buffers: list[memoryview], offset: int) -> int:
+        count = min(real_read(fd, [bounce[: len(buffers[0])]], offset), size)
+        buffers[0][:count] = bounce[:count]
+        return count
+
+    monkeypatch.setattr(os, "pwritev", short_write)
+    monkeypatch.setattr(os, "preadv", short_read)
+    assert engine.write(file, 0, data).result(WAIT_S) == len(data)
+    assert engine.read(file, 0, into).result(WAIT_S) == len(data)
+    assert into == data
+
+
+@pytest.mark.parametrize(("operation", "call"), [("read", "preadv"), ("write", "pwritev")])
+@pytest.mark.parametrize("count", [0, 512])
+def test_a_transfer_that_gets_nowhere_is_an_error(
+    engine: IOEngine, place: str, operation: str, call: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = engine.open(place)
+    monkeypatch.setattr(os, call, lambda fd, buffers, offset: count if file.direct else 0)
+    with pytest.raises(TierIOError) as caught:
+        getattr(engine, operation)(file, 0, blank(2 * PAGE_BYTES)).result(WAIT_S)
+    assert (caught.value.errno, caught.value.offset, caught.value.operation) == (errno.EIO, 0, operation)
+
+
+def test_a_file_shorter_than_recorded_is_an_error_with_the_place_where_it_ends(engine: IOEngine, place: str) -> None:
+    file = engine.open(place)
+    engine.write(file, 0, noise(6 * PAGE_BYTES)).result(WAIT_S)
+    for length in (3 * PAGE_BYTES, 3 * PAGE_BYTES + 100):
+        os.truncate(place, length)
+        with pytest.raises(TierIOError) as caught:
+            engine.read(file, PAGE_BYTES, blank(4 * PAGE_BYTES)).result(WAIT_S)
+        assert caught.value.offset == 3 * PAGE_BYTES
+        assert caught.value.length == 2 * PAGE_BYTES
+    with pytest.raises(TierIOError):
+        engine.read(file, 100 * PAGE_BYTES, blank(PAGE_BYTES)).result(WAIT_S)
+
+
+@pytest.mark.parametrize(("operation", "call"), [("read", "preadv"), ("write", "pwritev")])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EINTR, errno.EDQUOT])
+def test_an_error_in_the_middle_says_what_failed_where(
+    engine: IOEngine, place: str, operation: str, call: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = engine.open(place)
+    size = 3 * REQUEST_BYTES
+    engine.write(file, 0, blank(size)).result(WAIT_S)
+    real = getattr(os, call)
+
+    def broken(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if offset == REQUEST_BYTES:
+            raise OSError(code, os.strerror(code))
+        return int(real(fd, buffers, offset))
+
+    monkeypatch.setattr(os, call, broken)
+    with pytest.raises(TierIOError) as caught:
+        getattr(engine, operation)(file, 0, blank(size)).result(WAIT_S)
+    error = caught.value
+    assert (error.errno, error.filename, error.offset, error.length) == (code, place, REQUEST_BYTES, REQUEST_BYTES)
+    assert error.operation == operation
+    assert str(REQUEST_BYTES) in str(error)
+    assert os.strerror(code) in str(error)
+    # It was this transfer's error, nobody else's.
+    assert getattr(engine, operation)(file, 0, blank(PAGE_BYTES)).result(WAIT_S) == PAGE_BYTES
+
+
+def test_a_failing_sync_is_an_error(engine: IOEngine, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = engine.open(place)
+
+    def broken(fd: int) -> None:
+        raise OSError(errno.EIO, "no")
+
+    monkeypatch.setattr(os, "fdatasync", broken)
+    with pytest.raises(TierIOError) as caught:
+        engine.sync(file).result(WAIT_S)
+    assert (caught.value.errno, caught.value.filename, caught.value.operation) == (errno.EIO, place, "sync")
+
+
+def open_files() -> set[str]:
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(f"/proc/self/fd/{fd}"))
+    return found
+
+
+@pytest.mark.parametrize("make", ["threads", "late"])
+def test_close_waits_then_leaves_neither_descriptor_nor_thread(make: str, tmp_path: Path) -> None:
+    from tests.io.conftest import ENGINES
+
+    threads = set(threading.enumerate())
+    engine = ENGINES[make]()
+    files = [engine.open(str(tmp_path / str(n))) for n in range(3)]
+    futures = [engine.write(file, n * PAGE_BYTES, noise(PAGE_BYTES)) for file in files for n in range(8)]
+    engine.close()
+    assert all(future.done() for future in futures)
+    assert all(future.result() == PAGE_BYTES for future in futures)
+    assert not {file.path for file in files} & open_files()
+    assert set(threading.enumerate()) == threads
+    engine.close()
+
+
+def test_a_file_that_nobody_closed_is_closed_with_its_last_reference(place: str) -> None:
+    from offload.io.threads import ThreadEngine
+
+    engine = ThreadEngine()
+    engine.open(place)
+    assert place in open_files()
+    del engine
+    assert place not in open_files()
+
+
+def test_a_forked_child_holds_no_file_of_its_parents_engine(engine: IOEngine, place: str) -> None:
+    file = engine.open(place)
+    assert place in open_files()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if file.fd == -1 and place not in open_files() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    engine.write(file, 0, noise(PAGE_BYTES)).result(WAIT_S)
+
+
+def test_a_refused_o_direct_falls_back_and_says_so_once(
+    engine: IOEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = os.open
+
+    def refuse(path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no O_DIRECT here")
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with caplog.at_level(logging.WARNING, "offload"):
+        files = [engine.open(str(tmp_path / str(n))) for n in range(3)]
+    assert [record.message.count("O_DIRECT") for record in caplog.records] == [1]
+    for file in files:
+        assert not file.direct
+        data, into = noise(5 * PAGE_BYTES), blank(5 * PAGE_BYTES)
+        engine.write(file, 0, data).result(WAIT_S)
+        engine.read(file, 0, into).result(WAIT_S)
+        assert into == data
+
+
+def test_where_the_file_system_takes_o_direct_it_is_on(engine: IOEngine, place: str) -> None:
+    try:
+        os.close(os.open(place, os.O_RDWR | os.O_CREAT | os.O_DIRECT))
+    except OSError:
+        pytest.skip("no O_DIRECT here")
+    assert engine.open(place).direct
+
+
+def test_a_memory_file_system_works(engine: IOEngine) -> None:
+    if not os.access("/dev/shm", os.W_OK):
+        pytest.skip("no /dev/shm")
+    path = f"/dev/shm/offload-test-{os.getpid()}"
+    try:
+        file = engine.open(path)
+        data, into = noise(REQUEST_BYTES + PAGE_BYTES), blank(REQUEST_BYTES + PAGE_BYTES)
+        engine.write(file, 0, data).result(WAIT_S)
+        engine.read(file, 0, into).result(WAIT_S)
+        assert into == data
+    finally:
+        os.unlink(path)
+
+
+def test_a_file_is_made_private(engine: IOEngine, place: str) -> None:
+    before = os.umask(0)
+    try:
+        engine.open(place)
+    finally:
+        os.umask(before)
+    assert os.stat(place).st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("kind", ["fifo", "directory", "symlink", "dangling symlink", "no parent"])
+def test_what_is_no_regular_file_is_refused_without_hanging(engine: IOEngine, tmp_path: Path, kind: str) -> None:
+    place, other = tmp_path / "file", tmp_path / "other"
+    if kind == "fifo":
+        os.mkfifo(place)
+    elif kind == "directory":
+        place.mkdir()
+    elif kind == "no parent":
+        place = other / "file"
+    else:
+        place.symlink_to(other)
+        if kind == "symlink":
+            other.write_text("mine")
+    with pytest.raises(PathError) as caught:
+        engine.open(str(place))
+    assert caught.value.filename == str(place)
+    assert str(place) not in open_files()
+    if kind == "symlink":
+        assert other.read_text() == "mine"
+    if kind == "dangling symlink":
+        assert not other.exists()
+
+
+def test_the_late_engine_is_late_and_out_of_order(place: str) -> None:
+    engine = FaultyEngine(delay_s=0.02)
+    file = engine.open(place)
+    order: list[int] = []
+    futures = [engine.write(file, n * PAGE_BYTES, blank(PAGE_BYTES)) for n in range(20)]
+    for n, future in enumerate(futures):
+        future.add_done_callback(lambda _, n=n: order.append(n))
+    engine.close()
+    assert sorted(order) == list(range(20))
+    assert order != list(range(20))
+    assert engine.most_at_once > 3
