@@ -13,8 +13,8 @@ train: $(VENV)/installed
 test: lint types unit
 
 lint: $(VENV)/installed
-	$(BIN)/ruff check offload tests bench
-	$(BIN)/ruff format --check offload tests bench
+	$(BIN)/ruff check offload tests bench docs
+	$(BIN)/ruff format --check offload tests bench docs
 
 types: $(VENV)/installed
 	$(BIN)/mypy
