@@ -77,6 +77,7 @@ class Store:
     def expect(self, order: Iterable[int]) -> None:
         """Announces the leases to come, in order; reading ahead begins at once."""
         with self._changed:
+            self._check()
             self._ahead = deque(chunk for chunk in order if chunk not in self._kept)
             self._read_ahead()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -15,9 +14,11 @@ import pytest
 
 from offload.errors import PathError, TierIOError
 from offload.io.engine import IOEngine
-from offload.io.threads import REQUEST_BYTES
+from offload.io.threads import REQUEST_BYTES, ThreadEngine
 from offload.sizes import MIB, PAGE_BYTES
+from tests.io.conftest import ENGINES
 from tests.support.faulty_engine import FaultyEngine, aligned
+from tests.support.processes import holds_in_child, open_files
 
 SIZES = [
     0,
@@ -66,7 +67,7 @@ def test_what_is_not_aligned_is_refused_at_the_call(engine: IOEngine, place: str
     file = engine.open(place)
     transfer = getattr(engine, operation)
     pages = blank(3 * PAGE_BYTES)
-    for offset, buffer in [(512, pages), (0, pages[:512]), (0, pages[512 : 512 + PAGE_BYTES]), (0, pages[: 5000])]:
+    for offset, buffer in [(512, pages), (0, pages[:512]), (0, pages[512 : 512 + PAGE_BYTES]), (0, pages[:5000])]:
         with pytest.raises(ValueError, match="multiple"):
             transfer(file, offset, buffer)
 
@@ -195,18 +196,8 @@ def test_a_failing_sync_is_an_error(engine: IOEngine, place: str, monkeypatch: p
     assert (caught.value.errno, caught.value.filename, caught.value.operation) == (errno.EIO, place, "sync")
 
 
-def open_files() -> set[str]:
-    found = set()
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            found.add(os.readlink(f"/proc/self/fd/{fd}"))
-    return found
-
-
 @pytest.mark.parametrize("make", ["threads", "late"])
 def test_close_waits_then_leaves_neither_descriptor_nor_thread(make: str, tmp_path: Path) -> None:
-    from tests.io.conftest import ENGINES
-
     threads = set(threading.enumerate())
     engine = ENGINES[make]()
     files = [engine.open(str(tmp_path / str(n))) for n in range(3)]
@@ -214,14 +205,12 @@ def test_close_waits_then_leaves_neither_descriptor_nor_thread(make: str, tmp_pa
     engine.close()
     assert all(future.done() for future in futures)
     assert all(future.result() == PAGE_BYTES for future in futures)
-    assert not {file.path for file in files} & open_files()
+    assert not {file.path for file in files}.intersection(open_files())
     assert set(threading.enumerate()) == threads
     engine.close()
 
 
 def test_a_file_that_nobody_closed_is_closed_with_its_last_reference(place: str) -> None:
-    from offload.io.threads import ThreadEngine
-
     engine = ThreadEngine()
     engine.open(place)
     assert place in open_files()
@@ -232,10 +221,7 @@ def test_a_file_that_nobody_closed_is_closed_with_its_last_reference(place: str)
 def test_a_forked_child_holds_no_file_of_its_parents_engine(engine: IOEngine, place: str) -> None:
     file = engine.open(place)
     assert place in open_files()
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if file.fd == -1 and place not in open_files() else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert holds_in_child(lambda: file.fd == -1 and place not in open_files())
     engine.write(file, 0, noise(PAGE_BYTES)).result(WAIT_S)
 
 
