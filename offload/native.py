@@ -305,9 +305,7 @@ class _Pool:
         self.pid = os.getpid()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         for i in range(workers):
-            thread = threading.Thread(
-                target=_work, args=(self._jobs,), name=f"offload-kernel-{i}", daemon=True
-            )
+            thread = threading.Thread(target=_work, args=(self._jobs,), name=f"offload-kernel-{i}", daemon=True)
             thread.start()
         self.stop = weakref.finalize(self, _stop, self._jobs, workers, self.pid)
 
@@ -440,15 +438,11 @@ class _Library:
         def part(low: int, high: int) -> None:
             at = 4 * low
             to = o + 2 * low if o else None
-            function(
-                p + at, m + at, v + at, g + grad_bytes * low, grad_type, to, out_type, high - low, address
-            )
+            function(p + at, m + at, v + at, g + grad_bytes * low, grad_type, to, out_type, high - low, address)
 
         return part
 
-    def limit(
-        self, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, out: Tensor | None
-    ) -> _Part:
+    def limit(self, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, out: Tensor | None) -> _Part:
         """For the benchmark: adam's traffic without its arithmetic (kernels/limit.c)."""
         p, m, v, g = master.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), grad.data_ptr()
         grad_type, grad_bytes = _TYPES[grad.dtype], grad.element_size()

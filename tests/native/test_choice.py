@@ -1,0 +1,225 @@
+"""Which variant runs, what is refused, and what the finished library's code may contain."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload import native
+from offload.errors import ConfigError
+
+from .bits import kernels
+
+SCALARS = native.AdamScalars.at(step=1, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, decoupled=True)
+
+
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("OFFLOAD_KERNELS", raising=False)
+    monkeypatch.setattr(native, "library_path", lambda: None)
+    native._open_library.cache_clear()
+    native._log_choice.cache_clear()
+    yield
+    native._open_library.cache_clear()
+    native._log_choice.cache_clear()
+
+
+def test_the_best_variant_is_taken_and_torch_is_always_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OFFLOAD_KERNELS", raising=False)
+    available = native.available_variants()
+    assert available[-1] == "torch"
+    assert list(available) == sorted(available, key=native.VARIANTS.index)
+    assert native.load(1).variant == available[0]
+
+
+def test_the_environment_forces_a_variant_and_the_argument_goes_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OFFLOAD_KERNELS", "torch")
+    assert native.load(1).variant == "torch"
+    other = native.available_variants()[0]
+    assert native.load(1, other).variant == other
+    monkeypatch.setenv("OFFLOAD_KERNELS", "sse9")
+    with pytest.raises(ConfigError, match=r"OFFLOAD_KERNELS='sse9' is not a variant.*torch"):
+        native.load(1)
+
+
+def test_a_variant_that_cannot_run_here_is_refused() -> None:
+    missing = next(name for name in native.VARIANTS if name not in native.available_variants())
+    with pytest.raises(ConfigError, match=f"{missing}' cannot run on this machine: give one of .*torch"):
+        native.load(1, missing)
+
+
+@pytest.mark.parametrize("threads", [0, -1, True, 1.5])
+def test_a_wrong_number_of_threads_is_refused(threads: int) -> None:
+    with pytest.raises(ConfigError, match="threads="):
+        native.load(threads)
+
+
+def test_without_the_library_torch_is_taken_and_it_is_said_once(
+    no_library: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    reason = native.fallback_reason()
+    assert reason is not None
+    assert "no C compiler" in reason
+    assert native.available_variants() == ("torch",)
+    with caplog.at_level(logging.WARNING, "offload"):
+        assert native.load(1).variant == "torch"
+        native.load(2)
+    assert [record.message for record in caplog.records] == [
+        f"the CPU kernels run through torch, slower and with the same bits: {reason}"
+    ]
+
+
+def test_a_broken_library_is_not_used(no_library: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "liboffload_kernels.so"
+    broken.write_bytes(b"not a library")
+    monkeypatch.setattr(native, "library_path", lambda: broken)
+    assert native.available_variants() == ("torch",)
+    assert "install offload again" in str(native.fallback_reason())
+
+
+CALLS: dict[str, Callable[[native.Kernels, torch.Tensor], None]] = {
+    "master": lambda k, x: k.adam(x, torch.ones(8), torch.ones(8), torch.ones(8), None, SCALARS),
+    "exp_avg": lambda k, x: k.adam(torch.ones(8), x, torch.ones(8), torch.ones(8), None, SCALARS),
+    "exp_avg_sq": lambda k, x: k.adam(torch.ones(8), torch.ones(8), x, torch.ones(8), None, SCALARS),
+    "grad": lambda k, x: k.adam(torch.ones(8), torch.ones(8), torch.ones(8), x, None, SCALARS),
+    "out": lambda k, x: k.adam(*[torch.ones(8) for _ in range(4)], x, SCALARS),
+    "x": lambda k, x: k.accumulate(torch.ones(8), x),
+    "acc": lambda k, x: k.accumulate(x, torch.ones(8)),
+    "dst": lambda k, x: k.cast(torch.ones(8), x),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        torch.ones(8, dtype=torch.float64),
+        torch.ones(7),
+        torch.ones(2, 4),
+        torch.ones(16)[::2],
+        torch.ones(8, device="meta"),
+    ],
+    ids=["dtype", "numel", "shape", "strides", "device"],
+)
+def test_wrong_tensors_are_refused_by_name(name: str, wrong: torch.Tensor) -> None:
+    if name == "out" and wrong.dtype == torch.float32:
+        wrong = wrong.to(torch.bfloat16) if wrong.stride() != (2,) else torch.ones(16, dtype=torch.bfloat16)[::2]
+    for variant in native.available_variants():
+        with pytest.raises(ValueError, match=rf"\b({name}|exp_avg|x)\b"):
+            CALLS[name](kernels(variant), wrong)
+
+
+def test_other_wrong_arguments_are_refused() -> None:
+    mine = kernels("torch")
+    with pytest.raises(ValueError, match=r"out has to be .* of 2 elements"):
+        mine.sum_squares(torch.ones(10), native.SUM_BLOCK - 5, torch.zeros(1, dtype=torch.float64))
+    with pytest.raises(ValueError, match="first"):
+        mine.sum_squares(torch.ones(1), -native.SUM_BLOCK, torch.zeros(1, dtype=torch.float64))
+    with pytest.raises(ValueError, match="one of them has to be float32"):
+        mine.cast(torch.ones(8, dtype=torch.bfloat16), torch.ones(8, dtype=torch.float16))
+    with pytest.raises(ValueError, match="counted from 1"):
+        native.AdamScalars.at(step=0, lr=1, betas=(0.9, 0.9), eps=0, weight_decay=0, decoupled=True)
+
+
+@pytest.mark.parametrize(
+    ("first", "n", "blocks"),
+    [(0, 0, 0), (0, 1, 1), (0, 65536, 1), (0, 65537, 2), (65535, 1, 1), (65535, 2, 2), (65536, 65536, 1), (7, 0, 0)],
+)
+def test_blocks_touched(first: int, n: int, blocks: int) -> None:
+    assert native.sum_blocks(first, n) == blocks
+
+
+@pytest.mark.parametrize("variant", native.available_variants())
+def test_written_tensors_get_a_new_version(variant: str) -> None:
+    mine = kernels(variant)
+    tensors = [torch.ones(8) for _ in range(3)]
+    grad, out = torch.ones(8), torch.ones(8, dtype=torch.bfloat16)
+    sums = torch.zeros(1, dtype=torch.float64)
+    before = [x._version for x in (*tensors, out, sums, grad)]
+    mine.adam(*tensors, grad, out, SCALARS)
+    mine.sum_squares(grad, 0, sums)
+    after = [x._version for x in (*tensors, out, sums, grad)]
+    assert all(new > old for old, new in zip(before[:-1], after[:-1], strict=True))
+    assert after[-1] == before[-1], "grad is only read"
+    for call, x in ((mine.scale, (tensors[0], 2.0)), (mine.accumulate, tensors[:2]), (mine.cast, tensors[:2])):
+        before = [y._version for y in tensors[:2]]
+        call(*x)  # type: ignore[operator]
+        assert [y._version for y in tensors[:2]] != before
+
+
+def test_cpu_model_names_this_cpu() -> None:
+    name, flags = native.cpu_model()
+    assert name
+    if "avx2" in native.available_variants():
+        assert "avx2" in flags
+
+
+# ---- the finished library
+
+LIBRARY = native.library_path()
+needs_library = pytest.mark.skipif(
+    LIBRARY is None or shutil.which("objdump") is None, reason="no C library, or no objdump to read it with"
+)
+
+
+def code_of(section: str) -> str:
+    command = ["objdump", "-d", "--no-show-raw-insn", "-j", section, str(LIBRARY)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@needs_library
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64 registers")
+@pytest.mark.parametrize(
+    ("section", "has", "has_not"),
+    [
+        (".text", None, r"[yz]mm|%k[0-7]"),
+        ("offload_baseline", "xmm", r"[yz]mm|%k[0-7]|\bv\w+ .*xmm"),
+        ("offload_avx2", "ymm", r"zmm|%k[0-7]|[xy]mm(1[6-9]|2\d|3[01])\b"),
+        ("offload_avx512", "zmm", None),
+    ],
+)
+def test_no_instruction_strays_into_another_variant(section: str, has: str | None, has_not: str | None) -> None:
+    code = code_of(section)
+    assert has is None or has in code
+    if has_not is not None:
+        strays = [line for line in code.splitlines() if re.search(has_not, line)]
+        assert not strays, strays[:5]
+
+
+@needs_library
+def test_every_section_of_code_is_known_and_no_multiply_is_fused_with_an_add() -> None:
+    headers = subprocess.run(["objdump", "-h", str(LIBRARY)], check=True, capture_output=True, text=True).stdout
+    code = re.findall(r"^\s*\d+ (\S+).*\n.*\bCODE\b", headers, re.MULTILINE)
+    allowed = {".init", ".plt", ".plt.got", ".plt.sec", ".text", ".fini"}
+    ours = {section for section in code if section.startswith("offload_")}
+    assert ours
+    assert set(code) <= ours | allowed
+    for section in code:
+        fused = [
+            line
+            for line in code_of(section).splitlines()
+            if re.search(r"vfn?m(add|sub)|\bf?n?ml[as]\b|fn?m(add|sub)", line)
+        ]
+        assert not fused, fused[:5]
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
+@pytest.mark.parametrize("compiler", ["/nonexistent/cc", "false"])
+def test_configures_without_a_working_compiler(tmp_path: Path, compiler: str) -> None:
+    sources = Path(native.__file__).parents[1] / "kernels"
+    if not sources.is_dir():
+        pytest.skip("the kernels' sources are not here")
+    environment = os.environ | {"CC": compiler}
+    command = ["cmake", "-S", str(sources), "-B", str(tmp_path), "-DCMAKE_BUILD_TYPE=Release"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "torch fallback" in " ".join(done.stderr.split())

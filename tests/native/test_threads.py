@@ -1,0 +1,231 @@
+"""The thread pool: nothing lost, nothing allocated, forks survived; and how many threads there are."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload import native
+from offload.errors import ClosedError
+
+from .bits import assert_same_bits, kernels
+
+VARIANTS = native.available_variants()
+SCALARS = native.AdamScalars.at(step=3, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, decoupled=True)
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def fresh(n: int) -> tuple[torch.Tensor, ...]:
+    ones = torch.ones(n)
+    out = torch.zeros(n, dtype=torch.bfloat16)
+    return ones.clone(), ones * 0.1, ones * 0.01, torch.linspace(-1, 1, n).to(torch.bfloat16), out
+
+
+@every_variant
+def test_calls_from_several_threads_at_once_do_not_mix(variant: str) -> None:
+    mine = kernels(variant, 2)
+    wanted = fresh(200_003)
+    mine.adam(*wanted, SCALARS)
+    results = [fresh(200_003) for _ in range(4)]
+    callers = [threading.Thread(target=mine.adam, args=(*tensors, SCALARS)) for tensors in results]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    for tensors in results:
+        for x, y in zip(tensors, wanted, strict=True):
+            assert_same_bits(x, y)
+
+
+@every_variant
+def test_a_warm_call_allocates_the_same_whatever_the_size(variant: str) -> None:
+    mine = kernels(variant, 2)
+    peaks = []
+    for n in (140_000, 1_400_000):
+        tensors, sums = fresh(n), torch.zeros(native.sum_blocks(0, n), dtype=torch.float64)
+
+        def step(tensors: tuple[torch.Tensor, ...] = tensors, sums: torch.Tensor = sums) -> None:
+            mine.adam(*tensors, SCALARS)
+            mine.sum_squares(tensors[3], 0, sums)
+            mine.accumulate(tensors[0], tensors[3])
+            mine.cast(tensors[0], tensors[4])
+            mine.scale(tensors[0], 0.5)
+
+        # The pool's threads take turns by chance: a few calls make every thread's temporaries.
+        for _ in range(5):
+            step()
+        tracemalloc.start()
+        try:
+            step()
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    assert peaks[1] < peaks[0] + 8192, f"peak bytes of Python's allocator: {peaks}"
+
+
+@every_variant
+def test_torch_allocates_no_tensor_in_a_warm_call(variant: str) -> None:
+    mine, tensors = kernels(variant), fresh(100_003)
+    sums = torch.zeros(native.sum_blocks(0, 100_003), dtype=torch.float64)
+
+    def step() -> None:
+        mine.adam(*tensors, SCALARS)
+        mine.sum_squares(tensors[3], 0, sums)
+        mine.accumulate(tensors[0], tensors[3])
+        mine.cast(tensors[0], tensors[4])
+        mine.scale(tensors[0], 0.5)
+
+    step()
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        step()
+    allocated = [event for event in profile.function_events if event.cpu_memory_usage > 0]
+    # A scalar operand is wrapped in a tensor of a few bytes.
+    assert sum(event.cpu_memory_usage for event in allocated) < 8192, allocated
+
+
+def test_an_error_in_a_pool_thread_is_raised_by_the_call() -> None:
+    def part(low: int, high: int) -> None:
+        if low > 0:
+            raise ArithmeticError(f"from {low}")
+
+    with pytest.raises(ArithmeticError, match="from"):
+        kernels("torch", 2)._run(part, 1_000_000)
+    kernels("torch", 2).scale(torch.ones(200_000), 2.0)
+
+
+def test_an_interrupted_call_waits_for_its_threads() -> None:
+    ended = []
+
+    def part(low: int, high: int) -> None:
+        if low == 0:
+            raise KeyboardInterrupt
+        time.sleep(0.1)
+        ended.append(low)
+
+    with pytest.raises(KeyboardInterrupt):
+        kernels("torch", 3)._run(part, 1_000_000)
+    assert len(ended) == 2
+
+
+@pytest.mark.parametrize(("cut", "offset"), [(64, 0), (65536, 0), (65536, 1234)])
+@pytest.mark.parametrize("n", [131_072, 131_073, 200_003, 1_000_000])
+def test_parts_cover_the_range_once_and_split_at_the_given_places(n: int, cut: int, offset: int) -> None:
+    parts: list[tuple[int, int]] = []
+    kernels("torch", 3)._run(lambda low, high: parts.append((low, high)), n, cut, offset)
+    parts.sort()
+    assert parts[0][0] == 0
+    assert parts[-1][1] == n
+    assert len(parts) > 1
+    for (_, high), (low, _) in itertools.pairwise(parts):
+        assert high == low
+        assert (low - offset) % cut == 0
+
+
+def test_small_ranges_run_on_the_calling_thread() -> None:
+    threads = []
+    kernels("torch", 3)._run(lambda low, high: threads.append(threading.current_thread()), 65_536)
+    assert threads == [threading.current_thread()]
+
+
+def test_closed_kernels_say_so_and_their_threads_end() -> None:
+    mine = native.load(2, "torch")
+    before = threading.active_count()
+    mine.scale(torch.ones(200_000), 2.0)
+    assert threading.active_count() == before + 1
+    mine.close()
+    mine.close()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+    with pytest.raises(ClosedError):
+        mine.scale(torch.ones(2), 2.0)
+
+
+def test_kernels_let_go_end_their_threads() -> None:
+    before = threading.active_count()
+    mine = native.load(3, "torch")
+    mine.scale(torch.ones(200_000), 2.0)
+    del mine
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+FORK = """
+import os, sys, torch
+from offload import native
+mine = native.load(2, sys.argv[1])
+x = torch.ones(300_000)
+mine.scale(x, 2.0)
+child = os.fork()
+if child == 0:
+    mine.scale(x, 3.0)
+    # By NumPy: torch's own threads do not survive a fork.
+    os._exit(0 if (x.numpy() == 6).all() else 3)
+_, status = os.waitpid(child, 0)
+mine.scale(x, 5.0)
+sys.exit(os.waitstatus_to_exitcode(status) or (0 if (x.numpy() == 10).all() else 4))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.parametrize("variant", [VARIANTS[0], "torch"])
+def test_a_forked_child_can_call_and_does_not_hang(variant: str) -> None:
+    root = Path(native.__file__).parents[1]
+    # Python warns of forks beside threads from 3.12 on; this one is meant.
+    command = [sys.executable, "-W", "ignore", "-c", FORK, variant]
+    done = subprocess.run(command, timeout=60, cwd=root, check=False)
+    assert done.returncode == 0
+
+
+def test_usable_cpus_follow_affinity_quota_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)), raising=False)
+    monkeypatch.setattr(native, "_cgroup_quotas", lambda *_: [])
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert native.usable_cpus() == 12
+    monkeypatch.setattr(native, "_cgroup_quotas", lambda *_: [6.5, 8.0])
+    assert native.usable_cpus() == 6
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert native.usable_cpus() == 2
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "100")
+    assert native.usable_cpus() == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "many")
+    assert native.usable_cpus() == 6
+
+
+def test_quota_of_cgroup_v2_is_read_up_to_the_root(tmp_path: Path) -> None:
+    inner = tmp_path / "fs" / "a" / "b"
+    inner.mkdir(parents=True)
+    membership = tmp_path / "cgroup"
+    membership.write_text("0::/a/b\n")
+    (inner / "cpu.max").write_text("max 100000\n")
+    assert native._cgroup_quotas(membership, tmp_path / "fs") == []
+    (inner.parent / "cpu.max").write_text("150000 100000\n")
+    assert native._cgroup_quotas(membership, tmp_path / "fs") == [1.5]
+
+
+def test_quota_of_cgroup_v1_is_read(tmp_path: Path) -> None:
+    folder = tmp_path / "fs" / "cpu" / "job"
+    folder.mkdir(parents=True)
+    membership = tmp_path / "cgroup"
+    membership.write_text("5:memory:/job\n4:cpu,cpuacct:/job\n")
+    (folder / "cpu.cfs_quota_us").write_text("-1\n")
+    assert native._cgroup_quotas(membership, tmp_path / "fs") == []
+    (folder / "cpu.cfs_quota_us").write_text("300000\n")
+    (folder / "cpu.cfs_period_us").write_text("100000\n")
+    assert native._cgroup_quotas(membership, tmp_path / "fs") == [3.0]
+
+
+def test_no_cgroup_is_no_limit(tmp_path: Path) -> None:
+    assert native._cgroup_quotas(tmp_path / "missing", tmp_path) == []
