@@ -339,7 +339,8 @@ class OffloadZero(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Groups, step and path; no tensors: those are in the tiers."""
-        numbers = {param: number for group in self.param_groups for number, param in enumerate(group["params"])}
+        params = [param for group in self.param_groups for param in group["params"]]
+        numbers = {param: number for number, param in enumerate(params)}
         groups = [{**group, "params": [numbers[param] for param in group["params"]]} for group in self.param_groups]
         path = None if self._config.path is None else str(self._config.path)
         return {"state": {}, "param_groups": groups, "step": self._step, "path": path}

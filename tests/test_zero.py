@@ -1,0 +1,379 @@
+"""OffloadZero as a torch optimizer: what users of PyTorch expect of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import AccumulationError, ConfigError, OffloadZero, ResumeError, Tuning
+from offload.planner import least_cpu_memory
+from tests.support import models
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(13, 67), nn.ReLU(), nn.Linear(67, 5))
+
+
+def backward(model: nn.Module, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    loss: Tensor = model(torch.randn(8, 13, generator=generator)).float().square().mean()
+    loss.backward()
+    return loss
+
+
+def first(model: nn.Module) -> nn.Parameter:
+    return next(model.parameters())
+
+
+def test_it_is_a_torch_optimizer_that_adopts_the_given_groups() -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW([{"params": [p]} for p in model.parameters()], lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(adamw, 1, gamma=0.5)
+    with OffloadZero(model, adamw) as optimizer:
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        assert all(mine is theirs for mine, theirs in zip(optimizer.param_groups, adamw.param_groups, strict=True))
+        assert optimizer.defaults["lr"] == 1e-2
+        # A scheduler made before goes on to steer the same groups.
+        for group in adamw.param_groups:
+            group["lr"] = 5e-3
+        assert {group["lr"] for group in optimizer.param_groups} == {5e-3}
+        assert scheduler.optimizer is adamw
+        assert "OffloadZero" in repr(optimizer)
+
+
+def test_without_an_optimizer_it_is_adamw_with_torchs_defaults() -> None:
+    model = mlp()
+    with OffloadZero(model) as optimizer:
+        assert optimizer.defaults == torch.optim.AdamW([nn.Parameter(torch.zeros(1))]).defaults
+        assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+
+
+def test_the_model_keeps_class_names_identity_and_strides() -> None:
+    model = models.build("conv")
+    params, keys, strides = list(model.parameters()), list(model.state_dict()), [p.stride() for p in model.parameters()]
+    with OffloadZero(model):
+        assert [id(p) for p in model.parameters()] == [id(p) for p in params]
+        assert list(model.state_dict()) == keys
+        assert [p.stride() for p in model.parameters()] == strides
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+        assert type(model) is models.ConvNet
+
+
+def test_masters_come_from_the_uncast_values() -> None:
+    model = mlp()
+    before = first(model).detach().clone()
+    with OffloadZero(model) as optimizer:
+        state = optimizer.state_of(first(model))
+        assert torch.equal(state["master"], before)
+        assert not state["exp_avg"].any()
+        assert not state["exp_avg_sq"].any()
+        assert state["step"] == 0
+        assert torch.equal(first(model), before.bfloat16())
+
+
+def test_keep_fp32_keeps_parameters_inputs_and_outputs() -> None:
+    model = models.build("conv")
+    seen: list[torch.dtype] = []
+    norm = next(m for m in model.modules() if isinstance(m, nn.GroupNorm))
+    with OffloadZero(model, keep_fp32=[nn.GroupNorm]):
+        norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+        norm.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+        model(torch.randn(2, 3, 5, 5))
+        assert norm.weight.dtype is torch.float32
+        assert model.head.weight.dtype is torch.bfloat16
+        # The hook registered here runs after the library's own: fp32 going in, and the compute dtype coming out.
+        assert seen == [torch.float32, torch.bfloat16]
+
+
+def test_frozen_parameters_are_cast_and_left_alone() -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    with OffloadZero(model) as optimizer:
+        before = first(model).clone()
+        backward(model)
+        optimizer.step()
+        assert first(model).dtype is torch.bfloat16
+        assert torch.equal(first(model), before)
+        assert optimizer.stats()["parameters"] == 67 * 5 + 5
+        with pytest.raises(ConfigError, match="no parameter"):
+            optimizer.state_of(first(model))
+
+
+def test_tied_parameters_are_one_parameter() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(13, 13, bias=False) for _ in range(3))
+            self.blocks[2].weight = self.blocks[0].weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    model = Tied()
+    with OffloadZero(model) as optimizer:
+        backward(model)
+        optimizer.step()
+        assert optimizer.stats()["parameters"] == 2 * 169
+        assert model.blocks[2].weight is model.blocks[0].weight
+        assert optimizer.state_of(model.blocks[0].weight)["step"] == 1
+
+
+def test_step_without_gradients_and_for_some_parameters_only() -> None:
+    model = mlp()
+    with OffloadZero(model) as optimizer:
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.step()
+        assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+        model[2](torch.randn(2, 67, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        assert [optimizer.state_of(p)["step"] for p in model.parameters()] == [0, 0, 1, 1]
+        assert torch.equal(first(model), before[0])
+
+
+def test_closure_is_evaluated_with_gradients_and_its_loss_returned() -> None:
+    model = mlp()
+    with OffloadZero(model) as optimizer:
+        with torch.no_grad():
+            loss = optimizer.step(lambda: backward(model).item())
+        assert loss > 0
+        assert optimizer.state_of(first(model))["step"] == 1
+
+
+def test_autograd_notices_that_a_step_changed_what_a_graph_saved() -> None:
+    model = mlp()
+    with OffloadZero(model) as optimizer:
+        backward(model)
+        stale = model(torch.randn(8, 13)).sum()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            stale.backward()
+
+
+def test_step_hooks_and_profiling_are_torchs_own() -> None:
+    model, seen = mlp(), []
+    with OffloadZero(model) as optimizer:
+        optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+        optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+        backward(model)
+        optimizer.step()
+    assert seen == ["before", "after"]
+
+
+def test_zero_grad_drops_what_came_since_the_last_step() -> None:
+    model, twin = mlp(), mlp()
+    with OffloadZero(model) as optimizer, OffloadZero(twin) as other:
+        backward(model, seed=1)
+        optimizer.zero_grad()
+        assert first(model).grad is None
+        backward(model, seed=2)
+        backward(twin, seed=2)
+        optimizer.step()
+        other.step()
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_the_models_own_zero_grad_drops_too() -> None:
+    model = mlp()
+    with OffloadZero(model) as optimizer:
+        backward(model)
+        model.zero_grad()
+        assert optimizer.grad(first(model)) is None
+        optimizer.step()
+        assert optimizer.state_of(first(model))["step"] == 0
+        backward(model)
+        optimizer.step()
+        assert optimizer.state_of(first(model))["step"] == 1
+
+
+def test_a_step_consumes_the_gradients_even_without_zero_grad() -> None:
+    model, twin = mlp(), mlp()
+    with OffloadZero(model) as optimizer, OffloadZero(twin) as other:
+        for seed in (1, 2, 3):
+            backward(model, seed)
+            optimizer.step()
+            backward(twin, seed)
+            other.step()
+            other.zero_grad()
+        assert optimizer.grad(first(model)) is None
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_grad_is_what_the_step_will_use() -> None:
+    model = mlp()
+    seen: list[Tensor] = []
+    first(model).register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    with OffloadZero(model) as optimizer:
+        backward(model)
+        grad = optimizer.grad(first(model))
+        assert grad is not None
+        assert (grad.dtype, grad.shape) == (torch.float32, first(model).shape)
+        assert torch.equal(grad, seen[0].float())
+        norm = optimizer.clip_grad_norm_(0.001)
+        clipped = optimizer.grad(first(model))
+        assert clipped is not None
+        assert torch.equal(clipped, grad * (0.001 / (norm.item() + 1e-6)))
+
+
+def test_clipping_is_torchs_on_the_same_gradients() -> None:
+    model = mlp()
+    copies: list[nn.Parameter] = []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda p: copies.append(_with_grad(p)))
+    with OffloadZero(model) as optimizer:
+        backward(model)
+        norm = optimizer.clip_grad_norm_(0.01)
+        theirs = torch.nn.utils.clip_grad_norm_(copies, 0.01)
+        torch.testing.assert_close(norm, theirs)
+        torch.testing.assert_close(optimizer.grad(first(model)), copies[-1].grad)
+        # A second clipping sees the clipped gradients, as torch's would.
+        torch.testing.assert_close(optimizer.clip_grad_norm_(1.0), torch.tensor(0.01), rtol=1e-3, atol=0)
+
+
+def _with_grad(param: Tensor) -> nn.Parameter:
+    copy = nn.Parameter(param.detach().float().clone())
+    assert param.grad is not None
+    copy.grad = param.grad.float().clone()
+    return copy
+
+
+def test_a_gradient_assigned_by_hand_is_taken() -> None:
+    model = mlp()
+    with OffloadZero(model) as optimizer:
+        first(model).grad = torch.full_like(first(model), 0.5)
+        grad = optimizer.grad(first(model))
+        assert grad is not None
+        assert torch.equal(grad, torch.full(grad.shape, 0.5))
+        optimizer.step()
+        assert [optimizer.state_of(p)["step"] for p in model.parameters()] == [1, 0, 0, 0]
+
+
+def test_declared_accumulation_sums_and_an_undeclared_backward_raises() -> None:
+    model = mlp()
+    with OffloadZero(model, accumulation=2) as optimizer:
+        seen: list[Tensor] = []
+        backward(model, 1)
+        one = optimizer.grad(first(model))
+        backward(model, 2)
+        seen.append(optimizer.grad(first(model)))  # type: ignore[arg-type]
+        optimizer.zero_grad()
+        backward(model, 2)
+        two = optimizer.grad(first(model))
+        assert one is not None
+        assert two is not None
+        assert torch.equal(seen[0], one + two)
+        backward(model, 1)
+        with pytest.raises(AccumulationError, match=r"accumulation=3.*zero_grad"):
+            backward(model, 3)
+
+
+def test_lr_of_each_step_is_the_groups_and_may_be_a_tensor() -> None:
+    model, twin = mlp(), mlp()
+    adamw = torch.optim.AdamW(twin.parameters(), lr=torch.tensor(0.25), foreach=False)
+    with OffloadZero(model, torch.optim.AdamW(model.parameters(), lr=1.0)) as a, OffloadZero(twin, adamw) as b:
+        a.param_groups[0]["lr"] = 0.25
+        backward(model)
+        backward(twin)
+        a.step()
+        b.step()
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_state_dict_holds_groups_step_and_path_and_no_tensors(tmp_path: Path) -> None:
+    model = mlp()
+    with OffloadZero(model, tier="nvme", path=tmp_path / "run") as optimizer:
+        backward(model)
+        optimizer.step()
+        state = optimizer.state_dict()
+        assert (state["step"], state["path"]) == (1, str(tmp_path / "run"))
+        assert state["param_groups"][0]["params"] == [0, 1, 2, 3]
+        assert not any(isinstance(value, Tensor) for group in state["param_groups"] for value in group.values())
+        state["param_groups"][0]["lr"] = 0.125
+        optimizer.load_state_dict(state)
+        assert optimizer.param_groups[0]["lr"] == 0.125
+        with pytest.raises(ResumeError, match="step 0"):
+            optimizer.load_state_dict({**state, "step": 0})
+
+
+def test_state_dict_numbers_parameters_across_groups_as_torch_does() -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW([{"params": [p]} for p in model.parameters()])
+    expected = [group["params"] for group in adamw.state_dict()["param_groups"]]
+    with OffloadZero(model, adamw) as optimizer:
+        assert [group["params"] for group in optimizer.state_dict()["param_groups"]] == expected
+
+
+def test_what_is_written_into_the_model_reaches_the_masters() -> None:
+    model = mlp()
+    with OffloadZero(model) as optimizer:
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        kept = optimizer.state_of(first(model))["master"]
+        with torch.no_grad():
+            first(model)[0] = 2.0
+        master = optimizer.state_of(first(model))["master"]
+        assert torch.equal(master[0], torch.full((13,), 2.0))
+        assert torch.equal(master[1:], kept[1:])
+        model.load_state_dict({key: torch.zeros_like(value) for key, value in model.state_dict().items()})
+        assert not optimizer.state_of(first(model))["master"].any()
+
+
+def _disk_bytes() -> tuple[int, int]:
+    """(read, written) by this process at the block layer."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["read_bytes"]), int(fields["write_bytes"])
+
+
+def test_every_step_really_moves_24_bytes_a_parameter(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(6)))
+    options: dict[str, Any] = {"tier": "nvme", "path": tmp_path / "run", "tuning": Tuning(chunk="256KiB")}
+    least = least_cpu_memory(model, tuning=options["tuning"])
+    with OffloadZero(model, cpu_memory=least, **options) as optimizer:
+        assert optimizer.stats()["streamed_chunks"] == optimizer.stats()["chunks"] == 24
+        steps, parameters = 4, optimizer.stats()["parameters"]
+        read, written = _disk_bytes()
+        for _ in range(steps):
+            model(torch.randn(4, 512)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        stats = optimizer.stats()
+        assert stats["nvme_read_bytes"] == pytest.approx(12 * parameters * steps, rel=0.02)
+        assert stats["nvme_written_bytes"] == pytest.approx(12 * parameters * steps, rel=0.02)
+        now_read, now_written = _disk_bytes()
+        # Some file systems (tmpfs) count nothing; where bytes are counted, they are these.
+        if now_written > written:
+            assert now_read - read >= stats["nvme_read_bytes"]
+            assert now_written - written >= stats["nvme_written_bytes"]
+
+
+def test_memory_held_is_what_the_plan_said(tmp_path: Path) -> None:
+    model = mlp()
+    with OffloadZero(model, tier="nvme", path=tmp_path / "run", tuning=Tuning(chunk="4KiB")) as optimizer:
+        stats = optimizer.stats()
+        assert stats["peak_cpu_bytes"] == optimizer._placement.arena_bytes == optimizer._arena.used
+
+
+def test_close_unhooks_the_model_and_may_be_called_twice() -> None:
+    model = mlp()
+    optimizer = OffloadZero(model)
+    backward(model)
+    optimizer.close()
+    optimizer.close()
+    assert first(model).grad is None
+    first(model).float()
+    model(torch.randn(2, 13, dtype=torch.bfloat16)).sum().backward()
+    assert isinstance(first(model).grad, Tensor)
+    # The model may be taken again.
+    model.zero_grad()
+    with OffloadZero(model) as again:
+        backward(model)
+        again.step()
