@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from queue import SimpleQueue
 
 import torch
@@ -51,7 +52,10 @@ def arena_bytes(layout: Layout, accumulation: int, *, direct: bool) -> int:
 
 
 class GradientSink:
-    """See [Note: the way of a gradient]. Parameters are named by their index in `layout.specs`."""
+    """See [Note: the way of a gradient]. Parameters are named by their index in `layout.specs`.
+
+    Attribute: scale, by which the step multiplies what is held (clipping).
+    """
 
     def __init__(
         self,
@@ -72,6 +76,7 @@ class GradientSink:
             dtype = _dtype(layout, flat.index, accumulation)
             self._flats.append(arena.carve(flat.numel * dtype.itemsize).view(dtype))
         self._sums = self._split_sums(arena.carve(8 * _sums_numel(layout)).view(torch.float64))
+        self.scale = 1.0
         self._arrived = [0] * len(layout.specs)
         self._summed = [False] * len(layout.specs)
         self._pending: list[Future[None]] = []
@@ -136,10 +141,11 @@ class GradientSink:
 
     def collect(self, params: Collection[int]) -> None:
         """Waits until the gradients of `params`, all of which must have arrived, are in RAM, summed and checked."""
-        pending, self._pending = self._pending, []
         with self._timeline.span("gradient_s"):
-            for future in pending:
-                future.result()
+            while self._pending:
+                # Forgotten only when it is done: whoever is interrupted here has to wait again.
+                self._pending[0].result()
+                del self._pending[0]
             for param in params:
                 if not self._summed[param]:
                     self._sum(param)
@@ -149,11 +155,13 @@ class GradientSink:
 
         The sum over blocks is exactly rounded (fsum), so it does not depend on their order.
         """
-        return math.sqrt(math.fsum(value for param in params for value in self._sums[param].tolist()))
+        return math.sqrt(math.fsum(chain.from_iterable(self._sums[param].numpy() for param in params)))
 
     def not_finite(self, params: Collection[int]) -> list[int]:
         """Which of `params` hold NaN or Inf. After `collect`."""
-        return [param for param in params if not bool(torch.isfinite(self._sums[param]).all())]
+        if math.isfinite(self.norm(params)):
+            return []
+        return [param for param in params if not math.isfinite(self.norm([param]))]
 
     def close(self) -> None:
         """Waits for what is under way."""
