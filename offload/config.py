@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -98,7 +99,7 @@ def check(
         cpu_memory=None if cpu_memory is None else parse_bytes(cpu_memory, "cpu_memory"),
         compute_dtype=compute_dtype,
         keep_fp32=_modules(keep_fp32),
-        accumulation=_whole("accumulation", accumulation, least=1) or 1,
+        accumulation=_accumulation(accumulation),
         skip_nonfinite=nonfinite == "skip",
         chunk_numel=_chunk_numel(tuning.chunk),
         in_flight=None if prefetch is None else max(prefetch + 2, LEAST_IN_FLIGHT),
@@ -118,6 +119,7 @@ def _refuse_reserved(reserved: dict[str, Any], tuning: Tuning) -> None:
         "process_group": (None,),
     }
     given = {name: reserved.get(name, values[0]) for name, values in taken.items()}
+    options = {*taken, *(check.__kwdefaults__ or ()), "device"}
     taken |= {
         "Tuning.io_engine": ("auto", "threads"),
         "Tuning.split_master": (None, False),
@@ -125,9 +127,11 @@ def _refuse_reserved(reserved: dict[str, Any], tuning: Tuning) -> None:
         "Tuning.tile": (None,),
     }
     given |= {name: getattr(tuning, name.removeprefix("Tuning.")) for name in taken if name.startswith("Tuning.")}
-    for name in reserved:
-        if name not in taken:
-            raise ConfigError(f"there is no option {name!r}")
+    for name, value in reserved.items():
+        if name not in options:
+            near = get_close_matches(name, options, 1)
+            hint = f"did you mean {near[0]}?" if near else f"the options are {', '.join(sorted(options))}"
+            raise ConfigError(f"{name}={value!r}: there is no such option; {hint}")
     for name, value in given.items():
         if not any(value is one or (isinstance(one, str) and value == one) for one in taken[name]):
             allowed = " or ".join(repr(one) for one in taken[name])
@@ -138,9 +142,11 @@ def _one_path(path: PathLike | Sequence[PathLike] | None) -> Path | None:
     if path is None:
         return None
     if isinstance(path, str | os.PathLike):
-        if not os.fspath(path):
-            raise ConfigError("path='' names no directory: give the directory for the swap files")
+        if not os.fspath(path) or "\0" in os.fspath(path):
+            raise ConfigError(f"path={path!r} names no directory: give the directory for the swap files")
         return Path(path)
+    if not isinstance(path, list | tuple):
+        raise ConfigError(f"path={path!r} is not a path: give the directory for the swap files")
     paths = list(path)
     if len(paths) != 1:
         raise ConfigError(f"path={paths!r}: striping over several directories is not available in this version")
@@ -161,6 +167,13 @@ def _tier(tier: str | None, path: Path | None) -> Tier:
     raise ConfigError(f'tier={tier!r} is not a tier for the optimizer states: choose "cpu" or "nvme"')
 
 
+def _accumulation(value: int) -> int:
+    checked = _whole("accumulation", value, least=1)
+    if checked is None:
+        raise ConfigError("accumulation=None: give a whole number, at least 1")
+    return checked
+
+
 def _whole(option: str, value: int | None, *, least: int) -> int | None:
     if value is None:
         return None
@@ -178,7 +191,7 @@ def _chunk_numel(chunk: int | str) -> int:
 
 
 def _modules(keep: Iterable[nn.Module | type[nn.Module]]) -> tuple[nn.Module | type[nn.Module], ...]:
-    if isinstance(keep, nn.Module | type):
+    if isinstance(keep, nn.Module | type) or not isinstance(keep, Iterable):
         raise ConfigError(f"keep_fp32={keep!r}: give a sequence of modules or module types, such as ({keep!r},)")
     modules = tuple(keep)
     for module in modules:

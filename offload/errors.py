@@ -22,8 +22,19 @@ from __future__ import annotations
 import os
 
 
+def _again(kind: type[OffloadError], args: tuple[object, ...], state: dict[str, object]) -> OffloadError:
+    error = kind.__new__(kind, *args)
+    (OSError if isinstance(error, OSError) else Exception).__init__(error, *args)
+    error.__dict__.update(state)
+    return error
+
+
 class OffloadError(Exception):
     """Base of every error this library raises on purpose."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Errors travel between processes. Exception's own way would call __init__ with the message alone.
+        return _again, (type(self), super().__reduce__()[1], self.__dict__)
 
 
 class ConfigError(OffloadError, ValueError):

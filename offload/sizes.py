@@ -17,7 +17,7 @@ logical block size (512 or 4096) that O_DIRECT asks for."""
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{letter}iB": 1 << (10 * (i + 1)) for i, letter in enumerate("KMGT")}
 _UNITS |= {f"{letter}B": 1000 ** (i + 1) for i, letter in enumerate("KMGT")}
-_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_PATTERN = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 def parse_bytes(value: int | str, option: str) -> int:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, NoReturn, Self, overload
+from typing import Any, Never, NoReturn, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +94,7 @@ class OffloadZero(torch.optim.Optimizer):
         stage: int | None = None,
         process_group: object | None = None,
         tuning: Tuning | None = None,
+        **unknown: Never,
     ) -> None:
         self._config = configuration.check(
             tier=tier,
@@ -111,10 +112,13 @@ class OffloadZero(torch.optim.Optimizer):
             resume=resume,
             stage=stage,
             process_group=process_group,
+            **unknown,
         )
         comm.require_one_rank()
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model={model!r} is not an nn.Module")
+        if next(model.parameters(), None) is None:
+            raise ConfigError("the model has no parameters to train")
         given = torch.optim.AdamW(model.parameters()) if optimizer is None else optimizer
         require_adoptable(given)
         specs, params = specs_of(model, given.param_groups, self._config.keep_fp32, self._config.compute_dtype)
@@ -131,7 +135,6 @@ class OffloadZero(torch.optim.Optimizer):
         self._failure: BaseException | None = None
         self._step = 0
         self._skipped = 0
-        self._scale = 1.0
         self._ages = [0] * len(specs)
         self._adopted = False
         with ExitStack() as undo:
@@ -172,7 +175,11 @@ class OffloadZero(torch.optim.Optimizer):
         """Writes the masters, casts the model, hooks it. A failing disk here leaves it partly cast, and says so."""
         keep = self._config.keep_fp32
         dtypes = compute_dtypes(self._model, keep, self._config.compute_dtype)
-        self._masters.take_model()
+        try:
+            self._masters.take_model()
+        except OffloadError as error:
+            error.add_note("some of the model's parameters are already in compute_dtype: build the model again")
+            raise
         self._initial_bytes = self._timeline.counted("nvme_written_bytes")
         cast_untrained(self._model, self._parameters, dtypes)
         self._hooks = Hooks(
@@ -216,6 +223,7 @@ class OffloadZero(torch.optim.Optimizer):
     def _collect(self) -> list[int]:
         """Waits for the gradients; returns the parameters that have one."""
         self._parameters.require_attached()
+        self._parameters.require_in(self._model)
         self._hooks.take_assigned()
         active = [n for n in range(len(self._ages)) if self._sink.has(n) and self._hooks.is_marked(n)]
         self._sink.collect(active)
@@ -237,18 +245,18 @@ class OffloadZero(torch.optim.Optimizer):
         self._masters.take_outside_writes(self._step)
         keys: dict[int, StepKey] = {n: (self._layout.specs[n].group, self._ages[n] + 1) for n in active}
         try:
-            self._stepper.run(self._step + 1, keys, self.param_groups, self._scale)
+            self._stepper.run(self._step + 1, keys, self.param_groups, self._sink.scale)
+            self._step += 1
+            for number in active:
+                self._ages[number] += 1
+            self._parameters.written_here(active)
         except BaseException as error:
             # Some chunks are a step further than others: nothing calculated from here on would be right.
             self._failure = error
             raise
-        self._step += 1
-        for number in active:
-            self._ages[number] += 1
-        self._parameters.written_here(active)
 
     def _consume(self) -> None:
-        self._scale = 1.0
+        self._sink.scale = 1.0
         for number in range(len(self._ages)):
             self._sink.forget(number)
 
@@ -257,13 +265,15 @@ class OffloadZero(torch.optim.Optimizer):
 
         Returns: the norm before clipping, a 0-dim fp32 CPU tensor. Clipping costs no pass over the gradients: the
         factor, torch's `min(1, max_norm / (norm + 1e-6))`, is folded into the step.
-        Raises: NonFiniteGradientError with nonfinite="raise".
+        Raises: NonFiniteGradientError with nonfinite="raise". A gradient that comes after it raises AccumulationError.
         """
         self._require_usable()
+        if not float(max_norm) >= 0:
+            raise ConfigError(f"max_norm={max_norm!r}: give a number, at least 0")
         active = self._collect()
         self._all_finite(active)
-        norm = self._sink.norm(active) * self._scale
-        self._scale *= min(1.0, float(max_norm) / (norm + CLIP_EPSILON)) if norm == norm else 1.0
+        norm = self._sink.norm(active) * self._sink.scale
+        self._sink.scale *= min(1.0, float(max_norm) / (norm + CLIP_EPSILON)) if norm == norm else 1.0
         return torch.tensor(norm, dtype=torch.float32)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -283,7 +293,7 @@ class OffloadZero(torch.optim.Optimizer):
         number = self._number(param)
         if number not in self._collect():
             return None
-        line = self._sink.line(number).float() * self._scale
+        line = self._sink.line(number).float() * self._sink.scale
         return shaped_like(param, line)
 
     def state_of(self, param: Tensor) -> dict[str, Any]:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from offload.errors import AccumulationError, ClosedError
 from offload.layout import ParamSpec
 from offload.module.marker import MovedGradient, is_moved
 from offload.module.parameters import Parameters, line_like
@@ -23,6 +25,32 @@ from offload.optim.gradients import GradientSink
 def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
     """`tree` (nested lists, tuples, dicts) with every floating tensor in `dtype`."""
     return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
+
+
+class _CastInputs:
+    """A forward pre-hook. A copy or pickle of the model takes along the cast, not the call of `entered`."""
+
+    def __init__(self, dtype: torch.dtype, entered: Callable[[], None] | None = None) -> None:
+        self._dtype = dtype
+        self._entered = entered
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._entered is not None:
+            self._entered()
+        return cast_floating(args, self._dtype), cast_floating(kwargs, self._dtype)
+
+    def __reduce__(self) -> tuple[type[_CastInputs], tuple[torch.dtype]]:
+        return _CastInputs, (self._dtype,)
+
+
+class _CastOutputs:
+    """A forward hook."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return cast_floating(output, self._dtype)
 
 
 class Hooks:
@@ -45,12 +73,8 @@ class Hooks:
         self._parameters = parameters
         self._sink = sink
         self._markers = [MovedGradient.of(p, s.name) for p, s in zip(parameters.params, specs, strict=True)]
-
-        def root(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            entered()
-            return cast_floating(args, compute_dtype), cast_floating(kwargs, compute_dtype)
-
-        self._handles.append(model.register_forward_pre_hook(root, with_kwargs=True))
+        self._pid = os.getpid()
+        self._handles.append(model.register_forward_pre_hook(_CastInputs(compute_dtype, entered), with_kwargs=True))
         if compute_dtype is not torch.float32:
             for module in kept:
                 self._keep_fp32(module, compute_dtype)
@@ -65,6 +89,7 @@ class Hooks:
         """Hands over gradients that the user assigned to `p.grad` by hand."""
         for number, param in enumerate(self._parameters.params):
             if param.grad is not None and not is_moved(param.grad):
+                self._arriving()
                 self._sink.forget(number)
                 self._hand_over(number)
 
@@ -77,19 +102,14 @@ class Hooks:
                 param.grad = None
 
     def _keep_fp32(self, module: nn.Module, compute_dtype: torch.dtype) -> None:
-        def up(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            return cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
-
-        def down(module: nn.Module, args: Any, output: Any) -> Any:
-            return cast_floating(output, compute_dtype)
-
-        self._handles.append(module.register_forward_pre_hook(up, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(down))
+        self._handles.append(module.register_forward_pre_hook(_CastInputs(torch.float32), with_kwargs=True))
+        self._handles.append(module.register_forward_hook(_CastOutputs(compute_dtype)))
 
     def _watch(self, number: int) -> None:
         param = self._parameters.params[number]
 
         def before(grad: Tensor) -> None:
+            self._arriving()
             # The marker says: accumulate. No gradient says that the user dropped what was there: begin anew.
             if is_moved(param.grad):
                 param.grad = None
@@ -101,6 +121,18 @@ class Hooks:
 
         self._handles.append(param.register_hook(before))
         self._handles.append(param.register_post_accumulate_grad_hook(after))
+
+    def _arriving(self) -> None:
+        """Raises: ClosedError in a forked child, which has no memory for gradients; AccumulationError after clipping:
+        the factor is fixed, so a gradient that joins those it was calculated from would make it a wrong one."""
+        if os.getpid() != self._pid:
+            raise ClosedError("this is a forked child: only the process that made the optimizer can run backward")
+        if self._sink.scale != 1.0:
+            if any(self._sink.has(n) and self.is_marked(n) for n in range(len(self._markers))):
+                raise AccumulationError(
+                    "a gradient came between clip_grad_norm_() and step(): clip once, after the last backward of a step"
+                )
+            self._sink.scale = 1.0
 
     def _hand_over(self, number: int) -> None:
         param = self._parameters.params[number]

@@ -94,6 +94,16 @@ class Parameters:
                     "model: do that before, or write into it with p.copy_() under torch.no_grad()"
                 )
 
+    def require_in(self, model: nn.Module) -> None:
+        """Raises: ConfigError if `model` has another parameter in the place of one of these."""
+        present = set(model.parameters())
+        for param, spec in zip(self.params, self._layout.specs, strict=True):
+            if param not in present:
+                raise ConfigError(
+                    f"{spec.name} is no longer in the model: load with load_state_dict(..., assign=False), and replace "
+                    "modules or parameters before OffloadZero takes the model"
+                )
+
     def written_here(self, numbers: Iterable[int]) -> None:
         """Tells autograd that these parameters have new values, which went past it, and remembers the versions."""
         numbers = list(numbers)

@@ -84,10 +84,20 @@ def place(layout: Layout, config: Config, *, direct: bool) -> Placement:
             raise _too_small(least, budget, given, "or a smaller Tuning(chunk=...)")
         kept, in_flight = _keep_and_stream(sizes, budget - fixed, config.in_flight)
     streamed = [size for chunk, size in enumerate(sizes) if chunk not in kept]
+    arena_bytes = fixed + sum(sizes) - sum(streamed) + in_flight * max(streamed, default=0)
+    if given is not None and arena_bytes > (free := free_memory()):
+        other = ', and tier="nvme" with a path' if config.tier == "cpu" else ""
+        raise BudgetError(
+            f"{format_bytes(arena_bytes)} of RAM would be used and {format_bytes(free)} are free: "
+            f"give cpu_memory={free} or less{other}",
+            needed=arena_bytes,
+            available=free,
+            option="cpu_memory",
+        )
     return Placement(
         kept=kept,
         in_flight=in_flight,
-        arena_bytes=fixed + sum(sizes) - sum(streamed) + in_flight * max(streamed, default=0),
+        arena_bytes=arena_bytes,
         budget_bytes=budget,
         streamed_bytes=sum(streamed),
         disk_bytes=file_bytes([chunk.numel for chunk in layout.chunks], 1) if config.tier == "nvme" else 0,

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offload import OffloadZero, Tuning
+from offload.config import LEAST_IN_FLIGHT, check
+from offload.errors import ConfigError
+from offload.sizes import GIB, MIB
+
+
+def test_the_defaults_are_those_of_the_design() -> None:
+    config = check()
+    assert (config.tier, config.path, config.cpu_memory) == ("cpu", None, None)
+    assert config.compute_dtype is torch.bfloat16
+    assert (config.accumulation, config.skip_nonfinite, config.keep_fp32) == (1, False, ())
+    assert (config.chunk_numel, config.in_flight, config.threads) == (16 * MIB, None, None)
+
+
+def test_a_path_means_the_nvme_tier(tmp_path: Path) -> None:
+    for path in (tmp_path, str(tmp_path), [tmp_path], (str(tmp_path),)):
+        assert (check(path=path).tier, check(path=path).path) == ("nvme", tmp_path)
+
+
+def test_a_chunk_is_whole_pages() -> None:
+    assert check(tuning=Tuning(chunk="4KiB")).chunk_numel == 1024
+    assert check(tuning=Tuning(chunk=3 * 4096 + 4095)).chunk_numel == 3 * 1024
+
+
+def test_prefetch_never_goes_below_three_chunks_in_flight() -> None:
+    assert [check(tuning=Tuning(prefetch=n)).in_flight for n in (0, 1, 2, 5)] == [LEAST_IN_FLIGHT, 3, 4, 7]
+
+
+def test_sizes_are_taken_as_words_or_bytes() -> None:
+    assert check(cpu_memory="2GiB").cpu_memory == check(cpu_memory=2 * GIB).cpu_memory == 2 * GIB
+
+
+RESERVED = [
+    ("param_tier", "cpu"),
+    ("param_tier", "nvme"),
+    ("grad_tier", "nvme"),
+    ("device_memory", "8GiB"),
+    ("commit_every", 100),
+    ("commit_every", 0),
+    ("resume", True),
+    ("resume", "auto"),
+    ("resume", 0),
+    ("stage", 0),
+    ("stage", 3),
+    ("process_group", object()),
+]
+TUNING = [("split_master", True), ("io_engine", "uring"), ("io_engine", "portable"), ("units", ["a"]), ("tile", 4)]
+WRONG: list[tuple[str, Any, str]] = [
+    ("tier", "nvme", 'needs path="..."'),
+    ("tier", "disk", 'choose "cpu" or "nvme"'),
+    ("tier", 3, 'choose "cpu" or "nvme"'),
+    ("path", "", "the directory for the swap files"),
+    ("path", "a\0b", "the directory for the swap files"),
+    ("path", 5, "the directory for the swap files"),
+    ("path", b"/scratch", "the directory for the swap files"),
+    ("path", ["/a", "/b"], "striping"),
+    ("path", [], "striping"),
+    ("cpu_memory", "48 gigs", '"48GiB"'),
+    ("cpu_memory", -1, "negative"),
+    ("cpu_memory", 1e9, '"48GiB"'),
+    ("compute_dtype", torch.float16, "torch.bfloat16, torch.float32"),
+    ("compute_dtype", torch.float64, "torch.bfloat16, torch.float32"),
+    ("compute_dtype", "bf16", "torch.bfloat16, torch.float32"),
+    ("accumulation", 0, "at least 1"),
+    ("accumulation", -2, "at least 1"),
+    ("accumulation", 1.0, "whole number"),
+    ("accumulation", True, "whole number"),
+    ("accumulation", None, "whole number"),
+    ("nonfinite", "ignore", '"raise" or "skip"'),
+    ("nonfinite", None, '"raise" or "skip"'),
+    ("keep_fp32", nn.LayerNorm, "a sequence"),
+    ("keep_fp32", 5, "a sequence"),
+    ("keep_fp32", ["norm"], "neither a module nor a module type"),
+    ("keep_fp32", [int], "neither a module nor a module type"),
+    ("tuning", {"chunk": 4}, "offload.Tuning"),
+    ("tunning", Tuning(), "did you mean tuning?"),
+    ("devise", "cpu", "did you mean device?"),
+    ("zzz", 1, "the options are accumulation"),
+]
+WRONG_TUNING: list[tuple[str, Any, str]] = [
+    ("chunk", 4095, "at least 4096"),
+    ("chunk", "64 MB/s", '"48GiB"'),
+    ("chunk", -4096, "negative"),
+    ("chunk", 1.5, '"48GiB"'),
+    ("prefetch", -1, "at least 0"),
+    ("prefetch", "all", "whole number"),
+    ("threads", 0, "at least 1"),
+    ("threads", 2.0, "whole number"),
+    ("io_engine", "libaio", "'auto' or 'threads'"),
+]
+
+
+@pytest.mark.parametrize(("option", "value"), RESERVED)
+def test_what_does_not_work_yet_is_refused_by_name(option: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{option}=.* is not available in this version: leave it at"):
+        check(**{option: value})
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=option):
+        OffloadZero(model, **{option: value})
+    assert model.weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize(("option", "value"), TUNING)
+def test_tuning_that_does_not_work_yet_is_refused_by_name(option: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"Tuning.{option}=.* is not available"):
+        check(tuning=Tuning(**{option: value}))
+
+
+@pytest.mark.parametrize(("option", "value", "allowed"), WRONG)
+def test_a_wrong_option_is_refused_with_its_name_value_and_what_is_allowed(
+    option: str, value: object, allowed: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        OffloadZero(nn.Linear(2, 2), **{option: value})
+    assert option in str(caught.value)
+    assert allowed in str(caught.value)
+    item = value[0] if isinstance(value, list) and value else value
+    assert str(item) in str(caught.value) or repr(item) in str(caught.value)
+
+
+@pytest.mark.parametrize(("option", "value", "allowed"), WRONG_TUNING)
+def test_wrong_tuning_is_refused_with_its_name_value_and_what_is_allowed(
+    option: str, value: object, allowed: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(tuning=Tuning(**{option: value}))
+    for part in (f"Tuning.{option}", str(value), allowed):
+        assert part in str(caught.value)
+
+
+def test_a_path_has_no_use_with_the_cpu_tier(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no use"):
+        check(tier="cpu", path=tmp_path)
+
+
+def test_tuning_is_frozen_and_unknown_tuning_is_refused() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Tuning().chunk = 5  # type: ignore[misc]
+    with pytest.raises(TypeError, match="chunks"):
+        Tuning(chunks=5)  # type: ignore[call-arg]
+
+
+def test_the_options_are_those_of_the_design_and_no_others() -> None:
+    options = inspect.signature(OffloadZero.__init__).parameters
+    assert list(options) == [
+        "self", "model", "optimizer", "tier", "path", "param_tier", "grad_tier", "cpu_memory", "device_memory",
+        "compute_dtype", "keep_fp32", "accumulation", "nonfinite", "commit_every", "resume", "device", "stage",
+        "process_group", "tuning", "unknown",
+    ]  # fmt: skip
+    assert [field.name for field in dataclasses.fields(Tuning)] == [
+        "chunk", "prefetch", "threads", "io_engine", "split_master", "units", "tile",
+    ]  # fmt: skip
