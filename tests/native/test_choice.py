@@ -16,6 +16,7 @@ import torch
 
 from offload import native
 from offload.errors import ConfigError
+from offload.native import library
 
 from .bits import kernels
 
@@ -25,11 +26,11 @@ SCALARS = native.AdamScalars.at(step=1, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, w
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("OFFLOAD_KERNELS", raising=False)
-    monkeypatch.setattr(native, "library_path", lambda: None)
-    native._open_library.cache_clear()
+    monkeypatch.setattr(library, "library_path", lambda: None)
+    library.open_library.cache_clear()
     native._log_choice.cache_clear()
     yield
-    native._open_library.cache_clear()
+    library.open_library.cache_clear()
     native._log_choice.cache_clear()
 
 
@@ -81,7 +82,7 @@ def test_without_the_library_torch_is_taken_and_it_is_said_once(
 def test_a_broken_library_is_not_used(no_library: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "liboffload_kernels.so"
     broken.write_bytes(b"not a library")
-    monkeypatch.setattr(native, "library_path", lambda: broken)
+    monkeypatch.setattr(library, "library_path", lambda: broken)
     assert native.available_variants() == ("torch",)
     assert "install offload again" in str(native.fallback_reason())
 
@@ -215,7 +216,7 @@ def test_every_section_of_code_is_known_and_no_multiply_is_fused_with_an_add() -
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
 @pytest.mark.parametrize("compiler", ["/nonexistent/cc", "false"])
 def test_configures_without_a_working_compiler(tmp_path: Path, compiler: str) -> None:
-    sources = Path(native.__file__).parents[1] / "kernels"
+    sources = Path(native.__file__).parents[2] / "kernels"
     if not sources.is_dir():
         pytest.skip("the kernels' sources are not here")
     environment = os.environ | {"CC": compiler}

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offload import native
+from offload.native.fallback import _KeepDenormals
+from offload.native.library import open_library
 from offload.optim import reference
 
 from .bits import DTYPES, SIZES, SPECIAL, assert_same_bits, at_offset, halves, kernels, narrowed, numbers, widened
@@ -296,7 +298,7 @@ def test_denormals_are_kept_when_the_caller_flushes_them_and_its_choice_comes_ba
     narrow = narrowed(wanted[0], torch.bfloat16)
     half = narrowed(tiny.numpy() * 1e36, torch.float16)
     mine = native.load(threads, variant)
-    library, _ = native._open_library()
+    library, _ = open_library()
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU cannot flush denormals")
     try:
@@ -311,7 +313,7 @@ def test_denormals_are_kept_when_the_caller_flushes_them_and_its_choice_comes_ba
         mine.scale(scaled, 2.0)
         mine.sum_squares(tiny, 0, sums)
         after = library and library.offload_fp_control()
-        still_flushed = native._KeepDenormals.smallest * 3 == 0.0
+        still_flushed = _KeepDenormals.smallest * 3 == 0.0
     finally:
         torch.set_flush_denormal(False)
         mine.close()

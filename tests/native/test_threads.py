@@ -16,6 +16,7 @@ import torch
 
 from offload import native
 from offload.errors import ClosedError
+from offload.native import threads
 
 from .bits import assert_same_bits, kernels
 
@@ -131,9 +132,9 @@ def test_parts_cover_the_range_once_and_split_at_the_given_places(n: int, cut: i
 
 
 def test_small_ranges_run_on_the_calling_thread() -> None:
-    threads = []
-    kernels("torch", 3)._run(lambda low, high: threads.append(threading.current_thread()), 65_536)
-    assert threads == [threading.current_thread()]
+    used = []
+    kernels("torch", 3)._run(lambda low, high: used.append(threading.current_thread()), 65_536)
+    assert used == [threading.current_thread()]
 
 
 def test_closed_kernels_say_so_and_their_threads_end() -> None:
@@ -182,7 +183,7 @@ sys.exit(os.waitstatus_to_exitcode(status) or (0 if (x.numpy() == 10).all() else
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.parametrize("variant", [VARIANTS[0], "torch"])
 def test_a_forked_child_can_call_and_does_not_hang(variant: str) -> None:
-    root = Path(native.__file__).parents[1]
+    root = Path(native.__file__).parents[2]
     # Python warns of forks beside threads from 3.12 on; this one is meant.
     command = [sys.executable, "-W", "ignore", "-c", FORK, variant]
     done = subprocess.run(command, timeout=60, cwd=root, check=False)
@@ -191,10 +192,10 @@ def test_a_forked_child_can_call_and_does_not_hang(variant: str) -> None:
 
 def test_usable_cpus_follow_affinity_quota_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)), raising=False)
-    monkeypatch.setattr(native, "_cgroup_quotas", lambda *_: [])
+    monkeypatch.setattr(threads, "_cgroup_quotas", lambda *_: [])
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert native.usable_cpus() == 12
-    monkeypatch.setattr(native, "_cgroup_quotas", lambda *_: [6.5, 8.0])
+    monkeypatch.setattr(threads, "_cgroup_quotas", lambda *_: [6.5, 8.0])
     assert native.usable_cpus() == 6
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     assert native.usable_cpus() == 2
@@ -210,9 +211,9 @@ def test_quota_of_cgroup_v2_is_read_up_to_the_root(tmp_path: Path) -> None:
     membership = tmp_path / "cgroup"
     membership.write_text("0::/a/b\n")
     (inner / "cpu.max").write_text("max 100000\n")
-    assert native._cgroup_quotas(membership, tmp_path / "fs") == []
+    assert threads._cgroup_quotas(membership, tmp_path / "fs") == []
     (inner.parent / "cpu.max").write_text("150000 100000\n")
-    assert native._cgroup_quotas(membership, tmp_path / "fs") == [1.5]
+    assert threads._cgroup_quotas(membership, tmp_path / "fs") == [1.5]
 
 
 def test_quota_of_cgroup_v1_is_read(tmp_path: Path) -> None:
@@ -221,11 +222,11 @@ def test_quota_of_cgroup_v1_is_read(tmp_path: Path) -> None:
     membership = tmp_path / "cgroup"
     membership.write_text("5:memory:/job\n4:cpu,cpuacct:/job\n")
     (folder / "cpu.cfs_quota_us").write_text("-1\n")
-    assert native._cgroup_quotas(membership, tmp_path / "fs") == []
+    assert threads._cgroup_quotas(membership, tmp_path / "fs") == []
     (folder / "cpu.cfs_quota_us").write_text("300000\n")
     (folder / "cpu.cfs_period_us").write_text("100000\n")
-    assert native._cgroup_quotas(membership, tmp_path / "fs") == [3.0]
+    assert threads._cgroup_quotas(membership, tmp_path / "fs") == [3.0]
 
 
 def test_no_cgroup_is_no_limit(tmp_path: Path) -> None:
-    assert native._cgroup_quotas(tmp_path / "missing", tmp_path) == []
+    assert threads._cgroup_quotas(tmp_path / "missing", tmp_path) == []

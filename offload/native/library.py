@@ -1,0 +1,144 @@
+"""The C library: where it is, which variants of it run here, and its symbols."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.native.contract import SUM_BLOCK, AdamScalars, Part
+
+_LIBRARY_NAME = "liboffload_kernels.so"
+
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # kernels.h
+_NONE = 3
+
+
+class Library:
+    """One variant's symbols. A part is a call with the addresses of its range."""
+
+    def __init__(self, library: ctypes.CDLL, variant: str) -> None:
+        p, i, n = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+
+        def symbol(kernel: str, *arguments: Any) -> Callable[..., None]:
+            function = getattr(library, f"offload_{kernel}_{variant}")
+            function.argtypes = arguments
+            function.restype = None
+            return function  # type: ignore[no-any-return]
+
+        self._adam = symbol("adam", p, p, p, p, i, p, i, n, p)
+        self._sum_squares = symbol("sum_squares", p, i, n, n, p)
+        self._accumulate = symbol("accumulate", p, p, i, n)
+        self._cast = symbol("cast", p, i, p, i, n)
+        self._scale = symbol("scale", p, n, ctypes.c_float)
+        self._limit = symbol("limit", p, p, p, p, i, p, n)
+
+    def adam(
+        self,
+        master: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        grad: Tensor,
+        out: Tensor | None,
+        s: AdamScalars,
+    ) -> Part:
+        function, struct = self._adam, s.packed
+        address = ctypes.addressof(struct)
+        p, m, v, g = master.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), grad.data_ptr()
+        grad_type, grad_bytes = _TYPES[grad.dtype], grad.element_size()
+        o, out_type = (0, _NONE) if out is None else (out.data_ptr(), _TYPES[out.dtype])
+
+        def part(low: int, high: int) -> None:
+            at = 4 * low
+            to = o + 2 * low if o else None
+            function(p + at, m + at, v + at, g + grad_bytes * low, grad_type, to, out_type, high - low, address)
+
+        return part
+
+    def limit(self, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, out: Tensor | None) -> Part:
+        """For the benchmark: adam's traffic without its arithmetic (kernels/limit.c)."""
+        p, m, v, g = master.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), grad.data_ptr()
+        grad_type, grad_bytes = _TYPES[grad.dtype], grad.element_size()
+        o = 0 if out is None else out.data_ptr()
+
+        def part(low: int, high: int) -> None:
+            at = 4 * low
+            self._limit(p + at, m + at, v + at, g + grad_bytes * low, grad_type, o + 2 * low, high - low)
+
+        return part
+
+    def sum_squares(self, x: Tensor, first: int, out: Tensor) -> Part:
+        function, p, o = self._sum_squares, x.data_ptr(), out.data_ptr()
+        x_type, x_bytes = _TYPES[x.dtype], x.element_size()
+        block = first // SUM_BLOCK
+
+        def part(low: int, high: int) -> None:
+            to = o + 8 * ((first + low) // SUM_BLOCK - block)
+            function(p + x_bytes * low, x_type, first + low, high - low, to)
+
+        return part
+
+    def accumulate(self, acc: Tensor, x: Tensor) -> Part:
+        function, a, p = self._accumulate, acc.data_ptr(), x.data_ptr()
+        x_type, x_bytes = _TYPES[x.dtype], x.element_size()
+
+        def part(low: int, high: int) -> None:
+            function(a + 4 * low, p + x_bytes * low, x_type, high - low)
+
+        return part
+
+    def cast(self, src: Tensor, dst: Tensor) -> Part:
+        function, s, d = self._cast, src.data_ptr(), dst.data_ptr()
+        src_type, src_bytes = _TYPES[src.dtype], src.element_size()
+        dst_type, dst_bytes = _TYPES[dst.dtype], dst.element_size()
+
+        def part(low: int, high: int) -> None:
+            function(s + src_bytes * low, src_type, d + dst_bytes * low, dst_type, high - low)
+
+        return part
+
+    def scale(self, x: Tensor, factor: float) -> Part:
+        function, p = self._scale, x.data_ptr()
+
+        def part(low: int, high: int) -> None:
+            function(p + 4 * low, high - low, factor)
+
+        return part
+
+
+def library_path() -> Path | None:
+    """Where the C library lies: in the package (a wheel) or in the environment's `offload` folder
+    (an editable install); None if in neither."""
+    folders = (Path(__file__).parents[1], Path(sysconfig.get_path("platlib")) / "offload")
+    paths = (folder / _LIBRARY_NAME for folder in folders)
+    return next((path for path in paths if path.is_file()), None)
+
+
+@functools.cache
+def open_library() -> tuple[ctypes.CDLL | None, str | None]:
+    """The C library, or why there is none."""
+    path = library_path()
+    if path is None:
+        return None, f"{_LIBRARY_NAME} was not built: there was no C compiler when offload was installed"
+    try:
+        library = ctypes.CDLL(str(path))
+        library.offload_variant.argtypes = (ctypes.c_int,)
+        library.offload_variant.restype = ctypes.c_char_p
+        for variant in c_variants(library):
+            Library(library, variant)
+    except (OSError, AttributeError) as error:
+        return None, f"{path} cannot be used, install offload again: {error}"
+    return library, None
+
+
+def c_variants(library: ctypes.CDLL) -> tuple[str, ...]:
+    found: list[str] = []
+    while (name := library.offload_variant(len(found))) is not None:
+        found.append(name.decode())
+    return tuple(found)
