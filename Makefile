@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
-SOURCES := pyproject.toml constraints.txt $(wildcard kernels/*.c kernels/*.h kernels/CMakeLists.txt)
+SOURCES := pyproject.toml constraints.txt $(wildcard kernels/*.c kernels/*.h kernels/CMakeLists.txt) \
+	$(wildcard offload/__init__.py offload/*/__init__.py)
 
 .PHONY: train test lint types unit test-slow test-gpu test-peers clean
 

@@ -14,7 +14,8 @@ import pytest
 
 from offload.errors import PathError, TierIOError
 from offload.io.engine import IOEngine
-from offload.io.threads import REQUEST_BYTES, ThreadEngine
+from offload.io.queue import REQUEST_BYTES
+from offload.io.threads import ThreadEngine
 from offload.sizes import MIB, PAGE_BYTES
 from tests.io.conftest import ENGINES
 from tests.support.faulty_engine import FaultyEngine, aligned

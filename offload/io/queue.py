@@ -1,0 +1,251 @@
+"""What every engine does before and after its own way of moving bytes: splitting, joining, sharing, counting.
+
+A transfer is cut into requests of bounded size, so that one of them already fills the drive's queue, and contiguous
+small ones are put together into one request. Each file has two queues, for reading and for writing; the one that was
+served fewer bytes goes first, and no more than `depth` requests are under way. A request that ends short is continued
+from its last whole page.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+from weakref import WeakKeyDictionary
+
+from offload.errors import TierIOError
+from offload.io.engine import IOEngine, IOFile, IOFuture, open_file, require_aligned
+from offload.sizes import MIB, PAGE_BYTES
+
+REQUEST_BYTES = 4 * MIB
+DEPTH = 8
+MOST_VIEWS = 64
+"""Buffers a joined request: far below the 1024 that preadv takes."""
+
+Operation = Literal["read", "write", "sync"]
+
+
+class Transfer:
+    """What one call of `read` or `write` asked for: resolves when the last of its pieces is done."""
+
+    def __init__(self, length: int) -> None:
+        self.future: IOFuture = IOFuture()
+        self.future.set_running_or_notify_cancel()
+        self._length = length
+        self._left = length
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def piece_done(self, length: int, error: BaseException | None = None) -> None:
+        """`length` bytes are not under way any more."""
+        with self._lock:
+            self._error = self._error or error
+            self._left -= length
+            if self._left:
+                return
+        if self._error is None:
+            self.future.set_result(self._length)
+        else:
+            self.future.set_exception(self._error)
+
+
+@dataclass
+class Piece:
+    """A part of a transfer, of at most a request's size."""
+
+    view: memoryview
+    transfer: Transfer
+
+
+@dataclass(eq=False)
+class Request:
+    """Pieces that lie one after another in the file, from `offset`; what an engine starts."""
+
+    operation: Operation
+    file: IOFile
+    offset: int
+    pieces: list[Piece]
+
+    @property
+    def length(self) -> int:
+        return sum(len(piece.view) for piece in self.pieces)
+
+    @property
+    def views(self) -> list[memoryview]:
+        return [piece.view for piece in self.pieces]
+
+    def after(self, count: int) -> Request | None:
+        """Resolves what the first `count` bytes (whole pages) finish; returns what is left."""
+        pieces = []
+        for piece in self.pieces:
+            done = min(count, len(piece.view))
+            count -= done
+            if done < len(piece.view):
+                pieces.append(Piece(piece.view[done:], piece.transfer))
+            if done:
+                piece.transfer.piece_done(done)
+        done = self.length - sum(len(piece.view) for piece in pieces)
+        return Request(self.operation, self.file, self.offset + done, pieces) if pieces else None
+
+    def fail(self, code: int, detail: str = "") -> None:
+        """Resolves every piece with an error that says where it lies."""
+        offset = self.offset
+        for piece in self.pieces:
+            length = len(piece.view)
+            error = TierIOError(self.operation, code, self.file.path, offset, length, detail)
+            piece.transfer.piece_done(max(length, 1) if self.operation == "sync" else length, error)
+            offset += length
+
+
+@dataclass
+class Drive:
+    """The requests of one file."""
+
+    reads: deque[Request] = field(default_factory=deque)
+    writes: deque[Request] = field(default_factory=deque)
+    served: dict[str, int] = field(default_factory=lambda: {"read": 0, "write": 0})
+    under_way: int = 0
+
+    @property
+    def idle(self) -> bool:
+        return not (self.under_way or self.reads or self.writes)
+
+    def take(self, depth: int, request_bytes: int) -> Iterator[Request]:
+        """The requests to start now."""
+        while self.under_way < depth and (self.reads or self.writes):
+            if not (self.reads and self.writes):
+                # Nobody to share with: past service gives nobody a claim.
+                self.served = {"read": 0, "write": 0}
+            reads_first = self.served["read"] <= self.served["write"]
+            queue = self.reads if self.reads and (reads_first or not self.writes) else self.writes
+            request = queue.popleft()
+            _join(request, queue, request_bytes)
+            self.served[request.operation] += request.length
+            self.under_way += 1
+            yield request
+
+
+def _join(request: Request, queue: deque[Request], request_bytes: int) -> None:
+    """Takes requests that follow in the file from the head of the queue into `request`."""
+    length = request.length
+    while queue and len(request.pieces) < MOST_VIEWS:
+        following = queue[0]
+        if following.offset != request.offset + length or length + following.length > request_bytes:
+            return
+        request.pieces += queue.popleft().pieces
+        length = request.length
+
+
+class QueuedEngine(IOEngine):
+    """An engine that only has to start requests; see the top of this file.
+
+    Args: request_bytes: the most a request moves, whole pages; depth: requests under way a file.
+    """
+
+    def __init__(self, request_bytes: int = REQUEST_BYTES, depth: int = DEPTH) -> None:
+        self._request_bytes = request_bytes
+        self._depth = depth
+        self._drives: WeakKeyDictionary[IOFile, Drive] = WeakKeyDictionary()
+        self._files: list[IOFile] = []
+        self._changed = threading.Condition()
+
+    @abstractmethod
+    def _start(self, requests: list[Request]) -> None:
+        """Starts them; calls `_ended` for each, from any thread but not from within this call."""
+
+    def _stop(self) -> None:
+        """Ends the engine's own threads; nothing is under way any more."""
+
+    def open(self, path: str) -> IOFile:
+        return self._keep(open_file(path))
+
+    def _keep(self, file: IOFile) -> IOFile:
+        with self._changed:
+            self._files.append(file)
+            self._drives[file] = Drive()
+        return file
+
+    def read(self, file: IOFile, offset: int, buffer: memoryview) -> IOFuture:
+        return self._submit("read", file, offset, buffer)
+
+    def write(self, file: IOFile, offset: int, buffer: memoryview) -> IOFuture:
+        return self._submit("write", file, offset, buffer)
+
+    def sync(self, file: IOFile) -> IOFuture:
+        transfer = _Sync()
+        with self._changed:
+            self._drives[file].under_way += 1
+        self._start([Request("sync", file, 0, [Piece(memoryview(b""), transfer)])])
+        return transfer.future
+
+    def close(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: all(drive.idle for drive in self._drives.values()))
+        self._stop()
+        for file in self._files:
+            file.close()
+
+    def _submit(self, operation: Operation, file: IOFile, offset: int, buffer: memoryview) -> IOFuture:
+        require_aligned(offset, buffer)
+        transfer = Transfer(len(buffer))
+        if not len(buffer):
+            transfer.piece_done(0)
+            return transfer.future
+        with self._changed:
+            drive = self._drives[file]
+            queue = drive.reads if operation == "read" else drive.writes
+            for start in range(0, len(buffer), self._request_bytes):
+                piece = Piece(buffer[start : start + self._request_bytes], transfer)
+                queue.append(Request(operation, file, offset + start, [piece]))
+            requests = list(drive.take(self._depth, self._request_bytes))
+        if requests:
+            self._start(requests)
+        return transfer.future
+
+    def _ended(self, request: Request, result: int) -> None:
+        """A request is not under way any more. Args: result: bytes moved, or -errno."""
+        rest = _settle(request, result)
+        with self._changed:
+            drive = self._drives[request.file]
+            drive.under_way -= 1
+            if rest is not None:
+                (drive.reads if rest.operation == "read" else drive.writes).appendleft(rest)
+            requests = list(drive.take(self._depth, self._request_bytes))
+            self._changed.notify_all()
+        if requests:
+            self._start(requests)
+
+
+class _Sync(Transfer):
+    """A transfer of nothing: its result is 0."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def piece_done(self, length: int, error: BaseException | None = None) -> None:
+        if error is None:
+            self.future.set_result(0)
+        else:
+            self.future.set_exception(error)
+
+
+def _settle(request: Request, result: int) -> Request | None:
+    """Resolves what has ended of a request; returns what has to be asked for again."""
+    if result < 0:
+        request.fail(-result)
+        return None
+    if request.operation == "sync":
+        request.pieces[0].transfer.piece_done(0)
+        return None
+    # O_DIRECT cannot go on in the middle of a page.
+    whole_pages = result // PAGE_BYTES * PAGE_BYTES
+    rest = request.after(whole_pages)
+    if rest is not None and not whole_pages:
+        detail = "the file ends before the range does" if request.operation == "read" else "nothing was written"
+        rest.fail(errno.EIO, detail if not result else f"cut short after {result} bytes")
+        return None
+    return rest
