@@ -151,6 +151,8 @@ class OffloadZero(torch.optim.Optimizer):
     def _open(self, undo: ExitStack, params: Sequence[nn.Parameter], copier: Copier) -> None:
         """Opens files and reserves memory; `undo` gets their closing, in reverse order."""
         config, layout, placement = self._config, self._layout, self._placement
+        self._arena = Arena(placement.arena_bytes, copier)
+        undo.callback(self._arena.close)
         slots: SlotFile | None = None
         if config.path is not None:
             engine = ThreadEngine()
@@ -158,8 +160,6 @@ class OffloadZero(torch.optim.Optimizer):
             slots = SlotFile(engine, config.path, [chunk.numel for chunk in layout.chunks])
             undo.callback(slots.close)
         self._files = () if slots is None else (slots.path,)
-        self._arena = Arena(placement.arena_bytes, copier)
-        undo.callback(self._arena.close)
         self._kernels = load(config.threads)
         undo.callback(self._kernels.close)
         self._sink = GradientSink(layout, config.accumulation, self._arena, self._kernels, copier, self._timeline)

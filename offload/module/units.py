@@ -120,6 +120,8 @@ def _refuse_untrainable(model: nn.Module, names: Mapping[nn.Parameter, str]) -> 
             raise ConfigError(f"{name} is on {param.device}, others are on {devices - {param.device}}: use one device")
         if type(param).__name__ == "DTensor" or hasattr(param, "quant_state"):
             raise ConfigError(f"{name} is a {type(param).__name__}: only plain dense parameters can be trained here")
+        if nn.parameter.is_lazy(param):
+            raise ConfigError(f"{name} has no shape yet: run one forward before OffloadZero takes the model")
         if param.dtype not in _DTYPES:
             raise ConfigError(f"{name} has dtype {param.dtype}: only float32, bfloat16 and float16 have an fp32 master")
         if param.grad is not None:

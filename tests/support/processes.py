@@ -73,6 +73,13 @@ def resident_bytes(address: int) -> int:
     return int(rss[1]) * 1024 if rss else 0
 
 
+def arena_bytes() -> int:
+    """RAM in mappings that forks do not inherit: this library's arenas."""
+    text = Path("/proc/self/smaps").read_text()
+    found = re.findall(r"(?ms)^Rss:\s+(\d+) kB(?:(?!^Rss:).)*?^VmFlags:[^\n]* dc\b", text)
+    return sum(int(rss) for rss in found) * 1024
+
+
 def proportional_bytes(pid: int) -> int:
     """RAM of a process, what it shares divided among those that share it."""
     found = re.search(r"(?m)^Pss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text())

@@ -1,0 +1,502 @@
+"""What is refused before training: by name, with nothing allocated, written, locked or changed."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import pickle
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload.zero
+from offload import (
+    BudgetError,
+    ConfigError,
+    GradientMovedError,
+    OffloadZero,
+    PathError,
+    PathInUseError,
+    ResumeError,
+    TierIOError,
+    Tuning,
+)
+from offload.planner import least_cpu_memory, placement
+from offload.store.arena import Arena
+from offload.store.slots import COMMIT_NAME, SWAP_NAME
+from tests.faults.conftest import SMALL, Make, Tiny, assert_same, bits, one_step
+from tests.support.faulty_engine import FaultyEngine
+from tests.support.processes import arena_bytes, open_files, start_python
+
+AdamW = torch.optim.AdamW
+
+
+@pytest.fixture
+def unchanged(model: Tiny, tmp_path: Path) -> Iterator[None]:
+    """After a refusal everything is as it was: model, optimizer, files, descriptors, threads, memory."""
+    before = bits(model), open_files(), set(threading.enumerate()), arena_bytes(), sorted(tmp_path.rglob("*"))
+    hooks = [len(module._forward_pre_hooks) for module in model.modules()]
+    pointers = [param.data_ptr() for param in model.parameters()]
+    yield
+    assert_same(bits(model), before[0])
+    after = open_files(), set(threading.enumerate()), arena_bytes(), sorted(tmp_path.rglob("*"))
+    assert after == before[1:]
+    assert [len(module._forward_pre_hooks) for module in model.modules()] == hooks
+    assert [param.data_ptr() for param in model.parameters()] == pointers
+    assert all(not param._backward_hooks for param in model.parameters())
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_nvme_without_a_path_is_refused(model: Tiny) -> None:
+    with pytest.raises(ConfigError, match="needs path="):
+        OffloadZero(model, tier="nvme")
+
+
+@pytest.fixture(params=["file", "symlink", "no parent", "read-only", "read-only parent", "proc"])
+def bad_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, int]]:
+    place = tmp_path / "bad"
+    if request.param == "file":
+        place.write_text("mine")
+        yield place, errno.ENOTDIR
+    elif request.param == "symlink":
+        (tmp_path / "real").mkdir()
+        place.symlink_to(tmp_path / "real")
+        yield place, errno.ELOOP
+    elif request.param == "no parent":
+        yield place / "deeper", errno.ENOENT
+    elif request.param == "proc":
+        yield Path("/proc/offload-run"), errno.ENOENT
+    else:
+        place.mkdir()
+        mounted = (
+            not os.geteuid()
+            and not subprocess.run(
+                ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(place)], check=False, capture_output=True
+            ).returncode
+        )
+        if not mounted:
+            place.chmod(0o500)
+        yield place if request.param == "read-only" else place / "run", errno.EACCES
+        if mounted:
+            subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_path_that_cannot_be_it_is_refused(
+    bad_path: tuple[Path, int], model: Tiny, unchanged: None, make: Make
+) -> None:
+    with pytest.raises(PathError) as caught:
+        make(model, path=bad_path[0])
+    assert (caught.value.errno, caught.value.filename) == (bad_path[1], str(bad_path[0]))
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_too_little_ram_is_refused_and_the_advice_works(
+    tier: str, model: Tiny, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    options: dict[str, Any] = {"tuning": SMALL} | ({"path": tmp_path / "run"} if tier == "nvme" else {})
+    with pytest.raises(BudgetError) as caught:
+        OffloadZero(model, cpu_memory="1KiB", **options)
+    assert (caught.value.available, caught.value.option) == (1024, "cpu_memory")
+    assert f"cpu_memory={caught.value.needed}" in str(caught.value)
+    with pytest.raises(BudgetError):
+        OffloadZero(model, cpu_memory=caught.value.needed - 1, **options)
+    assert not (tmp_path / "run").exists()
+    assert model.first.weight.dtype is torch.float32
+    with OffloadZero(model, cpu_memory=caught.value.needed, **options) as optimizer:
+        one_step(model, optimizer)
+        assert optimizer.stats()["peak_cpu_bytes"] == caught.value.needed
+        assert optimizer._arena.size == caught.value.needed
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_a_budget_beyond_what_the_machine_has_free_is_refused(
+    model: Tiny, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "free_memory", lambda: 50_000)
+    for options in ({"path": None}, {}):
+        with pytest.raises(BudgetError) as caught:
+            make(model, cpu_memory="4GiB", **options)
+        assert caught.value.available == 50_000
+        assert caught.value.needed > 50_000
+        assert caught.value.option == "cpu_memory"
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_memory_that_the_machine_refuses_leaves_nothing(
+    model: Tiny, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload.zero, "Arena", lambda size, copier: Arena(1 << 60, copier))
+    with pytest.raises(BudgetError) as caught:
+        make(model)
+    assert caught.value.needed == 1 << 60
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_too_little_disk_is_refused(model: Tiny, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.fstatvfs
+
+    def full(fd: int) -> os.statvfs_result:
+        found = list(real(fd))
+        found[4] = 5
+        return os.statvfs_result(found)
+
+    monkeypatch.setattr(os, "fstatvfs", full)
+    with pytest.raises(BudgetError) as caught:
+        make(model)
+    assert caught.value.available < caught.value.needed
+    assert caught.value.option == "path"
+
+
+def test_a_full_disk_shows_before_training(model: Tiny, make: Make, tmp_path: Path) -> None:
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)]
+    if os.geteuid() or subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("may not mount a small tmpfs")
+    try:
+        with pytest.raises(BudgetError) as caught:
+            make(model, path=place / "run")
+        assert caught.value.available <= 64 * 1024
+        assert list(place.iterdir()) == []
+        assert model.first.weight.dtype is torch.float32
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_locked_path_is_refused_until_its_run_ends(model: Tiny, make: Make, path: Path) -> None:
+    first = make(model)
+    one_step(model, first)
+    before = bits(model, first)
+    other = Tiny()
+    with pytest.raises(PathInUseError) as caught:
+        make(other)
+    assert caught.value.filename == str(path / SWAP_NAME)
+    assert other.first.weight.dtype is torch.float32
+    assert_same(bits(model, first), before)
+    first.close()
+    one_step(other, make(other))
+
+
+RUN = """
+import os, sys, time, torch
+from torch import nn
+from offload import OffloadZero
+optimizer = OffloadZero(nn.Linear(8, 8), path=sys.argv[1])
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+    os._exit(0)
+print(child, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_child_that_outlives_a_killed_parent_does_not_hold_the_path(model: Tiny, make: Make, path: Path) -> None:
+    with start_python(RUN, str(path)) as parent:
+        child = int(parent.stdout.readline())
+        try:
+            with pytest.raises(PathInUseError):
+                make(model)
+            parent.kill()
+            parent.wait()
+            os.kill(child, 0)
+            one_step(model, make(model))
+        finally:
+            os.kill(child, 9)
+
+
+def test_files_of_others_at_the_path_are_left_alone(model: Tiny, make: Make, path: Path) -> None:
+    path.mkdir()
+    (path / "offload-rank7.swap").write_bytes(b"another rank's")
+    (path / "notes").mkdir()
+    with make(model) as optimizer:
+        one_step(model, optimizer)
+    assert (path / "offload-rank7.swap").read_bytes() == b"another rank's"
+    assert sorted(file.name for file in path.iterdir()) == ["notes", SWAP_NAME, "offload-rank7.swap"]
+
+
+def test_a_foreign_file_in_the_swap_files_place_is_refused(
+    model: Tiny, make: Make, path: Path, request: pytest.FixtureRequest
+) -> None:
+    path.mkdir()
+    (path / SWAP_NAME).write_bytes(b"my thesis" * 5000)
+    request.getfixturevalue("unchanged")
+    with pytest.raises(PathError, match="choose another path"):
+        make(model)
+    assert (path / SWAP_NAME).read_bytes() == b"my thesis" * 5000
+
+
+def test_a_committed_run_at_the_path_is_refused(
+    model: Tiny, make: Make, path: Path, request: pytest.FixtureRequest
+) -> None:
+    make(Tiny()).close()
+    (path / COMMIT_NAME).write_text("{}")
+    before = (path / SWAP_NAME).read_bytes()
+    request.getfixturevalue("unchanged")
+    with pytest.raises(ResumeError, match="choose another path"):
+        make(model)
+    assert (path / SWAP_NAME).read_bytes() == before
+
+
+def test_a_run_that_committed_nothing_is_reused(make: Make) -> None:
+    results = []
+    for _ in range(2):
+        model = Tiny()
+        with make(model) as optimizer:
+            one_step(model, optimizer)
+            results.append(bits(model, optimizer))
+    assert_same(*results)
+
+
+# Models that cannot be trained.
+
+
+def distributed() -> nn.Module:
+    class DistributedDataParallel(nn.Module):
+        """As torch's, which needs a process group: told by its name."""
+
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    return DistributedDataParallel(Tiny())
+
+
+def with_device_map() -> nn.Module:
+    model = Tiny()
+    model.hf_device_map = {"first": 0, "last": "cpu"}  # type: ignore[assignment]
+    return model
+
+
+def quantised() -> nn.Module:
+    model = Tiny()
+    model.middle.weight = nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
+    return model
+
+
+def with_quant_state() -> nn.Module:
+    model = Tiny()
+    model.middle.weight.quant_state = object()  # type: ignore[attr-defined]
+    return model
+
+
+def partly_double() -> nn.Module:
+    model = Tiny()
+    model.middle.double()
+    return model
+
+
+def with_gradient() -> nn.Module:
+    model = Tiny()
+    model.middle.weight.grad = torch.zeros_like(model.middle.weight)
+    return model
+
+
+def sparse() -> nn.Module:
+    return nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4))
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
+
+
+def partly_on_meta() -> nn.Module:
+    model = Tiny()
+    model.middle.to("meta")
+    return model
+
+
+def frozen() -> nn.Module:
+    return Tiny().requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("build", "named"),
+    [
+        (distributed, "wrapped by DistributedDataParallel"),
+        (lambda: nn.Sequential(nn.DataParallel(nn.Linear(2, 2))), "0 is wrapped by DataParallel"),
+        (with_device_map, "device map"),
+        (lambda: Tiny().to("meta"), "first.weight is on meta"),
+        (partly_on_meta, "middle.weight is on meta"),
+        (lambda: Tiny().double(), "first.weight has dtype torch.float64"),
+        (partly_double, "middle.weight has dtype torch.float64"),
+        (quantised, "middle.weight has dtype torch.uint8"),
+        (with_quant_state, "middle.weight is a Parameter: only plain dense"),
+        (lambda: nn.Linear(2, 2, dtype=torch.complex64), "weight has dtype torch.complex64"),
+        (with_gradient, "middle.weight already has a gradient"),
+        (sparse, "0 makes sparse gradients"),
+        (lazy, "1.weight has no shape yet"),
+        (frozen, "trains no parameter"),
+        (nn.ReLU, "no parameters"),
+        (lambda: "a model", "is not an nn.Module"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused_by_name(
+    build: Callable[[], nn.Module], named: str, make: Make, path: Path
+) -> None:
+    model = build()
+    with pytest.raises(ConfigError) as caught:
+        make(model, cpu_memory="1GiB")
+    assert named in str(caught.value)
+    assert not path.exists()
+
+
+def test_a_model_in_a_job_of_several_ranks_is_refused(
+    model: Tiny, unchanged: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
+    with pytest.raises(ConfigError, match="4 ranks"):
+        OffloadZero(model)
+
+
+def stepped(model: Tiny) -> torch.optim.Optimizer:
+    optimizer = AdamW(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def taken_over(model: Tiny) -> torch.optim.Optimizer:
+    optimizer = AdamW(model.parameters())
+    OffloadZero(model, optimizer).close()
+    return optimizer
+
+
+class MyAdam(torch.optim.Adam):
+    """May calculate anything."""
+
+
+@pytest.mark.parametrize(
+    ("build", "named"),
+    [
+        (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), "optimizer is SGD"),
+        (lambda m: MyAdam(m.parameters()), "optimizer is MyAdam"),
+        (lambda m: list(m.parameters()), "optimizer is list"),
+        (lambda m: AdamW(m.parameters(), amsgrad=True), "amsgrad=True"),
+        (lambda m: AdamW(m.parameters(), maximize=True), "maximize=True"),
+        (lambda m: AdamW([{"params": m.first.parameters()}, {"params": m.last.parameters(), "amsgrad": True}]),
+         "param group 1 has amsgrad=True"),
+        (lambda m: AdamW([*m.parameters(), nn.Parameter(torch.zeros(3, 5))]), "shape (3, 5) that is not in the model"),
+        (stepped, "already stepped"),
+        (taken_over, "taken over by another OffloadZero"),
+    ],
+)  # fmt: skip
+def test_an_optimizer_that_cannot_be_adopted_is_refused_by_name(
+    build: Callable[[Tiny], torch.optim.Optimizer], named: str, make: Make, path: Path
+) -> None:
+    model = Tiny()
+    optimizer = build(model)
+    with pytest.raises(ConfigError) as caught:
+        make(model, optimizer, cpu_memory="1GiB")
+    assert named in str(caught.value)
+    assert not path.exists()
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_another_device_than_the_models_is_refused(model: Tiny) -> None:
+    with pytest.raises(ConfigError, match="device=meta but the model is on cpu"):
+        OffloadZero(model, device="meta")
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_a_module_to_keep_that_is_not_in_the_model_is_refused(model: Tiny, make: Make) -> None:
+    for keep in (nn.LayerNorm, nn.Linear(2, 2)):
+        with pytest.raises(ConfigError, match="not in the model"):
+            make(model, keep_fp32=[keep], cpu_memory="1GiB")
+
+
+# Half-way.
+
+
+def test_a_disk_that_fails_while_masters_are_written_leaves_nothing_held(
+    model: Tiny, make: Make, path: Path, disk: FaultyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = open_files(), arena_bytes()
+    threads = {thread for thread in threading.enumerate() if thread.name != "faulty-disk"}
+    given = AdamW(model.parameters())
+    disk.fail("write", errno.EIO, nth=3)
+    with pytest.raises(TierIOError) as caught:
+        make(model, given)
+    assert any("build the model again" in note for note in caught.value.__notes__)
+    del caught
+    assert (open_files(), arena_bytes()) == before
+    assert {thread for thread in threading.enumerate() if thread.name != "faulty-disk"} <= threads
+    monkeypatch.undo()
+    # Neither the path nor the optimizer is taken.
+    fresh = Tiny()
+    one_step(fresh, make(fresh))
+
+
+@pytest.mark.parametrize("culprit", ["load", "GradientSink", "Store", "Parameters", "Masters", "Step"])
+def test_whatever_fails_half_way_leaves_nothing(
+    culprit: str, model: Tiny, unchanged: None, make: Make, monkeypatch: pytest.MonkeyPatch, path: Path
+) -> None:
+    def broken(*args: object, **kwargs: object) -> None:
+        raise ZeroDivisionError
+
+    path.mkdir()
+    make_first = Tiny()
+    make(make_first).close()
+    monkeypatch.setattr(offload.zero, culprit, broken)
+    with pytest.raises(ZeroDivisionError):
+        make(model)
+    monkeypatch.undo()
+    (path / SWAP_NAME).unlink()
+    path.rmdir()
+
+
+# Afterwards.
+
+
+def test_close_leaves_neither_lock_nor_thread_nor_descriptor_nor_memory(model: Tiny, make: Make) -> None:
+    before = open_files(), set(threading.enumerate()), arena_bytes()
+    optimizer = make(model)
+    one_step(model, optimizer)
+    optimizer.close()
+    optimizer.close()
+    assert (open_files(), set(threading.enumerate()), arena_bytes()) == before
+    assert not any(param._backward_hooks for param in model.parameters())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    model.float()(torch.zeros(1, 16)).sum().backward()
+    del optimizer
+
+
+def test_the_old_optimizers_step_raises(model: Tiny, make: Make) -> None:
+    old = AdamW(model.parameters())
+    optimizer = make(model, old)
+    with pytest.raises(GradientMovedError, match="OffloadZero"):
+        old.step()
+    assert old.param_groups[0] is optimizer.param_groups[0]
+
+
+def test_parameters_cannot_be_added_later(model: Tiny, make: Make) -> None:
+    optimizer = make(model)
+    with pytest.raises(ConfigError, match="cannot be added"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("copying", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_the_optimizer_cannot_be_copied(copying: Callable[[object], object], model: Tiny, make: Make) -> None:
+    optimizer = make(model)
+    with pytest.raises(ConfigError, match="cannot be copied"):
+        copying(optimizer)
+    one_step(model, optimizer)
+
+
+def test_prefetch_and_least_memory_agree(model: Tiny, make: Make) -> None:
+    least = least_cpu_memory(model, tuning=SMALL)
+    with pytest.raises(BudgetError):
+        make(model, cpu_memory=least - 1)
+    optimizer = make(model, cpu_memory=least, tuning=Tuning(chunk="4KiB", prefetch=50, threads=1))
+    assert optimizer.stats()["peak_cpu_bytes"] <= least
