@@ -73,14 +73,14 @@ os.register_at_fork(after_in_child=_close_in_child)
 _told_no_direct: set[int] = set()
 
 
-def open_file(path: str) -> IOFile:
+def open_file(path: str, *, buffered: bool = False) -> IOFile:
     """Opens a regular file to read and write, made with mode 0600 if missing, past the page cache where the file
-    system can. A link as last component is refused.
+    system can, unless `buffered`. A link as last component is refused.
 
     Raises: PathError.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    direct = getattr(os, "O_DIRECT", 0)
+    direct = 0 if buffered else getattr(os, "O_DIRECT", 0)
     try:
         try:
             # O_NONBLOCK: a FIFO put in the file's place must not hang us; it changes nothing for a regular file.
@@ -96,7 +96,7 @@ def open_file(path: str) -> IOFile:
     if not stat.S_ISREG(info.st_mode):
         os.close(fd)
         raise PathError(errno.EEXIST, "the swap file's place is taken by something that is no regular file", path)
-    if not direct and info.st_dev not in _told_no_direct:
+    if not (direct or buffered) and info.st_dev not in _told_no_direct:
         _told_no_direct.add(info.st_dev)
         _log.warning("%s: no O_DIRECT on this file system; swap files go through the page cache", path)
     return IOFile(path, fd, bool(direct))
@@ -119,6 +119,10 @@ class IOEngine(ABC):
     @abstractmethod
     def open(self, path: str) -> IOFile:
         """Opens `path` as `open_file` does and keeps it until `close()`. Raises: PathError."""
+
+    def register(self, memory: memoryview) -> None:
+        """Tells the engine of the slab that most transfers will be from or to, which may make them cheaper."""
+        return
 
     @abstractmethod
     def read(self, file: IOFile, offset: int, buffer: memoryview) -> IOFuture:

@@ -7,17 +7,30 @@ import pytest
 
 from offload.io import engine as contract
 from offload.io.engine import IOEngine
+from offload.io.portable import PortableEngine
 from offload.io.threads import ThreadEngine
 from tests.support.faulty_engine import FaultyEngine
 
-ENGINES: dict[str, Callable[[], IOEngine]] = {"threads": ThreadEngine, "late": FaultyEngine}
+ENGINES: dict[str, Callable[[], IOEngine]] = {
+    "threads": ThreadEngine,
+    "portable": PortableEngine,
+    "late": FaultyEngine,
+}
+OVER_PREADV = ("threads", "late")
+"""Those whose system calls a test can replace."""
+QUEUED = ("threads", "portable")
+"""Those whose requests a test can answer in their place."""
 
 
-@pytest.fixture(params=ENGINES)
-def engine(request: pytest.FixtureRequest) -> Iterator[IOEngine]:
-    made = ENGINES[request.param]()
-    yield made
-    made.close()
+def _made(request: pytest.FixtureRequest) -> Iterator[IOEngine]:
+    engine = ENGINES[request.param]()
+    yield engine
+    engine.close()
+
+
+engine = pytest.fixture(params=ENGINES)(_made)
+over_preadv = pytest.fixture(params=OVER_PREADV)(_made)
+queued = pytest.fixture(params=QUEUED)(_made)
 
 
 @pytest.fixture

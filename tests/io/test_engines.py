@@ -14,7 +14,7 @@ import pytest
 
 from offload.errors import PathError, TierIOError
 from offload.io.engine import IOEngine
-from offload.io.queue import REQUEST_BYTES
+from offload.io.queue import REQUEST_BYTES, QueuedEngine, Request
 from offload.io.threads import ThreadEngine
 from offload.sizes import MIB, PAGE_BYTES
 from tests.io.conftest import ENGINES
@@ -75,9 +75,9 @@ def test_what_is_not_aligned_is_refused_at_the_call(engine: IOEngine, place: str
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_future_resolves_only_when_no_part_is_under_way(
-    engine: IOEngine, place: str, fails: bool, monkeypatch: pytest.MonkeyPatch
+    over_preadv: IOEngine, place: str, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = engine.open(place)
+    file = over_preadv.open(place)
     gate, started, ended = threading.Event(), threading.Semaphore(0), []
     real = os.pwritev
 
@@ -91,7 +91,7 @@ def test_a_future_resolves_only_when_no_part_is_under_way(
         return count
 
     monkeypatch.setattr(os, "pwritev", gated)
-    whole = engine.write(file, 0, blank(2 * REQUEST_BYTES))
+    whole = over_preadv.write(file, 0, blank(2 * REQUEST_BYTES))
     for _ in range(1 if fails else 2):
         assert started.acquire(timeout=WAIT_S)
     assert not whole.done()
@@ -110,9 +110,9 @@ def cut_to(size: int) -> Callable[[Callable[..., int]], Callable[..., int]]:
 
 @pytest.mark.parametrize("size", [PAGE_BYTES, 3 * PAGE_BYTES + 512, PAGE_BYTES + 1])
 def test_short_transfers_are_continued(
-    engine: IOEngine, place: str, size: int, monkeypatch: pytest.MonkeyPatch
+    over_preadv: IOEngine, place: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = engine.open(place)
+    file = over_preadv.open(place)
     data, into = noise(11 * PAGE_BYTES), blank(11 * PAGE_BYTES)
     bounce = blank(11 * PAGE_BYTES)
     real_read, real_write = os.preadv, os.pwritev
@@ -128,20 +128,20 @@ def test_short_transfers_are_continued(
 
     monkeypatch.setattr(os, "pwritev", short_write)
     monkeypatch.setattr(os, "preadv", short_read)
-    assert engine.write(file, 0, data).result(WAIT_S) == len(data)
-    assert engine.read(file, 0, into).result(WAIT_S) == len(data)
+    assert over_preadv.write(file, 0, data).result(WAIT_S) == len(data)
+    assert over_preadv.read(file, 0, into).result(WAIT_S) == len(data)
     assert into == data
 
 
 @pytest.mark.parametrize(("operation", "call"), [("read", "preadv"), ("write", "pwritev")])
 @pytest.mark.parametrize("count", [0, 512])
 def test_a_transfer_that_gets_nowhere_is_an_error(
-    engine: IOEngine, place: str, operation: str, call: str, count: int, monkeypatch: pytest.MonkeyPatch
+    over_preadv: IOEngine, place: str, operation: str, call: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = engine.open(place)
+    file = over_preadv.open(place)
     monkeypatch.setattr(os, call, lambda fd, buffers, offset: count if file.direct else 0)
     with pytest.raises(TierIOError) as caught:
-        getattr(engine, operation)(file, 0, blank(2 * PAGE_BYTES)).result(WAIT_S)
+        getattr(over_preadv, operation)(file, 0, blank(2 * PAGE_BYTES)).result(WAIT_S)
     assert (caught.value.errno, caught.value.offset, caught.value.operation) == (errno.EIO, 0, operation)
 
 
@@ -161,11 +161,11 @@ def test_a_file_shorter_than_recorded_is_an_error_with_the_place_where_it_ends(e
 @pytest.mark.parametrize(("operation", "call"), [("read", "preadv"), ("write", "pwritev")])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EINTR, errno.EDQUOT])
 def test_an_error_in_the_middle_says_what_failed_where(
-    engine: IOEngine, place: str, operation: str, call: str, code: int, monkeypatch: pytest.MonkeyPatch
+    over_preadv: IOEngine, place: str, operation: str, call: str, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = engine.open(place)
+    file = over_preadv.open(place)
     size = 3 * REQUEST_BYTES
-    engine.write(file, 0, blank(size)).result(WAIT_S)
+    over_preadv.write(file, 0, blank(size)).result(WAIT_S)
     real = getattr(os, call)
 
     def broken(fd: int, buffers: list[memoryview], offset: int) -> int:
@@ -175,29 +175,29 @@ def test_an_error_in_the_middle_says_what_failed_where(
 
     monkeypatch.setattr(os, call, broken)
     with pytest.raises(TierIOError) as caught:
-        getattr(engine, operation)(file, 0, blank(size)).result(WAIT_S)
+        getattr(over_preadv, operation)(file, 0, blank(size)).result(WAIT_S)
     error = caught.value
     assert (error.errno, error.filename, error.offset, error.length) == (code, place, REQUEST_BYTES, REQUEST_BYTES)
     assert error.operation == operation
     assert str(REQUEST_BYTES) in str(error)
     assert os.strerror(code) in str(error)
     # It was this transfer's error, nobody else's.
-    assert getattr(engine, operation)(file, 0, blank(PAGE_BYTES)).result(WAIT_S) == PAGE_BYTES
+    assert getattr(over_preadv, operation)(file, 0, blank(PAGE_BYTES)).result(WAIT_S) == PAGE_BYTES
 
 
-def test_a_failing_sync_is_an_error(engine: IOEngine, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = engine.open(place)
+def test_a_failing_sync_is_an_error(over_preadv: IOEngine, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = over_preadv.open(place)
 
     def broken(fd: int) -> None:
         raise OSError(errno.EIO, "no")
 
     monkeypatch.setattr(os, "fdatasync", broken)
     with pytest.raises(TierIOError) as caught:
-        engine.sync(file).result(WAIT_S)
+        over_preadv.sync(file).result(WAIT_S)
     assert (caught.value.errno, caught.value.filename, caught.value.operation) == (errno.EIO, place, "sync")
 
 
-@pytest.mark.parametrize("make", ["threads", "late"])
+@pytest.mark.parametrize("make", ENGINES)
 def test_close_waits_then_leaves_neither_descriptor_nor_thread(make: str, tmp_path: Path) -> None:
     threads = set(threading.enumerate())
     engine = ENGINES[make]()
@@ -239,7 +239,7 @@ def test_a_refused_o_direct_falls_back_and_says_so_once(
     monkeypatch.setattr(os, "open", refuse)
     with caplog.at_level(logging.WARNING, "offload"):
         files = [engine.open(str(tmp_path / str(n))) for n in range(3)]
-    assert [record.message.count("O_DIRECT") for record in caplog.records] == [1]
+    assert [record.message.count("O_DIRECT") for record in caplog.records] == ([] if engine.name == "portable" else [1])
     for file in files:
         assert not file.direct
         data, into = noise(5 * PAGE_BYTES), blank(5 * PAGE_BYTES)
@@ -248,12 +248,14 @@ def test_a_refused_o_direct_falls_back_and_says_so_once(
         assert into == data
 
 
-def test_where_the_file_system_takes_o_direct_it_is_on(engine: IOEngine, place: str) -> None:
+def test_where_the_file_system_takes_o_direct_it_is_on_but_for_the_portable_engine(
+    engine: IOEngine, place: str
+) -> None:
     try:
         os.close(os.open(place, os.O_RDWR | os.O_CREAT | os.O_DIRECT))
     except OSError:
         pytest.skip("no O_DIRECT here")
-    assert engine.open(place).direct
+    assert engine.open(place).direct == (engine.name != "portable")
 
 
 def test_a_memory_file_system_works(engine: IOEngine) -> None:
@@ -313,3 +315,167 @@ def test_the_late_engine_is_late_and_out_of_order(place: str) -> None:
     assert sorted(order) == list(range(20))
     assert order != list(range(20))
     assert engine.most_at_once > 3
+
+
+Answer = Callable[[Request], int | None]
+
+
+def answer(engine: IOEngine, monkeypatch: pytest.MonkeyPatch, instead: Answer) -> list[Request]:
+    """Requests for which `instead` gives a result end with it, without being started; returns all requests."""
+    assert isinstance(engine, QueuedEngine)
+    seen: list[Request] = []
+    real = engine._start
+
+    def start(requests: list[Request]) -> None:
+        seen.extend(requests)
+        for request in requests:
+            result = instead(request)
+            if result is None:
+                real([request])
+            else:
+                threading.Thread(target=engine._ended, args=(request, result)).start()
+
+    monkeypatch.setattr(engine, "_start", start)
+    return seen
+
+
+def moved_by_hand(request: Request, count: int) -> int:
+    """Moves the first `count` bytes past the engine, as a transfer that ends short."""
+    left = count
+    with open(request.file.path, "r+b", buffering=0) as plain:
+        plain.seek(request.offset)
+        for view in request.views:
+            part = view[:left]
+            if request.operation == "read":
+                plain.readinto(part)
+            else:
+                plain.write(part)
+            left -= len(part)
+    return count
+
+
+@pytest.mark.parametrize("count", [PAGE_BYTES, 2 * PAGE_BYTES + 512, 3 * PAGE_BYTES - 1])
+def test_every_engine_continues_what_ended_short(
+    queued: IOEngine, place: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = queued.open(place)
+    data, into = noise(11 * PAGE_BYTES), blank(11 * PAGE_BYTES)
+
+    def short(request: Request) -> int | None:
+        return moved_by_hand(request, count) if request.length > 4 * PAGE_BYTES else None
+
+    seen = answer(queued, monkeypatch, short)
+    assert queued.write(file, 0, data).result(WAIT_S) == len(data)
+    assert queued.read(file, 0, into).result(WAIT_S) == len(data)
+    assert into == data
+    assert len(seen) > 4
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+@pytest.mark.parametrize(("result", "code"), [(-errno.EIO, errno.EIO), (-errno.ENOSPC, errno.ENOSPC), (0, errno.EIO)])
+def test_every_engine_says_what_failed_where(
+    queued: IOEngine, place: str, operation: str, result: int, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = queued.open(place)
+    size = 3 * REQUEST_BYTES
+    queued.write(file, 0, blank(size)).result(WAIT_S)
+    answer(queued, monkeypatch, lambda request: result if request.offset == REQUEST_BYTES else None)
+    with pytest.raises(TierIOError) as caught:
+        getattr(queued, operation)(file, 0, blank(size)).result(WAIT_S)
+    error = caught.value
+    assert (error.errno, error.filename, error.offset, error.length) == (code, place, REQUEST_BYTES, REQUEST_BYTES)
+    assert getattr(queued, operation)(file, 0, blank(PAGE_BYTES)).result(WAIT_S) == PAGE_BYTES
+
+
+def held(engine: IOEngine, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Request], Callable[[], None]]:
+    """Requests are collected, and end, successfully and in any order, when the second is called."""
+    assert isinstance(engine, QueuedEngine)
+    under_way: list[Request] = []
+    monkeypatch.setattr(engine, "_start", under_way.extend)
+
+    def release() -> None:
+        assert isinstance(engine, QueuedEngine)
+        batch = under_way[:]
+        under_way.clear()
+        for request in random.Random(1).sample(batch, len(batch)):
+            engine._ended(request, request.length)
+
+    return under_way, release
+
+
+def test_no_more_than_the_depth_is_under_way_and_large_transfers_are_split(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = ThreadEngine(request_bytes=2 * PAGE_BYTES, depth=3)
+    file = engine.open(place)
+    under_way, release = held(engine, monkeypatch)
+    whole = engine.read(file, 0, blank(21 * PAGE_BYTES))
+    sizes = []
+    while under_way:
+        assert len(under_way) <= 3
+        sizes += [request.length for request in under_way]
+        assert not whole.done()
+        release()
+    assert sizes == [2 * PAGE_BYTES] * 10 + [PAGE_BYTES]
+    assert whole.result(0) == 21 * PAGE_BYTES
+    engine.close()
+
+
+def test_reading_and_writing_share_a_drive_by_bytes(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ThreadEngine(request_bytes=PAGE_BYTES, depth=4)
+    file = engine.open(place)
+    under_way, release = held(engine, monkeypatch)
+    futures = [engine.write(file, 0, blank(40 * PAGE_BYTES)), engine.read(file, 0, blank(40 * PAGE_BYTES))]
+    counts = {"read": 0, "write": 0}
+    release()
+    while all(not future.done() for future in futures):
+        for request in under_way:
+            counts[request.operation] += 1
+        assert abs(counts["read"] - counts["write"]) <= 4
+        release()
+    while under_way:
+        release()
+    assert all(future.result(0) == 40 * PAGE_BYTES for future in futures)
+    engine.close()
+
+
+def test_small_transfers_that_follow_one_another_become_one_request(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = ThreadEngine(request_bytes=4 * PAGE_BYTES, depth=1)
+    file = engine.open(place)
+    under_way, release = held(engine, monkeypatch)
+    buffers = [noise(PAGE_BYTES, seed) for seed in range(9)]
+    # The first starts at once; the next five are in line meanwhile; then a gap; the last two follow each other.
+    places = [0, 1, 2, 3, 4, 5, 8, 9, 20]
+    futures = [engine.write(file, n * PAGE_BYTES, buffer) for n, buffer in zip(places, buffers, strict=True)]
+    requests = []
+    while under_way:
+        requests += [(request.offset // PAGE_BYTES, len(request.pieces)) for request in under_way]
+        release()
+    assert requests == [(0, 1), (1, 4), (5, 1), (8, 2), (20, 1)]
+    assert all(future.result(0) == PAGE_BYTES for future in futures)
+    engine.close()
+
+
+def test_an_error_in_a_joined_request_names_the_place_of_each_transfer(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = ThreadEngine(request_bytes=4 * PAGE_BYTES, depth=1)
+    file = engine.open(place)
+    under_way, release = held(engine, monkeypatch)
+    futures = [engine.write(file, n * PAGE_BYTES, blank(PAGE_BYTES)) for n in range(3)]
+    release()
+    (joined,) = under_way
+    assert len(joined.pieces) == 2
+    under_way.clear()
+    # One page got there, then the disk was full.
+    engine._ended(joined, PAGE_BYTES)
+    assert futures[1].result(0) == PAGE_BYTES
+    (rest,) = under_way
+    under_way.clear()
+    engine._ended(rest, -errno.ENOSPC)
+    error = futures[2].exception(0)
+    assert isinstance(error, TierIOError)
+    assert (error.errno, error.offset, error.length) == (errno.ENOSPC, 2 * PAGE_BYTES, PAGE_BYTES)
+    engine.close()
