@@ -5,10 +5,14 @@ Commands import torch when they run, not when they are registered, so that `--he
 
 from __future__ import annotations
 
+import signal
 import sys
+from types import FrameType
+from typing import NoReturn
 
 import typer
 
+from offload.cli.bench_adam import adam
 from offload.cli.console import EXIT_INTERRUPTED, Commands
 from offload.cli.doctor import doctor
 from offload.cli.train import train
@@ -23,11 +27,18 @@ app.command()(train)
 app.command()(doctor)
 
 bench = typer.Typer(cls=Commands, no_args_is_help=True, help="Measure this machine against its own limits.")
+bench.command()(adam)
 app.add_typer(bench, name="bench")
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)
 
 
 def run() -> None:
     """The console script."""
+    # Schedulers and `timeout` end a run so: it takes its swap files with it, as after Ctrl-C.
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         app()
     except KeyboardInterrupt:  # before or after a command, which handles its own

@@ -20,6 +20,7 @@ OPTIONS = {
         "--cpu-memory", "--chunk", "--threads", "--seed", "--data", "--out", "--json",
     },
     "doctor": {"--path", "--json"},
+    "bench adam": {"--n", "--threads", "--rounds", "--json", "--out"},
 }  # fmt: skip
 
 
@@ -88,6 +89,7 @@ def test_interrupt_outside_a_command_is_exit_code_130(monkeypatch: pytest.Monkey
         raise KeyboardInterrupt
 
     monkeypatch.setattr("offload.cli.main.app", interrupted)
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)  # pytest keeps its own
     with pytest.raises(SystemExit) as ended:
         run()
     assert ended.value.code == 130

@@ -65,6 +65,15 @@ def test_loss_is_fp32_of_bf16_parameters() -> None:
     assert (logits.dtype, loss.dtype, loss.shape) == (torch.bfloat16, torch.float32, ())
 
 
+def test_every_parameter_learns() -> None:
+    model = GPT(TINY)
+    tokens = torch.arange(16)[None]
+    _, loss = model(tokens, tokens + 1)
+    loss.backward()
+    still = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    assert still == []
+
+
 def test_loss_falls_in_plain_torch() -> None:
     model = GPT(TINY)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
