@@ -18,17 +18,16 @@ LINES = 20
 
 
 def moved(stats: Mapping[str, Any]) -> str:
-    """Bytes moved so far a tier, from the optimizer's `stats()`; tiers that moved nothing are left out."""
+    """Bytes moved so far a tier, both ways together, from the optimizer's `stats()`."""
     tiers = {
-        "nvme": (stats["nvme_read_bytes"], stats["nvme_written_bytes"]),
-        "device": (stats["device_to_host_bytes"], stats["host_to_device_bytes"]),
+        "nvme": stats["nvme_read_bytes"] + stats["nvme_written_bytes"],
+        "device": stats["device_to_host_bytes"] + stats["host_to_device_bytes"],
     }
-    shown = [
-        f"{tier} {format_bytes(out)} read, {format_bytes(into)} written"
-        for tier, (out, into) in tiers.items()
-        if out or into
-    ]
-    return "; ".join(shown) or "all in RAM"
+    return ", ".join(f"{tier} {format_bytes(count)}" for tier, count in tiers.items() if count) or "all in RAM"
+
+
+def status(loss: float, tokens_per_s: float, stats: Mapping[str, Any]) -> str:
+    return f"loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s  {moved(stats)}"
 
 
 class Progress(ABC):
@@ -55,13 +54,12 @@ class Bar(Progress):
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(bar_width=None),
-            TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} tokens/s"),
-            TextColumn("{task.fields[moved]}"),
+            TextColumn("{task.fields[status]}"),
             TimeRemainingColumn(),
             console=console,
             expand=True,
         )
-        self._task = self._progress.add_task("train", total=steps, loss=float("nan"), rate=0.0, moved="")
+        self._task = self._progress.add_task("train", total=steps, status="starting")
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -73,7 +71,7 @@ class Bar(Progress):
         self._progress.stop()  # gives the cursor back, also after Ctrl-C
 
     def step(self, done: int, loss: float, tokens_per_s: float, stats: Mapping[str, Any]) -> None:
-        self._progress.update(self._task, completed=done, loss=loss, rate=tokens_per_s, moved=moved(stats))
+        self._progress.update(self._task, completed=done, status=status(loss, tokens_per_s, stats))
 
 
 class Lines(Progress):
@@ -87,7 +85,7 @@ class Lines(Progress):
     def step(self, done: int, loss: float, tokens_per_s: float, stats: Mapping[str, Any]) -> None:
         if done in (1, self._steps) or done % self._every == 0:
             self._console.print(
-                f"step {done}/{self._steps}  loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s  {moved(stats)}",
+                f"step {done}/{self._steps}  {status(loss, tokens_per_s, stats)}",
                 soft_wrap=True,
                 highlight=False,
             )

@@ -16,7 +16,6 @@ from typer.testing import CliRunner, Result
 import offload
 from offload.cli import loop, text
 from offload.cli.main import app
-from offload.cli.progress import moved
 from offload.store.slots import SWAP_NAME
 
 FIELDS = {
@@ -295,11 +294,3 @@ def test_validation_reads_only_held_out_text(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(loop, "cut_windows", spy)
     run_json("--tier", "cpu")
     assert seen == [text.load_text(None, 16).validation.tobytes()]
-
-
-def test_moved_names_each_tier_that_moved() -> None:
-    stats = {"nvme_read_bytes": 1 << 30, "nvme_written_bytes": 2 << 30}
-    stats |= {"device_to_host_bytes": 0, "host_to_device_bytes": 0}
-    assert moved(stats) == "nvme 1 GiB read, 2 GiB written"
-    assert moved(stats | {"device_to_host_bytes": 1024}).endswith("; device 1 KiB read, 0 B written")
-    assert moved(dict.fromkeys(stats, 0)) == "all in RAM"
