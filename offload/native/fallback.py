@@ -10,7 +10,7 @@ from torch import Tensor
 
 from offload.native.contract import SUM_BLOCK, AdamScalars, Part
 
-_TORCH_BLOCK = 16384  # elements: the fallback's temporaries stay in the second-level cache
+_TORCH_BLOCK = 32768  # elements: temporaries stay in the second-level cache, and torch starts no threads
 
 
 class _Scratch(threading.local):

@@ -21,10 +21,13 @@ class Pool:
     def __init__(self, workers: int) -> None:
         self.pid = os.getpid()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        for i in range(workers):
-            thread = threading.Thread(target=_work, args=(self._jobs,), name=f"offload-kernel-{i}", daemon=True)
+        threads = [
+            threading.Thread(target=_work, args=(self._jobs,), name=f"offload-kernel-{i}", daemon=True)
+            for i in range(workers)
+        ]
+        for thread in threads:
             thread.start()
-        self.stop = weakref.finalize(self, _stop, self._jobs, workers, self.pid)
+        self.stop = weakref.finalize(self, _stop, self._jobs, threads, self.pid)
 
     def run(self, part: Part, edges: list[int]) -> None:
         """Runs `part` on each range between two edges, the first of them here.
@@ -65,10 +68,15 @@ def _work(jobs: SimpleQueue[_Job | None]) -> None:
         del done, error
 
 
-def _stop(jobs: SimpleQueue[_Job | None], workers: int, pid: int) -> None:
-    if pid == os.getpid():
-        for _ in range(workers):
-            jobs.put(None)
+def _stop(jobs: SimpleQueue[_Job | None], threads: list[threading.Thread], pid: int) -> None:
+    if pid != os.getpid():
+        return  # a forked child has no such threads
+    for _ in threads:
+        jobs.put(None)
+    # A thread that still ends while the interpreter does would abort the process: its tensors go then.
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join()
 
 
 def usable_cpus() -> int:

@@ -139,6 +139,20 @@ def test_blocks_touched(first: int, n: int, blocks: int) -> None:
     assert native.sum_blocks(first, n) == blocks
 
 
+@pytest.mark.parametrize(
+    ("step", "lr", "beta1", "beta2"), [(1, 1e-3, 0.9, 0.999), (3, 0.3, 0.7, 0.95), (10**6, 7e-5, 0.0, 0.99)]
+)
+def test_scalars_are_those_of_the_contract_in_double(step: int, lr: float, beta1: float, beta2: float) -> None:
+    found = native.AdamScalars.at(
+        step=step, lr=lr, betas=(beta1, beta2), eps=1e-8, weight_decay=0.1, decoupled=False, scale=0.5
+    )
+    assert found.neg_step_size == -(lr / (1 - beta1**step))
+    assert found.sqrt_bias_correction2 == (1 - beta2**step) ** 0.5
+    assert found.decay == 1 - lr * 0.1
+    assert (found.one_minus_beta1, found.beta2, found.one_minus_beta2) == (1 - beta1, beta2, 1 - beta2)
+    assert (found.scale, found.weight_decay, found.eps) == (0.5, 0.1, 1e-8)
+
+
 @pytest.mark.parametrize("variant", native.available_variants())
 def test_written_tensors_get_a_new_version(variant: str) -> None:
     mine = kernels(variant)

@@ -152,6 +152,24 @@ def test_closed_kernels_say_so_and_their_threads_end() -> None:
         mine.scale(torch.ones(2), 2.0)
 
 
+EXIT = """
+import sys, torch
+from offload import native
+mine = [native.load(3, variant) for variant in native.available_variants()]
+x = torch.ones(300_000)
+sums = torch.zeros(native.sum_blocks(0, 300_000), dtype=torch.float64)
+for one in mine:
+    one.sum_squares(x, 0, sums)
+"""
+
+
+def test_a_process_ends_cleanly_with_its_pools_open() -> None:
+    root = Path(native.__file__).parents[2]
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", EXIT], timeout=60, cwd=root, capture_output=True, check=False)
+        assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_kernels_let_go_end_their_threads() -> None:
     before = threading.active_count()
     mine = native.load(3, "torch")
