@@ -12,7 +12,7 @@ ROOT = Path(offload.__file__).parent
 FLOORS = [
     ["errors", "sizes", "timeline"],
     ["config", "layout"],
-    ["native", "copies", "comm", "io"],
+    ["native", "ring", "copies", "comm", "io"],
     ["store"],
     ["optim", "checkpoint"],
     ["module"],
@@ -22,7 +22,7 @@ FLOORS = [
 """Files and folders of offload/, from the ground up; in a floor, each may import those before it."""
 
 ONLY_USED_BY = {
-    "ctypes": {"native"},
+    "ctypes": {"native", "ring"},
     "torch.distributed": {"comm"},
     "torch.cuda": {"copies"},
     "aiofiles": {"io"},

@@ -23,9 +23,6 @@ from offload.sizes import MIB, PAGE_BYTES
 
 REQUEST_BYTES = 4 * MIB
 DEPTH = 8
-MOST_VIEWS = 64
-"""Buffers a joined request: far below the 1024 that preadv takes."""
-
 Operation = Literal["read", "write", "sync"]
 
 
@@ -114,7 +111,7 @@ class Drive:
     def idle(self) -> bool:
         return not (self.under_way or self.reads or self.writes)
 
-    def take(self, depth: int, request_bytes: int) -> Iterator[Request]:
+    def take(self, depth: int, request_bytes: int, most_views: int) -> Iterator[Request]:
         """The requests to start now."""
         while self.under_way < depth and (self.reads or self.writes):
             if not (self.reads and self.writes):
@@ -123,16 +120,16 @@ class Drive:
             reads_first = self.served["read"] <= self.served["write"]
             queue = self.reads if self.reads and (reads_first or not self.writes) else self.writes
             request = queue.popleft()
-            _join(request, queue, request_bytes)
+            _join(request, queue, request_bytes, most_views)
             self.served[request.operation] += request.length
             self.under_way += 1
             yield request
 
 
-def _join(request: Request, queue: deque[Request], request_bytes: int) -> None:
+def _join(request: Request, queue: deque[Request], request_bytes: int, most_views: int) -> None:
     """Takes requests that follow in the file from the head of the queue into `request`."""
     length = request.length
-    while queue and len(request.pieces) < MOST_VIEWS:
+    while queue and len(request.pieces) < most_views:
         following = queue[0]
         if following.offset != request.offset + length or length + following.length > request_bytes:
             return
@@ -145,6 +142,9 @@ class QueuedEngine(IOEngine):
 
     Args: request_bytes: the most a request moves, whole pages; depth: requests under way a file.
     """
+
+    most_views = 64
+    """Buffers a joined request: far below the 1024 that preadv takes."""
 
     def __init__(self, request_bytes: int = REQUEST_BYTES, depth: int = DEPTH) -> None:
         self._request_bytes = request_bytes
@@ -201,7 +201,7 @@ class QueuedEngine(IOEngine):
             for start in range(0, len(buffer), self._request_bytes):
                 piece = Piece(buffer[start : start + self._request_bytes], transfer)
                 queue.append(Request(operation, file, offset + start, [piece]))
-            requests = list(drive.take(self._depth, self._request_bytes))
+            requests = list(drive.take(self._depth, self._request_bytes, self.most_views))
         if requests:
             self._start(requests)
         return transfer.future
@@ -214,7 +214,7 @@ class QueuedEngine(IOEngine):
             drive.under_way -= 1
             if rest is not None:
                 (drive.reads if rest.operation == "read" else drive.writes).appendleft(rest)
-            requests = list(drive.take(self._depth, self._request_bytes))
+            requests = list(drive.take(self._depth, self._request_bytes, self.most_views))
             self._changed.notify_all()
         if requests:
             self._start(requests)

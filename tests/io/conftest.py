@@ -9,16 +9,18 @@ from offload.io import engine as contract
 from offload.io.engine import IOEngine
 from offload.io.portable import PortableEngine
 from offload.io.threads import ThreadEngine
+from offload.io.uring import UringEngine
 from tests.support.faulty_engine import FaultyEngine
 
 ENGINES: dict[str, Callable[[], IOEngine]] = {
     "threads": ThreadEngine,
     "portable": PortableEngine,
+    "uring": UringEngine,
     "late": FaultyEngine,
 }
 OVER_PREADV = ("threads", "late")
 """Those whose system calls a test can replace."""
-QUEUED = ("threads", "portable")
+QUEUED = ("threads", "portable", "uring")
 """Those whose requests a test can answer in their place."""
 
 
