@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,8 +78,14 @@ def test_tiers_give_the_same_losses() -> None:
     assert (cpu["nvme_read_bytes"], cpu["nvme_written_bytes"], cpu["files"]) == (0, 0, [])
 
 
-def test_seed_changes_the_run() -> None:
-    assert run_json("--tier", "cpu")["losses"] != run_json("--tier", "cpu", "--seed", "1")["losses"]
+def test_seed_changes_the_initial_values_and_the_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [run_json("--tier", "cpu", "--seed", seed) for seed in "01"]
+    assert runs[0]["val_loss_first"] != runs[1]["val_loss_first"]
+    made = loop.GPT
+    monkeypatch.setattr(loop, "GPT", lambda config, seed=0, device="cpu": made(config, 0, device))
+    other = run_json("--tier", "cpu", "--seed", "1")
+    assert runs[0]["val_loss_first"] == other["val_loss_first"]
+    assert runs[0]["loss_first"] != other["loss_first"]
 
 
 def test_accumulation_counts_its_micro_batches() -> None:
@@ -130,6 +135,7 @@ def test_files_of_others_at_the_path_stay(folder: Path) -> None:
     (folder / "mine" / "thesis.txt").write_text("x")
     run_json("--path", "mine")
     assert [file.name for file in (folder / "mine").iterdir()] == ["thesis.txt"]
+    assert sorted(file.name for file in folder.iterdir()) == ["mine", "out"]
 
 
 def test_path_of_a_live_run_is_refused_and_untouched(folder: Path) -> None:
@@ -215,6 +221,16 @@ def test_full_disk_leaves_no_file_behind(folder: Path, monkeypatch: pytest.Monke
     assert [file.name for file in folder.iterdir()] == ["out"]
 
 
+def test_interrupt_while_the_masters_are_written_leaves_no_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(optimizer: offload.OffloadZero) -> None:
+        assert (folder / "scratch" / SWAP_NAME).exists()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(offload.OffloadZero, "_take_model", interrupted)
+    assert run().exit_code == 130
+    assert [file.name for file in folder.iterdir()] == ["out"]
+
+
 def test_model_larger_than_free_ram_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "free_memory", lambda: 1_000_000)
     result = run()
@@ -233,6 +249,13 @@ def test_files_go_when_training_fails(folder: Path, monkeypatch: pytest.MonkeyPa
     assert [file.name for file in folder.iterdir()] == ["out"]
 
 
+def wait_for_line(process: subprocess.Popen[str], start: str) -> None:
+    assert process.stderr is not None
+    for line in process.stderr:  # ends with the process; the time limit is pytest's
+        if line.startswith(start):
+            return
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted_run_leaves_no_file(folder: Path, number: signal.Signals, code: int) -> None:
     command = "from offload.cli.main import run; run()"
@@ -244,15 +267,13 @@ def test_interrupted_run_leaves_no_file(folder: Path, number: signal.Signals, co
         text=True,
         env=os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"},  # the current directory is another one
     )
-    deadline = time.monotonic() + 60
-    assert process.stderr is not None
-    with process:
-        for line in process.stderr:
-            if line.startswith("step 1/") or time.monotonic() > deadline:
-                break
+    try:
+        wait_for_line(process, "step 1/")
         assert (folder / "scratch" / SWAP_NAME).exists()
         process.send_signal(number)
         stdout, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == code, stderr
     assert "Traceback" not in stderr
     assert stdout == ""
