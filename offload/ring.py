@@ -62,6 +62,8 @@ class Ring:
     """A ring of io_uring. Who submits keeps the memory alive and unmoved until the completion is there.
 
     A forked child has no part in it: there, every call raises ClosedError.
+    The kernel may hold a file a moment longer than its last completion (after a sync: up to 20 ms were seen), so a
+    flock ends for certain with LOCK_UN, not with the close of the descriptor.
 
     Attributes: entries (how many requests one `submit` may take; twice as many may be under way).
     Raises: OSError with the errno that says why there is no io_uring here; see `is_available`.
