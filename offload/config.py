@@ -31,7 +31,7 @@ class Tuning:
     chunk: bytes of fp32 master a chunk, the unit of transfer, of the Adam kernel and of I/O.
     prefetch: chunks read ahead of the one in use; None: as many as the budget's buffers allow.
     threads: of the CPU kernels; None: the CPUs this process may use.
-    io_engine: "auto" or "threads".
+    io_engine: "uring", "threads", "portable", or "auto": the best that works here, as `offload bench io` measured.
     split_master, units, tile: reserved; only None (split_master: or False) is taken so far.
     """
 
@@ -49,7 +49,7 @@ class Config:
     """The options after checking. Sizes in bytes; `chunk_numel` in elements."""
 
     tier: Tier
-    path: Path | None
+    paths: tuple[Path, ...]
     cpu_memory: int | None
     compute_dtype: torch.dtype
     keep_fp32: tuple[nn.Module | type[nn.Module], ...]
@@ -58,6 +58,7 @@ class Config:
     chunk_numel: int
     in_flight: int | None
     threads: int | None
+    io_engine: str
 
     @property
     def grad_dtype_is_fp32(self) -> bool:
@@ -85,8 +86,8 @@ def check(
     if not isinstance(tuning, Tuning):
         raise ConfigError(f"tuning={tuning!r} is not a Tuning: give offload.Tuning(chunk=...)")
     _refuse_reserved(reserved, tuning)
-    directory = _one_path(path)
-    chosen = _tier(tier, directory)
+    directories = _paths(path)
+    chosen = _tier(tier, directories)
     if compute_dtype not in COMPUTE_DTYPES:
         allowed = ", ".join(str(dtype) for dtype in COMPUTE_DTYPES)
         raise ConfigError(f"compute_dtype={compute_dtype} is not available: choose one of {allowed}")
@@ -95,7 +96,7 @@ def check(
     prefetch = _whole("Tuning.prefetch", tuning.prefetch, least=0)
     return Config(
         tier=chosen,
-        path=directory,
+        paths=directories,
         cpu_memory=None if cpu_memory is None else parse_bytes(cpu_memory, "cpu_memory"),
         compute_dtype=compute_dtype,
         keep_fp32=_modules(keep_fp32),
@@ -104,6 +105,7 @@ def check(
         chunk_numel=_chunk_numel(tuning.chunk),
         in_flight=None if prefetch is None else max(prefetch + 2, LEAST_IN_FLIGHT),
         threads=_whole("Tuning.threads", tuning.threads, least=1),
+        io_engine=tuning.io_engine,
     )
 
 
@@ -121,7 +123,7 @@ def _refuse_reserved(reserved: dict[str, Any], tuning: Tuning) -> None:
     given = {name: reserved.get(name, values[0]) for name, values in taken.items()}
     options = {*taken, *(check.__kwdefaults__ or ()), "device"}
     taken |= {
-        "Tuning.io_engine": ("auto", "threads"),
+        "Tuning.io_engine": ("auto", "uring", "threads", "portable"),
         "Tuning.split_master": (None, False),
         "Tuning.units": (None,),
         "Tuning.tile": (None,),
@@ -138,31 +140,38 @@ def _refuse_reserved(reserved: dict[str, Any], tuning: Tuning) -> None:
             raise ConfigError(f"{name}={value!r} is not available in this version: leave it at {allowed}")
 
 
-def _one_path(path: PathLike | Sequence[PathLike] | None) -> Path | None:
+def _paths(path: PathLike | Sequence[PathLike] | None) -> tuple[Path, ...]:
     if path is None:
-        return None
-    if isinstance(path, str | os.PathLike):
-        if not os.fspath(path) or "\0" in os.fspath(path):
-            raise ConfigError(f"path={path!r} names no directory: give the directory for the swap files")
-        return Path(path)
-    if not isinstance(path, list | tuple):
-        raise ConfigError(f"path={path!r} is not a path: give the directory for the swap files")
-    paths = list(path)
-    if len(paths) != 1:
-        raise ConfigError(f"path={paths!r}: striping over several directories is not available in this version")
-    return _one_path(paths[0])
+        return ()
+    paths = tuple(map(_one_path, path)) if isinstance(path, list | tuple) else (_one_path(path),)
+    if not paths:
+        raise ConfigError(f"path={path!r} names no directory: give the directory for the swap files, or several")
+    real = [os.path.realpath(one) for one in paths]
+    for one, place in zip(paths, real, strict=True):
+        if real.count(place) > 1:
+            raise ConfigError(f"path names {str(one)!r} more than once: give each directory once")
+    return paths
 
 
-def _tier(tier: str | None, path: Path | None) -> Tier:
+def _one_path(path: object) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"path={path!r} is not a path: give the directory for the swap files, or a list of them")
+    name = os.fspath(path)
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise ConfigError(f"path={path!r} names no directory: give the directory for the swap files")
+    return Path(name)
+
+
+def _tier(tier: str | None, paths: tuple[Path, ...]) -> Tier:
     if tier is None:
-        return "cpu" if path is None else "nvme"
+        return "nvme" if paths else "cpu"
     if tier == "nvme":
-        if path is None:
+        if not paths:
             raise ConfigError('tier="nvme" needs path="...", the directory for its swap files')
         return "nvme"
     if tier == "cpu":
-        if path is not None:
-            raise ConfigError(f'path={str(path)!r} has no use with tier="cpu": drop it, or choose tier="nvme"')
+        if paths:
+            raise ConfigError(f'path={str(paths[0])!r} has no use with tier="cpu": drop it, or choose tier="nvme"')
         return "cpu"
     raise ConfigError(f'tier={tier!r} is not a tier for the optimizer states: choose "cpu" or "nvme"')
 

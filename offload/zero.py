@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from offload import comm
 from offload import config as configuration
+from offload.assembly import assemble
 from offload.config import PathLike, Tuning
-from offload.copies import Copier, copier_for
+from offload.copies import copier_for
 from offload.errors import (
     ClosedError,
     ConfigError,
@@ -24,20 +25,14 @@ from offload.errors import (
     ResumeError,
     StateError,
 )
-from offload.io.threads import ThreadEngine
 from offload.layout import build
 from offload.module.hooks import Hooks
-from offload.module.masters import Masters
-from offload.module.parameters import Parameters, cast_untrained, shaped_like
+from offload.module.parameters import cast_untrained, shaped_like
 from offload.module.units import compute_dtypes, kept_modules, specs_of
-from offload.native import load
 from offload.optim.adopt import require_adoptable, retire
-from offload.optim.gradients import GradientSink
-from offload.optim.step import ParameterReturn, Step, StepKey
+from offload.optim.step import StepKey
 from offload.planner.placement import place
-from offload.store.arena import Arena
-from offload.store.slots import SlotFile, check_directory
-from offload.store.store import Store
+from offload.store.slots import check_directory
 from offload.timeline import Timeline
 
 CLIP_EPSILON = 1e-6
@@ -126,8 +121,8 @@ class OffloadZero(torch.optim.Optimizer):
         self._layout = build(specs, self._config.chunk_numel)
         copier = copier_for(params[0].device)
         self._placement = place(self._layout, self._config, direct=copier.direct)
-        if self._config.path is not None:
-            check_directory(self._config.path)
+        for path in self._config.paths:
+            check_directory(path)
 
         self._model = model
         self._pid = os.getpid()
@@ -138,7 +133,7 @@ class OffloadZero(torch.optim.Optimizer):
         self._ages = [0] * len(specs)
         self._adopted = False
         with ExitStack() as undo:
-            self._open(undo, params, copier)
+            self._parts = assemble(undo, self._config, self._layout, self._placement, params, copier, self._timeline)
             super().__init__(given.param_groups, dict(given.defaults))
             self._adopted = True
             self._take_model()
@@ -146,50 +141,25 @@ class OffloadZero(torch.optim.Optimizer):
         retire(given)
         print(self._placement.describe(self._layout, self._config), file=sys.stderr)
 
-    # Construction. Everything that can be refused comes before the first change to the model.
-
-    def _open(self, undo: ExitStack, params: Sequence[nn.Parameter], copier: Copier) -> None:
-        """Opens files and reserves memory; `undo` gets their closing, in reverse order."""
-        config, layout, placement = self._config, self._layout, self._placement
-        self._arena = Arena(placement.arena_bytes, copier)
-        undo.callback(self._arena.close)
-        slots: SlotFile | None = None
-        if config.path is not None:
-            engine = ThreadEngine()
-            undo.callback(engine.close)
-            slots = SlotFile(engine, config.path, [chunk.numel for chunk in layout.chunks])
-            undo.callback(slots.close)
-        self._files = () if slots is None else (slots.path,)
-        self._kernels = load(config.threads)
-        undo.callback(self._kernels.close)
-        self._sink = GradientSink(layout, config.accumulation, self._arena, self._kernels, copier, self._timeline)
-        undo.callback(self._sink.close)
-        self._store = Store(layout.chunks, placement.kept, placement.in_flight, self._arena, slots, self._timeline)
-        undo.callback(self._store.close)
-        self._parameters = Parameters(layout, params)
-        self._masters = Masters(layout, self._parameters, self._store)
-        returned = ParameterReturn(layout, self._parameters.flats, self._arena, copier, self._timeline)
-        self._stepper = Step(layout, self._store, self._sink, returned, self._kernels, self._timeline)
-
     def _take_model(self) -> None:
         """Writes the masters, casts the model, hooks it. A failing disk here leaves it partly cast, and says so."""
         keep = self._config.keep_fp32
         dtypes = compute_dtypes(self._model, keep, self._config.compute_dtype)
         try:
-            self._masters.take_model()
+            self._parts.masters.take_model()
         except OffloadError as error:
             error.add_note("some of the model's parameters are already in compute_dtype: build the model again")
             raise
         self._initial_bytes = self._timeline.counted("nvme_written_bytes")
-        cast_untrained(self._model, self._parameters, dtypes)
+        cast_untrained(self._model, self._parts.parameters, dtypes)
         self._hooks = Hooks(
             self._model,
-            self._parameters,
+            self._parts.parameters,
             self._layout.specs,
-            self._sink,
+            self._parts.sink,
             self._config.compute_dtype,
             kept_modules(self._model, keep),
-            self._parameters.require_attached,
+            self._parts.parameters.require_attached,
         )
 
     # Training.
@@ -222,15 +192,15 @@ class OffloadZero(torch.optim.Optimizer):
 
     def _collect(self) -> list[int]:
         """Waits for the gradients; returns the parameters that have one."""
-        self._parameters.require_attached()
-        self._parameters.require_in(self._model)
+        self._parts.parameters.require_attached()
+        self._parts.parameters.require_in(self._model)
         self._hooks.take_assigned()
-        active = [n for n in range(len(self._ages)) if self._sink.has(n) and self._hooks.is_marked(n)]
-        self._sink.collect(active)
+        active = [n for n in range(len(self._ages)) if self._parts.sink.has(n) and self._hooks.is_marked(n)]
+        self._parts.sink.collect(active)
         return active
 
     def _all_finite(self, active: Sequence[int]) -> bool:
-        bad = self._sink.not_finite(active)
+        bad = self._parts.sink.not_finite(active)
         if bad and not self._config.skip_nonfinite:
             name = self._layout.specs[bad[0]].name
             others = f" and in {len(bad) - 1} more parameters" if len(bad) > 1 else ""
@@ -242,23 +212,23 @@ class OffloadZero(torch.optim.Optimizer):
         return not bad
 
     def _run(self, active: Sequence[int]) -> None:
-        self._masters.take_outside_writes(self._step)
+        self._parts.masters.take_outside_writes(self._step)
         keys: dict[int, StepKey] = {n: (self._layout.specs[n].group, self._ages[n] + 1) for n in active}
         try:
-            self._stepper.run(self._step + 1, keys, self.param_groups, self._sink.scale)
+            self._parts.step.run(self._step + 1, keys, self.param_groups, self._parts.sink.scale)
             self._step += 1
             for number in active:
                 self._ages[number] += 1
-            self._parameters.written_here(active)
+            self._parts.parameters.written_here(active)
         except BaseException as error:
             # Some chunks are a step further than others: nothing calculated from here on would be right.
             self._failure = error
             raise
 
     def _consume(self) -> None:
-        self._sink.scale = 1.0
+        self._parts.sink.scale = 1.0
         for number in range(len(self._ages)):
-            self._sink.forget(number)
+            self._parts.sink.forget(number)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clips the gradients of this step to a 2-norm of `max_norm`, over all parameters together.
@@ -272,8 +242,8 @@ class OffloadZero(torch.optim.Optimizer):
             raise ConfigError(f"max_norm={max_norm!r}: give a number, at least 0")
         active = self._collect()
         self._all_finite(active)
-        norm = self._sink.norm(active) * self._sink.scale
-        self._sink.scale *= min(1.0, float(max_norm) / (norm + CLIP_EPSILON)) if norm == norm else 1.0
+        norm = self._parts.sink.norm(active) * self._parts.sink.scale
+        self._parts.sink.scale *= min(1.0, float(max_norm) / (norm + CLIP_EPSILON)) if norm == norm else 1.0
         return torch.tensor(norm, dtype=torch.float32)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -293,15 +263,15 @@ class OffloadZero(torch.optim.Optimizer):
         number = self._number(param)
         if number not in self._collect():
             return None
-        line = self._sink.line(number).float() * self._sink.scale
+        line = self._parts.sink.line(number).float() * self._parts.sink.scale
         return shaped_like(param, line)
 
     def state_of(self, param: Tensor) -> dict[str, Any]:
         """{"master", "exp_avg", "exp_avg_sq": fp32 CPU tensors of the parameter's shape, "step": int}; copies."""
         self._require_usable()
         number = self._number(param)
-        self._masters.take_outside_writes(self._step)
-        lines = self._masters.states(number, self._step)
+        self._parts.masters.take_outside_writes(self._step)
+        lines = self._parts.masters.states(number, self._step)
         shaped: dict[str, Any] = {kind: shaped_like(param, line) for kind, line in lines.items()}
         return shaped | {"step": self._ages[number]}
 
@@ -323,21 +293,22 @@ class OffloadZero(torch.optim.Optimizer):
             "nvme_written_bytes": timeline.counted("nvme_written_bytes") - self._initial_bytes,
             "host_to_device_bytes": timeline.counted("host_to_device_bytes"),
             "device_to_host_bytes": timeline.counted("device_to_host_bytes"),
-            "peak_cpu_bytes": self._arena.used,
+            "peak_cpu_bytes": self._parts.arena.used,
             "cpu_budget_bytes": placement.budget_bytes,
             "disk_bytes": placement.disk_bytes,
             "step_s": timeline.seconds("step_s"),
             "wait_s": timeline.seconds("wait_s"),
             "adam_s": timeline.seconds("adam_s"),
             "gradient_s": timeline.seconds("gradient_s"),
-            "kernel": self._kernels.variant,
-            "threads": self._kernels.threads,
+            "kernel": self._parts.kernels.variant,
+            "threads": self._parts.kernels.threads,
+            "io_engine": self._parts.io_engine,
         }
 
     @property
     def files(self) -> tuple[str, ...]:
         """The swap files. They stay after `close()`; without commits there is nothing in them to resume from."""
-        return self._files
+        return self._parts.files
 
     # Torch's optimizer interface.
 
@@ -352,8 +323,13 @@ class OffloadZero(torch.optim.Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         numbers = {param: number for number, param in enumerate(params)}
         groups = [{**group, "params": [numbers[param] for param in group["params"]]} for group in self.param_groups]
-        path = None if self._config.path is None else str(self._config.path)
-        return {"state": {}, "param_groups": groups, "step": self._step, "path": path}
+        paths = [str(path) for path in self._config.paths]
+        return {
+            "state": {},
+            "param_groups": groups,
+            "step": self._step,
+            "path": paths[0] if len(paths) == 1 else paths or None,
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -378,7 +354,7 @@ class OffloadZero(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Waits until nothing is under way on any tier. Raises what went wrong there."""
         self._require_usable()
-        self._store.drain()
+        self._parts.store.drain()
 
     def close(self) -> None:
         """Waits for what is under way, unhooks the model, frees memory, files and their lock. May be called again.
@@ -412,10 +388,10 @@ class OffloadZero(torch.optim.Optimizer):
                 f"a step was interrupted by {self._failure!r} and left some parameters a step further than others: "
                 "start again"
             ) from self._failure
-        self._store.check()
+        self._parts.store.check()
 
     def _number(self, param: Tensor) -> int:
-        number = self._parameters.index.get(param)  # type: ignore[call-overload]
+        number = self._parts.parameters.index.get(param)  # type: ignore[call-overload]
         if number is None:
             raise ConfigError(f"the tensor of shape {tuple(param.shape)} is no parameter that this optimizer trains")
         return int(number)

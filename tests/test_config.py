@@ -17,7 +17,7 @@ from offload.sizes import GIB, MIB
 
 def test_the_defaults_are_those_of_the_design() -> None:
     config = check()
-    assert (config.tier, config.path, config.cpu_memory) == ("cpu", None, None)
+    assert (config.tier, config.paths, config.cpu_memory) == ("cpu", (), None)
     assert config.compute_dtype is torch.bfloat16
     assert (config.accumulation, config.skip_nonfinite, config.keep_fp32) == (1, False, ())
     assert (config.chunk_numel, config.in_flight, config.threads) == (16 * MIB, None, None)
@@ -25,7 +25,7 @@ def test_the_defaults_are_those_of_the_design() -> None:
 
 def test_a_path_means_the_nvme_tier(tmp_path: Path) -> None:
     for path in (tmp_path, str(tmp_path), [tmp_path], (str(tmp_path),)):
-        assert (check(path=path).tier, check(path=path).path) == ("nvme", tmp_path)
+        assert (check(path=path).tier, check(path=path).paths) == ("nvme", (tmp_path,))
 
 
 def test_a_chunk_is_whole_pages() -> None:
@@ -55,7 +55,7 @@ RESERVED = [
     ("stage", 3),
     ("process_group", object()),
 ]
-TUNING = [("split_master", True), ("io_engine", "uring"), ("io_engine", "portable"), ("units", ["a"]), ("tile", 4)]
+TUNING = [("split_master", True), ("units", ["a"]), ("tile", 4)]
 WRONG: list[tuple[str, Any, str]] = [
     ("tier", "nvme", 'needs path="..."'),
     ("tier", "disk", 'choose "cpu" or "nvme"'),
@@ -64,8 +64,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("path", "a\0b", "the directory for the swap files"),
     ("path", 5, "the directory for the swap files"),
     ("path", b"/scratch", "the directory for the swap files"),
-    ("path", ["/a", "/b"], "striping"),
-    ("path", [], "striping"),
+    ("path", ["/a", "/b", "/a"], "once"),
+    ("path", [], "directory"),
     ("cpu_memory", "48 gigs", '"48GiB"'),
     ("cpu_memory", -1, "negative"),
     ("cpu_memory", 1e9, '"48GiB"'),
@@ -97,7 +97,7 @@ WRONG_TUNING: list[tuple[str, Any, str]] = [
     ("prefetch", "all", "whole number"),
     ("threads", 0, "at least 1"),
     ("threads", 2.0, "whole number"),
-    ("io_engine", "libaio", "'auto' or 'threads'"),
+    ("io_engine", "libaio", "'auto' or 'uring' or 'threads' or 'portable'"),
 ]
 
 

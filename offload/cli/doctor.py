@@ -134,9 +134,11 @@ def _disk(path: Path) -> Iterator[Row]:
     import shutil
 
     from offload.cli import machine
-    from offload.io.threads import ThreadEngine
+    from offload.io.settings import open_engine
 
-    yield _row("io_engine", "I/O engine", ThreadEngine.name)
+    engine = open_engine("auto", [path])
+    engine.close()
+    yield _row("io_engine", "I/O engine", engine.name)
     yield _row("io_uring", "io_uring in this kernel", machine.io_uring())
     yield _row("path", "path", str(path.resolve()))
     system = machine.file_system(path)

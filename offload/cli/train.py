@@ -26,7 +26,7 @@ SAMPLE_BYTES = 200
 
 def train(
     preset: Annotated[str, typer.Option(help="Size of the model: 1m, 5m, 20m, 125m, 350m, 1b or 2b.")] = "5m",
-    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 300,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 400,
     batch: Annotated[int, typer.Option(help="Sequences a micro-batch.")] = 4,
     seq: Annotated[int, typer.Option(help="Bytes of text a sequence.")] = 256,
     lr: Annotated[float, typer.Option(help="Learning rate at its peak: warm-up, then cosine.")] = 1e-3,

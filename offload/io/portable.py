@@ -37,7 +37,7 @@ class PortableEngine(QueuedEngine):
         self._opened: list[IOFile] = []
 
     def open(self, path: str) -> IOFile:
-        file = self._keep(open_file(path, buffered=True))
+        file = self.adopt(open_file(path, buffered=True))
         self._handles[file] = []
         return file
 

@@ -161,9 +161,10 @@ class QueuedEngine(IOEngine):
         """Ends the engine's own threads; nothing is under way any more."""
 
     def open(self, path: str) -> IOFile:
-        return self._keep(open_file(path))
+        return self.adopt(open_file(path))
 
-    def _keep(self, file: IOFile) -> IOFile:
+    def adopt(self, file: IOFile) -> IOFile:
+        """Uses a file that was opened elsewhere, and closes it in the end."""
         with self._changed:
             self._files.append(file)
             self._drives[file] = Drive()

@@ -137,13 +137,19 @@ def _is_sound(settings: Settings) -> bool:
 
 def _file_system(path: Path) -> str:
     """A name for the file system: the device's number is not kept over reboots, its mount point is."""
-    existing = path.absolute()
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
+    existing = nearest_existing(path)
     device = existing.stat().st_dev
     while existing != existing.parent and existing.parent.stat().st_dev == device:
         existing = existing.parent
     return str(existing)
+
+
+def nearest_existing(path: Path) -> Path:
+    """`path` itself, or the folder that it will be made in."""
+    path = path.absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
 
 
 def _machine() -> str:

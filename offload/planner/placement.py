@@ -57,8 +57,9 @@ class Placement:
         if not streamed:
             return text + f"optimizer states stay in RAM ({len(self.kept)} chunks)"
         steps = TYPICAL_TBW / self.streamed_bytes
+        places = " and ".join(map(str, config.paths))
         return text + (
-            f"{streamed} of {len(layout.chunks)} chunks stream through {config.path} "
+            f"{streamed} of {len(layout.chunks)} chunks stream through {places} "
             f"({format_bytes(self.disk_bytes)}): {format_bytes(self.streamed_bytes)} read and as much written a step, "
             f"{steps:,.0f} steps for a drive warranted for 600 TB written"
         )

@@ -48,6 +48,11 @@ class Arena:
         copier.pin(self._slab)
 
     @property
+    def memory(self) -> memoryview:
+        """The whole slab, for I/O engines that want to know it beforehand."""
+        return memoryview(self._map)
+
+    @property
     def used(self) -> int:
         """Bytes lent."""
         return self._used

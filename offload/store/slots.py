@@ -2,8 +2,9 @@
 
 [Note: swap file format 1]
 All integers little-endian, all blocks whole pages. Page 0 is the superblock: 16 bytes magic, u32 format version, u32
-length of the text, u64 XXH3-64 of the text, and the text, JSON: {"run_id", "places", "chunks": elements of each,
-"commits": whether this run ever commits (false: nothing in the file can be resumed from)}.
+length of the text, u64 XXH3-64 of the text, and the text, JSON: {"run_id", "places", "stripe": [this file, of how
+many], "chunks": {"held": those here, "numels": elements of each of the run}, "commits": whether this run ever commits
+(false: nothing in the file can be resumed from)}; where the page is too small for "chunks", {"xxh3": its digest}.
 A slot is one page of header (see `_HEADER`), then master, exp_avg and exp_avg_sq of the chunk, fp32, each padded
 with zeros to whole pages. The header carries run id, chunk, step, element count and the XXH3-64 of what follows
 it, and ends with the XXH3-64 of itself. `places` slots a chunk, all of place 0 first: with two, the new version of
@@ -105,16 +106,31 @@ def check_directory(path: Path) -> None:
 class SlotFile:
     """The slots of one rank on one path; see [Note: swap file format 1].
 
-    Args: directory: made with mode 0700 if missing; chunk_numels: elements of each chunk; places: slots a chunk.
+    Args: directory: made with mode 0700 if missing; chunk_numels: elements of each chunk of the run; places: slots a
+    chunk; held: the chunks that lie here (None: all); run_id: 16 bytes, the same in all files of a run; stripe: which
+    of the run's files this is, of how many.
     Raises: PathError, PathInUseError, BudgetError (disk space), ResumeError. Nothing of another run is lost then.
     """
 
-    def __init__(self, engine: IOEngine, directory: Path, chunk_numels: Sequence[int], places: int = 1) -> None:
+    def __init__(
+        self,
+        engine: IOEngine,
+        directory: Path,
+        chunk_numels: Sequence[int],
+        places: int = 1,
+        *,
+        held: Sequence[int] | None = None,
+        run_id: bytes | None = None,
+        stripe: tuple[int, int] = (0, 1),
+    ) -> None:
         check_directory(directory)
         self._numels = tuple(chunk_numels)
-        self._starts = (0, *accumulate(slot_bytes(numel) for numel in self._numels))
+        self._held = tuple(range(len(self._numels)) if held is None else held)
+        ends = accumulate((slot_bytes(self._numels[chunk]) for chunk in self._held), initial=0)
+        *starts, self._place_bytes = ends
+        self._starts = dict(zip(self._held, starts, strict=True))
         self._engine = engine
-        self._run_id = secrets.token_bytes(16)
+        self._run_id = run_id or new_run_id()
         path = directory / SWAP_NAME
         with ExitStack() as undo:
             if _made(directory):
@@ -126,9 +142,9 @@ class SlotFile:
             if is_new:
                 undo.callback(os.unlink, path)
             _require_ours(self._file)
-            _reserve(self._file, file_bytes(self._numels, places))
-            self._write_superblock(places)
-            undo.pop_all()
+            _reserve(self._file, file_bytes([self._numels[chunk] for chunk in self._held], places))
+            self._write_superblock(places, stripe)
+            self._undo = undo.pop_all()
         # Checksums are taken beside the step and the transfers; XXH3 outruns any drive on one core.
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="offload-seal")
 
@@ -199,8 +215,13 @@ class SlotFile:
         """Waits for what is being sealed or checked. The engine's `close` frees the lock."""
         self._sealer.shutdown(wait=True)
 
+    def abandon(self) -> None:
+        """Closes, and takes back what was made: for a run that did not begin."""
+        self.close()
+        self._undo.close()
+
     def _offset(self, chunk: int, place: int) -> int:
-        return PAGE_BYTES + place * self._starts[-1] + self._starts[chunk]
+        return PAGE_BYTES + place * self._place_bytes + self._starts[chunk]
 
     def _problem(self, data: memoryview, chunk: int, step: int) -> str | None:
         head = bytes(data[: _HEADER.size])
@@ -218,21 +239,22 @@ class SlotFile:
             return "the slot's data does not match its checksum"
         return None
 
-    def _write_superblock(self, places: int) -> None:
-        text = json.dumps(
-            {"run_id": self._run_id.hex(), "places": places, "chunks": self._numels, "commits": False}
-        ).encode()
-        size = _SUPERBLOCK.size + len(text)
-        if size > PAGE_BYTES:
-            # A long list of chunks; its digest still tells two layouts apart.
-            digest = xxhash.xxh3_64_hexdigest(json.dumps(self._numels).encode())
-            text = json.dumps(
-                {"run_id": self._run_id.hex(), "places": places, "chunks_xxh3": digest, "commits": False}
-            ).encode()
+    def _write_superblock(self, places: int, stripe: tuple[int, int]) -> None:
+        chunks = {"held": self._held, "numels": self._numels}
+        known = {"run_id": self._run_id.hex(), "places": places, "stripe": stripe, "commits": False}
+        text = json.dumps(known | {"chunks": chunks}).encode()
+        if _SUPERBLOCK.size + len(text) > PAGE_BYTES:
+            digest = xxhash.xxh3_64_hexdigest(json.dumps(chunks).encode())
+            text = json.dumps(known | {"chunks": {"xxh3": digest}}).encode()
         block = _page()
         head = _SUPERBLOCK.pack(_MAGIC, FORMAT, len(text), xxhash.xxh3_64_intdigest(text))
         block[: len(head) + len(text)] = head + text
         self._engine.write(self._file, 0, block).result()
+
+
+def new_run_id() -> bytes:
+    """16 random bytes: no two runs have the same."""
+    return secrets.token_bytes(16)
 
 
 def memory_of(buffer: Tensor) -> memoryview:

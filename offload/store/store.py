@@ -21,7 +21,8 @@ from offload.io.engine import IOFuture
 from offload.layout import Chunk
 from offload.store.arena import Arena
 from offload.store.residency import Residency, ResidencyTable
-from offload.store.slots import SlotFile, sections, slot_bytes
+from offload.store.slots import sections, slot_bytes
+from offload.store.stripes import Stripes
 from offload.timeline import Timeline
 
 
@@ -56,7 +57,7 @@ class Store:
         kept: frozenset[int],
         in_flight: int,
         arena: Arena,
-        slots: SlotFile | None,
+        slots: Stripes | None,
         timeline: Timeline,
     ) -> None:
         self._chunks = {chunk.index: chunk for chunk in chunks}
@@ -215,7 +216,7 @@ class Store:
         return self._buffers[chunk][: slot_bytes(self._chunks[chunk].numel)]
 
     @property
-    def _swap(self) -> SlotFile:
+    def _swap(self) -> Stripes:
         if self._slots is None:
             raise AssertionError("a chunk is to be streamed, but there is no swap file")
         return self._slots

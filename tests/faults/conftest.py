@@ -99,5 +99,5 @@ def make(path: Path) -> Iterator[Make]:
 def disk(monkeypatch: pytest.MonkeyPatch) -> FaultyEngine:
     """The disk under the next OffloadZero."""
     engine = FaultyEngine(delay_s=0.0005)
-    monkeypatch.setattr("offload.zero.ThreadEngine", lambda: engine)
+    monkeypatch.setattr("offload.assembly.open_engine", lambda name, paths: engine)
     return engine

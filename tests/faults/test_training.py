@@ -422,19 +422,20 @@ def test_forked_data_loaders_change_no_bit(make: Make) -> None:
 
 
 def test_forked_workers_do_not_double_the_memory(tmp_path: Path) -> None:
-    model = nn.Linear(1024, 4096)
+    model = nn.Linear(2048, 4096)
     optimizer = OffloadZero(model, tier="cpu", tuning=Tuning(threads=1))
-    state = optimizer._arena.used
-    assert state > 48 * MIB
+    state = optimizer._parts.arena.used
+    assert state > 100 * MIB
 
     def step() -> None:
-        model(torch.ones(1, 1024)).sum().backward()
+        model(torch.ones(1, 2048)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
     step()
-    address = optimizer._arena._slab.data_ptr()
+    address = optimizer._parts.arena._slab.data_ptr()
     assert region_of(address)
+    assert holds_in_child(lambda: region_of(address) == "")
     before = proportional_bytes(os.getpid())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -446,8 +447,8 @@ def test_forked_workers_do_not_double_the_memory(tmp_path: Path) -> None:
         for _ in range(3):
             step()
         after = proportional_bytes(os.getpid()) + proportional_bytes(child)
-        # The 16-bit parameters (8 MiB) are copied on write, as torch's own are; states and gradients are not.
-        assert after - before < state / 2
+        # The 16-bit parameters (16 MiB) and Python's own objects are copied on write; states and gradients are not.
+        assert after - before < state * 3 / 4
     finally:
         os.kill(child, 9)
         os.waitpid(child, 0)
@@ -528,10 +529,11 @@ def test_an_io_error_in_a_step_is_raised_at_this_and_every_later_call(
     assert error.length > 0
     backward(model) if optimizer.stats()["step"] == 2 else None
     for call in (
-        optimizer.step,
-        optimizer.synchronize,
+        # First those that would need no disk.
         lambda: optimizer.clip_grad_norm_(1.0),
         lambda: optimizer.grad(model.first.weight),
+        optimizer.step,
+        optimizer.synchronize,
         lambda: optimizer.state_of(model.first.weight),
     ):
         with pytest.raises(TierIOError) as later:
@@ -632,7 +634,7 @@ def test_an_interrupt_inside_a_step_is_remembered(make: Make, monkeypatch: pytes
     model = Tiny()
     optimizer = make(model)
     one_step(model, optimizer)
-    real, calls = optimizer._kernels.adam, []
+    real, calls = optimizer._parts.kernels.adam, []
 
     def interrupted(*args: object) -> None:
         calls.append(args)
@@ -640,7 +642,7 @@ def test_an_interrupt_inside_a_step_is_remembered(make: Make, monkeypatch: pytes
             raise KeyboardInterrupt
         real(*args)
 
-    monkeypatch.setattr(optimizer._kernels, "adam", interrupted)
+    monkeypatch.setattr(optimizer._parts.kernels, "adam", interrupted)
     backward(model)
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload import Tuning
+from offload import Tuning, ring
 from offload.native import available_variants
 from tests.support import models
 from tests.support.late_copier import LateCopier
@@ -101,3 +101,20 @@ def test_whole_model_in_fp32_equals_the_numpy_reference() -> None:
     run = train("mlp", prepare=reference.watch, each_step=reference.step, compute_dtype=torch.float32)
     reference.assert_same_bits(run)
     assert run.tensors["first.weight"].dtype is torch.float32
+
+
+@pytest.mark.parametrize("engine", ["uring", "threads", "portable"])
+def test_io_engine_changes_no_bit(engine: str, tmp_path: Path) -> None:
+    if engine == "uring" and not ring.is_available()[0]:
+        pytest.skip(ring.is_available()[1])
+    tuning = Tuning(chunk="4KiB", io_engine=engine)
+    run = train("gpt", tier="nvme", path=tmp_path / "swap", cpu_memory="least", tuning=tuning)
+    assert run.stats["io_engine"] == engine
+    run.assert_same_bits(in_ram("gpt", 1))
+
+
+def test_striping_over_two_paths_changes_no_bit(tmp_path: Path) -> None:
+    paths = [tmp_path / "one", tmp_path / "two"]
+    run = train("gpt", tier="nvme", path=paths, cpu_memory="least", tuning=Tuning(chunk="4KiB"))
+    assert all(any(path.iterdir()) for path in paths)
+    run.assert_same_bits(in_ram("gpt", 1))

@@ -99,13 +99,13 @@ def test_the_superblock_says_that_nothing_is_committed(slots: SlotFile, path: Pa
     assert block.startswith(b"offload swap\n")
     text = json.loads(block[32 : 32 + int.from_bytes(block[20:24], "little")])
     assert text["commits"] is False
-    assert (text["places"], text["chunks"]) == (2, list(NUMELS))
+    assert (text["places"], text["chunks"]) == (2, {"held": [0, 1, 2], "numels": list(NUMELS)})
 
 
 def test_a_superblock_fits_its_page_for_any_number_of_chunks(engine: FaultyEngine, path: Path) -> None:
     SlotFile(engine, path, [1] * 5000).close()
     block = (path / SWAP_NAME).read_bytes()[:PAGE_BYTES]
-    assert "chunks_xxh3" in json.loads(block[32 : 32 + int.from_bytes(block[20:24], "little")])
+    assert "xxh3" in json.loads(block[32 : 32 + int.from_bytes(block[20:24], "little")])["chunks"]
 
 
 def patch(path: Path, offset: int, change: Callable[[bytes], bytes], length: int = 1) -> None:
@@ -484,6 +484,23 @@ def test_a_file_that_cannot_grow_stays_as_it_was(small_disk: Path) -> None:
     assert (small_disk / SWAP_NAME).read_bytes() == before
     engine.close()
     assert opens(small_disk)
+
+
+def test_what_a_file_grew_by_before_the_disk_was_full_goes_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert opens(path)
+    size = os.stat(path / SWAP_NAME).st_size
+
+    def half(fd: int, offset: int, length: int) -> None:
+        # As file systems do that allocate extent by extent.
+        os.ftruncate(fd, length // 2)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", half)
+    engine = ThreadEngine()
+    with pytest.raises(BudgetError):
+        SlotFile(engine, path, [MIB])
+    engine.close()
+    assert os.stat(path / SWAP_NAME).st_size == size
 
 
 def test_space_that_an_earlier_run_reserved_counts_as_available(small_disk: Path) -> None:

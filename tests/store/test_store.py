@@ -19,8 +19,9 @@ from offload.io.threads import ThreadEngine
 from offload.layout import Chunk
 from offload.sizes import MIB, PAGE_BYTES
 from offload.store.arena import Arena
-from offload.store.slots import SlotFile, slot_bytes
+from offload.store.slots import slot_bytes
 from offload.store.store import Lease, Store
+from offload.store.stripes import Stripes
 from offload.timeline import Timeline
 from tests.support.faulty_engine import FaultyEngine
 
@@ -38,7 +39,7 @@ def store_on(
     kept: frozenset[int] = frozenset(),
     timeline: Timeline | None = None,
 ) -> Iterator[Store]:
-    slots = SlotFile(engine, path, NUMELS)
+    slots = Stripes(engine, [path], [1.0], NUMELS)
     chunks = [Chunk(index, 0, 0, numel, ()) for index, numel in enumerate(NUMELS)]
     arena = Arena(MIB, HostCopier())
     store = Store(chunks, kept, buffers, arena, slots, timeline or Timeline())
@@ -180,6 +181,24 @@ def test_reading_begins_when_the_order_is_announced(store: Store, engine: Faulty
     store.drain()
     store.expect([2, 0])
     assert engine.reads == 2
+
+
+def test_chunks_still_being_written_are_read_ahead_once_they_are_there(tmp_path: Path) -> None:
+    engine = FaultyEngine(delay_s=0.02)
+    with store_on(engine, tmp_path / "run") as store:
+        for index in (0, 1, 2):
+            with store.lease(index, step=1) as lease:
+                put(lease, 1)
+        store.expect([2, 1, 0])
+        end = time.monotonic() + 10
+        while engine.reads < 3 and time.monotonic() < end:
+            time.sleep(0.005)
+        assert engine.reads == 3
+        for index in (2, 1, 0):
+            with store.lease(index, step=2) as lease:
+                assert value_in(lease) == 1
+        assert engine.reads == 3
+    engine.close()
 
 
 def test_a_clean_release_writes_nothing(store: Store, engine: FaultyEngine) -> None:

@@ -1,0 +1,72 @@
+"""The chunks of a run over several directories: each a swap file of its own, each with its share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from torch import Tensor
+
+from offload.io.engine import IOEngine, IOFuture
+from offload.store.slots import SlotFile, check_directory, new_run_id, slot_bytes
+
+
+def assign(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """The path of each chunk, by number: pure, so that a plan and a run agree.
+
+    Args: sizes: bytes of each chunk, in the order of a step; weights: bandwidth of each path, in any unit, positive.
+    Each chunk goes to the path that would be done with it first. So every path has its share of any stretch of the
+    order, not only of the whole, and all of them work at all times.
+    """
+    loads = [0.0] * len(weights)
+    chosen = []
+    for size in sizes:
+        path = min(range(len(weights)), key=lambda number: ((loads[number] + size) / weights[number], number))
+        loads[path] += size
+        chosen.append(path)
+    return chosen
+
+
+class Stripes:
+    """The slots of all chunks, found by chunk.
+
+    Args: directories: one or more, all different; weights: their bandwidths.
+    Raises: as SlotFile, naming the directory; then nothing is left behind in any of them.
+    """
+
+    def __init__(
+        self, engine: IOEngine, directories: Sequence[Path], weights: Sequence[float], numels: Sequence[int]
+    ) -> None:
+        for directory in directories:
+            check_directory(directory)
+        chosen = assign([slot_bytes(numel) for numel in numels], weights)
+        run_id = new_run_id()
+        self._files: list[SlotFile] = []
+        self._of: dict[int, SlotFile] = {}
+        with ExitStack() as undo:
+            for number, directory in enumerate(directories):
+                held = [chunk for chunk, path in enumerate(chosen) if path == number]
+                stripe = (number, len(directories))
+                file = SlotFile(engine, directory, numels, held=held, run_id=run_id, stripe=stripe)
+                undo.callback(file.abandon)
+                self._files.append(file)
+                self._of |= dict.fromkeys(held, file)
+            undo.pop_all()
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The swap files."""
+        return tuple(file.path for file in self._files)
+
+    def write(self, chunk: int, buffer: Tensor, *, step: int) -> IOFuture:
+        """See SlotFile.write."""
+        return self._of[chunk].write(chunk, buffer, step=step)
+
+    def read(self, chunk: int, buffer: Tensor, *, step: int) -> IOFuture:
+        """See SlotFile.read."""
+        return self._of[chunk].read(chunk, buffer, step=step)
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()

@@ -1,0 +1,148 @@
+"""Which engine is taken, and what is remembered of a file system."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+
+import pytest
+
+from offload import ConfigError, ring
+from offload.io import settings
+from offload.io.probe import measure_mixed, weights
+from offload.io.settings import Settings, cache_file, open_engine, recall, remember
+from offload.io.threads import ThreadEngine
+from offload.sizes import MIB
+
+
+@pytest.fixture(autouse=True)
+def _nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "_told", set())
+
+
+def chosen(name: str, *paths: Path) -> tuple[str, int, int]:
+    engine = open_engine(name, paths)
+    engine.close()
+    return engine.name, engine._request_bytes, engine._depth  # type: ignore[attr-defined]
+
+
+def without_io_uring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "is_available", lambda: (False, "the sysctl kernel.io_uring_disabled forbids it"))
+
+
+@pytest.mark.parametrize("name", ["threads", "portable"])
+def test_an_engine_is_taken_by_name(name: str, tmp_path: Path) -> None:
+    assert chosen(name, tmp_path)[0] == name
+
+
+def test_auto_falls_back_to_threads_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    without_io_uring(monkeypatch)
+    with caplog.at_level(logging.WARNING, "offload"):
+        assert chosen("auto", tmp_path)[0] == chosen("auto", tmp_path)[0] == "threads"
+    assert [record.message for record in caplog.records] == [
+        "I/O goes through the thread engine: the sysctl kernel.io_uring_disabled forbids it"
+    ]
+
+
+def test_io_uring_asked_for_by_name_where_it_cannot_run_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_io_uring(monkeypatch)
+    with pytest.raises(ConfigError, match=r'io_engine="uring" cannot run here: the sysctl.*"threads"'):
+        open_engine("uring", [tmp_path])
+
+
+def test_what_was_measured_is_what_auto_uses(tmp_path: Path) -> None:
+    remember(tmp_path, Settings("portable", request_bytes=MIB, depth=3, mixed_bytes_per_s=2e9))
+    assert chosen("auto", tmp_path) == ("portable", MIB, 3)
+    assert chosen("threads", tmp_path) == ("threads", MIB, 3)
+
+
+def test_it_is_remembered_for_the_file_system_not_the_folder(tmp_path: Path) -> None:
+    remember(tmp_path, Settings("threads", depth=7))
+    found = recall(tmp_path / "not" / "there" / "yet")
+    assert found is not None
+    assert found.depth == 7
+    assert time.time() - found.measured_at < 60
+    assert recall(Path("/proc")) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"engine": "magic"},
+        {"request_bytes": 1000},
+        {"request_bytes": 0},
+        {"request_bytes": "4MiB"},
+        {"depth": 0},
+        {"depth": 10**9},
+        {"measured_at": 0},
+        {"measured_at": 1e12},
+        {"mixed_bytes_per_s": -1},
+        {"mixed_bytes_per_s": float("nan")},
+        {"more": 1},
+    ],
+)
+def test_what_is_stale_or_makes_no_sense_is_not_used(tmp_path: Path, change: dict[str, object]) -> None:
+    remember(tmp_path, Settings("threads"))
+    found = json.loads(cache_file().read_text())
+    for entry in found["file_systems"].values():
+        entry.update(change)
+    cache_file().write_text(json.dumps(found))
+    assert recall(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"version": 1}', "null", '{"version": 2, "machine": "", "file_systems": {}}']
+)
+def test_a_damaged_or_foreign_file_is_as_good_as_none(tmp_path: Path, text: str) -> None:
+    place = remember(tmp_path, Settings("threads"))
+    place.write_text(text)
+    assert recall(tmp_path) is None
+    remember(tmp_path, Settings("portable"))
+    assert recall(tmp_path) is not None
+
+
+def test_another_machines_measurements_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remember(tmp_path, Settings("threads"))
+    monkeypatch.setattr(settings, "_machine", lambda: "another")
+    assert recall(tmp_path) is None
+
+
+def test_several_paths_are_weighed_by_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = [tmp_path / "fast", tmp_path / "slow"]
+    monkeypatch.setattr(settings, "_file_system", lambda path: path.name)
+    remember(paths[0], Settings("threads", mixed_bytes_per_s=3e9))
+    remember(paths[1], Settings("threads", mixed_bytes_per_s=5e8))
+    engine = ThreadEngine()
+    with caplog.at_level(logging.WARNING, "offload"):
+        assert weights(engine, paths) == [3e9, 5e8]
+    assert "slow moves 0.50 GB/s" in caplog.records[0].message
+    assert weights(engine, paths[:1]) == [1.0]
+    engine.close()
+
+
+def test_an_unknown_path_is_measured_once_and_leaves_nothing(tmp_path: Path) -> None:
+    engine = ThreadEngine()
+    try:
+        measure_mixed(engine, tmp_path, 16 * MIB)
+    except OSError:
+        pytest.skip("no nameless files with O_DIRECT here")
+    before = set(tmp_path.iterdir())
+    found = weights(engine, [tmp_path / "a", tmp_path / "b"])
+    assert found[0] == found[1] > 1e6
+    assert set(tmp_path.iterdir()) - before == {tmp_path / "cache"}
+    assert weights(engine, [tmp_path / "a", tmp_path / "b"]) == found
+    engine.close()
+
+
+def test_where_nothing_can_be_measured_all_paths_are_equal() -> None:
+    engine = ThreadEngine()
+    assert weights(engine, [Path("/proc/a"), Path("/proc/b")]) == [1.0, 1.0]
+    engine.close()
