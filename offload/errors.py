@@ -11,6 +11,7 @@ OffloadError
 ├── GradientMovedError     a gradient used after it left the device: names the call to make instead
 ├── AccumulationError      a second backward that was not declared with accumulation=N
 ├── NonFiniteGradientError NaN or Inf in a gradient: names the parameter (also an ArithmeticError)
+├── InterruptedStepError   a step was cut off in its middle (Ctrl-C): some parameters are a step further than others
 ├── StateError             an internal move between tiers that is not legal: a bug here, never yours
 └── ClosedError            used after close(), or in a forked child
 
@@ -110,6 +111,10 @@ class NonFiniteGradientError(OffloadError, ArithmeticError):
     def __init__(self, message: str, *, parameter: str) -> None:
         super().__init__(message)
         self.parameter = parameter
+
+
+class InterruptedStepError(OffloadError, RuntimeError):
+    """A step was cut off in its middle: some parameters are a step further than others, and none of them is usable."""
 
 
 class StateError(OffloadError, RuntimeError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any, Never, NoReturn, Self, overload
 
@@ -20,10 +20,10 @@ from offload.copies import copier_for
 from offload.errors import (
     ClosedError,
     ConfigError,
+    InterruptedStepError,
     NonFiniteGradientError,
     OffloadError,
     ResumeError,
-    StateError,
 )
 from offload.layout import build
 from offload.module.hooks import Hooks
@@ -139,7 +139,8 @@ class OffloadZero(torch.optim.Optimizer):
             self._take_model()
             self._undo = undo.pop_all()
         retire(given)
-        print(self._placement.describe(self._layout, self._config), file=sys.stderr)
+        with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
+            print(self._placement.describe(self._layout, self._config), file=sys.stderr)
 
     def _take_model(self) -> None:
         """Writes the masters, casts the model, hooks it. A failing disk here leaves it partly cast, and says so."""
@@ -384,7 +385,7 @@ class OffloadZero(torch.optim.Optimizer):
         if isinstance(self._failure, OffloadError):
             raise self._failure
         if self._failure is not None:
-            raise StateError(
+            raise InterruptedStepError(
                 f"a step was interrupted by {self._failure!r} and left some parameters a step further than others: "
                 "start again"
             ) from self._failure

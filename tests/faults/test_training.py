@@ -23,10 +23,10 @@ from offload import (
     ConfigError,
     CorruptionError,
     GradientMovedError,
+    InterruptedStepError,
     NonFiniteGradientError,
     OffloadZero,
     ResumeError,
-    StateError,
     TierIOError,
     Tuning,
 )
@@ -647,7 +647,7 @@ def test_an_interrupt_inside_a_step_is_remembered(make: Make, monkeypatch: pytes
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     for call in (optimizer.step, optimizer.synchronize, lambda: optimizer.state_of(model.first.weight)):
-        with pytest.raises(StateError, match="start again"):
+        with pytest.raises(InterruptedStepError, match="start again"):
             call()
     optimizer.close()
     with pytest.raises(ClosedError):
