@@ -37,9 +37,7 @@ class PortableEngine(QueuedEngine):
         self._opened: list[IOFile] = []
 
     def open(self, path: str) -> IOFile:
-        file = self.adopt(open_file(path, buffered=True))
-        self._handles[file] = []
-        return file
+        return self.adopt(open_file(path, buffered=True))
 
     def _start(self, requests: list[Request]) -> None:
         for request in requests:
@@ -48,8 +46,9 @@ class PortableEngine(QueuedEngine):
     async def _run(self, request: Request) -> None:
         try:
             result = await self._move(request)
-        except OSError as error:
-            result = -(error.errno or errno.EIO)
+        except Exception as error:
+            # Whatever it was, the transfer has ended: nobody may wait for it forever.
+            result = -(getattr(error, "errno", None) or errno.EIO)
         self._ended(request, result)
 
     async def _move(self, request: Request) -> int:
@@ -57,7 +56,7 @@ class PortableEngine(QueuedEngine):
         if request.operation == "sync":
             await _fsync(request.file.fd)
             return 0
-        handles = self._handles[request.file]
+        handles = self._handles.setdefault(request.file, [])
         handle = handles.pop() if handles else await self._another(request.file.path)
         try:
             await handle.seek(request.offset)

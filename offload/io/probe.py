@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from offload.errors import OffloadError
-from offload.io.engine import IOEngine, IOFile, IOFuture
-from offload.io.queue import QueuedEngine
-from offload.io.settings import Settings, nearest_existing, recall, remember
+from offload.io.engine import IOFile, IOFuture
+from offload.io.settings import AUTO, Settings, nearest_existing, recall, remember
+from offload.io.threads import ThreadEngine
 from offload.sizes import MIB
 
 PROBE_BYTES = 128 * MIB
@@ -24,11 +24,11 @@ MUCH_SLOWER = 4
 _log = logging.getLogger("offload")
 
 
-def weights(engine: IOEngine, paths: Sequence[Path]) -> list[float]:
+def weights(paths: Sequence[Path]) -> list[float]:
     """The share that each path should get, as bandwidths in bytes a second; all equal where it cannot be known."""
-    if len(paths) == 1 or not isinstance(engine, QueuedEngine):
-        return [1.0] * len(paths)
-    found = [_bandwidth(engine, path) for path in paths]
+    if len(paths) == 1:
+        return [1.0]
+    found = [_bandwidth(path) for path in paths]
     if None in found:
         return [1.0] * len(paths)
     known = [speed for speed in found if speed is not None]
@@ -43,21 +43,21 @@ def weights(engine: IOEngine, paths: Sequence[Path]) -> list[float]:
     return known
 
 
-def _bandwidth(engine: QueuedEngine, path: Path) -> float | None:
+def _bandwidth(path: Path) -> float | None:
     known = recall(path)
     if known is not None and known.mixed_bytes_per_s:
         return known.mixed_bytes_per_s
     try:
-        speed = measure_mixed(engine, path)
+        speed = measure_mixed(path)
     except (OSError, OffloadError) as error:
         _log.info("%s: its bandwidth cannot be measured: %s", path, error)
         return None
     with contextlib.suppress(OSError):
-        remember(path, Settings(engine.name, mixed_bytes_per_s=speed))
+        remember(path, Settings(AUTO, mixed_bytes_per_s=speed))
     return speed
 
 
-def measure_mixed(engine: QueuedEngine, path: Path, size: int = PROBE_BYTES) -> float:
+def measure_mixed(path: Path, size: int = PROBE_BYTES) -> float:
     """Bytes a second, both directions together, of half reading and half writing `size` bytes in transfers of 8 MiB.
 
     The file has no name and is gone afterwards, whatever happens.
@@ -65,8 +65,9 @@ def measure_mixed(engine: QueuedEngine, path: Path, size: int = PROBE_BYTES) -> 
     """
     flags = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT
     folder = str(nearest_existing(path))
-    file = engine.adopt(IOFile(folder, os.open(folder, flags, 0o600), direct=True))
+    engine = ThreadEngine()
     try:
+        file = engine.adopt(IOFile(folder, os.open(folder, flags, 0o600), direct=True))
         os.posix_fallocate(file.fd, 0, size)
         into, out = (memoryview(mmap.mmap(-1, TRANSFER_BYTES)) for _ in range(2))
         half = range(0, size // 2, TRANSFER_BYTES)
@@ -78,7 +79,7 @@ def measure_mixed(engine: QueuedEngine, path: Path, size: int = PROBE_BYTES) -> 
         _wait(reads + writes)
         return 2 * len(half) * TRANSFER_BYTES / (time.perf_counter() - begun)
     finally:
-        file.close()
+        engine.close()
 
 
 def _wait(futures: list[IOFuture]) -> None:

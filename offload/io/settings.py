@@ -34,6 +34,9 @@ ENGINES: dict[str, Callable[[int, int], IOEngine]] = {
 }
 """By name, fastest first."""
 
+AUTO = "auto"
+"""The best that works here. Remembered of a file system whose bandwidth alone was measured."""
+
 VERSION = 1
 LONGEST_AGE_S = 90 * 24 * 3600
 MOST_CACHE_BYTES = 1 << 20
@@ -63,11 +66,13 @@ def open_engine(name: str, paths: Sequence[Path]) -> IOEngine:
     Raises: ConfigError if an engine that was asked for by name cannot run here.
     """
     known = [settings for settings in map(recall, paths) if settings is not None]
-    chosen = min(known, key=lambda settings: settings.mixed_bytes_per_s) if known else Settings("uring")
-    wanted = chosen.engine if name == "auto" else name
+    chosen = min(known, key=lambda settings: settings.mixed_bytes_per_s) if known else Settings(AUTO)
+    wanted = chosen.engine if name == AUTO else name
+    if wanted == AUTO:
+        wanted = next(iter(ENGINES))
     available, reason = ring.is_available() if wanted == "uring" else (True, "")
     if not available:
-        if name != "auto":
+        if name != AUTO:
             raise ConfigError(f'io_engine="uring" cannot run here: {reason}; choose "threads" or "auto"')
         _say_once(f"I/O goes through the thread engine: {reason}")
         wanted = "threads"
@@ -124,7 +129,7 @@ def _load() -> dict[str, Any]:
 def _is_sound(settings: Settings) -> bool:
     """Whether settings read from a file can be used as they are."""
     numbers = (settings.request_bytes, settings.depth)
-    if settings.engine not in ENGINES or not all(isinstance(number, int) for number in numbers):
+    if settings.engine not in (AUTO, *ENGINES) or not all(isinstance(number, int) for number in numbers):
         return False
     return (
         PAGE_BYTES <= settings.request_bytes <= GIB

@@ -11,12 +11,14 @@ from offload.io.portable import PortableEngine
 from offload.io.threads import ThreadEngine
 from offload.io.uring import UringEngine
 from tests.support.faulty_engine import FaultyEngine
+from tests.support.simulated_disk import SimulatedDisk
 
 ENGINES: dict[str, Callable[[], IOEngine]] = {
     "threads": ThreadEngine,
     "portable": PortableEngine,
     "uring": UringEngine,
     "late": FaultyEngine,
+    "simulated": SimulatedDisk,
 }
 OVER_PREADV = ("threads", "late")
 """Those whose system calls a test can replace."""

@@ -13,7 +13,6 @@ from offload import ConfigError, ring
 from offload.io import settings
 from offload.io.probe import measure_mixed, weights
 from offload.io.settings import Settings, cache_file, open_engine, recall, remember
-from offload.io.threads import ThreadEngine
 from offload.sizes import MIB
 
 
@@ -120,29 +119,23 @@ def test_several_paths_are_weighed_by_what_was_measured(
     monkeypatch.setattr(settings, "_file_system", lambda path: path.name)
     remember(paths[0], Settings("threads", mixed_bytes_per_s=3e9))
     remember(paths[1], Settings("threads", mixed_bytes_per_s=5e8))
-    engine = ThreadEngine()
     with caplog.at_level(logging.WARNING, "offload"):
-        assert weights(engine, paths) == [3e9, 5e8]
+        assert weights(paths) == [3e9, 5e8]
     assert "slow moves 0.50 GB/s" in caplog.records[0].message
-    assert weights(engine, paths[:1]) == [1.0]
-    engine.close()
+    assert weights(paths[:1]) == [1.0]
 
 
 def test_an_unknown_path_is_measured_once_and_leaves_nothing(tmp_path: Path) -> None:
-    engine = ThreadEngine()
     try:
-        measure_mixed(engine, tmp_path, 16 * MIB)
+        measure_mixed(tmp_path, 16 * MIB)
     except OSError:
         pytest.skip("no nameless files with O_DIRECT here")
     before = set(tmp_path.iterdir())
-    found = weights(engine, [tmp_path / "a", tmp_path / "b"])
+    found = weights([tmp_path / "a", tmp_path / "b"])
     assert found[0] == found[1] > 1e6
     assert set(tmp_path.iterdir()) == before
-    assert weights(engine, [tmp_path / "a", tmp_path / "b"]) == found
-    engine.close()
+    assert weights([tmp_path / "a", tmp_path / "b"]) == found
 
 
 def test_where_nothing_can_be_measured_all_paths_are_equal() -> None:
-    engine = ThreadEngine()
-    assert weights(engine, [Path("/proc/a"), Path("/proc/b")]) == [1.0, 1.0]
-    engine.close()
+    assert weights([Path("/proc/a"), Path("/proc/b")]) == [1.0, 1.0]

@@ -1,0 +1,48 @@
+"""A run with 64 descriptors at most, on two paths, on every engine: close() gives back all that it took."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import os, resource, sys, threading
+import torch
+from torch import nn
+from offload import OffloadZero, Tuning
+
+engine, *paths = sys.argv[1:]
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+torch.optim.AdamW([nn.Parameter(torch.zeros(1))])  # imports more modules
+files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+for _ in range(12):
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    tuning = Tuning(chunk="4KiB", io_engine=engine)
+    with OffloadZero(model, path=paths, cpu_memory="200KiB", tuning=tuning) as optimizer:
+        for _ in range(3):
+            model(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+        assert optimizer.stats()["streamed_chunks"] > 3
+        assert optimizer.stats()["io_engine"] == engine
+assert len(os.listdir("/proc/self/fd")) == files, os.listdir("/proc/self/fd")
+assert threading.active_count() == threads, threading.enumerate()
+print("nothing left")
+"""
+
+
+@pytest.mark.parametrize("engine", ["uring", "threads", "portable"])
+def test_a_run_with_few_descriptors_leaves_none_and_no_thread(engine: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", SCRIPT, engine, str(tmp_path / "one"), str(tmp_path / "two")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    if "cannot run here" in done.stderr:
+        pytest.skip("no io_uring here")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "nothing left\n"
