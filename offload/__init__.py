@@ -3,7 +3,9 @@
 See OffloadZero; docs/ explains how it works, and what it promises.
 """
 
-from offload.config import Tuning
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from offload.errors import (
     AccumulationError,
     BudgetError,
@@ -20,9 +22,14 @@ from offload.errors import (
     StateError,
     TierIOError,
 )
-from offload.zero import OffloadZero
+
+if TYPE_CHECKING:
+    from offload.config import Tuning
+    from offload.zero import OffloadZero
 
 __version__ = "0.1.0"
+
+_WITH_TORCH = {"OffloadZero": "offload.zero", "Tuning": "offload.config"}
 
 __all__ = [
     "AccumulationError",
@@ -42,3 +49,10 @@ __all__ = [
     "TierIOError",
     "Tuning",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports torch when it is needed: `offload --help` should not wait a second for it."""
+    if name in _WITH_TORCH:
+        return getattr(import_module(_WITH_TORCH[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
