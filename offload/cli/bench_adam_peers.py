@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import mmap
 from collections.abc import Callable
 from typing import Any
 
@@ -16,13 +15,13 @@ import torch
 from torch import Tensor
 
 from offload import native
+from offload.copies import HostCopier
+from offload.store.arena import Arena
 
 LIMIT = "limit"
 LR, BETAS, EPS, WEIGHT_DECAY, STEP = 1e-4, (0.9, 0.999), 1e-8, 0.01, 100
 
 Step = Callable[[], object]
-
-_HUGE_PAGE_BYTES = 2 << 20
 
 
 class States:
@@ -44,13 +43,9 @@ class States:
 
 
 def _allocate(n: int, dtype: torch.dtype) -> Tensor:
+    """From an arena, as in training: private memory, on huge pages."""
     size_bytes = n * dtype.itemsize
-    memory = mmap.mmap(-1, size_bytes + _HUGE_PAGE_BYTES)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -whole.data_ptr() % _HUGE_PAGE_BYTES
-    return whole[start : start + size_bytes].view(dtype).zero_()
+    return Arena(size_bytes, HostCopier()).carve(size_bytes).view(dtype)
 
 
 def contestants(states: States, job: str, threads: int, skipped: dict[str, None]) -> dict[str, Step]:
