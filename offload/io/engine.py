@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import stat
@@ -45,13 +46,20 @@ class IOFile:
         self.path = path
         self.fd = fd
         self.direct = direct
+        self._pid = os.getpid()
         _OPEN.add(self)
 
     def close(self) -> None:
         """Closes the descriptor, which frees its lock. May be called again."""
         fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+        if fd < 0:
+            return
+        if os.getpid() == self._pid:
+            # Closing alone frees the lock only when the kernel lets go of the file, which io_uring can delay. Not in
+            # a forked child, whose descriptor shares the lock with its parent's.
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
 
     def __del__(self) -> None:
         # Who forgets to close must not keep the lock for the life of the process.

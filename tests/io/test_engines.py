@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import random
@@ -479,3 +480,20 @@ def test_an_error_in_a_joined_request_names_the_place_of_each_transfer(
     assert isinstance(error, TierIOError)
     assert (error.errno, error.offset, error.length) == (errno.ENOSPC, 2 * PAGE_BYTES, PAGE_BYTES)
     engine.close()
+
+
+def test_closing_frees_the_lock_at_once_and_a_childs_closing_does_not(engine: IOEngine, place: str) -> None:
+    file = engine.open(place)
+    fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    # The kernel may hold the file a little longer, for io_uring; so does this.
+    longer = os.dup(file.fd)
+    try:
+        # The child closes its copy as it begins.
+        assert holds_in_child(lambda: file.fd == -1)
+        with open(place, "rb") as other:
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.close()
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(longer)
