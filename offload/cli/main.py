@@ -13,6 +13,7 @@ from typing import NoReturn
 import typer
 
 from offload.cli.bench_adam import adam
+from offload.cli.bench_io import io
 from offload.cli.console import EXIT_INTERRUPTED, Commands
 from offload.cli.doctor import doctor
 from offload.cli.train import train
@@ -28,6 +29,7 @@ app.command()(doctor)
 
 bench = typer.Typer(cls=Commands, no_args_is_help=True, help="Measure this machine against its own limits.")
 bench.command()(adam)
+bench.command()(io)
 app.add_typer(bench, name="bench")
 
 

@@ -20,6 +20,7 @@ OPTIONS = {
         "--cpu-memory", "--chunk", "--threads", "--seed", "--data", "--out", "--json",
     },
     "doctor": {"--path", "--json"},
+    "bench io": {"paths", "--size", "--rounds", "--quick", "--tbw", "--json", "--out"},
     "bench adam": {"--n", "--threads", "--rounds", "--json", "--out"},
 }  # fmt: skip
 
