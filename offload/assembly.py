@@ -62,7 +62,8 @@ def assemble(
         engine = open_engine(config.io_engine, config.paths)
         undo.callback(engine.close)
         engine.register(arena.memory)
-        slots = Stripes(engine, config.paths, weights(config.paths), [chunk.numel for chunk in layout.chunks])
+        numels = [chunk.numel for chunk in layout.chunks]
+        slots = Stripes(engine, config.paths, weights(config.paths), numels, timeline)
         undo.callback(slots.close)
         io_engine = engine.name
     kernels = load(config.threads)

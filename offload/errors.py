@@ -3,7 +3,7 @@
 OffloadError
 ├── ConfigError            an option, a model or a combination that cannot work (also a ValueError)
 ├── BudgetError            it cannot fit: says needed, available, and the option that would fix it
-├── PathError              a path that cannot hold swap files (also an OSError)
+├── PathError              a path that cannot hold swap files, or a timeline (also an OSError)
 │   └── PathInUseError     ... because a live run holds it
 ├── ResumeError            what lies at the path cannot be continued from, or must not be overwritten
 ├── CorruptionError        bytes that are not those written: names chunk, file and offset
@@ -56,7 +56,7 @@ class BudgetError(OffloadError):
 
 
 class PathError(OffloadError, OSError):
-    """A path that cannot hold swap files; nothing was written."""
+    """A path that cannot hold swap files, or a timeline; nothing was written."""
 
 
 class PathInUseError(PathError):

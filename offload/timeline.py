@@ -1,25 +1,101 @@
-"""What ran and for how long.
+"""What ran, when, and for how long.
 
-Only totals for now: seconds a kind of work and bytes a direction, cheap enough to be always on. They feed
-`OffloadZero.stats()`; a recording of single events belongs here too.
+[Note: totals and events]
+Totals, seconds a kind of work and bytes a direction, are always on and feed `OffloadZero.stats()`. Events, one for
+each transfer, kernel, wait and hook, are kept only inside `Timeline.recorded(file)`, which writes them in Chrome's
+trace format (ui.perfetto.dev and chrome://tracing open it). Without it an event costs a look at one attribute: nothing
+is made, so who records passes only what it has at hand, and names are put together when the file is written.
+
+A lane is a row of the picture. What can overlap with its like, the transfers, is a pair of async events ("b", "e");
+all else is a complete event ("X"), and where two threads were in one lane at once, it gets a second row.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import json
+import os
+import secrets
+import stat
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from offload.errors import ConfigError, PathError
+
+MOST_EVENTS = 100_000
+"""Events a recording keeps, about 30 MB of RAM; those after it are counted, and the file says how many."""
+
+PHASES = "forward, backward, step"
+UNITS = "units, forward"
+GRADIENTS = "gradient hooks"
+SUMS = "gradient kernels"
+ADAM = "Adam"
+WAITS = "waits"
+TO_HOST = "device to host"
+TO_DEVICE = "host to device"
+_LANES = (PHASES, UNITS, GRADIENTS, SUMS, ADAM, WAITS, TO_HOST, TO_DEVICE)
+"""From the top of the picture; drives follow."""
+
+_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def drive_lanes(number: int) -> tuple[str, str, str]:
+    """The lanes of a swap file: its reads, its writes, their checksums."""
+    return f"drive {number}: reads", f"drive {number}: writes", f"drive {number}: checksums"
+
+
+class Event:
+    """Something that began, on the clock of `time.perf_counter_ns`. `end` may be called from any thread."""
+
+    __slots__ = ("began", "bytes", "chunk", "ended", "failed", "lane", "name", "overlaps", "parameter", "tier", "unit")
+
+    def __init__(
+        self,
+        lane: str,
+        name: str,
+        chunk: int | None,
+        parameter: str | None,
+        size: int | None,
+        tier: str | None,
+        unit: str | None,
+        overlaps: bool,
+    ) -> None:
+        self.lane = lane
+        self.name = name
+        self.chunk = chunk
+        self.parameter = parameter
+        self.bytes = size
+        self.tier = tier
+        self.unit = unit
+        self.overlaps = overlaps
+        self.failed = False
+        self.ended: int | None = None
+        self.began = time.perf_counter_ns()
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.failed = kind is not None
+        self.ended = time.perf_counter_ns()
 
 
 class Timeline:
-    """Totals by name, from any thread. Names end in `_s` for seconds and `_bytes` for bytes."""
+    """Totals by name, and events while asked for; from any thread. See [Note: totals and events].
+
+    Names of totals end in `_s` for seconds and `_bytes` for bytes.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._totals: defaultdict[str, float] = defaultdict(float)
         self._counts: defaultdict[str, int] = defaultdict(int)
+        self._recording: _Recording | None = None
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -44,3 +120,230 @@ class Timeline:
     def counted(self, name: str) -> int:
         with self._lock:
             return self._counts[name]
+
+    def event(
+        self,
+        lane: str,
+        name: str,
+        *,
+        chunk: int | None = None,
+        parameter: str | None = None,
+        size: int | None = None,
+        tier: str | None = None,
+    ) -> AbstractContextManager[None]:
+        """Records what runs inside, in a lane where one thing runs at a time.
+
+        Args: size: bytes; tier: which one is waited for.
+        """
+        recording = self._recording
+        if recording is None:
+            return _NOTHING
+        return recording.begin(Event(lane, name, chunk, parameter, size, tier, None, False)) or _NOTHING
+
+    def begin(
+        self,
+        lane: str,
+        name: str,
+        *,
+        chunk: int | None = None,
+        parameter: str | None = None,
+        size: int | None = None,
+        tier: str | None = None,
+        unit: str | None = None,
+        overlaps: bool = True,
+    ) -> Event | None:
+        """Records the beginning of something that ends elsewhere, and in its lane may overlap with its like; hand
+        what is returned to `end`."""
+        recording = self._recording
+        if recording is None:
+            return None
+        return recording.begin(Event(lane, name, chunk, parameter, size, tier, unit, overlaps))
+
+    @staticmethod
+    def end(event: Event | None, *, failed: bool = False) -> None:
+        if event is not None:
+            event.failed = failed
+            event.ended = time.perf_counter_ns()
+
+    @contextmanager
+    def recorded(self, file: str | os.PathLike[str], chunks: Sequence[Mapping[str, Any]] = ()) -> Iterator[None]:
+        """Records events, and writes them to `file` at the end, also when the body raises.
+
+        Args: chunks: what to say of each chunk besides its number.
+        Raises: PathError before anything runs, or at the end if the file could not be written; ConfigError if a
+        recording is going on.
+        """
+        path = _checked(file)
+        with self._lock:
+            if self._recording is not None:
+                raise ConfigError("a timeline is being recorded already: leave it before another begins")
+            recording = self._recording = _Recording(chunks)
+        try:
+            yield
+        except BaseException as error:
+            try:
+                self._finish(recording, path)
+            except OSError as other:
+                error.add_note(f"the timeline could not be written: {other}")
+            raise
+        self._finish(recording, path)
+
+    def _finish(self, recording: _Recording, path: str) -> None:
+        self._recording = None
+        if os.getpid() != recording.pid:
+            return  # a forked child that left the body, too: the file is its parent's
+        recording.close()
+        try:
+            _write(path, recording.lines())
+        except OSError as error:
+            raise PathError(error.errno, f"the timeline cannot be written: {error.strerror}", path) from error
+
+
+class _Recording:
+    """The events between one enter and its exit."""
+
+    def __init__(self, chunks: Sequence[Mapping[str, Any]]) -> None:
+        self.pid = os.getpid()
+        self._chunks = chunks
+        self._lock = threading.Lock()
+        self._events: list[Event] = []
+        self._left_out = 0
+        self._began = time.perf_counter_ns()
+        self._ended: int | None = None
+
+    def begin(self, event: Event) -> Event | None:
+        with self._lock:
+            if self._ended is not None:
+                return None
+            if len(self._events) >= MOST_EVENTS:
+                self._left_out += 1
+                return None
+            self._events.append(event)
+            return event
+
+    def close(self) -> None:
+        with self._lock:
+            self._ended = time.perf_counter_ns()
+
+    def lines(self) -> Iterator[str]:
+        """The file's text, in parts."""
+        about = {
+            "events": len(self._events),
+            "events_left_out": self._left_out,
+            "most_events": MOST_EVENTS,
+            "clock": "microseconds since the recording began",
+        }
+        yield f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(about)}, "traceEvents": [\n'
+        between = ""
+        for entry in self._entries():
+            yield between + json.dumps(entry)
+            between = ",\n"
+        yield "\n]}\n"
+
+    def _entries(self) -> Iterator[dict[str, Any]]:
+        yield self._entry("process_name", "M", 0, 0) | {"args": {"name": "offload"}}
+        lanes: dict[str, list[Event]] = defaultdict(list)
+        for event in self._events:
+            lanes[event.lane].append(event)
+        known = [lane for lane in _LANES if lane in lanes]
+        row, count = 0, 0
+        for lane in known + sorted(lanes.keys() - set(known)):
+            for number, events in enumerate(self._rows(lanes[lane])):
+                row += 1
+                title = lane if not number else f"{lane} ({number + 1})"
+                yield self._entry("thread_name", "M", row, 0) | {"args": {"name": title}}
+                yield self._entry("thread_sort_index", "M", row, 0) | {"args": {"sort_index": row}}
+                for event in events:
+                    count += 1
+                    yield from self._told(event, row, count)
+        if self._left_out:
+            name = f"{self._left_out} events after the first {MOST_EVENTS} are left out"
+            last = max((event.began for event in self._events), default=self._began)
+            yield self._entry(name, "i", 1, last - self._began) | {"s": "g"}
+
+    def _rows(self, events: list[Event]) -> list[list[Event]]:
+        """One row; more only where complete events overlap."""
+        rows: list[list[Event]] = []
+        ends: list[int] = []
+        for event in sorted(events, key=lambda event: event.began):
+            free = (n for n, end in enumerate(ends) if event.overlaps or end <= event.began)
+            row = next(free, len(rows))
+            if row == len(rows):
+                rows.append([])
+                ends.append(0)
+            rows[row].append(event)
+            ends[row] = self._end_of(event)[0]
+        return rows
+
+    def _end_of(self, event: Event) -> tuple[int, bool]:
+        """When it ended, and whether that is only the end of the recording."""
+        last, ended = self._ended or 0, event.ended
+        return (last, True) if ended is None or ended > last else (ended, False)
+
+    def _told(self, event: Event, row: int, number: int) -> Iterator[dict[str, Any]]:
+        ended, is_cut = self._end_of(event)
+        names = ("chunk", "unit", "parameter", "bytes", "tier")
+        args = {name: getattr(event, name) for name in names if getattr(event, name) is not None}
+        if event.chunk is not None and event.chunk < len(self._chunks):
+            args = dict(self._chunks[event.chunk]) | args
+        if is_cut:
+            args["under_way_at_the_end"] = True
+        if event.failed:
+            args["failed"] = True
+        if event.overlaps:
+            # Viewers draw async events of one name in one lane: the chunk is in the args.
+            shared = {"cat": event.name, "id": number}
+            yield self._entry(event.lane, "b", row, event.began - self._began) | shared | {"args": args}
+            yield self._entry(event.lane, "e", row, ended - self._began) | shared
+            return
+        detail = event.parameter or event.unit or ("" if event.chunk is None else f"chunk {event.chunk}")
+        name = f"{event.name} {detail}".rstrip()
+        entry = self._entry(name, "X", row, event.began - self._began)
+        yield entry | {"cat": event.name, "dur": (ended - event.began) / 1000, "args": args}
+
+    def _entry(self, name: str, phase: str, row: int, at_ns: int) -> dict[str, Any]:
+        return {"name": name, "ph": phase, "ts": at_ns / 1000, "pid": self.pid, "tid": row}
+
+
+def _checked(file: str | os.PathLike[str]) -> str:
+    """The absolute path of a file that can be written. Raises: PathError, ConfigError."""
+    if not isinstance(file, str | os.PathLike):
+        raise ConfigError(f"timeline({file!r}): give the path of a file to write")
+    path = os.path.abspath(os.fspath(file))
+    folder = os.path.dirname(path)
+    try:
+        if not os.path.isdir(folder):
+            raise PathError(errno.ENOENT, "the folder of the timeline does not exist: make it first", path)
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISREG(os.lstat(path).st_mode):
+                raise PathError(errno.EISDIR, "is no regular file: give the timeline a file of its own", path)
+            if not os.access(path, os.W_OK):
+                raise PathError(errno.EACCES, "is not writable", path)
+        aside = _aside(path)
+        os.close(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+        os.unlink(aside)
+    except PathError:
+        raise
+    except (OSError, ValueError) as error:
+        code, why = (error.errno, error.strerror) if isinstance(error, OSError) else (errno.EINVAL, str(error))
+        raise PathError(code, f"the timeline cannot be written there: {why}", path) from error
+    return path
+
+
+def _aside(path: str) -> str:
+    return os.path.join(os.path.dirname(path), f".timeline-{os.getpid()}-{secrets.token_hex(4)}.partial")
+
+
+def _write(path: str, lines: Iterator[str]) -> None:
+    """Writes aside, syncs and renames: `path` is never half a file."""
+    aside = _aside(path)
+    try:
+        with open(aside, "x", encoding="utf-8") as out:
+            out.writelines(lines)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(aside, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(aside)
+        raise

@@ -31,6 +31,8 @@ LAST_LR = 0.1
 PROMPT_BYTES = 64
 PROMPT_SEARCH = 1024
 VALIDATION_WINDOWS = 32
+TIMELINE_STEPS = 3
+"""The last steps, recorded with --timeline and not validated between."""
 VALIDATION_POINTS = 10
 """Validations after the one before the first step."""
 
@@ -160,18 +162,27 @@ def train_loop(
         with clock("evaluate"):
             record.validation.append((done, evaluate(model, held_out, options.batch)))
 
+    recorded_from = max(1, options.steps - TIMELINE_STEPS + 1) if options.timeline else math.inf
     validate(0)
-    for done in range(1, options.steps + 1):
-        record.losses.append(_accumulate(model, batches, options.accumulation, clock))
-        with clock("step"):
-            optimizer.clip_grad_norm_(CLIP)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        record.tokens += options.batch * options.seq * options.accumulation
-        if done == options.steps or done % between == 0:
-            validate(done)
-        progress.step(done, record.losses[-1], record.tokens_per_s, optimizer.stats())
+    with contextlib.ExitStack() as recording:
+        for done in range(1, options.steps + 1):
+            if done == recorded_from:
+                optimizer.synchronize()  # what is drawn is all of these steps, and nothing else
+                recording.enter_context(optimizer.timeline(options.timeline_file))
+            record.losses.append(_accumulate(model, batches, options.accumulation, clock))
+            with clock("step"):
+                optimizer.clip_grad_norm_(CLIP)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            record.tokens += options.batch * options.seq * options.accumulation
+            if done == options.steps:
+                with clock("step"):
+                    optimizer.synchronize()
+                recording.close()
+            if done == options.steps or (done % between == 0 and done < recorded_from):
+                validate(done)
+            progress.step(done, record.losses[-1], record.tokens_per_s, optimizer.stats())
     return record
 
 

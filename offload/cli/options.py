@@ -35,6 +35,7 @@ class TrainOptions:
     seed: int
     data: Path | None
     out: Path
+    timeline: bool
 
     def __post_init__(self) -> None:
         for option in ("steps", "batch", "seq", "accumulation", "threads"):
@@ -52,8 +53,13 @@ class TrainOptions:
             if value is not None:
                 parse_bytes(_number(value), f"--{option.replace('_', '-')}")
 
+    @property
+    def timeline_file(self) -> Path:
+        """Where --timeline writes; its picture lies beside it."""
+        return self.out / "timeline.json"
+
     def prepare_out(self) -> None:
-        """Make --out, where the picture goes. Raises: ConfigError where it cannot be made or written to."""
+        """Make --out, where the pictures go. Raises: ConfigError where it cannot be made or written to."""
         try:
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -53,7 +53,10 @@ def train(
             show_default="the sources of Python's standard library",
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the picture of the loss.")] = Path("out"),
+    out: Annotated[Path, typer.Option(help="Folder for the pictures and the timeline.")] = Path("out"),
+    timeline: Annotated[
+        bool, typer.Option("--timeline", help="Record the last 3 steps, for ui.perfetto.dev and as a picture.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Train a byte-level GPT with OffloadZero and show what it took.
@@ -76,6 +79,7 @@ def train(
         seed=seed,
         data=data,
         out=out,
+        timeline=timeline,
     )
     _run(options, as_json=json)
 
@@ -112,11 +116,24 @@ def _run(options: TrainOptions, *, as_json: bool) -> None:
     picture = options.out / "loss.png"
     summary = summarise(record, stats, options) | {"device": str(device), "text": text.source, "files": kept}
     loss_curve(picture, _title(summary), record.losses, record.validation)
-    summary |= {"picture": str(picture), "sample": continuation}
+    summary |= {
+        "picture": str(picture),
+        "sample": continuation,
+        "timeline": _drawn(options, _title(summary)) if options.timeline else [],
+    }
     if as_json:
         print_json(summary)
     else:
         _show(Console(), summary, prompt)
+
+
+def _drawn(options: TrainOptions, title: str) -> list[str]:
+    """Draws the timeline; returns its files."""
+    from offload.cli.timeline_plot import timeline_picture
+
+    picture = options.timeline_file.with_suffix(".png")
+    timeline_picture(options.timeline_file, picture, f"The last steps of {title}")
+    return [str(options.timeline_file), str(picture)]
 
 
 def _take(stack: contextlib.ExitStack, model: GPT, options: TrainOptions) -> OffloadZero:
@@ -179,6 +196,8 @@ def _show(console: Console, summary: dict[str, Any], prompt: str) -> None:
     console.print("[bold]the model writes[/bold]")
     console.print(escape(_printable(summary["sample"])), highlight=False)
     console.print(f"\nLoss curve: {summary['picture']}", highlight=False, soft_wrap=True)
+    if summary["timeline"]:
+        console.print("Timeline: {} (open it in ui.perfetto.dev), {}".format(*summary["timeline"]), soft_wrap=True)
     for file in summary["files"]:
         console.print(f"Kept: {file} (not committed: it cannot be resumed from)", soft_wrap=True)
 

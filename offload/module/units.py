@@ -38,6 +38,11 @@ def units_of(model: nn.Module) -> dict[Tensor, str]:
     return {param: units.pop() if len(units) == 1 else ROOT for param, units in holders.items()}
 
 
+def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules of the units but the root's, by name."""
+    return list(_blocks(model, ROOT))
+
+
 def _blocks(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     children = [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
     if isinstance(module, nn.ModuleList | nn.Sequential):

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from itertools import chain
 from queue import SimpleQueue
 
@@ -27,7 +28,7 @@ from offload.errors import AccumulationError
 from offload.layout import Layout
 from offload.native import Kernels, sum_blocks
 from offload.store.arena import Arena, carved_bytes
-from offload.timeline import Timeline
+from offload.timeline import GRADIENTS, SUMS, TO_HOST, WAITS, Timeline
 
 BOUNCES = 2
 
@@ -79,7 +80,8 @@ class GradientSink:
         self.scale = 1.0
         self._arrived = [0] * len(layout.specs)
         self._summed = [False] * len(layout.specs)
-        self._pending: list[Future[None]] = []
+        self._pending: list[tuple[int, Future[None]]] = []
+        self._first_chunk = [next(iter(layout.chunks_of[param]), None) for param in range(len(layout.specs))]
         self._worker: ThreadPoolExecutor | None = None
         self._bounces: SimpleQueue[Tensor] = SimpleQueue()
         if not copier.direct:
@@ -123,17 +125,17 @@ class GradientSink:
         first = self._arrived[param] == 0
         self._arrived[param] += 1
         self._summed[param] = False
-        with self._timeline.span("gradient_s"):
+        size = grad.numel() * grad.element_size()
+        with self._timeline.span("gradient_s"), self._event(GRADIENTS, "gradient", param, size):
             if self._accumulation == 1:
-                copy = self._copier.to_host(grad, self.line(param))
-                self._then(copy.wait)
+                self._then(param, self._copy(param, grad, self.line(param)))
             else:
                 for part, into in self._parts(param, grad):
-                    self._accumulate(part, into, first=first)
+                    self._accumulate(param, part, into, first=first)
             if self._arrived[param] == self._accumulation:
-                self._then(lambda: self._sum(param))
+                self._then(param, lambda: self._sum(param))
         if not self._copier.direct:
-            self._timeline.count("device_to_host_bytes", grad.numel() * grad.element_size())
+            self._timeline.count("device_to_host_bytes", size)
 
     def forget(self, param: int) -> None:
         """The next gradient of `param` begins anew."""
@@ -144,7 +146,11 @@ class GradientSink:
         with self._timeline.span("gradient_s"):
             while self._pending:
                 # Forgotten only when it is done: whoever is interrupted here has to wait again.
-                self._pending[0].result()
+                param, work = self._pending[0]
+                if not work.done():
+                    with self._event(WAITS, "wait for gradient", param, tier="device"):
+                        wait([work])
+                work.result()
                 del self._pending[0]
             for param in params:
                 if not self._summed[param]:
@@ -168,12 +174,39 @@ class GradientSink:
         if self._worker is not None:
             self._worker.shutdown(wait=True)
 
-    def _then(self, work: Callable[[], None]) -> None:
+    def _event(
+        self, lane: str, name: str, param: int, size: int | None = None, tier: str | None = None
+    ) -> AbstractContextManager[None]:
+        """For the timeline: something about `param`, under the first chunk that holds a piece of it."""
+        chunk, parameter = self._first_chunk[param], self._layout.specs[param].name
+        return self._timeline.event(lane, name, chunk=chunk, parameter=parameter, size=size, tier=tier)
+
+    def _copy(self, param: int, src: Tensor, dst: Tensor) -> Callable[[], None]:
+        """Starts a copy into RAM; returns what waits for it."""
+        if self._copier.direct:
+            return self._copier.to_host(src, dst).wait
+        moving = self._timeline.begin(
+            TO_HOST,
+            "copy",
+            chunk=self._first_chunk[param],
+            parameter=self._layout.specs[param].name,
+            size=src.numel() * src.element_size(),
+            tier="device",
+        )
+        copy = self._copier.to_host(src, dst)
+
+        def arrived() -> None:
+            copy.wait()
+            self._timeline.end(moving)
+
+        return arrived
+
+    def _then(self, param: int, work: Callable[[], None]) -> None:
         """Runs `work` now, or after what was handed to the worker before."""
         if self._worker is None:
             work()
         else:
-            self._pending.append(self._worker.submit(work))
+            self._pending.append((param, self._worker.submit(work)))
 
     def _parts(self, param: int, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """The gradient and its buffer, in parts that fit a bounce."""
@@ -181,33 +214,36 @@ class GradientSink:
         size = grad.numel() if self._copier.direct else max(_bounce_bytes(self._layout) // grad.element_size(), 1)
         yield from zip(grad.split(size or 1), line.split(size or 1), strict=True)
 
-    def _accumulate(self, part: Tensor, into: Tensor, *, first: bool) -> None:
+    def _accumulate(self, param: int, part: Tensor, into: Tensor, *, first: bool) -> None:
         def add(x: Tensor) -> None:
-            if first:
-                self._kernels.cast(x, into)
-            else:
-                self._kernels.accumulate(into, x)
+            with self._event(SUMS, "cast" if first else "accumulate", param):
+                if first:
+                    self._kernels.cast(x, into)
+                else:
+                    self._kernels.accumulate(into, x)
 
         if self._copier.direct:
             add(part)
             return
         # Blocks while both bounces are under way: the memory is bounded, so the device has to wait.
-        bounce = self._bounces.get()
+        with self._event(WAITS, "wait for bounce", param, tier="device"):
+            bounce = self._bounces.get()
         landed = bounce[: part.numel() * part.element_size()].view(part.dtype)
-        copy = self._copier.to_host(part, landed)
+        arrived = self._copy(param, part, landed)
 
         def finish() -> None:
             try:
-                copy.wait()
+                arrived()
                 add(landed)
             finally:
                 self._bounces.put(bounce)
 
-        self._then(finish)
+        self._then(param, finish)
 
     def _sum(self, param: int) -> None:
         _, offset = self._layout.places[param]
-        self._kernels.sum_squares(self.line(param), offset, self._sums[param])
+        with self._event(SUMS, "sum of squares", param):
+            self._kernels.sum_squares(self.line(param), offset, self._sums[param])
         self._summed[param] = True
 
 

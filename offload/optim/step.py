@@ -18,7 +18,7 @@ from offload.native import AdamScalars, Kernels
 from offload.optim.gradients import GradientSink
 from offload.store.arena import Arena, carved_bytes
 from offload.store.store import Lease, Store
-from offload.timeline import Timeline
+from offload.timeline import ADAM, TO_DEVICE, WAITS, Event, Timeline
 
 STAGES = 2
 
@@ -49,7 +49,7 @@ class ParameterReturn:
         self._timeline = timeline
         stages = 0 if copier.direct else STAGES
         self._stages = [arena.carve(_stage_bytes(layout)) for _ in range(stages)]
-        self._copies: list[list[Copy]] = [[] for _ in range(stages)]
+        self._copies: list[list[tuple[Chunk, Copy, Event | None]]] = [[] for _ in range(stages)]
         self._turn = 0
 
     def target(self, chunk: Chunk) -> Tensor:
@@ -68,8 +68,11 @@ class ParameterReturn:
         on_device = self._on_device(chunk)
         for run in runs:
             part = slice(run.start, run.stop)
-            self._copies[self._turn].append(self._copier.to_device(target[part], on_device[part]))
-            self._timeline.count("host_to_device_bytes", (run.stop - run.start) * target.element_size())
+            size = (run.stop - run.start) * target.element_size()
+            moving = self._timeline.begin(TO_DEVICE, "copy", chunk=chunk.index, size=size, tier="device")
+            copy = self._copier.to_device(target[part], on_device[part])
+            self._copies[self._turn].append((chunk, copy, moving))
+            self._timeline.count("host_to_device_bytes", size)
 
     def wait(self) -> None:
         """Waits until all that was sent is on the device."""
@@ -78,8 +81,13 @@ class ParameterReturn:
 
     def _wait(self, turn: int) -> None:
         with self._timeline.span("wait_s"):
-            for copy in self._copies[turn]:
-                copy.wait()
+            for chunk, copy, moving in self._copies[turn]:
+                if copy.done():
+                    copy.wait()
+                else:
+                    with self._timeline.event(WAITS, "wait for copy", chunk=chunk.index, tier="device"):
+                        copy.wait()
+                self._timeline.end(moving)
         self._copies[turn].clear()
 
     def _on_device(self, chunk: Chunk) -> Tensor:
@@ -118,7 +126,7 @@ class Step:
             target = self._parameters.target(chunk)
             with self._store.lease(chunk.index, step=step) as lease:
                 lease.dirty = True
-                with self._timeline.span("adam_s"):
+                with self._timeline.span("adam_s"), self._timeline.event(ADAM, "Adam", chunk=chunk.index):
                     self._adam(chunk, runs, lease, target, scalars)
             self._parameters.send(chunk, target, runs)
         self._parameters.wait()

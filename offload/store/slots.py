@@ -37,6 +37,7 @@ from torch import Tensor
 from offload.errors import BudgetError, CorruptionError, PathError, PathInUseError, ResumeError
 from offload.io.engine import IOEngine, IOFile, IOFuture
 from offload.sizes import PAGE_BYTES, format_bytes, round_up
+from offload.timeline import Event, Timeline, drive_lanes
 
 FORMAT = 1
 STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")
@@ -122,6 +123,7 @@ class SlotFile:
         held: Sequence[int] | None = None,
         run_id: bytes | None = None,
         stripe: tuple[int, int] = (0, 1),
+        timeline: Timeline | None = None,
     ) -> None:
         check_directory(directory)
         self._numels = tuple(chunk_numels)
@@ -130,6 +132,8 @@ class SlotFile:
         *starts, self._place_bytes = ends
         self._starts = dict(zip(self._held, starts, strict=True))
         self._engine = engine
+        self._timeline = timeline or Timeline()
+        self._reads, self._writes, self._checksums = drive_lanes(stripe[0])
         self._run_id = run_id or new_run_id()
         path = directory / SWAP_NAME
         with ExitStack() as undo:
@@ -168,19 +172,22 @@ class SlotFile:
 
         def seal() -> None:
             data = memory_of(buffer)
-            _zero_padding(buffer, numel)
-            head = _HEADER.pack(
-                _HEADER_MAGIC,
-                FORMAT,
-                self._run_id,
-                chunk,
-                step,
-                numel,
-                xxhash.xxh3_64_intdigest(data[PAGE_BYTES:]),
-            )
-            data[: len(head)] = head
-            data[len(head) : len(head) + _CHECKSUM.size] = _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head))
-            self._engine.write(self._file, self._offset(chunk, place), data).add_done_callback(_pass_on(written))
+            with self._timeline.event(self._checksums, "seal", chunk=chunk, size=len(data)):
+                _zero_padding(buffer, numel)
+                head = _HEADER.pack(
+                    _HEADER_MAGIC,
+                    FORMAT,
+                    self._run_id,
+                    chunk,
+                    step,
+                    numel,
+                    xxhash.xxh3_64_intdigest(data[PAGE_BYTES:]),
+                )
+                data[: len(head)] = head
+                data[len(head) : len(head) + _CHECKSUM.size] = _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head))
+            moving = self._timeline.begin(self._writes, "write", chunk=chunk, size=len(data), tier="nvme")
+            future = self._engine.write(self._file, self._offset(chunk, place), data)
+            future.add_done_callback(_pass_on(written, moving))
 
         self._sealer.submit(_guarded(seal, written))
         return written
@@ -194,15 +201,18 @@ class SlotFile:
         checked.set_running_or_notify_cancel()
         data = memory_of(buffer)
         offset = self._offset(chunk, place)
+        moving = self._timeline.begin(self._reads, "read", chunk=chunk, size=len(data), tier="nvme")
 
         def check() -> None:
-            problem = self._problem(data, chunk, step)
+            with self._timeline.event(self._checksums, "check", chunk=chunk, size=len(data)):
+                problem = self._problem(data, chunk, step)
             if problem:
                 raise CorruptionError(problem, chunk=chunk, file=self.path, offset=offset)
             checked.set_result(len(data))
 
         def arrived(read: IOFuture) -> None:
             error = read.exception()
+            self._timeline.end(moving, failed=error is not None)
             if error is not None:
                 checked.set_exception(error)
             else:
@@ -270,11 +280,12 @@ def _zero_padding(buffer: Tensor, numel: int) -> None:
         buffer[start + 4 * numel : start + size] = 0
 
 
-def _pass_on(target: IOFuture) -> Callable[[IOFuture], None]:
-    """A callback that resolves `target` as the future it is called with."""
+def _pass_on(target: IOFuture, moving: Event | None) -> Callable[[IOFuture], None]:
+    """A callback that ends `moving` and resolves `target` as the future it is called with."""
 
     def done(source: IOFuture) -> None:
         error = source.exception()
+        Timeline.end(moving, failed=error is not None)
         if error is None:
             target.set_result(source.result())
         else:

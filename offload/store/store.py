@@ -23,7 +23,14 @@ from offload.store.arena import Arena
 from offload.store.residency import Residency, ResidencyTable
 from offload.store.slots import sections, slot_bytes
 from offload.store.stripes import Stripes
-from offload.timeline import Timeline
+from offload.timeline import WAITS, Timeline
+
+_WAITS_FOR = {
+    Residency.READING: "wait for read",
+    Residency.WRITING: "wait for write",
+    Residency.LEASED: "wait for lease",
+}
+"""By what it finds; otherwise it waits for a buffer, until some other chunk is written."""
 
 
 @dataclass
@@ -71,7 +78,7 @@ class Store:
         self._buffers = {index: arena.carve(slot_bytes(self._chunks[index].numel)) for index in sorted(kept)}
         self._written_at: dict[int, int] = {}
         self._ahead: deque[int] = deque()
-        self._moving = 0
+        self._moving: dict[int, None] = {}
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
 
@@ -101,7 +108,8 @@ class Store:
     def drain(self) -> None:
         """Waits until nothing is under way."""
         with self._timeline.span("wait_s"), self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or not self._moving)
+            while self._moving and self._failure is None:
+                self._wait_for_transfer(next(iter(self._moving)))
             self._check()
 
     def check(self) -> None:
@@ -125,26 +133,36 @@ class Store:
 
     def _take(self, chunk: int) -> None:
         """Waits until the chunk has a buffer in RAM with its data, and moves it to LEASED."""
-        while True:
-            self._check()
-            state = self._table[chunk]
-            if state in (Residency.CLEAN, Residency.DIRTY):
-                break
-            if state in (Residency.EMPTY, Residency.STORED) and chunk not in self._buffers and not self._free:
-                self._drop_one()
-            if state is Residency.EMPTY and (chunk in self._kept or self._free):
-                if chunk not in self._kept:
-                    self._buffers[chunk] = self._free.pop()
-                    self._buffers[chunk].zero_()
-                break
-            if state is Residency.STORED and self._free:
-                self._read(chunk)
-                continue
-            self._changed.wait()
+        if not self._is_ready(chunk):
+            reason = _WAITS_FOR.get(self._table[chunk], "wait for buffer")
+            with self._timeline.event(WAITS, reason, chunk=chunk, tier="nvme"):
+                self._changed.wait_for(lambda: self._is_ready(chunk))
         self._table.move(chunk, Residency.LEASED)
         if chunk in self._ahead:
             self._ahead.remove(chunk)
         self._read_ahead()
+
+    def _is_ready(self, chunk: int) -> bool:
+        """Whether the chunk has a buffer in RAM with its data; does what can be done now to bring it there."""
+        self._check()
+        state = self._table[chunk]
+        if state in (Residency.CLEAN, Residency.DIRTY):
+            return True
+        if state in (Residency.EMPTY, Residency.STORED) and chunk not in self._buffers and not self._free:
+            self._drop_one()
+        if state is Residency.EMPTY and (chunk in self._kept or self._free):
+            if chunk not in self._kept:
+                self._buffers[chunk] = self._free.pop()
+                self._buffers[chunk].zero_()
+            return True
+        if state is Residency.STORED and self._free:
+            self._read(chunk)
+        return False
+
+    def _wait_for_transfer(self, chunk: int) -> None:
+        reason = _WAITS_FOR.get(self._table[chunk], "wait for buffer")
+        with self._timeline.event(WAITS, reason, chunk=chunk, tier="nvme"):
+            self._changed.wait_for(lambda: self._failure is not None or chunk not in self._moving)
 
     def _put(self, lease: Lease, step: int) -> None:
         chunk = lease.chunk
@@ -194,13 +212,13 @@ class Store:
         self._follow(future, chunk, Residency.STORED, "nvme_written_bytes")
 
     def _follow(self, future: IOFuture, chunk: int, then: Residency, counter: str) -> None:
-        self._moving += 1
+        self._moving[chunk] = None
         future.add_done_callback(partial(self._moved, chunk, then, counter))
 
     def _moved(self, chunk: int, then: Residency, counter: str, future: IOFuture) -> None:
         """Called in a thread of the engine when a transfer has ended."""
         with self._changed:
-            self._moving -= 1
+            del self._moving[chunk]
             try:
                 self._timeline.count(counter, future.result())
                 self._table.move(chunk, then)

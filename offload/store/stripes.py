@@ -10,6 +10,7 @@ from torch import Tensor
 
 from offload.io.engine import IOEngine, IOFuture
 from offload.store.slots import SlotFile, check_directory, new_run_id, slot_bytes
+from offload.timeline import Timeline
 
 
 def assign(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
@@ -36,7 +37,12 @@ class Stripes:
     """
 
     def __init__(
-        self, engine: IOEngine, directories: Sequence[Path], weights: Sequence[float], numels: Sequence[int]
+        self,
+        engine: IOEngine,
+        directories: Sequence[Path],
+        weights: Sequence[float],
+        numels: Sequence[int],
+        timeline: Timeline | None = None,
     ) -> None:
         for directory in directories:
             check_directory(directory)
@@ -48,7 +54,7 @@ class Stripes:
             for number, directory in enumerate(directories):
                 held = [chunk for chunk, path in enumerate(chosen) if path == number]
                 stripe = (number, len(directories))
-                file = SlotFile(engine, directory, numels, held=held, run_id=run_id, stripe=stripe)
+                file = SlotFile(engine, directory, numels, held=held, run_id=run_id, stripe=stripe, timeline=timeline)
                 undo.callback(file.abandon)
                 self._files.append(file)
                 self._of |= dict.fromkeys(held, file)

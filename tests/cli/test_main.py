@@ -17,7 +17,7 @@ from offload.errors import BudgetError, OffloadError, TierIOError
 OPTIONS = {
     "train": {
         "--preset", "--steps", "--batch", "--seq", "--lr", "--accumulation", "--tier", "--path", "--keep",
-        "--cpu-memory", "--chunk", "--threads", "--seed", "--data", "--out", "--json",
+        "--cpu-memory", "--chunk", "--threads", "--seed", "--data", "--out", "--timeline", "--json",
     },
     "doctor": {"--path", "--json"},
     "bench io": {"paths", "--size", "--rounds", "--quick", "--tbw", "--json", "--out"},

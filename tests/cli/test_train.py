@@ -22,7 +22,7 @@ FIELDS = {
     "nvme_read_bytes", "nvme_written_bytes", "peak_cpu_bytes", "peak_rss_bytes", "parameters",
     "adam_s", "backward_s", "chunks", "cpu_budget_bytes", "device", "device_to_host_bytes", "evaluate_s", "files",
     "forward_s", "host_to_device_bytes", "kernel", "losses", "nvme_init_bytes", "picture", "preset", "sample",
-    "steps", "text", "threads", "tier", "tokens", "validation",
+    "steps", "text", "threads", "tier", "timeline", "tokens", "validation",
 }  # fmt: skip
 TINY = ["train", "--preset", "1m", "--steps", "3", "--batch", "2", "--seq", "16", "--lr", "0.003"]
 
@@ -117,6 +117,29 @@ def test_people_get_tables_a_sample_and_the_picture(folder: Path) -> None:
     assert "step 1/3  loss 5." in result.stderr
     assert "step 3/3" in result.stderr
     assert "nvme" in result.stderr
+
+
+def test_timeline_writes_the_last_three_steps_and_draws_them(folder: Path) -> None:
+    result = run("--timeline", "--steps", "4", "--chunk", "1MiB")
+    assert result.exit_code == 0, result.output
+    assert "Timeline: out/timeline.json (open it in ui.perfetto.dev), out/timeline.png" in result.stdout
+    assert sorted(file.name for file in (folder / "out").iterdir()) == ["loss.png", "timeline.json", "timeline.png"]
+    assert (folder / "out" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((folder / "out" / "timeline.json").read_text())["traceEvents"]
+    names = [event["name"] for event in events if event["ph"] == "X"]
+    assert [name for name in names if name in ("forward", "inference", "backward", "step")] == [
+        "forward",
+        "backward",
+        "step",
+    ] * 3
+    moved_bytes = sum(event["args"]["bytes"] for event in events if event["ph"] == "b")
+    assert moved_bytes == pytest.approx(3 * 24 * 985_344, rel=0.02)
+    assert not any("under_way_at_the_end" in event.get("args", {}) for event in events)
+
+
+def test_run_shorter_than_the_timeline_and_json_name_its_files() -> None:
+    summary = run_json("--timeline", "--steps", "1", "--tier", "cpu")
+    assert summary["timeline"] == ["out/timeline.json", "out/timeline.png"]
 
 
 def test_keep_leaves_the_swap_file_and_says_so(folder: Path) -> None:
@@ -292,6 +315,7 @@ def test_only_matrices_decay() -> None:
     options = loop.TrainOptions(
         preset="1m", steps=1, batch=1, seq=16, lr=0.5, accumulation=1, tier="cpu", path=Path("scratch"), keep=False,
         cpu_memory=None, chunk=None, threads=None, seed=0, data=None, out=Path("out"),
+        timeline=False,
     )  # fmt: skip
     model = loop.GPT(loop.GPTConfig(layers=1, width=16, heads=1))
     names = {parameter: name for name, parameter in model.named_parameters()}
