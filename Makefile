@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 SOURCES := pyproject.toml constraints.txt $(wildcard kernels/*.c kernels/*.h kernels/CMakeLists.txt) \
 	$(wildcard offload/__init__.py offload/*/__init__.py)
 
-.PHONY: train test lint types unit test-slow test-gpu test-peers clean
+.PHONY: train test lint types unit test-slow test-gpu test-peers bench-peers clean
 
 train: $(VENV)/installed
 	$(BIN)/offload train $(ARGS)
@@ -32,6 +32,19 @@ test-gpu: $(VENV)/installed
 test-peers: $(VENV)/installed
 	$(BIN)/python -m pytest -m peers $(ARGS)
 
+# I/O beside DeepSpeed's, which lives in an environment of its own and compiles its extension at first use (minutes;
+# needs a C++ compiler and libaio's headers, Debian's libaio-dev).
+bench-peers: $(VENV)/installed .venv-peers/installed
+	PATH="$(CURDIR)/.venv-peers/bin:$$PATH" DS_ACCELERATOR=cpu \
+		$(BIN)/python bench/io.py --deepspeed .venv-peers/bin/python $(or $(ARGS),.)
+
+.venv-peers/installed: constraints.txt
+	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/pip --disable-pip-version-check install --quiet -c constraints.txt torch setuptools wheel ninja
+	DS_BUILD_OPS=0 .venv-peers/bin/pip --disable-pip-version-check install --quiet -c constraints.txt \
+		--no-build-isolation deepspeed
+	touch $@
+
 # Editable: the sources in use are the ones in this folder; only a change of the kernels or of the
 # requirements installs again.
 $(VENV)/installed: $(SOURCES)
@@ -40,4 +53,4 @@ $(VENV)/installed: $(SOURCES)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis scratch out
+	rm -rf $(VENV) .venv-peers build .mypy_cache .ruff_cache .pytest_cache .hypothesis scratch out

@@ -26,6 +26,9 @@ FIO_TIMEOUT_S = 300
 TRANSFERS = 4
 """Under way at once, each a share of the buffer: as a step of the optimizer moves its chunks."""
 
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""For a reference's process, so that its buffers are on huge pages as ours are: without, it is only half as fast."""
+
 Part = tuple[str, int, int]
 """(read or write, offset, length)"""
 
@@ -122,27 +125,28 @@ class Ours(Contestant):
 
 
 class Pool(Contestant):
-    """preadv and pwritev on a few threads, each with a buffer of its own: what one would write in ten lines."""
+    """preadv and pwritev on a few threads: what one would write in ten lines. It goes round all of `memory`."""
 
-    name = "preadv pool"
-
-    def __init__(self, place: Place, memory: memoryview, request_bytes: int, threads: int) -> None:
+    def __init__(self, name: str, place: Place, memory: memoryview, request_bytes: int, threads: int) -> None:
+        self.name = name
         self.settings = f"{size_label(request_bytes)} x {threads}"
-        self.buffer_bytes = request_bytes * threads
+        self.buffer_bytes = len(memory)
         self._place = place
         self._request_bytes = request_bytes
-        self._buffers = [memory[i * request_bytes : (i + 1) * request_bytes] for i in range(threads)]
+        self._threads = threads
+        self._buffers = [memory[at : at + request_bytes] for at in range(0, len(memory), request_bytes)]
 
     def run(self, operation: str, nbytes: int) -> float:
         todo = parts(operation, nbytes, self._request_bytes)
-        threads = len(self._buffers)
+        threads, buffers = self._threads, self._buffers
         if not self._place.direct:
             drop_cached(self._place.fd)
 
         def work(index: int) -> None:
-            for direction, offset, length in todo[index::threads]:
+            for number in range(index, len(todo), threads):
+                direction, offset, length = todo[number]
                 move = os.preadv if direction == "read" else os.pwritev
-                if move(self._place.fd, [self._buffers[index][:length]], offset) != length:
+                if move(self._place.fd, [buffers[number % len(buffers)][:length]], offset) != length:
                     raise LeftOutError("a transfer came up short")
 
         with ThreadPoolExecutor(threads) as pool:
@@ -171,15 +175,13 @@ class Fio(Contestant):
 
     def run(self, operation: str, nbytes: int) -> float:
         kind = "rw" if operation == "mixed" else operation
-        # Huge pages behind its buffers, as behind ours: without them it is only half as fast.
-        environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
         try:
             done = subprocess.run(
                 [*self._arguments, f"--rw={kind}", f"--size={nbytes}"],
                 capture_output=True,
                 text=True,
                 check=True,
-                env=environment,
+                env=os.environ | HUGE_PAGES,
                 timeout=FIO_TIMEOUT_S,
             )
             job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]

@@ -44,9 +44,9 @@ class Grid:
 
 FULL = Grid(
     requests=(512 * KIB, MIB, 2 * MIB, 4 * MIB, 8 * MIB),
-    depths=(1, 2, 4, 8, 16),
+    depths=(1, 4, 8, 16),
     portable=((MIB, 2), (MIB, 8), (4 * MIB, 2), (4 * MIB, 8)),
-    fio=((512 * KIB, 32), (MIB, 8), (MIB, 16), (MIB, 32), (4 * MIB, 8)),
+    fio=((512 * KIB, 32), (MIB, 8), (MIB, 32), (4 * MIB, 8)),
     pool=((MIB, 4), (MIB, 8), (4 * MIB, 4), (4 * MIB, 8)),
     rounds=3,
 )
@@ -105,8 +105,14 @@ class Field:
 
     def families(self) -> tuple[list[Family], list[str]]:
         """The references, and why one is missing."""
-        pool = [Pool(self.place, self.memory, request, threads) for request, threads in self.grid.pool]
-        found = [Family("preadv pool", pool)]
+        found = []
+        # The second has in memory what it has in flight, as fio does: the CPU's cache may hold that.
+        for name, small in (("preadv pool", False), ("preadv pool, small", True)):
+            pool = [
+                Pool(name, self.place, self.memory[: request * threads if small else None], request, threads)
+                for request, threads in self.grid.pool
+            ]
+            found.append(Family(name, pool))
         if shutil.which("fio") is None:
             return found, ["fio: not installed"]
         if not self.place.direct:

@@ -138,7 +138,7 @@ def race(
 
     Args: ours: in a buffer of so many bytes at most, or (None) in the one that training would use.
     """
-    duels, left_out = _search(families, nbytes, tick)
+    duels, left_out = _search(families, nbytes // 2, tick)
     again = replace(point, speeds={operation: [] for operation in OPERATIONS}, cpu_s_per_gib=[])
     shuffle = random.Random(1)
     for number in range(rounds):
