@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from offload import OffloadZero, Tuning
 from offload.copies import HostCopier
 from offload.io.engine import IOFuture
-from offload.io.threads import ThreadEngine
+from offload.io.settings import open_engine
 from offload.native import AdamScalars, Kernels, cpu_model, load
 from offload.planner import least_cpu_memory
 from offload.sizes import PAGE_BYTES, format_bytes, round_up
@@ -65,7 +65,7 @@ class Disk:
     """Reads all slots and writes as many bytes, as many requests at a time as a step does."""
 
     def __init__(self, path: Path, slot: int, slots: int) -> None:
-        self._engine = ThreadEngine()
+        self._engine = open_engine("auto", [path])
         self._file = self._engine.open(str(path / "limit"))
         self._slot, self._slots = slot, slots
         self._arena = Arena(IN_FLIGHT * slot, HostCopier())
@@ -135,8 +135,10 @@ class Subject:
         tuning = Tuning(chunk=4 * CHUNK_NUMEL)
         options: dict[str, Any] = {"tier": tier, "tuning": tuning}
         if tier == "nvme":
-            cached = round(budget * (self.n // CHUNK_NUMEL)) * slot_bytes(CHUNK_NUMEL)
-            options |= {"path": path / f"b{budget}", "cpu_memory": least_cpu_memory(model, tuning=tuning) + cached}
+            # The least that works has one buffer fewer than are used where there is room.
+            more = 1 + round(budget * (self.n // CHUNK_NUMEL))
+            least = least_cpu_memory(model, tuning=tuning)
+            options |= {"path": path / f"b{budget}", "cpu_memory": least + more * slot_bytes(CHUNK_NUMEL)}
         self.optimizer = OffloadZero(model, **options)
         self._params: list[tuple[nn.Parameter, Tensor]] = [
             (p, torch.randn(p.shape, dtype=p.dtype)) for p in model.parameters()

@@ -1,7 +1,7 @@
 /* What the library exports, and what every kernel shares.
  *
  * One symbol a kernel and variant: offload_<kernel>_<variant>. A kernel takes ranges and starts no
- * threads; offload/native.py splits. Element types are numbers so that one symbol takes them all. */
+ * threads; offload/native/ splits. Element types are numbers so that one symbol takes them all. */
 #ifndef OFFLOAD_KERNELS_H
 #define OFFLOAD_KERNELS_H
 

@@ -60,11 +60,6 @@ class Config:
     threads: int | None
     io_engine: str
 
-    @property
-    def grad_dtype_is_fp32(self) -> bool:
-        """Whether gradients are summed over micro-batches, in fp32."""
-        return self.accumulation > 1
-
 
 def check(
     *,

@@ -123,19 +123,22 @@ class CudaCopier(Copier):
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             dst.copy_(src, non_blocking=True)
-            event = torch.cuda.Event()
+            # blocking: who waits sleeps, and leaves the core to the kernels.
+            event = torch.cuda.Event(blocking=True)
             event.record(stream)
         return _CudaCopy(event, src)
 
     def pin(self, memory: Tensor) -> None:
         runtime: Any = torch.cuda.cudart()
-        error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+        with torch.cuda.device(self._device):
+            error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
         if error:
             raise OffloadError(f"page-locking {memory.numel()} bytes failed: CUDA error {error}; lower cpu_memory")
 
     def unpin(self, memory: Tensor) -> None:
         runtime: Any = torch.cuda.cudart()
-        runtime.cudaHostUnregister(memory.data_ptr())
+        with torch.cuda.device(self._device):
+            runtime.cudaHostUnregister(memory.data_ptr())
 
 
 def copier_for(device: torch.device) -> Copier:

@@ -26,11 +26,11 @@ from offload.errors import (
     ResumeError,
 )
 from offload.layout import build
-from offload.module.hooks import Hooks
+from offload.module.hooks import Hooks, is_hooked
 from offload.module.parameters import cast_untrained, shaped_like
 from offload.module.recording import recorded
 from offload.module.units import compute_dtypes, kept_modules, specs_of
-from offload.optim.adopt import require_adoptable, retire
+from offload.optim.adopt import require_adoptable, require_supported, retire
 from offload.optim.step import StepKey
 from offload.planner.placement import place
 from offload.store.slots import check_directory
@@ -113,6 +113,8 @@ class OffloadZero(torch.optim.Optimizer):
         comm.require_one_rank()
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model={model!r} is not an nn.Module")
+        if is_hooked(model):
+            raise ConfigError("the model is held by another OffloadZero: close() that one first")
         if next(model.parameters(), None) is None:
             raise ConfigError("the model has no parameters to train")
         given = torch.optim.AdamW(model.parameters()) if optimizer is None else optimizer
@@ -196,6 +198,7 @@ class OffloadZero(torch.optim.Optimizer):
         """Waits for the gradients; returns the parameters that have one."""
         self._parts.parameters.require_attached()
         self._parts.parameters.require_in(self._model)
+        self._parts.parameters.require_all_of(self._model, self.param_groups)
         self._hooks.take_assigned()
         active = [n for n in range(len(self._ages)) if self._parts.sink.has(n) and self._hooks.is_marked(n)]
         self._parts.sink.collect(active)
@@ -214,6 +217,7 @@ class OffloadZero(torch.optim.Optimizer):
         return not bad
 
     def _run(self, active: Sequence[int]) -> None:
+        require_supported(self.param_groups)
         self._parts.masters.take_outside_writes(self._step)
         keys: dict[int, StepKey] = {n: (self._layout.specs[n].group, self._ages[n] + 1) for n in active}
         try:
@@ -246,7 +250,7 @@ class OffloadZero(torch.optim.Optimizer):
         self._all_finite(active)
         norm = self._parts.sink.norm(active) * self._parts.sink.scale
         self._parts.sink.scale *= min(1.0, float(max_norm) / (norm + CLIP_EPSILON)) if norm == norm else 1.0
-        return torch.tensor(norm, dtype=torch.float32)
+        return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients since the last step. `p.grad` becomes None, whatever `set_to_none` says."""
@@ -366,6 +370,7 @@ class OffloadZero(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Waits until nothing is under way on any tier. Raises what went wrong there."""
         self._require_usable()
+        self._parts.sink.collect([])
         self._parts.store.drain()
 
     def close(self) -> None:
@@ -410,5 +415,9 @@ class OffloadZero(torch.optim.Optimizer):
 
 
 def _require_device(given: torch.device | str | None, own: torch.device) -> None:
-    if given is not None and torch.empty(0, device=given).device != own:
+    try:
+        wanted = own if given is None else torch.empty(0, device=given).device
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ConfigError(f"device={given!r} is no device of this machine: leave it out, or give {own}") from error
+    if wanted != own:
         raise ConfigError(f"device={given} but the model is on {own}: move the model there first")

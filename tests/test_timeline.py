@@ -6,9 +6,11 @@ import copy
 import json
 import os
 import threading
+import time
 import tracemalloc
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from offload import timeline as timelines
 from offload.errors import ClosedError, ConfigError, PathError
 from offload.planner import least_cpu_memory
 from offload.timeline import ADAM, GRADIENTS, PHASES, SUMS, TO_DEVICE, TO_HOST, WAITS, Timeline
+from tests.support import late_copier
 from tests.support.late_copier import LateCopier
 from tests.support.training import Run, train
 
@@ -29,6 +32,7 @@ WIDTH = 96
 STEPS = 2
 NANOSECOND = 2e-3
 """In the file's microseconds: more than the rounding of a sum."""
+SLOW_S = 2e-3
 
 
 class Trace:
@@ -66,7 +70,7 @@ def open_optimizer(model: nn.Module, tmp_path: Path, drives: int = 1, **options:
     return OffloadZero(model, path=paths, tuning=tuning, **options)
 
 
-def step(model: nn.Module, optimizer: OffloadZero, micro_batches: int = 1) -> None:
+def step(model: Callable[[torch.Tensor], torch.Tensor], optimizer: OffloadZero, micro_batches: int = 1) -> None:
     for _ in range(micro_batches):
         model(torch.ones(2, WIDTH)).float().square().mean().backward()
     optimizer.step()
@@ -157,6 +161,7 @@ def test_phases_follow_each_other_and_the_gradients_come_in_backward(recorded: t
     trace, _ = recorded
     phases = trace.lane(PHASES)
     assert [event["name"] for event in phases] == ["forward", "backward", "step"] * STEPS
+    assert all(earlier["end"] <= later["ts"] + NANOSECOND for earlier, later in pairwise(phases))
     gradients = trace.lane(GRADIENTS)
     assert [event["args"]["parameter"] for event in gradients] == [f"{n}.weight" for n in range(5, -1, -1)] * STEPS
     backwards = phases[1::3]
@@ -193,6 +198,13 @@ def test_every_wait_says_for_which_chunk_and_tier(recorded: tuple[Trace, dict[st
 def test_copies_between_host_and_device_have_lanes_of_their_own(
     accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    finish = late_copier._LateCopy.wait
+
+    def slowly(copied: late_copier._LateCopy) -> None:
+        time.sleep(SLOW_S)
+        finish(copied)
+
+    monkeypatch.setattr(late_copier._LateCopy, "wait", slowly)
     monkeypatch.setattr("offload.zero.copier_for", lambda device: LateCopier(3))
     model = build()
     with open_optimizer(model, tmp_path, accumulation=accumulation, cpu_memory="64MiB") as optimizer:
@@ -203,6 +215,7 @@ def test_copies_between_host_and_device_have_lanes_of_their_own(
     for lane, counter in ((TO_HOST, "device_to_host_bytes"), (TO_DEVICE, "host_to_device_bytes")):
         copies = trace.lane(lane)
         assert {event["ph"] for event in copies} == {"b"}
+        assert all(event["end"] - event["ts"] >= 1e6 * SLOW_S for event in copies)
         assert sum(event["args"]["bytes"] for event in copies) == stats[counter] > 0
         assert not any("under_way_at_the_end" in event["args"] for event in copies)
     adam = {event["args"]["chunk"]: event["end"] for event in trace.lane(ADAM)}
@@ -385,6 +398,22 @@ def test_what_is_under_way_at_exit_ends_there_and_says_so(tmp_path: Path) -> Non
     assert broken["args"] == {"chunk": 3, "failed": True}
 
 
+def test_what_ends_between_exit_and_writing_ends_at_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timeline, write = Timeline(), timelines._write
+
+    def write_later(path: str, lines: Iterator[str]) -> None:
+        time.sleep(SLOW_S)
+        timeline.end(late)
+        write(path, lines)
+
+    monkeypatch.setattr(timelines, "_write", write_later)
+    with timeline.recorded(tmp_path / "t.json"):
+        late = timeline.begin(TO_HOST, "copy", chunk=1)
+    (cut,) = Trace(tmp_path / "t.json").lane(TO_HOST)
+    assert cut["args"]["under_way_at_the_end"]
+    assert cut["end"] - cut["ts"] < 1e6 * SLOW_S
+
+
 def test_threads_record_at_once_and_get_rows_of_their_own(tmp_path: Path) -> None:
     timeline = Timeline()
     together = threading.Barrier(4)
@@ -428,7 +457,8 @@ def test_backward_that_raises_and_forward_without_gradients_are_told_apart(model
     test_complete_events_of_a_lane_do_not_overlap((trace, None))
 
 
-def test_recomputation_in_backward_is_part_of_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of", ["blocks", "root"])
+def test_recomputation_in_backward_is_part_of_it(of: str, tmp_path: Path) -> None:
     class Recomputed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -438,9 +468,10 @@ def test_recomputation_in_backward_is_part_of_it(tmp_path: Path) -> None:
             found: torch.Tensor = torch.utils.checkpoint.checkpoint(self.blocks, x, use_reentrant=False)
             return found
 
-    model = Recomputed()
+    model = Recomputed() if of == "blocks" else build()
+    called = model if of == "blocks" else partial(torch.utils.checkpoint.checkpoint, model, use_reentrant=False)
     with open_optimizer(model, tmp_path) as optimizer, optimizer.timeline(tmp_path / "t.json"):
-        step(model, optimizer)
+        step(called, optimizer)
     trace = Trace(tmp_path / "t.json")
     assert [event["name"] for event in trace.lane(PHASES)] == ["forward", "backward", "step"]
     assert len(trace.lane(timelines.UNITS)) == 12

@@ -377,3 +377,136 @@ def test_close_unhooks_the_model_and_may_be_called_twice() -> None:
     with OffloadZero(model) as again:
         backward(model)
         again.step()
+
+
+def steps_equal(model: nn.Module, twin: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_autograd_grad_beside_a_backward_takes_nothing_away(accumulation: int) -> None:
+    model, twin = mlp(), mlp()
+    with (
+        OffloadZero(model, accumulation=accumulation) as optimizer,
+        OffloadZero(twin, accumulation=accumulation) as other,
+    ):
+        for seed in range(accumulation):
+            backward(model, seed)
+            backward(twin, seed)
+            torch.autograd.grad(model(torch.ones(2, 13)).float().sum(), list(model.parameters()))
+        optimizer.clip_grad_norm_(0.01)
+        other.clip_grad_norm_(0.01)
+        torch.autograd.grad(model(torch.ones(2, 13)).float().sum(), list(model.parameters()))
+        optimizer.step()
+        other.step()
+        assert optimizer.state_of(first(model))["step"] == 1
+        assert steps_equal(model, twin)
+
+
+def test_a_parameter_unfrozen_too_late_is_named() -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    with OffloadZero(model, torch.optim.AdamW(model.parameters())) as optimizer:
+        model[0].requires_grad_(True)
+        backward(model)
+        with pytest.raises(ConfigError, match=r"0\.weight was frozen"):
+            optimizer.step()
+
+
+def test_a_parameter_frozen_for_a_while_is_left_alone_meanwhile() -> None:
+    model = mlp()
+    with OffloadZero(model) as optimizer:
+        model[0].requires_grad_(False)
+        backward(model)
+        optimizer.step()
+        model[0].requires_grad_(True)
+        backward(model)
+        optimizer.step()
+        assert [optimizer.state_of(p)["step"] for p in model.parameters()] == [1, 1, 2, 2]
+
+
+def test_parameters_that_share_memory_are_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(ConfigError, match=r"0\.weight and 1\.weight share memory"):
+        OffloadZero(model)
+
+
+def test_a_model_has_one_optimizer_at_a_time() -> None:
+    model = mlp()
+    with (
+        OffloadZero(model, torch.optim.AdamW(model[0].parameters())),
+        pytest.raises(ConfigError, match="held by another OffloadZero"),
+    ):
+        OffloadZero(model, torch.optim.AdamW(model[2].parameters()))
+
+
+def test_a_scheduler_can_be_made_from_the_old_optimizer_afterwards() -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(model.parameters(), lr=0.5)
+    with OffloadZero(model, adamw) as optimizer:
+        torch.optim.lr_scheduler.LambdaLR(adamw, lambda _: 0.5)
+        assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_a_variant_of_adam_asked_for_later_is_refused() -> None:
+    model = mlp()
+    with OffloadZero(model) as optimizer:
+        optimizer.param_groups[0]["amsgrad"] = True
+        backward(model)
+        with pytest.raises(ConfigError, match="amsgrad"):
+            optimizer.step()
+
+
+def test_a_root_kept_in_fp32_gets_its_inputs_unrounded() -> None:
+    seen: list[Tensor] = []
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(x)
+            return x * self.weight
+
+    model = Root()
+    with OffloadZero(model, keep_fp32=[Root]):
+        model(torch.tensor([1 + 2**-12]))
+    assert seen[0].item() == 1 + 2**-12
+
+
+def test_frozen_parameters_of_other_dtypes_are_left_as_they_are() -> None:
+    model = mlp()
+    model.register_parameter("table", nn.Parameter(torch.arange(4), requires_grad=False))
+    with OffloadZero(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])):
+        assert model.table.dtype is torch.int64
+
+
+def test_an_unknown_device_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="device='gpu'"):
+        OffloadZero(mlp(), device="gpu")
+
+
+@pytest.mark.parametrize("variant", ["torch", None])
+def test_default_dtype_and_device_change_nothing(variant: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if variant is not None:
+        monkeypatch.setenv("OFFLOAD_KERNELS", variant)
+    model, twin = mlp(), mlp()
+    batch = torch.ones(2, 13)
+    with OffloadZero(twin) as other:
+        twin(batch).sum().backward()
+        other.step()
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    try:
+        with OffloadZero(model) as optimizer:
+            model(batch).sum().backward()
+            norm = optimizer.clip_grad_norm_(1e9)
+            optimizer.step()
+            state = optimizer.state_of(first(model))
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert norm.device.type == state["master"].device.type == "cpu"
+    assert steps_equal(model, twin)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import itertools
+import os
 import threading
-import time
 import weakref
+from collections import deque
 
 import numpy
 
@@ -36,12 +37,15 @@ class UringEngine(QueuedEngine):
         self._tokens = itertools.count(_STOP + 1)
         self._under_way: UnderWay = {}
         self._registered = (0, 0)
+        self._in_ring = 0
+        self._waiting: deque[Request] = deque()
+        self._room = threading.Lock()
         self._reaper = threading.Thread(
             target=_reap, args=(self._ring, self._under_way), name="offload-uring", daemon=True
         )
         self._reaper.start()
         # Also at exit: a thread that ends while the interpreter does can take it down.
-        self._end = weakref.finalize(self, _stop_reaping, self._ring, self._reaper)
+        self._end = weakref.finalize(self, _stop_reaping, self._ring, self._reaper, os.getpid())
 
     def register(self, memory: memoryview) -> None:
         base, size = _address(memory), len(memory)
@@ -50,17 +54,27 @@ class UringEngine(QueuedEngine):
             self._registered = (base, size)
 
     def _start(self, requests: list[Request]) -> None:
-        batch = [self._packed(request) for request in requests]
-        while batch:
-            try:
-                started = self._ring.submit(batch)
-            except OSError as error:
-                self._refuse([token for *_, token in batch], error.errno or errno.EIO)
-                return
-            batch = batch[started:]
-            if batch:
-                # Hundreds are under way: there is no hurry.
-                time.sleep(0.001)
+        with self._room:
+            self._waiting.extend(requests)
+            count = min(ENTRIES - self._in_ring, len(self._waiting))
+            self._in_ring += count
+            batch = [self._packed(self._waiting.popleft()) for _ in range(count)]
+        # As many as the ring has room for: it takes all of them, and nobody has to wait here.
+        try:
+            started = self._ring.submit(batch) if batch else 0
+            code = errno.EAGAIN
+        except OSError as error:
+            started, code = 0, error.errno or errno.EIO
+        if started < len(batch):
+            self._refuse([token for *_, token in batch[started:]], code)
+
+    def _ended(self, request: Request, result: int) -> None:
+        with self._room:
+            self._in_ring -= 1
+            waiting = bool(self._waiting)
+        super()._ended(request, result)
+        if waiting:
+            self._start([])
 
     def _packed(self, request: Request) -> tuple[int, int, int, int, int, int, int, int]:
         token = next(self._tokens)
@@ -116,7 +130,9 @@ def _reap(own: Ring, under_way: UnderWay) -> None:
             del request, engine
 
 
-def _stop_reaping(own: Ring, reaper: threading.Thread) -> None:
+def _stop_reaping(own: Ring, reaper: threading.Thread, pid: int) -> None:
+    if os.getpid() != pid:
+        return
     own.submit([ring.Request(ring.NOP, user_data=_STOP)])
     if threading.current_thread() is not reaper:
         reaper.join()

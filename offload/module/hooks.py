@@ -34,8 +34,14 @@ class _CastInputs:
         self._dtype = dtype
         self._entered = entered
 
+    @property
+    def is_of_an_optimizer(self) -> bool:
+        """Not so in a copy of the model."""
+        return self._entered is not None
+
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self._entered is not None:
+        # A compiler cannot trace what it looks at; step() looks again.
+        if self._entered is not None and not torch.compiler.is_compiling():
             self._entered()
         return cast_floating(args, self._dtype), cast_floating(kwargs, self._dtype)
 
@@ -51,6 +57,12 @@ class _CastOutputs:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         return cast_floating(output, self._dtype)
+
+
+def is_hooked(model: nn.Module) -> bool:
+    """Whether an optimizer of this library has `model` now."""
+    hooks = model._forward_pre_hooks.values()
+    return any(isinstance(hook, _CastInputs) and hook.is_of_an_optimizer for hook in hooks)
 
 
 class Hooks:
@@ -74,7 +86,9 @@ class Hooks:
         self._sink = sink
         self._markers = [MovedGradient.of(p, s.name) for p, s in zip(parameters.params, specs, strict=True)]
         self._pid = os.getpid()
-        self._handles.append(model.register_forward_pre_hook(_CastInputs(compute_dtype, entered), with_kwargs=True))
+        root_dtype = torch.float32 if model in kept else compute_dtype
+        self._nodes: list[torch.autograd.graph.Node] = []
+        self._handles.append(model.register_forward_pre_hook(_CastInputs(root_dtype, entered), with_kwargs=True))
         if compute_dtype is not torch.float32:
             for module in kept:
                 self._keep_fp32(module, compute_dtype)
@@ -108,7 +122,7 @@ class Hooks:
     def _watch(self, number: int) -> None:
         param = self._parameters.params[number]
 
-        def before(grad: Tensor) -> None:
+        def before(grads: tuple[Tensor | None, ...]) -> None:
             self._arriving()
             # The marker says: accumulate. No gradient says that the user dropped what was there: begin anew.
             if is_moved(param.grad):
@@ -119,7 +133,11 @@ class Hooks:
         def after(param: Tensor) -> None:
             self._hand_over(number)
 
-        self._handles.append(param.register_hook(before))
+        # On the node that accumulates, not on the tensor: `torch.autograd.grad` passes through the latter as well, and
+        # would take the marker away without a gradient to come. The node lives as long as somebody holds it.
+        node = torch.autograd.graph.get_gradient_edge(param).node
+        self._nodes.append(node)
+        self._handles.append(node.register_prehook(before))
         self._handles.append(param.register_post_accumulate_grad_hook(after))
 
     def _arriving(self) -> None:

@@ -60,7 +60,7 @@ class Masters:
     def states(self, number: int, step: int) -> dict[str, Tensor]:
         """Copies of the states of parameter `number`: fp32, of shape (numel,), in the order of its memory."""
         numel = self._layout.specs[number].numel
-        lines = {kind: torch.empty(numel, dtype=torch.float32) for kind in STATE_KINDS}
+        lines = {kind: torch.empty(numel, dtype=torch.float32, device="cpu") for kind in STATE_KINDS}
         for index in self._layout.chunks_of[number]:
             with self._store.lease(index, step=step) as lease:
                 for piece in self._layout.chunks[index].pieces:

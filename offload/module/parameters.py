@@ -7,7 +7,8 @@ tensor in the order of its memory, whatever its strides.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +95,17 @@ class Parameters:
                     "model: do that before, or write into it with p.copy_() under torch.no_grad()"
                 )
 
+    def require_all_of(self, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raises: ConfigError if a parameter of the groups that is none of these has a gradient: it was frozen."""
+        for group in groups:
+            for param in group["params"]:
+                if param.grad is not None and param not in self.index:
+                    name = next((name for name, other in model.named_parameters() if other is param), "a parameter")
+                    raise ConfigError(
+                        f"{name} was frozen when OffloadZero took the model, and has no states: unfreeze it before, "
+                        "and freeze it again afterwards if it is to be trained only later"
+                    )
+
     def require_in(self, model: nn.Module) -> None:
         """Raises: ConfigError if `model` has another parameter in the place of one of these."""
         present = set(model.parameters())
@@ -119,5 +131,5 @@ class Parameters:
 def cast_untrained(model: nn.Module, trained: Parameters, dtypes: dict[Tensor, torch.dtype]) -> None:
     """Casts the floating parameters that nobody trains to their compute dtype: they have no other copy."""
     for param in model.parameters():
-        if param not in trained.index and param.dtype is not dtypes[param]:
+        if param not in trained.index and param.is_floating_point() and param.dtype is not dtypes[param]:
             param.data = param.data.to(dtypes[param])

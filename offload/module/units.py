@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -96,10 +97,11 @@ def specs_of(
             if param not in names:
                 shape = tuple(param.shape)
                 raise ConfigError(f"param group {number} holds a parameter of shape {shape} that is not in the model")
-    _refuse_untrainable(model, names)
+    _refuse_untrainable(model, names, group_of)
     units = units_of(model)
     dtypes = compute_dtypes(model, keep, dtype)
     trained = [param for param in names if param in group_of and param.requires_grad]
+    _refuse_overlaps(trained, names)
     if not trained:
         raise ConfigError("the optimizer trains no parameter of the model: give it model.parameters()")
     specs = [ParamSpec(names[p], p.numel(), units[p], dtypes[p], group_of[p]) for p in trained]
@@ -116,7 +118,15 @@ def _refuse_wrapped(model: nn.Module) -> None:
         raise ConfigError(f"the model is spread by a device map over {set(devices.values())}: load it on one device")
 
 
-def _refuse_untrainable(model: nn.Module, names: Mapping[nn.Parameter, str]) -> None:
+def _refuse_overlaps(trained: Sequence[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
+    """Two Parameters over one memory (`b.weight.data = a.weight.data`) would each get a master of its own."""
+    spans = sorted((p.data_ptr(), p.numel() * p.element_size(), names[p]) for p in trained if p.numel())
+    for (start, size, name), (following, _, other) in pairwise(spans):
+        if following < start + size:
+            raise ConfigError(f"{name} and {other} share memory: tie them as one Parameter, b.weight = a.weight")
+
+
+def _refuse_untrainable(model: nn.Module, names: Mapping[nn.Parameter, str], trained: Container[nn.Parameter]) -> None:
     devices = {param.device for param in names}
     for param, name in names.items():
         if param.device.type not in ("cpu", "cuda"):
@@ -127,7 +137,7 @@ def _refuse_untrainable(model: nn.Module, names: Mapping[nn.Parameter, str]) -> 
             raise ConfigError(f"{name} is a {type(param).__name__}: only plain dense parameters can be trained here")
         if nn.parameter.is_lazy(param):
             raise ConfigError(f"{name} has no shape yet: run one forward before OffloadZero takes the model")
-        if param.dtype not in _DTYPES:
+        if param in trained and param.dtype not in _DTYPES:
             raise ConfigError(f"{name} has dtype {param.dtype}: only float32, bfloat16 and float16 have an fp32 master")
         if param.grad is not None:
             raise ConfigError(f"{name} already has a gradient: call model.zero_grad() before OffloadZero(model, ...)")

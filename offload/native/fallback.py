@@ -17,8 +17,9 @@ class _Scratch(threading.local):
     """Each thread's temporaries, made at its first call."""
 
     def __init__(self) -> None:
-        self.a, self.b = torch.empty(_TORCH_BLOCK), torch.empty(_TORCH_BLOCK)
-        self.wide = torch.zeros(SUM_BLOCK, dtype=torch.float64)
+        # Whatever the default dtype and device are.
+        self.a, self.b = (torch.empty(_TORCH_BLOCK, dtype=torch.float32, device="cpu") for _ in range(2))
+        self.wide = torch.zeros(SUM_BLOCK, dtype=torch.float64, device="cpu")
         self.lanes = np.zeros(32)
 
 

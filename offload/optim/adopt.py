@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +20,12 @@ def require_adoptable(optimizer: torch.optim.Optimizer) -> None:
         raise ConfigError("the optimizer was taken over by another OffloadZero: give a fresh one")
     if optimizer.state:
         raise ConfigError("the optimizer has already stepped: its moments would be lost; give a fresh one")
-    for number, group in enumerate(optimizer.param_groups):
+    require_supported(optimizer.param_groups)
+
+
+def require_supported(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raises: ConfigError if a group asks for a variant of Adam that this library lacks."""
+    for number, group in enumerate(groups):
         for option in ("amsgrad", "maximize", "differentiable"):
             if group.get(option):
                 raise ConfigError(f"param group {number} has {option}=True, which is not supported: set it to False")
@@ -31,4 +38,5 @@ def retire(optimizer: torch.optim.Optimizer) -> None:
         raise GradientMovedError("this optimizer was taken over by OffloadZero: call the step() of the OffloadZero")
 
     step.taken_over = True  # type: ignore[attr-defined]
-    optimizer.step = step  # type: ignore[method-assign]
+    # A method, as schedulers expect: those made from the old optimizer go on to steer the groups.
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]

@@ -79,7 +79,9 @@ class GradientSink:
         self._sums = self._split_sums(arena.carve(8 * _sums_numel(layout)).view(torch.float64))
         self.scale = 1.0
         self._arrived = [0] * len(layout.specs)
-        self._summed = [False] * len(layout.specs)
+        # Counts what arrived for each parameter; its sums are of the count noted with them.
+        self._generation = [0] * len(layout.specs)
+        self._summed = [0] * len(layout.specs)
         self._pending: list[tuple[int, Future[None]]] = []
         self._first_chunk = [next(iter(layout.chunks_of[param]), None) for param in range(len(layout.specs))]
         self._worker: ThreadPoolExecutor | None = None
@@ -120,11 +122,13 @@ class GradientSink:
             raise AccumulationError(
                 f"{name} got its gradient a {_ordinal(self._accumulation + 1)} time before step(): "
                 f"declare it with OffloadZero(..., accumulation={self._accumulation + 1}), "
-                "or call step() or zero_grad() after each backward"
+                "or call step() or zero_grad() after each backward (with reentrant checkpointing, a module used twice "
+                "counts twice: set use_reentrant=False)"
             )
         first = self._arrived[param] == 0
         self._arrived[param] += 1
-        self._summed[param] = False
+        self._generation[param] += 1
+        generation = self._generation[param]
         size = grad.numel() * grad.element_size()
         with self._timeline.span("gradient_s"), self._event(GRADIENTS, "gradient", param, size):
             if self._accumulation == 1:
@@ -133,7 +137,7 @@ class GradientSink:
                 for part, into in self._parts(param, grad):
                     self._accumulate(param, part, into, first=first)
             if self._arrived[param] == self._accumulation:
-                self._then(param, lambda: self._sum(param))
+                self._then(param, lambda: self._sum(param, generation))
         if not self._copier.direct:
             self._timeline.count("device_to_host_bytes", size)
 
@@ -153,8 +157,8 @@ class GradientSink:
                 work.result()
                 del self._pending[0]
             for param in params:
-                if not self._summed[param]:
-                    self._sum(param)
+                if self._summed[param] != self._generation[param]:
+                    self._sum(param, self._generation[param])
 
     def norm(self, params: Collection[int]) -> float:
         """The 2-norm over `params`, in fp64; inf or nan if one of them is not finite. After `collect`.
@@ -206,6 +210,8 @@ class GradientSink:
         if self._worker is None:
             work()
         else:
+            while self._pending and self._pending[0][1].done() and not self._pending[0][1].exception():
+                del self._pending[0]
             self._pending.append((param, self._worker.submit(work)))
 
     def _parts(self, param: int, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -240,11 +246,12 @@ class GradientSink:
 
         self._then(param, finish)
 
-    def _sum(self, param: int) -> None:
+    def _sum(self, param: int, generation: int) -> None:
         _, offset = self._layout.places[param]
         with self._event(SUMS, "sum of squares", param):
             self._kernels.sum_squares(self.line(param), offset, self._sums[param])
-        self._summed[param] = True
+        # Of an older generation it says nothing about the gradient that came meanwhile.
+        self._summed[param] = generation
 
 
 def _ordinal(number: int) -> str:

@@ -6,7 +6,7 @@ back. While a chunk is in Adam, those after it are read and those before it are 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -165,8 +165,3 @@ def scalars_of(group: Mapping[str, Any], step: int, scale: float) -> AdamScalars
         decoupled=bool(group["decoupled_weight_decay"]),
         scale=scale,
     )
-
-
-def active_keys(params: Collection[int], group_of: Sequence[int], ages: Sequence[int]) -> dict[int, StepKey]:
-    """The step keys of `params` for the step after `ages` steps each."""
-    return {param: (group_of[param], ages[param] + 1) for param in params}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import weakref
 
 import torch
 from torch import Tensor
@@ -27,7 +28,6 @@ class Arena:
 
     def __init__(self, size: int, copier: Copier) -> None:
         self.size = max(round_up(size, PAGE_BYTES), PAGE_BYTES)
-        self._copier = copier
         self._used = 0
         try:
             self._map = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -46,6 +46,8 @@ class Arena:
         # Touched now: a machine that promised more than it has shows it here, and the first step is not slower.
         self._slab.zero_()
         copier.pin(self._slab)
+        # Also for an arena that nobody closes: memory must not go while it is page-locked.
+        self._unpin = weakref.finalize(self, copier.unpin, self._slab)
 
     @property
     def memory(self) -> memoryview:
@@ -68,7 +70,7 @@ class Arena:
 
     def close(self) -> None:
         """Gives the memory back; tensors lent read zeros from then on."""
-        self._copier.unpin(self._slab)
+        self._unpin()
         with contextlib.suppress(OSError, AttributeError):
             self._map.madvise(mmap.MADV_DONTNEED)
 

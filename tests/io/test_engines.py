@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from offload import ring
 from offload.errors import PathError, TierIOError
 from offload.io.engine import IOEngine
 from offload.io.queue import REQUEST_BYTES, QueuedEngine, Request
 from offload.io.threads import ThreadEngine
+from offload.io.uring import UringEngine
 from offload.sizes import MIB, PAGE_BYTES
 from tests.io.conftest import ENGINES
 from tests.support.faulty_engine import FaultyEngine, aligned
@@ -497,3 +499,19 @@ def test_closing_frees_the_lock_at_once_and_a_childs_closing_does_not(engine: IO
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     finally:
         os.close(longer)
+
+
+@pytest.mark.timeout(60)
+def test_more_requests_than_the_ring_holds_wait_for_room(tmp_path: Path) -> None:
+    if not ring.is_available()[0]:
+        pytest.skip("no io_uring here")
+    engine = UringEngine(request_bytes=PAGE_BYTES, depth=256)
+    files = [engine.open(str(tmp_path / str(n))) for n in range(4)]
+    data = noise(2 * MIB)
+    futures = [engine.write(file, 0, data) for file in files]
+    assert [future.result(WAIT_S) for future in futures] == [2 * MIB] * 4
+    found = [blank(2 * MIB) for _ in files]
+    for future in [engine.read(file, 0, into) for file, into in zip(files, found, strict=True)]:
+        future.result(WAIT_S)
+    assert all(into == data for into in found)
+    engine.close()
