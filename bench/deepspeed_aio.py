@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from typing import Any
 
 MEMORY_BYTES = 256 << 20
@@ -59,7 +60,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     mover = Mover()
-    print("ready", file=answers, flush=True)
+    print("ready", metadata.version("deepspeed"), file=answers, flush=True)
     for line in sys.stdin:
         try:
             answer: float | str = mover.run(*json.loads(line))

@@ -42,12 +42,14 @@ SETTINGS = (
 )
 
 
+Child = subprocess.Popen[str]
+
+
 class DeepSpeed(Contestant):
     """Its aio_handle, in a process of its own, with a handle for each direction."""
 
-    name = "DeepSpeed async I/O"
-
-    def __init__(self, place: Place, child: subprocess.Popen[str], settings: tuple[int, int, bool, bool, int, int]):
+    def __init__(self, name: str, place: Place, child: Child, settings: tuple[int, int, bool, bool, int, int]) -> None:
+        self.name = name
         block, depth, single, overlap, threads, call = settings
         words = [word for word, on in (("single", single), ("overlap", overlap)) if on]
         self.settings = ", ".join([f"{size_label(block)} x {depth}", *words, f"{threads} threads"])
@@ -68,8 +70,10 @@ class DeepSpeed(Contestant):
 
 
 @contextlib.contextmanager
-def child_of(python: str | None) -> Iterator[subprocess.Popen[str] | None]:
-    """The process that has DeepSpeed, ready; None without. Building its extension takes minutes the first time.
+def child_of(python: str | None) -> Iterator[tuple[str, Child] | None]:
+    """DeepSpeed's version and the process that has it, ready; None without.
+
+    Building its extension takes minutes the first time.
 
     Raises: RuntimeError if it cannot be built.
     """
@@ -82,9 +86,10 @@ def child_of(python: str | None) -> Iterator[subprocess.Popen[str] | None]:
     ) as child:
         try:
             assert child.stdout is not None
-            if child.stdout.readline() != "ready\n":
+            word, _, version = child.stdout.readline().strip().partition(" ")
+            if word != "ready":
                 raise RuntimeError(f"{python} has no DeepSpeed with async I/O; its words are above")
-            yield child
+            yield version, child
         finally:
             child.kill()
 
@@ -103,10 +108,14 @@ def main(
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     console, life = Console(), parse_bytes(tbw, "--tbw")
     plans = bench_io.checked(paths, size, quick)
-    with child_of(deepspeed) as child:
+    with child_of(deepspeed) as found:
 
         def peers(place: Place) -> list[Family]:
-            return [Family(DeepSpeed.name, [DeepSpeed(place, child, one) for one in SETTINGS])] if child else []
+            if found is None:
+                return []
+            version, child = found
+            name = f"DeepSpeed {version} async I/O"
+            return [Family(name, [DeepSpeed(name, place, child, one) for one in SETTINGS])]
 
         effort = bench_io.Effort(rounds, quick, limited=size is None)
         results = [bench_io.measure(plan, effort, console, peers) for plan in plans]
