@@ -34,15 +34,16 @@ test-peers: $(VENV)/installed
 
 # I/O beside DeepSpeed's, which lives in an environment of its own and compiles its extension at first use (minutes;
 # needs a C++ compiler and libaio's headers, Debian's libaio-dev).
+# Never outside it: if the folder goes away meanwhile, pip would take the Python behind it.
+PEERS_PIP := PIP_REQUIRE_VIRTUALENV=1 .venv-peers/bin/pip --disable-pip-version-check install --quiet -c constraints.txt
 bench-peers: $(VENV)/installed .venv-peers/installed
 	PATH="$(CURDIR)/.venv-peers/bin:$$PATH" DS_ACCELERATOR=cpu \
 		$(BIN)/python bench/io.py --deepspeed .venv-peers/bin/python $(or $(ARGS),.)
 
 .venv-peers/installed: constraints.txt
 	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/pip --disable-pip-version-check install --quiet -c constraints.txt torch setuptools wheel ninja
-	DS_BUILD_OPS=0 .venv-peers/bin/pip --disable-pip-version-check install --quiet -c constraints.txt \
-		--no-build-isolation deepspeed
+	$(PEERS_PIP) torch setuptools wheel ninja
+	DS_BUILD_OPS=0 $(PEERS_PIP) --no-build-isolation deepspeed
 	touch $@
 
 # Editable: the sources in use are the ones in this folder; only a change of the kernels or of the
