@@ -19,6 +19,7 @@ from offload.errors import (
     PathError,
     PathInUseError,
     ResumeError,
+    StaleParameterError,
     StateError,
     TierIOError,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "PathError",
     "PathInUseError",
     "ResumeError",
+    "StaleParameterError",
     "StateError",
     "TierIOError",
     "Tuning",

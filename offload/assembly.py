@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -21,7 +22,7 @@ from offload.optim.gradients import GradientSink
 from offload.optim.step import ParameterReturn, Step
 from offload.planner.placement import Placement
 from offload.store.arena import Arena
-from offload.store.store import Store
+from offload.store.store import Store, records_of
 from offload.store.stripes import Stripes
 from offload.timeline import Timeline
 
@@ -37,8 +38,33 @@ class Parts:
     parameters: Parameters
     masters: Masters
     step: Step
+    timeline: Timeline
     files: tuple[str, ...]
     io_engine: str | None
+
+    def stats(self, placement: Placement, initial_bytes: int) -> dict[str, Any]:
+        """The counters of the parts; see OffloadZero.stats. Args: initial_bytes: written before the first step."""
+        counted, seconds = self.timeline.counted, self.timeline.seconds
+        return {
+            "chunks": len(placement.kept) + placement.streamed_chunks,
+            "streamed_chunks": placement.streamed_chunks,
+            "nvme_init_bytes": initial_bytes,
+            "nvme_read_bytes": counted("nvme_read_bytes"),
+            "nvme_written_bytes": counted("nvme_written_bytes") - initial_bytes,
+            "host_to_device_bytes": counted("host_to_device_bytes"),
+            "device_to_host_bytes": counted("device_to_host_bytes"),
+            "peak_cpu_bytes": self.arena.used,
+            "cpu_budget_bytes": placement.budget_bytes,
+            "arena_utilisation": placement.utilisation,
+            "disk_bytes": placement.disk_bytes,
+            **{name: seconds(name) for name in _SPANS},
+            "kernel": self.kernels.variant,
+            "threads": self.kernels.threads,
+            "io_engine": self.io_engine,
+        }
+
+
+_SPANS = ("step_s", "landing_s", "adam_s", "gradient_s", "wait_nvme_s", "wait_device_s", "wait_cpu_s")
 
 
 def assemble(
@@ -56,32 +82,37 @@ def assemble(
     """
     arena = Arena(placement.arena_bytes, copier)
     undo.callback(arena.close)
+    records = records_of(layout, split_master=config.split_master)
     slots: Stripes | None = None
     io_engine: str | None = None
     if config.paths:
         engine = open_engine(config.io_engine, config.paths)
         undo.callback(engine.close)
         engine.register(arena.memory)
-        numels = [chunk.numel for chunk in layout.chunks]
-        slots = Stripes(engine, config.paths, weights(config.paths), numels, timeline)
+        slots = Stripes(engine, config.paths, weights(config.paths), records, timeline)
         undo.callback(slots.close)
         io_engine = engine.name
     kernels = load(config.threads)
     undo.callback(kernels.close)
     sink = GradientSink(layout, config.accumulation, arena, kernels, copier, timeline)
     undo.callback(sink.close)
-    store = Store(layout.chunks, placement.kept, placement.in_flight, arena, slots, timeline)
+    store = Store(records, placement.kept, placement.in_flight, arena, slots, timeline)
     undo.callback(store.close)
     parameters = Parameters(layout, params)
-    returned = ParameterReturn(layout, parameters.flats, arena, copier, timeline)
+    returned = ParameterReturn(
+        layout, parameters.flats, sink, arena, copier, timeline, split_master=config.split_master
+    )
+    step = Step(layout, store, sink, returned, kernels, timeline)
+    undo.callback(step.close)
     return Parts(
         arena=arena,
         kernels=kernels,
         sink=sink,
         store=store,
         parameters=parameters,
-        masters=Masters(layout, parameters, store),
-        step=Step(layout, store, sink, returned, kernels, timeline),
+        masters=Masters(layout, parameters, store, kernels, split_master=config.split_master),
+        step=step,
+        timeline=timeline,
         files=() if slots is None else slots.paths,
         io_engine=io_engine,
     )

@@ -32,7 +32,10 @@ class Tuning:
     prefetch: chunks read ahead of the one in use; None: as many as the budget's buffers allow.
     threads: of the CPU kernels; None: the CPUs this process may use.
     io_engine: "uring", "threads", "portable", or "auto": the best that works here, as `offload bench io` measured.
-    split_master, units, tile: reserved; only None (split_master: or False) is taken so far.
+    split_master: True: of a bf16 parameter's master only the low half goes to the slots, 10 bytes a parameter for 12;
+    the upper half is the parameter itself. Then parameters may be written from outside by `load_state_dict` alone.
+    None: False.
+    units, tile: reserved; only None is taken so far.
     """
 
     chunk: int | str = "64MiB"
@@ -59,6 +62,7 @@ class Config:
     in_flight: int | None
     threads: int | None
     io_engine: str
+    split_master: bool
 
 
 def check(
@@ -101,6 +105,7 @@ def check(
         in_flight=None if prefetch is None else max(prefetch + 2, LEAST_IN_FLIGHT),
         threads=_whole("Tuning.threads", tuning.threads, least=1),
         io_engine=tuning.io_engine,
+        split_master=bool(tuning.split_master),
     )
 
 
@@ -119,7 +124,7 @@ def _refuse_reserved(reserved: dict[str, Any], tuning: Tuning) -> None:
     options = {*taken, *(check.__kwdefaults__ or ()), "device"}
     taken |= {
         "Tuning.io_engine": ("auto", "uring", "threads", "portable"),
-        "Tuning.split_master": (None, False),
+        "Tuning.split_master": (None, False, True),
         "Tuning.units": (None,),
         "Tuning.tile": (None,),
     }

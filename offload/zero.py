@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from types import TracebackType
 from typing import Any, Never, NoReturn, Self, overload
 
@@ -27,9 +27,10 @@ from offload.errors import (
 )
 from offload.layout import build
 from offload.module.hooks import Hooks, is_hooked
-from offload.module.parameters import cast_untrained, shaped_like
+from offload.module.landing import Landing
+from offload.module.parameters import cast_untrained, require_device, shaped_like
 from offload.module.recording import recorded
-from offload.module.units import compute_dtypes, kept_modules, specs_of
+from offload.module.units import ROOT, compute_dtypes, kept_modules, specs_of
 from offload.optim.adopt import require_adoptable, require_supported, retire
 from offload.optim.step import StepKey
 from offload.planner.placement import place
@@ -120,7 +121,7 @@ class OffloadZero(torch.optim.Optimizer):
         given = torch.optim.AdamW(model.parameters()) if optimizer is None else optimizer
         require_adoptable(given)
         specs, params = specs_of(model, given.param_groups, self._config.keep_fp32, self._config.compute_dtype)
-        _require_device(device, params[0].device)
+        require_device(device, params[0].device)
         self._layout = build(specs, self._config.chunk_numel)
         copier = copier_for(params[0].device)
         self._placement = place(self._layout, self._config, direct=copier.direct)
@@ -139,11 +140,24 @@ class OffloadZero(torch.optim.Optimizer):
             self._parts = assemble(undo, self._config, self._layout, self._placement, params, copier, self._timeline)
             super().__init__(given.param_groups, dict(given.defaults))
             self._adopted = True
+            self._landing = self._new_landing()
             self._take_model()
             self._undo = undo.pop_all()
         retire(given)
         with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
             print(self._placement.describe(self._layout, self._config), file=sys.stderr)
+
+    def _new_landing(self) -> Landing:
+        parts = self._parts
+        return Landing(self._layout, parts.step, parts.parameters, self._timeline, self._require_usable, self._cut_off)
+
+    def _cut_off(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+
+    def _entered(self) -> None:
+        """Before each forward of the model."""
+        self._parts.parameters.require_attached()
+        self._landing.unit(ROOT)
 
     def _take_model(self) -> None:
         """Writes the masters, casts the model, hooks it. A failing disk here leaves it partly cast, and says so."""
@@ -163,7 +177,9 @@ class OffloadZero(torch.optim.Optimizer):
             self._parts.sink,
             self._config.compute_dtype,
             kept_modules(self._model, keep),
-            self._parts.parameters.require_attached,
+            self._landing,
+            self._entered,
+            self._parts.masters.before_loading,
         )
 
     # Training.
@@ -177,6 +193,10 @@ class OffloadZero(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One step of Adam over every parameter whose gradient has arrived; consumes the gradients.
 
+        It fixes the gradients, their scale and the hyper-parameters, queues the work, and returns. The new values are
+        in a parameter when a forward enters its unit, when a state_dict is made or loaded, after `synchronize()`, and
+        at the latest in the next step; until then it has its old value.
+
         Args: closure: evaluates the model again and returns the loss, which is returned.
         Raises: NonFiniteGradientError (nonfinite="raise"; the state is untouched), TierIOError, CorruptionError.
         """
@@ -186,9 +206,10 @@ class OffloadZero(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with self._timeline.span("step_s"), self._timeline.event(PHASES, "step"):
+            self._landing.everything()
             active = self._collect()
             if self._all_finite(active):
-                self._run(active)
+                self._begin(active)
             else:
                 self._skipped += 1
             self._consume()
@@ -216,20 +237,19 @@ class OffloadZero(torch.optim.Optimizer):
             )
         return not bad
 
-    def _run(self, active: Sequence[int]) -> None:
+    def _begin(self, active: Sequence[int]) -> None:
         require_supported(self.param_groups)
         self._parts.masters.take_outside_writes(self._step)
         keys: dict[int, StepKey] = {n: (self._layout.specs[n].group, self._ages[n] + 1) for n in active}
         try:
-            self._parts.step.run(self._step + 1, keys, self.param_groups, self._parts.sink.scale)
-            self._step += 1
-            for number in active:
-                self._ages[number] += 1
-            self._parts.parameters.written_here(active)
+            flats = self._landing.begins(active)
+            self._parts.step.begin(self._step + 1, keys, self.param_groups, self._parts.sink.scale, flats)
         except BaseException as error:
-            # Some chunks are a step further than others: nothing calculated from here on would be right.
-            self._failure = error
+            self._cut_off(error)
             raise
+        self._step += 1
+        for number in active:
+            self._ages[number] += 1
 
     def _consume(self) -> None:
         self._parts.sink.scale = 1.0
@@ -276,6 +296,7 @@ class OffloadZero(torch.optim.Optimizer):
         """{"master", "exp_avg", "exp_avg_sq": fp32 CPU tensors of the parameter's shape, "step": int}; copies."""
         self._require_usable()
         number = self._number(param)
+        self._landing.everything()
         self._parts.masters.take_outside_writes(self._step)
         lines = self._parts.masters.states(number, self._step)
         shaped: dict[str, Any] = {kind: shaped_like(param, line) for kind, line in lines.items()}
@@ -285,30 +306,15 @@ class OffloadZero(torch.optim.Optimizer):
         """Counters since training began. Bytes end in `_bytes`, seconds in `_s`.
 
         nvme_init_bytes is what was written before the first step; nvme_read_bytes and nvme_written_bytes what moved
-        since. wait_s is what step() waited for tiers, part of step_s; gradient_s is spent in backward.
+        since. step_s is spent in step(), landing_s in waits for its results; adam_s, and where that runs on the CPU the
+        waits for tiers wait_nvme_s and wait_device_s, are parts of the two. gradient_s is spent in backward.
+        arena_utilisation: the share of the buffers' bytes that chunks fill.
         """
-        timeline, placement = self._timeline, self._placement
         return {
             "step": self._step,
             "skipped_steps": self._skipped,
             "parameters": self._layout.numel,
-            "chunks": len(self._layout.chunks),
-            "streamed_chunks": len(self._layout.chunks) - len(placement.kept),
-            "nvme_init_bytes": self._initial_bytes,
-            "nvme_read_bytes": timeline.counted("nvme_read_bytes"),
-            "nvme_written_bytes": timeline.counted("nvme_written_bytes") - self._initial_bytes,
-            "host_to_device_bytes": timeline.counted("host_to_device_bytes"),
-            "device_to_host_bytes": timeline.counted("device_to_host_bytes"),
-            "peak_cpu_bytes": self._parts.arena.used,
-            "cpu_budget_bytes": placement.budget_bytes,
-            "disk_bytes": placement.disk_bytes,
-            "step_s": timeline.seconds("step_s"),
-            "wait_s": timeline.seconds("wait_s"),
-            "adam_s": timeline.seconds("adam_s"),
-            "gradient_s": timeline.seconds("gradient_s"),
-            "kernel": self._parts.kernels.variant,
-            "threads": self._parts.kernels.threads,
-            "io_engine": self._parts.io_engine,
+            **self._parts.stats(self._placement, self._initial_bytes),
         }
 
     def timeline(self, file: PathLike) -> AbstractContextManager[None]:
@@ -370,19 +376,24 @@ class OffloadZero(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Waits until nothing is under way on any tier. Raises what went wrong there."""
         self._require_usable()
+        self._landing.everything()
         self._parts.sink.collect([])
         self._parts.store.drain()
 
     def close(self) -> None:
-        """Waits for what is under way, unhooks the model, frees memory, files and their lock. May be called again.
+        """Ends the last step, unhooks the model, frees memory, files and their lock. May be called again.
 
         The model keeps its parameters in the compute dtype; what backward left in `p.grad` is dropped.
         """
         if os.getpid() != self._pid or isinstance(self._failure, ClosedError):
             return
-        self._failure = ClosedError("the optimizer is closed: make a new one")
-        self._hooks.remove()
-        self._undo.close()
+        try:
+            if self._failure is None:
+                self._landing.everything()
+        finally:
+            self._failure = ClosedError("the optimizer is closed: make a new one")
+            self._hooks.remove()
+            self._undo.close()
 
     def __enter__(self) -> Self:
         return self
@@ -390,7 +401,9 @@ class OffloadZero(torch.optim.Optimizer):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        # What is being raised is the cause; an error of the ending follows from it.
+        with suppress(OffloadError) if error is not None else nullcontext():
+            self.close()
 
     def __getstate__(self) -> NoReturn:
         raise ConfigError("OffloadZero cannot be copied or pickled: its states are in the tiers, not in it")
@@ -412,12 +425,3 @@ class OffloadZero(torch.optim.Optimizer):
         if number is None:
             raise ConfigError(f"the tensor of shape {tuple(param.shape)} is no parameter that this optimizer trains")
         return int(number)
-
-
-def _require_device(given: torch.device | str | None, own: torch.device) -> None:
-    try:
-        wanted = own if given is None else torch.empty(0, device=given).device
-    except (RuntimeError, TypeError, AssertionError) as error:
-        raise ConfigError(f"device={given!r} is no device of this machine: leave it out, or give {own}") from error
-    if wanted != own:
-        raise ConfigError(f"device={given} but the model is on {own}: move the model there first")

@@ -55,7 +55,7 @@ RESERVED = [
     ("stage", 3),
     ("process_group", object()),
 ]
-TUNING = [("split_master", True), ("units", ["a"]), ("tile", 4)]
+TUNING = [("split_master", "yes"), ("units", ["a"]), ("tile", 4)]
 WRONG: list[tuple[str, Any, str]] = [
     ("tier", "nvme", 'needs path="..."'),
     ("tier", "disk", 'choose "cpu" or "nvme"'),

@@ -123,9 +123,10 @@ class Parameters:
         for number in numbers:
             self._versions[number] = self.params[number]._version
 
-    def written_outside(self) -> list[int]:
-        """The parameters that somebody else wrote to (`load_state_dict`, `p.copy_`) since `written_here`."""
-        return [number for number, param in enumerate(self.params) if param._version != self._versions[number]]
+    def written_outside(self, numbers: Iterable[int] | None = None) -> list[int]:
+        """Which of `numbers` (None: all) somebody else wrote to (`load_state_dict`, `p.copy_`) since `written_here`."""
+        numbers = range(len(self.params)) if numbers is None else numbers
+        return [number for number in numbers if self.params[number]._version != self._versions[number]]
 
 
 def cast_untrained(model: nn.Module, trained: Parameters, dtypes: dict[Tensor, torch.dtype]) -> None:
@@ -133,3 +134,13 @@ def cast_untrained(model: nn.Module, trained: Parameters, dtypes: dict[Tensor, t
     for param in model.parameters():
         if param not in trained.index and param.is_floating_point() and param.dtype is not dtypes[param]:
             param.data = param.data.to(dtypes[param])
+
+
+def require_device(given: torch.device | str | None, own: torch.device) -> None:
+    """Raises: ConfigError if the user asks for another device than the model's."""
+    try:
+        wanted = own if given is None else torch.empty(0, device=given).device
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ConfigError(f"device={given!r} is no device of this machine: leave it out, or give {own}") from error
+    if wanted != own:
+        raise ConfigError(f"device={given} but the model is on {own}: move the model there first")

@@ -20,8 +20,9 @@ from offload.module.units import specs_of
 from offload.optim import gradients, step
 from offload.planner.machine import free_memory
 from offload.sizes import format_bytes
-from offload.store.cache import keep_in_ram
-from offload.store.slots import file_bytes, slot_bytes
+from offload.store.cache import residents
+from offload.store.slots import file_bytes
+from offload.store.store import records_of
 
 IN_FLIGHT = 4
 """Buffers for streamed chunks if the budget allows: one more than the least, so that a late write delays no read."""
@@ -36,7 +37,8 @@ class Placement:
 
     kept: chunks whose states stay in RAM; in_flight: buffers for the others; arena_bytes: all that this library
     holds in RAM; budget_bytes: what it may hold; streamed_bytes: read, and written, a step; disk_bytes: the swap
-    file; device_bytes: the model's 16-bit parameters on its device.
+    file; device_bytes: the model's 16-bit parameters on its device; streamed_chunks: those not kept; utilisation: the
+    share of the chunks' buffers that chunks fill.
     """
 
     kept: frozenset[int]
@@ -46,10 +48,12 @@ class Placement:
     streamed_bytes: int
     disk_bytes: int
     device_bytes: int
+    streamed_chunks: int
+    utilisation: float
 
     def describe(self, layout: Layout, config: Config) -> str:
         """One line for people."""
-        streamed = len(layout.chunks) - len(self.kept)
+        streamed = self.streamed_chunks
         text = (
             f"offload: {layout.numel:,} parameters, {format_bytes(self.device_bytes)} on the device; "
             f"peak RAM {format_bytes(self.arena_bytes)} of {format_bytes(self.budget_bytes)} allowed; "
@@ -73,7 +77,8 @@ def place(layout: Layout, config: Config, *, direct: bool) -> Placement:
     """
     given = config.cpu_memory
     budget = free_memory() // 2 if given is None else given
-    sizes = [slot_bytes(chunk.numel) for chunk in layout.chunks]
+    records = records_of(layout, split_master=config.split_master)
+    sizes = [record.nbytes for record in records]
     fixed = _fixed_bytes(layout, config, direct=direct)
     if config.tier == "cpu":
         if fixed + sum(sizes) > budget:
@@ -85,7 +90,9 @@ def place(layout: Layout, config: Config, *, direct: bool) -> Placement:
             raise _too_small(least, budget, given, "or a smaller Tuning(chunk=...)")
         kept, in_flight = _keep_and_stream(sizes, budget - fixed, config.in_flight)
     streamed = [size for chunk, size in enumerate(sizes) if chunk not in kept]
-    arena_bytes = fixed + sum(sizes) - sum(streamed) + in_flight * max(streamed, default=0)
+    kept_bytes, largest = sum(sizes) - sum(streamed), max(streamed, default=0)
+    arena_bytes = fixed + kept_bytes + in_flight * largest
+    filled = kept_bytes + (in_flight * sum(streamed) / len(streamed) if streamed else 0)
     if given is not None and arena_bytes > (free := free_memory()):
         other = ', and tier="nvme" with a path' if config.tier == "cpu" else ""
         raise BudgetError(
@@ -101,13 +108,17 @@ def place(layout: Layout, config: Config, *, direct: bool) -> Placement:
         arena_bytes=arena_bytes,
         budget_bytes=budget,
         streamed_bytes=sum(streamed),
-        disk_bytes=file_bytes([chunk.numel for chunk in layout.chunks], 1) if config.tier == "nvme" else 0,
+        disk_bytes=file_bytes(records, 1) if config.tier == "nvme" else 0,
         device_bytes=sum(flat.numel * flat.dtype.itemsize for flat in layout.flats),
+        streamed_chunks=len(streamed),
+        utilisation=filled / max(kept_bytes + in_flight * largest, 1),
     )
 
 
 def _fixed_bytes(layout: Layout, config: Config, *, direct: bool) -> int:
-    return gradients.arena_bytes(layout, config.accumulation, direct=direct) + step.arena_bytes(layout, direct=direct)
+    return gradients.arena_bytes(layout, config.accumulation, direct=direct) + step.arena_bytes(
+        layout, config.accumulation, direct=direct, split_master=config.split_master
+    )
 
 
 def _keep_and_stream(sizes: list[int], room: int, in_flight: int | None) -> tuple[frozenset[int], int]:
@@ -116,7 +127,7 @@ def _keep_and_stream(sizes: list[int], room: int, in_flight: int | None) -> tupl
         return frozenset(range(len(sizes))), 0
     buffer = max(sizes, default=0)
     buffers = min(in_flight or IN_FLIGHT, len(sizes), room // buffer)
-    kept = keep_in_ram(range(len(sizes)), sizes, room - buffers * buffer)
+    kept = residents(range(len(sizes)), sizes, room - buffers * buffer)
     return kept, min(buffers, len(sizes) - len(kept))
 
 
@@ -155,6 +166,6 @@ def least_cpu_memory(
     groups = [{"params": list(model.parameters())}] if optimizer is None else optimizer.param_groups
     specs, params = specs_of(model, groups, config.keep_fp32, config.compute_dtype)
     layout = build(specs, config.chunk_numel)
-    sizes = [slot_bytes(chunk.numel) for chunk in layout.chunks]
+    sizes = [record.nbytes for record in records_of(layout, split_master=config.split_master)]
     direct = params[0].device.type == "cpu"
     return _fixed_bytes(layout, config, direct=direct) + min(LEAST_IN_FLIGHT * max(sizes, default=0), sum(sizes))

@@ -2,28 +2,33 @@
 
 A chunk is used through a lease. Chunks that the plan keeps in RAM have buffers of their own and never move; the
 others pass through a few constant-size buffers: announced with `expect`, read ahead while there are free buffers,
-leased, released dirty, written behind. Which copies exist is written in residency.py, and nowhere else.
+leased, released dirty, written behind. When the announced order has been used up it is expected to come again, so
+what a step begins with is read while the one before it ends. Which copies exist is written in residency.py, what to
+drop is decided in cache.py, and nowhere else.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
+from offload.config import LEAST_IN_FLIGHT
 from offload.errors import ClosedError
 from offload.io.engine import IOFuture
-from offload.layout import Chunk
+from offload.layout import Layout
 from offload.store.arena import Arena
+from offload.store.cache import stays, victim
 from offload.store.residency import Residency, ResidencyTable
-from offload.store.slots import sections, slot_bytes
+from offload.store.slots import SPLIT, WHOLE, Record
 from offload.store.stripes import Stripes
-from offload.timeline import WAITS, Timeline
+from offload.timeline import Timeline
 
 _WAITS_FOR = {
     Residency.READING: "wait for read",
@@ -33,9 +38,16 @@ _WAITS_FOR = {
 """By what it finds; otherwise it waits for a buffer, until some other chunk is written."""
 
 
+def records_of(layout: Layout, *, split_master: bool) -> list[Record]:
+    """What the slot of each chunk holds. Only a bf16 copy is the upper half of its master."""
+    split = [split_master and flat.dtype is torch.bfloat16 for flat in layout.flats]
+    return [Record(chunk.numel, SPLIT if split[chunk.flat] else WHOLE) for chunk in layout.chunks]
+
+
 @dataclass
 class Lease:
-    """The right to use one chunk's states: fp32 CPU tensors of shape (chunk.numel,).
+    """The right to use one chunk's states: CPU tensors of shape (chunk.numel,), fp32; with a split master `master` is
+    its low halves, int16, and exp_avg_sq carries the tie bits.
 
     `dirty`: set by whoever writes to them.
     """
@@ -53,40 +65,46 @@ class Lease:
 class Store:
     """The states of all chunks.
 
-    Args: kept: chunks that stay in RAM; in_flight: buffers for the others; slots: their swap file, None if all
-    are kept. The first lease of a chunk finds zeros.
+    Args: records: what each chunk holds; kept: chunks that stay in RAM; in_flight: buffers for the others; slots:
+    their swap file, None if all are kept. The first lease of a chunk finds zeros.
     A failure of the disk is raised by the call that meets it and by every later one.
     """
 
     def __init__(
         self,
-        chunks: Collection[Chunk],
+        records: Sequence[Record],
         kept: frozenset[int],
         in_flight: int,
         arena: Arena,
         slots: Stripes | None,
         timeline: Timeline,
     ) -> None:
-        self._chunks = {chunk.index: chunk for chunk in chunks}
+        self._records = tuple(records)
         self._kept = kept
         self._slots = slots
         self._timeline = timeline
-        self._table = ResidencyTable(len(self._chunks))
-        streamed = [chunk for chunk in chunks if chunk.index not in kept]
-        largest = max((slot_bytes(chunk.numel) for chunk in streamed), default=0)
-        self._free = [arena.carve(largest) for _ in range(in_flight if streamed else 0)]
-        self._buffers = {index: arena.carve(slot_bytes(self._chunks[index].numel)) for index in sorted(kept)}
+        self._table = ResidencyTable(len(self._records))
+        largest = max((record.nbytes for chunk, record in enumerate(records) if chunk not in kept), default=0)
+        self._free = [arena.carve(largest) for _ in range(in_flight if largest else 0)]
+        self._waiting = max(len(self._free) - LEAST_IN_FLIGHT, 0)
+        self._buffers = {chunk: arena.carve(self._records[chunk].nbytes) for chunk in sorted(kept)}
         self._written_at: dict[int, int] = {}
-        self._ahead: deque[int] = deque()
+        # The uses to come: each a chunk, and whether it stays in RAM after that.
+        self._ahead: deque[tuple[int, bool]] = deque()
+        self._order: tuple[tuple[int, bool], ...] = ()
+        self._staying: set[int] = set()
         self._moving: dict[int, None] = {}
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
 
     def expect(self, order: Iterable[int]) -> None:
-        """Announces the leases to come, in order; reading ahead begins at once."""
+        """Announces the leases to come, in order; reading ahead begins at once, and goes on with the same order."""
         with self._changed:
             self._check()
-            self._ahead = deque(chunk for chunk in order if chunk not in self._kept)
+            streamed = [chunk for chunk in order if chunk not in self._kept]
+            staying = stays(streamed, self._waiting)
+            self._order = tuple((chunk, position in staying) for position, chunk in enumerate(streamed))
+            self._ahead = deque(self._order)
             self._read_ahead()
 
     @contextmanager
@@ -95,10 +113,11 @@ class Store:
 
         Args: step: what a dirty chunk is the result of; goes into its slot's header.
         """
-        with self._timeline.span("wait_s"), self._changed:
+        with self._changed:
             self._take(chunk)
             buffer = self._buffers[chunk]
-        lease = Lease(chunk, *sections(buffer, self._chunks[chunk].numel))
+        master, exp_avg, exp_avg_sq = self._records[chunk].views(buffer)
+        lease = Lease(chunk, master, exp_avg, exp_avg_sq)
         try:
             yield lease
         finally:
@@ -107,7 +126,7 @@ class Store:
 
     def drain(self) -> None:
         """Waits until nothing is under way."""
-        with self._timeline.span("wait_s"), self._changed:
+        with self._changed:
             while self._moving and self._failure is None:
                 self._wait_for_transfer(next(iter(self._moving)))
             self._check()
@@ -121,6 +140,7 @@ class Store:
         """Waits for transfers under way, successful or not; every later lease raises ClosedError."""
         with self._changed:
             self._ahead.clear()
+            self._order = ()
             self._changed.wait_for(lambda: not self._moving)
             self._failure = self._failure or ClosedError("the optimizer is closed: make a new one")
             self._changed.notify_all()
@@ -134,13 +154,21 @@ class Store:
     def _take(self, chunk: int) -> None:
         """Waits until the chunk has a buffer in RAM with its data, and moves it to LEASED."""
         if not self._is_ready(chunk):
-            reason = _WAITS_FOR.get(self._table[chunk], "wait for buffer")
-            with self._timeline.event(WAITS, reason, chunk=chunk, tier="nvme"):
+            with self._waiting_for(chunk):
                 self._changed.wait_for(lambda: self._is_ready(chunk))
         self._table.move(chunk, Residency.LEASED)
-        if chunk in self._ahead:
-            self._ahead.remove(chunk)
+        use = next((use for use in self._ahead if use[0] == chunk), None)
+        if use is not None:
+            self._ahead.remove(use)
+            if use[1]:
+                self._staying.add(chunk)
+        if not self._ahead:
+            self._ahead.extend(self._order)
         self._read_ahead()
+
+    def _waiting_for(self, chunk: int) -> AbstractContextManager[None]:
+        what = _WAITS_FOR.get(self._table[chunk], "wait for buffer")
+        return self._timeline.waiting(what, chunk=chunk, tier="nvme")
 
     def _is_ready(self, chunk: int) -> bool:
         """Whether the chunk has a buffer in RAM with its data; does what can be done now to bring it there."""
@@ -160,19 +188,21 @@ class Store:
         return False
 
     def _wait_for_transfer(self, chunk: int) -> None:
-        reason = _WAITS_FOR.get(self._table[chunk], "wait for buffer")
-        with self._timeline.event(WAITS, reason, chunk=chunk, tier="nvme"):
+        with self._waiting_for(chunk):
             self._changed.wait_for(lambda: self._failure is not None or chunk not in self._moving)
 
     def _put(self, lease: Lease, step: int) -> None:
         chunk = lease.chunk
+        is_staying = chunk in self._staying
+        self._staying.discard(chunk)
         if chunk not in self._kept and not lease.dirty and chunk in self._written_at:
             self._table.move(chunk, Residency.CLEAN)
-            self._drop(chunk)
+            if not is_staying:
+                self._drop(chunk)
         else:
             self._table.move(chunk, Residency.DIRTY)
             if chunk not in self._kept:
-                self._write(chunk, step)
+                self._write(chunk, step, Residency.CLEAN if is_staying else Residency.STORED)
         self._read_ahead()
         self._changed.notify_all()
 
@@ -181,35 +211,46 @@ class Store:
         self._free.append(self._buffers.pop(chunk))
 
     def _drop_one(self) -> None:
-        """Takes the buffer of a chunk that was read ahead, for one that is needed now."""
-        for chunk in reversed(self._buffers):
-            if self._table[chunk] is Residency.CLEAN:
-                self._drop(chunk)
-                self._ahead.appendleft(chunk)
-                return
+        """Takes the buffer of a chunk that is not needed now, for one that is."""
+        clean = [chunk for chunk in self._buffers if self._table[chunk] is Residency.CLEAN]
+        chunk = victim(clean, (chunk for chunk, _ in self._ahead))
+        if chunk is not None:
+            self._drop(chunk)
 
     def _read_ahead(self) -> None:
         """Reads what is expected next, as far as there are free buffers."""
-        while self._free and self._ahead and self._failure is None:
-            state = self._table[self._ahead[0]]
+        for chunk, _ in self._ahead:
+            if not self._free or self._failure is not None:
+                return
+            state = self._table[chunk]
             if state in (Residency.WRITING, Residency.LEASED):
                 # Still busy with the step before. What follows it can wait: it is used later.
                 return
-            chunk = self._ahead.popleft()
             if state is Residency.STORED:
                 self._read(chunk)
 
     def _read(self, chunk: int) -> None:
         self._table.move(chunk, Residency.READING)
         self._buffers[chunk] = self._free.pop()
-        future = self._swap.read(chunk, self._bytes(chunk), step=self._written_at[chunk])
+        with self._failing():
+            future = self._swap.read(chunk, self._bytes(chunk), step=self._written_at[chunk])
         self._follow(future, chunk, Residency.CLEAN, "nvme_read_bytes")
 
-    def _write(self, chunk: int, step: int) -> None:
+    def _write(self, chunk: int, step: int, then: Residency) -> None:
         self._table.move(chunk, Residency.WRITING)
         self._written_at[chunk] = step
-        future = self._swap.write(chunk, self._bytes(chunk), step=step)
-        self._follow(future, chunk, Residency.STORED, "nvme_written_bytes")
+        with self._failing():
+            future = self._swap.write(chunk, self._bytes(chunk), step=step)
+        self._follow(future, chunk, then, "nvme_written_bytes")
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """A transfer that could not even be started: the chunk's state would never change again."""
+        try:
+            yield
+        except BaseException as error:
+            self._failure = self._failure or error
+            raise
 
     def _follow(self, future: IOFuture, chunk: int, then: Residency, counter: str) -> None:
         self._moving[chunk] = None
@@ -231,7 +272,7 @@ class Store:
             self._changed.notify_all()
 
     def _bytes(self, chunk: int) -> Tensor:
-        return self._buffers[chunk][: slot_bytes(self._chunks[chunk].numel)]
+        return self._buffers[chunk][: self._records[chunk].nbytes]
 
     @property
     def _swap(self) -> Stripes:

@@ -83,13 +83,14 @@ def train(
             optimizer.zero_grad()
             if each_step is not None:
                 each_step(optimizer)
+        optimizer.synchronize()
+        run.stats = optimizer.stats()
         for name, param in model.named_parameters():
             run.tensors[name] = param.detach().cpu().clone()
             if param.requires_grad:
                 state = optimizer.state_of(param)
                 run.steps[name] = state.pop("step")
                 run.tensors |= {f"{name}.{key}": value for key, value in state.items()}
-        run.stats = optimizer.stats()
     return run
 
 
