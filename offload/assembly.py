@@ -20,27 +20,33 @@ from offload.module.parameters import Parameters
 from offload.native import Kernels, load
 from offload.optim.gradients import GradientSink
 from offload.optim.step import ParameterReturn, Step
-from offload.planner.placement import Placement
+from offload.planner.placement import Placement, slot_records
 from offload.store.arena import Arena
-from offload.store.store import Store, records_of
+from offload.store.store import Store, param_records_of, records_of
 from offload.store.stripes import Stripes
 from offload.timeline import Timeline
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run is made of. files: the swap files; io_engine: its name, None without files."""
+    """What a run is made of. store: of the states; streamed: of the parameters, if they are; files: the swap files;
+    io_engine: its name, None without files."""
 
     arena: Arena
     kernels: Kernels
     sink: GradientSink
     store: Store
+    streamed: Store | None
     parameters: Parameters
     masters: Masters
     step: Step
     timeline: Timeline
     files: tuple[str, ...]
     io_engine: str | None
+
+    @property
+    def stores(self) -> tuple[Store, ...]:
+        return (self.store,) if self.streamed is None else (self.store, self.streamed)
 
     def stats(self, placement: Placement, initial_bytes: int) -> dict[str, Any]:
         """The counters of the parts; see OffloadZero.stats. Args: initial_bytes: written before the first step."""
@@ -53,6 +59,7 @@ class Parts:
             "nvme_written_bytes": counted("nvme_written_bytes") - initial_bytes,
             "host_to_device_bytes": counted("host_to_device_bytes"),
             "device_to_host_bytes": counted("device_to_host_bytes"),
+            "gathered_bytes": counted("gathered_bytes"),
             "peak_cpu_bytes": self.arena.used,
             "cpu_budget_bytes": placement.budget_bytes,
             "arena_utilisation": placement.utilisation,
@@ -82,27 +89,33 @@ def assemble(
     """
     arena = Arena(placement.arena_bytes, copier)
     undo.callback(arena.close)
-    records = records_of(layout, split_master=config.split_master)
     slots: Stripes | None = None
     io_engine: str | None = None
     if config.paths:
         engine = open_engine(config.io_engine, config.paths)
         undo.callback(engine.close)
         engine.register(arena.memory)
-        slots = Stripes(engine, config.paths, weights(config.paths), records, timeline)
+        slots = Stripes(engine, config.paths, weights(config.paths), slot_records(layout, config), timeline)
         undo.callback(slots.close)
         io_engine = engine.name
     kernels = load(config.threads)
     undo.callback(kernels.close)
     sink = GradientSink(layout, config.accumulation, arena, kernels, copier, timeline)
     undo.callback(sink.close)
+    records = records_of(layout, split_master=config.split_master)
     store = Store(records, placement.kept, placement.in_flight, arena, slots, timeline)
     undo.callback(store.close)
     parameters = Parameters(layout, params)
+    streamed = None
+    if placement.params is not None:
+        pool, kinds = placement.params, param_records_of(layout)
+        streamed = Store(kinds, pool.kept, pool.in_flight, arena, slots, timeline, first=len(records))
+        undo.callback(streamed.close)
+    split_master = config.split_master
     returned = ParameterReturn(
-        layout, parameters.flats, sink, arena, copier, timeline, split_master=config.split_master
+        layout, parameters.flats, sink, arena, copier, timeline, split_master=split_master, streamed=streamed
     )
-    step = Step(layout, store, sink, returned, kernels, timeline)
+    step = Step(layout, store, sink, returned, kernels, timeline, split_master=split_master)
     undo.callback(step.close)
     return Parts(
         arena=arena,
@@ -110,7 +123,8 @@ def assemble(
         sink=sink,
         store=store,
         parameters=parameters,
-        masters=Masters(layout, parameters, store, kernels, split_master=config.split_master),
+        masters=Masters(layout, parameters, store, kernels, split_master=split_master, streamed=streamed),
+        streamed=streamed,
         step=step,
         timeline=timeline,
         files=() if slots is None else slots.paths,

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from offload import comm
 from offload import config as configuration
 from offload.assembly import assemble
+from offload.attachment import Attachment
 from offload.config import PathLike, Tuning
-from offload.copies import copier_for
+from offload.copies import Copier, copier_for
 from offload.errors import (
     ClosedError,
     ConfigError,
@@ -26,11 +27,10 @@ from offload.errors import (
     ResumeError,
 )
 from offload.layout import build
-from offload.module.hooks import Hooks, is_hooked
-from offload.module.landing import Landing
-from offload.module.parameters import cast_untrained, require_device, shaped_like
+from offload.module.hooks import is_hooked
+from offload.module.parameters import require_device, shaped_like
 from offload.module.recording import recorded
-from offload.module.units import ROOT, compute_dtypes, kept_modules, specs_of
+from offload.module.units import specs_of
 from offload.optim.adopt import require_adoptable, require_supported, retire
 from offload.optim.step import StepKey
 from offload.planner.placement import place
@@ -61,7 +61,9 @@ class OffloadZero(torch.optim.Optimizer):
         accumulation: backward passes a step; with more than one, gradients are summed in fp32.
         nonfinite: "raise" NonFiniteGradientError on NaN or Inf, or "skip" the step and count it.
         tuning: what only tunes speed.
-        param_tier, grad_tier, device_memory, commit_every, resume, device, stage, process_group: not available in
+        param_tier: where the parameters live outside their unit's forward and backward: "device" (None: that), "cpu" or
+            "nvme"; see docs/guide.md for what is different then.
+        grad_tier, device_memory, commit_every, resume, device, stage, process_group: not available in
             this version beyond their defaults; anything else is refused.
 
     Raises: ConfigError, BudgetError, PathError, PathInUseError, ResumeError; before the model is changed.
@@ -101,8 +103,8 @@ class OffloadZero(torch.optim.Optimizer):
             keep_fp32=keep_fp32,
             accumulation=accumulation,
             nonfinite=nonfinite,
-            tuning=tuning,
             param_tier=param_tier,
+            tuning=tuning,
             grad_tier=grad_tier,
             device_memory=device_memory,
             commit_every=commit_every,
@@ -140,47 +142,27 @@ class OffloadZero(torch.optim.Optimizer):
             self._parts = assemble(undo, self._config, self._layout, self._placement, params, copier, self._timeline)
             super().__init__(given.param_groups, dict(given.defaults))
             self._adopted = True
-            self._landing = self._new_landing()
-            self._take_model()
+            self._attached = self._attach(copier)
             self._undo = undo.pop_all()
         retire(given)
         with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
             print(self._placement.describe(self._layout, self._config), file=sys.stderr)
 
-    def _new_landing(self) -> Landing:
-        parts = self._parts
-        return Landing(self._layout, parts.step, parts.parameters, self._timeline, self._require_usable, self._cut_off)
+    def _attach(self, copier: Copier) -> Attachment:
+        return Attachment(
+            self._model,
+            self._parts,
+            self._config,
+            self._layout,
+            self._placement,
+            copier,
+            step=lambda: self._step,
+            usable=self._require_usable,
+            failed=self._cut_off,
+        )
 
     def _cut_off(self, error: BaseException) -> None:
         self._failure = self._failure or error
-
-    def _entered(self) -> None:
-        """Before each forward of the model."""
-        self._parts.parameters.require_attached()
-        self._landing.unit(ROOT)
-
-    def _take_model(self) -> None:
-        """Writes the masters, casts the model, hooks it. A failing disk here leaves it partly cast, and says so."""
-        keep = self._config.keep_fp32
-        dtypes = compute_dtypes(self._model, keep, self._config.compute_dtype)
-        try:
-            self._parts.masters.take_model()
-        except OffloadError as error:
-            error.add_note("some of the model's parameters are already in compute_dtype: build the model again")
-            raise
-        self._initial_bytes = self._timeline.counted("nvme_written_bytes")
-        cast_untrained(self._model, self._parts.parameters, dtypes)
-        self._hooks = Hooks(
-            self._model,
-            self._parts.parameters,
-            self._layout.specs,
-            self._parts.sink,
-            self._config.compute_dtype,
-            kept_modules(self._model, keep),
-            self._landing,
-            self._entered,
-            self._parts.masters.before_loading,
-        )
 
     # Training.
 
@@ -206,7 +188,7 @@ class OffloadZero(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with self._timeline.span("step_s"), self._timeline.event(PHASES, "step"):
-            self._landing.everything()
+            self._attached.step_begins()
             active = self._collect()
             if self._all_finite(active):
                 self._begin(active)
@@ -220,8 +202,8 @@ class OffloadZero(torch.optim.Optimizer):
         self._parts.parameters.require_attached()
         self._parts.parameters.require_in(self._model)
         self._parts.parameters.require_all_of(self._model, self.param_groups)
-        self._hooks.take_assigned()
-        active = [n for n in range(len(self._ages)) if self._parts.sink.has(n) and self._hooks.is_marked(n)]
+        self._attached.hooks.take_assigned()
+        active = [n for n in range(len(self._ages)) if self._parts.sink.has(n) and self._attached.hooks.is_marked(n)]
         self._parts.sink.collect(active)
         return active
 
@@ -242,7 +224,7 @@ class OffloadZero(torch.optim.Optimizer):
         self._parts.masters.take_outside_writes(self._step)
         keys: dict[int, StepKey] = {n: (self._layout.specs[n].group, self._ages[n] + 1) for n in active}
         try:
-            flats = self._landing.begins(active)
+            flats = self._attached.landing.begins(active)
             self._parts.step.begin(self._step + 1, keys, self.param_groups, self._parts.sink.scale, flats)
         except BaseException as error:
             self._cut_off(error)
@@ -292,11 +274,23 @@ class OffloadZero(torch.optim.Optimizer):
         line = self._parts.sink.line(number).float() * self._parts.sink.scale
         return shaped_like(param, line)
 
+    def gathered(
+        self, module_or_params: nn.Module | Tensor | Iterable[Tensor], *, writable: bool = False
+    ) -> AbstractContextManager[None]:
+        """`with optimizer.gathered(model.head):` the parameters' values are there, the last step's, streamed or not.
+
+        Args: writable: what is written to them inside is kept, by the masters too.
+        Raises: ConfigError for a tensor that is no parameter of the model; StaleParameterError at the end if a streamed
+        parameter was written to without `writable`, which is undone.
+        """
+        self._require_usable()
+        return self._attached.access.gathered(module_or_params, writable=writable)
+
     def state_of(self, param: Tensor) -> dict[str, Any]:
         """{"master", "exp_avg", "exp_avg_sq": fp32 CPU tensors of the parameter's shape, "step": int}; copies."""
         self._require_usable()
         number = self._number(param)
-        self._landing.everything()
+        self._attached.landing.everything()
         self._parts.masters.take_outside_writes(self._step)
         lines = self._parts.masters.states(number, self._step)
         shaped: dict[str, Any] = {kind: shaped_like(param, line) for kind, line in lines.items()}
@@ -314,7 +308,7 @@ class OffloadZero(torch.optim.Optimizer):
             "step": self._step,
             "skipped_steps": self._skipped,
             "parameters": self._layout.numel,
-            **self._parts.stats(self._placement, self._initial_bytes),
+            **self._parts.stats(self._placement, self._attached.initial_bytes),
         }
 
     def timeline(self, file: PathLike) -> AbstractContextManager[None]:
@@ -376,9 +370,7 @@ class OffloadZero(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Waits until nothing is under way on any tier. Raises what went wrong there."""
         self._require_usable()
-        self._landing.everything()
-        self._parts.sink.collect([])
-        self._parts.store.drain()
+        self._attached.synchronize()
 
     def close(self) -> None:
         """Ends the last step, unhooks the model, frees memory, files and their lock. May be called again.
@@ -389,10 +381,10 @@ class OffloadZero(torch.optim.Optimizer):
             return
         try:
             if self._failure is None:
-                self._landing.everything()
+                self._attached.landing.everything()
         finally:
             self._failure = ClosedError("the optimizer is closed: make a new one")
-            self._hooks.remove()
+            self._attached.hooks.remove()
             self._undo.close()
 
     def __enter__(self) -> Self:
@@ -418,7 +410,8 @@ class OffloadZero(torch.optim.Optimizer):
                 f"a step was interrupted by {self._failure!r} and left some parameters a step further than others: "
                 "start again"
             ) from self._failure
-        self._parts.store.check()
+        for store in self._parts.stores:
+            store.check()
 
     def _number(self, param: Tensor) -> int:
         number = self._parts.parameters.index.get(param)  # type: ignore[call-overload]

@@ -20,9 +20,11 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.errors import AccumulationError, ClosedError
 from offload.layout import ParamSpec
+from offload.module.access import Access
 from offload.module.landing import Landing
 from offload.module.marker import MovedGradient, is_moved
 from offload.module.parameters import Parameters, line_like
+from offload.module.streaming import Streaming
 from offload.module.units import ROOT, blocks_of, units_of
 from offload.optim.gradients import GradientSink
 
@@ -51,6 +53,21 @@ class _Enters:
 
     def __reduce__(self) -> tuple[type[_Enters], tuple[()]]:
         return _Enters, ()
+
+
+class _Leaves:
+    """A forward hook, called also if the forward raised. A copy or pickle of the model takes along one that does
+    nothing."""
+
+    def __init__(self, left: Callable[[Any], None] | None = None) -> None:
+        self._left = left
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._left is not None:
+            self._left(output)
+
+    def __reduce__(self) -> tuple[type[_Leaves], tuple[()]]:
+        return _Leaves, ()
 
 
 class _CastInputs:
@@ -93,8 +110,8 @@ def is_hooked(model: nn.Module) -> bool:
 class Hooks:
     """Hooks of one optimizer on its model; `remove` takes all of them away.
 
-    Args: entered: called before each forward of the root; landing: of the units' new parameters; loads: called before a
-    state_dict is loaded into a module, with the module's own parameters.
+    Args: entered: called before each forward of the root; landing, streaming, access: what hooks call; loads: called
+    before a state_dict is loaded into a module, with the module's own parameters.
     """
 
     def __init__(
@@ -106,6 +123,8 @@ class Hooks:
         compute_dtype: torch.dtype,
         kept: Sequence[nn.Module],
         landing: Landing,
+        streaming: Streaming | None,
+        access: Access,
         entered: Callable[[], None],
         loads: Callable[[Sequence[nn.Parameter]], None],
     ) -> None:
@@ -117,6 +136,8 @@ class Hooks:
         root_dtype = torch.float32 if model in kept else compute_dtype
         self._nodes: list[torch.autograd.graph.Node] = []
         self._landing = landing
+        self._streaming = streaming
+        self._access = access
         self._handles.append(model.register_forward_pre_hook(_CastInputs(root_dtype, entered), with_kwargs=True))
         self._enter_units(model, loads)
         if compute_dtype is not torch.float32:
@@ -151,19 +172,33 @@ class Hooks:
         """Whoever runs a module finds the new values of its unit in it, and so does whoever saves or loads it."""
         units = units_of(model)
         entries = dict(blocks_of(model))
-        enters = {name: _Enters(partial(self._landing.unit, name)) for name in {*units.values(), *entries}}
         for name, block in entries.items():
-            self._handles.append(block.register_forward_pre_hook(enters[name]))
+            self._handles.append(block.register_forward_pre_hook(_Enters(partial(self._enter, name))))
+            self._leave(name, block)
         for module in model.modules():
             params = list(module.parameters(recurse=False))
             names = {units[param] for param in params}
             if ROOT in names and module is not model:
-                self._handles.append(module.register_forward_pre_hook(enters[ROOT]))
+                self._handles.append(module.register_forward_pre_hook(_Enters(partial(self._enter, ROOT))))
             for name in names:
-                self._handles.append(module.register_state_dict_pre_hook(enters[name]))
-                self._handles.append(module.register_load_state_dict_pre_hook(enters[name]))
+                landing = _Enters(partial(self._landing.unit, name))
+                self._handles.append(module.register_state_dict_pre_hook(landing))
+                self._handles.append(module.register_load_state_dict_pre_hook(landing))
+                for register, hook in self._access.hooks_of(module, name):
+                    self._handles.append(register(hook))
             if params:
                 self._handles.append(module.register_load_state_dict_pre_hook(_Enters(partial(loads, params))))
+        self._leave(ROOT, model)
+
+    def _enter(self, unit: str) -> None:
+        self._landing.unit(unit)
+        if self._streaming is not None:
+            self._streaming.forward_begins(unit)
+
+    def _leave(self, unit: str, module: nn.Module) -> None:
+        if self._streaming is not None:
+            leaves = _Leaves(partial(self._streaming.forward_ends, unit))
+            self._handles.append(module.register_forward_hook(leaves, always_call=True))
 
     def _keep_fp32(self, module: nn.Module, compute_dtype: torch.dtype) -> None:
         self._handles.append(module.register_forward_pre_hook(_CastInputs(torch.float32), with_kwargs=True))
@@ -185,7 +220,8 @@ class Hooks:
 
         # On the node that accumulates, not on the tensor: `torch.autograd.grad` passes through the latter as well, and
         # would take the marker away without a gradient to come. The node lives as long as somebody holds it.
-        node = torch.autograd.graph.get_gradient_edge(param).node
+        with torch._C.DisableTorchFunctionSubclass():  # also of a parameter whose values are not here
+            node = torch.autograd.graph.get_gradient_edge(param).node
         self._nodes.append(node)
         self._handles.append(node.register_prehook(before))
         self._handles.append(param.register_post_accumulate_grad_hook(after))

@@ -59,6 +59,10 @@ class Landing:
         flat = self._layout.places[number][0]
         return flat in self._step.pending and number in self._active[flat]
 
+    def is_unit_pending(self, name: str) -> bool:
+        """Whether new values of a unit are still to land."""
+        return any(flat in self._step.pending for flat in self._flats_of.get(name, ()))
+
     def unit(self, name: str) -> None:
         """Lands the parameters of a unit. Raises what went wrong with the step, and StaleParameterError."""
         if self._step.pending:

@@ -1,13 +1,14 @@
 """Between the model's parameters and their states in the store: taking masters in, handing copies out.
 
 With a split master the store has only low halves, and the parameter in the model is the other half. So a write from
-outside destroys half a master: it is taken over where the value before it was kept (`before_loading`), and refused
-elsewhere.
+outside destroys half a master: it is taken over where the value before it was kept (`before_loading`, or in the store
+of streamed parameters), and refused elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -27,18 +28,29 @@ class Masters:
     """The states of a model's parameters, found by parameter number."""
 
     def __init__(
-        self, layout: Layout, parameters: Parameters, store: Store, kernels: Kernels, *, split_master: bool
+        self,
+        layout: Layout,
+        parameters: Parameters,
+        store: Store,
+        kernels: Kernels,
+        *,
+        split_master: bool,
+        streamed: Store | None = None,
     ) -> None:
         self._layout = layout
         self._parameters = parameters
         self._store = store
         self._kernels = kernels
         self._split_master = split_master
+        self._streamed = streamed
         self._before: dict[int, Tensor] = {}
 
     @torch.no_grad()
-    def take_model(self) -> None:
-        """Makes the masters from the parameters' uncast values, flat by flat, and casts each flat after that."""
+    def take_model(self, attached: Callable[[int], None]) -> None:
+        """Makes the masters from the parameters' uncast values, flat by flat, and casts each flat after that.
+
+        Args: attached: called with each flat then.
+        """
         self._parameters.make_dense()
         for flat in self._layout.flats:
             for chunk in self._layout.chunks:
@@ -48,13 +60,14 @@ class Masters:
                         for block in _blocks(chunk.pieces):
                             self._put(lease, block, self._of_model(block).to("cpu", torch.float32))
             self._parameters.attach(flat.index)
+            attached(flat.index)
         self._store.drain()
         self._store.expect(chunk.index for chunk in self._layout.chunks)
 
     @torch.no_grad()
     def before_loading(self, params: Iterable[nn.Parameter]) -> None:
         """Keeps the values of `params` that a split master needs, until `take_outside_writes`."""
-        for param in params if self._split_master else ():
+        for param in params if self._split_master and self._streamed is None else ():
             number = self._parameters.index.get(param)
             if number is not None and number not in self._before and param.dtype is torch.bfloat16:
                 self._before[number] = line_of(param.detach()).cpu().clone()
@@ -74,8 +87,9 @@ class Masters:
                 if pieces:
                     with self._store.lease(chunk.index, step=step) as lease:
                         lease.dirty = True
-                        for block in _blocks(pieces):
-                            self._take(lease, block)
+                        with self._copies_of(chunk.index) as copies:
+                            for block in _blocks(pieces):
+                                self._take(lease, block, copies)
             self._parameters.written_here(changed)
         self._before.clear()
 
@@ -84,9 +98,11 @@ class Masters:
         numel = self._layout.specs[number].numel
         lines = {kind: torch.empty(numel, dtype=torch.float32, device="cpu") for kind in STATE_KINDS}
         for index in self._layout.chunks_of[number]:
-            with self._store.lease(index, step=step) as lease:
-                for block in _blocks(piece for piece in self._layout.chunks[index].pieces if piece.param == number):
-                    whole = self._whole(lease, block, self._of_model(block).cpu())
+            pieces = [piece for piece in self._layout.chunks[index].pieces if piece.param == number]
+            with self._store.lease(index, step=step) as lease, self._copies_of(index) as copies:
+                for block in _blocks(pieces):
+                    copy = _in_chunk(copies, block) if copies is not None else self._of_model(block).cpu()
+                    whole = self._whole(lease, block, copy)
                     for kind, values in zip(STATE_KINDS, whole, strict=True):
                         lines[kind][block.param_offset : block.param_offset + block.numel] = values
         return lines
@@ -94,19 +110,31 @@ class Masters:
     def _require_known(self, changed: Collection[int]) -> None:
         for number in sorted(changed):
             spec = self._layout.specs[number]
-            if self._split_master and spec.dtype is torch.bfloat16 and number not in self._before:
+            is_known = number in self._before or self._streamed is not None
+            if self._split_master and spec.dtype is torch.bfloat16 and not is_known:
                 raise StaleParameterError(
                     f"{spec.name} was written to from outside, and with Tuning(split_master=True) the upper half of "
                     "its masters went with the value before: use load_state_dict, or leave split_master out"
                 )
 
-    def _take(self, lease: Lease, block: Piece) -> None:
+    @contextmanager
+    def _copies_of(self, chunk: int) -> Iterator[Tensor | None]:
+        """The 16-bit parameters of a chunk as the store has them; None if it has none."""
+        if self._streamed is None:
+            yield None
+            return
+        with self._streamed.lease(chunk, step=0) as lease:
+            yield lease.arrays[0].view(self._layout.flats[self._layout.chunks[chunk].flat].dtype)
+
+    def _take(self, lease: Lease, block: Piece, copies: Tensor | None) -> None:
         new = self._of_model(block).cpu()
         old = self._before.get(block.param)
-        if old is not None:
+        if copies is not None:
+            old = _in_chunk(copies, block)
+        elif old is not None:
             old = old[block.param_offset : block.param_offset + block.numel]
         master = self._whole(lease, block, new if old is None else old)[0]
-        kept = master.to(new.dtype) == new if old is None else old.view(torch.int16) == new.view(torch.int16)
+        kept = master.to(new.dtype) == new if old is None else _bits(old) == _bits(new)
         self._put(lease, block, torch.where(kept, master, new.float()))
 
     def _whole(self, lease: Lease, block: Piece, copy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,6 +157,10 @@ class Masters:
 
     def _of_model(self, piece: Piece) -> Tensor:
         return line_of(self._parameters.params[piece.param])[piece.param_offset : piece.param_offset + piece.numel]
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.view(torch.int32 if values.dtype is torch.float32 else torch.int16)
 
 
 def _blocks(pieces: Iterable[Piece]) -> Iterator[Piece]:

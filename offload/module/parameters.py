@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from offload.errors import ConfigError
 from offload.layout import Layout
+from offload.module.released import release, restore
+from offload.native.library import advise_huge_pages
 
 
 def line_of(tensor: Tensor) -> Tensor:
@@ -60,6 +62,7 @@ class Parameters:
         self.index = {param: number for number, param in enumerate(self.params)}
         self.flats: list[Tensor] = []
         self._versions: list[int] = [0] * len(self.params)
+        self._freed: set[int] = set()
 
     @torch.no_grad()
     def make_dense(self) -> None:
@@ -82,10 +85,32 @@ class Parameters:
             self._versions[number] = param._version
         self.flats.append(memory)
 
+    def allocate(self, flat: int) -> None:
+        """Gives a flat that was freed memory again, its values undefined."""
+        memory = self.flats[flat]
+        memory.untyped_storage().resize_(memory.numel() * memory.element_size())
+        if memory.is_cpu:
+            advise_huge_pages(memory)
+
+    def restore(self, flat: int) -> None:
+        """The values of a flat are there again: its parameters can be used."""
+        numbers = self._layout.flats[flat].params
+        restore([self.params[n] for n in numbers], [self._versions[n] for n in numbers])
+        self._freed.discard(flat)
+
+    def free(self, flat: int) -> None:
+        """Frees the memory of a flat, whose values are kept elsewhere; using its parameters raises until `restore`."""
+        numbers = self._layout.flats[flat].params
+        release([self.params[n] for n in numbers], [self._versions[n] for n in numbers])
+        self._freed.add(flat)
+        self.flats[flat].untyped_storage().resize_(0)
+
     def require_attached(self) -> None:
         """Raises: ConfigError if a parameter no longer lies where it was put (`.to()`, `p.data = ...`)."""
         for number, param in enumerate(self.params):
             flat, offset = self._layout.places[number]
+            if flat in self._freed:
+                continue
             memory = self.flats[flat]
             expected = memory.data_ptr() + offset * memory.element_size()
             if param.numel() and (param.data_ptr() != expected or param.dtype is not memory.dtype):
@@ -118,15 +143,23 @@ class Parameters:
 
     def written_here(self, numbers: Iterable[int]) -> None:
         """Tells autograd that these parameters have new values, which went past it, and remembers the versions."""
-        numbers = list(numbers)
-        torch.autograd.graph.increment_version([self.params[number] for number in numbers])
         for number in numbers:
-            self._versions[number] = self.params[number]._version
+            if self._layout.places[number][0] in self._freed:
+                self._versions[number] += 1  # shown when it is there again
+            else:
+                torch.autograd.graph.increment_version(self.params[number])
+                self._versions[number] = self.params[number]._version
+
+    def forget_writes(self, numbers: Iterable[int]) -> None:
+        """What was written to these does not count; they must be freed now, which drops it."""
+        for number in numbers:
+            torch._C._autograd._unsafe_set_version_counter((self.params[number],), (self._versions[number],))
 
     def written_outside(self, numbers: Iterable[int] | None = None) -> list[int]:
         """Which of `numbers` (None: all) somebody else wrote to (`load_state_dict`, `p.copy_`) since `written_here`."""
         numbers = range(len(self.params)) if numbers is None else numbers
-        return [number for number in numbers if self.params[number]._version != self._versions[number]]
+        here = (number for number in numbers if self._layout.places[number][0] not in self._freed)
+        return [number for number in here if self.params[number]._version != self._versions[number]]
 
 
 def cast_untrained(model: nn.Module, trained: Parameters, dtypes: dict[Tensor, torch.dtype]) -> None:

@@ -13,8 +13,9 @@ inside `land`, a flat at a time: a reader in between sees the whole old value of
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -49,7 +50,8 @@ def arena_bytes(layout: Layout, accumulation: int, *, direct: bool, split_master
 class ParameterReturn:
     """Brings new parameters into the model; see [Note: a step does not block].
 
-    Args: flats: the model's parameters on its device, one tensor a flat of the layout.
+    Args: flats: the model's parameters on its device, one tensor a flat of the layout; streamed: the store of all
+    parameters, if they are on the device only around their use: then the new ones go there.
     """
 
     def __init__(
@@ -62,12 +64,15 @@ class ParameterReturn:
         timeline: Timeline,
         *,
         split_master: bool,
+        streamed: Store | None = None,
     ) -> None:
         self._flats = flats
+        self._streamed = streamed
         self._gradients = gradients
         self._copier = copier
         self._timeline = timeline
-        size = arena_bytes(layout, gradients.accumulation, direct=copier.direct, split_master=split_master)
+        through_ram = copier.direct or streamed is not None
+        size = arena_bytes(layout, gradients.accumulation, direct=through_ram, split_master=split_master)
         self._bounce = arena.carve(size)
         self._copies: list[tuple[Chunk, Copy, Event | None]] = []
 
@@ -76,8 +81,32 @@ class ParameterReturn:
         """Whether the kernels write into the model."""
         return self._copier.direct
 
-    def current(self, chunk: Chunk) -> Tensor:
-        """The 16-bit parameters of `chunk` as they are in the model: shape (chunk.numel,), on the CPU."""
+    @contextmanager
+    def into(self, chunk: Chunk, *, step: int, is_whole: bool) -> Iterator[Tensor]:
+        """Where the kernels write the new parameters of `chunk`: shape (chunk.numel,), in the flat's dtype.
+
+        Args: step: whose they are; is_whole: whether all parameters of the chunk are written.
+        """
+        if self._streamed is not None:
+            with self._streamed.lease(chunk.index, step=step, is_fresh=is_whole) as lease:
+                lease.dirty = True
+                yield self._in(lease.arrays[0].view(torch.uint8), chunk)
+        elif self.direct:
+            yield self._on_device(chunk)
+        elif self._in_place(chunk):
+            yield self._resting(chunk)
+        else:
+            target = self._in(self._bounce, chunk)
+            yield target
+            self._resting(chunk).copy_(target)
+
+    def current(self, chunk: Chunk, target: Tensor) -> Tensor:
+        """The 16-bit parameters of `chunk` as they are now: shape (chunk.numel,), on the CPU.
+
+        Args: target: from `into`, for a chunk that is not whole.
+        """
+        if self._streamed is not None:
+            return target
         on_device = self._on_device(chunk)
         if self.direct:
             return on_device
@@ -87,20 +116,9 @@ class ParameterReturn:
         self._timeline.count("device_to_host_bytes", bounce.numel() * bounce.element_size())
         return bounce
 
-    def target(self, chunk: Chunk) -> Tensor:
-        """Where the kernels write the new parameters of `chunk`: shape (chunk.numel,), in the flat's dtype."""
-        if self.direct:
-            return self._on_device(chunk)
-        return self._resting(chunk) if self._in_place(chunk) else self._in(self._bounce, chunk)
-
-    def keep(self, chunk: Chunk, target: Tensor) -> None:
-        """Puts what was written to `target` where it rests until it is sent."""
-        if not self.direct and not self._in_place(chunk):
-            self._resting(chunk).copy_(target)
-
     def send(self, chunk: Chunk, runs: Sequence[Segment[StepKey]]) -> None:
         """Sends the `runs` of a chunk on their way into the model."""
-        if self.direct:
+        if self.direct or self._streamed is not None:
             return
         resting, on_device = self._resting(chunk), self._on_device(chunk)
         for run in runs:
@@ -147,10 +165,11 @@ class ParameterReturn:
 
 @dataclass
 class _Work:
-    """One chunk's share of a step. done: of the worker; None where there is none."""
+    """One chunk's share of a step. is_whole: all of its parameters are in it; done: of the worker, if there is one."""
 
     step: int
     chunk: Chunk
+    is_whole: bool
     runs: Sequence[Segment[StepKey]]
     scalars: Mapping[StepKey, AdamScalars]
     done: Future[None] | None = None
@@ -167,9 +186,12 @@ class Step:
         returned: ParameterReturn,
         kernels: Kernels,
         timeline: Timeline,
+        *,
+        split_master: bool,
     ) -> None:
         self._layout = layout
         self._store = store
+        self._split_master = split_master
         self._gradients = gradients
         self._returned = returned
         self._kernels = kernels
@@ -201,7 +223,8 @@ class Step:
         for chunk in self._layout.chunks:
             runs = segments(chunk, keys.get)
             if runs:
-                queue[chunk.flat].append(_Work(step, chunk, runs, scalars))
+                is_whole = all(piece.param in keys for piece in chunk.pieces)
+                queue[chunk.flat].append(_Work(step, chunk, is_whole, runs, scalars))
         self._pending = {flat: works for flat, works in queue.items() if works}
         works = [work for works in self._pending.values() for work in works]
         self._store.expect(work.chunk.index for work in works)
@@ -235,14 +258,17 @@ class Step:
         if self._failure is not None:
             raise self._failure
         try:
-            target = self._returned.target(work.chunk)
-            with self._store.lease(work.chunk.index, step=work.step) as lease:
+            # A split master is half in its lease and half in the parameters: they are read, too.
+            is_whole = work.is_whole and not self._split_master
+            with (
+                self._returned.into(work.chunk, step=work.step, is_whole=is_whole) as target,
+                self._store.lease(work.chunk.index, step=work.step) as lease,
+            ):
                 lease.dirty = True
-                # Seen from here, a split master is half in the lease and half in the model.
-                current = self._returned.current(work.chunk) if lease.master.dtype is torch.int16 else None
+                is_split = lease.master.dtype is torch.int16
+                current = self._returned.current(work.chunk, target) if is_split else None
                 with self._timeline.span("adam_s"), self._timeline.event(ADAM, "Adam", chunk=work.chunk.index):
                     self._adam(work, lease, current, target)
-            self._returned.keep(work.chunk, target)
         except BaseException as error:
             self._failure = error
             raise

@@ -36,13 +36,14 @@ def residents(order: Sequence[int], sizes: Sequence[int], budget: int) -> frozen
     return frozenset(chosen)
 
 
-def stays(order: Sequence[int], waiting: int) -> frozenset[int]:
+def stays(order: Sequence[int], waiting: int, fresh: Collection[int] = ()) -> frozenset[int]:
     """The positions of `order` after which a chunk stays in RAM until its next use.
 
-    Args: order: ids as they are used; waiting: how many chunks may wait in RAM beside the one in use.
+    Args: order: ids as they are used; waiting: how many chunks may wait in RAM beside the one in use; fresh: positions
+    of uses that overwrite the chunk, for which nothing has to stay.
     All others are fetched anew at their next use; no other choice fetches fewer.
     """
-    following = _next_uses(order)
+    following = [len(order) if use in fresh else use for use in _next_uses(order)]
     kept: set[int] = set()
     held: dict[int, int] = {}  # chunk: position after which it stays
     for position, chunk in enumerate(order):
@@ -55,9 +56,9 @@ def stays(order: Sequence[int], waiting: int) -> frozenset[int]:
     return frozenset(kept)
 
 
-def fetches(order: Sequence[int], kept: Collection[int]) -> int:
+def fetches(order: Sequence[int], kept: Collection[int], fresh: Collection[int] = ()) -> int:
     """How often something is brought to RAM on `order`, beginning with nothing, if it stays after positions `kept`."""
-    return len(order) - len(kept)
+    return len(order) - len(kept) - len(fresh)
 
 
 def victim(candidates: Iterable[int], ahead: Iterable[int]) -> int | None:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from offload.layout import Layout
 from offload.store.arena import Arena
 from offload.store.cache import stays, victim
 from offload.store.residency import Residency, ResidencyTable
-from offload.store.slots import SPLIT, WHOLE, Record
+from offload.store.slots import SPLIT, STATE_KINDS, WHOLE, Record
 from offload.store.stripes import Stripes
 from offload.timeline import Timeline
 
@@ -44,29 +45,52 @@ def records_of(layout: Layout, *, split_master: bool) -> list[Record]:
     return [Record(chunk.numel, SPLIT if split[chunk.flat] else WHOLE) for chunk in layout.chunks]
 
 
+def param_records_of(layout: Layout) -> list[Record]:
+    """The same for the 16-bit parameters of each chunk, where they are streamed."""
+    return [Record(chunk.numel, (layout.flats[chunk.flat].dtype.itemsize,)) for chunk in layout.chunks]
+
+
 @dataclass
 class Lease:
-    """The right to use one chunk's states: CPU tensors of shape (chunk.numel,), fp32; with a split master `master` is
-    its low halves, int16, and exp_avg_sq carries the tie bits.
+    """The right to use one chunk's arrays: CPU tensors of shape (chunk.numel,), as its record says.
 
     `dirty`: set by whoever writes to them.
     """
 
     chunk: int
-    master: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    arrays: Sequence[Tensor]
     dirty: bool = False
 
+    @property
+    def master(self) -> Tensor:
+        """fp32; with a split master its low halves, int16, and exp_avg_sq carries the tie bits."""
+        return self.arrays[0]
+
+    @property
+    def exp_avg(self) -> Tensor:
+        return self.arrays[1]
+
+    @property
+    def exp_avg_sq(self) -> Tensor:
+        return self.arrays[2]
+
     def states(self) -> dict[str, Tensor]:
-        return {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        return dict(zip(STATE_KINDS, self.arrays, strict=True))
+
+
+class _Use(NamedTuple):
+    """One to come. stays: whether the chunk stays in RAM after it; is_fresh: it needs nothing of what was there."""
+
+    chunk: int
+    stays: bool
+    is_fresh: bool
 
 
 class Store:
-    """The states of all chunks.
+    """One kind of thing for all chunks: their states, or their parameters.
 
     Args: records: what each chunk holds; kept: chunks that stay in RAM; in_flight: buffers for the others; slots:
-    their swap file, None if all are kept. The first lease of a chunk finds zeros.
+    their swap file, None if all are kept, in which chunk 0 has slot `first`. The first lease of a chunk finds zeros.
     A failure of the disk is raised by the call that meets it and by every later one.
     """
 
@@ -78,8 +102,10 @@ class Store:
         arena: Arena,
         slots: Stripes | None,
         timeline: Timeline,
+        first: int = 0,
     ) -> None:
         self._records = tuple(records)
+        self._first = first
         self._kept = kept
         self._slots = slots
         self._timeline = timeline
@@ -89,9 +115,9 @@ class Store:
         self._waiting = max(len(self._free) - LEAST_IN_FLIGHT, 0)
         self._buffers = {chunk: arena.carve(self._records[chunk].nbytes) for chunk in sorted(kept)}
         self._written_at: dict[int, int] = {}
-        # The uses to come: each a chunk, and whether it stays in RAM after that.
-        self._ahead: deque[tuple[int, bool]] = deque()
-        self._order: tuple[tuple[int, bool], ...] = ()
+        self._ahead: deque[_Use] = deque()
+        self._order: tuple[_Use, ...] = ()
+        self._used: list[tuple[int, bool]] = []
         self._staying: set[int] = set()
         self._moving: dict[int, None] = {}
         self._failure: BaseException | None = None
@@ -101,23 +127,25 @@ class Store:
         """Announces the leases to come, in order; reading ahead begins at once, and goes on with the same order."""
         with self._changed:
             self._check()
-            streamed = [chunk for chunk in order if chunk not in self._kept]
-            staying = stays(streamed, self._waiting)
-            self._order = tuple((chunk, position in staying) for position, chunk in enumerate(streamed))
-            self._ahead = deque(self._order)
-            self._read_ahead()
+            self._announce([(chunk, False) for chunk in order])
+
+    def repeat(self) -> None:
+        """Announces that the leases since the last call of this come again."""
+        with self._changed:
+            self._check()
+            self._announce(self._used)
 
     @contextmanager
-    def lease(self, chunk: int, *, step: int) -> Iterator[Lease]:
+    def lease(self, chunk: int, *, step: int, is_fresh: bool = False) -> Iterator[Lease]:
         """Waits until `chunk` is in RAM and lends it; left dirty, it is written behind.
 
-        Args: step: what a dirty chunk is the result of; goes into its slot's header.
+        Args: step: what a dirty chunk is the result of; goes into its slot's header; is_fresh: the caller overwrites
+        all of it, so that nothing has to be read.
         """
         with self._changed:
-            self._take(chunk)
+            self._take(chunk, is_fresh)
             buffer = self._buffers[chunk]
-        master, exp_avg, exp_avg_sq = self._records[chunk].views(buffer)
-        lease = Lease(chunk, master, exp_avg, exp_avg_sq)
+        lease = Lease(chunk, self._records[chunk].views(buffer))
         try:
             yield lease
         finally:
@@ -151,16 +179,26 @@ class Store:
         if self._failure is not None:
             raise self._failure
 
-    def _take(self, chunk: int) -> None:
+    def _announce(self, order: Sequence[tuple[int, bool]]) -> None:
+        streamed = [use for use in order if use[0] not in self._kept]
+        fresh = frozenset(position for position, use in enumerate(streamed) if use[1])
+        staying = stays([chunk for chunk, _ in streamed], self._waiting, fresh)
+        self._order = tuple(_Use(use[0], position in staying, use[1]) for position, use in enumerate(streamed))
+        self._ahead = deque(self._order)
+        self._used = []
+        self._read_ahead()
+
+    def _take(self, chunk: int, is_fresh: bool) -> None:
         """Waits until the chunk has a buffer in RAM with its data, and moves it to LEASED."""
-        if not self._is_ready(chunk):
+        if not self._is_ready(chunk, is_fresh):
             with self._waiting_for(chunk):
-                self._changed.wait_for(lambda: self._is_ready(chunk))
+                self._changed.wait_for(lambda: self._is_ready(chunk, is_fresh))
         self._table.move(chunk, Residency.LEASED)
-        use = next((use for use in self._ahead if use[0] == chunk), None)
+        self._used.append((chunk, is_fresh))
+        use = next((use for use in self._ahead if use.chunk == chunk), None)
         if use is not None:
             self._ahead.remove(use)
-            if use[1]:
+            if use.stays:
                 self._staying.add(chunk)
         if not self._ahead:
             self._ahead.extend(self._order)
@@ -170,22 +208,26 @@ class Store:
         what = _WAITS_FOR.get(self._table[chunk], "wait for buffer")
         return self._timeline.waiting(what, chunk=chunk, tier="nvme")
 
-    def _is_ready(self, chunk: int) -> bool:
+    def _is_ready(self, chunk: int, is_fresh: bool) -> bool:
         """Whether the chunk has a buffer in RAM with its data; does what can be done now to bring it there."""
         self._check()
         state = self._table[chunk]
         if state in (Residency.CLEAN, Residency.DIRTY):
             return True
-        if state in (Residency.EMPTY, Residency.STORED) and chunk not in self._buffers and not self._free:
-            self._drop_one()
-        if state is Residency.EMPTY and (chunk in self._kept or self._free):
-            if chunk not in self._kept:
-                self._buffers[chunk] = self._free.pop()
+        if state not in (Residency.EMPTY, Residency.STORED):
+            return False
+        if chunk not in self._kept:
+            if not self._free:
+                self._drop_one()
+            if not self._free:
+                return False
+            if state is Residency.STORED and not is_fresh:
+                self._read(chunk)
+                return False
+            self._buffers[chunk] = self._free.pop()
+            if not is_fresh:
                 self._buffers[chunk].zero_()
-            return True
-        if state is Residency.STORED and self._free:
-            self._read(chunk)
-        return False
+        return True
 
     def _wait_for_transfer(self, chunk: int) -> None:
         with self._waiting_for(chunk):
@@ -212,35 +254,35 @@ class Store:
 
     def _drop_one(self) -> None:
         """Takes the buffer of a chunk that is not needed now, for one that is."""
-        clean = [chunk for chunk in self._buffers if self._table[chunk] is Residency.CLEAN]
-        chunk = victim(clean, (chunk for chunk, _ in self._ahead))
+        clean = [c for c in self._buffers if self._table[c] is Residency.CLEAN and c not in self._kept]
+        chunk = victim(clean, (use.chunk for use in self._ahead if not use.is_fresh))
         if chunk is not None:
             self._drop(chunk)
 
     def _read_ahead(self) -> None:
         """Reads what is expected next, as far as there are free buffers."""
-        for chunk, _ in self._ahead:
+        for chunk, _, is_fresh in self._ahead:
             if not self._free or self._failure is not None:
                 return
             state = self._table[chunk]
             if state in (Residency.WRITING, Residency.LEASED):
                 # Still busy with the step before. What follows it can wait: it is used later.
                 return
-            if state is Residency.STORED:
+            if state is Residency.STORED and not is_fresh:
                 self._read(chunk)
 
     def _read(self, chunk: int) -> None:
         self._table.move(chunk, Residency.READING)
         self._buffers[chunk] = self._free.pop()
         with self._failing():
-            future = self._swap.read(chunk, self._bytes(chunk), step=self._written_at[chunk])
+            future = self._swap.read(self._first + chunk, self._bytes(chunk), step=self._written_at[chunk])
         self._follow(future, chunk, Residency.CLEAN, "nvme_read_bytes")
 
     def _write(self, chunk: int, step: int, then: Residency) -> None:
         self._table.move(chunk, Residency.WRITING)
         self._written_at[chunk] = step
         with self._failing():
-            future = self._swap.write(chunk, self._bytes(chunk), step=step)
+            future = self._swap.write(self._first + chunk, self._bytes(chunk), step=step)
         self._follow(future, chunk, then, "nvme_written_bytes")
 
     @contextmanager
