@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from offload.config import Config
@@ -80,6 +81,7 @@ def assemble(
     layout: Layout,
     placement: Placement,
     params: Sequence[nn.Parameter],
+    device: torch.device,
     copier: Copier,
     timeline: Timeline,
 ) -> Parts:
@@ -105,7 +107,7 @@ def assemble(
     records = records_of(layout, split_master=config.split_master)
     store = Store(records, placement.kept, placement.in_flight, arena, slots, timeline)
     undo.callback(store.close)
-    parameters = Parameters(layout, params)
+    parameters = Parameters(layout, params, device)
     streamed = None
     if placement.params is not None:
         pool, kinds = placement.params, param_records_of(layout)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 
 from torch import nn
 
@@ -14,6 +15,7 @@ from offload.layout import Layout
 from offload.module.access import Access
 from offload.module.hooks import Hooks
 from offload.module.landing import Landing
+from offload.module.materialise import Source, materialise
 from offload.module.parameters import cast_untrained
 from offload.module.streaming import Streaming
 from offload.module.units import ROOT, compute_dtypes, kept_modules, units_of
@@ -23,8 +25,8 @@ from offload.planner.placement import Placement
 class Attachment:
     """One optimizer's hold on its model.
 
-    Args: step: says the number of the last step; usable: raises if the optimizer cannot go on; failed: called with
-    what cut a landing off.
+    Args: source: of the values of what is on the meta device; step: says the number of the last step; usable: raises if
+    the optimizer cannot go on; failed: called with what cut a landing off.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Attachment:
         layout: Layout,
         placement: Placement,
         copier: Copier,
+        source: Source,
         *,
         step: Callable[[], int],
         usable: Callable[[], None],
@@ -45,7 +48,7 @@ class Attachment:
         self._step = step
         self.landing = Landing(layout, parts.step, parts.parameters, parts.timeline, usable, failed)
         self.streaming = self._new_streaming(config, layout, placement, copier)
-        self._take_model(config)
+        self._take_model(config, layout, source)
         self.access = Access(parts.parameters, units_of(model), self.landing, self.streaming, placement.budget_bytes)
         self.hooks = Hooks(
             model,
@@ -90,12 +93,15 @@ class Attachment:
             written=self._written,
         )
 
-    def _take_model(self, config: Config) -> None:
+    def _take_model(self, config: Config, layout: Layout, source: Source) -> None:
         """Writes the masters, casts the model. A failing disk here leaves it partly cast, and says so."""
         dtypes = compute_dtypes(self._model, config.keep_fp32, config.compute_dtype)
-        streaming = self.streaming
         try:
-            self._parts.masters.take_model(lambda flat: None if streaming is None else streaming.take(flat))
+            for flat in self._complete_flats(layout, source):
+                self._parts.masters.take_flat(flat)
+                if self.streaming is not None:
+                    self.streaming.take(flat)
+            self._parts.store.expect(chunk.index for chunk in layout.chunks)
             for store in self._parts.stores:
                 store.drain()
         except OffloadError as error:
@@ -103,6 +109,16 @@ class Attachment:
             raise
         self.initial_bytes = self._parts.timeline.counted("nvme_written_bytes")
         cast_untrained(self._model, self._parts.parameters, dtypes)
+
+    def _complete_flats(self, layout: Layout, source: Source) -> Iterator[int]:
+        """The flats whose parameters all have values; those on the meta device get them on the way."""
+        left = [flat.index for flat in layout.flats]
+        params = self._parts.parameters.params
+        for _ in chain([None], materialise(self._model, source)):
+            for flat in list(left):
+                if not any(params[number].is_meta for number in layout.flats[flat].params):
+                    left.remove(flat)
+                    yield flat
 
     def _entered(self) -> None:
         """Before each forward of the model."""

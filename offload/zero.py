@@ -27,8 +27,9 @@ from offload.errors import (
     ResumeError,
 )
 from offload.layout import build
-from offload.module.hooks import is_hooked
-from offload.module.parameters import require_device, shaped_like
+from offload.module.hooks import require_free
+from offload.module.materialise import Init, Source, is_meta, source_of
+from offload.module.parameters import device_for, shaped_like
 from offload.module.recording import recorded
 from offload.module.units import specs_of
 from offload.optim.adopt import require_adoptable, require_supported, retire
@@ -60,10 +61,13 @@ class OffloadZero(torch.optim.Optimizer):
         keep_fp32: modules, or module types, that stay fp32.
         accumulation: backward passes a step; with more than one, gradients are summed in fp32.
         nonfinite: "raise" NonFiniteGradientError on NaN or Inf, or "skip" the step and count it.
+        device: where a model built on the meta device is to train; None: "cpu". Of any other it is the model's own.
+        init: where the values of a model built on the meta device come from: a function called with name and tensor,
+            a safetensors file or the index of several, or None: `reset_parameters()` of its modules.
         tuning: what only tunes speed.
         param_tier: where the parameters live outside their unit's forward and backward: "device" (None: that), "cpu" or
             "nvme"; see docs/guide.md for what is different then.
-        grad_tier, device_memory, commit_every, resume, device, stage, process_group: not available in
+        grad_tier, device_memory, commit_every, resume, stage, process_group: not available in
             this version beyond their defaults; anything else is refused.
 
     Raises: ConfigError, BudgetError, PathError, PathInUseError, ResumeError; before the model is changed.
@@ -90,6 +94,7 @@ class OffloadZero(torch.optim.Optimizer):
         commit_every: int | None = None,
         resume: bool | str = False,
         device: torch.device | str | None = None,
+        init: Init = None,
         stage: int | None = None,
         process_group: object | None = None,
         tuning: Tuning | None = None,
@@ -114,18 +119,16 @@ class OffloadZero(torch.optim.Optimizer):
             **unknown,
         )
         comm.require_one_rank()
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"model={model!r} is not an nn.Module")
-        if is_hooked(model):
-            raise ConfigError("the model is held by another OffloadZero: close() that one first")
-        if next(model.parameters(), None) is None:
-            raise ConfigError("the model has no parameters to train")
+        require_free(model)
         given = torch.optim.AdamW(model.parameters()) if optimizer is None else optimizer
         require_adoptable(given)
-        specs, params = specs_of(model, given.param_groups, self._config.keep_fp32, self._config.compute_dtype)
-        require_device(device, params[0].device)
+        keep, dtype = self._config.keep_fp32, self._config.compute_dtype
+        specs, params = specs_of(model, given.param_groups, keep, dtype, planned=is_meta(model))
+        device = device_for(device, params[0].device)
+        source = source_of(init)
+        source.check(model)
         self._layout = build(specs, self._config.chunk_numel)
-        copier = copier_for(params[0].device)
+        copier = copier_for(device)
         self._placement = place(self._layout, self._config, direct=copier.direct)
         for path in self._config.paths:
             check_directory(path)
@@ -139,16 +142,18 @@ class OffloadZero(torch.optim.Optimizer):
         self._ages = [0] * len(specs)
         self._adopted = False
         with ExitStack() as undo:
-            self._parts = assemble(undo, self._config, self._layout, self._placement, params, copier, self._timeline)
+            self._parts = assemble(
+                undo, self._config, self._layout, self._placement, params, device, copier, self._timeline
+            )
             super().__init__(given.param_groups, dict(given.defaults))
             self._adopted = True
-            self._attached = self._attach(copier)
+            self._attached = self._attach(copier, source)
             self._undo = undo.pop_all()
         retire(given)
         with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
             print(self._placement.describe(self._layout, self._config), file=sys.stderr)
 
-    def _attach(self, copier: Copier) -> Attachment:
+    def _attach(self, copier: Copier, source: Source) -> Attachment:
         return Attachment(
             self._model,
             self._parts,
@@ -156,6 +161,7 @@ class OffloadZero(torch.optim.Optimizer):
             self._layout,
             self._placement,
             copier,
+            source,
             step=lambda: self._step,
             usable=self._require_usable,
             failed=self._cut_off,
@@ -410,8 +416,12 @@ class OffloadZero(torch.optim.Optimizer):
                 f"a step was interrupted by {self._failure!r} and left some parameters a step further than others: "
                 "start again"
             ) from self._failure
-        for store in self._parts.stores:
-            store.check()
+        try:
+            for store in self._parts.stores:
+                store.check()
+        except OffloadError as error:
+            self._cut_off(error)
+            raise
 
     def _number(self, param: Tensor) -> int:
         number = self._parts.parameters.index.get(param)  # type: ignore[call-overload]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from offload.errors import AccumulationError, ClosedError
+from offload.errors import AccumulationError, ClosedError, ConfigError
 from offload.layout import ParamSpec
 from offload.module.access import Access
 from offload.module.landing import Landing
@@ -105,6 +105,16 @@ def is_hooked(model: nn.Module) -> bool:
     """Whether an optimizer of this library has `model` now."""
     hooks = model._forward_pre_hooks.values()
     return any(isinstance(hook, _CastInputs) and hook.is_of_an_optimizer for hook in hooks)
+
+
+def require_free(model: nn.Module) -> None:
+    """Raises: ConfigError if there is nothing to train in `model`, or another optimizer has it."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model={model!r} is not an nn.Module")
+    if is_hooked(model):
+        raise ConfigError("the model is held by another OffloadZero: close() that one first")
+    if next(model.parameters(), None) is None:
+        raise ConfigError("the model has no parameters to train")
 
 
 class Hooks:

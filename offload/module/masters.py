@@ -7,7 +7,7 @@ of streamed parameters), and refused elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -46,23 +46,16 @@ class Masters:
         self._before: dict[int, Tensor] = {}
 
     @torch.no_grad()
-    def take_model(self, attached: Callable[[int], None]) -> None:
-        """Makes the masters from the parameters' uncast values, flat by flat, and casts each flat after that.
-
-        Args: attached: called with each flat then.
-        """
-        self._parameters.make_dense()
-        for flat in self._layout.flats:
-            for chunk in self._layout.chunks:
-                if chunk.flat == flat.index:
-                    with self._store.lease(chunk.index, step=0) as lease:
-                        lease.dirty = True
-                        for block in _blocks(chunk.pieces):
-                            self._put(lease, block, self._of_model(block).to("cpu", torch.float32))
-            self._parameters.attach(flat.index)
-            attached(flat.index)
-        self._store.drain()
-        self._store.expect(chunk.index for chunk in self._layout.chunks)
+    def take_flat(self, flat: int) -> None:
+        """Makes the masters from the uncast values of a flat's parameters, and casts them after that."""
+        self._parameters.make_dense(flat)
+        for chunk in self._layout.chunks:
+            if chunk.flat == flat:
+                with self._store.lease(chunk.index, step=0) as lease:
+                    lease.dirty = True
+                    for block in _blocks(chunk.pieces):
+                        self._put(lease, block, self._of_model(block).to("cpu", torch.float32))
+        self._parameters.attach(flat)
 
     @torch.no_grad()
     def before_loading(self, params: Iterable[nn.Parameter]) -> None:

@@ -56,18 +56,20 @@ class Parameters:
     filled by `attach`.
     """
 
-    def __init__(self, layout: Layout, params: Sequence[nn.Parameter]) -> None:
+    def __init__(self, layout: Layout, params: Sequence[nn.Parameter], device: torch.device) -> None:
         self._layout = layout
         self.params = tuple(params)
         self.index = {param: number for number, param in enumerate(self.params)}
-        self.flats: list[Tensor] = []
+        self._device = device
+        self.flats = [torch.empty(0, device="cpu")] * len(layout.flats)
         self._versions: list[int] = [0] * len(self.params)
         self._freed: set[int] = set()
 
     @torch.no_grad()
-    def make_dense(self) -> None:
+    def make_dense(self, flat: int) -> None:
         """Gives parameters with holes or overlaps (expanded ones) memory of their own."""
-        for param in self.params:
+        for number in self._layout.flats[flat].params:
+            param = self.params[number]
             if not is_dense(param):
                 param.data = param.data.contiguous()
 
@@ -75,15 +77,14 @@ class Parameters:
     def attach(self, flat: int) -> None:
         """Moves the parameters of a flat, whose masters have been taken, into one tensor of its dtype."""
         info = self._layout.flats[flat]
-        device = self.params[info.params[0]].device
-        memory = torch.zeros(info.numel, dtype=info.dtype, device=device)
+        memory = torch.zeros(info.numel, dtype=info.dtype, device=self._device)
         for number, offset in zip(info.params, info.offsets, strict=True):
             param = self.params[number]
             view = shaped_like(param, memory[offset : offset + param.numel()])
             view.copy_(param)
             param.data = view
             self._versions[number] = param._version
-        self.flats.append(memory)
+        self.flats[flat] = memory
 
     def allocate(self, flat: int) -> None:
         """Gives a flat that was freed memory again, its values undefined."""
@@ -169,11 +170,17 @@ def cast_untrained(model: nn.Module, trained: Parameters, dtypes: dict[Tensor, t
             param.data = param.data.to(dtypes[param])
 
 
-def require_device(given: torch.device | str | None, own: torch.device) -> None:
-    """Raises: ConfigError if the user asks for another device than the model's."""
+def device_for(given: torch.device | str | None, own: torch.device) -> torch.device:
+    """The device to train on: the model's own; one on the meta device goes where the user asks, or to the CPU.
+
+    Raises: ConfigError if the user asks for another device than the model's.
+    """
     try:
         wanted = own if given is None else torch.empty(0, device=given).device
     except (RuntimeError, TypeError, AssertionError) as error:
         raise ConfigError(f"device={given!r} is no device of this machine: leave it out, or give {own}") from error
+    if own.type == "meta":
+        return wanted if wanted.type != "meta" else torch.device("cpu")
     if wanted != own:
         raise ConfigError(f"device={given} but the model is on {own}: move the model there first")
+    return own
