@@ -20,6 +20,7 @@ from offload.module.masters import Masters
 from offload.module.parameters import Parameters
 from offload.native import Kernels, load
 from offload.optim.gradients import GradientSink
+from offload.optim.gradients import records_of as gradient_records_of
 from offload.optim.step import ParameterReturn, Step
 from offload.planner.placement import Placement, slot_records
 from offload.store.arena import Arena
@@ -30,14 +31,15 @@ from offload.timeline import Timeline
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run is made of. store: of the states; streamed: of the parameters, if they are; files: the swap files;
-    io_engine: its name, None without files."""
+    """What a run is made of. store: of the states; streamed: of the parameters, stored: of the gradients, if
+    they are there; files: the swap files; io_engine: its name, None without files."""
 
     arena: Arena
     kernels: Kernels
     sink: GradientSink
     store: Store
     streamed: Store | None
+    stored: Store | None
     parameters: Parameters
     masters: Masters
     step: Step
@@ -47,7 +49,7 @@ class Parts:
 
     @property
     def stores(self) -> tuple[Store, ...]:
-        return (self.store,) if self.streamed is None else (self.store, self.streamed)
+        return tuple(store for store in (self.store, self.streamed, self.stored) if store is not None)
 
     def stats(self, placement: Placement, initial_bytes: int) -> dict[str, Any]:
         """The counters of the parts; see OffloadZero.stats. Args: initial_bytes: written before the first step."""
@@ -102,16 +104,24 @@ def assemble(
         io_engine = engine.name
     kernels = load(config.threads)
     undo.callback(kernels.close)
-    sink = GradientSink(layout, config.accumulation, arena, kernels, copier, timeline)
-    undo.callback(sink.close)
     records = records_of(layout, split_master=config.split_master)
+    stored = None
+    if placement.grads is not None:
+        first = len(slot_records(layout, config)) - len(layout.chunks)
+        grads, pool = gradient_records_of(layout, config.accumulation), placement.grads
+        stored = Store(grads, pool.kept, pool.in_flight, arena, slots, timeline, first=first)
+        undo.callback(stored.close)
+    sink = GradientSink(layout, config.accumulation, arena, kernels, copier, timeline, stored)
+    undo.callback(sink.close)
     store = Store(records, placement.kept, placement.in_flight, arena, slots, timeline)
     undo.callback(store.close)
     parameters = Parameters(layout, params, device)
     streamed = None
     if placement.params is not None:
-        pool, kinds = placement.params, param_records_of(layout)
-        streamed = Store(kinds, pool.kept, pool.in_flight, arena, slots, timeline, first=len(records))
+        pool = placement.params
+        streamed = Store(
+            param_records_of(layout), pool.kept, pool.in_flight, arena, slots, timeline, first=len(records)
+        )
         undo.callback(streamed.close)
     split_master = config.split_master
     returned = ParameterReturn(
@@ -127,6 +137,7 @@ def assemble(
         parameters=parameters,
         masters=Masters(layout, parameters, store, kernels, split_master=split_master, streamed=streamed),
         streamed=streamed,
+        stored=stored,
         step=step,
         timeline=timeline,
         files=() if slots is None else slots.paths,

@@ -67,8 +67,8 @@ class OffloadZero(torch.optim.Optimizer):
         tuning: what only tunes speed.
         param_tier: where the parameters live outside their unit's forward and backward: "device" (None: that), "cpu" or
             "nvme"; see docs/guide.md for what is different then.
-        grad_tier, device_memory, commit_every, resume, stage, process_group: not available in
-            this version beyond their defaults; anything else is refused.
+        grad_tier: where gradients wait for the step: "cpu" (None: that) or "nvme".
+        device_memory, commit_every, resume, stage, process_group: not available in this version; refused.
 
     Raises: ConfigError, BudgetError, PathError, PathInUseError, ResumeError; before the model is changed.
 
@@ -109,8 +109,8 @@ class OffloadZero(torch.optim.Optimizer):
             accumulation=accumulation,
             nonfinite=nonfinite,
             param_tier=param_tier,
-            tuning=tuning,
             grad_tier=grad_tier,
+            tuning=tuning,
             device_memory=device_memory,
             commit_every=commit_every,
             resume=resume,

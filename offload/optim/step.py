@@ -150,7 +150,7 @@ class ParameterReturn:
 
     def _in_place(self, chunk: Chunk) -> bool:
         """Whether a gradient is as wide as its parameter, so that one can be written over the other."""
-        return self._gradients.chunk(chunk.index).dtype is self._flats[chunk.flat].dtype
+        return self._gradients.dtype(chunk) is self._flats[chunk.flat].dtype
 
     def _resting(self, chunk: Chunk) -> Tensor:
         return self._in(self._gradients.chunk(chunk.index).view(torch.uint8), chunk)
@@ -228,6 +228,7 @@ class Step:
         self._pending = {flat: works for flat, works in queue.items() if works}
         works = [work for works in self._pending.values() for work in works]
         self._store.expect(work.chunk.index for work in works)
+        self._gradients.expect(work.chunk.index for work in works)
         if self._worker is not None:
             for work in works:
                 work.done = self._worker.submit(self._run, work)
@@ -263,18 +264,18 @@ class Step:
             with (
                 self._returned.into(work.chunk, step=work.step, is_whole=is_whole) as target,
                 self._store.lease(work.chunk.index, step=work.step) as lease,
+                self._gradients.taken(work.chunk.index) as grads,
             ):
                 lease.dirty = True
                 is_split = lease.master.dtype is torch.int16
                 current = self._returned.current(work.chunk, target) if is_split else None
                 with self._timeline.span("adam_s"), self._timeline.event(ADAM, "Adam", chunk=work.chunk.index):
-                    self._adam(work, lease, current, target)
+                    self._adam(work, lease, grads, current, target)
         except BaseException as error:
             self._failure = error
             raise
 
-    def _adam(self, work: _Work, lease: Lease, current: Tensor | None, target: Tensor) -> None:
-        grads = self._gradients.chunk(work.chunk.index)
+    def _adam(self, work: _Work, lease: Lease, grads: Tensor, current: Tensor | None, target: Tensor) -> None:
         for run in work.runs:
             part, scalars = slice(run.start, run.stop), work.scalars[run.key]
             master, new = lease.master[part], target[part]

@@ -14,7 +14,7 @@ from torch import nn
 
 from offload import config as configuration
 from offload.config import LEAST_IN_FLIGHT, Config, Tuning
-from offload.errors import BudgetError
+from offload.errors import BudgetError, ConfigError
 from offload.layout import Layout, build
 from offload.module.units import ROOT, specs_of
 from offload.optim import gradients, step
@@ -66,6 +66,7 @@ class Placement:
     streamed_chunks: int
     utilisation: float
     params: Pool | None = None
+    grads: Pool | None = None
 
     def describe(self, layout: Layout, config: Config) -> str:
         """One line for people."""
@@ -89,14 +90,16 @@ def place(layout: Layout, config: Config, *, direct: bool) -> Placement:
     """Decides which chunks stay in RAM.
 
     Args: direct: whether the model's device is the CPU, so that copies need no buffers.
-    Raises: BudgetError naming what is needed, what is there and the option that would fix it.
+    Raises: ConfigError; BudgetError naming what is needed, what is there and the option that would fix it.
     """
+    if config.grad_tier == "nvme" and config.param_tier == "device" and not direct:
+        # New parameters rest in the memory of their gradients until they land.
+        raise ConfigError('grad_tier="nvme" needs param_tier="cpu" or "nvme" where the device has memory of its own')
     given = config.cpu_memory
     budget = free_memory() // 2 if given is None else given
     records = records_of(layout, split_master=config.split_master)
     sizes = [record.nbytes for record in records]
-    params = _params_pool(layout, config)
-    fixed = _fixed_bytes(layout, config, direct=direct) + (params.nbytes if params else 0)
+    fixed = _fixed_bytes(layout, config, direct=direct)
     if config.tier == "cpu":
         if fixed + sum(sizes) > budget:
             raise _too_small(fixed + sum(sizes), budget, given, 'or tier="nvme" with a path')
@@ -127,16 +130,18 @@ def place(layout: Layout, config: Config, *, direct: bool) -> Placement:
         streamed_bytes=sum(streamed),
         disk_bytes=file_bytes(slot_records(layout, config), 1) if config.tier == "nvme" else 0,
         device_bytes=_device_bytes(layout, config),
-        params=params,
+        params=_params_pool(layout, config),
+        grads=_grads_pool(layout, config),
         streamed_chunks=len(streamed),
         utilisation=filled / max(kept_bytes + in_flight * largest, 1),
     )
 
 
 def slot_records(layout: Layout, config: Config) -> list[Record]:
-    """What all slots of a run hold: the states of each chunk, then, if they are streamed from there, its parameters."""
+    """What all slots of a run hold: the states of each chunk, then, if they go there, its parameters and gradients."""
     params = param_records_of(layout) if config.param_tier == "nvme" else []
-    return records_of(layout, split_master=config.split_master) + params
+    grads = gradients.records_of(layout, config.accumulation) if config.grad_tier == "nvme" else []
+    return records_of(layout, split_master=config.split_master) + params + grads
 
 
 def _params_pool(layout: Layout, config: Config) -> Pool | None:
@@ -144,10 +149,18 @@ def _params_pool(layout: Layout, config: Config) -> Pool | None:
     if config.param_tier == "device":
         return None
     sizes = [record.nbytes for record in param_records_of(layout)]
-    if config.param_tier == "cpu":
-        return Pool(frozenset(range(len(sizes))), 0, sum(sizes), 0)
-    buffers = min(config.in_flight or IN_FLIGHT, len(sizes))
-    return Pool(frozenset(), buffers, 0, max(sizes, default=0))
+    return Pool(frozenset(range(len(sizes))), 0, sum(sizes), 0) if config.param_tier == "cpu" else _few(sizes, config)
+
+
+def _grads_pool(layout: Layout, config: Config) -> Pool | None:
+    """None where the sink has them all in RAM."""
+    if config.grad_tier == "cpu":
+        return None
+    return _few([record.nbytes for record in gradients.records_of(layout, config.accumulation)], config)
+
+
+def _few(sizes: list[int], config: Config) -> Pool:
+    return Pool(frozenset(), min(config.in_flight or IN_FLIGHT, len(sizes)), 0, max(sizes, default=0))
 
 
 def _device_bytes(layout: Layout, config: Config) -> int:
@@ -163,12 +176,16 @@ def _device_bytes(layout: Layout, config: Config) -> int:
 
 
 def _fixed_bytes(layout: Layout, config: Config, *, direct: bool) -> int:
-    return gradients.arena_bytes(layout, config.accumulation, direct=direct) + step.arena_bytes(
+    """All but the states."""
+    stored = config.grad_tier == "nvme"
+    returned = step.arena_bytes(
         layout,
         config.accumulation,
         direct=direct or config.param_tier != "device",
         split_master=config.split_master,
     )
+    pools = [pool.nbytes for pool in (_params_pool(layout, config), _grads_pool(layout, config)) if pool is not None]
+    return gradients.arena_bytes(layout, config.accumulation, direct=direct, stored=stored) + returned + sum(pools)
 
 
 def _keep_and_stream(sizes: list[int], room: int, in_flight: int | None) -> tuple[frozenset[int], int]:
@@ -200,6 +217,7 @@ def least_cpu_memory(
     keep_fp32: Iterable[nn.Module | type[nn.Module]] = (),
     accumulation: int = 1,
     param_tier: str | None = None,
+    grad_tier: str | None = None,
     tuning: Tuning | None = None,
 ) -> int:
     """The least `cpu_memory`, in bytes, with which `OffloadZero(model, ..., tier="nvme")` runs.
@@ -213,6 +231,7 @@ def least_cpu_memory(
         keep_fp32=keep_fp32,
         accumulation=accumulation,
         param_tier=param_tier,
+        grad_tier=grad_tier,
         tuning=tuning,
     )
     groups = [{"params": list(model.parameters())}] if optimizer is None else optimizer.param_groups
@@ -220,6 +239,5 @@ def least_cpu_memory(
     layout = build(specs, config.chunk_numel)
     sizes = [record.nbytes for record in records_of(layout, split_master=config.split_master)]
     direct = params[0].device.type == "cpu"
-    pool = _params_pool(layout, config)
-    fixed = _fixed_bytes(layout, config, direct=direct) + (pool.nbytes if pool else 0)
+    fixed = _fixed_bytes(layout, config, direct=direct)
     return fixed + min(LEAST_IN_FLIGHT * max(sizes, default=0), sum(sizes))
