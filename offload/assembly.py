@@ -40,6 +40,7 @@ class Parts:
     store: Store
     streamed: Store | None
     stored: Store | None
+    returned: ParameterReturn
     parameters: Parameters
     masters: Masters
     step: Step
@@ -138,6 +139,7 @@ def assemble(
         masters=Masters(layout, parameters, store, kernels, split_master=split_master, streamed=streamed),
         streamed=streamed,
         stored=stored,
+        returned=returned,
         step=step,
         timeline=timeline,
         files=() if slots is None else slots.paths,
