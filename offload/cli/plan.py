@@ -147,7 +147,7 @@ def summarise(planned: Planned) -> dict[str, Any]:
         "peak_cpu_bytes": placement.arena_bytes,
         "cpu_budget_bytes": placement.budget_bytes,
         "least_cpu_bytes": planned.least(),
-        "build_bytes": 4 * planned.layout.numel,
+        "build_bytes": 4 * planned.layout.numel if planned.config.param_tier == "device" else 0,
         "disk_bytes": placement.disk_bytes,
         "read_bytes": placement.read_bytes,
         "written_bytes": placement.written_bytes,
@@ -213,8 +213,7 @@ def _placement_table(summary: dict[str, Any]) -> Table:
 def _lines(summary: dict[str, Any]) -> Iterator[str]:
     yield (
         f"Peak RAM: {format_bytes(summary['peak_cpu_bytes'])} of {format_bytes(summary['cpu_budget_bytes'])} allowed; "
-        f"the least that works is {format_bytes(summary['least_cpu_bytes'])}. "
-        f"The model takes {format_bytes(summary['build_bytes'])} more while it is built in fp32."
+        f"the least that works is {format_bytes(summary['least_cpu_bytes'])}. " + _building(summary["build_bytes"])
     )
     kept, chunks = summary["kept_chunks"], summary["chunks"]
     if not summary["written_bytes"]:
@@ -229,6 +228,12 @@ def _lines(summary: dict[str, Any]) -> Iterator[str]:
         f"{summary['bytes_per_param']:.2f} "
         f"bytes a parameter; a drive warranted for 600 TB written lasts {summary['drive_life_steps']:,.0f} steps."
     )
+
+
+def _building(nbytes: int) -> str:
+    if not nbytes:
+        return "The model is built in parts, on the way to its tiers."
+    return f"The model takes {format_bytes(nbytes)} more while it is built in fp32."
 
 
 def _budget_table(summary: dict[str, Any]) -> Table:
