@@ -100,7 +100,9 @@ def assemble(
         engine = open_engine(config.io_engine, config.paths)
         undo.callback(engine.close)
         engine.register(arena.memory)
-        slots = Stripes(engine, config.paths, weights(config.paths), slot_records(layout, config), timeline)
+        slots = Stripes(
+            engine, config.paths, weights(config.paths), slot_records(layout, config), timeline, placement.kept
+        )
         undo.callback(slots.close)
         io_engine = engine.name
     kernels = load(config.threads)
