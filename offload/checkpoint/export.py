@@ -47,6 +47,7 @@ def export(
     index = f"{stem}.safetensors.index.json"
     made = _make(directory)
     done: list[Path] = []
+    placed: list[Path] = []
     try:
         _require_free(directory, stem)
         _require_space(directory, total)
@@ -59,11 +60,12 @@ def export(
             write_aside(files, directory / index, [_index(total, names, shards)])
         for path in done:
             put_in_place(files, path)
+            placed.append(path)
         sync_directory(files, directory)
     except BaseException:
-        for path in done:
+        for path in (*placed, *(path.with_name(path.name + ASIDE) for path in done)):
             with contextlib.suppress(OSError):
-                files.remove(path.with_name(path.name + ASIDE))
+                files.remove(path)
         if made:
             with contextlib.suppress(OSError):
                 directory.rmdir()
