@@ -67,8 +67,6 @@ def parse_superblock(page: bytes, file: str) -> Superblock:
     if magic != slots._MAGIC:
         raise CorruptionError("has no superblock of a swap file of this library", file=file)
     _require_format(version, file, 0)
-    if length > PAGE_BYTES - HEAD_BYTES:
-        raise CorruptionError(f"the superblock's text of {length} bytes is longer than its page", file=file)
     text = page[HEAD_BYTES : HEAD_BYTES + length]
     if xxhash.xxh3_64_intdigest(text) != checksum:
         raise CorruptionError("the superblock is damaged", file=file)

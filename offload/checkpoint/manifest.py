@@ -251,8 +251,6 @@ def _parameter(node: Node, groups: int, step: int) -> ParameterFacts:
         group=group.integer(groups - 1),
         age=age.integer(step),
     )
-    if param.numel > MAX_NUMEL:
-        shape.refuse(f"{param.numel} elements are too many, {MAX_NUMEL} are allowed")
     dimensions = range(len(param.shape))
     if param.order is not None and (sorted(param.order) != [*dimensions] or param.order == (*dimensions,)):
         order.refuse("expected the dimensions in another order than their own")

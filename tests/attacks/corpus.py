@@ -71,6 +71,7 @@ INCONSISTENT: list[tuple[str, tuple[str | int, ...], object]] = [
     ("an overlap of chunks", ("chunks", 1, 1), 999),
     ("a chunk that ends early", ("chunks", 0, 2), 999),
     ("a chunk that ends late", ("chunks", 2, 2), 113),
+    ("an overlap that leaves no gap", ("chunks", 1), [0, 999, 1001, 1, 1, 6, "0" * 16]),
     ("an empty chunk", ("chunks", 0, 2), 0),
     ("a chunk of no flat", ("chunks", 4, 0), 3),
     ("chunks out of order", ("chunks", 0, 0), 1),
@@ -133,6 +134,9 @@ def manifests() -> Iterator[Attack]:
             yield f"{path} is {str(name)[:24]!r}", edited(path, name), CorruptionError
     for name, path, value in INCONSISTENT:
         yield name, edited(path, value), CorruptionError
+    rows = json.loads(VALID_MANIFEST)["chunks"]
+    yield "flats in another order", edited(("chunks",), [rows[3], *rows[:3], rows[4]]), CorruptionError
+    yield "chunks of a flat in another order", edited(("chunks",), [rows[1], rows[0], *rows[2:]]), CorruptionError
     yield from _spellings()
     yield "a newer version", edited(("version",), 2), ResumeError
     yield "a much newer version", edited(("version",), 1 << 62), ResumeError
@@ -249,6 +253,7 @@ def headers() -> Iterator[Attack]:
     yield "zeros", bytes(PAGE_BYTES), CorruptionError
     yield "ones", b"\xff" * PAGE_BYTES, CorruptionError
     yield "a superblock", VALID_SUPERBLOCK, CorruptionError
+    yield "another magic", header(RUN, 3, STEP, 1000, 1, magic=b"off sl0t"), CorruptionError
     yield "newer", header(RUN, 3, STEP, 1000, 1, slots.FORMAT + 1), ResumeError
     yield "older", header(RUN, 3, STEP, 1000, 1, 0), CorruptionError
     most = (1 << 64) - 1

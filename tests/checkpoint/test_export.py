@@ -15,7 +15,7 @@ from torch import Tensor
 from offload.checkpoint.export import export
 from offload.checkpoint.extra import memory_of
 from offload.checkpoint.files import LocalFiles
-from offload.checkpoint.tensors import DTYPES, Entry, header
+from offload.checkpoint.tensors import DTYPES, Entry
 from offload.errors import BudgetError, ConfigError, PathError, TierIOError
 
 INDEX = "model.safetensors.index.json"
@@ -108,12 +108,20 @@ def test_every_dtype_keeps_its_bits(tmp_path: Path, dtype: torch.dtype) -> None:
     assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
 
 
-def test_data_is_aligned_in_the_file() -> None:
-    entries = [entry("a", torch.ones(3, dtype=torch.uint8)), entry("b", torch.ones(3))]
-    assert len(header(entries)) % 8 == 0
-    from offload.checkpoint.tensors import aligned
+def test_data_is_aligned_in_the_file_and_else_in_the_order_given(tmp_path: Path) -> None:
+    entries = [entry("a", torch.ones(3, dtype=torch.uint8)), entry("c", torch.ones(3)), entry("b", torch.ones(1))]
+    export(tmp_path / "out", entries)
+    data = (tmp_path / "out" / "model.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    assert length % 8 == 0
+    known = json.loads(data[8 : 8 + length])
+    places = {name: known[name]["data_offsets"] for name in ("a", "b", "c")}
+    assert places == {"c": [0, 12], "b": [12, 16], "a": [16, 19]}
 
-    assert [one.name for one in aligned([*entries, entry("c", torch.ones(1))])] == ["b", "c", "a"]
+
+def test_shards_are_filled(tmp_path: Path) -> None:
+    entries = [entry(str(number), torch.ones(10)) for number in range(7)]
+    assert len(export(tmp_path / "out", entries, shard_bytes=100)) == 4 + 1
 
 
 def test_an_empty_export_is_one_empty_file(tmp_path: Path) -> None:

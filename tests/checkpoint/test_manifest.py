@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.checkpoint.manifest import (
+    MAX_BYTES,
     MAX_NUMEL,
     ChunkFacts,
     Digest,
@@ -16,6 +17,7 @@ from offload.checkpoint.manifest import (
     parse,
     serialise,
 )
+from offload.checkpoint.strict import MAX_COMMAS
 from offload.errors import CorruptionError, ResumeError
 from offload.layout import ParamSpec, build
 from tests.support.committed import GROUPS, RUN, STEP, manifest_of
@@ -69,6 +71,32 @@ def test_errors_name_the_file_and_the_place() -> None:
         parse(bad, "/scratch/manifest")
     assert caught.value.file == "/scratch/manifest"
     assert caught.value.chunk is None
+
+
+TEXT = serialise(manifest_of())
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        (TEXT.replace(b"offload manifest", b"offload commit"), "is no offload manifest"),
+        (TEXT.replace(b'"version":1', b'"version":0'), "no version that exists: 0"),
+        (TEXT.replace(b'"step":', b'"step":7,"step":'), "a key stands twice"),
+        (TEXT.replace(b'"step":7', b'"step":' + b"9" * 4200), "the number 9{24} is out of range"),
+        (TEXT.replace(b'"step":7', b'"step": 7'), "spelled in another way"),
+        (TEXT.replace(b'"owned":[0,2112]', b'"owned":[2,1]'), r"flats\[0\].owned: expected \[start, stop\]"),
+        (TEXT.replace(b"[0,1000,1000,", b"[0,999,1001,"), "of flat 0: one begins at 999, before 1000"),
+        (TEXT.replace(b"[0,1000,1000,", b"[0,1001,999,"), "none holds the elements 1000 to 1001"),
+        (TEXT.replace(b'"offsets":[0,384,385]', b'"offsets":[0,300,385]'), "parameter 2 begins at 300, before 360"),
+        (b" " * (MAX_BYTES + 1), "bytes are too many"),
+        (b"[" + b"0," * (MAX_COMMAS + 1) + b"0]", "more than 8388608 values"),
+        (b"[" * 100_000, "nested too deep"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_wrong_is_said(text: bytes, match: str) -> None:
+    with pytest.raises(CorruptionError, match=match):
+        parse(text)
 
 
 def test_a_newer_version_asks_for_a_newer_offload() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -39,11 +40,12 @@ GROUPS = (
 )
 
 
-def manifest_of(rank: int = 0, world: int = 1, paths: int = 1, **changes: object) -> Manifest:
-    """A manifest whose checksums are not yet those of any slot."""
+def manifest_of(rank: int = 0, world: int = 1, paths: int = 1, share: int | None = None, **changes: object) -> Manifest:
+    """A manifest whose checksums are not yet those of any slot. Args: share: the stretch it owns; None: by rank."""
+    share = rank if share is None else share
     flats, chunks = [], []
     for number, (params, offsets, numel) in enumerate(FLATS):
-        own = (numel * rank // world, numel * (rank + 1) // world)
+        own = (numel * share // world, numel * (share + 1) // world)
         flats.append(FlatFacts(params, offsets, numel, own))
         for start in range(own[0], own[1], CHUNK_NUMEL):
             at = len(chunks)
@@ -68,8 +70,16 @@ def superblock_of(text: bytes, version: int = slots.FORMAT) -> bytes:
     return (head + text).ljust(PAGE_BYTES, b"\0")
 
 
-def header(run_id: str, chunk: int, step: int, numel: int, checksum: int, version: int = slots.FORMAT) -> bytes:
-    head = slots._HEADER.pack(slots._HEADER_MAGIC, version, bytes.fromhex(run_id), chunk, step, numel, checksum)
+def header(
+    run_id: str,
+    chunk: int,
+    step: int,
+    numel: int,
+    checksum: int,
+    version: int = slots.FORMAT,
+    magic: bytes = slots._HEADER_MAGIC,
+) -> bytes:
+    head = slots._HEADER.pack(magic, version, bytes.fromhex(run_id), chunk, step, numel, checksum)
     return (head + slots._CHECKSUM.pack(xxhash.xxh3_64_intdigest(head))).ljust(PAGE_BYTES, b"\0")
 
 
@@ -79,9 +89,14 @@ def value_of(kind: str, flat: int, numel: int) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
 
 
-def write_run(directories: list[Path], world: int = 1, extra: object = None) -> list[Manifest]:
+def write_run(
+    directories: list[Path], world: int = 1, extra: object = None, shares: Sequence[int] | None = None
+) -> list[Manifest]:
     """A run of `world` ranks striped over `directories`, committed; the COMMIT record lies in the first."""
-    manifests = [_write_rank(manifest_of(rank, world, len(directories)), directories) for rank in range(world)]
+    manifests = [
+        _write_rank(manifest_of(rank, world, len(directories), share), directories)
+        for rank, share in enumerate(shares or range(world))
+    ]
     digests = [write_manifest(directories[0], manifest, extra) for manifest in manifests]
     write_commit(directories[0], Commit(RUN, STEP, tuple(digests)))
     return manifests
