@@ -16,9 +16,12 @@ from offload.errors import ConfigError
 from offload.sizes import PAGE_BYTES, parse_bytes
 
 Tier = Literal["cpu", "nvme"]
+ParamTier = Literal["device", "cpu", "nvme"]
 PathLike = str | os.PathLike[str]
 
 MASTER_ITEM_BYTES = 4
+SUM_BLOCK = 65536
+"""Elements whose squares are summed together (kernels.h: OFFLOAD_SUM_BLOCK)."""
 COMPUTE_DTYPES = (torch.bfloat16, torch.float32)
 LEAST_IN_FLIGHT = 3
 """Chunks in flight in a step: one is read while one is in Adam and one is written."""
@@ -29,10 +32,14 @@ class Tuning:
     """What only tunes speed; nothing here changes a bit of the result.
 
     chunk: bytes of fp32 master a chunk, the unit of transfer, of the Adam kernel and of I/O.
-    prefetch: chunks read ahead of the one in use; None: as many as the budget's buffers allow.
+    prefetch: chunks read ahead of the one in use, and units of streamed parameters brought ahead; None: as many chunks
+    as the budget's buffers allow, and one unit.
     threads: of the CPU kernels; None: the CPUs this process may use.
     io_engine: "uring", "threads", "portable", or "auto": the best that works here, as `offload bench io` measured.
-    split_master, units, tile: reserved; only None (split_master: or False) is taken so far.
+    split_master: True: of a bf16 parameter's master only the low half goes to the slots, 10 bytes a parameter for 12;
+    the upper half is the parameter itself. Then parameters may be written from outside by `load_state_dict` alone.
+    None: False.
+    units, tile: reserved; only None is taken so far.
     """
 
     chunk: int | str = "64MiB"
@@ -59,6 +66,10 @@ class Config:
     in_flight: int | None
     threads: int | None
     io_engine: str
+    split_master: bool
+    param_tier: ParamTier = "device"
+    depth: int = 1
+    grad_tier: Tier = "cpu"
 
 
 def check(
@@ -70,6 +81,8 @@ def check(
     keep_fp32: Iterable[nn.Module | type[nn.Module]] = (),
     accumulation: int = 1,
     nonfinite: str = "raise",
+    param_tier: str | None = None,
+    grad_tier: str | None = None,
     tuning: Tuning | None = None,
     **reserved: Any,
 ) -> Config:
@@ -97,18 +110,20 @@ def check(
         keep_fp32=_modules(keep_fp32),
         accumulation=_accumulation(accumulation),
         skip_nonfinite=nonfinite == "skip",
-        chunk_numel=_chunk_numel(tuning.chunk),
+        chunk_numel=_chunk_numel(tuning.chunk, stored_gradients=grad_tier == "nvme"),
         in_flight=None if prefetch is None else max(prefetch + 2, LEAST_IN_FLIGHT),
         threads=_whole("Tuning.threads", tuning.threads, least=1),
         io_engine=tuning.io_engine,
+        split_master=bool(tuning.split_master),
+        param_tier=_param_tier(param_tier, chosen),
+        depth=1 if prefetch is None else prefetch,
+        grad_tier=_grad_tier(grad_tier, chosen),
     )
 
 
 def _refuse_reserved(reserved: dict[str, Any], tuning: Tuning) -> None:
     """Options that DESIGN.md names and this version cannot do yet: refused, never silently accepted."""
     taken: dict[str, tuple[object, ...]] = {
-        "param_tier": (None, "device"),
-        "grad_tier": (None, "cpu"),
         "device_memory": (None,),
         "commit_every": (None,),
         "resume": (False,),
@@ -119,7 +134,7 @@ def _refuse_reserved(reserved: dict[str, Any], tuning: Tuning) -> None:
     options = {*taken, *(check.__kwdefaults__ or ()), "device"}
     taken |= {
         "Tuning.io_engine": ("auto", "uring", "threads", "portable"),
-        "Tuning.split_master": (None, False),
+        "Tuning.split_master": (None, False, True),
         "Tuning.units": (None,),
         "Tuning.tile": (None,),
     }
@@ -171,6 +186,28 @@ def _tier(tier: str | None, paths: tuple[Path, ...]) -> Tier:
     raise ConfigError(f'tier={tier!r} is not a tier for the optimizer states: choose "cpu" or "nvme"')
 
 
+def _param_tier(tier: str | None, states: Tier) -> ParamTier:
+    if tier is None or tier == "device":
+        return "device"
+    if tier == "nvme" and states == "cpu":
+        raise ConfigError('param_tier="nvme" needs path="...", the directory for the swap files')
+    if tier == "cpu":
+        return "cpu"
+    if tier == "nvme":
+        return "nvme"
+    raise ConfigError(f'param_tier={tier!r} is not a tier for parameters: choose "device", "cpu" or "nvme"')
+
+
+def _grad_tier(tier: str | None, states: Tier) -> Tier:
+    if tier is None or tier == "cpu":
+        return "cpu"
+    if tier == "nvme" and states == "cpu":
+        raise ConfigError('grad_tier="nvme" needs path="...", the directory for the swap files')
+    if tier == "nvme":
+        return "nvme"
+    raise ConfigError(f'grad_tier={tier!r} is not a tier for gradients: choose "cpu" or "nvme"')
+
+
 def _accumulation(value: int) -> int:
     checked = _whole("accumulation", value, least=1)
     if checked is None:
@@ -186,12 +223,15 @@ def _whole(option: str, value: int | None, *, least: int) -> int | None:
     return value
 
 
-def _chunk_numel(chunk: int | str) -> int:
+def _chunk_numel(chunk: int | str, *, stored_gradients: bool) -> int:
     size = parse_bytes(chunk, "Tuning.chunk")
-    if size < PAGE_BYTES:
-        raise ConfigError(f"Tuning.chunk={chunk!r} is too small: give at least {PAGE_BYTES} bytes")
-    # Whole pages: then a chunk border is a page border in the swap file and in the arena.
-    return size // PAGE_BYTES * PAGE_BYTES // MASTER_ITEM_BYTES
+    # Whole pages: then a chunk border is a page border in the swap file and in the arena. With gradients in slots a
+    # border of the blocks whose squares are summed, too: then a sum needs one chunk at a time.
+    unit = MASTER_ITEM_BYTES * SUM_BLOCK if stored_gradients else PAGE_BYTES
+    if size < unit:
+        reason = ' with grad_tier="nvme"' if stored_gradients else ""
+        raise ConfigError(f"Tuning.chunk={chunk!r} is too small{reason}: give at least {unit} bytes")
+    return size // unit * unit // MASTER_ITEM_BYTES
 
 
 def _modules(keep: Iterable[nn.Module | type[nn.Module]]) -> tuple[nn.Module | type[nn.Module], ...]:

@@ -11,8 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-SUM_BLOCK = 65536
-"""Positions at which a sum of squares is cut (kernels.h: OFFLOAD_SUM_BLOCK)."""
+from offload.config import SUM_BLOCK
 
 Part = Callable[[int, int], None]
 """A kernel bound to its tensors, to be run on a range [low, high) of their elements."""
@@ -118,6 +117,20 @@ class Backend(Protocol):
         grad: Tensor,
         out: Tensor | None,
         s: AdamScalars,
+    ) -> Part: ...
+    def adam_split(
+        self,
+        param: Tensor,
+        low: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        grad: Tensor,
+        out: Tensor,
+        s: AdamScalars,
+    ) -> Part: ...
+    def split(self, master: Tensor, low: Tensor, exp_avg_sq: Tensor, param: Tensor) -> Part: ...
+    def join(
+        self, param: Tensor, low: Tensor, exp_avg_sq: Tensor, master_out: Tensor, exp_avg_sq_out: Tensor
     ) -> Part: ...
     def sum_squares(self, x: Tensor, first: int, out: Tensor) -> Part: ...
     def accumulate(self, acc: Tensor, x: Tensor) -> Part: ...
