@@ -44,6 +44,7 @@ class Parts:
     masters: Masters
     step: Step
     timeline: Timeline
+    slots: Stripes | None
     files: tuple[str, ...]
     io_engine: str | None
 
@@ -86,8 +87,11 @@ def assemble(
     device: torch.device,
     copier: Copier,
     timeline: Timeline,
+    resumed: tuple[bytes, Sequence[int]] | None = None,
 ) -> Parts:
     """Reserves memory and opens files; `undo` gets their closing, in reverse order.
+
+    Args: resumed: the run whose files are there; see Stripes.
 
     Raises: BudgetError, PathError, PathInUseError, ResumeError, ConfigError; the model is not touched.
     """
@@ -99,7 +103,16 @@ def assemble(
         engine = open_engine(config.io_engine, config.paths)
         undo.callback(engine.close)
         engine.register(arena.memory)
-        slots = Stripes(engine, config.paths, weights(config.paths), slot_records(layout, config), timeline)
+        slots = Stripes(
+            engine,
+            config.paths,
+            weights(config.paths),
+            slot_records(layout, config),
+            timeline,
+            places=config.places,
+            committed=None if config.commit_every is None else len(layout.chunks),
+            resumed=resumed,
+        )
         undo.callback(slots.close)
         io_engine = engine.name
     kernels = load(config.threads)
@@ -140,6 +153,7 @@ def assemble(
         stored=stored,
         step=step,
         timeline=timeline,
+        slots=slots,
         files=() if slots is None else slots.paths,
         io_engine=io_engine,
     )

@@ -31,7 +31,7 @@ from offload.errors import (
 from offload.io.threads import ThreadEngine
 from offload.sizes import PAGE_BYTES
 from offload.store.arena import Arena
-from offload.store.slots import STATE_KINDS, SWAP_NAME, SlotFile, file_bytes, sections, slot_bytes
+from offload.store.slots import STATE_KINDS, SWAP_NAME, Record, SlotFile, file_bytes
 from tests.support.committed import FLATS, PARAMETERS, RUN, STEP, header, manifest_of, superblock, value_of, write_run
 
 
@@ -85,11 +85,13 @@ def test_slots_lie_where_the_store_puts_them(tmp_path: Path) -> None:
     """The format is said in store.slots; this is the same file, written by it."""
     numels, steps = (1000, 1, 1500), (3, 5, 4)
     engine = ThreadEngine()
-    file = SlotFile(engine, tmp_path / "run", numels, places=2)
+    records = [Record(numel) for numel in numels]
+    file = SlotFile(engine, tmp_path / "run", records, places=2, committed=len(records))
     for place in (0, 1):
         for chunk, numel in enumerate(numels):
-            buffer = Arena(slot_bytes(numel), HostCopier()).carve(slot_bytes(numel))
-            for number, state in enumerate(sections(buffer, numel)):
+            record = records[chunk]
+            buffer = Arena(record.nbytes, HostCopier()).carve(record.nbytes)
+            for number, state in enumerate(record.views(buffer)):
                 state.copy_(torch.arange(numel) + 10_000 * number + 100_000 * place)
             file.write(chunk, buffer, step=steps[chunk], place=place).result(30)
     file.close()
@@ -104,11 +106,11 @@ def test_slots_lie_where_the_store_puts_them(tmp_path: Path) -> None:
     ]
     manifest = dataclasses.replace(made, chunks=tuple(chunks))
     assert block.chunks == described_chunks(manifest, 0)
-    assert (block.places, block.stripe, block.commits) == (2, (0, 1), False)
-    assert len(data) == file_bytes(numels, 2)
+    assert (block.places, block.stripe, block.commits) == (2, (0, 1), True)
+    assert len(data) == file_bytes(records, 2)
     for slot in committed_slots(manifest):
         place = chunks[slot.chunk].place
-        assert slot.size == slot_bytes(numels[slot.chunk])
+        assert slot.size == records[slot.chunk].nbytes
         found = parse_header(data[slot.offset : slot.offset + PAGE_BYTES], "swap", slot.offset, slot.chunk)
         assert (found.chunk, found.step, found.numel) == (slot.chunk, steps[slot.chunk], numels[slot.chunk])
         for number, kind in enumerate(STATE_KINDS):
