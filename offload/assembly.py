@@ -97,24 +97,7 @@ def assemble(
     """
     arena = Arena(placement.arena_bytes, copier)
     undo.callback(arena.close)
-    slots: Stripes | None = None
-    io_engine: str | None = None
-    if config.paths:
-        engine = open_engine(config.io_engine, config.paths)
-        undo.callback(engine.close)
-        engine.register(arena.memory)
-        slots = Stripes(
-            engine,
-            config.paths,
-            weights(config.paths),
-            slot_records(layout, config),
-            timeline,
-            places=config.places,
-            committed=None if config.commit_every is None else len(layout.chunks),
-            resumed=resumed,
-        )
-        undo.callback(slots.close)
-        io_engine = engine.name
+    slots, io_engine = _open_files(undo, config, layout, arena, timeline, resumed)
     kernels = load(config.threads)
     undo.callback(kernels.close)
     records = records_of(layout, split_master=config.split_master)
@@ -157,3 +140,31 @@ def assemble(
         files=() if slots is None else slots.paths,
         io_engine=io_engine,
     )
+
+
+def _open_files(
+    undo: ExitStack,
+    config: Config,
+    layout: Layout,
+    arena: Arena,
+    timeline: Timeline,
+    resumed: tuple[bytes, Sequence[int]] | None,
+) -> tuple[Stripes | None, str | None]:
+    """The swap files and the name of their engine, if there are any."""
+    if not config.paths:
+        return None, None
+    engine = open_engine(config.io_engine, config.paths)
+    undo.callback(engine.close)
+    engine.register(arena.memory)
+    slots = Stripes(
+        engine,
+        config.paths,
+        weights(config.paths),
+        slot_records(layout, config),
+        timeline,
+        places=config.places,
+        committed=None if config.commit_every is None else len(layout.chunks),
+        resumed=resumed,
+    )
+    undo.callback(slots.close)
+    return slots, engine.name

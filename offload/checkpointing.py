@@ -6,16 +6,18 @@ first directory, the manifest in each, so that none of them looks like one witho
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from offload.assembly import Parts
+from offload.attachment import Attachment
 from offload.checkpoint.commit import (
     Commit,
     read_commit,
@@ -26,10 +28,13 @@ from offload.checkpoint.commit import (
     write_manifest,
 )
 from offload.checkpoint.describe import differences, flats_of, parameters_of
+from offload.checkpoint.export import export
+from offload.checkpoint.extra import memory_of
 from offload.checkpoint.files import LOCAL, Files, sync_directory
 from offload.checkpoint.manifest import ChunkFacts, Manifest, Option
+from offload.checkpoint.tensors import Entry
 from offload.config import Config
-from offload.errors import ConfigError, OffloadError, ResumeError, TierIOError
+from offload.errors import ClosedError, ConfigError, OffloadError, ResumeError, TierIOError
 from offload.layout import Layout
 from offload.module.parameters import is_dense
 from offload.store.slots import check_directory, holds_commit
@@ -301,3 +306,96 @@ def load_groups(groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any],
         )
     for group, other in zip(groups, theirs, strict=True):
         group.update({key: value for key, value in other.items() if key != "params"})
+
+
+class Committing:
+    """The part of OffloadZero that commits, goes back and exports."""
+
+    _model: nn.Module
+    _commits: Commits
+    _attached: Attachment
+    _resumed: Resumed | None
+    _pid: int
+    _failure: BaseException | None
+    _step: int
+    _ages: list[int]
+    param_groups: list[dict[str, Any]]
+
+    if TYPE_CHECKING:  # a method here would hide torch's
+
+        def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+        def _require_usable(self) -> None: ...
+
+        def _cut_off(self, error: BaseException) -> None: ...
+
+    @property
+    def resumed(self) -> Resumed | None:
+        """The step that this run was resumed at, and the extra committed with it; None if it began anew."""
+        return self._resumed
+
+    def commit(self, extra: object = None) -> None:
+        """Makes this step the one to come back to, at the end of an iteration; durable when it returns.
+
+        Args: extra: what else the loop needs to go on: plain values, containers, tensors; no objects.
+        Raises: ConfigError (no commit_every; extra cannot be stored; the step is committed already); TierIOError, and
+        then the last commit is still there.
+        """
+        self._require_usable()
+        self._attached.step_begins()
+        self._commit(extra)
+
+    def _commit_if_due(self) -> None:
+        if self._commits.is_due(self._step):
+            self._commit(None)
+
+    def _commit(self, extra: object) -> None:
+        self._attached.take_outside_writes()
+        try:
+            self._commits.commit(self._step, self._ages, self.param_groups, extra)
+        finally:
+            if self._commits.final is not None:
+                self._cut_off(self._commits.final)
+
+    def rollback(self) -> None:
+        """Goes back to the last commit, also after an error: states, parameters, hyper-parameters and step.
+
+        Gradients are dropped. Schedulers, data and frozen parameters are the caller's.
+        Raises: ResumeError if nothing was committed; CorruptionError, TierIOError.
+        """
+        if os.getpid() != self._pid or isinstance(self._failure, ClosedError):
+            self._require_usable()
+        self._commits.require_last()
+        try:
+            self._attached.abandon()
+            self._return_to_commit()
+        except BaseException as error:
+            self._failure = error
+            raise
+        self._failure = None
+        self.zero_grad()
+
+    def _return_to_commit(self) -> None:
+        manifest = self._commits.restore()
+        take_groups(self.param_groups, manifest.groups)
+        self._step = manifest.step
+        self._ages = [facts.age for facts in manifest.parameters]
+
+    def export(self, directory: str | os.PathLike[str]) -> tuple[Path, ...]:
+        """Writes the model as it is now, under its own names and in its own dtypes, as safetensors.
+
+        The files are what `from_pretrained` of transformers and `safetensors` read; large models get several and an
+        index. Returns: the files. Raises: PathError, BudgetError (disk space), ConfigError, TierIOError.
+        """
+        self._require_usable()
+        self._attached.synchronize()
+        state = self._model.state_dict()
+        tensors = {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
+        return export(Path(directory), (_entry(name, tensor) for name, tensor in tensors.items()))
+
+
+def _entry(name: str, tensor: Tensor) -> Entry:
+    def pieces() -> Iterator[memoryview]:
+        yield memory_of(tensor.cpu())
+
+    return Entry(name, tensor.dtype, tuple(tensor.shape), pieces)

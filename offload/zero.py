@@ -16,7 +16,7 @@ from offload import checkpointing, comm
 from offload import config as configuration
 from offload.assembly import assemble
 from offload.attachment import Attachment
-from offload.checkpointing import Commits, Resumed
+from offload.checkpointing import Commits, Committing, Resumed
 from offload.config import PathLike, Tuning
 from offload.copies import Copier, copier_for
 from offload.errors import (
@@ -41,7 +41,7 @@ CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
 
 
-class OffloadZero(torch.optim.Optimizer):
+class OffloadZero(Committing, torch.optim.Optimizer):
     """Trains `model` with Adam or AdamW, the fp32 masters and moments in RAM or in NVMe swap files.
 
     The model is hooked in place: its parameters become `compute_dtype` on the device they are on, and its class,
@@ -144,17 +144,9 @@ class OffloadZero(torch.optim.Optimizer):
         self._ages = [0] * len(specs)
         self._adopted = False
         with ExitStack() as undo:
-            self._parts = assemble(
-                undo,
-                self._config,
-                self._layout,
-                self._placement,
-                params,
-                device,
-                copier,
-                self._timeline,
-                None if found is None else found.slots,
-            )
+            run = (self._config, self._layout, self._placement)
+            slots = None if found is None else found.slots
+            self._parts = assemble(undo, *run, params, device, copier, self._timeline, slots)
             self._commits = Commits(self._config, self._layout, self._parts, wanted, found)
             super().__init__(given.param_groups, dict(given.defaults))
             self._adopted = True
@@ -367,60 +359,6 @@ class OffloadZero(torch.optim.Optimizer):
         Raises: ResumeError if it is of another step, or its groups do not match.
         """
         checkpointing.load_groups(self.param_groups, state_dict, self._step)
-
-    # Committing and going back.
-
-    @property
-    def resumed(self) -> Resumed | None:
-        """The step that this run was resumed at, and the extra committed with it; None if it began anew."""
-        return self._resumed
-
-    def commit(self, extra: object = None) -> None:
-        """Makes this step the one to come back to, at the end of an iteration; durable when it returns.
-
-        Args: extra: what else the loop needs to go on: plain values, containers, tensors; no objects.
-        Raises: ConfigError (no commit_every; extra cannot be stored; the step is committed already); TierIOError, and
-        then the last commit is still there.
-        """
-        self._require_usable()
-        self._attached.step_begins()
-        self._commit(extra)
-
-    def _commit_if_due(self) -> None:
-        if self._commits.is_due(self._step):
-            self._commit(None)
-
-    def _commit(self, extra: object) -> None:
-        self._attached.take_outside_writes()
-        try:
-            self._commits.commit(self._step, self._ages, self.param_groups, extra)
-        finally:
-            if self._commits.final is not None:
-                self._cut_off(self._commits.final)
-
-    def rollback(self) -> None:
-        """Goes back to the last commit, also after an error: states, parameters, hyper-parameters and step.
-
-        Gradients are dropped. Schedulers, data and frozen parameters are the caller's.
-        Raises: ResumeError if nothing was committed; CorruptionError, TierIOError.
-        """
-        if os.getpid() != self._pid or isinstance(self._failure, ClosedError):
-            self._require_usable()
-        self._commits.require_last()
-        try:
-            self._attached.abandon()
-            self._return_to_commit()
-        except BaseException as error:
-            self._failure = error
-            raise
-        self._failure = None
-        self.zero_grad()
-
-    def _return_to_commit(self) -> None:
-        manifest = self._commits.restore()
-        checkpointing.take_groups(self.param_groups, manifest.groups)
-        self._step = manifest.step
-        self._ages = [facts.age for facts in manifest.parameters]
 
     # Living and ending.
 
