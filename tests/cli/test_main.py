@@ -17,7 +17,8 @@ from offload.errors import BudgetError, OffloadError, TierIOError
 OPTIONS = {
     "train": {
         "--preset", "--steps", "--batch", "--seq", "--lr", "--accumulation", "--tier", "--path", "--keep",
-        "--cpu-memory", "--chunk", "--threads", "--seed", "--data", "--out", "--timeline", "--json",
+        "--cpu-memory", "--chunk", "--threads", "--seed", "--data", "--out", "--timeline",
+        "--commit-every", "--resume", "--json",
     },
     "plan": {
         "--preset", "--layers", "--width", "--accumulation", "--tier", "--cpu-memory", "--chunk", "--split-master",
