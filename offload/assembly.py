@@ -40,6 +40,7 @@ class Parts:
     store: Store
     streamed: Store | None
     stored: Store | None
+    returned: ParameterReturn
     parameters: Parameters
     masters: Masters
     step: Step
@@ -97,7 +98,7 @@ def assemble(
     """
     arena = Arena(placement.arena_bytes, copier)
     undo.callback(arena.close)
-    slots, io_engine = _open_files(undo, config, layout, arena, timeline, resumed)
+    slots, io_engine = _open_files(undo, config, layout, placement, arena, timeline, resumed)
     kernels = load(config.threads)
     undo.callback(kernels.close)
     records = records_of(layout, split_master=config.split_master)
@@ -134,6 +135,7 @@ def assemble(
         masters=Masters(layout, parameters, store, kernels, split_master=split_master, streamed=streamed),
         streamed=streamed,
         stored=stored,
+        returned=returned,
         step=step,
         timeline=timeline,
         slots=slots,
@@ -146,6 +148,7 @@ def _open_files(
     undo: ExitStack,
     config: Config,
     layout: Layout,
+    placement: Placement,
     arena: Arena,
     timeline: Timeline,
     resumed: tuple[bytes, Sequence[int]] | None,
@@ -162,6 +165,8 @@ def _open_files(
         weights(config.paths),
         slot_records(layout, config),
         timeline,
+        # What another budget is to find again lies in an order that no budget changes.
+        placement.kept if config.commit_every is None else (),
         places=config.places,
         committed=None if config.commit_every is None else len(layout.chunks),
         resumed=resumed,

@@ -111,7 +111,7 @@ class Attachment:
         store, pool = self._parts.streamed, placement.params
         if store is None or pool is None:
             return None
-        return Streaming(
+        streaming = Streaming(
             self._layout,
             self._parts.parameters,
             store,
@@ -123,6 +123,10 @@ class Attachment:
             usable=usable,
             take_writes=self.take_outside_writes,
         )
+        self._parts.returned.lands = streaming.chunk_lands
+        return streaming
+        self._parts.returned.lands = streaming.chunk_lands
+        return streaming
 
     def _take_model(self, config: Config, layout: Layout, source: Source, *, resumes: bool) -> None:
         """Writes the masters, casts the model. A failing disk here leaves it partly cast, and says so."""
@@ -164,6 +168,8 @@ class Attachment:
     def _model_begins(self) -> None:
         """Before each forward of the model."""
         self._parts.parameters.require_attached()
+        if self.streaming is not None and self.landing.is_unit_pending(ROOT):
+            self.streaming.open(ROOT)
         self.landing.unit(ROOT)
         if self.streaming is not None:
             self.streaming.model_begins()

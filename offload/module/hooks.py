@@ -206,6 +206,8 @@ class Hooks:
             self._handles.append(model.register_forward_hook(leaves, always_call=True))
 
     def _enter(self, unit: str) -> None:
+        if self._streaming is not None and self._landing.is_unit_pending(unit):
+            self._streaming.open(unit)
         self._landing.unit(unit)
         if self._streaming is not None:
             self._streaming.forward_begins(unit)

@@ -113,6 +113,8 @@ class Streaming:
         self._is_training = True
         self._orders: dict[bool, Sequence[str]] = {}
         self._ahead: deque[str] = deque()
+        # Chunks that an opened unit still lacks.
+        self._missing: dict[str, set[int]] = {}
 
     def take(self, flat: int) -> None:
         """Moves a flat that has just been attached into the store."""
@@ -228,6 +230,8 @@ class Streaming:
     def landed(self, flat: int) -> None:
         """New values of a flat are in the store: what is on the device are the old ones."""
         unit = self._layout.flats[flat].unit
+        if unit in self._missing:
+            return  # they came along
         if self._where[unit] is Where.COMING:
             self._finish(unit)
         if self._where[unit] is Where.HERE:
@@ -284,16 +288,39 @@ class Streaming:
     def _is_in_use(self, unit: str) -> bool:
         return unit in self._running or unit in self._held or unit == self._backward
 
+    def open(self, unit: str) -> None:
+        """Memory for a unit whose new values are about to land: each chunk comes with its own, see `chunk_lands`."""
+        if self._where.get(unit) is not Where.RELEASED or not self._copier.direct:
+            return
+        if unit != ROOT:
+            self._release_others(unit, *self._follow(unit))
+        self._move(unit, Where.COMING)
+        self._missing[unit] = {chunk.index for flat in self._flats_of[unit] for chunk in self._chunks_of[flat]}
+        for flat in self._flats_of[unit]:
+            self._parameters.allocate(flat)
+
+    def chunk_lands(self, chunk: Chunk, values: Tensor) -> None:
+        """New `values` of a chunk are in RAM, and leased: of a unit that was opened they need not be read again."""
+        missing = self._missing.get(self._layout.flats[chunk.flat].unit, set())
+        if chunk.index in missing:
+            self._copier.to_device(values, self._on_device(chunk)).wait()
+            self._timeline.count("gathered_bytes", values.numel() * values.element_size())
+            missing.discard(chunk.index)
+
+    def _follow(self, unit: str) -> list[str]:
+        """Notes that a unit is entered; returns those expected next."""
+        if not self._entered or self._entered[-1] != unit:
+            self._entered.append(unit)
+            if unit in self._ahead:
+                while self._ahead.popleft() != unit:
+                    pass
+        return list(dict.fromkeys(self._ahead))[: self._depth]
+
     def _enter(self, unit: str) -> None:
         if unit == ROOT or unit not in self._where:
             self._bring(unit)
             return
-        if not self._entered or self._entered[-1] != unit:
-            self._entered.append(unit)
-        if unit in self._ahead:
-            while self._ahead.popleft() != unit:
-                pass
-        following = list(dict.fromkeys(self._ahead))[: self._depth]
+        following = self._follow(unit)
         self._release_others(unit, *following)
         self._bring(unit)
         for other in following:
@@ -311,6 +338,8 @@ class Streaming:
     def _bring(self, unit: str) -> None:
         if self._where.get(unit) is Where.RELEASED:
             self._start(unit)
+        for index in sorted(self._missing.pop(unit, ())):
+            self._start_chunk(unit, self._layout.chunks[index])
         if self._where.get(unit) is Where.COMING:
             self._finish(unit)
 
@@ -364,6 +393,8 @@ class Streaming:
     def _release(self, unit: str) -> None:
         if self._where.get(unit, Where.RELEASED) is Where.RELEASED:
             return
+        self._missing.pop(unit, None)
+        self._missing.pop(unit, None)
         if self._where[unit] is Where.COMING:
             self._wait_for(unit)
         else:

@@ -13,7 +13,7 @@ inside `land`, a flat at a time: a reader in between sees the whole old value of
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -53,6 +53,7 @@ class ParameterReturn:
 
     Args: flats: the model's parameters on its device, one tensor a flat of the layout; streamed: the store of all
     parameters, if they are on the device only around their use: then the new ones go there.
+    Attribute: lands: called with each chunk and its new values, on their way to that store.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class ParameterReturn:
         self._layout = layout
         self._flats = flats
         self._streamed = streamed
+        self.lands: Callable[[Chunk, Tensor], None] = lambda chunk, values: None
         self._gradients = gradients
         self._copier = copier
         self._timeline = timeline
@@ -92,7 +94,9 @@ class ParameterReturn:
         if self._streamed is not None:
             with self._streamed.lease(chunk.index, step=step, is_fresh=is_whole) as lease:
                 lease.dirty = True
-                yield self._in(lease.arrays[0].view(torch.uint8), chunk)
+                values = self._in(lease.arrays[0].view(torch.uint8), chunk)
+                yield values
+                self.lands(chunk, values)
         elif self.direct:
             yield self._on_device(chunk)
         elif self._in_place(chunk):

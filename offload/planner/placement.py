@@ -50,7 +50,7 @@ class Placement:
     """Bytes by tier, fixed before the first step.
 
     kept: chunks whose states stay in RAM; in_flight: buffers for the others; arena_bytes: all that this library
-    holds in RAM; budget_bytes: what it may hold; streamed_bytes: read, and written, a step; disk_bytes: the swap
+    holds in RAM; budget_bytes: what it may hold; read_bytes, written_bytes: of the disk, a step; disk_bytes: the swap
     file; device_bytes: the model's 16-bit parameters on its device; streamed_chunks: those not kept; utilisation: the
     share of the chunks' buffers that chunks fill; params: of streamed 16-bit parameters, None where they stay on the
     device.
@@ -60,7 +60,8 @@ class Placement:
     in_flight: int
     arena_bytes: int
     budget_bytes: int
-    streamed_bytes: int
+    read_bytes: int
+    written_bytes: int
     disk_bytes: int
     device_bytes: int
     streamed_chunks: int
@@ -75,13 +76,13 @@ class Placement:
             f"offload: {layout.numel:,} parameters, {format_bytes(self.device_bytes)} on the device; "
             f"peak RAM {format_bytes(self.arena_bytes)} of {format_bytes(self.budget_bytes)} allowed; "
         )
-        if not streamed:
+        if not self.written_bytes:
             return text + f"optimizer states stay in RAM ({len(self.kept)} chunks)"
-        steps = TYPICAL_TBW / self.streamed_bytes
+        steps = TYPICAL_TBW / self.written_bytes
         places = " and ".join(map(str, config.paths))
         return text + (
-            f"{streamed} of {len(layout.chunks)} chunks stream through {places} "
-            f"({format_bytes(self.disk_bytes)}): {format_bytes(self.streamed_bytes)} read and as much written a step, "
+            f"{streamed} of {len(layout.chunks)} chunks stream through {places} ({format_bytes(self.disk_bytes)}): "
+            f"{format_bytes(self.read_bytes)} read and {format_bytes(self.written_bytes)} written a step, "
             f"{steps:,.0f} steps for a drive warranted for 600 TB written"
         )
 
@@ -113,6 +114,7 @@ def place(layout: Layout, config: Config, *, direct: bool) -> Placement:
     kept_bytes, largest = sum(sizes) - sum(streamed), max(streamed, default=0)
     arena_bytes = fixed + kept_bytes + in_flight * largest
     filled = kept_bytes + (in_flight * sum(streamed) / len(streamed) if streamed else 0)
+    read, written = _moved_beside(layout, config)
     if given is not None and arena_bytes > (free := free_memory()):
         other = ', and tier="nvme" with a path' if config.tier == "cpu" else ""
         raise BudgetError(
@@ -127,7 +129,8 @@ def place(layout: Layout, config: Config, *, direct: bool) -> Placement:
         in_flight=in_flight,
         arena_bytes=arena_bytes,
         budget_bytes=budget,
-        streamed_bytes=sum(streamed),
+        read_bytes=sum(streamed) + read,
+        written_bytes=sum(streamed) + written,
         disk_bytes=file_bytes(slot_records(layout, config), config.places, len(sizes)) if config.tier == "nvme" else 0,
         device_bytes=_device_bytes(layout, config),
         params=_params_pool(layout, config),
@@ -157,6 +160,19 @@ def _grads_pool(layout: Layout, config: Config) -> Pool | None:
     if config.grad_tier == "cpu":
         return None
     return _few([record.nbytes for record in gradients.records_of(layout, config.accumulation)], config)
+
+
+def _moved_beside(layout: Layout, config: Config) -> tuple[int, int]:
+    """Bytes of parameters and gradients read, and written, a step.
+
+    A forward after a step finds its parameters in RAM, where they have just been made; every other pass reads them.
+    Gradients are written by each micro-batch, and read by the next one or the step.
+    """
+    passes = config.accumulation
+    params = sum(record.nbytes for record in param_records_of(layout)) if config.param_tier == "nvme" else 0
+    grads = gradients.records_of(layout, passes) if config.grad_tier == "nvme" else []
+    gradient_bytes = passes * sum(record.nbytes for record in grads)
+    return (2 * passes - 1) * params + gradient_bytes, params + gradient_bytes
 
 
 def _few(sizes: list[int], config: Config) -> Pool:
@@ -235,9 +251,9 @@ def least_cpu_memory(
         tuning=tuning,
     )
     groups = [{"params": list(model.parameters())}] if optimizer is None else optimizer.param_groups
-    specs, params = specs_of(model, groups, config.keep_fp32, config.compute_dtype)
+    specs, params = specs_of(model, groups, config.keep_fp32, config.compute_dtype, planned=True)
     layout = build(specs, config.chunk_numel)
     sizes = [record.nbytes for record in records_of(layout, split_master=config.split_master)]
-    direct = params[0].device.type == "cpu"
+    direct = params[0].device.type != "cuda"
     fixed = _fixed_bytes(layout, config, direct=direct)
     return fixed + min(LEAST_IN_FLIGHT * max(sizes, default=0), sum(sizes))

@@ -286,7 +286,8 @@ class Store:
                 return False
             if state is Residency.STORED and not is_fresh:
                 self._read(chunk)
-                return False
+                # It may have ended before it could be waited for.
+                return self._table[chunk] is Residency.CLEAN
             self._buffers[chunk] = self._free.pop()
         if not is_fresh:
             self._buffers[chunk].zero_()

@@ -17,12 +17,12 @@ from offload.errors import BudgetError, OffloadError, TierIOError
 OPTIONS = {
     "train": {
         "--preset", "--steps", "--batch", "--seq", "--lr", "--accumulation", "--tier", "--path", "--keep",
-        "--cpu-memory", "--chunk", "--threads", "--seed", "--data", "--out", "--timeline",
-        "--commit-every", "--resume", "--json",
+        "--cpu-memory", "--chunk", "--threads", "--seed", "--data", "--out", "--timeline", "--json",
+        "--param-tier", "--grad-tier", "--sample", "--commit-every", "--resume",
     },
     "plan": {
         "--preset", "--layers", "--width", "--accumulation", "--tier", "--cpu-memory", "--chunk", "--split-master",
-        "--json",
+        "--json", "--param-tier", "--grad-tier",
     },
     "doctor": {"--path", "--json"},
     "inspect": {"paths", "--json"},
