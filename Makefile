@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 SOURCES := pyproject.toml constraints.txt $(wildcard kernels/*.c kernels/*.h kernels/CMakeLists.txt) \
 	$(wildcard offload/__init__.py offload/*/__init__.py)
 
-.PHONY: train test lint types unit test-slow test-gpu test-peers bench-peers bench-peers-step clean
+.PHONY: train test lint types unit test-slow test-faults test-gpu test-peers bench-peers bench-peers-step clean
 
 train: $(VENV)/installed
 	$(BIN)/offload train $(ARGS)
@@ -25,6 +25,9 @@ unit: $(VENV)/installed
 
 test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-faults: $(VENV)/installed
+	$(BIN)/python -m pytest -m "slow or not slow" tests/faults $(ARGS)
 
 test-gpu: $(VENV)/installed
 	$(BIN)/python -m pytest -m gpu $(ARGS)

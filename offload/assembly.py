@@ -45,6 +45,7 @@ class Parts:
     masters: Masters
     step: Step
     timeline: Timeline
+    slots: Stripes | None
     files: tuple[str, ...]
     io_engine: str | None
 
@@ -87,24 +88,17 @@ def assemble(
     device: torch.device,
     copier: Copier,
     timeline: Timeline,
+    resumed: tuple[bytes, Sequence[int]] | None = None,
 ) -> Parts:
     """Reserves memory and opens files; `undo` gets their closing, in reverse order.
+
+    Args: resumed: the run whose files are there; see Stripes.
 
     Raises: BudgetError, PathError, PathInUseError, ResumeError, ConfigError; the model is not touched.
     """
     arena = Arena(placement.arena_bytes, copier)
     undo.callback(arena.close)
-    slots: Stripes | None = None
-    io_engine: str | None = None
-    if config.paths:
-        engine = open_engine(config.io_engine, config.paths)
-        undo.callback(engine.close)
-        engine.register(arena.memory)
-        slots = Stripes(
-            engine, config.paths, weights(config.paths), slot_records(layout, config), timeline, placement.kept
-        )
-        undo.callback(slots.close)
-        io_engine = engine.name
+    slots, io_engine = _open_files(undo, config, layout, placement, arena, timeline, resumed)
     kernels = load(config.threads)
     undo.callback(kernels.close)
     records = records_of(layout, split_master=config.split_master)
@@ -144,6 +138,38 @@ def assemble(
         returned=returned,
         step=step,
         timeline=timeline,
+        slots=slots,
         files=() if slots is None else slots.paths,
         io_engine=io_engine,
     )
+
+
+def _open_files(
+    undo: ExitStack,
+    config: Config,
+    layout: Layout,
+    placement: Placement,
+    arena: Arena,
+    timeline: Timeline,
+    resumed: tuple[bytes, Sequence[int]] | None,
+) -> tuple[Stripes | None, str | None]:
+    """The swap files and the name of their engine, if there are any."""
+    if not config.paths:
+        return None, None
+    engine = open_engine(config.io_engine, config.paths)
+    undo.callback(engine.close)
+    engine.register(arena.memory)
+    slots = Stripes(
+        engine,
+        config.paths,
+        weights(config.paths),
+        slot_records(layout, config),
+        timeline,
+        # What another budget is to find again lies in an order that no budget changes.
+        placement.kept if config.commit_every is None else (),
+        places=config.places,
+        committed=None if config.commit_every is None else len(layout.chunks),
+        resumed=resumed,
+    )
+    undo.callback(slots.close)
+    return slots, engine.name

@@ -25,7 +25,8 @@ from offload.planner.placement import Placement
 class Attachment:
     """One optimizer's hold on its model.
 
-    Args: source: of the values of what is on the meta device; step: says the number of the last step; usable: raises if
+    Args: source: of the values of what is on the meta device; resumes: the states are not taken from the model, but
+    come from a commit; step: says the number of the last step; usable: raises if
     the optimizer cannot go on; failed: called with what cut a landing off.
     """
 
@@ -39,6 +40,7 @@ class Attachment:
         copier: Copier,
         source: Source,
         *,
+        resumes: bool,
         step: Callable[[], int],
         usable: Callable[[], None],
         failed: Callable[[BaseException], None],
@@ -49,7 +51,7 @@ class Attachment:
         self._layout = layout
         self.landing = Landing(layout, parts.step, parts.parameters, parts.timeline, usable, failed, self._landed)
         self.streaming = self._new_streaming(config, placement, copier, usable)
-        self._take_model(config, layout, source)
+        self._take_model(config, layout, source, resumes=resumes)
         self.access = Access(parts.parameters, units_of(model), self.landing, self.streaming, placement.budget_bytes)
         self.hooks = Hooks(
             model,
@@ -82,6 +84,13 @@ class Attachment:
         self._parts.masters.take_outside_writes(self._step())
         for flat in flats:
             self.streaming.write_back(flat, step=self._step())
+
+    def abandon(self) -> None:
+        """Drops all that is under way, whether it failed or not: what was committed is about to come back."""
+        self._parts.step.abandon()
+        self._parts.sink.reset()
+        if self.streaming is not None:
+            self.streaming.abandon()
 
     def remove(self) -> None:
         """Lets go of the model; what is under way ends first."""
@@ -119,11 +128,14 @@ class Attachment:
         self._parts.returned.lands = streaming.chunk_lands
         return streaming
 
-    def _take_model(self, config: Config, layout: Layout, source: Source) -> None:
+    def _take_model(self, config: Config, layout: Layout, source: Source, *, resumes: bool) -> None:
         """Writes the masters, casts the model. A failing disk here leaves it partly cast, and says so."""
         dtypes = compute_dtypes(self._model, config.keep_fp32, config.compute_dtype)
         try:
             for flat in self._complete_flats(layout, source):
+                if resumes:
+                    self._take_place_of(flat)
+                    continue
                 self._parts.masters.take_flat(flat)
                 if self.streaming is not None:
                     self.streaming.take(flat)
@@ -135,6 +147,13 @@ class Attachment:
             raise
         self.initial_bytes = self._parts.timeline.counted("nvme_written_bytes")
         cast_untrained(self._model, self._parts.parameters, dtypes)
+
+    def _take_place_of(self, flat: int) -> None:
+        """Takes the parameters of a flat, whose values are those of a commit and still to come."""
+        self._parts.parameters.make_dense(flat)
+        self._parts.parameters.attach(flat)
+        if self.streaming is not None:
+            self._parts.parameters.free(flat)
 
     def _complete_flats(self, layout: Layout, source: Source) -> Iterator[int]:
         """The flats whose parameters all have values; those on the meta device get them on the way."""

@@ -70,6 +70,13 @@ class Config:
     param_tier: ParamTier = "device"
     depth: int = 1
     grad_tier: Tier = "cpu"
+    commit_every: int | None = None
+    resume: bool | Literal["auto"] = False
+
+    @property
+    def places(self) -> int:
+        """Slots a chunk of states."""
+        return 1 if self.commit_every is None else 2
 
 
 def check(
@@ -83,6 +90,8 @@ def check(
     nonfinite: str = "raise",
     param_tier: str | None = None,
     grad_tier: str | None = None,
+    commit_every: int | None = None,
+    resume: bool | str = False,
     tuning: Tuning | None = None,
     **reserved: Any,
 ) -> Config:
@@ -118,6 +127,8 @@ def check(
         param_tier=_param_tier(param_tier, chosen),
         depth=1 if prefetch is None else prefetch,
         grad_tier=_grad_tier(grad_tier, chosen),
+        commit_every=_commit_every(commit_every, chosen, tuning),
+        resume=_resume(resume, commit_every),
     )
 
 
@@ -125,8 +136,6 @@ def _refuse_reserved(reserved: dict[str, Any], tuning: Tuning) -> None:
     """Options that DESIGN.md names and this version cannot do yet: refused, never silently accepted."""
     taken: dict[str, tuple[object, ...]] = {
         "device_memory": (None,),
-        "commit_every": (None,),
-        "resume": (False,),
         "stage": (None,),
         "process_group": (None,),
     }
@@ -206,6 +215,26 @@ def _grad_tier(tier: str | None, states: Tier) -> Tier:
     if tier == "nvme":
         return "nvme"
     raise ConfigError(f'grad_tier={tier!r} is not a tier for gradients: choose "cpu" or "nvme"')
+
+
+def _commit_every(value: int | None, states: Tier, tuning: Tuning) -> int | None:
+    checked = _whole("commit_every", value, least=0)
+    if checked is not None and states == "cpu":
+        raise ConfigError(f'commit_every={value} needs tier="nvme" and path="...": what is committed lies there')
+    if checked is not None and tuning.split_master:
+        raise ConfigError(
+            f"commit_every={value} is not available with Tuning(split_master=True): half of each master is not in the "
+            "slots; leave one of them out"
+        )
+    return checked
+
+
+def _resume(value: bool | str, commit_every: int | None) -> bool | Literal["auto"]:
+    if value not in (False, True, "auto") or not isinstance(value, bool | str):
+        raise ConfigError(f'resume={value!r}: choose True, False or "auto"')
+    if value and commit_every is None:
+        raise ConfigError(f"resume={value!r} needs commit_every: give a number of steps, or 0 for commit() alone")
+    return "auto" if isinstance(value, str) else value
 
 
 def _accumulation(value: int) -> int:

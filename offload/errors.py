@@ -72,20 +72,21 @@ class ResumeError(OffloadError):
 class CorruptionError(OffloadError):
     """Bytes read are not the bytes written.
 
-    Attributes: chunk (index), file (path), offset (bytes).
+    Attributes: chunk (index; None: the damage is in no chunk's slot), file (path), offset (bytes).
     """
 
-    def __init__(self, message: str, *, chunk: int, file: str, offset: int) -> None:
-        super().__init__(f"{message} (chunk {chunk}, {file}, offset {offset})")
+    def __init__(self, message: str, *, chunk: int | None = None, file: str, offset: int = 0) -> None:
+        place = f"{file}, offset {offset}" if chunk is None else f"chunk {chunk}, {file}, offset {offset}"
+        super().__init__(f"{message} ({place})")
         self.chunk = chunk
         self.file = file
         self.offset = offset
 
 
 class TierIOError(OffloadError, OSError):
-    """A read or write on the NVMe tier failed.
+    """A read or write on the NVMe tier, or of what is committed or exported, failed.
 
-    Attributes: errno, filename, offset and length in bytes, operation ("read", "write", "sync").
+    Attributes: errno, filename, offset and length in bytes, operation ("read", "write", "sync", "rename", "remove").
     """
 
     def __init__(self, operation: str, code: int, file: str, offset: int, length: int, detail: str = "") -> None:

@@ -12,10 +12,11 @@ from typing import Any, Never, NoReturn, Self, overload
 import torch
 from torch import Tensor, nn
 
-from offload import comm
+from offload import checkpointing, comm
 from offload import config as configuration
 from offload.assembly import assemble
 from offload.attachment import Attachment
+from offload.checkpointing import Commits, Committing, Resumed
 from offload.config import PathLike, Tuning
 from offload.copies import Copier, copier_for
 from offload.errors import (
@@ -24,7 +25,6 @@ from offload.errors import (
     InterruptedStepError,
     NonFiniteGradientError,
     OffloadError,
-    ResumeError,
 )
 from offload.layout import build
 from offload.module.hooks import require_free
@@ -35,14 +35,13 @@ from offload.module.units import specs_of
 from offload.optim.adopt import require_adoptable, require_supported, retire
 from offload.optim.step import StepKey
 from offload.planner.placement import place
-from offload.store.slots import check_directory
 from offload.timeline import PHASES, Timeline
 
 CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
 
 
-class OffloadZero(torch.optim.Optimizer):
+class OffloadZero(Committing, torch.optim.Optimizer):
     """Trains `model` with Adam or AdamW, the fp32 masters and moments in RAM or in NVMe swap files.
 
     The model is hooked in place: its parameters become `compute_dtype` on the device they are on, and its class,
@@ -68,7 +67,10 @@ class OffloadZero(torch.optim.Optimizer):
         param_tier: where the parameters live outside their unit's forward and backward: "device" (None: that), "cpu" or
             "nvme"; see docs/guide.md for what is different then.
         grad_tier: where gradients wait for the step: "cpu" (None: that) or "nvme".
-        device_memory, commit_every, resume, stage, process_group: not available in this version; refused.
+        commit_every: steps between commits, each made where the next step begins; 0: only `commit()`; None: no commits,
+            one slot a chunk and half the space.
+        resume: True: continue the committed run in `path`; "auto": if there is one; see `resumed`.
+        device_memory, stage, process_group: not available in this version; refused.
 
     Raises: ConfigError, BudgetError, PathError, PathInUseError, ResumeError; before the model is changed.
 
@@ -130,8 +132,8 @@ class OffloadZero(torch.optim.Optimizer):
         self._layout = build(specs, self._config.chunk_numel)
         copier = copier_for(device)
         self._placement = place(self._layout, self._config, direct=copier.direct)
-        for path in self._config.paths:
-            check_directory(path)
+        wanted = checkpointing.describe(self._config, self._layout, params)
+        found = checkpointing.find(self._config, self._layout, wanted, len(given.param_groups))
 
         self._model = model
         self._pid = os.getpid()
@@ -142,18 +144,22 @@ class OffloadZero(torch.optim.Optimizer):
         self._ages = [0] * len(specs)
         self._adopted = False
         with ExitStack() as undo:
-            self._parts = assemble(
-                undo, self._config, self._layout, self._placement, params, device, copier, self._timeline
-            )
+            run = (self._config, self._layout, self._placement)
+            slots = None if found is None else found.slots
+            self._parts = assemble(undo, *run, params, device, copier, self._timeline, slots)
+            self._commits = Commits(self._config, self._layout, self._parts, wanted, found)
             super().__init__(given.param_groups, dict(given.defaults))
             self._adopted = True
-            self._attached = self._attach(copier, source)
+            self._attached = self._attach(copier, source, resumes=found is not None)
+            self._resumed = None if found is None else Resumed(found.commit.step, found.extra)
+            if found is not None:
+                self._return_to_commit()
             self._undo = undo.pop_all()
         retire(given)
         with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
             print(self._placement.describe(self._layout, self._config), file=sys.stderr)
 
-    def _attach(self, copier: Copier, source: Source) -> Attachment:
+    def _attach(self, copier: Copier, source: Source, *, resumes: bool) -> Attachment:
         return Attachment(
             self._model,
             self._parts,
@@ -162,6 +168,7 @@ class OffloadZero(torch.optim.Optimizer):
             self._placement,
             copier,
             source,
+            resumes=resumes,
             step=lambda: self._step,
             usable=self._require_usable,
             failed=self._cut_off,
@@ -195,6 +202,7 @@ class OffloadZero(torch.optim.Optimizer):
                 loss = closure()
         with self._timeline.span("step_s"), self._timeline.event(PHASES, "step"):
             self._attached.step_begins()
+            self._commit_if_due()
             active = self._collect()
             if self._all_finite(active):
                 self._begin(active)
@@ -342,16 +350,7 @@ class OffloadZero(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Groups, step and path; no tensors: those are in the tiers."""
-        params = [param for group in self.param_groups for param in group["params"]]
-        numbers = {param: number for number, param in enumerate(params)}
-        groups = [{**group, "params": [numbers[param] for param in group["params"]]} for group in self.param_groups]
-        paths = [str(path) for path in self._config.paths]
-        return {
-            "state": {},
-            "param_groups": groups,
-            "step": self._step,
-            "path": paths[0] if len(paths) == 1 else paths or None,
-        }
+        return checkpointing.groups_state(self.param_groups, self._step, self._config.paths)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -359,17 +358,7 @@ class OffloadZero(torch.optim.Optimizer):
 
         Raises: ResumeError if it is of another step, or its groups do not match.
         """
-        groups = state_dict["param_groups"]
-        sizes = [len(group["params"]) for group in self.param_groups]
-        if [len(group["params"]) for group in groups] != sizes:
-            raise ResumeError(f"the state dict's groups do not match the {len(sizes)} groups of {sizes} parameters")
-        if state_dict.get("step") != self._step:
-            raise ResumeError(
-                f"the state dict is of step {state_dict.get('step')}, this optimizer is at step {self._step}, and "
-                "masters and moments are not in a state dict: resuming is not available in this version"
-            )
-        for mine, theirs in zip(self.param_groups, groups, strict=True):
-            mine.update({key: value for key, value in theirs.items() if key != "params"})
+        checkpointing.load_groups(self.param_groups, state_dict, self._step)
 
     # Living and ending.
 
@@ -388,6 +377,7 @@ class OffloadZero(torch.optim.Optimizer):
         try:
             if self._failure is None:
                 self._attached.landing.everything()
+                self._commit_if_due()
         finally:
             self._failure = ClosedError("the optimizer is closed: make a new one")
             self._attached.remove()

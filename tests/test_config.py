@@ -43,17 +43,19 @@ def test_sizes_are_taken_as_words_or_bytes() -> None:
 
 RESERVED = [
     ("device_memory", "8GiB"),
-    ("commit_every", 100),
-    ("commit_every", 0),
-    ("resume", True),
-    ("resume", "auto"),
-    ("resume", 0),
     ("stage", 0),
     ("stage", 3),
     ("process_group", object()),
 ]
 TUNING = [("split_master", "yes"), ("units", ["a"]), ("tile", 4)]
 WRONG: list[tuple[str, Any, str]] = [
+    ("commit_every", 100, 'needs tier="nvme"'),
+    ("commit_every", -1, "at least 0"),
+    ("commit_every", 1.5, "whole number"),
+    ("resume", True, "needs commit_every"),
+    ("resume", "auto", "needs commit_every"),
+    ("resume", 0, 'True, False or "auto"'),
+    ("resume", "yes", 'True, False or "auto"'),
     ("tier", "nvme", 'needs path="..."'),
     ("tier", "disk", 'choose "cpu" or "nvme"'),
     ("grad_tier", "disk", 'choose "cpu" or "nvme"'),
@@ -162,3 +164,8 @@ def test_the_options_are_those_of_the_design_and_no_others() -> None:
     assert [field.name for field in dataclasses.fields(Tuning)] == [
         "chunk", "prefetch", "threads", "io_engine", "split_master", "units", "tile",
     ]  # fmt: skip
+
+
+def test_commits_and_a_split_master_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match=r"commit_every=5 is not available with Tuning\(split_master=True\)"):
+        check(path=".", commit_every=5, tuning=Tuning(split_master=True))

@@ -65,6 +65,12 @@ def test_a_corruption_error_names_chunk_file_and_offset() -> None:
     assert str(error) == "damaged (chunk 3, /scratch/swap, offset 8192)"
 
 
+def test_a_corruption_error_outside_every_chunk_names_the_file() -> None:
+    error = CorruptionError("is no manifest", file="/scratch/COMMIT")
+    assert error.chunk is None
+    assert str(error) == "is no manifest (/scratch/COMMIT, offset 0)"
+
+
 @pytest.mark.parametrize(
     "error",
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import resource
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from offload import BudgetError, OffloadZero, Tuning
+from offload import BudgetError, ConfigError, OffloadZero, Tuning
 from offload.cli.options import TrainOptions
 from offload.cli.progress import Progress
 from offload.cli.text import Batches, Text, cut_windows, even_starts
@@ -32,6 +33,7 @@ LAST_LR = 0.1
 PROMPT_BYTES = 64
 PROMPT_SEARCH = 1024
 VALIDATION_WINDOWS = 32
+EXIT_TERMINATED = 143  # 128 + SIGTERM
 TIMELINE_STEPS = 3
 """The last steps, recorded with --timeline and not validated between."""
 VALIDATION_POINTS = 10
@@ -43,13 +45,14 @@ class Record:
     """What a run measured. Losses in nats a byte, times in seconds.
 
     losses: of each step's batches, before its update; validation: (steps done, loss).
-    seconds: by phase: forward, backward, step, evaluate.
+    seconds: by phase: forward, backward, step, evaluate; begun: steps that an earlier process had done.
     """
 
     losses: list[float] = field(default_factory=list)
     validation: list[tuple[int, float]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     tokens: int = 0
+    begun: int = 0
 
     @property
     def training_s(self) -> float:
@@ -127,6 +130,8 @@ def build_optimizer(model: GPT, options: TrainOptions) -> OffloadZero:
         path=options.path if options.tier == "nvme" else None,
         cpu_memory=cpu_memory,
         accumulation=options.accumulation,
+        commit_every=None if options.commit_every is None else 0,
+        resume="auto" if options.resume else False,
         param_tier=options.param_tier,
         grad_tier=options.grad_tier,
         device="cuda" if is_streamed and torch.cuda.is_available() else None,
@@ -163,7 +168,10 @@ def train_loop(
     device: torch.device,
     progress: Progress,
 ) -> Record:
-    """Train for `options.steps`, validating before, after and now and then between."""
+    """Train for `options.steps`, validating before, after and now and then between.
+
+    Raises: SystemExit(143) on SIGTERM, where it commits: after the step it is in, and its commit.
+    """
     record = Record()
     clock = Clock(record.seconds, device)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, options.steps))
@@ -178,10 +186,12 @@ def train_loop(
         with clock("evaluate"):
             record.validation.append((done, evaluate(model, held_out, options.batch)))
 
+    record.begun = _continue(optimizer, scheduler, batches, options.steps)
     recorded_from = max(1, options.steps - TIMELINE_STEPS + 1) if options.timeline else math.inf
-    validate(0)
+    validate(record.begun)
     with contextlib.ExitStack() as recording:
-        for done in range(1, options.steps + 1):
+        terminated = recording.enter_context(_noted_sigterm()) if options.commit_every else []
+        for done in range(record.begun + 1, options.steps + 1):
             if done == recorded_from:
                 optimizer.synchronize()  # what is drawn is all of these steps, and nothing else
                 recording.enter_context(optimizer.timeline(options.timeline_file))
@@ -199,7 +209,41 @@ def train_loop(
             if done == options.steps or (done % between == 0 and done < recorded_from):
                 validate(done)
             progress.step(done, record.losses[-1], record.tokens_per_s, optimizer.stats())
+            if options.commit_every and (terminated or done == options.steps or done % options.commit_every == 0):
+                with clock("step"):
+                    optimizer.commit({"scheduler": scheduler.state_dict(), "batches": batches.state()})
+            if terminated:
+                sys.exit(EXIT_TERMINATED)
     return record
+
+
+def _continue(
+    optimizer: OffloadZero, scheduler: torch.optim.lr_scheduler.LambdaLR, batches: Batches, steps: int
+) -> int:
+    """The steps done by the run that this one resumes; puts schedule and batches where they were."""
+    if optimizer.resumed is None:
+        return 0
+    step, extra = optimizer.resumed
+    if step >= steps:
+        raise ConfigError(f"the run is at step {step} already: give --steps above that, or leave --resume out")
+    if not isinstance(extra, dict) or extra.keys() != {"scheduler", "batches"}:
+        raise ConfigError("what is committed here was not trained by `offload train`: choose another --path")
+    scheduler.load_state_dict(extra["scheduler"])
+    for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+        group["lr"] = rate
+    batches.restore(extra["batches"])
+    return step
+
+
+@contextlib.contextmanager
+def _noted_sigterm() -> Iterator[list[int]]:
+    """A list that is not empty once SIGTERM has come."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _accumulate(model: GPT, batches: Batches, accumulation: int, clock: Clock) -> float:

@@ -1,4 +1,4 @@
-"""The command line: `offload train`, `offload plan`, `offload doctor`, `offload bench ...`.
+"""The command line: `offload train`, `plan`, `doctor`, `inspect`, `verify`, `export`, `remove`, `bench ...`.
 
 Commands import torch when they run, not when they are registered, so that `--help` is quick.
 """
@@ -18,6 +18,7 @@ from offload.cli.bench_step import step
 from offload.cli.console import EXIT_INTERRUPTED, Commands
 from offload.cli.doctor import doctor
 from offload.cli.plan import plan
+from offload.cli.stored import export, inspect, remove, verify
 from offload.cli.train import train
 
 app = typer.Typer(
@@ -29,6 +30,10 @@ app = typer.Typer(
 app.command()(train)
 app.command()(plan)
 app.command()(doctor)
+app.command()(inspect)
+app.command()(verify)
+app.command()(export)
+app.command()(remove)
 
 bench = typer.Typer(cls=Commands, no_args_is_help=True, help="Measure this machine against its own limits.")
 bench.command()(adam)

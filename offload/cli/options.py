@@ -40,12 +40,20 @@ class TrainOptions:
     param_tier: str = "device"
     grad_tier: str = "cpu"
     sample: int = 200
+    commit_every: int | None = None
+    resume: bool = False
 
     def __post_init__(self) -> None:
         for option in ("steps", "batch", "seq", "accumulation", "threads"):
             value = getattr(self, option)
             if value is not None and value < 1:
                 raise ConfigError(f"--{option} {value}: give a whole number, at least 1")
+        if self.commit_every is not None and self.commit_every < 1:
+            raise ConfigError(f"--commit-every {self.commit_every}: give a whole number of steps, at least 1")
+        if self.commit_every is not None and self.tier != "nvme":
+            raise ConfigError("--commit-every needs --tier nvme: what is committed lies there")
+        if self.resume and self.commit_every is None:
+            raise ConfigError("--resume needs --commit-every: give the steps between commits")
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise ConfigError(f"--lr {self.lr}: give a learning rate above 0, such as 1e-3")
         if not 0 <= self.seed < 1 << 63:

@@ -137,6 +137,14 @@ class Batches:
         self._device = device
         self._generator = torch.Generator().manual_seed(seed)
 
+    def state(self) -> Tensor:
+        """Where in the sequence of batches this is."""
+        return self._generator.get_state()
+
+    def restore(self, state: Tensor) -> None:
+        """Goes back to a `state`."""
+        self._generator.set_state(state)
+
     def __call__(self) -> tuple[Tensor, Tensor]:
         batch, seq = self._shape
         starts = torch.randint(len(self._text) - seq, (batch,), generator=self._generator)

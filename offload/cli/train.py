@@ -60,11 +60,19 @@ def train(
         bool, typer.Option("--timeline", help="Record the last 3 steps, for ui.perfetto.dev and as a picture.")
     ] = False,
     sample: Annotated[int, typer.Option(help="Bytes that the model writes at the end.")] = 200,
+    commit_every: Annotated[
+        int | None,
+        typer.Option(help="Steps between commits; the files stay, and --resume goes on.", show_default="none"),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run committed in --path, if there is one.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Train a byte-level GPT with OffloadZero and show what it took.
 
-    The last 5 % of the text are held out to validate with. Ctrl-C ends the run and removes its swap files.
+    The last 5 % of the text are held out to validate with. Ctrl-C ends the run and removes its swap files, unless it
+    commits; SIGTERM then makes it commit the step it is in before it ends, with exit status 143.
     """
     options = TrainOptions(
         preset=preset,
@@ -86,6 +94,8 @@ def train(
         param_tier=param_tier,
         grad_tier=grad_tier,
         sample=sample,
+        commit_every=commit_every,
+        resume=resume,
     )
     _run(options, as_json=json)
 
@@ -121,7 +131,7 @@ def _run(options: TrainOptions, *, as_json: bool) -> None:
             record = train_loop(model, optimizer, text, options, device, bar)
         stats = optimizer.stats()
         prompt, continuation = write(model, text, options.sample, options.seed, device)
-        kept = list(optimizer.files) if options.keep else []
+        kept = list(optimizer.files) if options.keep or options.commit_every else []
     picture = options.out / "loss.png"
     summary = summarise(record, stats, options) | {"device": str(device), "text": text.source, "files": kept}
     loss_curve(picture, _title(summary), record.losses, record.validation)
@@ -151,7 +161,7 @@ def _take(stack: contextlib.ExitStack, model: GPT, options: TrainOptions) -> Off
     from offload.cli.workspace import Workspace, removed_at_end
     from offload.store.slots import SWAP_NAME
 
-    if options.tier == "cpu" or options.keep:
+    if options.tier == "cpu" or options.keep or options.commit_every:
         return stack.enter_context(build_optimizer(model, options))
     space = Workspace(options.path)
     try:
@@ -178,6 +188,8 @@ def summarise(record: Record, stats: dict[str, Any], options: TrainOptions) -> d
         "param_tier": options.param_tier,
         "grad_tier": options.grad_tier,
         "steps": options.steps,
+        "steps_before": record.begun,
+        "committed": options.commit_every is not None,
         "tokens": record.tokens,
         "loss_first": record.losses[0],
         "loss_last": record.losses[-1],
@@ -210,7 +222,8 @@ def _show(console: Console, summary: dict[str, Any], prompt: str) -> None:
     if summary["timeline"]:
         console.print("Timeline: {} (open it in ui.perfetto.dev), {}".format(*summary["timeline"]), soft_wrap=True)
     for file in summary["files"]:
-        console.print(f"Kept: {file} (not committed: it cannot be resumed from)", soft_wrap=True)
+        fate = "committed: see offload inspect" if summary["committed"] else "not committed: it cannot be resumed from"
+        console.print(f"Kept: {file} ({fate})", soft_wrap=True)
 
 
 def _table(summary: dict[str, Any]) -> Table:
@@ -233,7 +246,7 @@ def _table(summary: dict[str, Any]) -> Table:
         "waiting": f"{summary['wait_nvme_s']:.2f} s",
         "NVMe": f"{size('nvme_read_bytes')} read, {size('nvme_written_bytes')} written",
     }
-    each = summary["parameters"] * steps
+    each = summary["parameters"] * max(steps - summary["steps_before"], 1)
     moved = summary["nvme_read_bytes"] + summary["nvme_written_bytes"]
     rows["a parameter and step"] = f"{moved / each:.2f} bytes, in {summary['chunks']} chunks"
     rows["peak CPU memory"] = f"{size('peak_cpu_bytes')} of a budget of {size('cpu_budget_bytes')}"

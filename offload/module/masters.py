@@ -58,6 +58,21 @@ class Masters:
         self._parameters.attach(flat)
 
     @torch.no_grad()
+    def give_back(self, step: int) -> None:
+        """Makes the model's parameters, wherever they live, what the masters round to. Not with a split master."""
+        for chunk in self._layout.chunks:
+            flat = self._parameters.flats[chunk.flat]
+            with self._store.lease(chunk.index, step=step) as lease:
+                if self._streamed is None:
+                    flat[chunk.start : chunk.start + chunk.numel].copy_(lease.master)
+                else:
+                    with self._streamed.lease(chunk.index, step=step, is_fresh=True) as target:
+                        target.dirty = True
+                        self._kernels.cast(lease.master, target.arrays[0].view(flat.dtype))
+        self._parameters.written_here(range(len(self._parameters.params)))
+        self._before.clear()
+
+    @torch.no_grad()
     def before_loading(self, params: Iterable[nn.Parameter]) -> None:
         """Keeps the values of `params` that a split master needs, until `take_outside_writes`."""
         for param in params if self._split_master and self._streamed is None else ():

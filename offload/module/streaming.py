@@ -269,6 +269,16 @@ class Streaming:
             if not self._is_in_use(unit):
                 self._release(unit)
 
+    def abandon(self) -> None:
+        """Releases everything, and takes over nothing that was written to it."""
+        self._forget_calls()
+        self.close()
+        for unit, where in self._where.items():
+            if where is not Where.RELEASED:
+                for flat in self._flats_of[unit]:
+                    self._parameters.free(flat)
+                self._move(unit, Where.RELEASED)
+
     def close(self) -> None:
         """Waits for copies under way: their memory is about to go."""
         while self._coming:

@@ -227,6 +227,14 @@ class GradientSink:
             return []
         return [param for param in params if not math.isfinite(self.norm([param]))]
 
+    def reset(self) -> None:
+        """Drops everything, failures too. The store of gradients, if there is one, is reset by its owner."""
+        wait([work for _, work in self._pending])
+        self._pending.clear()
+        self._arrived = [0] * len(self._arrived)
+        self._generation = [generation + 1 for generation in self._generation]
+        self.scale = 1.0
+
     def close(self) -> None:
         """Waits for what is under way."""
         if self._worker is not None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from offload.copies import Copier, Copy
+from offload.errors import OffloadError
 from offload.layout import Chunk, Layout, Segment, segments
 from offload.native import AdamScalars, Kernels
 from offload.optim.gradients import GradientSink
@@ -67,6 +68,7 @@ class ParameterReturn:
         split_master: bool,
         streamed: Store | None = None,
     ) -> None:
+        self._layout = layout
         self._flats = flats
         self._streamed = streamed
         self.lands: Callable[[Chunk, Tensor], None] = lambda chunk, values: None
@@ -145,6 +147,16 @@ class ParameterReturn:
             if not self._in_place(chunk):
                 self._clear_gaps(chunk)
         self._copies.clear()
+
+    def abandon(self) -> None:
+        """Waits for copies under way, successful or not; what rests in the memory of gradients is dropped."""
+        for _, copy, _ in self._copies:
+            with suppress(OffloadError):
+                copy.wait()
+        self._copies.clear()
+        if not self.direct and self._streamed is None:
+            for chunk in self._layout.chunks:
+                self._clear_gaps(chunk)
 
     def _clear_gaps(self, chunk: Chunk) -> None:
         """The next gradients overwrite all that rested there but the gaps, which are zeros by contract."""
@@ -253,6 +265,16 @@ class Step:
             with self._timeline.waiting("wait for Adam", chunk=chunk.index, tier="cpu"):
                 wait([done])
         done.result()
+
+    def abandon(self) -> None:
+        """Forgets the step under way, and its failure; what has begun ends first."""
+        works = [work.done for queued in self._pending.values() for work in queued if work.done is not None]
+        for done in works:
+            done.cancel()
+        wait(works)
+        self._pending = {}
+        self._failure = None
+        self._returned.abandon()
 
     def close(self) -> None:
         """Ends the worker; what it has not begun is dropped."""

@@ -131,7 +131,7 @@ def place(layout: Layout, config: Config, *, direct: bool) -> Placement:
         budget_bytes=budget,
         read_bytes=sum(streamed) + read,
         written_bytes=sum(streamed) + written,
-        disk_bytes=file_bytes(slot_records(layout, config), 1) if config.tier == "nvme" else 0,
+        disk_bytes=file_bytes(slot_records(layout, config), config.places, len(sizes)) if config.tier == "nvme" else 0,
         device_bytes=_device_bytes(layout, config),
         params=_params_pool(layout, config),
         grads=_grads_pool(layout, config),

@@ -60,3 +60,7 @@ class ResidencyTable:
             legal = ", ".join(sorted(state.value for state in _LEGAL[now]))
             raise StateError(f"chunk {chunk} is {now.value} and cannot become {to.value}, only {legal}")
         self._states[chunk] = to
+
+    def reset(self, chunk: int, to: Residency) -> None:
+        """Whatever it was: for a return to the last commit, when nobody uses the chunk."""
+        self._states[chunk] = to

@@ -9,7 +9,8 @@ A slot is one page of header (see `_HEADER`), then the arrays of the chunk's rec
 pages: master, exp_avg and exp_avg_sq, fp32; with a split master its low halves, 16 bits each, in place of the first,
 and the superblock's "chunks" have "itemsizes": bytes an element of each array. The header carries run id, chunk, step,
 element count and the XXH3-64 of what follows it, and ends with the XXH3-64 of itself. `places` slots a chunk, all of
-place 0 first: with two, the new version of a chunk goes beside the committed one.
+place 0 first: with two, the new version of a chunk goes beside the committed one. What is never committed, gradients
+and parameters in slots, follows with one place each; where a run commits, "chunks" are the others alone.
 
 A file belongs to the process that holds its flock. It is never shortened, and never deleted here.
 """
@@ -18,10 +19,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
-import mmap
 import os
+import re
 import secrets
 import stat
 import struct
@@ -36,9 +36,10 @@ import torch
 import xxhash
 from torch import Tensor
 
-from offload.errors import BudgetError, CorruptionError, PathError, PathInUseError, ResumeError
+from offload.errors import CorruptionError, PathError, ResumeError
 from offload.io.engine import IOEngine, IOFile, IOFuture
-from offload.sizes import PAGE_BYTES, format_bytes, round_up
+from offload.sizes import PAGE_BYTES, round_up
+from offload.store.claim import first_page, lock, page, reserve
 from offload.timeline import Event, Timeline, drive_lanes
 
 FORMAT = 1
@@ -51,6 +52,7 @@ _DTYPES = {2: torch.int16, 4: torch.float32}
 SWAP_NAME = "offload-rank0.swap"
 COMMIT_NAME = "COMMIT"
 
+_MANIFEST = re.compile(r"manifest-\d+-rank\d+\.json")
 _MAGIC = b"offload swap\n\0\0\0"
 _SUPERBLOCK = struct.Struct("<16sIIQ")
 _HEADER = struct.Struct("<8sI16sQQQQ")  # magic, format, run id, chunk, step, elements, checksum of the payload
@@ -84,13 +86,16 @@ class Record(NamedTuple):
         return [buffer[start:end].view(_DTYPES[itemsize]) for itemsize, start, end in self.ranges()]
 
 
-def file_bytes(records: Sequence[Record], places: int) -> int:
-    """Bytes of the swap file."""
-    return PAGE_BYTES + places * sum(record.nbytes for record in records)
+def file_bytes(records: Sequence[Record], places: int, committed: int | None = None) -> int:
+    """Bytes of the swap file. Args: committed: how many records, the first ones, have all the places; None: all."""
+    both = records if committed is None else records[:committed]
+    return PAGE_BYTES + sum(record.nbytes for record in records) + (places - 1) * sum(record.nbytes for record in both)
 
 
-def check_directory(path: Path) -> None:
+def check_directory(path: Path, *, resumes: bool = False) -> None:
     """Whether `path` is, or can be made, the directory of a run; writes nothing.
+
+    Args: resumes: whether it may hold a commit.
 
     Raises: PathError, ResumeError.
     """
@@ -113,8 +118,27 @@ def check_directory(path: Path) -> None:
         raise PathError(errno.ENOTDIR, "is not a directory: give a directory for the swap files", str(path))
     if not os.access(path, os.W_OK | os.X_OK):
         raise PathError(errno.EACCES, "is not writable", str(path))
-    if (path / COMMIT_NAME).exists():
-        raise ResumeError(f"{path} holds a committed run, which this version cannot resume: choose another path")
+    if not resumes and holds_commit(path):
+        raise ResumeError(
+            f"{path} holds a committed run: give resume=True to continue it, choose another path, or remove it with "
+            f"`offload remove {path}`"
+        )
+
+
+def holds_commit(path: Path) -> bool:
+    """Whether a committed run has a file here. Its COMMIT record lies with the first of its files only."""
+    if os.path.lexists(path / COMMIT_NAME):
+        return True
+    try:
+        if not any(map(_MANIFEST.fullmatch, os.listdir(path))):
+            return False
+        # O_NONBLOCK: a FIFO put in the file's place must not hang us.
+        with open(os.open(path / SWAP_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            magic, _, length, _ = _SUPERBLOCK.unpack(file.read(_SUPERBLOCK.size))
+            known = json.loads(file.read(min(length, PAGE_BYTES)))
+        return bool(magic == _MAGIC and known["stripe"][0])
+    except (OSError, ValueError, TypeError, LookupError, struct.error):
+        return False
 
 
 class SlotFile:
@@ -122,7 +146,8 @@ class SlotFile:
 
     Args: directory: made with mode 0700 if missing; records: what each chunk of the run holds; places: slots a
     chunk; held: the chunks that lie here (None: all); run_id: 16 bytes, the same in all files of a run; stripe: which
-    of the run's files this is, of how many.
+    of the run's files this is, of how many; committed: how many of the chunks, the first ones, are committed and have
+    all the places; None: this run does not commit; resumes: the file is there, with this very superblock.
     Raises: PathError, PathInUseError, BudgetError (disk space), ResumeError. Nothing of another run is lost then.
     """
 
@@ -136,14 +161,21 @@ class SlotFile:
         held: Sequence[int] | None = None,
         run_id: bytes | None = None,
         stripe: tuple[int, int] = (0, 1),
+        committed: int | None = None,
+        resumes: bool = False,
         timeline: Timeline | None = None,
     ) -> None:
-        check_directory(directory)
+        check_directory(directory, resumes=resumes)
         self._records = tuple(records)
         self._held = tuple(range(len(self._records)) if held is None else held)
-        ends = accumulate((self._records[chunk].nbytes for chunk in self._held), initial=0)
-        *starts, self._place_bytes = ends
-        self._starts = dict(zip(self._held, starts, strict=True))
+        self._committed = committed
+        both = [chunk for chunk in self._held if committed is None or chunk < committed]
+        *starts, self._place_bytes = accumulate((self._records[chunk].nbytes for chunk in both), initial=0)
+        self._starts = dict(zip(both, starts, strict=True))
+        once = [chunk for chunk in self._held if chunk not in self._starts]
+        *starts, end = accumulate((self._records[chunk].nbytes for chunk in once), initial=places * self._place_bytes)
+        self._starts |= zip(once, starts, strict=True)
+        self._sealed: dict[int, int] = {}
         self._engine = engine
         self._timeline = timeline or Timeline()
         self._reads, self._writes, self._checksums = drive_lanes(stripe[0])
@@ -153,14 +185,20 @@ class SlotFile:
             if _made(directory):
                 undo.callback(_remove_if_empty, directory)
             is_new = not os.path.lexists(path)
+            if is_new and resumes:
+                raise ResumeError(f"{path}, a file of the committed run, is missing: was it moved or removed?")
             self._file = engine.open(str(path))
             undo.callback(self._file.close)
-            _lock(self._file)
+            lock(self._file)
             if is_new:
                 undo.callback(os.unlink, path)
             _require_ours(self._file)
-            _reserve(self._file, file_bytes([self._records[chunk] for chunk in self._held], places))
-            self._write_superblock(places, stripe)
+            block = self._superblock(places, stripe)
+            if resumes:
+                _require_same(self._file, block)
+            reserve(self._file, PAGE_BYTES + end)
+            if not resumes:
+                self._engine.write(self._file, 0, block).result()
             self._undo = undo.pop_all()
         # Checksums are taken beside the step and the transfers; XXH3 outruns any drive on one core.
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="offload-seal")
@@ -187,15 +225,8 @@ class SlotFile:
             data = memory_of(buffer)
             with self._timeline.event(self._checksums, "seal", chunk=chunk, size=len(data)):
                 _zero_padding(buffer, record)
-                head = _HEADER.pack(
-                    _HEADER_MAGIC,
-                    FORMAT,
-                    self._run_id,
-                    chunk,
-                    step,
-                    record.numel,
-                    xxhash.xxh3_64_intdigest(data[PAGE_BYTES:]),
-                )
+                checksum = self._sealed[chunk] = xxhash.xxh3_64_intdigest(data[PAGE_BYTES:])
+                head = _HEADER.pack(_HEADER_MAGIC, FORMAT, self._run_id, chunk, step, record.numel, checksum)
                 data[: len(head)] = head
                 data[len(head) : len(head) + _CHECKSUM.size] = _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head))
             moving = self._timeline.begin(self._writes, "write", chunk=chunk, size=len(data), tier="nvme")
@@ -205,8 +236,10 @@ class SlotFile:
         self._sealer.submit(_guarded(seal, written))
         return written
 
-    def read(self, chunk: int, buffer: Tensor, *, step: int, place: int = 0) -> IOFuture:
+    def read(self, chunk: int, buffer: Tensor, *, step: int, place: int = 0, checksum: int | None = None) -> IOFuture:
         """Reads a slot into `buffer` and checks that it is what `write(chunk, ..., step)` wrote.
+
+        Args: checksum: that its data have to have; None: the one in its header.
 
         The future raises CorruptionError if it is not, and the engine's errors.
         """
@@ -218,7 +251,7 @@ class SlotFile:
 
         def check() -> None:
             with self._timeline.event(self._checksums, "check", chunk=chunk, size=len(data)):
-                problem = self._problem(data, chunk, step)
+                problem = self._problem(data, chunk, step, checksum)
             if problem:
                 raise CorruptionError(problem, chunk=chunk, file=self.path, offset=offset)
             checked.set_result(len(data))
@@ -234,6 +267,14 @@ class SlotFile:
         self._engine.read(self._file, offset, data).add_done_callback(arrived)
         return checked
 
+    def checksum(self, chunk: int) -> int:
+        """The XXH3-64 of the slot's data that the last `write` of `chunk`, which has ended, wrote."""
+        return self._sealed[chunk]
+
+    def sync(self) -> IOFuture:
+        """Makes durable what was written before; see IOEngine.sync."""
+        return self._engine.sync(self._file)
+
     def close(self) -> None:
         """Waits for what is being sealed or checked. The engine's `close` frees the lock."""
         self._sealer.shutdown(wait=True)
@@ -246,7 +287,7 @@ class SlotFile:
     def _offset(self, chunk: int, place: int) -> int:
         return PAGE_BYTES + place * self._place_bytes + self._starts[chunk]
 
-    def _problem(self, data: memoryview, chunk: int, step: int) -> str | None:
+    def _problem(self, data: memoryview, chunk: int, step: int, wanted: int | None) -> str | None:
         head = bytes(data[: _HEADER.size])
         (own,) = _CHECKSUM.unpack_from(data, _HEADER.size)
         if xxhash.xxh3_64_intdigest(head) != own:
@@ -258,23 +299,28 @@ class SlotFile:
             return f"the slot was written by run {run_id.hex()}, not by this one"
         if (found_chunk, found_step) != (chunk, step):
             return f"expected chunk {chunk} of step {step}, found chunk {found_chunk} of step {found_step}"
+        if wanted is not None and checksum != wanted:
+            return "the slot is not the one that was committed"
         if xxhash.xxh3_64_intdigest(data[PAGE_BYTES:]) != checksum:
             return "the slot's data does not match its checksum"
         return None
 
-    def _write_superblock(self, places: int, stripe: tuple[int, int]) -> None:
-        chunks: dict[str, Any] = {"held": self._held, "numels": [record.numel for record in self._records]}
-        if any(record.itemsizes != WHOLE for record in self._records):
-            chunks["itemsizes"] = [record.itemsizes for record in self._records]
-        known = {"run_id": self._run_id.hex(), "places": places, "stripe": stripe, "commits": False}
+    def _superblock(self, places: int, stripe: tuple[int, int]) -> memoryview:
+        commits = self._committed is not None
+        records = self._records[: self._committed]
+        held = [chunk for chunk in self._held if chunk < len(records)]
+        chunks: dict[str, Any] = {"held": held, "numels": [record.numel for record in records]}
+        if any(record.itemsizes != WHOLE for record in records):
+            chunks["itemsizes"] = [record.itemsizes for record in records]
+        known = {"run_id": self._run_id.hex(), "places": places, "stripe": stripe, "commits": commits}
         text = json.dumps(known | {"chunks": chunks}).encode()
         if _SUPERBLOCK.size + len(text) > PAGE_BYTES:
             digest = xxhash.xxh3_64_hexdigest(json.dumps(chunks).encode())
             text = json.dumps(known | {"chunks": {"xxh3": digest}}).encode()
-        block = _page()
+        block = page()
         head = _SUPERBLOCK.pack(_MAGIC, FORMAT, len(text), xxhash.xxh3_64_intdigest(text))
         block[: len(head) + len(text)] = head + text
-        self._engine.write(self._file, 0, block).result()
+        return block
 
 
 def new_run_id() -> bytes:
@@ -318,11 +364,6 @@ def _guarded(work: Callable[[], None], future: IOFuture) -> Callable[[], None]:
     return run
 
 
-def _page() -> memoryview:
-    """A page of zeros, aligned for O_DIRECT."""
-    return memoryview(mmap.mmap(-1, PAGE_BYTES))
-
-
 def _made(directory: Path) -> bool:
     """Makes `directory`; whether it was missing. Raises: PathError."""
     try:
@@ -339,49 +380,16 @@ def _remove_if_empty(directory: Path) -> None:
         directory.rmdir()
 
 
-def _lock(file: IOFile) -> None:
-    try:
-        fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            raise PathError(error.errno, f"cannot be locked: {error.strerror}", file.path) from error
-        raise PathInUseError(
-            errno.EBUSY, "a live run holds this path: close it, or give each run a path of its own", file.path
-        ) from error
-    if os.fstat(file.fd).st_nlink == 0:
-        raise PathInUseError(errno.EBUSY, "another run has just removed this file: try again", file.path)
-
-
 def _require_ours(file: IOFile) -> None:
     """An empty or blank file is new; one with our magic was left by a run that committed nothing, and is reused."""
-    start = _page()
-    try:
-        os.preadv(file.fd, [start], 0)
-    except OSError as error:
-        raise PathError(error.errno, f"cannot be read: {error.strerror}", file.path) from error
+    start = first_page(file)
     if start[: len(_MAGIC)] != _MAGIC and any(start):
         raise PathError(errno.EEXIST, "is no swap file of this library: move it, or choose another path", file.path)
 
 
-def _reserve(file: IOFile, needed: int) -> None:
-    """Allocates the file's blocks now: a full disk shows before training, not in it."""
-    info = os.fstat(file.fd)
-    os.fchmod(file.fd, 0o600)
-    disk = os.fstatvfs(file.fd)
-    available = disk.f_bavail * disk.f_frsize + info.st_blocks * 512
-    try:
-        if needed > available:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.posix_fallocate(file.fd, 0, needed)
-    except OSError as error:
-        # What was allocated before the disk was full goes back; what was there before stays.
-        os.ftruncate(file.fd, info.st_size)
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise PathError(error.errno, f"cannot reserve space: {error.strerror}", file.path) from error
-        raise BudgetError(
-            f"{file.path} needs {format_bytes(needed)} of disk and {format_bytes(available)} are free: "
-            "free some, or choose another path",
-            needed=needed,
-            available=available,
-            option="path",
-        ) from error
+def _require_same(file: IOFile, block: memoryview) -> None:
+    if first_page(file) != block:
+        raise ResumeError(
+            f"{file.path} is not the file that was committed here, or the directories are named in another order: give "
+            "them as the run had them"
+        )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -81,6 +81,17 @@ class Lease:
         return dict(zip(STATE_KINDS, self.arrays, strict=True))
 
 
+class Version(NamedTuple):
+    """Which content of a chunk is in its slot: the step it is the result of, and the slot's place.
+
+    checksum: what a commit says that its data have; None: what its header says.
+    """
+
+    step: int
+    place: int
+    checksum: int | None = None
+
+
 class _Use(NamedTuple):
     """One to come. stays: whether the chunk stays in RAM after it; is_fresh: it needs nothing of what was there."""
 
@@ -94,6 +105,7 @@ class Store:
 
     Args: records: what each chunk holds; kept: chunks that stay in RAM; in_flight: buffers for the others; slots:
     their swap file, None if all are kept, in which chunk 0 has slot `first`. The first lease of a chunk finds zeros.
+    A slot that `settle` or `reset` named is never written to: a chunk's new versions go to its other place.
     A failure of the disk is raised by the call that meets it and by every later one.
     """
 
@@ -117,7 +129,10 @@ class Store:
         self._free = [arena.carve(largest) for _ in range(in_flight if largest else 0)]
         self._waiting = max(len(self._free) - LEAST_IN_FLIGHT, 0)
         self._buffers = {chunk: arena.carve(self._records[chunk].nbytes) for chunk in sorted(kept)}
-        self._written_at: dict[int, int] = {}
+        self._at: dict[int, Version] = {}
+        self._committed: dict[int, int] = {}
+        # Kept chunks that are newer in RAM, and since which step.
+        self._newer: dict[int, int] = {}
         self._ahead: deque[_Use] = deque()
         self._order: tuple[_Use, ...] = ()
         self._used: list[tuple[int, bool]] = []
@@ -164,6 +179,45 @@ class Store:
             while self._moving and self._failure is None:
                 self._wait_for_transfer(next(iter(self._moving)))
             self._check()
+
+    def flush(self) -> dict[int, Version]:
+        """Writes what is newer in RAM, kept or not, and waits. Returns: which version of each chunk is in its slot.
+
+        Nothing may be leased meanwhile.
+        """
+        self.drain()
+        with self._changed:
+            for chunk, step in [*self._newer.items(), *self._unwritten.items()]:
+                self._write(chunk, step, Residency.CLEAN)
+        self.drain()
+        with self._changed:
+            return dict(self._at)
+
+    def settle(self, versions: Mapping[int, Version]) -> None:
+        """These, of `flush`, are committed now: their slots are not written to before the next call."""
+        with self._changed:
+            self._committed = {chunk: version.place for chunk, version in versions.items()}
+
+    def reset(self, versions: Mapping[int, Version]) -> None:
+        """Forgets RAM and failures: chunks are as their slots in `versions` have them, which are committed, or new.
+
+        Nothing may be leased. Kept chunks are read at once, in the background.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._moving)
+            self._failure = None
+            self._order = ()
+            for left in (self._ahead, self._used, self._staying, self._unwritten, self._owed, self._newer):
+                left.clear()
+            for chunk in range(len(self._records)):
+                self._table.reset(chunk, Residency.STORED if chunk in versions else Residency.EMPTY)
+                if chunk not in self._kept and chunk in self._buffers:
+                    self._free.append(self._buffers.pop(chunk))
+            self._at = dict(versions)
+            self._committed = {chunk: version.place for chunk, version in versions.items()}
+            for chunk in sorted(self._kept & versions.keys()):
+                self._read(chunk)
+            self._changed.notify_all()
 
     def check(self) -> None:
         """Raises the failure of a transfer in the background, if there was one."""
@@ -250,10 +304,15 @@ class Store:
         self._owed.discard(chunk)
         if lease.is_spent:
             self._table.move(chunk, Residency.EMPTY)
-            self._written_at.pop(chunk, None)
+            self._at.pop(chunk, None)
+            self._newer.pop(chunk, None)
             if chunk not in self._kept:
                 self._free.append(self._buffers.pop(chunk))
-        elif chunk not in self._kept and not (lease.dirty or is_owed) and chunk in self._written_at:
+        elif chunk in self._kept:
+            if lease.dirty or chunk not in self._at:
+                self._newer[chunk] = step
+            self._table.move(chunk, Residency.DIRTY if chunk in self._newer else Residency.CLEAN)
+        elif not (lease.dirty or is_owed) and chunk in self._at:
             self._table.move(chunk, Residency.CLEAN)
             if not is_staying:
                 self._drop(chunk)
@@ -261,7 +320,7 @@ class Store:
             self._table.move(chunk, Residency.DIRTY)
             if lease.is_unfinished or (is_owed and not lease.dirty):
                 self._unwritten[chunk] = step
-            elif chunk not in self._kept:
+            else:
                 self._write(chunk, step, Residency.CLEAN if is_staying else Residency.STORED)
         self._read_ahead()
         self._changed.notify_all()
@@ -296,17 +355,21 @@ class Store:
 
     def _read(self, chunk: int) -> None:
         self._table.move(chunk, Residency.READING)
-        self._buffers[chunk] = self._free.pop()
+        if chunk not in self._kept:
+            self._buffers[chunk] = self._free.pop()
+        at = self._at[chunk]
         with self._failing():
-            future = self._swap.read(self._first + chunk, self._bytes(chunk), step=self._written_at[chunk])
+            future = self._swap.read(self._first + chunk, self._bytes(chunk), **at._asdict())
         self._follow(future, chunk, Residency.CLEAN, "nvme_read_bytes")
 
     def _write(self, chunk: int, step: int, then: Residency) -> None:
         self._unwritten.pop(chunk, None)
+        self._newer.pop(chunk, None)
         self._table.move(chunk, Residency.WRITING)
-        self._written_at[chunk] = step
+        place = 1 - self._committed[chunk] if chunk in self._committed else 0
+        self._at[chunk] = Version(step, place)
         with self._failing():
-            future = self._swap.write(self._first + chunk, self._bytes(chunk), step=step)
+            future = self._swap.write(self._first + chunk, self._bytes(chunk), step=step, place=place)
         self._follow(future, chunk, then, "nvme_written_bytes")
 
     @contextmanager

@@ -32,8 +32,10 @@ def assign(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
 class Stripes:
     """The slots of all chunks, found by chunk.
 
-    Args: directories: one or more, all different; weights: their bandwidths; records: what each chunk holds; kept: those that
-    seldom move.
+    Args: directories: one or more, all different; weights: their bandwidths; records: what each chunk holds; kept:
+    those that seldom move; places, committed: as SlotFile; resumed: the files of this run are there: its id, and the
+    path of each committed chunk.
+    Attributes: run_id, 16 bytes; chosen: the number of each chunk's directory.
     Raises: as SlotFile, naming the directory; then nothing is left behind in any of them.
     """
 
@@ -45,11 +47,18 @@ class Stripes:
         records: Sequence[Record],
         timeline: Timeline | None = None,
         kept: Collection[int] = (),
+        *,
+        places: int = 1,
+        committed: int | None = None,
+        resumed: tuple[bytes, Sequence[int]] | None = None,
     ) -> None:
         for directory in directories:
-            check_directory(directory)
+            check_directory(directory, resumes=resumed is not None)
         chosen = assign([record.nbytes for record in records], weights)
-        run_id = new_run_id()
+        if resumed is not None:
+            chosen[: len(resumed[1])] = resumed[1]
+        self.run_id = new_run_id() if resumed is None else resumed[0]
+        self.chosen = tuple(chosen)
         self._files: list[SlotFile] = []
         self._of: dict[int, SlotFile] = {}
         with ExitStack() as undo:
@@ -58,7 +67,18 @@ class Stripes:
                 held = [chunk for chunk, path in enumerate(chosen) if path == number]
                 held.sort(key=lambda chunk: chunk in kept)
                 stripe = (number, len(directories))
-                file = SlotFile(engine, directory, records, held=held, run_id=run_id, stripe=stripe, timeline=timeline)
+                file = SlotFile(
+                    engine,
+                    directory,
+                    records,
+                    places,
+                    held=held,
+                    run_id=self.run_id,
+                    stripe=stripe,
+                    committed=committed,
+                    resumes=resumed is not None,
+                    timeline=timeline,
+                )
                 undo.callback(file.abandon)
                 self._files.append(file)
                 self._of |= dict.fromkeys(held, file)
@@ -69,13 +89,22 @@ class Stripes:
         """The swap files."""
         return tuple(file.path for file in self._files)
 
-    def write(self, chunk: int, buffer: Tensor, *, step: int) -> IOFuture:
+    def write(self, chunk: int, buffer: Tensor, *, step: int, place: int = 0) -> IOFuture:
         """See SlotFile.write."""
-        return self._of[chunk].write(chunk, buffer, step=step)
+        return self._of[chunk].write(chunk, buffer, step=step, place=place)
 
-    def read(self, chunk: int, buffer: Tensor, *, step: int) -> IOFuture:
+    def read(self, chunk: int, buffer: Tensor, *, step: int, place: int = 0, checksum: int | None = None) -> IOFuture:
         """See SlotFile.read."""
-        return self._of[chunk].read(chunk, buffer, step=step)
+        return self._of[chunk].read(chunk, buffer, step=step, place=place, checksum=checksum)
+
+    def checksum(self, chunk: int) -> int:
+        """See SlotFile.checksum."""
+        return self._of[chunk].checksum(chunk)
+
+    def sync(self) -> None:
+        """Makes durable, in all files, what was written before. Raises: TierIOError; nothing after that is trusted."""
+        for future in [file.sync() for file in self._files]:
+            future.result()
 
     def close(self) -> None:
         for file in self._files:

@@ -18,13 +18,17 @@ OPTIONS = {
     "train": {
         "--preset", "--steps", "--batch", "--seq", "--lr", "--accumulation", "--tier", "--path", "--keep",
         "--cpu-memory", "--chunk", "--threads", "--seed", "--data", "--out", "--timeline", "--json",
-        "--param-tier", "--grad-tier", "--sample",
+        "--param-tier", "--grad-tier", "--sample", "--commit-every", "--resume",
     },
     "plan": {
         "--preset", "--layers", "--width", "--accumulation", "--tier", "--cpu-memory", "--chunk", "--split-master",
         "--json", "--param-tier", "--grad-tier",
     },
     "doctor": {"--path", "--json"},
+    "inspect": {"paths", "--json"},
+    "verify": {"paths", "--threads", "--json"},
+    "export": {"paths", "--kind", "--fp32", "--json"},
+    "remove": {"paths", "--yes", "--json"},
     "bench io": {"paths", "--size", "--rounds", "--quick", "--tbw", "--json", "--out"},
     "bench adam": {"--n", "--threads", "--rounds", "--json", "--out"},
     "bench step": {"--n", "--rounds", "--path", "--budgets", "--split-master", "--json", "--out"},

@@ -1,0 +1,234 @@
+"""The one decision: which manifests are the committed ones.
+
+Order of a commit: the swap files are synced; every rank writes its manifest (`write_manifest`), durable when the call
+returns; then rank 0 writes the COMMIT record with the digests of all of them (`write_commit`). That decides. Whatever
+is cut off before leaves the commit before; once the call has returned the new one is found, whatever happens then.
+Only after that may a rank clear away its older manifests (`remove_superseded`) and let go of the older slots.
+
+[Note: COMMIT format 1]
+Two lines: {"schema": "offload commit", "version": 1, "run_id", "step", "manifests": [[bytes, XXH3-128] of each rank's
+manifest, by rank]}, spelled as `strict.canonical` spells it, and the XXH3-128 of that line.
+
+If `write_commit` raises, the older commit is what is found, with one exception: when renaming or the sync of the
+directory failed, either may be. Then nothing of either may be overwritten by this process.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from torch import Tensor
+
+from offload.checkpoint import extra as extra_state
+from offload.checkpoint.files import ASIDE, LOCAL, Files, failing, put_in_place, read_whole, sync_directory, write_aside
+from offload.checkpoint.manifest import (
+    MAX_BYTES,
+    MAX_WORLD,
+    Digest,
+    Manifest,
+    parse,
+    parse_digest,
+    serialise,
+)
+from offload.checkpoint.strict import canonical, digest, load, require_schema
+from offload.checkpoint.tensors import Entry, stream
+from offload.errors import ConfigError, CorruptionError, OffloadError
+from offload.store.slots import COMMIT_NAME
+
+SCHEMA = "offload commit"
+VERSION = 1
+MAX_COMMIT_BYTES = 4 << 20
+MAX_TENSORS_BYTES = 16 << 30
+"""Of the tensors in the user's extra state: they are read as one."""
+
+_OURS = re.compile(r"(?:manifest|extra)-(0|[1-9]\d{0,18})-rank(0|[1-9]\d{0,4})\.(?:json|safetensors)(?:\.new)?")
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What was decided: run (32 hex digits), step, and the manifest of each rank."""
+
+    run_id: str
+    step: int
+    manifests: tuple[Digest, ...]
+
+
+def manifest_name(step: int, rank: int) -> str:
+    return f"manifest-{step}-rank{rank}.json"
+
+
+def tensors_name(step: int, rank: int) -> str:
+    """The file with the tensors of the user's extra state."""
+    return f"extra-{step}-rank{rank}.safetensors"
+
+
+def write_manifest(directory: Path, manifest: Manifest, extra: object = None, files: Files = LOCAL) -> Digest:
+    """Writes the rank's manifest, and what the user gives along; durable when it returns.
+
+    Args: extra: anything that `extra.encode` takes; `manifest.extra` and `manifest.tensors` are filled in here.
+    Returns: what the COMMIT record has to say of the manifest.
+    Raises: ConfigError naming the part of `extra` that cannot be stored, before anything is written; TierIOError.
+    """
+    structure, tensors = extra_state.encode(extra)
+    _check(replace(manifest, extra=structure, tensors=None))
+    if sum(tensor.nbytes for tensor in tensors) > MAX_TENSORS_BYTES // 2:
+        raise ConfigError(f"the tensors in extra are larger than {MAX_TENSORS_BYTES // 2} bytes: save them elsewhere")
+    found = None
+    if tensors:
+        path = directory / tensors_name(manifest.step, manifest.rank)
+        found = write_aside(files, path, stream([_entry(number, tensor) for number, tensor in enumerate(tensors)]))
+        put_in_place(files, path)
+    path = directory / manifest_name(manifest.step, manifest.rank)
+    written = write_aside(files, path, [serialise(replace(manifest, extra=structure, tensors=found))])
+    put_in_place(files, path)
+    sync_directory(files, directory)
+    return written
+
+
+def write_commit(directory: Path, commit: Commit, files: Files = LOCAL) -> None:
+    """Makes `commit` the one that is found, durably. Raises: TierIOError; see [Note: COMMIT format 1]."""
+    line = canonical(
+        {
+            "schema": SCHEMA,
+            "version": VERSION,
+            "run_id": commit.run_id,
+            "step": commit.step,
+            "manifests": [[manifest.size, manifest.xxh3] for manifest in commit.manifests],
+        }
+    )
+    data = line + digest(line).encode() + b"\n"
+    parse_commit(data, COMMIT_NAME)
+    path = directory / COMMIT_NAME
+    write_aside(files, path, [data])
+    put_in_place(files, path)
+    sync_directory(files, directory)
+
+
+def read_commit(directory: Path, files: Files = LOCAL) -> Commit | None:
+    """The last commit in `directory`; None if there is none.
+
+    Raises: CorruptionError, ResumeError (a newer version's), PathError, TierIOError.
+    """
+    path = directory / COMMIT_NAME
+    data = read_whole(files, path, MAX_COMMIT_BYTES)
+    return None if data is None else parse_commit(data, str(path))
+
+
+def parse_commit(data: bytes, file: str = COMMIT_NAME) -> Commit:
+    """The record that `data` spells. Raises: CorruptionError naming `file`, ResumeError (a newer version's)."""
+    end = data.find(b"\n") + 1
+    line, seal = data[:end], data[end:]
+    if seal != digest(line).encode() + b"\n":
+        raise CorruptionError("is damaged: it does not match its checksum", file=file)
+    root = load(line, file, MAX_COMMIT_BYTES)
+    require_schema(root, SCHEMA, VERSION)
+    _, _, run_id, step, manifests = root.fields("schema", "version", "run_id", "step", "manifests")
+    found = tuple(parse_digest(node) for node in manifests.items(MAX_WORLD))
+    if not found:
+        manifests.refuse("names no manifest")
+    commit = Commit(run_id.hex(32), step.integer(), found)
+    if canonical(root.value) != line:
+        root.refuse("is spelled in another way than this library spells it")
+    return commit
+
+
+def read_manifest(directory: Path, commit: Commit, rank: int, files: Files = LOCAL) -> Manifest:
+    """The manifest of `rank` that `commit` names.
+
+    Raises: CorruptionError if it is missing or another, ResumeError, PathError, TierIOError.
+    """
+    path = directory / manifest_name(commit.step, rank)
+    data = _read_exactly(files, path, commit.manifests[rank], MAX_BYTES)
+    manifest = parse(data, str(path))
+    found = (manifest.run_id, manifest.step, manifest.rank, manifest.world)
+    if found != (commit.run_id, commit.step, rank, len(commit.manifests)):
+        raise CorruptionError("is of another run, step or rank than its name and the COMMIT record say", file=str(path))
+    return manifest
+
+
+def read_extra(directory: Path, manifest: Manifest, files: Files = LOCAL) -> object:
+    """What the user gave with the commit; tensors on the CPU. Raises: CorruptionError, PathError, TierIOError."""
+    tensors: dict[str, Tensor] = {}
+    path = directory / tensors_name(manifest.step, manifest.rank)
+    if manifest.tensors is not None:
+        data = _read_exactly(files, path, manifest.tensors, MAX_TENSORS_BYTES)
+        try:
+            tensors = load_tensors(data)
+        except (SafetensorError, KeyError, ValueError) as error:
+            raise CorruptionError(f"holds no tensors: {error}", file=str(path)) from error
+    name = directory / manifest_name(manifest.step, manifest.rank)
+    return extra_state.decode(manifest.extra, tensors, str(name))
+
+
+def remove_superseded(directory: Path, commit: Commit, rank: int, files: Files = LOCAL) -> None:
+    """Clears away what `rank` wrote for other commits than `commit`, which has to be durable.
+
+    Everything else in `directory` stays, whatever its name. Raises: TierIOError.
+    """
+    with failing("read", directory):
+        names = files.names(directory)
+    for name in names:
+        match = _OURS.fullmatch(name)
+        if match is None or int(match[2]) != rank or (int(match[1]) == commit.step and not name.endswith(ASIDE)):
+            continue
+        with failing("remove", directory / name):
+            files.remove(directory / name)
+
+
+def _check(manifest: Manifest) -> None:
+    """What could not be read back is never committed. Raises: ConfigError."""
+    try:
+        parse(serialise(manifest), "the manifest to be written")
+    except (OffloadError, ValueError) as error:
+        raise ConfigError(f"this run cannot be committed: {error}") from error
+
+
+def _entry(number: int, tensor: Tensor) -> Entry:
+    def pieces() -> Iterable[memoryview]:
+        yield extra_state.memory_of(tensor)
+
+    return Entry(str(number), tensor.dtype, tuple(tensor.shape), pieces)
+
+
+def _read_exactly(files: Files, path: Path, expected: Digest, limit: int) -> bytes:
+    if expected.size > limit:
+        raise CorruptionError(f"{expected.size} bytes are too many, {limit} are allowed", file=str(path))
+    data = read_whole(files, path, expected.size)
+    if data is None:
+        raise CorruptionError("is missing: was it moved or removed?", file=str(path))
+    if len(data) != expected.size or digest(data) != expected.xxh3:
+        raise CorruptionError("is not the file that was committed", file=str(path))
+    return data
+
+
+def agree(manifests: Sequence[Manifest], file: str) -> None:
+    """Whether the manifests of all ranks, by rank, describe one model of which each rank owns its stretch.
+
+    Args: file: what to name in the error. Raises: CorruptionError.
+    """
+    first = manifests[0]
+    for manifest in manifests[1:]:
+        same = (
+            manifest.parameters == first.parameters
+            and manifest.groups == first.groups
+            and manifest.compute_dtype == first.compute_dtype
+            and manifest.split_master == first.split_master
+            and [flat.numel for flat in manifest.flats] == [flat.numel for flat in first.flats]
+            and [(flat.params, flat.offsets) for flat in manifest.flats]
+            == [(flat.params, flat.offsets) for flat in first.flats]
+        )
+        if not same:
+            raise CorruptionError(f"the manifests of ranks 0 and {manifest.rank} describe different models", file=file)
+    for number, flat in enumerate(first.flats):
+        end = 0
+        for start, stop in sorted(manifest.flats[number].owned for manifest in manifests):
+            if start != end:
+                raise CorruptionError(f"flat {number}: its ranks do not own it all, once", file=file)
+            end = stop
+        if end != flat.numel:
+            raise CorruptionError(f"flat {number}: nobody owns it from element {end} on", file=file)

@@ -1,0 +1,148 @@
+"""Weights as others read them: safetensors, in shards with an index, written in constant memory.
+
+The names and the index are those that `from_pretrained` of transformers and `safetensors.safe_open` expect. Files are
+written aside and synced, all of them, and then renamed, the index last: a folder cut off in between has no index and
+no name that a reader would take for the whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from offload.checkpoint.files import ASIDE, LOCAL, Files, failing, put_in_place, sync_directory, write_aside
+from offload.checkpoint.strict import canonical
+from offload.checkpoint.tensors import DTYPES, Entry, aligned, stream
+from offload.errors import BudgetError, ConfigError, PathError
+from offload.sizes import GIB, format_bytes
+
+SHARD_BYTES = 5 * GIB
+METADATA = {"format": "pt"}
+
+
+def export(
+    directory: Path,
+    entries: Iterable[Entry],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    stem: str = "model",
+    files: Files = LOCAL,
+) -> tuple[Path, ...]:
+    """Writes `entries` to `directory`, made if its parent exists, and returns the files.
+
+    Args: entries: the tensors; their `pieces` are asked for one after the other, in this order but for wider dtypes
+    first in a shard; shard_bytes: most bytes of tensors a file, one larger tensor has a file of its own; stem:
+    "model" gives model.safetensors, or model-00001-of-00003.safetensors and so on with model.safetensors.index.json.
+    Other files in `directory` stay; a finished export of this stem is never overwritten.
+    Raises: PathError (taken, not a directory), BudgetError (disk space), ConfigError (names, dtypes) before anything
+    is written; TierIOError, and what `pieces` raises, after which nothing of this export is left.
+    """
+    shards = _shards(_checked(entries), shard_bytes)
+    total = sum(entry.nbytes for shard in shards for entry in shard)
+    names = _names(stem, len(shards))
+    index = f"{stem}.safetensors.index.json"
+    made = _make(directory)
+    done: list[Path] = []
+    placed: list[Path] = []
+    try:
+        _require_free(directory, stem)
+        _require_space(directory, total)
+        # One shard's tensors are streamed before the next one's are asked for.
+        for name, shard in zip(names, shards, strict=True):
+            done.append(directory / name)
+            write_aside(files, directory / name, stream(aligned(shard), METADATA))
+        if len(shards) > 1:
+            done.append(directory / index)
+            write_aside(files, directory / index, [_index(total, names, shards)])
+        for path in done:
+            put_in_place(files, path)
+            placed.append(path)
+        sync_directory(files, directory)
+    except BaseException:
+        for path in (*placed, *(path.with_name(path.name + ASIDE) for path in done)):
+            with contextlib.suppress(OSError):
+                files.remove(path)
+        if made:
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+        raise
+    return tuple(done)
+
+
+def _checked(entries: Iterable[Entry]) -> list[Entry]:
+    found: dict[str, Entry] = {}
+    for entry in entries:
+        if entry.name in found or entry.name == "__metadata__":
+            raise ConfigError(f"the tensor name {entry.name!r} cannot be exported: it stands twice, or is reserved")
+        if entry.dtype not in DTYPES:
+            raise ConfigError(f"{entry.name} is {entry.dtype}, which safetensors has no name for: choose another dtype")
+        found[entry.name] = entry
+    return [*found.values()]
+
+
+def _shards(entries: Sequence[Entry], most: int) -> list[list[Entry]]:
+    """Consecutive entries of at most `most` bytes together, or a single one; at least one shard."""
+    if most < 1:
+        raise ConfigError(f"shard_bytes={most}: give a number of bytes, at least 1")
+    shards: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        if shards[-1] and size + entry.nbytes > most:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += entry.nbytes
+    return shards
+
+
+def _names(stem: str, count: int) -> list[str]:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", stem):
+        raise ConfigError(f"stem={stem!r} cannot begin a file's name: give letters, digits, dots and dashes")
+    if count == 1:
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+
+
+def _index(total: int, names: Sequence[str], shards: Sequence[Sequence[Entry]]) -> bytes:
+    places = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
+    return canonical({"metadata": {"total_size": total}, "weight_map": {**places}})
+
+
+def _make(directory: Path) -> bool:
+    try:
+        directory.mkdir()
+    except FileExistsError:
+        if not directory.is_dir():
+            raise PathError(errno.ENOTDIR, "is not a directory: give one to export to", str(directory)) from None
+        return False
+    except OSError as error:
+        raise PathError(error.errno, f"cannot be made: {error.strerror}", str(directory)) from error
+    return True
+
+
+def _require_free(directory: Path, stem: str) -> None:
+    taken = re.compile(rf"{re.escape(stem)}(?:-\d+-of-\d+)?\.safetensors(?:\.index\.json)?")
+    with failing("read", directory):
+        names = sorted(name for name in os.listdir(directory) if taken.fullmatch(name))
+    if names:
+        raise PathError(
+            errno.EEXIST, "is there already: export to another directory, or remove it", str(directory / names[0])
+        )
+
+
+def _require_space(directory: Path, needed: int) -> None:
+    with failing("read", directory):
+        disk = os.statvfs(directory)
+    available = disk.f_bavail * disk.f_frsize
+    if needed > available:
+        raise BudgetError(
+            f"{directory} needs {format_bytes(needed)} of disk and {format_bytes(available)} are free: free some, or "
+            "export to another directory",
+            needed=needed,
+            available=available,
+            option="directory",
+        )

@@ -1,0 +1,302 @@
+"""What is committed in the directories of a run, read without changing anything: to inspect, verify, export, reshard.
+
+Nothing is given out before the checksum of the whole slot it lies in has been compared with the manifest's, which the
+COMMIT record vouches for. Memory: one slot, or a few pieces of PIECE_BYTES when verifying.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn, Self
+
+import torch
+import xxhash
+from torch import Tensor
+
+from offload.checkpoint.blocks import Slot, committed_slots, header_problem, parse_header, superblock_problem
+from offload.checkpoint.commit import Commit, agree, manifest_name, read_commit, read_extra, read_manifest
+from offload.checkpoint.manifest import Manifest, ParameterFacts
+from offload.checkpoint.swapfile import SwapFile, aligned_memory
+from offload.errors import ConfigError, CorruptionError, OffloadError, ResumeError
+from offload.sizes import MIB, PAGE_BYTES
+from offload.store.slots import STATE_KINDS
+
+PIECE_BYTES = 4 * MIB
+"""A read while verifying: enough for any drive at full speed."""
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """What is stored of one parameter. nbytes: of its states in the slots; chunks: (rank, chunk) that hold it."""
+
+    facts: ParameterFacts
+    nbytes: int
+    chunks: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Verified:
+    """One slot was looked at. nbytes: of the slot; error: what is wrong with it, None if nothing is."""
+
+    rank: int
+    chunk: int
+    nbytes: int
+    error: OffloadError | None
+
+
+@dataclass(frozen=True)
+class Range:
+    """`numel` elements of a parameter from `param_offset`, in `chunk` of `rank` from `chunk_offset`."""
+
+    rank: int
+    chunk: int
+    chunk_offset: int
+    param_offset: int
+    numel: int
+
+
+def swap_name(rank: int) -> str:
+    return f"offload-rank{rank}.swap"
+
+
+class Reader:
+    """The last commit in the directories `paths` of a run, in any order.
+
+    COMMIT and manifests are read at once. The swap files are opened and locked (shared: several readers may, but no
+    run can write meanwhile) when the first slot is asked for. Not for several threads at a time.
+
+    Attributes: commit; manifests, by rank.
+    Raises: ResumeError (no commit, a directory is missing, a newer version's), CorruptionError, PathError,
+    PathInUseError (a live run, from `verify` and `read` on), TierIOError.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = tuple(paths)
+        self._files: dict[tuple[int, int], SwapFile] = {}
+        self._undo = ExitStack()
+        self._buffer = aligned_memory(0)
+        self._loaded: tuple[int, int] | None = None
+        self._home, self.commit = self._find_commit()
+        try:
+            self.manifests = self._read_manifests()
+        except CorruptionError:
+            # A live run may have committed since, and have cleared the manifests away that this was to read.
+            if self._find_commit() == (self._home, self.commit):
+                raise
+            self._home, self.commit = self._find_commit()
+            self.manifests = self._read_manifests()
+        self._slots = [committed_slots(manifest) for manifest in self.manifests]
+        self._names = {param.name: number for number, param in enumerate(self.manifests[0].parameters)}
+        self._of_flat: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        for rank, manifest in enumerate(self.manifests):
+            for chunk, facts in enumerate(manifest.chunks):
+                self._of_flat[facts.flat].append((rank, chunk))
+        for chunks in self._of_flat.values():
+            chunks.sort(key=lambda at: self.manifests[at[0]].chunks[at[1]].start)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the files, which frees their lock. May be called again."""
+        self._files.clear()
+        self._loaded = None
+        self._undo.close()
+
+    def extra(self, rank: int = 0) -> object:
+        """What the user committed along with `rank`."""
+        directory = self._directory_of(manifest_name(self.commit.step, rank))
+        return read_extra(directory, self.manifests[rank])
+
+    def tensors(self) -> list[Tensors]:
+        """The parameters, in their order, for a table."""
+        found = []
+        for name, number in self._names.items():
+            facts = self.manifests[0].parameters[number]
+            ranges = self.ranges(name)
+            sizes = [self._slots[part.rank][part.chunk].arrays.values() for part in ranges]
+            nbytes = sum(
+                part.numel * sum(itemsize for itemsize, _ in arrays) for part, arrays in zip(ranges, sizes, strict=True)
+            )
+            found.append(Tensors(facts, nbytes, tuple((part.rank, part.chunk) for part in ranges)))
+        return found
+
+    def ranges(self, name: str) -> list[Range]:
+        """Where the elements of a parameter lie, in the order of its memory."""
+        number = self._number(name)
+        flat, offset = self.manifests[0].homes[number]
+        end = offset + self.manifests[0].parameters[number].numel
+        found = []
+        for rank, chunk in self._of_flat[flat]:
+            facts = self.manifests[rank].chunks[chunk]
+            first, last = max(offset, facts.start), min(end, facts.start + facts.numel)
+            if first < last:
+                found.append(Range(rank, chunk, first - facts.start, first - offset, last - first))
+        return found
+
+    def pieces(self, name: str, kind: str) -> Iterator[Tensor]:
+        """The elements of a state of a parameter, in the order of its memory, fp32, as 1-D tensors end to end.
+
+        Args: kind: one of STATE_KINDS. A piece is valid until the next one is asked for. Whoever goes through the
+        parameters in the order of the flats reads every slot once.
+        """
+        if kind not in STATE_KINDS:
+            raise ConfigError(f"kind={kind!r}: choose one of {', '.join(STATE_KINDS)}")
+        for part in self.ranges(name):
+            itemsize, start = self._slots[part.rank][part.chunk].arrays[kind]
+            if itemsize != 4:
+                raise ResumeError(f"{name}: its {kind} was committed in halves, which this version cannot join")
+            self._load(part.rank, part.chunk)
+            first = start + 4 * part.chunk_offset
+            yield self._buffer[first : first + 4 * part.numel].view(torch.float32)
+
+    def read(self, name: str, kind: str) -> Tensor:
+        """A state of a parameter, an fp32 CPU tensor of its shape, row-major; a copy."""
+        facts = self.manifests[0].parameters[self._number(name)]
+        line = torch.empty(facts.numel, dtype=torch.float32, device="cpu")
+        filled = 0
+        for piece in self.pieces(name, kind):
+            line[filled : filled + len(piece)] = piece
+            filled += len(piece)
+        return in_shape(line, facts)
+
+    def verify(self, threads: int = 4) -> Iterator[Verified]:
+        """Reads every committed slot and compares it with its checksum, `threads` at a time, in the order of the run.
+
+        Goes on after an error: what it yields says what is wrong with a slot. Memory: `threads` x PIECE_BYTES.
+        """
+        self._open()
+        work = ((rank, slot) for rank, slots in enumerate(self._slots) for slot in slots)
+        buffers = deque(aligned_memory(PIECE_BYTES) for _ in range(threads))
+        with ThreadPoolExecutor(threads, thread_name_prefix="offload-verify") as pool:
+            running: deque[Future[Verified]] = deque()
+            while True:
+                for rank, slot in islice(work, 2 * threads - len(running)):
+                    running.append(pool.submit(self._verify_one, rank, slot, buffers))
+                if not running:
+                    return
+                yield running.popleft().result()
+
+    def _verify_one(self, rank: int, slot: Slot, buffers: deque[Tensor]) -> Verified:
+        buffer = buffers.pop()
+        try:
+            self._check_slot(rank, slot, buffer)
+        except OffloadError as error:
+            return Verified(rank, slot.chunk, slot.size, error)
+        finally:
+            buffers.append(buffer)
+        return Verified(rank, slot.chunk, slot.size, None)
+
+    def _check_slot(self, rank: int, slot: Slot, buffer: Tensor) -> None:
+        """Reads a slot through `buffer`, whatever its size; what fits into it stays in it. Raises: as `Reader`."""
+        file = self._files[rank, slot.path]
+        manifest = self.manifests[rank]
+        hasher = xxhash.xxh3_64()
+        for start in range(0, slot.size, len(buffer)):
+            data = memoryview(buffer[: min(len(buffer), slot.size - start)].numpy().data)
+            if file.read(data, slot.offset + start) < len(data):
+                _refuse(file, slot, f"the file ends before this slot of {slot.size} bytes does")
+            if start == 0:
+                header = parse_header(bytes(data[:PAGE_BYTES]), file.path, slot.offset, slot.chunk)
+                if problem := header_problem(header, manifest, slot.chunk):
+                    _refuse(file, slot, problem)
+                data = data[PAGE_BYTES:]
+            hasher.update(data)
+        if hasher.intdigest() != manifest.chunks[slot.chunk].checksum:
+            _refuse(file, slot, "the slot's data does not match its checksum")
+
+    def _load(self, rank: int, chunk: int) -> None:
+        """Brings a slot into the buffer, and checks it."""
+        if self._loaded == (rank, chunk):
+            return
+        self._open()
+        self._loaded = None
+        slot = self._slots[rank][chunk]
+        file = self._files[rank, slot.path]
+        # Before memory is taken for it: a manifest may say anything.
+        if file.size < slot.offset + slot.size:
+            _refuse(file, slot, f"the file ends before this slot of {slot.size} bytes does")
+        if len(self._buffer) < slot.size:
+            self._buffer = aligned_memory(slot.size)
+        self._check_slot(rank, slot, self._buffer[: slot.size])
+        self._loaded = rank, chunk
+
+    def _open(self) -> None:
+        if self._files:
+            return
+        with ExitStack() as undo:
+            files: dict[tuple[int, int], SwapFile] = {}
+            for rank, manifest in enumerate(self.manifests):
+                for path in self._paths:
+                    if not os.path.lexists(path / swap_name(rank)):
+                        continue
+                    file = SwapFile(path / swap_name(rank))
+                    undo.callback(file.close)
+                    if file.block.run_id == manifest.run_id:
+                        if problem := superblock_problem(file.block, manifest):
+                            raise CorruptionError(problem, file=file.path)
+                        files[rank, file.block.stripe[0]] = file
+                for number in sorted({chunk.path for chunk in manifest.chunks}):
+                    if (rank, number) not in files:
+                        raise ResumeError(
+                            f"directory {number} of the {manifest.paths} that rank {rank} of this run lies in is not "
+                            f"among {_listed(self._paths)}: name all of them"
+                        )
+            self._files = files
+            self._undo = undo.pop_all()
+
+    def _find_commit(self) -> tuple[Path, Commit]:
+        found = [(path, commit) for path in self._paths if (commit := read_commit(path)) is not None]
+        if not found:
+            raise ResumeError(f"no commit in {_listed(self._paths)}: name all directories of a run that has committed")
+        if len(found) > 1:
+            places = _listed([path for path, _ in found])
+            raise ResumeError(f"{places} hold commits of several runs: name the directories of one")
+        return found[0]
+
+    def _read_manifests(self) -> tuple[Manifest, ...]:
+        manifests = []
+        for rank in range(len(self.commit.manifests)):
+            directory = self._directory_of(manifest_name(self.commit.step, rank))
+            manifests.append(read_manifest(directory, self.commit, rank))
+        agree(manifests, str(self._home))
+        return tuple(manifests)
+
+    def _directory_of(self, name: str) -> Path:
+        """The directory with this file; the COMMIT record's if there is none, where it is then reported missing."""
+        return next((path for path in self._paths if os.path.lexists(path / name)), self._home)
+
+    def _number(self, name: str) -> int:
+        if name not in self._names:
+            raise ConfigError(f"{name!r} is no parameter of this run")
+        return self._names[name]
+
+
+def _refuse(file: SwapFile, slot: Slot, problem: str) -> NoReturn:
+    raise CorruptionError(problem, chunk=slot.chunk, file=file.path, offset=slot.offset)
+
+
+def _listed(paths: Sequence[Path]) -> str:
+    return ", ".join(str(path) for path in paths) or "no directory"
+
+
+def in_shape(line: Tensor, facts: ParameterFacts) -> Tensor:
+    """`line`, a parameter's elements in the order of its memory, in its shape, row-major."""
+    if facts.order is None:
+        return line.view(facts.shape)
+    lying = line.view([facts.shape[dimension] for dimension in facts.order])
+    back = sorted(range(len(facts.order)), key=facts.order.__getitem__)
+    return lying.permute(back).contiguous()

@@ -1,0 +1,76 @@
+"""Taking a run's files away: this library's own, and only while no run holds them."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from offload.checkpoint import commit as commits
+from offload.checkpoint.commit import SCHEMA
+from offload.checkpoint.files import ASIDE, LOCAL, failing, sync_directory
+from offload.errors import ConfigError
+from offload.io.engine import IOFile
+from offload.store import slots
+from offload.store.claim import lock
+from offload.store.slots import COMMIT_NAME
+
+_SWAP = re.compile(r"offload-rank\d+\.swap")
+
+
+def ours(directory: Path) -> list[Path]:
+    """The files of this library in `directory`, COMMIT first: without it the others mean nothing.
+
+    Raises: ConfigError if it is no directory, TierIOError.
+    """
+    if not directory.is_dir() or directory.is_symlink():
+        raise ConfigError(f"{directory} is not a directory: give the directory of a run")
+    with failing("read", directory):
+        names = sorted(os.listdir(directory), key=lambda name: (name != COMMIT_NAME, name))
+    return [directory / name for name in names if _is_ours(directory / name)]
+
+
+def remove(files: Sequence[Path]) -> None:
+    """Deletes `files`, from `ours`, and their directories if nothing else is in them.
+
+    Raises: PathInUseError (a live run holds one), before anything is deleted; PathError, TierIOError.
+    """
+    with ExitStack() as stack:
+        for path in files:
+            if _SWAP.fullmatch(path.name):
+                with failing("read", path):
+                    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+                file = IOFile(str(path), fd, direct=False)
+                stack.callback(file.close)
+                lock(file)
+        for path in files:
+            with failing("remove", path):
+                LOCAL.remove(path)
+        for directory in dict.fromkeys(path.parent for path in files):
+            sync_directory(LOCAL, directory)
+    for directory in dict.fromkeys(path.parent for path in files):
+        if not os.listdir(directory):
+            directory.rmdir()
+
+
+def _is_ours(path: Path) -> bool:
+    """By its name, and where the name is a common one by how it begins."""
+    if not stat.S_ISREG(os.lstat(path).st_mode):
+        return False
+    if commits._OURS.fullmatch(path.name):
+        return True
+    if path.name.removesuffix(ASIDE) == COMMIT_NAME:
+        return path.name != COMMIT_NAME or _begins(path, b'{"schema":"%s"' % SCHEMA.encode())
+    if not _SWAP.fullmatch(path.name):
+        return False
+    # Blank, or empty: made, and then the run did not begin.
+    blank = _begins(path, bytes(len(slots._MAGIC))) or not os.lstat(path).st_size
+    return blank or _begins(path, slots._MAGIC)
+
+
+def _begins(path: Path, start: bytes) -> bool:
+    with failing("read", path), open(path, "rb") as file:
+        return file.read(len(start)) == start

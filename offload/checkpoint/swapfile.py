@@ -1,0 +1,89 @@
+"""A swap file opened to be read: past the page cache where that works, locked against a run, changed in nothing."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import stat
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from offload.checkpoint.blocks import parse_superblock
+from offload.errors import PathError, PathInUseError, TierIOError
+from offload.sizes import PAGE_BYTES
+
+
+def aligned_memory(size: int) -> Tensor:
+    """`size` bytes, uint8, at the start of a page, as O_DIRECT wants them."""
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+
+
+class SwapFile:
+    """Attributes: path; block, its superblock; size in bytes.
+
+    Holds a shared lock until `close()`: other readers may too, but no run starts on it meanwhile.
+    Raises: PathError, PathInUseError (a live run), CorruptionError, ResumeError (a newer version's), TierIOError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self._fd = _open(self.path)
+        try:
+            info = os.fstat(self._fd)
+            if not stat.S_ISREG(info.st_mode):
+                raise PathError(errno.EINVAL, "is no regular file", self.path)
+            self.size = info.st_size
+            _lock(self._fd, self.path)
+            page = memoryview(aligned_memory(PAGE_BYTES).numpy().data)
+            self.block = parse_superblock(bytes(page[: self.read(page, 0)]), self.path)
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, data: memoryview, offset: int) -> int:
+        """Fills `data` from `offset`, all in whole pages. Returns: bytes read, fewer only at the end of the file."""
+        done = 0
+        while done < len(data):
+            try:
+                got = os.preadv(self._fd, [data[done:]], offset + done)
+            except OSError as error:
+                code = error.errno or errno.EIO
+                raise TierIOError("read", code, self.path, offset + done, len(data) - done) from error
+            # Past the page cache, what is no whole page was the last of the file.
+            done += got
+            if not got or got % PAGE_BYTES:
+                break
+        return done
+
+    def close(self) -> None:
+        """May be called again."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _open(path: str) -> int:
+    # O_NONBLOCK: a FIFO put in the file's place must not hang us; it changes nothing for a regular file.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        try:
+            return os.open(path, flags | getattr(os, "O_DIRECT", 0))
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return os.open(path, flags)
+    except OSError as error:
+        raise PathError(error.errno, f"cannot open the swap file: {error.strerror}", path) from error
+
+
+def _lock(fd: int, path: str) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            raise PathError(error.errno, f"cannot be locked: {error.strerror}", path) from error
+        raise PathInUseError(errno.EBUSY, "a live run holds this path: wait for its end, or close it", path) from error

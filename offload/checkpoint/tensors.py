@@ -1,0 +1,89 @@
+"""The safetensors format, written as a stream: u64 length of the header, the header (JSON), then the data.
+
+Reading is the `safetensors` package's, which needs a whole tensor in RAM to write one; this does not.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from offload.checkpoint.strict import canonical
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""What the format has a name for."""
+
+MAX_HEADER_BYTES = 100_000_000
+"""Readers refuse more."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to be written: its name, dtype and shape, and what gives its bytes, piece by piece, row-major."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterable[memoryview]]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def aligned(entries: Iterable[Entry]) -> list[Entry]:
+    """`entries` with the wider dtypes first: the format has no gaps, and readers map the file."""
+    return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+
+
+def header(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> bytes:
+    """Everything before the data. Raises: ValueError for a dtype that the format lacks or too many names."""
+    known: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    start = 0
+    for entry in entries:
+        if entry.dtype not in DTYPES or entry.name in known:
+            raise ValueError(f"{entry.name!r}, {entry.dtype}: the name is taken, or the format has no such dtype")
+        end = start + entry.nbytes
+        known[entry.name] = {"dtype": DTYPES[entry.dtype], "shape": [*entry.shape], "data_offsets": [start, end]}
+        start = end
+    text = canonical(known)[:-1]  # type: ignore[arg-type]
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError(f"{len(entries)} tensors have too many names for one file")
+    return struct.pack("<Q", len(text)) + text
+
+
+def stream(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> Iterator[bytes | memoryview]:
+    """The bytes of a whole file. `entries` in the order they are to lie in, see `aligned`.
+
+    Raises: ValueError if a tensor's pieces are not as many bytes as it has: the file would be another's.
+    """
+    yield header(entries, metadata)
+    for entry in entries:
+        given = 0
+        for piece in entry.pieces():
+            given += len(piece)
+            yield piece
+        if given != entry.nbytes:
+            raise ValueError(f"{entry.name!r} has {entry.nbytes} bytes, and {given} were given")

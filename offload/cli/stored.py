@@ -1,0 +1,156 @@
+"""`offload inspect`, `verify`, `export` and `remove`: what lies in the directories of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from offload.cli.console import EXIT_ERROR, print_json
+from offload.errors import ConfigError
+from offload.sizes import format_bytes
+
+EXIT_CORRUPT = 1
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+Paths = Annotated[list[Path], typer.Argument(help="The directory of a run, or all of them.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+def inspect(paths: Paths, json: Json = False) -> None:
+    """Show what run is committed here: its step, sizes and parameters."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from offload.checkpoint.reader import Reader
+
+    with Reader(paths) as reader:
+        first = reader.manifests[0]
+        rows: list[dict[str, Any]] = [
+            {
+                "name": row.facts.name,
+                "shape": list(row.facts.shape),
+                "dtype": row.facts.dtype,
+                "unit": row.facts.unit,
+                "steps": row.facts.age,
+                "bytes": row.nbytes,
+                "chunks": len(row.chunks),
+            }
+            for row in reader.tensors()
+        ]
+        known: dict[str, Any] = {
+            "run_id": reader.commit.run_id,
+            "step": reader.commit.step,
+            "ranks": first.world,
+            "paths": first.paths,
+            "chunks": sum(len(manifest.chunks) for manifest in reader.manifests),
+            "compute_dtype": first.compute_dtype,
+            "groups": [dict(group) for group in first.groups],
+            "bytes": sum(row.nbytes for row in reader.tensors()),
+        }
+    if json:
+        print_json(known | {"parameters": rows})
+        return
+    console = Console()
+    console.print(
+        f"run {known['run_id']}, step {known['step']}: {len(rows)} parameters, {format_bytes(known['bytes'])} of "
+        f"states in {known['chunks']} chunks on {known['paths']} paths of {known['ranks']} ranks",
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = Table("parameter", "shape", "dtype", "unit", "steps", "states", "chunks")
+    for row in rows:
+        cells = (row["name"], row["shape"], row["dtype"], row["unit"] or "root", row["steps"])
+        table.add_row(*(escape(str(cell)) for cell in cells), format_bytes(row["bytes"]), str(row["chunks"]))
+    console.print(table)
+
+
+def verify(
+    paths: Paths,
+    threads: Annotated[int, typer.Option(help="Slots checked at once.")] = 4,
+    json: Json = False,
+) -> None:
+    """Read every committed slot and compare it with its checksum; exit status 1 if one is damaged."""
+    from rich.console import Console
+    from rich.progress import track
+
+    from offload.checkpoint.reader import Reader
+
+    if threads < 1:
+        raise ConfigError(f"--threads {threads}: give a whole number, at least 1")
+    console = Console(stderr=True)
+    nbytes, damaged = 0, []
+    with Reader(paths) as reader:
+        total = sum(len(manifest.chunks) for manifest in reader.manifests)
+        found = reader.verify(threads)
+        for slot in track(found, "verifying", total, console=console, disable=not console.is_terminal):
+            nbytes += slot.nbytes
+            if slot.error is not None:
+                damaged.append({"rank": slot.rank, "chunk": slot.chunk, "error": str(slot.error)})
+        step = reader.commit.step
+    if json:
+        print_json({"step": step, "slots": total, "bytes": nbytes, "damaged": damaged})
+    else:
+        for one in damaged:
+            print(one["error"])
+        print(f"step {step}: {total} slots, {format_bytes(nbytes)}, {len(damaged)} damaged")
+    if damaged:
+        raise typer.Exit(EXIT_CORRUPT)
+
+
+def export(
+    paths: Annotated[list[Path], typer.Argument(help="The directories of a run, and at the end the one to write to.")],
+    kind: Annotated[str, typer.Option(help="What of each parameter: master, exp_avg or exp_avg_sq.")] = "master",
+    fp32: Annotated[bool, typer.Option("--fp32", help="Masters in fp32 instead of the compute dtype.")] = False,
+    json: Json = False,
+) -> None:
+    """Write the committed weights as safetensors, under the model's own names; in constant memory.
+
+    Parameters that were frozen, and buffers, are not in a commit: `optimizer.export(dir)` has those too.
+    """
+    import torch
+
+    from offload.checkpoint.export import export as write
+    from offload.checkpoint.reader import Reader
+    from offload.checkpoint.weights import entries
+
+    if len(paths) < 2:
+        raise ConfigError("give the directory of a run and the one to export to")
+    if kind not in KINDS:
+        raise ConfigError(f"--kind {kind}: choose one of {', '.join(KINDS)}")
+    *run, out = paths
+    stem = "model" if kind == "master" else kind
+    with Reader(run) as reader:
+        files = write(out, entries(reader, kind, torch.float32 if fp32 else None), stem=stem)
+        step = reader.commit.step
+    if json:
+        print_json({"step": step, "files": [str(file) for file in files]})
+    else:
+        for file in files:
+            print(f"step {step}: {file}")
+
+
+def remove(
+    paths: Paths,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    json: Json = False,
+) -> None:
+    """Delete a run's files: this library's own, if no live run holds them; asks first."""
+    from offload.checkpoint.remove import ours
+    from offload.checkpoint.remove import remove as delete
+
+    files = [file for path in paths for file in ours(path)]
+    size = sum(file.stat().st_size for file in files)
+    if files and not yes:
+        if json:
+            raise ConfigError("--json cannot ask: give --yes")
+        for file in files:
+            print(file)
+        if not typer.confirm(f"Delete these {len(files)} files, {format_bytes(size)}?"):
+            raise typer.Exit(EXIT_ERROR)
+    delete(files)
+    if json:
+        print_json({"files": [str(file) for file in files], "bytes": size})
+    else:
+        print(f"{len(files)} files deleted, {format_bytes(size)}")

@@ -1,0 +1,268 @@
+"""Hostile documents: each a name, the bytes, and the error that reading it has to end in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from offload.checkpoint.manifest import MAX_BYTES, MAX_NUMEL, serialise
+from offload.errors import CorruptionError, OffloadError, ResumeError
+from offload.sizes import PAGE_BYTES
+from offload.store import slots
+from tests.support.committed import RUN, STEP, header, manifest_of, superblock, superblock_of
+
+Attack = tuple[str, bytes, type[OffloadError]]
+
+VALID_MANIFEST = serialise(manifest_of(paths=2, extra={"dict": [["epoch", 3], [5, {"tuple": [1.5]}]]}))
+VALID_SUPERBLOCK = superblock(manifest_of(paths=2), 1)
+VALID_HEADER = header(RUN, 3, STEP, 1000, 12345)
+
+HUGE = "1" + "0" * 4000
+NUMBERS: list[Any] = [-1, 1 << 63, 1 << 64, 1 << 400, True, False, 1.0, 1.5, -0.0, "1", None, [], [1], {}]
+"""For a place where a small whole number is expected."""
+
+
+def edited(path: tuple[str | int, ...], value: object) -> bytes:
+    """The valid manifest with one value replaced."""
+    document = json.loads(VALID_MANIFEST)
+    place = document
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    return json.dumps(document, separators=(",", ":")).encode() + b"\n"
+
+
+def without(path: tuple[str | int, ...]) -> bytes:
+    document = json.loads(VALID_MANIFEST)
+    place = document
+    for step in path[:-1]:
+        place = place[step]
+    del place[path[-1]]
+    return json.dumps(document, separators=(",", ":")).encode() + b"\n"
+
+
+WHOLE_NUMBERS: list[tuple[str | int, ...]] = [
+    ("step",),
+    ("rank",),
+    ("world",),
+    ("paths",),
+    ("places",),
+    ("parameters", 0, "shape", 0),
+    ("parameters", 1, "order", 0),
+    ("parameters", 0, "group"),
+    ("parameters", 0, "age"),
+    ("flats", 0, "numel"),
+    ("flats", 0, "params", 0),
+    ("flats", 1, "offsets", 1),
+    ("flats", 0, "owned", 1),
+    *(("chunks", 1, column) for column in range(6)),
+]
+ALL_FIELDS: list[tuple[str | int, ...]] = [
+    *((name,) for name in json.loads(VALID_MANIFEST)),
+    *(("parameters", 0, name) for name in json.loads(VALID_MANIFEST)["parameters"][0]),
+    *(("flats", 0, name) for name in json.loads(VALID_MANIFEST)["flats"][0]),
+    *(("chunks", 0, column) for column in range(7)),
+]
+NAMES = ["a\0b", "a\nb", "\x7f", "\x9f", "x" * 5000, "\ud800", 5, None, ["a"]]
+
+INCONSISTENT: list[tuple[str, tuple[str | int, ...], object]] = [
+    ("a gap between chunks", ("chunks", 1, 1), 1001),
+    ("an overlap of chunks", ("chunks", 1, 1), 999),
+    ("a chunk that ends early", ("chunks", 0, 2), 999),
+    ("a chunk that ends late", ("chunks", 2, 2), 113),
+    ("an overlap that leaves no gap", ("chunks", 1), [0, 999, 1001, 1, 1, 6, "0" * 16]),
+    ("an empty chunk", ("chunks", 0, 2), 0),
+    ("a chunk of no flat", ("chunks", 4, 0), 3),
+    ("chunks out of order", ("chunks", 0, 0), 1),
+    ("a path that is not there", ("chunks", 0, 3), 2),
+    ("a place that is not there", ("chunks", 0, 4), 2),
+    ("a chunk of a later step", ("chunks", 0, 5), STEP + 1),
+    ("no chunks", ("chunks",), []),
+    ("a checksum too short", ("chunks", 0, 6), "0"),
+    ("a checksum in capitals", ("chunks", 0, 6), "000000000000000A"),
+    ("a checksum with a sign", ("chunks", 0, 6), "-00000000000000a"),
+    ("a parameter past its flat", ("flats", 0, "offsets"), [1000]),
+    ("parameters that overlap", ("flats", 1, "offsets"), [0, 359, 360]),
+    ("parameters out of order", ("flats", 1, "offsets"), [385, 0, 385]),
+    ("too few offsets", ("flats", 1, "offsets"), [0, 384]),
+    ("a parameter twice", ("flats", 1, "params"), [1, 1, 3]),
+    ("a parameter in no flat", ("flats", 1), {"params": [1, 2], "offsets": [0, 384], "numel": 386, "owned": [0, 386]}),
+    ("a parameter that does not exist", ("flats", 0, "params"), [5]),
+    ("two dtypes in a flat", ("parameters", 2, "dtype"), "float32"),
+    ("two units in a flat", ("parameters", 2, "unit"), "blocks.1"),
+    ("two parameters of one name", ("parameters", 1, "name"), "embed.weight"),
+    ("owned backwards", ("flats", 0, "owned"), [10, 0]),
+    ("owned of three", ("flats", 0, "owned"), [0, 1, 2112]),
+    ("a sum too large", ("flats", 2), {"params": [4], "offsets": [0], "numel": MAX_NUMEL, "owned": [0, 10]}),
+    ("a product too large", ("parameters", 0, "shape"), [1 << 40, 1 << 40]),
+    ("a product that would overflow to zero", ("parameters", 3, "shape"), [1 << 32, 1 << 32]),
+    ("too many dimensions", ("parameters", 3, "shape"), [0] * 65),
+    ("an order that repeats", ("parameters", 1, "order"), [0, 2, 2, 1]),
+    ("an order of too few", ("parameters", 1, "order"), [0, 2, 1]),
+    ("an order that is none", ("parameters", 1, "order"), [0, 1, 2, 3]),
+    ("a group that does not exist", ("parameters", 0, "group"), 2),
+    ("more steps than there were", ("parameters", 0, "age"), STEP + 1),
+    ("a rank outside the world", ("rank",), 1),
+    ("a world of none", ("world",), 0),
+    ("a dtype that does not exist", ("parameters", 0, "dtype"), "float64"),
+    ("a compute dtype that does not exist", ("compute_dtype",), "int8"),
+    ("a run id in capitals", ("run_id",), RUN.upper()),
+    ("a run id that is a path", ("run_id",), "../../../../../../../../etc/passwd"),
+    ("a nested hyper-parameter", ("groups", 0, "lr"), [[1]]),
+    ("an object as hyper-parameter", ("groups", 0, "lr"), {}),
+    ("too many hyper-parameters", ("groups", 0), {str(number): 0 for number in range(300)}),
+    ("a hyper-parameter with a bad name", ("groups", 0), {"\0": 0}),
+    ("a digest of three", ("tensors",), [1, "0" * 32, 1]),
+    ("a digest without length", ("tensors",), ["0" * 32]),
+    ("a digest of a negative length", ("tensors",), [-1, "0" * 32]),
+]
+
+
+def manifests() -> Iterator[Attack]:
+    for path in WHOLE_NUMBERS:
+        for value in NUMBERS:
+            if not (value is None and path[-1] == "order"):
+                yield f"{path} is {str(value)[:24]}", edited(path, value), CorruptionError
+    for path in ALL_FIELDS:
+        yield f"without {path}", without(path), CorruptionError
+        for value in (float("nan"), float("inf"), [[[[]]]], {"a": {}}):
+            if path != ("extra",) or isinstance(value, float):
+                yield f"{path} is {value}", edited(path, value), CorruptionError
+    for name in NAMES:
+        for path in (("parameters", 0, "name"), ("parameters", 0, "unit")):
+            yield f"{path} is {str(name)[:24]!r}", edited(path, name), CorruptionError
+    for name, path, value in INCONSISTENT:
+        yield name, edited(path, value), CorruptionError
+    rows = json.loads(VALID_MANIFEST)["chunks"]
+    yield "flats in another order", edited(("chunks",), [rows[3], *rows[:3], rows[4]]), CorruptionError
+    yield "chunks of a flat in another order", edited(("chunks",), [rows[1], rows[0], *rows[2:]]), CorruptionError
+    yield from _spellings()
+    yield "a newer version", edited(("version",), 2), ResumeError
+    yield "a much newer version", edited(("version",), 1 << 62), ResumeError
+    for version in (0, -1, True, 1.0, "1", None):
+        yield f"version {version!r}", edited(("version",), version), CorruptionError
+    yield "another schema", edited(("schema",), "offload commit"), CorruptionError
+    yield "an unknown field", edited(("more",), 1), CorruptionError
+    yield "an unknown field of a parameter", edited(("parameters", 0, "more"), 1), CorruptionError
+
+
+def _spellings() -> Iterator[Attack]:
+    swap: Callable[[bytes, bytes], bytes] = lambda old, new: VALID_MANIFEST.replace(old, new, 1)  # noqa: E731
+    texts = {
+        "nothing": b"",
+        "a newline": b"\n",
+        "null": b"null\n",
+        "a list": b"[]\n",
+        "a number": b"1\n",
+        "a string": b'"offload manifest"\n',
+        "no JSON": b"\x80\x04\x95.",
+        "no text": bytes(range(256)),
+        "UTF-16": VALID_MANIFEST.decode().encode("utf-16"),
+        "a mark before it": b"\xef\xbb\xbf" + VALID_MANIFEST,
+        "a blank after it": VALID_MANIFEST + b" ",
+        "no newline at its end": VALID_MANIFEST[:-1],
+        "two of them": VALID_MANIFEST * 2,
+        "blanks in it": swap(b",", b", "),
+        "a key twice": swap(b'"step":', b'"step":7,"step":'),
+        "keys in another order": swap(b'"step":7,"rank":0', b'"rank":0,"step":7'),
+        "an escaped key": swap(b'"step"', b'"\\u0073tep"'),
+        "a number with an exponent": swap(b'"step":7', b'"step":7e0'),
+        "a negative zero": swap(b'"rank":0', b'"rank":-0'),
+        "a hex number": swap(b'"step":7', b'"step":0x7'),
+        "a leading zero": swap(b'"step":7', b'"step":07'),
+        "a number of 4,000 digits": swap(b'"step":7', b'"step":' + HUGE.encode()),
+        "a float of 4,000 digits": swap(b"0.001", b"0." + HUGE.encode()),
+        "an infinite float": swap(b"0.001", b"1e400"),
+        "NaN": swap(b"0.001", b"NaN"),
+        "minus Infinity": swap(b"0.001", b"-Infinity"),
+        "a deep list": b"[" * 500_000,
+        "a deep object": b'{"a":' * 100_000,
+        "a deep extra": swap(b'"extra":', b'"extra":' + b"[" * 2000 + b"]" * 2000 + b',"x":'),
+        "nine million values": b"[" + b"0," * 9_000_000 + b"0]\n",
+        "too many bytes": b" " * (MAX_BYTES + 1),
+        "a comment": VALID_MANIFEST + b"// x\n",
+        "single quotes": VALID_MANIFEST.replace(b'"', b"'"),
+    }
+    for name, text in texts.items():
+        yield name, text, CorruptionError
+    for cut in range(0, len(VALID_MANIFEST), 37):
+        yield f"cut after {cut}", VALID_MANIFEST[:cut], CorruptionError
+
+
+def superblocks() -> Iterator[Attack]:
+    known = {"run_id": RUN, "places": 2, "stripe": [1, 2], "commits": True}
+    chunks = {"held": [1, 3], "numels": [1000] * 4}
+    wrong: list[tuple[str, dict[str, object]]] = [
+        *((f"places {value!s:.20}", {"places": value}) for value in NUMBERS if value != 1),
+        *((f"stripe {value!s:.20}", {"stripe": [value, 2]}) for value in NUMBERS if value not in (0, 1)),
+        ("stripe outside", {"stripe": [2, 2]}),
+        ("stripe of one", {"stripe": [1]}),
+        ("stripe of three", {"stripe": [0, 1, 2]}),
+        ("stripe of none", {"stripe": [0, 0]}),
+        ("commits 1", {"commits": 1}),
+        ("commits null", {"commits": None}),
+        ("run id short", {"run_id": RUN[1:]}),
+        ("run id a path", {"run_id": "../" * 10 + "xy"}),
+        ("held outside", {"chunks": {"held": [4], "numels": [1000] * 4}}),
+        ("held negative", {"chunks": {"held": [-1], "numels": [1000] * 4}}),
+        ("numels negative", {"chunks": {"held": [0], "numels": [-1]}}),
+        ("numels huge", {"chunks": {"held": [0], "numels": [1 << 60]}}),
+        ("chunks a list", {"chunks": []}),
+        ("chunks null", {"chunks": None}),
+        ("a digest short", {"chunks": {"xxh3": "00"}}),
+        ("a digest and more", {"chunks": {"xxh3": "0" * 16, "held": []}}),
+        ("unknown field", {"more": 1}),
+    ]
+    for name, changes in wrong:
+        yield name, superblock_of(json.dumps({**known, "chunks": chunks, **changes}).encode()), CorruptionError
+    texts = (
+        b"",
+        b"null",
+        b"[]",
+        b"\xff" * 100,
+        b"[" * 4000,
+        b'{"run_id":' * 300,
+        b'{"a":1,"a":2}',
+        HUGE.encode()[:4000],
+    )
+    for text in texts:
+        yield f"text {text[:12]!r}", superblock_of(text), CorruptionError
+    yield "nothing", b"", CorruptionError
+    yield "half a page", VALID_SUPERBLOCK[: PAGE_BYTES // 2], CorruptionError
+    yield "zeros", bytes(PAGE_BYTES), CorruptionError
+    yield "a slot header", VALID_HEADER, CorruptionError
+    yield "newer", superblock_of(b"anything", slots.FORMAT + 1), ResumeError
+    yield "newest", superblock_of(b"anything", (1 << 32) - 1), ResumeError
+    yield "older", superblock_of(b"anything", 0), CorruptionError
+    for length in (PAGE_BYTES - 31, PAGE_BYTES, (1 << 32) - 1):
+        page = bytearray(VALID_SUPERBLOCK)
+        page[20:24] = length.to_bytes(4, "little")
+        yield f"text of {length} bytes", bytes(page), CorruptionError
+    for position in (0, 15, 20, 24, 31, 32, 60, 90):
+        yield (
+            f"bit {position}",
+            flipped(VALID_SUPERBLOCK, position),
+            (ResumeError if position == 16 else CorruptionError),
+        )
+
+
+def headers() -> Iterator[Attack]:
+    yield "nothing", b"", CorruptionError
+    yield "half a header", VALID_HEADER[:40], CorruptionError
+    yield "zeros", bytes(PAGE_BYTES), CorruptionError
+    yield "ones", b"\xff" * PAGE_BYTES, CorruptionError
+    yield "a superblock", VALID_SUPERBLOCK, CorruptionError
+    yield "another magic", header(RUN, 3, STEP, 1000, 1, magic=b"off sl0t"), CorruptionError
+    yield "newer", header(RUN, 3, STEP, 1000, 1, slots.FORMAT + 1), ResumeError
+    yield "older", header(RUN, 3, STEP, 1000, 1, 0), CorruptionError
+    most = (1 << 64) - 1
+    yield "a huge chunk", header(RUN, most, STEP, 1000, 1), CorruptionError
+    yield "a huge step", header(RUN, 3, most, 1000, 1), CorruptionError
+    yield "a huge slot", header(RUN, 3, STEP, most, 1), CorruptionError
+    for position in range(slots._HEADER.size + slots._CHECKSUM.size):
+        yield f"bit {position}", flipped(VALID_HEADER, position), CorruptionError
+
+
+def flipped(data: bytes, position: int) -> bytes:
+    return data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :]

@@ -1,0 +1,369 @@
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload.checkpoint import commit as commits
+from offload.checkpoint.commit import (
+    Commit,
+    agree,
+    manifest_name,
+    parse_commit,
+    read_commit,
+    read_extra,
+    read_manifest,
+    remove_superseded,
+    write_commit,
+    write_manifest,
+)
+from offload.checkpoint.files import Files
+from offload.checkpoint.manifest import Digest, Manifest
+from offload.errors import ConfigError, CorruptionError, OffloadError, PathError, ResumeError, TierIOError
+from offload.store.slots import COMMIT_NAME
+from tests.support.committed import RUN, STEP, manifest_of
+from tests.support.simulated_files import PowerCut, SimulatedFiles
+
+HERE = Path("/run")
+CUTS = 2000
+
+
+def at(step: int, rank: int = 0, world: int = 1) -> Manifest:
+    """Larger than a sector, and different for every step."""
+    made = manifest_of(rank, world)
+    parameters = tuple(dataclasses.replace(param, age=min(param.age, step)) for param in made.parameters)
+    chunks = tuple(dataclasses.replace(chunk, step=step, checksum=step) for chunk in made.chunks)
+    return dataclasses.replace(made, step=step, parameters=parameters, chunks=chunks)
+
+
+def extra_at(step: int) -> object:
+    return {"step": step, "state": torch.full((300,), float(step))}
+
+
+def commit(files: Files, step: int, world: int = 1, directory: Path = HERE) -> None:
+    digests = tuple(write_manifest(directory, at(step, rank, world), extra_at(step), files) for rank in range(world))
+    record = Commit(RUN, step, digests)
+    write_commit(directory, record, files)
+    for rank in range(world):
+        remove_superseded(directory, record, rank, files)
+
+
+def committed_step(files: Files, directory: Path = HERE) -> int | None:
+    """The step that is found, after checking that it is there whole."""
+    record = read_commit(directory, files)
+    if record is None:
+        return None
+    for rank in range(len(record.manifests)):
+        manifest = read_manifest(directory, record, rank, files)
+        expected = at(record.step, rank, len(record.manifests))
+        assert dataclasses.replace(manifest, extra=None, tensors=None) == expected
+        extra = read_extra(directory, manifest, files)
+        assert isinstance(extra, dict)
+        assert extra["step"] == record.step
+        assert extra["state"].tolist() == [float(record.step)] * 300
+    return record.step
+
+
+def test_a_directory_without_a_record_has_no_commit() -> None:
+    assert read_commit(HERE, SimulatedFiles()) is None
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_what_was_committed_is_found_and_the_older_manifests_are_gone(tmp_path: Path, world: int) -> None:
+    for step in (7, 9):
+        for files, directory in ((commits.LOCAL, tmp_path), (SimulatedFiles(), HERE)):
+            commit(files, step, world, directory)
+            assert committed_step(files, directory) == step
+            ours = [manifest_name(step, rank) for rank in range(world)]
+            ours += [commits.tensors_name(step, rank) for rank in range(world)]
+            assert sorted(files.names(directory)) == sorted([COMMIT_NAME, *ours])
+
+
+def operations_of_a_commit() -> int:
+    files = SimulatedFiles()
+    commit(files, 8)
+    return files.operations
+
+
+def test_a_power_cut_at_any_moment_leaves_the_old_or_the_new_commit_whole() -> None:
+    last = operations_of_a_commit()
+    seen = set()
+    for seed in range(CUTS):
+        chance = random.Random(seed)
+        files = SimulatedFiles()
+        commit(files, 7)
+        files.cut_at = files.operations + chance.randrange(last + 1)
+        decided = False
+        try:
+            digest = write_manifest(HERE, at(8), extra_at(8), files)
+            write_commit(HERE, Commit(RUN, 8, (digest,)), files)
+            decided = True
+            remove_superseded(HERE, Commit(RUN, 8, (digest,)), 0, files)
+        except PowerCut:
+            pass
+        found = committed_step(files.after_cut(chance.randrange(1 << 30)))
+        assert found == 8 if decided else found in (7, 8), f"seed {seed}"
+        assert committed_step(files.killed()) in (7, 8)
+        seen.add((decided, found))
+    assert seen == {(False, 7), (False, 8), (True, 8)}
+
+
+def test_power_cuts_in_a_row_never_go_back_and_leftovers_do_not_stop_a_commit() -> None:
+    for seed in range(CUTS // 20):
+        chance = random.Random(seed)
+        files = SimulatedFiles()
+        commit(files, 1)
+        sure = 1
+        for step in range(2, 12):
+            files.cut_at = chance.randrange(operations_of_a_commit() + 10)
+            files.operations = 0
+            try:
+                commit(files, step)
+                sure = step
+            except PowerCut:
+                pass
+            files = files.after_cut(chance.randrange(1 << 30))
+            found = committed_step(files)
+            assert found is not None
+            assert found >= sure
+            sure = found
+
+
+def test_of_several_ranks_all_are_found_or_the_ones_before() -> None:
+    for seed in range(CUTS // 10):
+        files = SimulatedFiles()
+        commit(files, 7, world=3)
+        files.cut_at = files.operations + random.Random(seed).randrange(3 * operations_of_a_commit())
+        with contextlib.suppress(PowerCut):
+            commit(files, 8, world=3)
+        assert committed_step(files.after_cut(seed)) in (7, 8)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS])
+def test_any_failing_operation_is_a_typed_error_and_the_old_commit_stays_whole(code: int) -> None:
+    for number in range(operations_of_a_commit()):
+        files = SimulatedFiles(code=code)
+        commit(files, 7)
+        files.fail_at = files.operations + number
+        with pytest.raises(TierIOError) as caught:
+            commit(files, 8)
+        assert caught.value.errno == code
+        assert caught.value.filename
+        assert caught.value.operation in str(caught.value)
+        for seed in range(20):
+            assert committed_step(files.after_cut(seed)) in (7, 8)
+
+
+def test_a_failed_sync_is_not_tried_again() -> None:
+    clean = SimulatedFiles()
+    commit(clean, 7)
+    syncs = [number for number, name in enumerate(clean.log) if name.startswith("sync")]
+    assert len(syncs) == 5
+    for number in syncs:
+        files = SimulatedFiles(fail_at=number)
+        with pytest.raises(TierIOError, match="sync"):
+            commit(files, 7)
+        assert not [name for name in files.log[number + 1 :] if not name.startswith("remove")]
+
+
+def test_after_a_full_disk_the_next_commit_works() -> None:
+    files = SimulatedFiles(code=errno.ENOSPC)
+    commit(files, 7)
+    files.fail_at = files.operations + 2
+    with pytest.raises(TierIOError, match="No space left"):
+        commit(files, 8)
+    assert not [name for name in files.names(HERE) if name.endswith(".new")]
+    commit(files, 9)
+    assert committed_step(files) == 9
+
+
+def test_files_are_private_and_whole(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        commit(commits.LOCAL, 7, directory=tmp_path)
+    finally:
+        os.umask(old)
+    assert {os.stat(file).st_mode & 0o777 for file in tmp_path.iterdir()} == {0o600}
+
+
+def test_only_what_this_rank_committed_before_is_cleared_away(tmp_path: Path) -> None:
+    others = [
+        "notes.txt",
+        "manifest-6-rank1.json",
+        "manifest-06-rank0.json",
+        "manifest-6-rank0.json.bak",
+        "xmanifest-6-rank0.json",
+        "manifest-x-rank0.json",
+        "extra-6-rank1.safetensors",
+        "COMMIT.bak",
+    ]
+    mine = ["manifest-6-rank0.json", "extra-6-rank0.safetensors", "manifest-9-rank0.json"]
+    mine += ["manifest-7-rank0.json.new", "extra-7-rank0.safetensors.new"]
+    for name in others + mine:
+        (tmp_path / name).write_text("x")
+    record = Commit(RUN, 7, (write_manifest(tmp_path, at(7)),))
+    write_commit(tmp_path, record)
+    remove_superseded(tmp_path, record, 0)
+    assert {path.name for path in tmp_path.iterdir()} == {*others, COMMIT_NAME, "manifest-7-rank0.json"}
+
+
+@pytest.mark.parametrize("name", ["COMMIT.new", "manifest-7-rank0.json.new", "manifest-7-rank0.json", COMMIT_NAME])
+def test_a_link_in_a_files_place_is_replaced_and_what_it_names_stays(tmp_path: Path, name: str) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / name).symlink_to(mine)
+    commit(commits.LOCAL, 7, directory=run)
+    assert mine.read_text() == "mine"
+    assert committed_step(commits.LOCAL, run) == 7
+
+
+@pytest.mark.parametrize("kind", ["symlink", "fifo", "directory"])
+def test_a_record_that_is_no_file_is_not_followed(tmp_path: Path, kind: str) -> None:
+    commit(commits.LOCAL, 7, directory=tmp_path)
+    place = tmp_path / COMMIT_NAME
+    place.rename(tmp_path / "elsewhere")
+    if kind == "symlink":
+        place.symlink_to(tmp_path / "elsewhere")
+    elif kind == "fifo":
+        os.mkfifo(place)
+    else:
+        place.mkdir()
+    with pytest.raises(PathError) as caught:
+        read_commit(tmp_path)
+    assert caught.value.filename == str(place)
+
+
+def flip(data: bytes, position: int) -> bytes:
+    return data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :]
+
+
+@pytest.mark.parametrize("name", [COMMIT_NAME, "manifest-7-rank0.json", "extra-7-rank0.safetensors"])
+def test_any_flipped_bit_and_any_cut_is_found(tmp_path: Path, name: str) -> None:
+    commit(commits.LOCAL, 7, directory=tmp_path)
+    data = (tmp_path / name).read_bytes()
+    chance = random.Random(1)
+    spoilt: list[bytes] = [flip(data, chance.randrange(len(data))) for _ in range(100)]
+    spoilt += [data[:length] for length in (0, 1, len(data) // 2, len(data) - 1)]
+    spoilt += [data + b"\n", data + data]
+    for bad in spoilt:
+        (tmp_path / name).write_bytes(bad)
+        with pytest.raises(CorruptionError) as caught:
+            committed_step(commits.LOCAL, tmp_path)
+        assert caught.value.file == str(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["manifest-7-rank0.json", "extra-7-rank0.safetensors"])
+def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
+    commit(commits.LOCAL, 7, directory=tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(CorruptionError, match="is missing") as caught:
+        committed_step(commits.LOCAL, tmp_path)
+    assert caught.value.file == str(tmp_path / name)
+
+
+def test_a_manifest_under_another_name_is_refused(tmp_path: Path) -> None:
+    digest = write_manifest(tmp_path, at(7))
+    (tmp_path / manifest_name(7, 0)).rename(tmp_path / manifest_name(8, 0))
+    write_commit(tmp_path, Commit(RUN, 8, (digest,)))
+    with pytest.raises(CorruptionError, match="another run, step or rank"):
+        committed_step(commits.LOCAL, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("extra", "place"),
+    [({"scheduler": {"f": print}}, r"extra\['scheduler'\]\['f'\]"), ([torch.zeros(2, device="meta")], r"extra\[0\]")],
+)
+def test_extra_that_cannot_be_stored_is_refused_before_anything_is_written(extra: object, place: str) -> None:
+    files = SimulatedFiles()
+    with pytest.raises(ConfigError, match=place):
+        write_manifest(HERE, at(7), extra, files)
+    assert files.operations == 0
+
+
+def test_what_could_not_be_read_back_is_not_written() -> None:
+    files = SimulatedFiles()
+    group = {"lr": float("nan")}
+    parameters = tuple(dataclasses.replace(param, group=0) for param in at(7).parameters)
+    for bad in ({"step": -1}, {"run_id": "x"}, {"groups": (group,), "parameters": parameters}, {"chunks": ()}):
+        with pytest.raises(ConfigError, match="cannot be committed"):
+            write_manifest(HERE, dataclasses.replace(at(7), **bad), None, files)
+    with pytest.raises(OffloadError):
+        write_commit(HERE, Commit(RUN, 7, ()), files)
+    assert files.operations == 0
+
+
+def record(**changes: object) -> bytes:
+    from offload.checkpoint.strict import canonical, digest
+
+    fields = {"schema": "offload commit", "version": 1, "run_id": RUN, "step": STEP, "manifests": [[5, "0" * 32]]}
+    line = canonical({**fields, **changes})  # type: ignore[arg-type]
+    return line + digest(line).encode() + b"\n"
+
+
+def test_a_record_of_a_newer_version_says_so() -> None:
+    assert parse_commit(record()) == Commit(RUN, STEP, (Digest(5, "0" * 32),))
+    with pytest.raises(ResumeError, match="version 2"):
+        parse_commit(record(version=2, new="field"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"schema": "offload manifest"},
+        {"version": 0},
+        {"version": True},
+        {"version": 1.0},
+        {"run_id": RUN.upper()},
+        {"step": -1},
+        {"step": True},
+        {"step": 1 << 63},
+        {"manifests": []},
+        {"manifests": {}},
+        {"manifests": [[5]]},
+        {"manifests": [[5, "0" * 31]]},
+        {"manifests": [[-5, "0" * 32]]},
+        {"manifests": [[5, "0" * 32]] * 65537},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_a_record_that_makes_no_sense_is_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(CorruptionError):
+        parse_commit(record(**changes))
+
+
+def test_a_record_spelled_otherwise_is_refused() -> None:
+    from offload.checkpoint.strict import digest
+
+    for old, new in ((b",", b", "), (b'"step":7', b'"step":7.0'), (b'"schema"', b'"\\u0073chema"')):
+        line = record().split(b"\n")[0].replace(old, new, 1) + b"\n"
+        with pytest.raises(CorruptionError):
+            parse_commit(line + digest(line).encode() + b"\n")
+
+
+CHANGES: list[tuple[str, Callable[[Manifest], dict[str, object]]]] = [
+    ("different models", lambda made: {"compute_dtype": "float16"}),
+    ("different models", lambda made: {"parameters": made.parameters[:-1]}),
+    ("do not own it all", lambda made: {"flats": manifest_of(0, 2).flats}),
+    ("nobody owns", lambda made: {"flats": manifest_of(1, 3).flats}),
+]
+
+
+@pytest.mark.parametrize(("match", "change"), CHANGES)
+def test_ranks_that_disagree_are_refused(match: str, change: Callable[[Manifest], dict[str, object]]) -> None:
+    pair = [manifest_of(0, 2), manifest_of(1, 2)]
+    agree(pair, "COMMIT")
+    pair[1] = dataclasses.replace(pair[1], **change(pair[1]))  # type: ignore[arg-type]
+    if match == "nobody owns":
+        pair[0] = manifest_of(0, 3)
+    with pytest.raises(CorruptionError, match=match):
+        agree(pair, "COMMIT")

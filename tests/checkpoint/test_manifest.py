@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.checkpoint.manifest import (
+    MAX_BYTES,
+    MAX_NUMEL,
+    ChunkFacts,
+    Digest,
+    FlatFacts,
+    Manifest,
+    ParameterFacts,
+    parse,
+    serialise,
+)
+from offload.checkpoint.strict import MAX_COMMAS
+from offload.errors import CorruptionError, ResumeError
+from offload.layout import ParamSpec, build
+from tests.support.committed import GROUPS, RUN, STEP, manifest_of
+
+
+@pytest.mark.parametrize("world", [1, 2, 5])
+@pytest.mark.parametrize("paths", [1, 3])
+def test_a_manifest_comes_back_as_it_was(world: int, paths: int) -> None:
+    for rank in range(world):
+        manifest = manifest_of(rank, world, paths)
+        again = parse(serialise(manifest))
+        assert again == manifest
+        assert serialise(again) == serialise(manifest)
+
+
+def test_everything_in_it_comes_back() -> None:
+    options = {
+        "lr": 1e-300,
+        "betas": (0.9, 0.1 + 0.2),
+        "a": -0.0,
+        "b": None,
+        "c": True,
+        "d": "é\u2028",
+        "e": -(1 << 63),
+    }
+    changes: dict[str, object] = {
+        "groups": (options, GROUPS[1]),
+        "split_master": True,
+        "compute_dtype": "float16",
+        "extra": {"dict": [["a", [1.5, "\n\0\U0001f600"]]]},
+        "tensors": Digest(5, "0123456789abcdef" * 2),
+        "step": (1 << 63) - 1,
+    }
+    manifest = manifest_of(**changes)  # type: ignore[arg-type]
+    again = parse(serialise(manifest))
+    assert again == manifest
+    assert [repr(value) for value in again.groups[0].values()] == [repr(value) for value in options.values()]
+    assert [*again.groups[0]] == [*options]
+
+
+def test_the_text_is_plain_ascii_in_one_line() -> None:
+    text = serialise(manifest_of())
+    assert text.isascii()
+    assert text.count(b"\n") == 1
+    assert text.startswith(b'{"schema":"offload manifest","version":1,"run_id":"')
+
+
+def test_errors_name_the_file_and_the_place() -> None:
+    bad = serialise(manifest_of()).replace(b'"age":5', b'"age":-5')
+    with pytest.raises(CorruptionError, match=r"parameters\[2\].age: expected a whole number from 0 to 7") as caught:
+        parse(bad, "/scratch/manifest")
+    assert caught.value.file == "/scratch/manifest"
+    assert caught.value.chunk is None
+
+
+TEXT = serialise(manifest_of())
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        (TEXT.replace(b"offload manifest", b"offload commit"), "is no offload manifest"),
+        (TEXT.replace(b'"version":1', b'"version":0'), "no version that exists: 0"),
+        (TEXT.replace(b'"step":', b'"step":7,"step":'), "a key stands twice"),
+        (TEXT.replace(b'"step":7', b'"step":' + b"9" * 4200), "the number 9{24} is out of range"),
+        (TEXT.replace(b'"step":7', b'"step": 7'), "spelled in another way"),
+        (TEXT.replace(b'"owned":[0,2112]', b'"owned":[2,1]'), r"flats\[0\].owned: expected \[start, stop\]"),
+        (TEXT.replace(b"[0,1000,1000,", b"[0,999,1001,"), "of flat 0: one begins at 999, before 1000"),
+        (TEXT.replace(b"[0,1000,1000,", b"[0,1001,999,"), "none holds the elements 1000 to 1001"),
+        (TEXT.replace(b'"offsets":[0,384,385]', b'"offsets":[0,300,385]'), "parameter 2 begins at 300, before 360"),
+        (b" " * (MAX_BYTES + 1), "bytes are too many"),
+        (b"[" + b"0," * (MAX_COMMAS + 1) + b"0]", "more than 8388608 values"),
+        (b"[" * 100_000, "nested too deep"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_wrong_is_said(text: bytes, match: str) -> None:
+    with pytest.raises(CorruptionError, match=match):
+        parse(text)
+
+
+def test_a_newer_version_asks_for_a_newer_offload() -> None:
+    newer = serialise(manifest_of()).replace(b'"version":1', b'"version":2').replace(b'"flats"', b'"flat_tables"')
+    with pytest.raises(ResumeError, match="version 2 of its format"):
+        parse(newer)
+
+
+def test_where_each_parameter_lies() -> None:
+    assert manifest_of().homes == {0: (0, 0), 1: (1, 0), 2: (1, 384), 3: (1, 385), 4: (2, 0)}
+
+
+def test_the_largest_run_is_taken_and_one_element_more_is_not() -> None:
+    def run(numel: int) -> bytes:
+        param = ParameterFacts("w", (numel,), None, "", "bfloat16", 0, 0)
+        chunk = ChunkFacts(0, 0, numel, 0, 0, 0, (1 << 64) - 1)
+        flat = FlatFacts((0,), (0,), numel, (0, numel))
+        return serialise(Manifest(RUN, 0, 0, 1, 1, 1, "bfloat16", False, ({},), (param,), (flat,), (chunk,)))
+
+    assert parse(run(MAX_NUMEL)).parameters[0].numel == MAX_NUMEL
+    with pytest.raises(CorruptionError):
+        parse(run(MAX_NUMEL + 1))
+
+
+def test_elements_of_no_parameter_may_lie_in_no_chunk() -> None:
+    manifest = manifest_of()
+    # The gap behind embed.weight, and the last element of the last flat.
+    chunks = tuple(
+        dataclasses.replace(chunk, numel=100) if chunk.numel == 112 else
+        dataclasses.replace(chunk, numel=9) if chunk.flat == 2 else chunk
+        for chunk in manifest.chunks
+    )  # fmt: skip
+    assert parse(serialise(dataclasses.replace(manifest, chunks=chunks))).chunks == chunks
+
+
+def test_a_run_without_parameters_is_a_run() -> None:
+    empty = manifest_of(parameters=(), flats=(), chunks=())
+    assert parse(serialise(empty)) == empty
+
+
+SPECS = st.lists(
+    st.tuples(st.integers(0, 3000), st.sampled_from(["", "a", "b"]), st.sampled_from(["bfloat16", "float32"])),
+    max_size=8,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(SPECS, st.integers(1, 700), st.integers(1, 4))
+def test_every_layout_makes_a_manifest(specs: list[tuple[int, str, str]], chunk_numel: int, world: int) -> None:
+    import torch
+
+    layout = build(
+        [ParamSpec(f"p{n}", numel, unit, getattr(torch, dtype), 0) for n, (numel, unit, dtype) in enumerate(specs)],
+        chunk_numel,
+    )
+    parameters = tuple(
+        ParameterFacts(f"p{n}", (numel,), None, unit, dtype, 0, n % (STEP + 1))
+        for n, (numel, unit, dtype) in enumerate(specs)
+    )
+    for rank in range(world):
+        flats, chunks = [], []
+        for flat in layout.flats:
+            start, stop = flat.numel * rank // world, flat.numel * (rank + 1) // world
+            flats.append(FlatFacts(flat.params, flat.offsets, flat.numel, (start, stop)))
+            for chunk in layout.chunks:
+                first, last = max(start, chunk.start), min(stop, chunk.start + chunk.numel)
+                if chunk.flat == flat.index and first < last:
+                    chunks.append(ChunkFacts(flat.index, first, last - first, 0, 0, STEP, 1))
+        changes: dict[str, object] = {"parameters": parameters, "flats": tuple(flats), "chunks": tuple(chunks)}
+        manifest = manifest_of(rank, world, **changes)  # type: ignore[arg-type]
+        assert parse(serialise(manifest)) == manifest

@@ -1,0 +1,410 @@
+"""Nothing lost: kills, power cuts, full disks and damage, over whole trainings."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload import OffloadZero
+from offload.checkpoint.blocks import committed_slots
+from offload.checkpoint.files import LOCAL
+from offload.checkpoint.reader import Reader
+from offload.errors import (
+    ConfigError,
+    CorruptionError,
+    InterruptedStepError,
+    OffloadError,
+    PathInUseError,
+    ResumeError,
+    TierIOError,
+)
+from offload.io.engine import IOFile, IOFuture
+from offload.store.slots import COMMIT_NAME, SWAP_NAME
+from tests.faults.conftest import Make, Tiny, assert_same, backward, bits, one_step
+from tests.support.faulty_engine import FaultyEngine, resolved
+from tests.support.processes import ROOT
+from tests.support.simulated_disk import SimulatedDisk
+from tests.support.simulated_files import PowerCut, SimulatedFiles
+
+
+def committed(make: Make, steps: int = 3, **options: Any) -> tuple[Tiny, OffloadZero]:
+    """A run that has committed its last step."""
+    model = Tiny()
+    optimizer = make(model, commit_every=0, **options)
+    for step in range(steps):
+        one_step(model, optimizer, step)
+    optimizer.commit({"seen": steps})
+    return model, optimizer
+
+
+def some_steps(model: Tiny, optimizer: OffloadZero) -> None:
+    for step in range(4):
+        one_step(model, optimizer, step)
+        optimizer.synchronize()
+
+
+# Kills.
+
+
+def kill(tmp_path: Path, kills: int, paths: int, seed: int) -> None:
+    command = [sys.executable, "-m", "tests.support.killed", str(seed), str(kills), str(tmp_path), str(paths)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60 + 5 * kills)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("paths", [1, 2])
+def test_killed_at_any_instant_it_goes_on_with_the_same_bits(tmp_path: Path, paths: int) -> None:
+    kill(tmp_path, 6, paths, seed=paths)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("paths", [1, 2])
+def test_a_hundred_kills_on_each_number_of_paths(tmp_path: Path, paths: int) -> None:
+    kill(tmp_path, 100, paths, seed=100 + paths)
+
+
+# Power cuts.
+
+
+class Clock:
+    """Cuts the power at one of the moments it is told of."""
+
+    def __init__(self, cut_at: int | None) -> None:
+        self._left = cut_at
+
+    def __call__(self) -> None:
+        if self._left is not None:
+            self._left -= 1
+            if self._left < 0:
+                raise PowerCut
+
+
+class CutDisk(SimulatedDisk):
+    """Its power is cut before or after a sync, too."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def sync(self, file: IOFile) -> IOFuture:
+        self._clock()
+        future = super().sync(file)
+        future.result()
+        self._clock()
+        return future
+
+
+class Cuts:
+    """A training that loses power, and one that does not, to compare with."""
+
+    def __init__(self, make: Make, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._make = make
+        self._path = path
+        self._patch = monkeypatch
+        self.expected: dict[int, dict[str, Tensor]] = {}
+        model = Tiny()
+        optimizer = make(model, path=path.with_name("alone"))
+        for step in range(60):
+            self.expected[step] = bits(model, optimizer)
+            one_step(model, optimizer, step)
+        optimizer.close()
+        self.files = SimulatedFiles()
+        self.least = 0
+
+    def until_cut(self, chance: random.Random) -> None:
+        """Resumes, checks, trains until the power goes."""
+        clock = Clock(chance.randrange(40))
+        self.files.cut_at = chance.randrange(60) if chance.random() < 0.6 else None
+        self.files.operations = 0
+        disk = CutDisk(clock)
+        self._patch.setattr("offload.assembly.open_engine", lambda name, paths: disk)
+        self._patch.setattr("offload.checkpointing.FILES", self.files)
+        model, made = Tiny(), []
+        try:
+            made.append(self._make(model, commit_every=0, resume="auto"))
+            self._go_on(model, made[0], clock, chance)
+        except PowerCut:
+            pass
+        for optimizer in made:
+            optimizer._failure = RuntimeError("no power")
+            with suppress(OffloadError, PowerCut):
+                optimizer.close()
+        seed = chance.randrange(1 << 30)
+        disk.crash(seed)
+        self.files = self.files.after_cut(seed)
+
+    def _go_on(self, model: Tiny, optimizer: OffloadZero, clock: Clock, chance: random.Random) -> None:
+        step = 0 if optimizer.resumed is None else optimizer.resumed.step
+        assert step >= self.least, "a durable commit is gone"
+        assert_same(self.expected[step], bits(model, optimizer))
+        for number in range(step, step + 12):
+            backward(model, number % 60)
+            clock()
+            optimizer.step()
+            clock()
+            optimizer.zero_grad()
+            if number + 1 < len(self.expected) and chance.random() < 0.5:
+                optimizer.commit({"step": number + 1})
+                self.least = number + 1
+            if number + 2 >= len(self.expected):
+                return
+
+
+def cut_power(make: Make, path: Path, monkeypatch: pytest.MonkeyPatch, cuts: int, seed: int) -> None:
+    chance = random.Random(seed)
+    training = Cuts(make, path, monkeypatch)
+    begun = 0
+    for number in range(cuts):
+        if training.least >= 50:
+            training.files, training.least = SimulatedFiles(), 0
+            begun += 1
+        training.until_cut(random.Random(chance.random() + number))
+    assert begun or training.least, "nothing was ever committed"
+
+
+def test_power_cuts_lose_nothing_that_was_committed(make: Make, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_power(make, path, monkeypatch, 60, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_two_thousand_power_cuts(make: Make, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_power(make, path, monkeypatch, 2000, seed=2)
+
+
+# A disk that fails.
+
+
+def test_full_disk_at_a_commit_keeps_the_last_one(make: Make, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = committed(make)
+    expected = bits(model, optimizer)
+    one_step(model, optimizer, 3)
+
+    def full(fd: int, data: memoryview) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LOCAL, "write", full)
+        with pytest.raises(TierIOError) as caught:
+            optimizer.commit()
+    assert caught.value.errno == errno.ENOSPC
+    optimizer.rollback()
+    assert_same(expected, bits(model, optimizer))
+    one_step(model, optimizer, 3)
+    optimizer.commit({"seen": 4})
+    after = bits(model, optimizer)
+    optimizer.close()
+    again = Tiny()
+    resumed = make(again, commit_every=0, resume=True)
+    assert resumed.resumed == (4, {"seen": 4})
+    assert_same(after, bits(again, resumed))
+
+
+def test_a_failed_sync_is_final(make: Make, disk: FaultyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = committed(make)
+    one_step(model, optimizer)
+    lost = TierIOError("sync", errno.EIO, "swap", 0, 0)
+    monkeypatch.setattr(disk, "sync", lambda file: resolved(error=lost))
+    with pytest.raises(TierIOError):
+        optimizer.commit()
+    for call in (optimizer.commit, optimizer.rollback, optimizer.synchronize):
+        with pytest.raises(TierIOError):
+            call()
+
+
+def test_rollback_recovers_from_a_failed_write(make: Make, disk: FaultyEngine) -> None:
+    model, optimizer = committed(make)
+    expected = bits(model, optimizer)
+    disk.fail("write", errno.EIO, nth=2)
+    with pytest.raises(TierIOError):
+        some_steps(model, optimizer)
+    optimizer.rollback()
+    assert_same(expected, bits(model, optimizer))
+    one_step(model, optimizer)
+    optimizer.commit()
+
+
+def test_rollback_recovers_from_an_interrupted_step(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = committed(make)
+    expected = bits(model, optimizer)
+    run = optimizer._parts.step._adam
+    calls: list[int] = []
+
+    def interrupted(*args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        run(*args)
+
+    monkeypatch.setattr(optimizer._parts.step, "_adam", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        some_steps(model, optimizer)
+    with pytest.raises(InterruptedStepError):
+        optimizer.synchronize()
+    optimizer.rollback()
+    assert_same(expected, bits(model, optimizer))
+
+
+# What lies at the path.
+
+
+def flip(file: Path, offset: int) -> None:
+    with open(file, "r+b") as swap:
+        swap.seek(offset)
+        byte = swap.read(1)[0]
+        swap.seek(offset)
+        swap.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("chunk", [0, 4])
+def test_a_corrupt_slot_is_found_at_resume(make: Make, path: Path, chunk: int) -> None:
+    _, optimizer = committed(make)
+    optimizer.close()
+    with Reader([path]) as reader:
+        slot = committed_slots(reader.manifests[0])[chunk]
+    flip(path / SWAP_NAME, slot.offset + 4096 + 5)
+    with pytest.raises(CorruptionError) as caught:
+        make(Tiny(), commit_every=0, resume=True)
+    assert (caught.value.chunk, caught.value.offset) == (chunk, slot.offset)
+
+
+def test_two_resumes_at_once_are_refused(make: Make) -> None:
+    _, optimizer = committed(make)
+    optimizer.close()
+    first = make(Tiny(), commit_every=0, resume=True)
+    with pytest.raises(PathInUseError):
+        make(Tiny(), commit_every=0, resume=True)
+    first.synchronize()
+
+
+def test_a_commit_is_never_overwritten_without_being_asked(make: Make, path: Path) -> None:
+    model, optimizer = committed(make)
+    expected = bits(model, optimizer)
+    optimizer.close()
+    before = {name: (path / name).read_bytes() for name in os.listdir(path)}
+    for options in ({}, {"commit_every": 0}, {"commit_every": 5, "resume": False}):
+        with pytest.raises(ResumeError, match=r"resume=True.*offload remove"):
+            make(Tiny(), **options)
+    assert {name: (path / name).read_bytes() for name in os.listdir(path)} == before
+    again = Tiny()
+    assert_same(expected, bits(again, make(again, commit_every=0, resume="auto")))
+
+
+def test_the_second_directory_of_a_commit_is_not_taken_either(make: Make, path: Path, tmp_path: Path) -> None:
+    _, optimizer = committed(make, path=[path, tmp_path / "second"])
+    optimizer.close()
+    with pytest.raises(ResumeError, match="second holds a committed run"):
+        make(Tiny(), path=tmp_path / "second")
+    with pytest.raises(ResumeError, match="whose COMMIT record is not in"):
+        make(Tiny(), path=[tmp_path / "third", tmp_path / "second"], commit_every=0, resume="auto")
+
+
+def test_without_a_commit_the_directory_is_used_again(make: Make, path: Path) -> None:
+    model = Tiny()
+    optimizer = make(model, commit_every=0)
+    one_step(model, optimizer)
+    optimizer.close()
+    assert not (path / COMMIT_NAME).exists()
+    assert make(Tiny(), commit_every=0, resume="auto").resumed is None
+    with pytest.raises(ResumeError, match="nothing has been committed"):
+        make(Tiny(), path=path.with_name("other"), commit_every=0).rollback()
+    with pytest.raises(ResumeError, match="no commit to resume from"):
+        make(Tiny(), path=path.with_name("third"), commit_every=0, resume=True)
+
+
+def wider(model: Tiny) -> None:
+    model.last = torch.nn.Linear(32, 5)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "says"),
+    [
+        (wider, {}, r"last\.weight has the shape \(5, 32\), and \(4, 32\) was committed"),
+        (lambda model: None, {"compute_dtype": torch.float32}, "compute_dtype is float32, and bfloat16 was committed"),
+    ],
+)
+def test_another_model_is_refused_with_the_differences(
+    make: Make, change: Callable[[Tiny], None], options: dict[str, Any], says: str
+) -> None:
+    committed(make)[1].close()
+    model = Tiny()
+    change(model)
+    with pytest.raises(ResumeError, match=says):
+        make(model, commit_every=0, resume=True, cpu_memory="1GiB", **options)
+
+
+# The rule, and what is written.
+
+
+def test_no_committed_slot_is_written_before_the_next_commit(make: Make, path: Path) -> None:
+    model, optimizer = committed(make)
+    for step in range(3, 9):
+        with Reader([path]) as reader:
+            slots = committed_slots(reader.manifests[0])
+        before = (path / SWAP_NAME).read_bytes()
+        one_step(model, optimizer, step)
+        if step % 2:
+            optimizer.rollback()
+            one_step(model, optimizer, step)
+        optimizer.synchronize()
+        after = (path / SWAP_NAME).read_bytes()
+        for slot in slots:
+            part = slice(slot.offset, slot.offset + slot.size)
+            assert before[part] == after[part]
+        assert before != after
+        optimizer.commit()
+
+
+def test_unchanged_chunks_keep_their_slot(make: Make, path: Path) -> None:
+    model = Tiny()
+    optimizer = make(model, commit_every=0)
+    one_step(model, optimizer)
+    optimizer.commit()
+    with Reader([path]) as reader:
+        before = reader.manifests[0].chunks
+    model.last(torch.randn(4, 32).to(torch.bfloat16)).square().mean().backward()
+    optimizer.step()
+    optimizer.commit()
+    with Reader([path]) as reader:
+        after = reader.manifests[0].chunks
+    kept = [one == other for one, other in zip(before, after, strict=True)]
+    assert any(kept)
+    assert not all(kept)
+
+
+def test_commit_every_commits_where_the_next_step_begins(make: Make, path: Path) -> None:
+    model = Tiny()
+    optimizer = make(model, commit_every=2)
+    for step in range(3):
+        assert not (path / COMMIT_NAME).exists()
+        one_step(model, optimizer, step)
+    with Reader([path]) as reader:
+        assert reader.commit.step == 2
+    one_step(model, optimizer, 3)
+    optimizer.close()
+    with Reader([path]) as reader:
+        assert reader.commit.step == 4
+
+
+def test_a_step_is_committed_once(make: Make) -> None:
+    _, optimizer = committed(make)
+    optimizer.commit()
+    with pytest.raises(ConfigError, match="committed already"):
+        optimizer.commit({"more": 1})
+
+
+def test_commit_without_commit_every_says_what_to_give(make: Make) -> None:
+    with pytest.raises(ConfigError, match="commit_every: 0"):
+        make(Tiny()).commit()

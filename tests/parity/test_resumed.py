@@ -1,0 +1,143 @@
+"""Promise 1: interrupted and resumed training gives the same bits as uninterrupted training; so does going back."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload import OffloadZero, Tuning
+from tests.support import models, training
+from tests.support.training import CLIP, LR, Run, train
+
+STEPS = 12
+HALF = 7
+FOUR_KIB = Tuning(chunk="4KiB", threads=1)
+PLACES: dict[str, dict[str, Any]] = {
+    "all through the disk": {"cpu_memory": "least"},
+    "all in RAM": {},
+    "parameters in RAM": {"cpu_memory": "least", "param_tier": "cpu"},
+    "parameters on disk": {"cpu_memory": "least", "param_tier": "nvme"},
+}
+
+
+@cache
+def uninterrupted(kind: str, accumulation: int, steps: int = STEPS) -> Run:
+    return train(kind, steps=steps, accumulation=accumulation, tier="cpu", tuning=FOUR_KIB)
+
+
+def commit_at(step: int, optimizer: OffloadZero) -> None:
+    if optimizer.state_dict()["step"] == step:
+        optimizer.commit({"optimizer": optimizer.state_dict()})
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", ["gpt", "conv"])
+def test_resumed_training_has_the_bits_of_training_that_never_stopped(
+    kind: str, place: str, accumulation: int, tmp_path: Path
+) -> None:
+    options = {"path": tmp_path / "run", "commit_every": 0, "tuning": FOUR_KIB, **PLACES[place]}
+    if "param_tier" in options and kind != "gpt":
+        pytest.skip("one kind of units is enough")
+    first = train(kind, steps=HALF + 2, accumulation=accumulation, each_step=partial(commit_at, HALF), **options)
+    assert first.losses == uninterrupted(kind, accumulation).losses[: accumulation * (HALF + 2)]
+    if options.get("cpu_memory") == "least":
+        options["cpu_memory"] = None  # another budget
+    second = resume(kind, accumulation, **options)
+    whole = uninterrupted(kind, accumulation)
+    assert second.losses == whole.losses[accumulation * HALF :]
+    assert second.norms == whole.norms[HALF:]
+    assert second.steps == whole.steps
+    for name, tensor in whole.tensors.items():
+        assert torch.equal(tensor, second.tensors[name]), name
+
+
+def resume(kind: str, accumulation: int, **options: Any) -> Run:
+    """The rest of `train`, from the commit at HALF on."""
+    model = models.build(kind)
+    for param in model.parameters():
+        torch.nn.init.constant_(param, 0.5)  # what was there before has no part in it
+    plain = torch.optim.AdamW(models.groups(model), lr=LR)
+    run = Run()
+    keep = models.keep_fp32(kind)
+    with OffloadZero(model, plain, accumulation=accumulation, keep_fp32=keep, resume=True, **options) as optimizer:
+        assert optimizer.resumed is not None
+        assert optimizer.resumed.step == HALF
+        batches = models.losses(kind, model, "cpu")
+        for _ in range(accumulation * HALF):
+            next(batches)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, training.schedule)
+        scheduler.load_state_dict(scheduler.state_dict() | {"last_epoch": HALF, "base_lrs": [LR, LR]})
+        optimizer.load_state_dict(optimizer.resumed.extra["optimizer"])  # type: ignore[index]
+        for _ in range(HALF, STEPS):
+            for _ in range(accumulation):
+                loss = next(batches)() / accumulation
+                loss.backward()
+                run.losses.append(loss.item())
+            run.norms.append(optimizer.clip_grad_norm_(CLIP).item())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        for name, param in model.named_parameters():
+            with optimizer.gathered(param):
+                run.tensors[name] = param.detach().clone()
+            if param.requires_grad:
+                state = optimizer.state_of(param)
+                run.steps[name] = state.pop("step")
+                run.tensors |= {f"{name}.{key}": value for key, value in state.items()}
+    return run
+
+
+@pytest.mark.parametrize("place", [*PLACES, "gradients on disk"])
+def test_steps_taken_back_and_taken_again_change_no_bit(place: str, tmp_path: Path) -> None:
+    """After every third step: two steps of nonsense, and back."""
+    options = PLACES.get(place, {"grad_tier": "nvme"})
+    tuning = Tuning(chunk="256KiB") if place == "gradients on disk" else FOUR_KIB
+    models_of: list[torch.nn.Module] = []
+    taken: list[int] = []
+
+    def nonsense(optimizer: OffloadZero) -> None:
+        taken.append(1)
+        if len(taken) % 3:
+            return
+        optimizer.commit()
+        for step in range(2):
+            tokens = torch.full((1, 16), step)
+            models_of[0](tokens, tokens)[1].backward()
+            optimizer.step()
+            if step == 0:
+                optimizer.synchronize()
+        optimizer.rollback()
+
+    run = train(
+        "gpt",
+        steps=STEPS,
+        prepare=models_of.append,
+        each_step=nonsense,
+        path=tmp_path / "run",
+        commit_every=0,
+        tuning=tuning,
+        **options,
+    )
+    run.assert_same_bits(uninterrupted("gpt", 1))
+
+
+def test_a_model_on_the_meta_device_is_resumed_without_its_first_values(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"path": tmp_path / "run", "commit_every": 0, "tuning": FOUR_KIB}
+    model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Linear(64, 8))
+    with OffloadZero(model, **options) as optimizer:
+        model(torch.ones(1, 8).bfloat16()).sum().backward()
+        optimizer.step()
+        optimizer.commit()
+        optimizer.synchronize()
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.device("meta"):
+        again = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Linear(64, 8))
+    with OffloadZero(again, resume=True, **options):
+        for name, value in again.state_dict().items():
+            assert torch.equal(value, expected[name]), name

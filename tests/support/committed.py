@@ -1,0 +1,124 @@
+"""A committed run made by hand, without training: manifests, and swap files that hold what they say."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor
+
+from offload.checkpoint.blocks import committed_slots, described_chunks
+from offload.checkpoint.commit import Commit, write_commit, write_manifest
+from offload.checkpoint.manifest import ChunkFacts, FlatFacts, Manifest, ParameterFacts
+from offload.checkpoint.reader import swap_name
+from offload.sizes import PAGE_BYTES
+from offload.store import slots
+
+RUN = "0123456789abcdef" * 2
+STEP = 7
+
+PARAMETERS = (
+    ParameterFacts("embed.weight", (7, 300), None, "", "bfloat16", 0, STEP),
+    ParameterFacts("blocks.0.weight", (3, 4, 5, 6), (0, 2, 3, 1), "blocks.0", "bfloat16", 0, STEP),
+    ParameterFacts("blocks.0.bias", (), None, "blocks.0", "bfloat16", 1, STEP - 2),
+    ParameterFacts("blocks.0.none", (0, 4), None, "blocks.0", "bfloat16", 1, 0),
+    ParameterFacts("blocks.0.norm", (9,), None, "blocks.0", "float32", 1, STEP),
+)
+FLATS = (  # (params, offsets, numel)
+    ((0,), (0,), 2112),
+    ((1, 2, 3), (0, 384, 385), 386),
+    ((4,), (0,), 10),
+)
+CHUNK_NUMEL = 1000
+GROUPS = (
+    {"lr": 0.001, "betas": (0.9, 0.999), "name": "matrices"},
+    {"lr": 1e-300, "betas": (0.8, 0.99), "foreach": None},
+)
+
+
+def manifest_of(rank: int = 0, world: int = 1, paths: int = 1, share: int | None = None, **changes: object) -> Manifest:
+    """A manifest whose checksums are not yet those of any slot. Args: share: the stretch it owns; None: by rank."""
+    share = rank if share is None else share
+    flats, chunks = [], []
+    for number, (params, offsets, numel) in enumerate(FLATS):
+        own = (numel * share // world, numel * (share + 1) // world)
+        flats.append(FlatFacts(params, offsets, numel, own))
+        for start in range(own[0], own[1], CHUNK_NUMEL):
+            at = len(chunks)
+            size = min(CHUNK_NUMEL, own[1] - start)
+            chunks.append(ChunkFacts(number, start, size, at % paths, at % 2, STEP - at % 3, at))
+    made = Manifest(
+        RUN, STEP, rank, world, paths, 2, "bfloat16", False, GROUPS, PARAMETERS, tuple(flats), tuple(chunks)
+    )
+    return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
+
+
+def superblock(manifest: Manifest, path: int, **changes: object) -> bytes:
+    """As store.slots writes it, with `commits` true."""
+    chunks = described_chunks(manifest, path)
+    known = {"run_id": manifest.run_id, "places": manifest.places, "stripe": [path, manifest.paths], "commits": True}
+    text = json.dumps({**known, "chunks": chunks, **changes}).encode()
+    return superblock_of(text)
+
+
+def superblock_of(text: bytes, version: int = slots.FORMAT) -> bytes:
+    head = slots._SUPERBLOCK.pack(slots._MAGIC, version, len(text), xxhash.xxh3_64_intdigest(text))
+    return (head + text).ljust(PAGE_BYTES, b"\0")
+
+
+def header(
+    run_id: str,
+    chunk: int,
+    step: int,
+    numel: int,
+    checksum: int,
+    version: int = slots.FORMAT,
+    magic: bytes = slots._HEADER_MAGIC,
+) -> bytes:
+    head = slots._HEADER.pack(magic, version, bytes.fromhex(run_id), chunk, step, numel, checksum)
+    return (head + slots._CHECKSUM.pack(xxhash.xxh3_64_intdigest(head))).ljust(PAGE_BYTES, b"\0")
+
+
+def value_of(kind: str, flat: int, numel: int) -> Tensor:
+    """What the tests keep in a state of a flat: different everywhere."""
+    seed = 100 * flat + slots.STATE_KINDS.index(kind)
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+def write_run(
+    directories: list[Path], world: int = 1, extra: object = None, shares: Sequence[int] | None = None
+) -> list[Manifest]:
+    """A run of `world` ranks striped over `directories`, committed; the COMMIT record lies in the first."""
+    manifests = [
+        _write_rank(manifest_of(rank, world, len(directories), share), directories)
+        for rank, share in enumerate(shares or range(world))
+    ]
+    digests = [write_manifest(directories[0], manifest, extra) for manifest in manifests]
+    write_commit(directories[0], Commit(RUN, STEP, tuple(digests)))
+    return manifests
+
+
+def _write_rank(manifest: Manifest, directories: list[Path]) -> Manifest:
+    chunks = list(manifest.chunks)
+    files = [bytearray(superblock(manifest, path)) for path in range(manifest.paths)]
+    for slot in committed_slots(manifest):
+        facts = manifest.chunks[slot.chunk]
+        payload = bytearray(slot.size - PAGE_BYTES)
+        for kind, (itemsize, start) in slot.arrays.items():
+            value = value_of(kind, facts.flat, FLATS[facts.flat][2])[facts.start : facts.start + facts.numel]
+            payload[start - PAGE_BYTES : start - PAGE_BYTES + itemsize * facts.numel] = value.numpy().tobytes()
+        checksum = xxhash.xxh3_64_intdigest(payload)
+        chunks[slot.chunk] = dataclasses.replace(facts, checksum=checksum)
+        file = files[slot.path]
+        file.extend(bytes(max(0, slot.offset + slot.size - len(file))))
+        file[slot.offset : slot.offset + slot.size] = (
+            header(RUN, slot.chunk, facts.step, facts.numel, checksum) + payload
+        )
+    for directory, file in zip(directories, files, strict=True):
+        directory.mkdir(exist_ok=True)
+        (directory / swap_name(manifest.rank)).write_bytes(file)
+    return dataclasses.replace(manifest, chunks=tuple(chunks))

@@ -1,0 +1,142 @@
+"""Training that is killed again and again, and the same training left alone.
+
+`python -m tests.support.killed SEED KILLS SCRATCH PATHS`: forks trainings, kills each at a random instant, and compares
+what the one that reaches the end has with an uninterrupted one. Forked before torch does anything: a start takes
+milliseconds.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from offload import OffloadZero, Tuning
+from offload.planner import least_cpu_memory
+
+STEPS = 24
+ACCUMULATION = 2
+LR = 1e-2
+
+
+def build() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(
+        nn.Linear(32, 96), nn.GELU(), nn.Linear(96, 96), nn.GELU(), nn.Linear(96, 32), nn.LayerNorm(32)
+    )
+
+
+def train(paths: list[Path], result: Path, steps: int = STEPS, every: int = 3) -> None:
+    """Resumes or begins; writes the states after `steps` to `result`. Commits every second time by `commit_every`."""
+    torch.set_num_threads(1)
+    model = build()
+    plain = torch.optim.AdamW(model.parameters(), lr=LR)
+    tuning = Tuning(chunk="4KiB", threads=1)
+    budget = int(1.3 * least_cpu_memory(model, plain, accumulation=ACCUMULATION, tuning=tuning))
+    with OffloadZero(
+        model,
+        plain,
+        path=paths,
+        cpu_memory=budget,
+        accumulation=ACCUMULATION,
+        commit_every=2 * every,
+        resume="auto",
+        tuning=tuning,
+    ) as optimizer:
+        begun = 0 if optimizer.resumed is None else optimizer.resumed.step
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: 0.5 * (1 + math.cos(math.pi * at / STEPS)))
+        if begun:
+            # commit_every carries no extra: the scheduler says all it needs from its step.
+            for _ in range(begun):
+                scheduler.step()
+        generator = torch.Generator()
+        for step in range(begun, steps):
+            for micro in range(ACCUMULATION):
+                x = torch.randn(4, 32, generator=generator.manual_seed(ACCUMULATION * step + micro))
+                (model(x.bfloat16()).float().square().mean() / ACCUMULATION).backward()
+            optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            if (step + 1) % (2 * every) == every:
+                optimizer.commit({"scheduler": scheduler.state_dict()})
+        optimizer.synchronize()
+        found: dict[str, Tensor] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        for name, param in model.named_parameters():
+            state = optimizer.state_of(param)
+            found |= {f"{name}.{kind}": torch.as_tensor(value).clone() for kind, value in state.items()}
+    save_file(found, str(result))
+
+
+def fork(paths: list[Path], result: Path) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2) if os.environ.get("QUIET") else None
+        train(paths, result)
+        code = 0
+    except BaseException:
+        traceback.print_exc(file=sys.stdout)
+        sys.stdout.flush()
+    finally:
+        os._exit(code)
+
+
+def finish(paths: list[Path], result: Path) -> float:
+    """One training left alone; returns the seconds it took."""
+    start = time.monotonic()
+    _, status = os.waitpid(fork(paths, result), 0)
+    if os.waitstatus_to_exitcode(status):
+        raise SystemExit("an uninterrupted training failed")
+    return time.monotonic() - start
+
+
+def require_same(result: Path, expected: Path) -> None:
+    found, wanted = load_file(str(result)), load_file(str(expected))
+    different = [name for name in wanted if not torch.equal(found[name], wanted[name])]
+    if found.keys() != wanted.keys() or different:
+        raise SystemExit(f"a resumed training has other bits: {different}")
+
+
+def main(seed: int, kills: int, scratch: Path, count: int) -> None:
+    chance = random.Random(seed)
+    expected = scratch / "expected.safetensors"
+    alone = scratch / "alone"
+    whole_s = max(finish([alone], expected), 0.05)
+    done = resumed = rounds = 0
+    while done < kills:
+        rounds += 1
+        paths = [scratch / f"round{rounds}-{number}" for number in range(count)]
+        result = scratch / f"round{rounds}.safetensors"
+        while done < kills:
+            child = fork(paths, result)
+            time.sleep(chance.uniform(0, 0.6 * whole_s))
+            os.kill(child, signal.SIGKILL)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            if code == 1:
+                raise SystemExit("a resumed training failed")
+            if code == 0:
+                break
+            done += 1
+            resumed += (paths[0] / "COMMIT").exists()
+        finish(paths, result)
+        require_same(result, expected)
+        for path in paths:
+            shutil.rmtree(path)
+    print(f"{done} kills, {resumed} of them after a commit, {rounds} rounds, {whole_s:.2f} s each")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))

@@ -1,0 +1,167 @@
+"""A file system in memory whose power can be cut: what was not synced may be there, or not, or in part.
+
+Contents are lost by sectors, and a file's length among those it had since its last sync. Of what was made, renamed
+and removed since a directory's last sync, any subset may have happened. A failed sync loses what it was to keep, for
+good, and a second one does not say so: as Linux does.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.support.simulated_disk import SECTOR_BYTES
+
+
+class PowerCut(BaseException):
+    """Nothing of the process goes on; not an Exception, as nothing may handle it."""
+
+
+@dataclass
+class _Inode:
+    """`content` is what programs see, `durable` what is on the platter; `versions` were seen since."""
+
+    content: bytes = b""
+    durable: bytes = b""
+    versions: list[bytes] = field(default_factory=list)
+
+    def after_cut(self, chance: random.Random) -> bytes:
+        found = [self.durable, *self.versions]
+        length = len(chance.choice(found))
+        sectors = []
+        for start in range(0, length, SECTOR_BYTES):
+            part = chance.choice(found)[start : start + SECTOR_BYTES]
+            sectors.append(part.ljust(min(SECTOR_BYTES, length - start), b"\0")[: length - start])
+        return b"".join(sectors)
+
+
+Names = dict[str, _Inode]
+Change = Callable[[Names], None]
+
+
+class SimulatedFiles:
+    """Implements checkpoint.files.Files. Attributes: operations: those made so far; log: their names.
+
+    Args: cut_at: the operation, from 0 on, in whose place the power is cut; fail_at: the one that fails, with `code`.
+    """
+
+    def __init__(self, cut_at: int | None = None, fail_at: int | None = None, code: int = errno.EIO) -> None:
+        self.cut_at = cut_at
+        self.fail_at = fail_at
+        self.code = code
+        self.operations = 0
+        self.log: list[str] = []
+        self._seen: dict[Path, Names] = {}
+        self._durable: dict[Path, Names] = {}
+        self._pending: dict[Path, list[Change]] = {}
+        self._open: dict[int, _Inode] = {}
+        self._next = 3
+
+    # What commits use.
+
+    def create(self, path: Path) -> int:
+        self._operation("create", path)
+        if path.name in self._names(path.parent):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        inode = _Inode()
+        self._change(path.parent, lambda names: names.__setitem__(path.name, inode))
+        self._next += 1
+        self._open[self._next] = inode
+        return self._next
+
+    def write(self, fd: int, data: memoryview) -> None:
+        inode = self._open[fd]
+        self._operation("write", Path(str(fd)))
+        inode.content += bytes(data)
+        inode.versions.append(inode.content)
+
+    def sync(self, fd: int) -> None:
+        inode = self._open[fd]
+        try:
+            self._operation("sync", Path(str(fd)))
+        except OSError:
+            inode.versions.clear()
+            raise
+        if inode.versions:
+            inode.durable = inode.content
+        inode.versions.clear()
+
+    def close(self, fd: int) -> None:
+        del self._open[fd]
+
+    def rename(self, old: Path, new: Path) -> None:
+        self._operation("rename", new)
+        inode = self._names(old.parent)[old.name]
+
+        def change(names: Names) -> None:
+            names.pop(old.name, None)
+            names[new.name] = inode
+
+        self._change(old.parent, change)
+
+    def remove(self, path: Path) -> None:
+        self._operation("remove", path)
+        self._change(path.parent, lambda names: names.pop(path.name, None))
+
+    def sync_directory(self, path: Path) -> None:
+        self._operation("sync directory", path)
+        self._durable[path] = dict(self._names(path))
+        self._pending[path] = []
+
+    def names(self, directory: Path) -> list[str]:
+        return sorted(self._names(directory))
+
+    def read(self, path: Path, most: int) -> bytes:
+        if path.name not in self._names(path.parent):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        return self._names(path.parent)[path.name].content[: most + 1]
+
+    # What tests use.
+
+    def after_cut(self, seed: int) -> SimulatedFiles:
+        """What may be found when the power is back."""
+        chance = random.Random(seed)
+        keep = chance.choice([0.0, 0.2, 0.5, 0.8, 1.0])
+        found = SimulatedFiles()
+        for directory, durable in self._durable.items():
+            names = dict(durable)
+            for change in self._pending[directory]:
+                if chance.random() < keep:
+                    change(names)
+            contents = {id(inode): inode.after_cut(chance) for inode in names.values()}
+            found._seen[directory] = {
+                name: _Inode(contents[id(inode)], contents[id(inode)]) for name, inode in names.items()
+            }
+            found._durable[directory] = dict(found._seen[directory])
+            found._pending[directory] = []
+        return found
+
+    def killed(self) -> SimulatedFiles:
+        """What is found when only the process ended."""
+        found = SimulatedFiles()
+        for directory, names in self._seen.items():
+            found._seen[directory] = {name: _Inode(inode.content, inode.content) for name, inode in names.items()}
+            found._durable[directory] = dict(found._seen[directory])
+            found._pending[directory] = []
+        return found
+
+    def _names(self, directory: Path) -> Names:
+        if directory not in self._seen:
+            self._seen[directory], self._durable[directory], self._pending[directory] = {}, {}, []
+        return self._seen[directory]
+
+    def _change(self, directory: Path, change: Change) -> None:
+        change(self._names(directory))
+        self._pending[directory].append(change)
+
+    def _operation(self, what: str, path: Path) -> None:
+        number, self.operations = self.operations, self.operations + 1
+        if self.cut_at is not None and number >= self.cut_at:
+            raise PowerCut
+        self.log.append(f"{what} {path.name}")
+        if number == self.fail_at:
+            raise OSError(self.code, os.strerror(self.code), str(path))
