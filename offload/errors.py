@@ -12,6 +12,7 @@ OffloadError
 ├── AccumulationError      a second backward that was not declared with accumulation=N
 ├── NonFiniteGradientError NaN or Inf in a gradient: names the parameter (also an ArithmeticError)
 ├── InterruptedStepError   a step was cut off in its middle (Ctrl-C): some parameters are a step further than others
+├── RankError              another rank is slow, stuck or dead: names the collective and the time waited
 ├── StateError             an internal move between tiers that is not legal: a bug here, never yours
 └── ClosedError            used after close(), or in a forked child
 
@@ -115,6 +116,18 @@ class NonFiniteGradientError(OffloadError, ArithmeticError):
 
 class InterruptedStepError(OffloadError, RuntimeError):
     """A step was cut off in its middle: some parameters are a step further than others, and none of them is usable."""
+
+
+class RankError(OffloadError, RuntimeError):
+    """A collective did not complete: another rank is slow, stuck or dead. No further collective is possible.
+
+    Attributes: collective (its name), waited_s (seconds since this rank launched it).
+    """
+
+    def __init__(self, message: str, *, collective: str, waited_s: float) -> None:
+        super().__init__(message)
+        self.collective = collective
+        self.waited_s = waited_s
 
 
 class StateError(OffloadError, RuntimeError):

@@ -132,7 +132,7 @@ def build(specs: Sequence[ParamSpec], chunk_numel: int) -> Layout:
         flats.append(flat)
         for start in range(0, end, chunk_numel):
             numel = min(chunk_numel, end - start)
-            pieces = tuple(_pieces(flat, specs, start, start + numel))
+            pieces = tuple(pieces_between(flat, specs, start, start + numel))
             if pieces:
                 chunks.append(Chunk(len(chunks), flat.index, start, numel, pieces))
     return Layout(tuple(specs), tuple(flats), tuple(chunks))
@@ -153,7 +153,8 @@ def _by_unit_and_dtype(specs: Sequence[ParamSpec]) -> Iterator[tuple[tuple[str, 
         yield (specs[group[0]].unit, specs[group[0]].dtype), group
 
 
-def _pieces(flat: Flat, specs: Sequence[ParamSpec], start: int, stop: int) -> Iterator[Piece]:
+def pieces_between(flat: Flat, specs: Sequence[ParamSpec], start: int, stop: int) -> Iterator[Piece]:
+    """What lies in elements `start` to `stop` of `flat`; `chunk_offset` counts from `start`."""
     for param, offset in zip(flat.params, flat.offsets, strict=True):
         first, last = max(start, offset), min(stop, offset + specs[param].numel)
         if first < last:
