@@ -101,8 +101,11 @@ class Communicator(ABC):
         """For each collective used: `<name>_calls`, and what this rank sent, `<name>_elements` and `<name>_bytes`."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Returns when nobody reads or writes a tensor given here any more. May be called again."""
+    def close(self) -> bool:
+        """Whether nobody reads or writes a tensor given here any more; may be called again.
+
+        Not so after RankError where a rank is stuck: memory that a collective was given must then stay mapped.
+        """
 
     def barrier(self) -> None:
         """Returns when every rank has called it. Raises: RankError."""
@@ -166,8 +169,8 @@ class Alone(Communicator):
     def stats(self) -> dict[str, int]:
         return {}
 
-    def close(self) -> None:
-        return None
+    def close(self) -> bool:
+        return True
 
 
 def average(parts: Tensor, out: Tensor) -> None:

@@ -6,8 +6,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -33,8 +31,8 @@ TIMEOUT_S = 600.0
 
 _SHORTEST_SLEEP_S = 2e-5
 _LONGEST_SLEEP_S = 1e-3
-_GRACE_S = 5.0
-"""What gloo may need after its timeout to let go of the tensors."""
+_GRACE_S = 1.0
+"""For what is under way at the end: what another rank began it will complete, unless that one failed."""
 _LOCAL = (
     ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -56,8 +54,9 @@ def require_one_rank() -> None:
 class Group(Communicator):
     """The ranks of a torch.distributed process group: NCCL for tensors on CUDA devices, gloo for those on the CPU.
 
-    Makes a group of its own with the same members: its collectives run in the middle of the user's, and it has a
-    timeout of its own. Making and closing it are collective.
+    The group is used as it is, with the user's own collectives between ours. A rank that is stuck raises RankError
+    after `timeout_s`, but the backend works on until the group's own timeout: until then gloo's threads keep a process
+    from ending, and then NCCL's watchdog ends it. So `init_process_group(timeout=...)` should be near `timeout_s`.
 
     Args: members: None: all ranks. timeout_s: seconds from the launch of a collective to RankError.
     """
@@ -73,27 +72,14 @@ class Group(Communicator):
         local_rank, ranks_on_node = place_on_node(environ, dist.get_rank(), dist.get_world_size())
         super().__init__(dist.get_rank(members), dist.get_world_size(members), local_rank, ranks_on_node)
         backends = dist.get_backend_config(members)
+        self._group = members
         self._ranks = dist.get_process_group_ranks(members)
-        # Gloo's threads work on until the group's own timeout, and keep even a process that failed from ending. NCCL
-        # ends the whole process at its timeout: ours comes first.
-        margin = 1 if "gloo" in backends else 2
         self._host = torch.device("cpu" if "cpu" in backends else "cuda")
         self._timeout_s = timeout_s
         self._timeline = timeline or Timeline()
         self._counts: Counter[str] = Counter()
         self._under_way: list[_GroupWork] = []
         self._failure: RankError | None = None
-        self._closed = False
-        began = time.monotonic()
-        try:
-            self._group: Any = dist.new_group(
-                self._ranks,
-                timeout=timedelta(seconds=timeout_s * margin),
-                backend=backends,
-                use_local_synchronization=True,
-            )
-        except RuntimeError as error:
-            raise self.fail("connecting", time.monotonic() - began, str(error)) from error
 
     def reduce_scatter(self, full: Tensor, out: Tensor, *, scratch: Tensor | None = None) -> Work:
         check_reduction(full, out, scratch, self.size)
@@ -145,15 +131,9 @@ class Group(Communicator):
     def stats(self) -> dict[str, int]:
         return dict(self._counts)
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        # After a failure the backend may still write what arrives, until its own timeout.
-        for work in self._under_way:
-            work.abandon()
-        with suppress(ValueError, AssertionError):  # the user ended torch.distributed already
-            dist.destroy_process_group(self._group)
+    def close(self) -> bool:
+        quiet = [work.abandoned() for work in self._under_way]
+        return all(quiet)
 
     def check(self) -> None:
         """Raises: RankError if a collective failed before."""
@@ -193,7 +173,7 @@ class Group(Communicator):
         if call is None:
             raise AssertionError(f"torch.distributed took {name} for one of a group without this rank")
         if event is not None and tensor.is_cpu:
-            call.get_future().add_done_callback(lambda _: event.ended or Timeline.end(event))
+            call.get_future().add_done_callback(lambda _: Timeline.end(None if event.ended else event))
         self._counts.update({f"{name}_calls": 1, f"{name}_elements": sent_numel, f"{name}_bytes": size})
         work = _GroupWork(self, name, call, launched, self._timeout_s, finish, event)
         self._under_way = [other for other in self._under_way if not other.done()] + [work]
@@ -240,9 +220,9 @@ class _GroupWork(Work):
             Timeline.end(self._event)
         self._complete = True
 
-    def abandon(self) -> None:
-        """Returns when the backend no longer uses the tensors; what comes of it does not matter."""
-        self._arrives_by(self._launched + self._timeout_s + _GRACE_S)
+    def abandoned(self) -> bool:
+        """Gives the call a last moment to complete; what comes of it does not matter."""
+        return self._arrives_by(time.monotonic() + _GRACE_S)
 
     def _fault(self) -> str | None:
         """Waits; says what went wrong, if anything."""
@@ -274,7 +254,7 @@ def connect(
     Args: process_group: a ProcessGroup or a 1-D DeviceMesh: the data-parallel ranks, that hold one partition each;
         None: all ranks. timeout_s: seconds from the launch of a collective to RankError.
     Raises: ConfigError if it is neither, if this process is not in it, or if a launcher started several processes and
-    nobody connected them; RankError if another rank does not come.
+    nobody connected them.
     """
     if not (dist.is_available() and dist.is_initialized()):
         if process_group is not None:
@@ -286,14 +266,14 @@ def connect(
             )
         return Alone()
     members = _members(process_group)
-    if dist.get_rank(members) < 0:
-        raise ConfigError(f"process_group: rank {dist.get_rank()} is not in it: give each rank the group it belongs to")
     if dist.get_world_size(members) == 1:
         return Alone(*place_on_node(os.environ, dist.get_rank(), dist.get_world_size()))
     return Group(members, timeout_s=timeout_s, timeline=timeline)
 
 
 def _members(process_group: object | None) -> dist.ProcessGroup | None:
+    if process_group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError(f"process_group: rank {dist.get_rank()} is not in it: give each rank the group it belongs to")
     if process_group is None or isinstance(process_group, dist.ProcessGroup):
         return process_group
     if isinstance(process_group, DeviceMesh):
@@ -333,7 +313,7 @@ def _number(environ: Mapping[str, str], name: str, *, least: int, default: int |
     return number
 
 
-def _all_gather(out: Tensor, own: Tensor, group: Any) -> Any:
+def _all_gather(out: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Any:
     # The older name warns in newer versions, and is 2.5 times as slow on gloo.
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return call(_bytes(out), _bytes(own), group=group, async_op=True)

@@ -22,11 +22,11 @@ from typing import Any, Self
 
 Function = Callable[..., Any]
 
-GROUP_TIMEOUT_S = 60
-"""Of the default process group; what a communicator makes has its own."""
+GROUP_TIMEOUT_S = 60.0
+"""Of the process group."""
 
 
-class RanksFailed(AssertionError):
+class RanksFailedError(AssertionError):
     """What each rank that failed says."""
 
 
@@ -36,24 +36,26 @@ class World:
     Functions are named, not sent: they have to be at the top of a module.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, group_timeout_s: float = GROUP_TIMEOUT_S) -> None:
         self.size = size
         self.usable = True
         self._folder = tempfile.mkdtemp(prefix="ranks-")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.support.preloaded"])
+        context.set_forkserver_preload(["torch.distributed", "offload.comm"])
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, self._folder, theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, size, group_timeout_s, self._folder, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
 
     def run(self, function: Function, *args: Any, timeout_s: float = 60) -> list[Any]:
-        """Calls `function(*args)` on every rank; returns what they return, by rank. Raises: RanksFailed."""
+        """Calls `function(*args)` on every rank; returns what they return, by rank. Raises: RanksFailedError."""
         self.start(function, *args)
         return self.results(timeout_s)
 
@@ -63,7 +65,7 @@ class World:
             pipe.send_bytes(pickle.dumps((function, args)))
 
     def results(self, timeout_s: float = 60, ranks: Sequence[int] | None = None) -> list[Any]:
-        """What `ranks` (None: all) returned. Raises: RanksFailed with every failure, dead and late ranks included."""
+        """What `ranks` (None: all) returned. Raises: RanksFailedError, which tells of dead and late ranks too."""
         asked = list(range(self.size)) if ranks is None else list(ranks)
         found: dict[int, Any] = {}
         faults: dict[int, str] = {}
@@ -83,7 +85,7 @@ class World:
                 faults |= dict.fromkeys(left, f"not finished within {timeout_s} s")
         if faults:
             self.usable = False
-            raise RanksFailed("\n".join(f"rank {rank} of {self.size}: {faults[rank]}" for rank in sorted(faults)))
+            raise RanksFailedError("\n".join(f"rank {rank} of {self.size}: {faults[rank]}" for rank in sorted(faults)))
         return [found[rank] for rank in asked]
 
     def signal(self, rank: int, number: signal.Signals) -> None:
@@ -140,7 +142,7 @@ class Worlds:
             world.close()
 
 
-def _serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
+def _serve(rank: int, size: int, group_timeout_s: float, folder: str, pipe: Connection) -> None:
     """A rank's process: connects, then does what it is asked until the pipe closes."""
     import torch
     import torch.distributed as dist
@@ -154,7 +156,7 @@ def _serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=GROUP_TIMEOUT_S),
+        timeout=timedelta(seconds=group_timeout_s),
     )
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
