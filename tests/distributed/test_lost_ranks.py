@@ -57,7 +57,7 @@ def _try(name: str) -> tuple[RankError, float, float]:
         _call_thrice(group, name)
     failed = time.monotonic()
     with pytest.raises(RankError) as again:
-        group.barrier()
+        group.all_gather(torch.ones(1), torch.empty(3))  # not even begun
     ended = time.monotonic()
     assert again.value is caught.value
     group.close()
@@ -125,6 +125,26 @@ def test_what_has_arrived_may_be_waited_for_after_the_timeout(worlds: Worlds) ->
     worlds(3).run(_launch_and_wait_later, 0.8)
 
 
+def _wait_for_two() -> float:
+    group = comm.connect(timeout_s=TIMEOUT_S)
+    if group.rank == 2:
+        time.sleep(600)
+    began = time.monotonic()
+    first = group.all_gather(torch.ones(1000), torch.empty(3000))
+    time.sleep(TIMEOUT_S / 2)
+    second = group.all_gather(torch.ones(1000), torch.empty(3000))
+    for work in (first, second):
+        with pytest.raises(RankError):
+            work.wait()
+    return time.monotonic() - began
+
+
+def test_what_was_under_way_fails_with_the_first(world: World) -> None:
+    world.start(_wait_for_two)
+    for waited_s in world.results(20, ranks=[0, 1]):
+        assert TIMEOUT_S <= waited_s < 1.4 * TIMEOUT_S
+
+
 def _close_with_work_under_way() -> bool:
     group = comm.connect(timeout_s=TIMEOUT_S)
     if group.rank == 2:
@@ -146,10 +166,12 @@ def _interrupted() -> str:
         import threading
 
         threading.Timer(0.3, _thread.interrupt_main).start()
+        began = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             group.barrier()
+        assert time.monotonic() - began < 1
         return "interrupted"
-    time.sleep(1)
+    time.sleep(1.5)
     group.barrier()
     return "met"
 

@@ -41,6 +41,7 @@ def test_partitions_are_equal_contiguous_and_cover_the_flat(numel: int, ranks: i
     ranges = [cut.range_of(rank) for rank in range(ranks)]
     assert [element for start, stop in ranges for element in range(start, stop)] == list(range(numel))
     for rank, (start, stop) in enumerate(ranges):
+        assert start <= stop
         assert start == stop or start == rank * cut.part_numel
         assert all(cut.owner(element) == rank for element in (start, stop - 1) if start < stop)
 
