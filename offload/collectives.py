@@ -25,7 +25,7 @@ from torch import Tensor
 
 WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-_BLOCK_NUMEL = 1 << 16
+_BLOCK_NUMEL = 1 << 18
 """Elements summed over all ranks before the next: their fp32 sums stay in the cache."""
 _DOUBLES = 40
 """Doubles that can hold any sum of doubles exactly: 2098 bits of range, 53 in each."""
