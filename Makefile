@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 SOURCES := pyproject.toml constraints.txt $(wildcard kernels/*.c kernels/*.h kernels/CMakeLists.txt) \
 	$(wildcard offload/__init__.py offload/*/__init__.py)
 
-.PHONY: train test lint types unit test-slow test-gpu test-peers bench-peers clean
+.PHONY: train test lint types unit test-slow test-gpu test-peers bench-peers bench-peers-step clean
 
 train: $(VENV)/installed
 	$(BIN)/offload train $(ARGS)
@@ -39,6 +39,10 @@ PEERS_PIP := PIP_REQUIRE_VIRTUALENV=1 .venv-peers/bin/pip --disable-pip-version-
 bench-peers: $(VENV)/installed .venv-peers/installed
 	PATH="$(CURDIR)/.venv-peers/bin:$$PATH" DS_ACCELERATOR=cpu \
 		$(BIN)/python bench/io.py --deepspeed .venv-peers/bin/python $(or $(ARGS),.)
+
+# Whole training steps beside DeepSpeed's; some ten minutes.
+bench-peers-step: $(VENV)/installed .venv-peers/installed
+	$(BIN)/python bench/peers.py --deepspeed .venv-peers/bin/python $(ARGS)
 
 .venv-peers/installed: constraints.txt
 	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers

@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import nn
 
 from offload.config import Config
@@ -19,26 +21,58 @@ from offload.module.parameters import Parameters
 from offload.native import Kernels, load
 from offload.optim.gradients import GradientSink
 from offload.optim.step import ParameterReturn, Step
-from offload.planner.placement import Placement
+from offload.planner.placement import Placement, slot_records
 from offload.store.arena import Arena
-from offload.store.store import Store
+from offload.store.store import Store, param_records_of, records_of
 from offload.store.stripes import Stripes
 from offload.timeline import Timeline
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run is made of. files: the swap files; io_engine: its name, None without files."""
+    """What a run is made of. store: of the states; streamed: of the parameters, if they are; files: the swap files;
+    io_engine: its name, None without files."""
 
     arena: Arena
     kernels: Kernels
     sink: GradientSink
     store: Store
+    streamed: Store | None
     parameters: Parameters
     masters: Masters
     step: Step
+    timeline: Timeline
     files: tuple[str, ...]
     io_engine: str | None
+
+    @property
+    def stores(self) -> tuple[Store, ...]:
+        return (self.store,) if self.streamed is None else (self.store, self.streamed)
+
+    def stats(self, placement: Placement, initial_bytes: int) -> dict[str, Any]:
+        """The counters of the parts; see OffloadZero.stats. Args: initial_bytes: written before the first step."""
+        counted, seconds = self.timeline.counted, self.timeline.seconds
+        return {
+            "chunks": len(placement.kept) + placement.streamed_chunks,
+            "streamed_chunks": placement.streamed_chunks,
+            "nvme_init_bytes": initial_bytes,
+            "nvme_read_bytes": counted("nvme_read_bytes"),
+            "nvme_written_bytes": counted("nvme_written_bytes") - initial_bytes,
+            "host_to_device_bytes": counted("host_to_device_bytes"),
+            "device_to_host_bytes": counted("device_to_host_bytes"),
+            "gathered_bytes": counted("gathered_bytes"),
+            "peak_cpu_bytes": self.arena.used,
+            "cpu_budget_bytes": placement.budget_bytes,
+            "arena_utilisation": placement.utilisation,
+            "disk_bytes": placement.disk_bytes,
+            **{name: seconds(name) for name in _SPANS},
+            "kernel": self.kernels.variant,
+            "threads": self.kernels.threads,
+            "io_engine": self.io_engine,
+        }
+
+
+_SPANS = ("step_s", "landing_s", "adam_s", "gradient_s", "wait_nvme_s", "wait_device_s", "wait_cpu_s")
 
 
 def assemble(
@@ -47,6 +81,7 @@ def assemble(
     layout: Layout,
     placement: Placement,
     params: Sequence[nn.Parameter],
+    device: torch.device,
     copier: Copier,
     timeline: Timeline,
 ) -> Parts:
@@ -62,26 +97,38 @@ def assemble(
         engine = open_engine(config.io_engine, config.paths)
         undo.callback(engine.close)
         engine.register(arena.memory)
-        numels = [chunk.numel for chunk in layout.chunks]
-        slots = Stripes(engine, config.paths, weights(config.paths), numels, timeline)
+        slots = Stripes(engine, config.paths, weights(config.paths), slot_records(layout, config), timeline)
         undo.callback(slots.close)
         io_engine = engine.name
     kernels = load(config.threads)
     undo.callback(kernels.close)
     sink = GradientSink(layout, config.accumulation, arena, kernels, copier, timeline)
     undo.callback(sink.close)
-    store = Store(layout.chunks, placement.kept, placement.in_flight, arena, slots, timeline)
+    records = records_of(layout, split_master=config.split_master)
+    store = Store(records, placement.kept, placement.in_flight, arena, slots, timeline)
     undo.callback(store.close)
-    parameters = Parameters(layout, params)
-    returned = ParameterReturn(layout, parameters.flats, arena, copier, timeline)
+    parameters = Parameters(layout, params, device)
+    streamed = None
+    if placement.params is not None:
+        pool, kinds = placement.params, param_records_of(layout)
+        streamed = Store(kinds, pool.kept, pool.in_flight, arena, slots, timeline, first=len(records))
+        undo.callback(streamed.close)
+    split_master = config.split_master
+    returned = ParameterReturn(
+        layout, parameters.flats, sink, arena, copier, timeline, split_master=split_master, streamed=streamed
+    )
+    step = Step(layout, store, sink, returned, kernels, timeline, split_master=split_master)
+    undo.callback(step.close)
     return Parts(
         arena=arena,
         kernels=kernels,
         sink=sink,
         store=store,
         parameters=parameters,
-        masters=Masters(layout, parameters, store),
-        step=Step(layout, store, sink, returned, kernels, timeline),
+        masters=Masters(layout, parameters, store, kernels, split_master=split_master, streamed=streamed),
+        streamed=streamed,
+        step=step,
+        timeline=timeline,
         files=() if slots is None else slots.paths,
         io_engine=io_engine,
     )

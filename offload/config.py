@@ -16,6 +16,7 @@ from offload.errors import ConfigError
 from offload.sizes import PAGE_BYTES, parse_bytes
 
 Tier = Literal["cpu", "nvme"]
+ParamTier = Literal["device", "cpu", "nvme"]
 PathLike = str | os.PathLike[str]
 
 MASTER_ITEM_BYTES = 4
@@ -29,10 +30,14 @@ class Tuning:
     """What only tunes speed; nothing here changes a bit of the result.
 
     chunk: bytes of fp32 master a chunk, the unit of transfer, of the Adam kernel and of I/O.
-    prefetch: chunks read ahead of the one in use; None: as many as the budget's buffers allow.
+    prefetch: chunks read ahead of the one in use, and units of streamed parameters brought ahead; None: as many chunks
+    as the budget's buffers allow, and one unit.
     threads: of the CPU kernels; None: the CPUs this process may use.
     io_engine: "uring", "threads", "portable", or "auto": the best that works here, as `offload bench io` measured.
-    split_master, units, tile: reserved; only None (split_master: or False) is taken so far.
+    split_master: True: of a bf16 parameter's master only the low half goes to the slots, 10 bytes a parameter for 12;
+    the upper half is the parameter itself. Then parameters may be written from outside by `load_state_dict` alone.
+    None: False.
+    units, tile: reserved; only None is taken so far.
     """
 
     chunk: int | str = "64MiB"
@@ -59,6 +64,9 @@ class Config:
     in_flight: int | None
     threads: int | None
     io_engine: str
+    split_master: bool
+    param_tier: ParamTier = "device"
+    depth: int = 1
 
 
 def check(
@@ -70,6 +78,7 @@ def check(
     keep_fp32: Iterable[nn.Module | type[nn.Module]] = (),
     accumulation: int = 1,
     nonfinite: str = "raise",
+    param_tier: str | None = None,
     tuning: Tuning | None = None,
     **reserved: Any,
 ) -> Config:
@@ -101,13 +110,15 @@ def check(
         in_flight=None if prefetch is None else max(prefetch + 2, LEAST_IN_FLIGHT),
         threads=_whole("Tuning.threads", tuning.threads, least=1),
         io_engine=tuning.io_engine,
+        split_master=bool(tuning.split_master),
+        param_tier=_param_tier(param_tier, chosen),
+        depth=1 if prefetch is None else prefetch,
     )
 
 
 def _refuse_reserved(reserved: dict[str, Any], tuning: Tuning) -> None:
     """Options that DESIGN.md names and this version cannot do yet: refused, never silently accepted."""
     taken: dict[str, tuple[object, ...]] = {
-        "param_tier": (None, "device"),
         "grad_tier": (None, "cpu"),
         "device_memory": (None,),
         "commit_every": (None,),
@@ -119,7 +130,7 @@ def _refuse_reserved(reserved: dict[str, Any], tuning: Tuning) -> None:
     options = {*taken, *(check.__kwdefaults__ or ()), "device"}
     taken |= {
         "Tuning.io_engine": ("auto", "uring", "threads", "portable"),
-        "Tuning.split_master": (None, False),
+        "Tuning.split_master": (None, False, True),
         "Tuning.units": (None,),
         "Tuning.tile": (None,),
     }
@@ -169,6 +180,18 @@ def _tier(tier: str | None, paths: tuple[Path, ...]) -> Tier:
             raise ConfigError(f'path={str(paths[0])!r} has no use with tier="cpu": drop it, or choose tier="nvme"')
         return "cpu"
     raise ConfigError(f'tier={tier!r} is not a tier for the optimizer states: choose "cpu" or "nvme"')
+
+
+def _param_tier(tier: str | None, states: Tier) -> ParamTier:
+    if tier is None or tier == "device":
+        return "device"
+    if tier == "nvme" and states == "cpu":
+        raise ConfigError('param_tier="nvme" needs path="...", the directory for the swap files')
+    if tier == "cpu":
+        return "cpu"
+    if tier == "nvme":
+        return "nvme"
+    raise ConfigError(f'param_tier={tier!r} is not a tier for parameters: choose "device", "cpu" or "nvme"')
 
 
 def _accumulation(value: int) -> int:

@@ -11,6 +11,8 @@ OffloadError
 ├── GradientMovedError     a gradient used after it left the device: names the call to make instead
 ├── AccumulationError      a second backward that was not declared with accumulation=N
 ├── NonFiniteGradientError NaN or Inf in a gradient: names the parameter (also an ArithmeticError)
+├── StaleParameterError    parameters used or written between step() and the moment their new values land
+├── ReleasedParameterError the values of a parameter that is in another tier just now: says how to bring it
 ├── InterruptedStepError   a step was cut off in its middle (Ctrl-C): some parameters are a step further than others
 ├── RankError              another rank is slow, stuck or dead: names the collective and the time waited
 ├── StateError             an internal move between tiers that is not legal: a bug here, never yours
@@ -112,6 +114,14 @@ class NonFiniteGradientError(OffloadError, ArithmeticError):
     def __init__(self, message: str, *, parameter: str) -> None:
         super().__init__(message)
         self.parameter = parameter
+
+
+class StaleParameterError(OffloadError, RuntimeError):
+    """A parameter was used for a gradient, or written to, before the new value of the last step had landed in it."""
+
+
+class ReleasedParameterError(OffloadError, RuntimeError):
+    """The values of a streamed parameter were used outside its unit's forward and backward."""
 
 
 class InterruptedStepError(OffloadError, RuntimeError):

@@ -141,6 +141,14 @@ class Timeline:
             return _NOTHING
         return recording.begin(Event(lane, name, chunk, parameter, size, tier, None, False)) or _NOTHING
 
+    @contextmanager
+    def waiting(
+        self, what: str, *, tier: str, chunk: int | None = None, parameter: str | None = None
+    ) -> Iterator[None]:
+        """Says who is waited for inside: seconds of the tier, `wait_<tier>_s`, and an event in the lane of waits."""
+        with self.span(f"wait_{tier}_s"), self.event(WAITS, what, chunk=chunk, parameter=parameter, tier=tier):
+            yield
+
     def begin(
         self,
         lane: str,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from types import TracebackType
 from typing import Any, Never, NoReturn, Self, overload
 
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from offload import comm
 from offload import config as configuration
 from offload.assembly import assemble
+from offload.attachment import Attachment
 from offload.config import PathLike, Tuning
-from offload.copies import copier_for
+from offload.copies import Copier, copier_for
 from offload.errors import (
     ClosedError,
     ConfigError,
@@ -26,10 +27,11 @@ from offload.errors import (
     ResumeError,
 )
 from offload.layout import build
-from offload.module.hooks import Hooks, is_hooked
-from offload.module.parameters import cast_untrained, shaped_like
+from offload.module.hooks import require_free
+from offload.module.materialise import Init, Source, is_meta, source_of
+from offload.module.parameters import device_for, shaped_like
 from offload.module.recording import recorded
-from offload.module.units import compute_dtypes, kept_modules, specs_of
+from offload.module.units import specs_of
 from offload.optim.adopt import require_adoptable, require_supported, retire
 from offload.optim.step import StepKey
 from offload.planner.placement import place
@@ -59,8 +61,13 @@ class OffloadZero(torch.optim.Optimizer):
         keep_fp32: modules, or module types, that stay fp32.
         accumulation: backward passes a step; with more than one, gradients are summed in fp32.
         nonfinite: "raise" NonFiniteGradientError on NaN or Inf, or "skip" the step and count it.
+        device: where a model built on the meta device is to train; None: "cpu". Of any other it is the model's own.
+        init: where the values of a model built on the meta device come from: a function called with name and tensor,
+            a safetensors file or the index of several, or None: `reset_parameters()` of its modules.
         tuning: what only tunes speed.
-        param_tier, grad_tier, device_memory, commit_every, resume, device, stage, process_group: not available in
+        param_tier: where the parameters live outside their unit's forward and backward: "device" (None: that), "cpu" or
+            "nvme"; see docs/guide.md for what is different then.
+        grad_tier, device_memory, commit_every, resume, stage, process_group: not available in
             this version beyond their defaults; anything else is refused.
 
     Raises: ConfigError, BudgetError, PathError, PathInUseError, ResumeError; before the model is changed.
@@ -87,6 +94,7 @@ class OffloadZero(torch.optim.Optimizer):
         commit_every: int | None = None,
         resume: bool | str = False,
         device: torch.device | str | None = None,
+        init: Init = None,
         stage: int | None = None,
         process_group: object | None = None,
         tuning: Tuning | None = None,
@@ -100,8 +108,8 @@ class OffloadZero(torch.optim.Optimizer):
             keep_fp32=keep_fp32,
             accumulation=accumulation,
             nonfinite=nonfinite,
-            tuning=tuning,
             param_tier=param_tier,
+            tuning=tuning,
             grad_tier=grad_tier,
             device_memory=device_memory,
             commit_every=commit_every,
@@ -111,18 +119,16 @@ class OffloadZero(torch.optim.Optimizer):
             **unknown,
         )
         comm.require_one_rank()
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"model={model!r} is not an nn.Module")
-        if is_hooked(model):
-            raise ConfigError("the model is held by another OffloadZero: close() that one first")
-        if next(model.parameters(), None) is None:
-            raise ConfigError("the model has no parameters to train")
+        require_free(model)
         given = torch.optim.AdamW(model.parameters()) if optimizer is None else optimizer
         require_adoptable(given)
-        specs, params = specs_of(model, given.param_groups, self._config.keep_fp32, self._config.compute_dtype)
-        _require_device(device, params[0].device)
+        keep, dtype = self._config.keep_fp32, self._config.compute_dtype
+        specs, params = specs_of(model, given.param_groups, keep, dtype, planned=is_meta(model))
+        device = device_for(device, params[0].device)
+        source = source_of(init)
+        source.check(model)
         self._layout = build(specs, self._config.chunk_numel)
-        copier = copier_for(params[0].device)
+        copier = copier_for(device)
         self._placement = place(self._layout, self._config, direct=copier.direct)
         for path in self._config.paths:
             check_directory(path)
@@ -136,35 +142,33 @@ class OffloadZero(torch.optim.Optimizer):
         self._ages = [0] * len(specs)
         self._adopted = False
         with ExitStack() as undo:
-            self._parts = assemble(undo, self._config, self._layout, self._placement, params, copier, self._timeline)
+            self._parts = assemble(
+                undo, self._config, self._layout, self._placement, params, device, copier, self._timeline
+            )
             super().__init__(given.param_groups, dict(given.defaults))
             self._adopted = True
-            self._take_model()
+            self._attached = self._attach(copier, source)
             self._undo = undo.pop_all()
         retire(given)
         with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
             print(self._placement.describe(self._layout, self._config), file=sys.stderr)
 
-    def _take_model(self) -> None:
-        """Writes the masters, casts the model, hooks it. A failing disk here leaves it partly cast, and says so."""
-        keep = self._config.keep_fp32
-        dtypes = compute_dtypes(self._model, keep, self._config.compute_dtype)
-        try:
-            self._parts.masters.take_model()
-        except OffloadError as error:
-            error.add_note("some of the model's parameters are already in compute_dtype: build the model again")
-            raise
-        self._initial_bytes = self._timeline.counted("nvme_written_bytes")
-        cast_untrained(self._model, self._parts.parameters, dtypes)
-        self._hooks = Hooks(
+    def _attach(self, copier: Copier, source: Source) -> Attachment:
+        return Attachment(
             self._model,
-            self._parts.parameters,
-            self._layout.specs,
-            self._parts.sink,
-            self._config.compute_dtype,
-            kept_modules(self._model, keep),
-            self._parts.parameters.require_attached,
+            self._parts,
+            self._config,
+            self._layout,
+            self._placement,
+            copier,
+            source,
+            step=lambda: self._step,
+            usable=self._require_usable,
+            failed=self._cut_off,
         )
+
+    def _cut_off(self, error: BaseException) -> None:
+        self._failure = self._failure or error
 
     # Training.
 
@@ -177,6 +181,10 @@ class OffloadZero(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One step of Adam over every parameter whose gradient has arrived; consumes the gradients.
 
+        It fixes the gradients, their scale and the hyper-parameters, queues the work, and returns. The new values are
+        in a parameter when a forward enters its unit, when a state_dict is made or loaded, after `synchronize()`, and
+        at the latest in the next step; until then it has its old value.
+
         Args: closure: evaluates the model again and returns the loss, which is returned.
         Raises: NonFiniteGradientError (nonfinite="raise"; the state is untouched), TierIOError, CorruptionError.
         """
@@ -186,9 +194,10 @@ class OffloadZero(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with self._timeline.span("step_s"), self._timeline.event(PHASES, "step"):
+            self._attached.step_begins()
             active = self._collect()
             if self._all_finite(active):
-                self._run(active)
+                self._begin(active)
             else:
                 self._skipped += 1
             self._consume()
@@ -199,8 +208,8 @@ class OffloadZero(torch.optim.Optimizer):
         self._parts.parameters.require_attached()
         self._parts.parameters.require_in(self._model)
         self._parts.parameters.require_all_of(self._model, self.param_groups)
-        self._hooks.take_assigned()
-        active = [n for n in range(len(self._ages)) if self._parts.sink.has(n) and self._hooks.is_marked(n)]
+        self._attached.hooks.take_assigned()
+        active = [n for n in range(len(self._ages)) if self._parts.sink.has(n) and self._attached.hooks.is_marked(n)]
         self._parts.sink.collect(active)
         return active
 
@@ -216,20 +225,19 @@ class OffloadZero(torch.optim.Optimizer):
             )
         return not bad
 
-    def _run(self, active: Sequence[int]) -> None:
+    def _begin(self, active: Sequence[int]) -> None:
         require_supported(self.param_groups)
         self._parts.masters.take_outside_writes(self._step)
         keys: dict[int, StepKey] = {n: (self._layout.specs[n].group, self._ages[n] + 1) for n in active}
         try:
-            self._parts.step.run(self._step + 1, keys, self.param_groups, self._parts.sink.scale)
-            self._step += 1
-            for number in active:
-                self._ages[number] += 1
-            self._parts.parameters.written_here(active)
+            flats = self._attached.landing.begins(active)
+            self._parts.step.begin(self._step + 1, keys, self.param_groups, self._parts.sink.scale, flats)
         except BaseException as error:
-            # Some chunks are a step further than others: nothing calculated from here on would be right.
-            self._failure = error
+            self._cut_off(error)
             raise
+        self._step += 1
+        for number in active:
+            self._ages[number] += 1
 
     def _consume(self) -> None:
         self._parts.sink.scale = 1.0
@@ -272,10 +280,23 @@ class OffloadZero(torch.optim.Optimizer):
         line = self._parts.sink.line(number).float() * self._parts.sink.scale
         return shaped_like(param, line)
 
+    def gathered(
+        self, module_or_params: nn.Module | Tensor | Iterable[Tensor], *, writable: bool = False
+    ) -> AbstractContextManager[None]:
+        """`with optimizer.gathered(model.head):` the parameters' values are there, the last step's, streamed or not.
+
+        Args: writable: what is written to them inside is kept, by the masters too.
+        Raises: ConfigError for a tensor that is no parameter of the model; StaleParameterError at the end if a streamed
+        parameter was written to without `writable`, which is undone.
+        """
+        self._require_usable()
+        return self._attached.access.gathered(module_or_params, writable=writable)
+
     def state_of(self, param: Tensor) -> dict[str, Any]:
         """{"master", "exp_avg", "exp_avg_sq": fp32 CPU tensors of the parameter's shape, "step": int}; copies."""
         self._require_usable()
         number = self._number(param)
+        self._attached.landing.everything()
         self._parts.masters.take_outside_writes(self._step)
         lines = self._parts.masters.states(number, self._step)
         shaped: dict[str, Any] = {kind: shaped_like(param, line) for kind, line in lines.items()}
@@ -285,30 +306,15 @@ class OffloadZero(torch.optim.Optimizer):
         """Counters since training began. Bytes end in `_bytes`, seconds in `_s`.
 
         nvme_init_bytes is what was written before the first step; nvme_read_bytes and nvme_written_bytes what moved
-        since. wait_s is what step() waited for tiers, part of step_s; gradient_s is spent in backward.
+        since. step_s is spent in step(), landing_s in waits for its results; adam_s, and where that runs on the CPU the
+        waits for tiers wait_nvme_s and wait_device_s, are parts of the two. gradient_s is spent in backward.
+        arena_utilisation: the share of the buffers' bytes that chunks fill.
         """
-        timeline, placement = self._timeline, self._placement
         return {
             "step": self._step,
             "skipped_steps": self._skipped,
             "parameters": self._layout.numel,
-            "chunks": len(self._layout.chunks),
-            "streamed_chunks": len(self._layout.chunks) - len(placement.kept),
-            "nvme_init_bytes": self._initial_bytes,
-            "nvme_read_bytes": timeline.counted("nvme_read_bytes"),
-            "nvme_written_bytes": timeline.counted("nvme_written_bytes") - self._initial_bytes,
-            "host_to_device_bytes": timeline.counted("host_to_device_bytes"),
-            "device_to_host_bytes": timeline.counted("device_to_host_bytes"),
-            "peak_cpu_bytes": self._parts.arena.used,
-            "cpu_budget_bytes": placement.budget_bytes,
-            "disk_bytes": placement.disk_bytes,
-            "step_s": timeline.seconds("step_s"),
-            "wait_s": timeline.seconds("wait_s"),
-            "adam_s": timeline.seconds("adam_s"),
-            "gradient_s": timeline.seconds("gradient_s"),
-            "kernel": self._parts.kernels.variant,
-            "threads": self._parts.kernels.threads,
-            "io_engine": self._parts.io_engine,
+            **self._parts.stats(self._placement, self._attached.initial_bytes),
         }
 
     def timeline(self, file: PathLike) -> AbstractContextManager[None]:
@@ -370,19 +376,22 @@ class OffloadZero(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Waits until nothing is under way on any tier. Raises what went wrong there."""
         self._require_usable()
-        self._parts.sink.collect([])
-        self._parts.store.drain()
+        self._attached.synchronize()
 
     def close(self) -> None:
-        """Waits for what is under way, unhooks the model, frees memory, files and their lock. May be called again.
+        """Ends the last step, unhooks the model, frees memory, files and their lock. May be called again.
 
         The model keeps its parameters in the compute dtype; what backward left in `p.grad` is dropped.
         """
         if os.getpid() != self._pid or isinstance(self._failure, ClosedError):
             return
-        self._failure = ClosedError("the optimizer is closed: make a new one")
-        self._hooks.remove()
-        self._undo.close()
+        try:
+            if self._failure is None:
+                self._attached.landing.everything()
+        finally:
+            self._failure = ClosedError("the optimizer is closed: make a new one")
+            self._attached.hooks.remove()
+            self._undo.close()
 
     def __enter__(self) -> Self:
         return self
@@ -390,7 +399,9 @@ class OffloadZero(torch.optim.Optimizer):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        # What is being raised is the cause; an error of the ending follows from it.
+        with suppress(OffloadError) if error is not None else nullcontext():
+            self.close()
 
     def __getstate__(self) -> NoReturn:
         raise ConfigError("OffloadZero cannot be copied or pickled: its states are in the tiers, not in it")
@@ -405,19 +416,15 @@ class OffloadZero(torch.optim.Optimizer):
                 f"a step was interrupted by {self._failure!r} and left some parameters a step further than others: "
                 "start again"
             ) from self._failure
-        self._parts.store.check()
+        try:
+            for store in self._parts.stores:
+                store.check()
+        except OffloadError as error:
+            self._cut_off(error)
+            raise
 
     def _number(self, param: Tensor) -> int:
         number = self._parts.parameters.index.get(param)  # type: ignore[call-overload]
         if number is None:
             raise ConfigError(f"the tensor of shape {tuple(param.shape)} is no parameter that this optimizer trains")
         return int(number)
-
-
-def _require_device(given: torch.device | str | None, own: torch.device) -> None:
-    try:
-        wanted = own if given is None else torch.empty(0, device=given).device
-    except (RuntimeError, TypeError, AssertionError) as error:
-        raise ConfigError(f"device={given!r} is no device of this machine: leave it out, or give {own}") from error
-    if wanted != own:
-        raise ConfigError(f"device={given} but the model is on {own}: move the model there first")

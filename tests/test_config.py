@@ -42,8 +42,6 @@ def test_sizes_are_taken_as_words_or_bytes() -> None:
 
 
 RESERVED = [
-    ("param_tier", "cpu"),
-    ("param_tier", "nvme"),
     ("grad_tier", "nvme"),
     ("device_memory", "8GiB"),
     ("commit_every", 100),
@@ -55,10 +53,12 @@ RESERVED = [
     ("stage", 3),
     ("process_group", object()),
 ]
-TUNING = [("split_master", True), ("units", ["a"]), ("tile", 4)]
+TUNING = [("split_master", "yes"), ("units", ["a"]), ("tile", 4)]
 WRONG: list[tuple[str, Any, str]] = [
     ("tier", "nvme", 'needs path="..."'),
     ("tier", "disk", 'choose "cpu" or "nvme"'),
+    ("param_tier", "disk", 'choose "device", "cpu" or "nvme"'),
+    ("param_tier", "nvme", 'needs path="..."'),
     ("tier", 3, 'choose "cpu" or "nvme"'),
     ("path", "", "the directory for the swap files"),
     ("path", "a\0b", "the directory for the swap files"),

@@ -16,7 +16,7 @@ FLOORS = [
     ["store"],
     ["optim", "checkpoint"],
     ["module"],
-    ["planner", "assembly", "zero"],
+    ["planner", "assembly", "attachment", "zero"],
     ["models", "integrations", "cli"],
 ]
 """Files and folders of offload/, from the ground up; in a floor, each may import those before it."""

@@ -75,6 +75,7 @@ def step(model: Callable[[torch.Tensor], torch.Tensor], optimizer: OffloadZero, 
         model(torch.ones(2, WIDTH)).float().square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
+    optimizer.synchronize()
 
 
 @pytest.fixture
@@ -153,7 +154,9 @@ def test_each_chunk_is_read_then_in_adam_then_written(recorded: tuple[Trace, dic
     assert sorted(ways) == list(range(stats["chunks"]))
     for way in ways.values():
         way.sort()
-        assert [kind for *_, kind in way] == ["r", "a", "w"] * STEPS
+        # What a step begins with is read at the end of the one before.
+        kinds = [kind for *_, kind in way]
+        assert kinds in (["r", "a", "w"] * STEPS, ["a", "w", "r"] * STEPS)
         assert all(earlier[1] <= later[0] + NANOSECOND for earlier, later in pairwise(way))
 
 
@@ -190,8 +193,8 @@ def test_every_wait_says_for_which_chunk_and_tier(recorded: tuple[Trace, dict[st
         assert event["args"]["tier"] == "nvme"
         assert event["cat"] in ("wait for read", "wait for write", "wait for buffer")
     # The clock of the totals is around that of the events.
-    assert sum(event["dur"] for event in waits) / 1e6 <= stats["wait_s"]
-    assert sum(event["dur"] for event in waits) / 1e6 >= 0.1 * stats["wait_s"]
+    assert sum(event["dur"] for event in waits) / 1e6 <= stats["wait_nvme_s"]
+    assert sum(event["dur"] for event in waits) / 1e6 >= 0.1 * stats["wait_nvme_s"]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import AccumulationError, ConfigError, OffloadZero, ResumeError, Tuning
+from offload import AccumulationError, ConfigError, OffloadZero, ResumeError, StaleParameterError, Tuning
 from offload.planner import least_cpu_memory
 from tests.support import models
 
@@ -152,6 +152,14 @@ def test_autograd_notices_that_a_step_changed_what_a_graph_saved() -> None:
         backward(model)
         stale = model(torch.randn(8, 13)).sum()
         optimizer.step()
+        with pytest.raises(StaleParameterError, match="before the last step"):
+            stale.backward()
+        optimizer.synchronize()
+        stale = model(torch.randn(8, 13)).sum()
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+        optimizer.synchronize()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             stale.backward()
 
@@ -339,13 +347,15 @@ def test_every_step_really_moves_24_bytes_a_parameter(tmp_path: Path) -> None:
     with OffloadZero(model, cpu_memory=least, **options) as optimizer:
         assert optimizer.stats()["streamed_chunks"] == optimizer.stats()["chunks"] == 24
         steps, parameters = 4, optimizer.stats()["parameters"]
+        optimizer.synchronize()
+        before = optimizer.stats()
         read, written = _disk_bytes()
         for _ in range(steps):
             model(torch.randn(4, 512)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
         optimizer.synchronize()
-        stats = optimizer.stats()
+        stats = {name: optimizer.stats()[name] - before[name] for name in ("nvme_read_bytes", "nvme_written_bytes")}
         assert stats["nvme_read_bytes"] == pytest.approx(12 * parameters * steps, rel=0.02)
         assert stats["nvme_written_bytes"] == pytest.approx(12 * parameters * steps, rel=0.02)
         now_read, now_written = _disk_bytes()
@@ -399,6 +409,8 @@ def test_autograd_grad_beside_a_backward_takes_nothing_away(accumulation: int) -
         torch.autograd.grad(model(torch.ones(2, 13)).float().sum(), list(model.parameters()))
         optimizer.step()
         other.step()
+        optimizer.synchronize()
+        other.synchronize()
         assert optimizer.state_of(first(model))["step"] == 1
         assert steps_equal(model, twin)
 

@@ -159,7 +159,7 @@ def summarise(record: Record, stats: dict[str, Any], options: TrainOptions) -> d
     from offload.cli.loop import peak_rss_bytes
 
     taken = (
-        "parameters chunks kernel threads wait_s adam_s nvme_read_bytes nvme_written_bytes nvme_init_bytes "
+        "parameters chunks kernel threads wait_nvme_s adam_s nvme_read_bytes nvme_written_bytes nvme_init_bytes "
         "host_to_device_bytes device_to_host_bytes peak_cpu_bytes cpu_budget_bytes"
     )
     seconds = {f"{phase}_s": spent for phase, spent in record.seconds.items()}
@@ -219,7 +219,7 @@ def _table(summary: dict[str, Any]) -> Table:
         "forward": f"{summary['forward_s']:.2f} s",
         "backward": f"{summary['backward_s']:.2f} s",
         "step": f"{summary['step_s']:.2f} s",
-        "waiting": f"{summary['wait_s']:.2f} s",
+        "waiting": f"{summary['wait_nvme_s']:.2f} s",
         "NVMe": f"{size('nvme_read_bytes')} read, {size('nvme_written_bytes')} written",
     }
     each = summary["parameters"] * steps

@@ -8,10 +8,12 @@ The loss is computed in fp32 whatever that dtype is.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+import xxhash
 from torch import Tensor, nn
 
 from offload.errors import ConfigError
@@ -84,6 +86,23 @@ class Block(nn.Module):
         return self.project(mixed.transpose(1, 2).reshape(batch, length, width))  # type: ignore[no-any-return]
 
 
+def initial_values(config: GPTConfig, seed: int) -> Callable[[str, Tensor], None]:
+    """Fills a parameter, given its name: N(0, 0.02), 0.02 / sqrt(2 layers) where a block adds to the residual stream
+    (GPT-2's). Each has a generator of its own, so that a model made in parts has the bits of one made whole."""
+    residual = 0.02 / math.sqrt(2 * config.layers)
+
+    @torch.no_grad()
+    def fill(name: str, parameter: Tensor) -> None:
+        if parameter.ndim == 2:
+            generator = torch.Generator().manual_seed(int(xxhash.xxh64_intdigest(name.encode(), seed) >> 1))
+            adds = name.endswith(("project.weight", "contract.weight"))
+            parameter.normal_(0.0, residual if adds else 0.02, generator=generator)
+        else:  # LayerNorm
+            parameter.fill_(1.0 if name.endswith("weight") else 0.0)
+
+    return fill
+
+
 class GPT(nn.Module):
     """Pre-norm GPT over bytes with learned positions.
 
@@ -108,19 +127,9 @@ class GPT(nn.Module):
         if config.tied_head:
             self.head.weight = self.embed.weight
         if device != "meta":
-            self._initialise(seed)
-
-    @torch.no_grad()
-    def _initialise(self, seed: int) -> None:
-        """GPT-2's: N(0, 0.02), and 0.02 / sqrt(2 layers) where a block adds to the residual stream."""
-        generator = torch.Generator().manual_seed(seed)
-        residual = 0.02 / math.sqrt(2 * self.config.layers)
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
-                adds = name.endswith(("project.weight", "contract.weight"))
-                parameter.normal_(0.0, residual if adds else 0.02, generator=generator)
-            else:  # LayerNorm
-                parameter.fill_(1.0 if name.endswith("weight") else 0.0)
+            fill = initial_values(config, seed)
+            for name, parameter in self.named_parameters():
+                fill(name, parameter)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Predict the byte after each position.

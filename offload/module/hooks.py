@@ -1,13 +1,16 @@
 """Everything that is hooked into the model, in place: its class, names and state_dict keys stay.
 
 - The root casts floating inputs to the compute dtype; modules kept in fp32 cast theirs up, and their outputs back.
+- The modules of a unit, and whoever saves or loads its parameters, wait until the last step has landed in them.
 - Each trained parameter hands its gradient to the sink as soon as autograd has it, and leaves a marker in `p.grad`.
 """
 
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,16 +18,56 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from offload.errors import AccumulationError, ClosedError
+from offload.errors import AccumulationError, ClosedError, ConfigError
 from offload.layout import ParamSpec
+from offload.module.access import Access
+from offload.module.landing import Landing
 from offload.module.marker import MovedGradient, is_moved
 from offload.module.parameters import Parameters, line_like
+from offload.module.streaming import Streaming
+from offload.module.units import ROOT, blocks_of, units_of
 from offload.optim.gradients import GradientSink
 
 
 def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
     """`tree` (nested lists, tuples, dicts) with every floating tensor in `dtype`."""
     return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _eagerly(call: Callable[[], None]) -> None:
+    """Calls what a compiler cannot trace, nor leave out: a compiled model is cut in two here."""
+    call()
+
+
+class _Enters:
+    """A hook before a forward, or before saving or loading. A copy or pickle of the model takes along one that does
+    nothing."""
+
+    def __init__(self, entered: Callable[[], None] | None = None) -> None:
+        self._entered = entered
+
+    def __call__(self, *args: Any) -> None:
+        if self._entered is not None:
+            _eagerly(self._entered)
+
+    def __reduce__(self) -> tuple[type[_Enters], tuple[()]]:
+        return _Enters, ()
+
+
+class _Leaves:
+    """A forward hook, called also if the forward raised. A copy or pickle of the model takes along one that does
+    nothing."""
+
+    def __init__(self, left: Callable[[Any], None] | None = None) -> None:
+        self._left = left
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._left is not None:
+            self._left(output)
+
+    def __reduce__(self) -> tuple[type[_Leaves], tuple[()]]:
+        return _Leaves, ()
 
 
 class _CastInputs:
@@ -40,9 +83,8 @@ class _CastInputs:
         return self._entered is not None
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        # A compiler cannot trace what it looks at; step() looks again.
-        if self._entered is not None and not torch.compiler.is_compiling():
-            self._entered()
+        if self._entered is not None:
+            _eagerly(self._entered)
         return cast_floating(args, self._dtype), cast_floating(kwargs, self._dtype)
 
     def __reduce__(self) -> tuple[type[_CastInputs], tuple[torch.dtype]]:
@@ -65,10 +107,21 @@ def is_hooked(model: nn.Module) -> bool:
     return any(isinstance(hook, _CastInputs) and hook.is_of_an_optimizer for hook in hooks)
 
 
+def require_free(model: nn.Module) -> None:
+    """Raises: ConfigError if there is nothing to train in `model`, or another optimizer has it."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model={model!r} is not an nn.Module")
+    if is_hooked(model):
+        raise ConfigError("the model is held by another OffloadZero: close() that one first")
+    if next(model.parameters(), None) is None:
+        raise ConfigError("the model has no parameters to train")
+
+
 class Hooks:
     """Hooks of one optimizer on its model; `remove` takes all of them away.
 
-    Args: entered: called before each forward of the root.
+    Args: entered: called before each forward of the root; landing, streaming, access: what hooks call; loads: called
+    before a state_dict is loaded into a module, with the module's own parameters.
     """
 
     def __init__(
@@ -79,7 +132,11 @@ class Hooks:
         sink: GradientSink,
         compute_dtype: torch.dtype,
         kept: Sequence[nn.Module],
+        landing: Landing,
+        streaming: Streaming | None,
+        access: Access,
         entered: Callable[[], None],
+        loads: Callable[[Sequence[nn.Parameter]], None],
     ) -> None:
         self._handles: list[RemovableHandle] = []
         self._parameters = parameters
@@ -88,7 +145,11 @@ class Hooks:
         self._pid = os.getpid()
         root_dtype = torch.float32 if model in kept else compute_dtype
         self._nodes: list[torch.autograd.graph.Node] = []
+        self._landing = landing
+        self._streaming = streaming
+        self._access = access
         self._handles.append(model.register_forward_pre_hook(_CastInputs(root_dtype, entered), with_kwargs=True))
+        self._enter_units(model, loads)
         if compute_dtype is not torch.float32:
             for module in kept:
                 self._keep_fp32(module, compute_dtype)
@@ -103,6 +164,8 @@ class Hooks:
         """Hands over gradients that the user assigned to `p.grad` by hand."""
         for number, param in enumerate(self._parameters.params):
             if param.grad is not None and not is_moved(param.grad):
+                # Made by hand, it may be of any value; but the last step still needs the memory it would go to.
+                self._landing.everything()
                 self._arriving()
                 self._sink.forget(number)
                 self._hand_over(number)
@@ -115,30 +178,72 @@ class Hooks:
             if is_moved(param.grad):
                 param.grad = None
 
+    def _enter_units(self, model: nn.Module, loads: Callable[[Sequence[nn.Parameter]], None]) -> None:
+        """Whoever runs a module finds the new values of its unit in it, and so does whoever saves or loads it."""
+        units = units_of(model)
+        entries = dict(blocks_of(model))
+        for name, block in entries.items():
+            self._handles.append(block.register_forward_pre_hook(_Enters(partial(self._enter, name))))
+            self._leave(name, block)
+        for module in model.modules():
+            params = list(module.parameters(recurse=False))
+            names = {units[param] for param in params}
+            if ROOT in names and module is not model:
+                self._handles.append(module.register_forward_pre_hook(_Enters(partial(self._enter, ROOT))))
+            for name in names:
+                landing = _Enters(partial(self._landing.unit, name))
+                self._handles.append(module.register_state_dict_pre_hook(landing))
+                self._handles.append(module.register_load_state_dict_pre_hook(landing))
+                for register, hook in self._access.hooks_of(module, name):
+                    self._handles.append(register(hook))
+            if params:
+                self._handles.append(module.register_load_state_dict_pre_hook(_Enters(partial(loads, params))))
+        self._leave(ROOT, model)
+
+    def _enter(self, unit: str) -> None:
+        self._landing.unit(unit)
+        if self._streaming is not None:
+            self._streaming.forward_begins(unit)
+
+    def _leave(self, unit: str, module: nn.Module) -> None:
+        if self._streaming is not None:
+            leaves = _Leaves(partial(self._streaming.forward_ends, unit))
+            self._handles.append(module.register_forward_hook(leaves, always_call=True))
+
     def _keep_fp32(self, module: nn.Module, compute_dtype: torch.dtype) -> None:
         self._handles.append(module.register_forward_pre_hook(_CastInputs(torch.float32), with_kwargs=True))
         self._handles.append(module.register_forward_hook(_CastOutputs(compute_dtype)))
 
     def _watch(self, number: int) -> None:
         param = self._parameters.params[number]
+        # Autograd holds these functions where no collector of garbage can look: held by them, an optimizer that was
+        # forgotten would keep its memory and its files for good.
+        hooks = weakref.ref(self)
 
         def before(grads: tuple[Tensor | None, ...]) -> None:
-            self._arriving()
-            # The marker says: accumulate. No gradient says that the user dropped what was there: begin anew.
-            if is_moved(param.grad):
-                param.grad = None
-            else:
-                self._sink.forget(number)
+            if (alive := hooks()) is not None:
+                alive._before(number, param)
 
         def after(param: Tensor) -> None:
-            self._hand_over(number)
+            if (alive := hooks()) is not None:
+                alive._hand_over(number)
 
         # On the node that accumulates, not on the tensor: `torch.autograd.grad` passes through the latter as well, and
         # would take the marker away without a gradient to come. The node lives as long as somebody holds it.
-        node = torch.autograd.graph.get_gradient_edge(param).node
+        with torch._C.DisableTorchFunctionSubclass():  # also of a parameter whose values are not here
+            node = torch.autograd.graph.get_gradient_edge(param).node
         self._nodes.append(node)
         self._handles.append(node.register_prehook(before))
         self._handles.append(param.register_post_accumulate_grad_hook(after))
+
+    def _before(self, number: int, param: nn.Parameter) -> None:
+        self._arriving()
+        self._landing.require_landed(number)
+        # The marker says: accumulate. No gradient says that the user dropped what was there: begin anew.
+        if is_moved(param.grad):
+            param.grad = None
+        else:
+            self._sink.forget(number)
 
     def _arriving(self) -> None:
         """Raises: ClosedError in a forked child, which has no memory for gradients; AccumulationError after clipping:

@@ -1,76 +1,167 @@
-"""Between the model's parameters and their states in the store: taking masters in, handing copies out."""
+"""Between the model's parameters and their states in the store: taking masters in, handing copies out.
+
+With a split master the store has only low halves, and the parameter in the model is the other half. So a write from
+outside destroys half a master: it is taken over where the value before it was kept (`before_loading`, or in the store
+of streamed parameters), and refused elsewhere.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from offload.layout import Chunk, Layout, Piece
+from offload.errors import StaleParameterError
+from offload.layout import Layout, Piece
 from offload.module.parameters import Parameters, line_of
+from offload.native import Kernels
 from offload.store.slots import STATE_KINDS
-from offload.store.store import Store
+from offload.store.store import Lease, Store
+
+BLOCK = 1 << 20
+"""Elements that are worked on at once, so that temporaries stay small."""
 
 
 class Masters:
     """The states of a model's parameters, found by parameter number."""
 
-    def __init__(self, layout: Layout, parameters: Parameters, store: Store) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        parameters: Parameters,
+        store: Store,
+        kernels: Kernels,
+        *,
+        split_master: bool,
+        streamed: Store | None = None,
+    ) -> None:
         self._layout = layout
         self._parameters = parameters
         self._store = store
+        self._kernels = kernels
+        self._split_master = split_master
+        self._streamed = streamed
+        self._before: dict[int, Tensor] = {}
 
     @torch.no_grad()
-    def take_model(self) -> None:
-        """Makes the masters from the parameters' uncast values, flat by flat, and casts each flat after that."""
-        self._parameters.make_dense()
-        for flat in self._layout.flats:
-            for chunk in self._layout.chunks:
-                if chunk.flat == flat.index:
-                    with self._store.lease(chunk.index, step=0) as lease:
-                        lease.dirty = True
-                        for piece in chunk.pieces:
-                            _in_chunk(lease.master, piece).copy_(self._of_model(piece))
-            self._parameters.attach(flat.index)
-        self._store.drain()
+    def take_flat(self, flat: int) -> None:
+        """Makes the masters from the uncast values of a flat's parameters, and casts them after that."""
+        self._parameters.make_dense(flat)
+        for chunk in self._layout.chunks:
+            if chunk.flat == flat:
+                with self._store.lease(chunk.index, step=0) as lease:
+                    lease.dirty = True
+                    for block in _blocks(chunk.pieces):
+                        self._put(lease, block, self._of_model(block).to("cpu", torch.float32))
+        self._parameters.attach(flat)
+
+    @torch.no_grad()
+    def before_loading(self, params: Iterable[nn.Parameter]) -> None:
+        """Keeps the values of `params` that a split master needs, until `take_outside_writes`."""
+        for param in params if self._split_master and self._streamed is None else ():
+            number = self._parameters.index.get(param)
+            if number is not None and number not in self._before and param.dtype is torch.bfloat16:
+                self._before[number] = line_of(param.detach()).cpu().clone()
 
     @torch.no_grad()
     def take_outside_writes(self, step: int) -> None:
         """Takes over what was written into parameters from outside (`load_state_dict`, `p.copy_`).
 
         An element whose copy is still what its master rounds to keeps its master.
+        Raises: StaleParameterError with a split master, for a write that was not announced.
         """
         changed = set(self._parameters.written_outside())
-        if not changed:
-            return
-        for chunk in self._layout.chunks:
-            pieces = [piece for piece in chunk.pieces if piece.param in changed]
-            if pieces:
-                self._take_pieces(chunk, pieces, step)
-        self._parameters.written_here(changed)
-
-    def _take_pieces(self, chunk: Chunk, pieces: Collection[Piece], step: int) -> None:
-        with self._store.lease(chunk.index, step=step) as lease:
-            lease.dirty = True
-            for piece in pieces:
-                master, copy = _in_chunk(lease.master, piece), self._of_model(piece).cpu()
-                master.copy_(torch.where(master.to(copy.dtype) == copy, master, copy.float()))
+        if changed:
+            self._require_known(changed)
+            for chunk in self._layout.chunks:
+                pieces = [piece for piece in chunk.pieces if piece.param in changed]
+                if pieces:
+                    with self._store.lease(chunk.index, step=step) as lease:
+                        lease.dirty = True
+                        with self._copies_of(chunk.index) as copies:
+                            for block in _blocks(pieces):
+                                self._take(lease, block, copies)
+            self._parameters.written_here(changed)
+        self._before.clear()
 
     def states(self, number: int, step: int) -> dict[str, Tensor]:
         """Copies of the states of parameter `number`: fp32, of shape (numel,), in the order of its memory."""
         numel = self._layout.specs[number].numel
         lines = {kind: torch.empty(numel, dtype=torch.float32, device="cpu") for kind in STATE_KINDS}
         for index in self._layout.chunks_of[number]:
-            with self._store.lease(index, step=step) as lease:
-                for piece in self._layout.chunks[index].pieces:
-                    if piece.param == number:
-                        for kind, state in lease.states().items():
-                            lines[kind][piece.param_offset : piece.param_offset + piece.numel] = _in_chunk(state, piece)
+            pieces = [piece for piece in self._layout.chunks[index].pieces if piece.param == number]
+            with self._store.lease(index, step=step) as lease, self._copies_of(index) as copies:
+                for block in _blocks(pieces):
+                    copy = _in_chunk(copies, block) if copies is not None else self._of_model(block).cpu()
+                    whole = self._whole(lease, block, copy)
+                    for kind, values in zip(STATE_KINDS, whole, strict=True):
+                        lines[kind][block.param_offset : block.param_offset + block.numel] = values
         return lines
+
+    def _require_known(self, changed: Collection[int]) -> None:
+        for number in sorted(changed):
+            spec = self._layout.specs[number]
+            is_known = number in self._before or self._streamed is not None
+            if self._split_master and spec.dtype is torch.bfloat16 and not is_known:
+                raise StaleParameterError(
+                    f"{spec.name} was written to from outside, and with Tuning(split_master=True) the upper half of "
+                    "its masters went with the value before: use load_state_dict, or leave split_master out"
+                )
+
+    @contextmanager
+    def _copies_of(self, chunk: int) -> Iterator[Tensor | None]:
+        """The 16-bit parameters of a chunk as the store has them; None if it has none."""
+        if self._streamed is None:
+            yield None
+            return
+        with self._streamed.lease(chunk, step=0) as lease:
+            yield lease.arrays[0].view(self._layout.flats[self._layout.chunks[chunk].flat].dtype)
+
+    def _take(self, lease: Lease, block: Piece, copies: Tensor | None) -> None:
+        new = self._of_model(block).cpu()
+        old = self._before.get(block.param)
+        if copies is not None:
+            old = _in_chunk(copies, block)
+        elif old is not None:
+            old = old[block.param_offset : block.param_offset + block.numel]
+        master = self._whole(lease, block, new if old is None else old)[0]
+        kept = master.to(new.dtype) == new if old is None else _bits(old) == _bits(new)
+        self._put(lease, block, torch.where(kept, master, new.float()))
+
+    def _whole(self, lease: Lease, block: Piece, copy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """master, exp_avg, exp_avg_sq of a block whose 16-bit copy is `copy`: views, or rebuilt."""
+        master, exp_avg, exp_avg_sq = (_in_chunk(state, block) for state in lease.states().values())
+        if master.dtype is not torch.int16:
+            return master, exp_avg, exp_avg_sq
+        rebuilt, cleared = (torch.empty(block.numel, dtype=torch.float32, device="cpu") for _ in range(2))
+        self._kernels.join(copy, master, exp_avg_sq, rebuilt, cleared)
+        return rebuilt, exp_avg, cleared
+
+    def _put(self, lease: Lease, block: Piece, values: Tensor) -> None:
+        """Makes `values`, fp32, the master of a block."""
+        master = _in_chunk(lease.master, block)
+        if master.dtype is not torch.int16:
+            master.copy_(values)
+            return
+        copy = torch.empty(block.numel, dtype=torch.bfloat16, device="cpu")
+        self._kernels.split(values.contiguous(), master, _in_chunk(lease.exp_avg_sq, block), copy)
 
     def _of_model(self, piece: Piece) -> Tensor:
         return line_of(self._parameters.params[piece.param])[piece.param_offset : piece.param_offset + piece.numel]
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.view(torch.int32 if values.dtype is torch.float32 else torch.int16)
+
+
+def _blocks(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """`pieces` in parts of at most BLOCK elements."""
+    for piece in pieces:
+        for start in range(0, piece.numel, BLOCK):
+            numel = min(BLOCK, piece.numel - start)
+            yield Piece(piece.param, piece.param_offset + start, piece.chunk_offset + start, numel)
 
 
 def _in_chunk(state: Tensor, piece: Piece) -> Tensor:

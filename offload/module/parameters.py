@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from offload.errors import ConfigError
 from offload.layout import Layout
+from offload.module.released import release, restore
+from offload.native.library import advise_huge_pages
 
 
 def line_of(tensor: Tensor) -> Tensor:
@@ -54,17 +56,20 @@ class Parameters:
     filled by `attach`.
     """
 
-    def __init__(self, layout: Layout, params: Sequence[nn.Parameter]) -> None:
+    def __init__(self, layout: Layout, params: Sequence[nn.Parameter], device: torch.device) -> None:
         self._layout = layout
         self.params = tuple(params)
         self.index = {param: number for number, param in enumerate(self.params)}
-        self.flats: list[Tensor] = []
+        self._device = device
+        self.flats = [torch.empty(0, device="cpu")] * len(layout.flats)
         self._versions: list[int] = [0] * len(self.params)
+        self._freed: set[int] = set()
 
     @torch.no_grad()
-    def make_dense(self) -> None:
+    def make_dense(self, flat: int) -> None:
         """Gives parameters with holes or overlaps (expanded ones) memory of their own."""
-        for param in self.params:
+        for number in self._layout.flats[flat].params:
+            param = self.params[number]
             if not is_dense(param):
                 param.data = param.data.contiguous()
 
@@ -72,20 +77,41 @@ class Parameters:
     def attach(self, flat: int) -> None:
         """Moves the parameters of a flat, whose masters have been taken, into one tensor of its dtype."""
         info = self._layout.flats[flat]
-        device = self.params[info.params[0]].device
-        memory = torch.zeros(info.numel, dtype=info.dtype, device=device)
+        memory = torch.zeros(info.numel, dtype=info.dtype, device=self._device)
         for number, offset in zip(info.params, info.offsets, strict=True):
             param = self.params[number]
             view = shaped_like(param, memory[offset : offset + param.numel()])
             view.copy_(param)
             param.data = view
             self._versions[number] = param._version
-        self.flats.append(memory)
+        self.flats[flat] = memory
+
+    def allocate(self, flat: int) -> None:
+        """Gives a flat that was freed memory again, its values undefined."""
+        memory = self.flats[flat]
+        memory.untyped_storage().resize_(memory.numel() * memory.element_size())
+        if memory.is_cpu:
+            advise_huge_pages(memory)
+
+    def restore(self, flat: int) -> None:
+        """The values of a flat are there again: its parameters can be used."""
+        numbers = self._layout.flats[flat].params
+        restore([self.params[n] for n in numbers], [self._versions[n] for n in numbers])
+        self._freed.discard(flat)
+
+    def free(self, flat: int) -> None:
+        """Frees the memory of a flat, whose values are kept elsewhere; using its parameters raises until `restore`."""
+        numbers = self._layout.flats[flat].params
+        release([self.params[n] for n in numbers], [self._versions[n] for n in numbers])
+        self._freed.add(flat)
+        self.flats[flat].untyped_storage().resize_(0)
 
     def require_attached(self) -> None:
         """Raises: ConfigError if a parameter no longer lies where it was put (`.to()`, `p.data = ...`)."""
         for number, param in enumerate(self.params):
             flat, offset = self._layout.places[number]
+            if flat in self._freed:
+                continue
             memory = self.flats[flat]
             expected = memory.data_ptr() + offset * memory.element_size()
             if param.numel() and (param.data_ptr() != expected or param.dtype is not memory.dtype):
@@ -118,14 +144,23 @@ class Parameters:
 
     def written_here(self, numbers: Iterable[int]) -> None:
         """Tells autograd that these parameters have new values, which went past it, and remembers the versions."""
-        numbers = list(numbers)
-        torch.autograd.graph.increment_version([self.params[number] for number in numbers])
         for number in numbers:
-            self._versions[number] = self.params[number]._version
+            if self._layout.places[number][0] in self._freed:
+                self._versions[number] += 1  # shown when it is there again
+            else:
+                torch.autograd.graph.increment_version(self.params[number])
+                self._versions[number] = self.params[number]._version
 
-    def written_outside(self) -> list[int]:
-        """The parameters that somebody else wrote to (`load_state_dict`, `p.copy_`) since `written_here`."""
-        return [number for number, param in enumerate(self.params) if param._version != self._versions[number]]
+    def forget_writes(self, numbers: Iterable[int]) -> None:
+        """What was written to these does not count; they must be freed now, which drops it."""
+        for number in numbers:
+            torch._C._autograd._unsafe_set_version_counter((self.params[number],), (self._versions[number],))
+
+    def written_outside(self, numbers: Iterable[int] | None = None) -> list[int]:
+        """Which of `numbers` (None: all) somebody else wrote to (`load_state_dict`, `p.copy_`) since `written_here`."""
+        numbers = range(len(self.params)) if numbers is None else numbers
+        here = (number for number in numbers if self._layout.places[number][0] not in self._freed)
+        return [number for number in here if self.params[number]._version != self._versions[number]]
 
 
 def cast_untrained(model: nn.Module, trained: Parameters, dtypes: dict[Tensor, torch.dtype]) -> None:
@@ -133,3 +168,19 @@ def cast_untrained(model: nn.Module, trained: Parameters, dtypes: dict[Tensor, t
     for param in model.parameters():
         if param not in trained.index and param.is_floating_point() and param.dtype is not dtypes[param]:
             param.data = param.data.to(dtypes[param])
+
+
+def device_for(given: torch.device | str | None, own: torch.device) -> torch.device:
+    """The device to train on: the model's own; one on the meta device goes where the user asks, or to the CPU.
+
+    Raises: ConfigError if the user asks for another device than the model's.
+    """
+    try:
+        wanted = own if given is None else torch.empty(0, device=given).device
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ConfigError(f"device={given!r} is no device of this machine: leave it out, or give {own}") from error
+    if own.type == "meta":
+        return wanted if wanted.type != "meta" else torch.device("cpu")
+    if wanted != own:
+        raise ConfigError(f"device={given} but the model is on {own}: move the model there first")
+    return own

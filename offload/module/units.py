@@ -83,10 +83,11 @@ def compute_dtypes(model: nn.Module, keep: Keep, dtype: torch.dtype) -> dict[Ten
 
 
 def specs_of(
-    model: nn.Module, groups: Groups, keep: Keep, dtype: torch.dtype
+    model: nn.Module, groups: Groups, keep: Keep, dtype: torch.dtype, *, planned: bool = False
 ) -> tuple[list[ParamSpec], list[nn.Parameter]]:
     """The model's parameters that the optimizer's `groups` train, in the model's order.
 
+    Args: planned: the model may be on the meta device, too, where parameters have a shape and no memory.
     Raises: ConfigError naming the parameter that cannot be trained, and why.
     """
     _refuse_wrapped(model)
@@ -97,11 +98,11 @@ def specs_of(
             if param not in names:
                 shape = tuple(param.shape)
                 raise ConfigError(f"param group {number} holds a parameter of shape {shape} that is not in the model")
-    _refuse_untrainable(model, names, group_of)
+    _refuse_untrainable(model, names, group_of, ("cpu", "cuda", "meta") if planned else ("cpu", "cuda"))
     units = units_of(model)
     dtypes = compute_dtypes(model, keep, dtype)
     trained = [param for param in names if param in group_of and param.requires_grad]
-    _refuse_overlaps(trained, names)
+    _refuse_overlaps([param for param in trained if not param.is_meta], names)
     if not trained:
         raise ConfigError("the optimizer trains no parameter of the model: give it model.parameters()")
     specs = [ParamSpec(names[p], p.numel(), units[p], dtypes[p], group_of[p]) for p in trained]
@@ -126,10 +127,12 @@ def _refuse_overlaps(trained: Sequence[nn.Parameter], names: Mapping[nn.Paramete
             raise ConfigError(f"{name} and {other} share memory: tie them as one Parameter, b.weight = a.weight")
 
 
-def _refuse_untrainable(model: nn.Module, names: Mapping[nn.Parameter, str], trained: Container[nn.Parameter]) -> None:
+def _refuse_untrainable(
+    model: nn.Module, names: Mapping[nn.Parameter, str], trained: Container[nn.Parameter], allowed: Container[str]
+) -> None:
     devices = {param.device for param in names}
     for param, name in names.items():
-        if param.device.type not in ("cpu", "cuda"):
+        if param.device.type not in allowed:
             raise ConfigError(f"{name} is on {param.device}: the model must be on the CPU or a CUDA device")
         if param.device != next(iter(names)).device:
             raise ConfigError(f"{name} is on {param.device}, others are on {devices - {param.device}}: use one device")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,21 @@ _LIBRARY_NAME = "liboffload_kernels.so"
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # kernels.h
 _NONE = 3
+
+
+_HUGE_PAGE = 2 << 20
+_MADV_HUGEPAGE = 14
+
+
+def advise_huge_pages(memory: Tensor) -> None:
+    """Asks the kernel for huge pages behind a CPU tensor that was just allocated: its first touch is then several times
+    faster. Where there are none, nothing changes."""
+    size = memory.numel() * memory.element_size()
+    if size < 2 * _HUGE_PAGE or not sys.platform.startswith("linux"):
+        return
+    start = -(-memory.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
+    end = (memory.data_ptr() + size) // _HUGE_PAGE * _HUGE_PAGE
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_HUGEPAGE)
 
 
 class Library:

@@ -28,7 +28,7 @@ from offload.errors import AccumulationError
 from offload.layout import Layout
 from offload.native import Kernels, sum_blocks
 from offload.store.arena import Arena, carved_bytes
-from offload.timeline import GRADIENTS, SUMS, TO_HOST, WAITS, Timeline
+from offload.timeline import GRADIENTS, SUMS, TO_HOST, Timeline
 
 BOUNCES = 2
 
@@ -55,7 +55,7 @@ def arena_bytes(layout: Layout, accumulation: int, *, direct: bool) -> int:
 class GradientSink:
     """See [Note: the way of a gradient]. Parameters are named by their index in `layout.specs`.
 
-    Attribute: scale, by which the step multiplies what is held (clipping).
+    Attributes: accumulation, micro-batches a step; scale, by which the step multiplies what is held (clipping).
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class GradientSink:
         timeline: Timeline,
     ) -> None:
         self._layout = layout
-        self._accumulation = accumulation
+        self.accumulation = accumulation
         self._kernels = kernels
         self._copier = copier
         self._timeline = timeline
@@ -117,11 +117,11 @@ class GradientSink:
 
         It may still be under way when this returns. Raises: AccumulationError if one more than declared came.
         """
-        if self._arrived[param] == self._accumulation:
+        if self._arrived[param] == self.accumulation:
             name = self._layout.specs[param].name
             raise AccumulationError(
-                f"{name} got its gradient a {_ordinal(self._accumulation + 1)} time before step(): "
-                f"declare it with OffloadZero(..., accumulation={self._accumulation + 1}), "
+                f"{name} got its gradient a {_ordinal(self.accumulation + 1)} time before step(): "
+                f"declare it with OffloadZero(..., accumulation={self.accumulation + 1}), "
                 "or call step() or zero_grad() after each backward (with reentrant checkpointing, a module used twice "
                 "counts twice: set use_reentrant=False)"
             )
@@ -131,12 +131,12 @@ class GradientSink:
         generation = self._generation[param]
         size = grad.numel() * grad.element_size()
         with self._timeline.span("gradient_s"), self._event(GRADIENTS, "gradient", param, size):
-            if self._accumulation == 1:
+            if self.accumulation == 1:
                 self._then(param, self._copy(param, grad, self.line(param)))
             else:
                 for part, into in self._parts(param, grad):
                     self._accumulate(param, part, into, first=first)
-            if self._arrived[param] == self._accumulation:
+            if self._arrived[param] == self.accumulation:
                 self._then(param, lambda: self._sum(param, generation))
         if not self._copier.direct:
             self._timeline.count("device_to_host_bytes", size)
@@ -152,7 +152,7 @@ class GradientSink:
                 # Forgotten only when it is done: whoever is interrupted here has to wait again.
                 param, work = self._pending[0]
                 if not work.done():
-                    with self._event(WAITS, "wait for gradient", param, tier="device"):
+                    with self._waiting("wait for gradient", param):
                         wait([work])
                 work.result()
                 del self._pending[0]
@@ -178,12 +178,14 @@ class GradientSink:
         if self._worker is not None:
             self._worker.shutdown(wait=True)
 
-    def _event(
-        self, lane: str, name: str, param: int, size: int | None = None, tier: str | None = None
-    ) -> AbstractContextManager[None]:
+    def _event(self, lane: str, name: str, param: int, size: int | None = None) -> AbstractContextManager[None]:
         """For the timeline: something about `param`, under the first chunk that holds a piece of it."""
         chunk, parameter = self._first_chunk[param], self._layout.specs[param].name
-        return self._timeline.event(lane, name, chunk=chunk, parameter=parameter, size=size, tier=tier)
+        return self._timeline.event(lane, name, chunk=chunk, parameter=parameter, size=size)
+
+    def _waiting(self, what: str, param: int) -> AbstractContextManager[None]:
+        name = self._layout.specs[param].name
+        return self._timeline.waiting(what, chunk=self._first_chunk[param], parameter=name, tier="device")
 
     def _copy(self, param: int, src: Tensor, dst: Tensor) -> Callable[[], None]:
         """Starts a copy into RAM; returns what waits for it."""
@@ -232,7 +234,7 @@ class GradientSink:
             add(part)
             return
         # Blocks while both bounces are under way: the memory is bounded, so the device has to wait.
-        with self._event(WAITS, "wait for bounce", param, tier="device"):
+        with self._waiting("wait for bounce", param):
             bounce = self._bounces.get()
         landed = bounce[: part.numel() * part.element_size()].view(part.dtype)
         arrived = self._copy(param, part, landed)

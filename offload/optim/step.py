@@ -1,12 +1,23 @@
 """The step: every chunk through Adam, and the new parameters back to the model.
 
-Phases, for each chunk in order: lease its states ▶ Adam kernel, a segment at a time ▶ release dirty ▶ new parameters
-back. While a chunk is in Adam, those after it are read and those before it are written and copied to the device.
+[Note: a step does not block]
+`begin` fixes all that the step depends on, gradients, hyper-parameters and scale, and queues a piece of work for each
+chunk: lease its states ▶ Adam kernel, a segment at a time ▶ release dirty. New parameters get into the model only
+inside `land`, a flat at a time: a reader in between sees the whole old value of a parameter or the whole new one.
+
+- On a device with memory of its own one worker does the queue in its order; the new parameters rest in the memory of
+  the gradients they were made from, which nobody needs any more, until `land` copies them to the device.
+- On the CPU `land` itself does the work, on all threads, and the kernels write into the model: a memory-bound thread
+  beside the matrix products of a forward costs more than it hides. Only I/O overlaps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,139 +29,263 @@ from offload.native import AdamScalars, Kernels
 from offload.optim.gradients import GradientSink
 from offload.store.arena import Arena, carved_bytes
 from offload.store.store import Lease, Store
-from offload.timeline import ADAM, TO_DEVICE, WAITS, Event, Timeline
-
-STAGES = 2
+from offload.timeline import ADAM, TO_DEVICE, Event, Timeline
 
 StepKey = tuple[int, int]
 """(param group, how often its parameters were stepped, this step included)."""
 
 
-def _stage_bytes(layout: Layout) -> int:
-    return max((layout.flats[c.flat].dtype.itemsize * c.numel for c in layout.chunks), default=0)
+def _bounce_bytes(layout: Layout) -> int:
+    narrow = [chunk for chunk in layout.chunks if layout.flats[chunk.flat].dtype is not torch.float32]
+    return max((layout.flats[c.flat].dtype.itemsize * c.numel for c in narrow), default=0)
 
 
-def arena_bytes(layout: Layout, *, direct: bool) -> int:
+def arena_bytes(layout: Layout, accumulation: int, *, direct: bool, split_master: bool) -> int:
     """What returning parameters takes from the arena."""
-    return 0 if direct else STAGES * carved_bytes(_stage_bytes(layout))
+    if direct or not (accumulation > 1 or split_master):
+        return 0
+    return carved_bytes(_bounce_bytes(layout))
 
 
 class ParameterReturn:
-    """Brings new parameters into the model: in place where the device's memory is RAM, else through stages.
+    """Brings new parameters into the model; see [Note: a step does not block].
 
-    Args: flats: the model's parameters on its device, one tensor a flat of the layout.
+    Args: flats: the model's parameters on its device, one tensor a flat of the layout; streamed: the store of all
+    parameters, if they are on the device only around their use: then the new ones go there.
     """
 
     def __init__(
-        self, layout: Layout, flats: Sequence[Tensor], arena: Arena, copier: Copier, timeline: Timeline
+        self,
+        layout: Layout,
+        flats: Sequence[Tensor],
+        gradients: GradientSink,
+        arena: Arena,
+        copier: Copier,
+        timeline: Timeline,
+        *,
+        split_master: bool,
+        streamed: Store | None = None,
     ) -> None:
         self._flats = flats
+        self._streamed = streamed
+        self._gradients = gradients
         self._copier = copier
         self._timeline = timeline
-        stages = 0 if copier.direct else STAGES
-        self._stages = [arena.carve(_stage_bytes(layout)) for _ in range(stages)]
-        self._copies: list[list[tuple[Chunk, Copy, Event | None]]] = [[] for _ in range(stages)]
-        self._turn = 0
+        through_ram = copier.direct or streamed is not None
+        size = arena_bytes(layout, gradients.accumulation, direct=through_ram, split_master=split_master)
+        self._bounce = arena.carve(size)
+        self._copies: list[tuple[Chunk, Copy, Event | None]] = []
 
-    def target(self, chunk: Chunk) -> Tensor:
-        """Where the kernels write the new parameters of `chunk`: shape (chunk.numel,), in the flat's dtype."""
-        if self._copier.direct:
-            return self._on_device(chunk)
-        self._turn = (self._turn + 1) % len(self._stages)
-        self._wait(self._turn)
-        dtype = self._flats[chunk.flat].dtype
-        return self._stages[self._turn][: chunk.numel * dtype.itemsize].view(dtype)
+    @property
+    def direct(self) -> bool:
+        """Whether the kernels write into the model."""
+        return self._copier.direct
 
-    def send(self, chunk: Chunk, target: Tensor, runs: Sequence[Segment[StepKey]]) -> None:
-        """Sends the `runs` of `target`, the last one handed out, on their way."""
-        if self._copier.direct:
-            return
+    @contextmanager
+    def into(self, chunk: Chunk, *, step: int, is_whole: bool) -> Iterator[Tensor]:
+        """Where the kernels write the new parameters of `chunk`: shape (chunk.numel,), in the flat's dtype.
+
+        Args: step: whose they are; is_whole: whether all parameters of the chunk are written.
+        """
+        if self._streamed is not None:
+            with self._streamed.lease(chunk.index, step=step, is_fresh=is_whole) as lease:
+                lease.dirty = True
+                yield self._in(lease.arrays[0].view(torch.uint8), chunk)
+        elif self.direct:
+            yield self._on_device(chunk)
+        elif self._in_place(chunk):
+            yield self._resting(chunk)
+        else:
+            target = self._in(self._bounce, chunk)
+            yield target
+            self._resting(chunk).copy_(target)
+
+    def current(self, chunk: Chunk, target: Tensor) -> Tensor:
+        """The 16-bit parameters of `chunk` as they are now: shape (chunk.numel,), on the CPU.
+
+        Args: target: from `into`, for a chunk that is not whole.
+        """
+        if self._streamed is not None:
+            return target
         on_device = self._on_device(chunk)
+        if self.direct:
+            return on_device
+        bounce = self._in(self._bounce, chunk)
+        with self._timeline.waiting("wait for copy", chunk=chunk.index, tier="device"):
+            self._copier.to_host(on_device, bounce).wait()
+        self._timeline.count("device_to_host_bytes", bounce.numel() * bounce.element_size())
+        return bounce
+
+    def send(self, chunk: Chunk, runs: Sequence[Segment[StepKey]]) -> None:
+        """Sends the `runs` of a chunk on their way into the model."""
+        if self.direct or self._streamed is not None:
+            return
+        resting, on_device = self._resting(chunk), self._on_device(chunk)
         for run in runs:
             part = slice(run.start, run.stop)
-            size = (run.stop - run.start) * target.element_size()
+            size = (run.stop - run.start) * resting.element_size()
             moving = self._timeline.begin(TO_DEVICE, "copy", chunk=chunk.index, size=size, tier="device")
-            copy = self._copier.to_device(target[part], on_device[part])
-            self._copies[self._turn].append((chunk, copy, moving))
+            self._copies.append((chunk, self._copier.to_device(resting[part], on_device[part]), moving))
             self._timeline.count("host_to_device_bytes", size)
 
     def wait(self) -> None:
         """Waits until all that was sent is on the device."""
-        for turn in range(len(self._stages)):
-            self._wait(turn)
-
-    def _wait(self, turn: int) -> None:
-        with self._timeline.span("wait_s"):
-            for chunk, copy, moving in self._copies[turn]:
-                if copy.done():
+        for chunk, copy, moving in self._copies:
+            if copy.done():
+                copy.wait()
+            else:
+                with self._timeline.waiting("wait for copy", chunk=chunk.index, tier="device"):
                     copy.wait()
-                else:
-                    with self._timeline.event(WAITS, "wait for copy", chunk=chunk.index, tier="device"):
-                        copy.wait()
-                self._timeline.end(moving)
-        self._copies[turn].clear()
+            self._timeline.end(moving)
+        for chunk, _, _ in self._copies:
+            if not self._in_place(chunk):
+                self._clear_gaps(chunk)
+        self._copies.clear()
+
+    def _clear_gaps(self, chunk: Chunk) -> None:
+        """The next gradients overwrite all that rested there but the gaps, which are zeros by contract."""
+        grads = self._gradients.chunk(chunk.index)
+        for piece, following in pairwise(chunk.pieces):
+            grads[piece.chunk_offset + piece.numel : following.chunk_offset] = 0
+
+    def _in_place(self, chunk: Chunk) -> bool:
+        """Whether a gradient is as wide as its parameter, so that one can be written over the other."""
+        return self._gradients.chunk(chunk.index).dtype is self._flats[chunk.flat].dtype
+
+    def _resting(self, chunk: Chunk) -> Tensor:
+        return self._in(self._gradients.chunk(chunk.index).view(torch.uint8), chunk)
+
+    def _in(self, memory: Tensor, chunk: Chunk) -> Tensor:
+        dtype = self._flats[chunk.flat].dtype
+        return memory[: chunk.numel * dtype.itemsize].view(dtype)
 
     def _on_device(self, chunk: Chunk) -> Tensor:
         return self._flats[chunk.flat][chunk.start : chunk.start + chunk.numel]
 
 
+@dataclass
+class _Work:
+    """One chunk's share of a step. is_whole: all of its parameters are in it; done: of the worker, if there is one."""
+
+    step: int
+    chunk: Chunk
+    is_whole: bool
+    runs: Sequence[Segment[StepKey]]
+    scalars: Mapping[StepKey, AdamScalars]
+    done: Future[None] | None = None
+
+
 class Step:
-    """Runs Adam over the chunks of a layout."""
+    """Runs Adam over the chunks of a layout; see [Note: a step does not block]."""
 
     def __init__(
         self,
         layout: Layout,
         store: Store,
         gradients: GradientSink,
-        parameters: ParameterReturn,
+        returned: ParameterReturn,
         kernels: Kernels,
         timeline: Timeline,
+        *,
+        split_master: bool,
     ) -> None:
         self._layout = layout
         self._store = store
+        self._split_master = split_master
         self._gradients = gradients
-        self._parameters = parameters
+        self._returned = returned
         self._kernels = kernels
         self._timeline = timeline
+        self._pending: dict[int, list[_Work]] = {}
+        self._failure: BaseException | None = None
+        self._worker = None if returned.direct else ThreadPoolExecutor(1, thread_name_prefix="offload-step")
 
-    def run(self, step: int, keys: Mapping[int, StepKey], groups: Sequence[Mapping[str, Any]], scale: float) -> None:
-        """One step. Returns when the new parameters are in the model; writing to the slots may go on.
+    @property
+    def pending(self) -> Collection[int]:
+        """The flats whose new parameters are not in the model yet, in the order of the queue."""
+        return self._pending.keys()
+
+    def begin(
+        self,
+        step: int,
+        keys: Mapping[int, StepKey],
+        groups: Sequence[Mapping[str, Any]],
+        scale: float,
+        flats: Sequence[int],
+    ) -> None:
+        """Queues one step; the one before has landed.
 
         Args: step: its number, from 1; keys: of each parameter that has a gradient; groups: the optimizer's
-        param_groups; scale: of the gradients (clipping).
+        param_groups; scale: of the gradients (clipping); flats: all of them, in the order in which they are needed.
         """
-        work = self._work(keys)
         scalars = {key: scalars_of(groups[key[0]], key[1], scale) for key in set(keys.values())}
-        self._store.expect(chunk.index for chunk, _ in work)
-        for chunk, runs in work:
-            target = self._parameters.target(chunk)
-            with self._store.lease(chunk.index, step=step) as lease:
+        queue: dict[int, list[_Work]] = {flat: [] for flat in flats}
+        for chunk in self._layout.chunks:
+            runs = segments(chunk, keys.get)
+            if runs:
+                is_whole = all(piece.param in keys for piece in chunk.pieces)
+                queue[chunk.flat].append(_Work(step, chunk, is_whole, runs, scalars))
+        self._pending = {flat: works for flat, works in queue.items() if works}
+        works = [work for works in self._pending.values() for work in works]
+        self._store.expect(work.chunk.index for work in works)
+        if self._worker is not None:
+            for work in works:
+                work.done = self._worker.submit(self._run, work)
+
+    def land(self, flat: int) -> None:
+        """Brings the new parameters of `flat`, which is pending, into the model; waits for them, or makes them."""
+        for work in self._pending[flat]:
+            if work.done is None:
+                self._run(work)
+            else:
+                self._wait_for(work.done, work.chunk)
+            self._returned.send(work.chunk, work.runs)
+        self._returned.wait()
+        del self._pending[flat]
+
+    def _wait_for(self, done: Future[None], chunk: Chunk) -> None:
+        if not done.done():
+            with self._timeline.waiting("wait for Adam", chunk=chunk.index, tier="cpu"):
+                wait([done])
+        done.result()
+
+    def close(self) -> None:
+        """Ends the worker; what it has not begun is dropped."""
+        if self._worker is not None:
+            self._worker.shutdown(wait=True, cancel_futures=True)
+
+    def _run(self, work: _Work) -> None:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            # A split master is half in its lease and half in the parameters: they are read, too.
+            is_whole = work.is_whole and not self._split_master
+            with (
+                self._returned.into(work.chunk, step=work.step, is_whole=is_whole) as target,
+                self._store.lease(work.chunk.index, step=work.step) as lease,
+            ):
                 lease.dirty = True
-                with self._timeline.span("adam_s"), self._timeline.event(ADAM, "Adam", chunk=chunk.index):
-                    self._adam(chunk, runs, lease, target, scalars)
-            self._parameters.send(chunk, target, runs)
-        self._parameters.wait()
+                is_split = lease.master.dtype is torch.int16
+                current = self._returned.current(work.chunk, target) if is_split else None
+                with self._timeline.span("adam_s"), self._timeline.event(ADAM, "Adam", chunk=work.chunk.index):
+                    self._adam(work, lease, current, target)
+        except BaseException as error:
+            self._failure = error
+            raise
 
-    def _work(self, keys: Mapping[int, StepKey]) -> list[tuple[Chunk, list[Segment[StepKey]]]]:
-        found = [(chunk, segments(chunk, keys.get)) for chunk in self._layout.chunks]
-        return [(chunk, runs) for chunk, runs in found if runs]
-
-    def _adam(
-        self,
-        chunk: Chunk,
-        runs: Sequence[Segment[StepKey]],
-        lease: Lease,
-        target: Tensor,
-        scalars: Mapping[StepKey, AdamScalars],
-    ) -> None:
-        grads = self._gradients.chunk(chunk.index)
-        for run in runs:
-            part = slice(run.start, run.stop)
+    def _adam(self, work: _Work, lease: Lease, current: Tensor | None, target: Tensor) -> None:
+        grads = self._gradients.chunk(work.chunk.index)
+        for run in work.runs:
+            part, scalars = slice(run.start, run.stop), work.scalars[run.key]
             master, new = lease.master[part], target[part]
-            out = None if new.dtype is torch.float32 else new
-            self._kernels.adam(master, lease.exp_avg[part], lease.exp_avg_sq[part], grads[part], out, scalars[run.key])
-            if out is None:
+            exp_avg, exp_avg_sq, grad = lease.exp_avg[part], lease.exp_avg_sq[part], grads[part]
+            if current is not None:
+                self._kernels.adam_split(current[part], master, exp_avg, exp_avg_sq, grad, new, scalars)
+            elif new.dtype is torch.float32:
+                self._kernels.adam(master, exp_avg, exp_avg_sq, grad, None, scalars)
                 self._kernels.cast(master, new)
+            else:
+                self._kernels.adam(master, exp_avg, exp_avg_sq, grad, new, scalars)
 
 
 def scalars_of(group: Mapping[str, Any], step: int, scale: float) -> AdamScalars:

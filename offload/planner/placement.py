@@ -16,12 +16,13 @@ from offload import config as configuration
 from offload.config import LEAST_IN_FLIGHT, Config, Tuning
 from offload.errors import BudgetError
 from offload.layout import Layout, build
-from offload.module.units import specs_of
+from offload.module.units import ROOT, specs_of
 from offload.optim import gradients, step
 from offload.planner.machine import free_memory
 from offload.sizes import format_bytes
-from offload.store.cache import keep_in_ram
-from offload.store.slots import file_bytes, slot_bytes
+from offload.store.cache import residents
+from offload.store.slots import Record, file_bytes
+from offload.store.store import param_records_of, records_of
 
 IN_FLIGHT = 4
 """Buffers for streamed chunks if the budget allows: one more than the least, so that a late write delays no read."""
@@ -31,12 +32,28 @@ TYPICAL_TBW = 600e12
 
 
 @dataclass(frozen=True)
+class Pool:
+    """Which chunks of one kind stay in RAM, and how many buffers the others pass through. Sizes in bytes."""
+
+    kept: frozenset[int]
+    in_flight: int
+    kept_bytes: int
+    largest: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.kept_bytes + self.in_flight * self.largest
+
+
+@dataclass(frozen=True)
 class Placement:
     """Bytes by tier, fixed before the first step.
 
     kept: chunks whose states stay in RAM; in_flight: buffers for the others; arena_bytes: all that this library
     holds in RAM; budget_bytes: what it may hold; streamed_bytes: read, and written, a step; disk_bytes: the swap
-    file; device_bytes: the model's 16-bit parameters on its device.
+    file; device_bytes: the model's 16-bit parameters on its device; streamed_chunks: those not kept; utilisation: the
+    share of the chunks' buffers that chunks fill; params: of streamed 16-bit parameters, None where they stay on the
+    device.
     """
 
     kept: frozenset[int]
@@ -46,10 +63,13 @@ class Placement:
     streamed_bytes: int
     disk_bytes: int
     device_bytes: int
+    streamed_chunks: int
+    utilisation: float
+    params: Pool | None = None
 
     def describe(self, layout: Layout, config: Config) -> str:
         """One line for people."""
-        streamed = len(layout.chunks) - len(self.kept)
+        streamed = self.streamed_chunks
         text = (
             f"offload: {layout.numel:,} parameters, {format_bytes(self.device_bytes)} on the device; "
             f"peak RAM {format_bytes(self.arena_bytes)} of {format_bytes(self.budget_bytes)} allowed; "
@@ -73,8 +93,10 @@ def place(layout: Layout, config: Config, *, direct: bool) -> Placement:
     """
     given = config.cpu_memory
     budget = free_memory() // 2 if given is None else given
-    sizes = [slot_bytes(chunk.numel) for chunk in layout.chunks]
-    fixed = _fixed_bytes(layout, config, direct=direct)
+    records = records_of(layout, split_master=config.split_master)
+    sizes = [record.nbytes for record in records]
+    params = _params_pool(layout, config)
+    fixed = _fixed_bytes(layout, config, direct=direct) + (params.nbytes if params else 0)
     if config.tier == "cpu":
         if fixed + sum(sizes) > budget:
             raise _too_small(fixed + sum(sizes), budget, given, 'or tier="nvme" with a path')
@@ -85,7 +107,9 @@ def place(layout: Layout, config: Config, *, direct: bool) -> Placement:
             raise _too_small(least, budget, given, "or a smaller Tuning(chunk=...)")
         kept, in_flight = _keep_and_stream(sizes, budget - fixed, config.in_flight)
     streamed = [size for chunk, size in enumerate(sizes) if chunk not in kept]
-    arena_bytes = fixed + sum(sizes) - sum(streamed) + in_flight * max(streamed, default=0)
+    kept_bytes, largest = sum(sizes) - sum(streamed), max(streamed, default=0)
+    arena_bytes = fixed + kept_bytes + in_flight * largest
+    filled = kept_bytes + (in_flight * sum(streamed) / len(streamed) if streamed else 0)
     if given is not None and arena_bytes > (free := free_memory()):
         other = ', and tier="nvme" with a path' if config.tier == "cpu" else ""
         raise BudgetError(
@@ -101,13 +125,50 @@ def place(layout: Layout, config: Config, *, direct: bool) -> Placement:
         arena_bytes=arena_bytes,
         budget_bytes=budget,
         streamed_bytes=sum(streamed),
-        disk_bytes=file_bytes([chunk.numel for chunk in layout.chunks], 1) if config.tier == "nvme" else 0,
-        device_bytes=sum(flat.numel * flat.dtype.itemsize for flat in layout.flats),
+        disk_bytes=file_bytes(slot_records(layout, config), 1) if config.tier == "nvme" else 0,
+        device_bytes=_device_bytes(layout, config),
+        params=params,
+        streamed_chunks=len(streamed),
+        utilisation=filled / max(kept_bytes + in_flight * largest, 1),
     )
 
 
+def slot_records(layout: Layout, config: Config) -> list[Record]:
+    """What all slots of a run hold: the states of each chunk, then, if they are streamed from there, its parameters."""
+    params = param_records_of(layout) if config.param_tier == "nvme" else []
+    return records_of(layout, split_master=config.split_master) + params
+
+
+def _params_pool(layout: Layout, config: Config) -> Pool | None:
+    """All in RAM, or as few as work: what else the budget has room for saves as many bytes with states in it."""
+    if config.param_tier == "device":
+        return None
+    sizes = [record.nbytes for record in param_records_of(layout)]
+    if config.param_tier == "cpu":
+        return Pool(frozenset(range(len(sizes))), 0, sum(sizes), 0)
+    buffers = min(config.in_flight or IN_FLIGHT, len(sizes))
+    return Pool(frozenset(), buffers, 0, max(sizes, default=0))
+
+
+def _device_bytes(layout: Layout, config: Config) -> int:
+    """All parameters; where they are streamed the root's, and those of the largest units that can be there at once: the
+    one in use, the one before it and those brought ahead."""
+    units: dict[str, int] = {}
+    for flat in layout.flats:
+        units[flat.unit] = units.get(flat.unit, 0) + flat.numel * flat.dtype.itemsize
+    if config.param_tier == "device":
+        return sum(units.values())
+    root = units.pop(ROOT, 0)
+    return root + sum(sorted(units.values(), reverse=True)[: 2 + config.depth])
+
+
 def _fixed_bytes(layout: Layout, config: Config, *, direct: bool) -> int:
-    return gradients.arena_bytes(layout, config.accumulation, direct=direct) + step.arena_bytes(layout, direct=direct)
+    return gradients.arena_bytes(layout, config.accumulation, direct=direct) + step.arena_bytes(
+        layout,
+        config.accumulation,
+        direct=direct or config.param_tier != "device",
+        split_master=config.split_master,
+    )
 
 
 def _keep_and_stream(sizes: list[int], room: int, in_flight: int | None) -> tuple[frozenset[int], int]:
@@ -116,7 +177,7 @@ def _keep_and_stream(sizes: list[int], room: int, in_flight: int | None) -> tupl
         return frozenset(range(len(sizes))), 0
     buffer = max(sizes, default=0)
     buffers = min(in_flight or IN_FLIGHT, len(sizes), room // buffer)
-    kept = keep_in_ram(range(len(sizes)), sizes, room - buffers * buffer)
+    kept = residents(range(len(sizes)), sizes, room - buffers * buffer)
     return kept, min(buffers, len(sizes) - len(kept))
 
 
@@ -138,6 +199,7 @@ def least_cpu_memory(
     compute_dtype: torch.dtype = torch.bfloat16,
     keep_fp32: Iterable[nn.Module | type[nn.Module]] = (),
     accumulation: int = 1,
+    param_tier: str | None = None,
     tuning: Tuning | None = None,
 ) -> int:
     """The least `cpu_memory`, in bytes, with which `OffloadZero(model, ..., tier="nvme")` runs.
@@ -150,11 +212,14 @@ def least_cpu_memory(
         compute_dtype=compute_dtype,
         keep_fp32=keep_fp32,
         accumulation=accumulation,
+        param_tier=param_tier,
         tuning=tuning,
     )
     groups = [{"params": list(model.parameters())}] if optimizer is None else optimizer.param_groups
     specs, params = specs_of(model, groups, config.keep_fp32, config.compute_dtype)
     layout = build(specs, config.chunk_numel)
-    sizes = [slot_bytes(chunk.numel) for chunk in layout.chunks]
+    sizes = [record.nbytes for record in records_of(layout, split_master=config.split_master)]
     direct = params[0].device.type == "cpu"
-    return _fixed_bytes(layout, config, direct=direct) + min(LEAST_IN_FLIGHT * max(sizes, default=0), sum(sizes))
+    pool = _params_pool(layout, config)
+    fixed = _fixed_bytes(layout, config, direct=direct) + (pool.nbytes if pool else 0)
+    return fixed + min(LEAST_IN_FLIGHT * max(sizes, default=0), sum(sizes))

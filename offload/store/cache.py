@@ -1,25 +1,84 @@
-"""Which chunks stay in RAM: pure functions over ids and sizes, no tensors.
+"""What stays in RAM and what goes: pure functions over ids and sizes, no tensors.
 
-Training visits the chunks in the same order every step. On a cyclic order the best that any cache can do is to keep
-a fixed set and stream the rest (Belady 1966: evict what is used furthest ahead, which on a cycle is always the one
-just used): a budget that covers a fraction f of the bytes saves exactly f of the traffic.
+Training uses chunks in the same order every step, so the future is known, and the best cache can be computed (Belady,
+"A study of replacement algorithms for a virtual-storage computer", 1966): drop what is used furthest ahead. Where a
+step uses every chunk once, that is always the one just used, so a fixed set stays: `residents`. Where the order comes
+back to a chunk sooner, it stays until then if a buffer can wait with it: `stays`. What is read ahead is never paid for
+with something that is used before it, so it costs no byte.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 
-def keep_in_ram(order: Sequence[int], sizes: Sequence[int], budget: int) -> frozenset[int]:
-    """The chunks to keep.
+def residents(order: Sequence[int], sizes: Sequence[int], budget: int) -> frozenset[int]:
+    """The chunks that never leave RAM.
 
-    Args: order: chunk ids as a step visits them; sizes: bytes of each chunk in RAM, by id; budget: bytes for them.
-    The last of the order are kept: then a step begins with reads that can run during the backward before it and
-    ends with chunks that need no disk.
+    Args: order: ids as a step uses them, each once; sizes: bytes of each in RAM, by id; budget: bytes for them.
+    They are spread evenly over the order: then the disk works while the kernels are busy with what is there, and any
+    stretch of a step moves the same share of bytes.
     """
-    kept: set[int] = set()
-    for chunk in reversed(order):
-        if sizes[chunk] <= budget:
-            kept.add(chunk)
+    total = sum(sizes[chunk] for chunk in order)
+    share = min(budget / total, 1.0) if total else 0.0
+    chosen: set[int] = set()
+    due = 0.0
+    for chunk in order:
+        due += share * sizes[chunk]
+        if due >= sizes[chunk] * (1 - 1e-9) and sizes[chunk] <= budget:
+            chosen.add(chunk)
             budget -= sizes[chunk]
+            due -= sizes[chunk]
+    for chunk in order:
+        if chunk not in chosen and sizes[chunk] <= budget:
+            chosen.add(chunk)
+            budget -= sizes[chunk]
+    return frozenset(chosen)
+
+
+def stays(order: Sequence[int], waiting: int, fresh: Collection[int] = ()) -> frozenset[int]:
+    """The positions of `order` after which a chunk stays in RAM until its next use.
+
+    Args: order: ids as they are used; waiting: how many chunks may wait in RAM beside the one in use; fresh: positions
+    of uses that overwrite the chunk, for which nothing has to stay.
+    All others are fetched anew at their next use; no other choice fetches fewer.
+    """
+    following = [len(order) if use in fresh else use for use in _next_uses(order)]
+    kept: set[int] = set()
+    held: dict[int, int] = {}  # chunk: position after which it stays
+    for position, chunk in enumerate(order):
+        if chunk in held:
+            kept.add(held.pop(chunk))
+        while len(held) > waiting:
+            del held[max(held, key=lambda other: following[held[other]])]
+        if following[position] < len(order):
+            held[chunk] = position
     return frozenset(kept)
+
+
+def fetches(order: Sequence[int], kept: Collection[int], fresh: Collection[int] = ()) -> int:
+    """How often something is brought to RAM on `order`, beginning with nothing, if it stays after positions `kept`."""
+    return len(order) - len(kept) - len(fresh)
+
+
+def victim(candidates: Iterable[int], ahead: Iterable[int]) -> int | None:
+    """Whose buffer to take: the candidate that is used furthest ahead, or not at all; None without candidates.
+
+    Args: candidates: chunks whose loss costs no write; ahead: the uses to come.
+    """
+    left = dict.fromkeys(candidates)
+    for chunk in ahead:
+        if len(left) <= 1:
+            break
+        left.pop(chunk, None)
+    return next(iter(left), None)
+
+
+def _next_uses(order: Sequence[int]) -> list[int]:
+    """For each position, that of the next use of the same chunk; len(order) without one."""
+    following = [len(order)] * len(order)
+    seen: dict[int, int] = {}
+    for position in range(len(order) - 1, -1, -1):
+        following[position] = seen.get(order[position], len(order))
+        seen[order[position]] = position
+    return following

@@ -10,6 +10,8 @@
 | DIRTY   | valid   | old   | RAM is newer                                                   |
 | WRITING | valid   | torn  | going; readers wait                                            |
 
+From STORED a chunk is LEASED at once if its user overwrites all of it.
+
 A state, never a count: the table says all there is to know about a chunk.
 """
 
@@ -32,7 +34,7 @@ class Residency(Enum):
 
 _LEGAL: dict[Residency, frozenset[Residency]] = {
     Residency.EMPTY: frozenset({Residency.LEASED}),
-    Residency.STORED: frozenset({Residency.READING}),
+    Residency.STORED: frozenset({Residency.READING, Residency.LEASED}),
     Residency.READING: frozenset({Residency.CLEAN, Residency.STORED}),
     Residency.CLEAN: frozenset({Residency.LEASED, Residency.STORED}),
     Residency.LEASED: frozenset({Residency.CLEAN, Residency.DIRTY}),

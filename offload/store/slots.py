@@ -5,10 +5,11 @@ All integers little-endian, all blocks whole pages. Page 0 is the superblock: 16
 length of the text, u64 XXH3-64 of the text, and the text, JSON: {"run_id", "places", "stripe": [this file, of how
 many], "chunks": {"held": those here, "numels": elements of each of the run}, "commits": whether this run ever commits
 (false: nothing in the file can be resumed from)}; where the page is too small for "chunks", {"xxh3": its digest}.
-A slot is one page of header (see `_HEADER`), then master, exp_avg and exp_avg_sq of the chunk, fp32, each padded
-with zeros to whole pages. The header carries run id, chunk, step, element count and the XXH3-64 of what follows
-it, and ends with the XXH3-64 of itself. `places` slots a chunk, all of place 0 first: with two, the new version of
-a chunk goes beside the committed one.
+A slot is one page of header (see `_HEADER`), then the arrays of the chunk's record, each padded with zeros to whole
+pages: master, exp_avg and exp_avg_sq, fp32; with a split master its low halves, 16 bits each, in place of the first,
+and the superblock's "chunks" have "itemsizes": bytes an element of each array. The header carries run id, chunk, step,
+element count and the XXH3-64 of what follows it, and ends with the XXH3-64 of itself. `places` slots a chunk, all of
+place 0 first: with two, the new version of a chunk goes beside the committed one.
 
 A file belongs to the process that holds its flock. It is never shortened, and never deleted here.
 """
@@ -24,11 +25,12 @@ import os
 import secrets
 import stat
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -41,6 +43,11 @@ from offload.timeline import Event, Timeline, drive_lanes
 
 FORMAT = 1
 STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")
+WHOLE = (4, 4, 4)
+"""Bytes an element of each state kind in a slot."""
+SPLIT = (2, 4, 4)
+"""The same with a split master: its upper half is the 16-bit parameter, which is in RAM anyway."""
+_DTYPES = {2: torch.int16, 4: torch.float32}
 SWAP_NAME = "offload-rank0.swap"
 COMMIT_NAME = "COMMIT"
 
@@ -51,29 +58,35 @@ _HEADER_MAGIC = b"off slot"
 _CHECKSUM = struct.Struct("<Q")
 
 
-def section_bytes(numel: int) -> int:
-    """Bytes of one state kind of a chunk of `numel` elements in a slot."""
-    return round_up(4 * numel, PAGE_BYTES)
+class Record(NamedTuple):
+    """What one slot holds: arrays of `numel` elements each.
+
+    itemsizes: bytes an element of each array: 4 is fp32, 2 the low halves of a split master, as int16.
+    """
+
+    numel: int
+    itemsizes: tuple[int, ...] = WHOLE
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slot, header included, in RAM and on disk."""
+        return PAGE_BYTES + sum(round_up(itemsize * self.numel, PAGE_BYTES) for itemsize in self.itemsizes)
+
+    def ranges(self) -> Iterator[tuple[int, int, int]]:
+        """For each array: its itemsize, and where its bytes begin and end in the slot, padding left out."""
+        start = PAGE_BYTES
+        for itemsize in self.itemsizes:
+            yield itemsize, start, start + itemsize * self.numel
+            start += round_up(itemsize * self.numel, PAGE_BYTES)
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """The arrays, of shape (numel,), in a slot's uint8 `buffer`."""
+        return [buffer[start:end].view(_DTYPES[itemsize]) for itemsize, start, end in self.ranges()]
 
 
-def slot_bytes(numel: int) -> int:
-    """Bytes of a slot, header included, in RAM and on disk."""
-    return PAGE_BYTES + len(STATE_KINDS) * section_bytes(numel)
-
-
-def file_bytes(chunk_numels: Sequence[int], places: int) -> int:
+def file_bytes(records: Sequence[Record], places: int) -> int:
     """Bytes of the swap file."""
-    return PAGE_BYTES + places * sum(slot_bytes(numel) for numel in chunk_numels)
-
-
-def sections(buffer: Tensor, numel: int) -> tuple[Tensor, Tensor, Tensor]:
-    """master, exp_avg and exp_avg_sq, fp32 of shape (numel,), in a slot's uint8 `buffer`."""
-    size = section_bytes(numel)
-    views = [
-        buffer[start : start + 4 * numel].view(torch.float32)
-        for start in range(PAGE_BYTES, PAGE_BYTES + len(STATE_KINDS) * size, size)
-    ]
-    return views[0], views[1], views[2]
+    return PAGE_BYTES + places * sum(record.nbytes for record in records)
 
 
 def check_directory(path: Path) -> None:
@@ -107,7 +120,7 @@ def check_directory(path: Path) -> None:
 class SlotFile:
     """The slots of one rank on one path; see [Note: swap file format 1].
 
-    Args: directory: made with mode 0700 if missing; chunk_numels: elements of each chunk of the run; places: slots a
+    Args: directory: made with mode 0700 if missing; records: what each chunk of the run holds; places: slots a
     chunk; held: the chunks that lie here (None: all); run_id: 16 bytes, the same in all files of a run; stripe: which
     of the run's files this is, of how many.
     Raises: PathError, PathInUseError, BudgetError (disk space), ResumeError. Nothing of another run is lost then.
@@ -117,7 +130,7 @@ class SlotFile:
         self,
         engine: IOEngine,
         directory: Path,
-        chunk_numels: Sequence[int],
+        records: Sequence[Record],
         places: int = 1,
         *,
         held: Sequence[int] | None = None,
@@ -126,9 +139,9 @@ class SlotFile:
         timeline: Timeline | None = None,
     ) -> None:
         check_directory(directory)
-        self._numels = tuple(chunk_numels)
-        self._held = tuple(range(len(self._numels)) if held is None else held)
-        ends = accumulate((slot_bytes(self._numels[chunk]) for chunk in self._held), initial=0)
+        self._records = tuple(records)
+        self._held = tuple(range(len(self._records)) if held is None else held)
+        ends = accumulate((self._records[chunk].nbytes for chunk in self._held), initial=0)
         *starts, self._place_bytes = ends
         self._starts = dict(zip(self._held, starts, strict=True))
         self._engine = engine
@@ -146,7 +159,7 @@ class SlotFile:
             if is_new:
                 undo.callback(os.unlink, path)
             _require_ours(self._file)
-            _reserve(self._file, file_bytes([self._numels[chunk] for chunk in self._held], places))
+            _reserve(self._file, file_bytes([self._records[chunk] for chunk in self._held], places))
             self._write_superblock(places, stripe)
             self._undo = undo.pop_all()
         # Checksums are taken beside the step and the transfers; XXH3 outruns any drive on one core.
@@ -162,25 +175,25 @@ class SlotFile:
         return self._file.direct
 
     def write(self, chunk: int, buffer: Tensor, *, step: int, place: int = 0) -> IOFuture:
-        """Seals `buffer` (uint8, `slot_bytes` long: room for the header first) and writes it to its slot.
+        """Seals `buffer` (uint8, `Record.nbytes` long: room for the header first) and writes it to its slot.
 
         Args: step: the step whose result it is. The future's errors are those of the engine.
         """
         written: IOFuture = IOFuture()
         written.set_running_or_notify_cancel()
-        numel = self._numels[chunk]
+        record = self._records[chunk]
 
         def seal() -> None:
             data = memory_of(buffer)
             with self._timeline.event(self._checksums, "seal", chunk=chunk, size=len(data)):
-                _zero_padding(buffer, numel)
+                _zero_padding(buffer, record)
                 head = _HEADER.pack(
                     _HEADER_MAGIC,
                     FORMAT,
                     self._run_id,
                     chunk,
                     step,
-                    numel,
+                    record.numel,
                     xxhash.xxh3_64_intdigest(data[PAGE_BYTES:]),
                 )
                 data[: len(head)] = head
@@ -239,7 +252,7 @@ class SlotFile:
         if xxhash.xxh3_64_intdigest(head) != own:
             return "the slot's header is damaged"
         magic, version, run_id, found_chunk, found_step, numel, checksum = _HEADER.unpack(head)
-        if (magic, version) != (_HEADER_MAGIC, FORMAT) or numel != self._numels[chunk]:
+        if (magic, version) != (_HEADER_MAGIC, FORMAT) or numel != self._records[chunk].numel:
             return "this is no slot of this format"
         if run_id != self._run_id:
             return f"the slot was written by run {run_id.hex()}, not by this one"
@@ -250,7 +263,9 @@ class SlotFile:
         return None
 
     def _write_superblock(self, places: int, stripe: tuple[int, int]) -> None:
-        chunks = {"held": self._held, "numels": self._numels}
+        chunks: dict[str, Any] = {"held": self._held, "numels": [record.numel for record in self._records]}
+        if any(record.itemsizes != WHOLE for record in self._records):
+            chunks["itemsizes"] = [record.itemsizes for record in self._records]
         known = {"run_id": self._run_id.hex(), "places": places, "stripe": stripe, "commits": False}
         text = json.dumps(known | {"chunks": chunks}).encode()
         if _SUPERBLOCK.size + len(text) > PAGE_BYTES:
@@ -272,12 +287,9 @@ def memory_of(buffer: Tensor) -> memoryview:
     return memoryview(buffer.numpy().data)
 
 
-def _zero_padding(buffer: Tensor, numel: int) -> None:
-    size = section_bytes(numel)
-    if size == 4 * numel:
-        return
-    for start in range(PAGE_BYTES, len(buffer), size):
-        buffer[start + 4 * numel : start + size] = 0
+def _zero_padding(buffer: Tensor, record: Record) -> None:
+    for _, _, end in record.ranges():
+        buffer[end : round_up(end, PAGE_BYTES)] = 0
 
 
 def _pass_on(target: IOFuture, moving: Event | None) -> Callable[[IOFuture], None]:

@@ -2,28 +2,34 @@
 
 A chunk is used through a lease. Chunks that the plan keeps in RAM have buffers of their own and never move; the
 others pass through a few constant-size buffers: announced with `expect`, read ahead while there are free buffers,
-leased, released dirty, written behind. Which copies exist is written in residency.py, and nowhere else.
+leased, released dirty, written behind. When the announced order has been used up it is expected to come again, so
+what a step begins with is read while the one before it ends. Which copies exist is written in residency.py, what to
+drop is decided in cache.py, and nowhere else.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from offload.config import LEAST_IN_FLIGHT
 from offload.errors import ClosedError
 from offload.io.engine import IOFuture
-from offload.layout import Chunk
+from offload.layout import Layout
 from offload.store.arena import Arena
+from offload.store.cache import stays, victim
 from offload.store.residency import Residency, ResidencyTable
-from offload.store.slots import sections, slot_bytes
+from offload.store.slots import SPLIT, STATE_KINDS, WHOLE, Record
 from offload.store.stripes import Stripes
-from offload.timeline import WAITS, Timeline
+from offload.timeline import Timeline
 
 _WAITS_FOR = {
     Residency.READING: "wait for read",
@@ -33,72 +39,113 @@ _WAITS_FOR = {
 """By what it finds; otherwise it waits for a buffer, until some other chunk is written."""
 
 
+def records_of(layout: Layout, *, split_master: bool) -> list[Record]:
+    """What the slot of each chunk holds. Only a bf16 copy is the upper half of its master."""
+    split = [split_master and flat.dtype is torch.bfloat16 for flat in layout.flats]
+    return [Record(chunk.numel, SPLIT if split[chunk.flat] else WHOLE) for chunk in layout.chunks]
+
+
+def param_records_of(layout: Layout) -> list[Record]:
+    """The same for the 16-bit parameters of each chunk, where they are streamed."""
+    return [Record(chunk.numel, (layout.flats[chunk.flat].dtype.itemsize,)) for chunk in layout.chunks]
+
+
 @dataclass
 class Lease:
-    """The right to use one chunk's states: fp32 CPU tensors of shape (chunk.numel,).
+    """The right to use one chunk's arrays: CPU tensors of shape (chunk.numel,), as its record says.
 
     `dirty`: set by whoever writes to them.
     """
 
     chunk: int
-    master: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    arrays: Sequence[Tensor]
     dirty: bool = False
 
+    @property
+    def master(self) -> Tensor:
+        """fp32; with a split master its low halves, int16, and exp_avg_sq carries the tie bits."""
+        return self.arrays[0]
+
+    @property
+    def exp_avg(self) -> Tensor:
+        return self.arrays[1]
+
+    @property
+    def exp_avg_sq(self) -> Tensor:
+        return self.arrays[2]
+
     def states(self) -> dict[str, Tensor]:
-        return {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        return dict(zip(STATE_KINDS, self.arrays, strict=True))
+
+
+class _Use(NamedTuple):
+    """One to come. stays: whether the chunk stays in RAM after it; is_fresh: it needs nothing of what was there."""
+
+    chunk: int
+    stays: bool
+    is_fresh: bool
 
 
 class Store:
-    """The states of all chunks.
+    """One kind of thing for all chunks: their states, or their parameters.
 
-    Args: kept: chunks that stay in RAM; in_flight: buffers for the others; slots: their swap file, None if all
-    are kept. The first lease of a chunk finds zeros.
+    Args: records: what each chunk holds; kept: chunks that stay in RAM; in_flight: buffers for the others; slots:
+    their swap file, None if all are kept, in which chunk 0 has slot `first`. The first lease of a chunk finds zeros.
     A failure of the disk is raised by the call that meets it and by every later one.
     """
 
     def __init__(
         self,
-        chunks: Collection[Chunk],
+        records: Sequence[Record],
         kept: frozenset[int],
         in_flight: int,
         arena: Arena,
         slots: Stripes | None,
         timeline: Timeline,
+        first: int = 0,
     ) -> None:
-        self._chunks = {chunk.index: chunk for chunk in chunks}
+        self._records = tuple(records)
+        self._first = first
         self._kept = kept
         self._slots = slots
         self._timeline = timeline
-        self._table = ResidencyTable(len(self._chunks))
-        streamed = [chunk for chunk in chunks if chunk.index not in kept]
-        largest = max((slot_bytes(chunk.numel) for chunk in streamed), default=0)
-        self._free = [arena.carve(largest) for _ in range(in_flight if streamed else 0)]
-        self._buffers = {index: arena.carve(slot_bytes(self._chunks[index].numel)) for index in sorted(kept)}
+        self._table = ResidencyTable(len(self._records))
+        largest = max((record.nbytes for chunk, record in enumerate(records) if chunk not in kept), default=0)
+        self._free = [arena.carve(largest) for _ in range(in_flight if largest else 0)]
+        self._waiting = max(len(self._free) - LEAST_IN_FLIGHT, 0)
+        self._buffers = {chunk: arena.carve(self._records[chunk].nbytes) for chunk in sorted(kept)}
         self._written_at: dict[int, int] = {}
-        self._ahead: deque[int] = deque()
+        self._ahead: deque[_Use] = deque()
+        self._order: tuple[_Use, ...] = ()
+        self._used: list[tuple[int, bool]] = []
+        self._staying: set[int] = set()
         self._moving: dict[int, None] = {}
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
 
     def expect(self, order: Iterable[int]) -> None:
-        """Announces the leases to come, in order; reading ahead begins at once."""
+        """Announces the leases to come, in order; reading ahead begins at once, and goes on with the same order."""
         with self._changed:
             self._check()
-            self._ahead = deque(chunk for chunk in order if chunk not in self._kept)
-            self._read_ahead()
+            self._announce([(chunk, False) for chunk in order])
+
+    def repeat(self) -> None:
+        """Announces that the leases since the last call of this come again."""
+        with self._changed:
+            self._check()
+            self._announce(self._used)
 
     @contextmanager
-    def lease(self, chunk: int, *, step: int) -> Iterator[Lease]:
+    def lease(self, chunk: int, *, step: int, is_fresh: bool = False) -> Iterator[Lease]:
         """Waits until `chunk` is in RAM and lends it; left dirty, it is written behind.
 
-        Args: step: what a dirty chunk is the result of; goes into its slot's header.
+        Args: step: what a dirty chunk is the result of; goes into its slot's header; is_fresh: the caller overwrites
+        all of it, so that nothing has to be read.
         """
-        with self._timeline.span("wait_s"), self._changed:
-            self._take(chunk)
+        with self._changed:
+            self._take(chunk, is_fresh)
             buffer = self._buffers[chunk]
-        lease = Lease(chunk, *sections(buffer, self._chunks[chunk].numel))
+        lease = Lease(chunk, self._records[chunk].views(buffer))
         try:
             yield lease
         finally:
@@ -107,7 +154,7 @@ class Store:
 
     def drain(self) -> None:
         """Waits until nothing is under way."""
-        with self._timeline.span("wait_s"), self._changed:
+        with self._changed:
             while self._moving and self._failure is None:
                 self._wait_for_transfer(next(iter(self._moving)))
             self._check()
@@ -121,6 +168,7 @@ class Store:
         """Waits for transfers under way, successful or not; every later lease raises ClosedError."""
         with self._changed:
             self._ahead.clear()
+            self._order = ()
             self._changed.wait_for(lambda: not self._moving)
             self._failure = self._failure or ClosedError("the optimizer is closed: make a new one")
             self._changed.notify_all()
@@ -131,48 +179,72 @@ class Store:
         if self._failure is not None:
             raise self._failure
 
-    def _take(self, chunk: int) -> None:
-        """Waits until the chunk has a buffer in RAM with its data, and moves it to LEASED."""
-        if not self._is_ready(chunk):
-            reason = _WAITS_FOR.get(self._table[chunk], "wait for buffer")
-            with self._timeline.event(WAITS, reason, chunk=chunk, tier="nvme"):
-                self._changed.wait_for(lambda: self._is_ready(chunk))
-        self._table.move(chunk, Residency.LEASED)
-        if chunk in self._ahead:
-            self._ahead.remove(chunk)
+    def _announce(self, order: Sequence[tuple[int, bool]]) -> None:
+        streamed = [use for use in order if use[0] not in self._kept]
+        fresh = frozenset(position for position, use in enumerate(streamed) if use[1])
+        staying = stays([chunk for chunk, _ in streamed], self._waiting, fresh)
+        self._order = tuple(_Use(use[0], position in staying, use[1]) for position, use in enumerate(streamed))
+        self._ahead = deque(self._order)
+        self._used = []
         self._read_ahead()
 
-    def _is_ready(self, chunk: int) -> bool:
+    def _take(self, chunk: int, is_fresh: bool) -> None:
+        """Waits until the chunk has a buffer in RAM with its data, and moves it to LEASED."""
+        if not self._is_ready(chunk, is_fresh):
+            with self._waiting_for(chunk):
+                self._changed.wait_for(lambda: self._is_ready(chunk, is_fresh))
+        self._table.move(chunk, Residency.LEASED)
+        self._used.append((chunk, is_fresh))
+        use = next((use for use in self._ahead if use.chunk == chunk), None)
+        if use is not None:
+            self._ahead.remove(use)
+            if use.stays:
+                self._staying.add(chunk)
+        if not self._ahead:
+            self._ahead.extend(self._order)
+        self._read_ahead()
+
+    def _waiting_for(self, chunk: int) -> AbstractContextManager[None]:
+        what = _WAITS_FOR.get(self._table[chunk], "wait for buffer")
+        return self._timeline.waiting(what, chunk=chunk, tier="nvme")
+
+    def _is_ready(self, chunk: int, is_fresh: bool) -> bool:
         """Whether the chunk has a buffer in RAM with its data; does what can be done now to bring it there."""
         self._check()
         state = self._table[chunk]
         if state in (Residency.CLEAN, Residency.DIRTY):
             return True
-        if state in (Residency.EMPTY, Residency.STORED) and chunk not in self._buffers and not self._free:
-            self._drop_one()
-        if state is Residency.EMPTY and (chunk in self._kept or self._free):
-            if chunk not in self._kept:
-                self._buffers[chunk] = self._free.pop()
+        if state not in (Residency.EMPTY, Residency.STORED):
+            return False
+        if chunk not in self._kept:
+            if not self._free:
+                self._drop_one()
+            if not self._free:
+                return False
+            if state is Residency.STORED and not is_fresh:
+                self._read(chunk)
+                return False
+            self._buffers[chunk] = self._free.pop()
+            if not is_fresh:
                 self._buffers[chunk].zero_()
-            return True
-        if state is Residency.STORED and self._free:
-            self._read(chunk)
-        return False
+        return True
 
     def _wait_for_transfer(self, chunk: int) -> None:
-        reason = _WAITS_FOR.get(self._table[chunk], "wait for buffer")
-        with self._timeline.event(WAITS, reason, chunk=chunk, tier="nvme"):
+        with self._waiting_for(chunk):
             self._changed.wait_for(lambda: self._failure is not None or chunk not in self._moving)
 
     def _put(self, lease: Lease, step: int) -> None:
         chunk = lease.chunk
+        is_staying = chunk in self._staying
+        self._staying.discard(chunk)
         if chunk not in self._kept and not lease.dirty and chunk in self._written_at:
             self._table.move(chunk, Residency.CLEAN)
-            self._drop(chunk)
+            if not is_staying:
+                self._drop(chunk)
         else:
             self._table.move(chunk, Residency.DIRTY)
             if chunk not in self._kept:
-                self._write(chunk, step)
+                self._write(chunk, step, Residency.CLEAN if is_staying else Residency.STORED)
         self._read_ahead()
         self._changed.notify_all()
 
@@ -181,35 +253,46 @@ class Store:
         self._free.append(self._buffers.pop(chunk))
 
     def _drop_one(self) -> None:
-        """Takes the buffer of a chunk that was read ahead, for one that is needed now."""
-        for chunk in reversed(self._buffers):
-            if self._table[chunk] is Residency.CLEAN:
-                self._drop(chunk)
-                self._ahead.appendleft(chunk)
-                return
+        """Takes the buffer of a chunk that is not needed now, for one that is."""
+        clean = [c for c in self._buffers if self._table[c] is Residency.CLEAN and c not in self._kept]
+        chunk = victim(clean, (use.chunk for use in self._ahead if not use.is_fresh))
+        if chunk is not None:
+            self._drop(chunk)
 
     def _read_ahead(self) -> None:
         """Reads what is expected next, as far as there are free buffers."""
-        while self._free and self._ahead and self._failure is None:
-            state = self._table[self._ahead[0]]
+        for chunk, _, is_fresh in self._ahead:
+            if not self._free or self._failure is not None:
+                return
+            state = self._table[chunk]
             if state in (Residency.WRITING, Residency.LEASED):
                 # Still busy with the step before. What follows it can wait: it is used later.
                 return
-            chunk = self._ahead.popleft()
-            if state is Residency.STORED:
+            if state is Residency.STORED and not is_fresh:
                 self._read(chunk)
 
     def _read(self, chunk: int) -> None:
         self._table.move(chunk, Residency.READING)
         self._buffers[chunk] = self._free.pop()
-        future = self._swap.read(chunk, self._bytes(chunk), step=self._written_at[chunk])
+        with self._failing():
+            future = self._swap.read(self._first + chunk, self._bytes(chunk), step=self._written_at[chunk])
         self._follow(future, chunk, Residency.CLEAN, "nvme_read_bytes")
 
-    def _write(self, chunk: int, step: int) -> None:
+    def _write(self, chunk: int, step: int, then: Residency) -> None:
         self._table.move(chunk, Residency.WRITING)
         self._written_at[chunk] = step
-        future = self._swap.write(chunk, self._bytes(chunk), step=step)
-        self._follow(future, chunk, Residency.STORED, "nvme_written_bytes")
+        with self._failing():
+            future = self._swap.write(self._first + chunk, self._bytes(chunk), step=step)
+        self._follow(future, chunk, then, "nvme_written_bytes")
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """A transfer that could not even be started: the chunk's state would never change again."""
+        try:
+            yield
+        except BaseException as error:
+            self._failure = self._failure or error
+            raise
 
     def _follow(self, future: IOFuture, chunk: int, then: Residency, counter: str) -> None:
         self._moving[chunk] = None
@@ -231,7 +314,7 @@ class Store:
             self._changed.notify_all()
 
     def _bytes(self, chunk: int) -> Tensor:
-        return self._buffers[chunk][: slot_bytes(self._chunks[chunk].numel)]
+        return self._buffers[chunk][: self._records[chunk].nbytes]
 
     @property
     def _swap(self) -> Stripes:

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from offload.io.engine import IOEngine, IOFuture
-from offload.store.slots import SlotFile, check_directory, new_run_id, slot_bytes
+from offload.store.slots import Record, SlotFile, check_directory, new_run_id
 from offload.timeline import Timeline
 
 
@@ -32,7 +32,7 @@ def assign(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
 class Stripes:
     """The slots of all chunks, found by chunk.
 
-    Args: directories: one or more, all different; weights: their bandwidths.
+    Args: directories: one or more, all different; weights: their bandwidths; records: what each chunk holds.
     Raises: as SlotFile, naming the directory; then nothing is left behind in any of them.
     """
 
@@ -41,12 +41,12 @@ class Stripes:
         engine: IOEngine,
         directories: Sequence[Path],
         weights: Sequence[float],
-        numels: Sequence[int],
+        records: Sequence[Record],
         timeline: Timeline | None = None,
     ) -> None:
         for directory in directories:
             check_directory(directory)
-        chosen = assign([slot_bytes(numel) for numel in numels], weights)
+        chosen = assign([record.nbytes for record in records], weights)
         run_id = new_run_id()
         self._files: list[SlotFile] = []
         self._of: dict[int, SlotFile] = {}
@@ -54,7 +54,7 @@ class Stripes:
             for number, directory in enumerate(directories):
                 held = [chunk for chunk, path in enumerate(chosen) if path == number]
                 stripe = (number, len(directories))
-                file = SlotFile(engine, directory, numels, held=held, run_id=run_id, stripe=stripe, timeline=timeline)
+                file = SlotFile(engine, directory, records, held=held, run_id=run_id, stripe=stripe, timeline=timeline)
                 undo.callback(file.abandon)
                 self._files.append(file)
                 self._of |= dict.fromkeys(held, file)

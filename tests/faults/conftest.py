@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadZero, Tuning
+from offload.errors import OffloadError
 from offload.planner import least_cpu_memory
 from tests.support.faulty_engine import FaultyEngine
 
@@ -92,7 +94,8 @@ def make(path: Path) -> Iterator[Make]:
 
     yield call
     for optimizer in made:
-        optimizer.close()
+        with suppress(OffloadError):  # what a test has broken
+            optimizer.close()
 
 
 @pytest.fixture

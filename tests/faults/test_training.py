@@ -171,7 +171,7 @@ def test_the_old_optimizers_step_after_backward_raises_and_changes_nothing(make:
         old.step()
     assert_same(bits(model), before)
     optimizer.step()
-    assert not torch.equal(model.first.weight, before["first.weight"])
+    assert not torch.equal(model.state_dict()["first.weight"], before["first.weight"])
 
 
 # Backward passes.
@@ -527,7 +527,6 @@ def test_an_io_error_in_a_step_is_raised_at_this_and_every_later_call(
     assert (error.errno, error.filename, error.operation) == (code, str(path / SWAP_NAME), operation)
     assert error.offset % PAGE_BYTES == 0
     assert error.length > 0
-    backward(model) if optimizer.stats()["step"] == 2 else None
     for call in (
         # First those that would need no disk.
         lambda: optimizer.clip_grad_norm_(1.0),
@@ -578,13 +577,14 @@ def test_a_bit_that_flips_on_the_disk_is_found(make: Make, path: Path) -> None:
     one_step(model, optimizer)
     optimizer.synchronize()
     with open(path / SWAP_NAME, "r+b") as file:
-        file.seek(3 * PAGE_BYTES + 77)
+        file.seek(-PAGE_BYTES + 77, os.SEEK_END)  # of the last chunk, which is not read ahead
         byte = file.read(1)[0]
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 4]))
+    one_step(model, optimizer)
     with pytest.raises(CorruptionError) as caught:
-        one_step(model, optimizer)
-    assert caught.value.chunk == 0
+        optimizer.synchronize()
+    assert caught.value.chunk == 4
 
 
 def test_a_file_cut_short_under_a_run_is_found(make: Make, path: Path) -> None:
@@ -593,8 +593,9 @@ def test_a_file_cut_short_under_a_run_is_found(make: Make, path: Path) -> None:
     one_step(model, optimizer)
     optimizer.synchronize()
     os.truncate(path / SWAP_NAME, 6 * PAGE_BYTES)
+    one_step(model, optimizer)
     with pytest.raises(TierIOError, match="the file ends") as caught:
-        one_step(model, optimizer)
+        optimizer.synchronize()
     assert caught.value.offset >= 6 * PAGE_BYTES
 
 
@@ -634,6 +635,7 @@ def test_an_interrupt_inside_a_step_is_remembered(make: Make, monkeypatch: pytes
     model = Tiny()
     optimizer = make(model)
     one_step(model, optimizer)
+    optimizer.synchronize()
     real, calls = optimizer._parts.kernels.adam, []
 
     def interrupted(*args: object) -> None:
@@ -644,8 +646,9 @@ def test_an_interrupt_inside_a_step_is_remembered(make: Make, monkeypatch: pytes
 
     monkeypatch.setattr(optimizer._parts.kernels, "adam", interrupted)
     backward(model)
+    optimizer.step()
     with pytest.raises(KeyboardInterrupt):
-        optimizer.step()
+        model(batch(1))
     for call in (optimizer.step, optimizer.synchronize, lambda: optimizer.state_of(model.first.weight)):
         with pytest.raises(InterruptedStepError, match="start again"):
             call()
@@ -673,6 +676,7 @@ def test_after_close_every_call_says_so(make: Make) -> None:
 
 def test_an_optimizer_that_was_forgotten_frees_its_path(make: Make, path: Path) -> None:
     optimizer = OffloadZero(Tiny(), path=path, tuning=SMALL)
+    optimizer.synchronize()
     del optimizer
     gc.collect()
     one_step(model := Tiny(), make(model))

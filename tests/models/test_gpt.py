@@ -79,7 +79,7 @@ def test_loss_falls_in_plain_torch() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     text = torch.tensor(list(b"to be or not to be, to be or not."))
     losses = []
-    for _ in range(30):
+    for _ in range(60):
         _, loss = model(text[None, :16], text[None, 1:17])
         loss.backward()
         optimizer.step()

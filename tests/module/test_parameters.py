@@ -47,8 +47,8 @@ def test_holes_and_overlaps_are_seen(tensor: Tensor, dense: bool) -> None:
 def taken(*tensors: Tensor, dtype: torch.dtype = torch.bfloat16) -> Parameters:
     params = [nn.Parameter(tensor) for tensor in tensors]
     layout = build([ParamSpec(f"p{n}", p.numel(), "", dtype, 0) for n, p in enumerate(params)], 1024)
-    parameters = Parameters(layout, params)
-    parameters.make_dense()
+    parameters = Parameters(layout, params, torch.device("cpu"))
+    parameters.make_dense(0)
     parameters.attach(0)
     return parameters
 

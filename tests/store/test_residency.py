@@ -11,6 +11,7 @@ from offload.store.residency import Residency, ResidencyTable
 LEGAL = {
     ("empty", "leased"),
     ("stored", "reading"),
+    ("stored", "leased"),
     ("reading", "clean"),
     ("reading", "stored"),
     ("clean", "leased"),

@@ -17,9 +17,10 @@ from offload.errors import BudgetError, CorruptionError, PathError, PathInUseErr
 from offload.io.threads import ThreadEngine
 from offload.sizes import MIB, PAGE_BYTES
 from offload.store.arena import Arena
-from offload.store.slots import COMMIT_NAME, SWAP_NAME, SlotFile, check_directory, file_bytes, sections, slot_bytes
+from offload.store.slots import COMMIT_NAME, SWAP_NAME, Record, SlotFile, check_directory, file_bytes
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.processes import open_files, start_python
+from tests.support.records import records
 
 NUMELS = (1024, 1, 1500)
 WAIT_S = 30
@@ -32,24 +33,24 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def slots(engine: FaultyEngine, path: Path) -> Iterator[SlotFile]:
-    made = SlotFile(engine, path, NUMELS, places=2)
+    made = SlotFile(engine, path, records(NUMELS), places=2)
     yield made
     made.close()
 
 
 def buffer_for(chunk: int) -> Tensor:
-    return Arena(slot_bytes(NUMELS[chunk]), HostCopier()).carve(slot_bytes(NUMELS[chunk]))
+    return Arena(Record(NUMELS[chunk]).nbytes, HostCopier()).carve(Record(NUMELS[chunk]).nbytes)
 
 
 def filled(chunk: int, value: float) -> Tensor:
     buffer = buffer_for(chunk)
-    for n, state in enumerate(sections(buffer, NUMELS[chunk])):
+    for n, state in enumerate(Record(NUMELS[chunk]).views(buffer)):
         state.copy_(torch.arange(NUMELS[chunk]) + value + 100 * n)
     return buffer
 
 
 def offset_of(chunk: int, place: int = 0) -> int:
-    sizes = [slot_bytes(numel) for numel in NUMELS]
+    sizes = [Record(numel).nbytes for numel in NUMELS]
     return PAGE_BYTES + place * sum(sizes) + sum(sizes[:chunk])
 
 
@@ -61,9 +62,9 @@ def read(slots: SlotFile, chunk: int, *, step: int = 1, place: int = 0) -> float
     """Reads and checks a slot; the value it was filled with."""
     buffer = buffer_for(chunk)
     slots.read(chunk, buffer, step=step, place=place).result(WAIT_S)
-    value = sections(buffer, NUMELS[chunk])[0][0].item()
+    value = Record(NUMELS[chunk]).views(buffer)[0][0].item()
     for state, expected in zip(
-        sections(buffer, NUMELS[chunk]), sections(filled(chunk, value), NUMELS[chunk]), strict=True
+        Record(NUMELS[chunk]).views(buffer), Record(NUMELS[chunk]).views(filled(chunk, value)), strict=True
     ):
         assert torch.equal(state, expected)
     return value
@@ -87,7 +88,7 @@ def test_the_new_version_of_a_chunk_goes_beside_the_old_one(slots: SlotFile) -> 
 
 def test_the_file_has_its_whole_size_from_the_start_and_is_private(slots: SlotFile, path: Path) -> None:
     info = os.stat(path / SWAP_NAME)
-    assert info.st_size == file_bytes(NUMELS, 2)
+    assert info.st_size == file_bytes(records(NUMELS), 2)
     assert info.st_blocks * 512 >= info.st_size
     assert info.st_mode & 0o777 == 0o600
     assert os.stat(path).st_mode & 0o777 == 0o700
@@ -103,7 +104,7 @@ def test_the_superblock_says_that_nothing_is_committed(slots: SlotFile, path: Pa
 
 
 def test_a_superblock_fits_its_page_for_any_number_of_chunks(engine: FaultyEngine, path: Path) -> None:
-    SlotFile(engine, path, [1] * 5000).close()
+    SlotFile(engine, path, records([1] * 5000)).close()
     block = (path / SWAP_NAME).read_bytes()[:PAGE_BYTES]
     assert "xxh3" in json.loads(block[32 : 32 + int.from_bytes(block[20:24], "little")])["chunks"]
 
@@ -135,7 +136,7 @@ def test_a_damaged_header_is_found(slots: SlotFile, path: Path, at: int) -> None
 @pytest.mark.parametrize("at", [PAGE_BYTES, PAGE_BYTES + 4 * 1500 - 1, -1])
 def test_one_flipped_bit_in_the_data_is_found(slots: SlotFile, path: Path, at: int) -> None:
     write(slots, 2, 7)
-    patch(path, offset_of(2) + at % slot_bytes(NUMELS[2]), flip)
+    patch(path, offset_of(2) + at % Record(NUMELS[2]).nbytes, flip)
     with pytest.raises(CorruptionError, match="checksum"):
         read(slots, 2)
 
@@ -171,8 +172,8 @@ def test_a_slot_that_was_never_written_is_found(slots: SlotFile) -> None:
 
 
 def test_swapped_slots_are_found(engine: FaultyEngine, path: Path) -> None:
-    twins = SlotFile(engine, path, (1024, 1024))
-    size = slot_bytes(1024)
+    twins = SlotFile(engine, path, records((1024, 1024)))
+    size = Record(1024).nbytes
     write(twins, 0, 1)
     whole = (path / SWAP_NAME).read_bytes()
     patch(path, PAGE_BYTES + size, lambda _: whole[PAGE_BYTES : PAGE_BYTES + size])
@@ -183,12 +184,12 @@ def test_swapped_slots_are_found(engine: FaultyEngine, path: Path) -> None:
 
 def test_another_runs_slot_is_found(path: Path) -> None:
     first = ThreadEngine()
-    old = SlotFile(first, path, NUMELS)
+    old = SlotFile(first, path, records(NUMELS))
     write(old, 0, 1)
     old.close()
     first.close()
     second = ThreadEngine()
-    new = SlotFile(second, path, NUMELS)
+    new = SlotFile(second, path, records(NUMELS))
     with pytest.raises(CorruptionError, match="not by this one"):
         read(new, 0)
     new.close()
@@ -216,7 +217,7 @@ def test_an_error_of_the_engine_arrives_unchanged(slots: SlotFile, engine: Fault
 
 def test_padding_of_a_buffer_that_held_something_else_is_written_as_zeros(slots: SlotFile, path: Path) -> None:
     buffer = buffer_for(1).fill_(255)
-    for state in sections(buffer, 1):
+    for state in Record(1).views(buffer):
         state.zero_()
     slots.write(1, buffer, step=1).result(WAIT_S)
     data = (path / SWAP_NAME).read_bytes()[offset_of(1) + PAGE_BYTES : offset_of(2)]
@@ -230,7 +231,7 @@ def test_two_runs_of_one_process_cannot_share_a_path(slots: SlotFile, path: Path
     write(slots, 0, 1)
     other = ThreadEngine()
     with pytest.raises(PathInUseError) as caught:
-        SlotFile(other, path, NUMELS)
+        SlotFile(other, path, records(NUMELS))
     assert caught.value.filename == str(path / SWAP_NAME)
     assert open_files().count(str(path / SWAP_NAME)) == 1
     other.close()
@@ -241,9 +242,9 @@ HOLD = """
 import os, sys
 from pathlib import Path
 from offload.io.threads import ThreadEngine
-from offload.store.slots import SlotFile
+from offload.store.slots import Record, SlotFile
 engine = ThreadEngine()
-slots = SlotFile(engine, Path(sys.argv[1]), [1024])
+slots = SlotFile(engine, Path(sys.argv[1]), [Record(1024)])
 child = os.fork() if sys.argv[2] == "fork" else None
 if child == 0:
     import time
@@ -257,7 +258,7 @@ sys.stdin.read()
 def opens(path: Path) -> bool:
     engine = ThreadEngine()
     try:
-        SlotFile(engine, path, NUMELS).close()
+        SlotFile(engine, path, records(NUMELS)).close()
     except PathInUseError:
         return False
     finally:
@@ -290,7 +291,7 @@ def test_a_file_that_another_run_removes_meanwhile_is_not_taken(path: Path, monk
     monkeypatch.setattr(fcntl, "flock", removed)
     engine = ThreadEngine()
     with pytest.raises(PathInUseError):
-        SlotFile(engine, path, NUMELS)
+        SlotFile(engine, path, records(NUMELS))
     engine.close()
 
 
@@ -306,10 +307,10 @@ def test_a_file_of_a_run_that_committed_nothing_is_reused(path: Path) -> None:
 
 def test_a_larger_file_of_an_earlier_run_is_not_shortened(path: Path) -> None:
     engine = ThreadEngine()
-    SlotFile(engine, path, [50_000]).close()
+    SlotFile(engine, path, records([50_000])).close()
     engine.close()
     assert opens(path)
-    assert os.stat(path / SWAP_NAME).st_size == file_bytes([50_000], 1)
+    assert os.stat(path / SWAP_NAME).st_size == file_bytes(records([50_000]), 1)
 
 
 @pytest.mark.parametrize("content", [b"my thesis", b"my thesis" * 1000, bytes(100) + b"my disk image"])
@@ -444,8 +445,8 @@ def test_the_current_directory_can_be_the_path(tmp_path: Path, monkeypatch: pyte
 def test_a_disk_that_is_too_small_is_a_budget_error_and_nothing_is_left(small_disk: Path) -> None:
     engine = ThreadEngine()
     with pytest.raises(BudgetError) as caught:
-        SlotFile(engine, small_disk / "run", [MIB])
-    assert caught.value.needed == file_bytes([MIB], 1)
+        SlotFile(engine, small_disk / "run", records([MIB]))
+    assert caught.value.needed == file_bytes(records([MIB]), 1)
     assert 0 < caught.value.available <= MIB
     assert caught.value.option == "path"
     assert list(small_disk.iterdir()) == []
@@ -467,7 +468,7 @@ def test_a_disk_that_fills_up_meanwhile_is_a_budget_error_and_nothing_is_left(
     (small_disk / "run").mkdir()
     engine = ThreadEngine()
     with pytest.raises(BudgetError) as caught:
-        SlotFile(engine, small_disk / "run", [MIB])
+        SlotFile(engine, small_disk / "run", records([MIB]))
     assert isinstance(caught.value.__cause__, OSError)
     assert caught.value.__cause__.errno == errno.ENOSPC
     assert list((small_disk / "run").iterdir()) == []
@@ -480,7 +481,7 @@ def test_a_file_that_cannot_grow_stays_as_it_was(small_disk: Path) -> None:
     before = (small_disk / SWAP_NAME).read_bytes()
     engine = ThreadEngine()
     with pytest.raises(BudgetError):
-        SlotFile(engine, small_disk, [MIB])
+        SlotFile(engine, small_disk, records([MIB]))
     assert (small_disk / SWAP_NAME).read_bytes() == before
     engine.close()
     assert opens(small_disk)
@@ -498,7 +499,7 @@ def test_what_a_file_grew_by_before_the_disk_was_full_goes_back(path: Path, monk
     monkeypatch.setattr(os, "posix_fallocate", half)
     engine = ThreadEngine()
     with pytest.raises(BudgetError):
-        SlotFile(engine, path, [MIB])
+        SlotFile(engine, path, records([MIB]))
     engine.close()
     assert os.stat(path / SWAP_NAME).st_size == size
 
@@ -507,7 +508,7 @@ def test_space_that_an_earlier_run_reserved_counts_as_available(small_disk: Path
     numels = [50_000]
     for _ in range(2):
         engine = ThreadEngine()
-        SlotFile(engine, small_disk, numels).close()
+        SlotFile(engine, small_disk, records(numels)).close()
         engine.close()
 
 
@@ -529,6 +530,6 @@ def test_space_that_statvfs_denies_is_a_budget_error(path: Path, monkeypatch: py
 def test_a_superblock_that_cannot_be_written_leaves_nothing(engine: FaultyEngine, path: Path) -> None:
     engine.fail("write", errno.EIO)
     with pytest.raises(TierIOError):
-        SlotFile(engine, path, NUMELS)
+        SlotFile(engine, path, records(NUMELS))
     assert not path.exists()
     assert str(path / SWAP_NAME) not in open_files()

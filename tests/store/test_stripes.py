@@ -16,8 +16,9 @@ from offload.errors import BudgetError, PathInUseError
 from offload.io.threads import ThreadEngine
 from offload.sizes import PAGE_BYTES
 from offload.store.arena import Arena
-from offload.store.slots import SWAP_NAME, slot_bytes
+from offload.store.slots import SWAP_NAME, Record
 from offload.store.stripes import Stripes, assign
+from tests.support.records import records
 
 NUMELS = (1024, 700, 1024, 5, 1500, 1024, 1024)
 
@@ -51,10 +52,10 @@ def test_one_path_gets_all_and_a_twice_as_fast_one_twice_as_much() -> None:
 
 def test_chunks_come_back_from_where_they_went(engine: ThreadEngine, tmp_path: Path) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
-    stripes = Stripes(engine, paths, [2.0, 1.0], NUMELS)
+    stripes = Stripes(engine, paths, [2.0, 1.0], records(NUMELS))
     assert stripes.paths == tuple(str(path / SWAP_NAME) for path in paths)
-    arena = Arena(len(NUMELS) * slot_bytes(max(NUMELS)), HostCopier())
-    buffers = [arena.carve(slot_bytes(numel)) for numel in NUMELS]
+    arena = Arena(len(NUMELS) * Record(max(NUMELS)).nbytes, HostCopier())
+    buffers = [arena.carve(Record(numel).nbytes) for numel in NUMELS]
     for chunk, buffer in enumerate(buffers):
         buffer[PAGE_BYTES:] = chunk
     for future in [stripes.write(chunk, buffer, step=3) for chunk, buffer in enumerate(buffers)]:
@@ -66,7 +67,7 @@ def test_chunks_come_back_from_where_they_went(engine: ThreadEngine, tmp_path: P
         future.result(30)
     assert all(torch.equal(buffer, want) for buffer, want in zip(buffers, wanted, strict=True))
     sizes = [os.stat(path).st_size for path in stripes.paths]
-    assert sum(sizes) == 2 * PAGE_BYTES + sum(map(slot_bytes, NUMELS))
+    assert sum(sizes) == 2 * PAGE_BYTES + sum(Record(numel).nbytes for numel in NUMELS)
     assert min(sizes) > PAGE_BYTES
     stripes.close()
 
@@ -74,9 +75,9 @@ def test_chunks_come_back_from_where_they_went(engine: ThreadEngine, tmp_path: P
 def test_a_locked_path_among_several_is_named_and_the_others_are_left_as_they_were(
     engine: ThreadEngine, tmp_path: Path
 ) -> None:
-    held = Stripes(engine, [tmp_path / "b"], [1.0], NUMELS)
+    held = Stripes(engine, [tmp_path / "b"], [1.0], records(NUMELS))
     with pytest.raises(PathInUseError) as caught:
-        Stripes(engine, [tmp_path / "a", tmp_path / "b"], [1.0, 1.0], NUMELS)
+        Stripes(engine, [tmp_path / "a", tmp_path / "b"], [1.0, 1.0], records(NUMELS))
     assert str(tmp_path / "b") in str(caught.value)
     assert not (tmp_path / "a").exists()
     held.close()
@@ -94,7 +95,7 @@ def test_a_full_path_among_several_is_named_and_nothing_is_left_behind(
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(BudgetError) as caught:
-        Stripes(engine, [tmp_path / "a", tmp_path / "b"], [1.0, 1.0], NUMELS)
+        Stripes(engine, [tmp_path / "a", tmp_path / "b"], [1.0, 1.0], records(NUMELS))
     assert str(tmp_path / "b") in str(caught.value)
     assert caught.value.option == "path"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == []

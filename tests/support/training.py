@@ -67,6 +67,7 @@ def train(
             plain,
             accumulation=accumulation,
             keep_fp32=models.keep_fp32(kind),
+            param_tier=options.get("param_tier"),
             tuning=options.get("tuning"),
         )
     with OffloadZero(model, plain, accumulation=accumulation, keep_fp32=models.keep_fp32(kind), **options) as optimizer:
@@ -83,13 +84,15 @@ def train(
             optimizer.zero_grad()
             if each_step is not None:
                 each_step(optimizer)
+        optimizer.synchronize()
+        run.stats = optimizer.stats()
         for name, param in model.named_parameters():
-            run.tensors[name] = param.detach().cpu().clone()
+            with optimizer.gathered(param):
+                run.tensors[name] = param.detach().cpu().clone()
             if param.requires_grad:
                 state = optimizer.state_of(param)
                 run.steps[name] = state.pop("step")
                 run.tensors |= {f"{name}.{key}": value for key, value in state.items()}
-        run.stats = optimizer.stats()
     return run
 
 

@@ -1,0 +1,336 @@
+"""Whole training steps beside DeepSpeed's: `python bench/peers.py --deepspeed PYTHON` (`make bench-peers-step`).
+
+The same GPT, initial values and batches of text for everyone: offload and DeepSpeed with the optimizer states on NVMe;
+both with them in RAM, and plain torch with resident fp32 masters, as points of reference. Each is a process of its
+own, one runs at a time, and they take turns block by block; what is timed is said in bench/trainer.py. PYTHON is an
+interpreter that has DeepSpeed (`make .venv-peers/installed` makes one); its extensions are compiled at their first use
+(minutes; needs a C++ compiler and libaio's headers).
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.console import Console
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])
+
+from bench.contest import (
+    RESULTS,
+    Block,
+    Contestant,
+    Entry,
+    Grid,
+    Say,
+    hardware,
+    paired,
+    parameters,
+    scratch,
+    started,
+    turns,
+    versions_of,
+)
+from offload.models.gpt import GPTConfig
+from offload.planner.machine import free_memory
+from offload.sizes import GIB, MIB, format_bytes
+
+OURS = "offload, NVMe"
+CHUNK_BYTES = 16 * MIB
+BUFFERS = 1
+"""Chunks in RAM beyond the least that works, as in bench/step.py."""
+PHASE_STEPS = 2
+STEP_TARGET, OPTIMIZER_TARGET = 1.5, 2.0
+
+HEAD = """# Beside peers
+
+{hardware}; {versions}.
+
+`{command}`
+
+- **step**: a block of steps by their number, from the first forward until everything is where it belongs; **spread**:
+  fastest and slowest block. **f + b**: forward and backward until the last gradient is made; **optimizer**: from there
+  until the new parameters can be read; both from blocks that end every step so. Medians over the rounds.
+- **x ours**: the median over the rounds of the contestant's time by that of `{ours}` in the same round.
+- **read, written**: bytes a parameter and step, as the kernel counted them for the process.
+- **peak RSS**: of the process in the timed steps, and from its start on (building the model in fp32 takes part).
+- Same initial values (rounded to bf16), same text, AdamW, bf16; one process runs at a time, everyone in turn.
+
+"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, tokens a step as batch x seq, and how many timed steps make a block."""
+
+    name: str
+    model: GPTConfig
+    batch: int
+    seq: int
+    steps: int
+
+
+JOBS = {
+    "46m": Job("46M", GPTConfig(layers=7, width=736, heads=8, context=256), batch=4, seq=256, steps=4),
+    "368m": Job("368M", GPTConfig(layers=23, width=1152, heads=18), batch=1, seq=256, steps=2),
+    "tiny": Job("tiny", GPTConfig(layers=2, width=256, heads=4, context=64), batch=1, seq=32, steps=2),
+}
+
+
+@dataclass(frozen=True)
+class Score:
+    """A contestant's part of a race: blocks for whole steps, and for phases, by round."""
+
+    one: Contestant
+    whole: list[Block]
+    phases: list[Block]
+
+    @property
+    def steps_s(self) -> list[float]:
+        return [block.step_s for block in self.whole]
+
+    @property
+    def optimizers_s(self) -> list[float]:
+        return [statistics.mean(block.optimizer_s) for block in self.phases]
+
+    @property
+    def computes_s(self) -> list[float]:
+        return [block.compute_s for block in self.phases]
+
+    @property
+    def peak_rss_bytes(self) -> int:
+        return max(block.peak_rss_bytes for block in [*self.whole, *self.phases])
+
+    @property
+    def losses(self) -> list[float]:
+        return [loss for block in self.one.blocks for loss in block.losses]
+
+    def moved_bytes(self, count: int) -> tuple[float, float]:
+        """Read and written, a parameter and step."""
+        each = count * sum(block.steps for block in self.whole)
+        read = sum(block.read_bytes for block in self.whole)
+        return read / each, sum(block.written_bytes for block in self.whole) / each
+
+
+def entries(job: Job, deepspeed: str | None) -> Iterator[Entry]:
+    """Everyone, ours first.
+
+    DeepSpeed on NVMe twice. Small groups: requests as were its best in bench/results/io.md, sub-groups as large as the
+    largest parameter, which takes it least RAM. Large requests: larger than any gradient, which it then keeps in RAM
+    and does not swap; all parameters in one sub-group, its default (it crashes on sub-groups smaller than a request).
+    """
+    yield Entry(OURS, "offload", {"tier": "nvme", "chunk": CHUNK_BYTES, "buffers": BUFFERS})
+    if deepspeed:
+        widest = 4 * job.model.width**2
+        shared: dict[str, Any] = {"queue_depth": 32, "single_submit": False, "overlap_events": True}
+        zero: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "nvme"}}
+        small = {"zero": zero | {"sub_group_size": widest}, "aio": shared | {"block_size": MIB}}
+        large = {"zero": zero, "aio": shared | {"block_size": (4 * widest // MIB + 1) * MIB}}
+        yield Entry("DeepSpeed 3, NVMe, small groups", "deepspeed", small, deepspeed)
+        yield Entry("DeepSpeed 3, NVMe, large requests", "deepspeed", large, deepspeed)
+    yield Entry("torch, fp32 masters in RAM", "torch")
+    yield Entry("offload, RAM", "offload", {"tier": "cpu", "chunk": CHUNK_BYTES})
+    if deepspeed:
+        in_ram = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+        yield Entry("DeepSpeed 2, RAM", "deepspeed", {"zero": in_ram, "aio": {}}, deepspeed)
+
+
+def heats(found: list[Entry], count: int, room: int) -> Iterator[list[Entry]]:
+    """Everyone at once if RAM has room, else as many as it has, with ours, whom all are compared with, in each."""
+    ours, others = found[0], found[1:]
+
+    def needed(entry: Entry) -> int:
+        # Bytes a parameter, generously: DeepSpeed's are measured, the others counted.
+        each = {"offload": 20, "torch": 24, "deepspeed": 30}[entry.kind]
+        return (8 if entry is ours else each) * count + GIB
+
+    heat: list[Entry] = []
+    for entry in others:
+        if heat and sum(map(needed, [ours, *heat, entry])) > room:
+            yield [ours, *heat]
+            heat = []
+        heat.append(entry)
+    yield [ours, *heat]
+
+
+def race(job: Job, contestants: list[Contestant], rounds: int, say: Say) -> list[Score]:
+    """Raises: ContestError."""
+    scores = [Score(one, [], []) for one in contestants]
+    by_name = {score.one.name: score for score in scores}
+    for number in range(rounds):
+        say(f"{job.name}: round {number + 1} of {rounds}")
+        for one in turns(contestants, number):
+            score = by_name[one.name]
+            score.whole.append(one.run(job.steps, job.batch, job.seq, fresh=not number))
+            score.phases.append(one.run(PHASE_STEPS, job.batch, job.seq, phases=True))
+    return scores
+
+
+@dataclass(frozen=True)
+class Result:
+    """A race's rows, one for each contestant, ours first; losses by contestant; peers that could not run, and why."""
+
+    job: Job
+    count: int
+    rows: list[dict[str, Any]]
+    losses: dict[str, list[float]]
+    versions: str
+    left_out: list[str]
+
+    def met(self) -> Iterator[str]:
+        """How far ours is from the targets, against DeepSpeed at its best with states on NVMe."""
+        ours = self.rows[0]
+        theirs = [row for row in self.rows if row["contestant"].startswith("DeepSpeed 3, NVMe")]
+        if not theirs:
+            yield "no DeepSpeed with states on NVMe to compare with: give --deepspeed"
+            return
+        step, optimizer = (min(row[key] for row in theirs) for key in ("step_x_ours", "optimizer_x_ours"))
+        rss = min(row["peak_rss_bytes"] for row in theirs)
+        for what, reached, wanted in (
+            ("whole step", step, STEP_TARGET),
+            ("optimizer phase", optimizer, OPTIMIZER_TARGET),
+            ("peak RSS", rss / ours["peak_rss_bytes"], 1.0),
+        ):
+            word = "met" if reached >= wanted else "NOT met"
+            yield f"{what}: {reached:.2f} x less than DeepSpeed's best with states on NVMe, wanted {wanted:g}: {word}"
+
+    def grid(self) -> Grid:
+        headings = ("contestant", "step s", "spread", "x ours", "f + b s", "optimizer s", "x ours", "read", "written")
+        more = ("peak RSS", "from start", "loss")
+        return Grid(headings + more, [_cells(row) for row in self.rows])
+
+    @property
+    def title(self) -> str:
+        job = self.job
+        return (
+            f"GPT of {self.count:,} parameters ({job.model.layers} x {job.model.width}), {job.batch} x {job.seq} tokens"
+        )
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    low, high = row["step_spread_s"]
+    return (
+        row["contestant"],
+        f"{row['step_s']:.3f}",
+        f"{low:.3f}-{high:.3f}",
+        f"{row['step_x_ours']:.2f}",
+        f"{row['compute_s']:.3f}",
+        f"{row['optimizer_s']:.3f}",
+        f"{row['optimizer_x_ours']:.2f}",
+        f"{row['read_bytes_per_param']:.1f}",
+        f"{row['written_bytes_per_param']:.1f}",
+        format_bytes(row["peak_rss_bytes"]),
+        format_bytes(row["most_rss_bytes"]),
+        f"{row['loss_first']:.3f} → {row['loss_last']:.3f}",
+    )
+
+
+def row_of(score: Score, ours: Score, count: int) -> dict[str, Any]:
+    read, written = score.moved_bytes(count)
+    return {
+        "contestant": score.one.name,
+        "step_s": statistics.median(score.steps_s),
+        "step_spread_s": (min(score.steps_s), max(score.steps_s)),
+        "step_x_ours": paired(ours.steps_s, score.steps_s),
+        "compute_s": statistics.median(score.computes_s),
+        "optimizer_s": statistics.median(score.optimizers_s),
+        "optimizer_x_ours": paired(ours.optimizers_s, score.optimizers_s),
+        "read_bytes_per_param": read,
+        "written_bytes_per_param": written,
+        "peak_rss_bytes": score.peak_rss_bytes,
+        "most_rss_bytes": score.one.most_rss_bytes,
+        "loss_first": score.losses[0],
+        "loss_last": score.losses[-1],
+    }
+
+
+def measure(job: Job, path: Path, rounds: int, deepspeed: str | None, say: Say) -> Result:
+    """Raises: ContestError."""
+    count = parameters(job.model)
+    rows: list[dict[str, Any]] = []
+    losses: dict[str, list[float]] = {}
+    versions: dict[str, None] = {}
+    left_out: list[str] = []
+    for heat in heats(list(entries(job, deepspeed)), count, free_memory()):
+        shape = (job.batch, job.seq)
+        with scratch(path) as folder, started(heat, job.model, shape, folder, say) as (contestants, missing):
+            left_out += missing
+            scores = race(job, contestants, rounds, say)
+            versions |= dict.fromkeys(versions_of(contestants).split(", "))
+        found = [row_of(score, scores[0], count) for score in scores]
+        rows += found[1:] if rows else found
+        losses = {score.one.name: score.losses for score in scores} | losses
+    return Result(job, count, rows, losses, ", ".join(versions), left_out)
+
+
+def draw(results: list[Result], picture: Path) -> None:
+    """The loss of every contestant at every step; where they agree, the lines lie on each other."""
+    figure = Figure(figsize=(6.5 * len(results), 4.8), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    for result, axes in zip(results, figure.subplots(1, len(results), squeeze=False)[0], strict=True):
+        for number, (name, losses) in enumerate(result.losses.items()):
+            # The first at the bottom and thick, so that those on top do not hide it.
+            width = 1.2 + 1.1 * (len(result.losses) - number - 1)
+            axes.plot(range(1, len(losses) + 1), losses, label=name, linewidth=width, alpha=0.75)
+        axes.set_title(result.title, fontsize=9)
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss of its batch, before the update (nats a byte)")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture)
+
+
+def markdown(results: list[Result], command: str) -> str:
+    found = dict.fromkeys(part for result in results for part in result.versions.split(", "))
+    text = HEAD.format(hardware=hardware(), versions=", ".join(found), command=command, ours=OURS)
+    for result in results:
+        lines = [f"## {result.title}", "", *result.grid().markdown(), "", *(f"- {line}" for line in result.met())]
+        text += "\n".join(lines) + "\n\n"
+    return text + "![loss by step](peers.png)\n"
+
+
+def main(
+    models: Annotated[str, typer.Option(help=f"Of {', '.join(JOBS)}, with commas.")] = "46m,368m",
+    rounds: Annotated[int, typer.Option(min=1)] = 5,
+    path: Annotated[Path, typer.Option(help="A folder on the disk to measure.")] = Path(),
+    deepspeed: Annotated[str | None, typer.Option(help="A Python that has DeepSpeed.")] = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("out"),
+    save: Annotated[bool, typer.Option(help="Write bench/results/peers.md and peers.png.")] = False,
+) -> None:
+    """Race, print the tables, draw the losses."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    console, stderr = Console(width=170), Console(stderr=True)
+    chosen = [JOBS[name] for name in models.split(",")]
+    results = [measure(job, path, rounds, deepspeed, stderr.print) for job in chosen]
+    draw(results, (RESULTS if save else out) / "peers.png")
+    if as_json:
+        print(
+            json.dumps(
+                [{"model": r.job.name, "parameters": r.count, "rows": r.rows, "losses": r.losses} for r in results]
+            )
+        )
+    else:
+        console.print(f"{hardware()}; {', '.join(r.versions for r in results[-1:])}")
+        for result in results:
+            result.grid().show(console, result.title)
+            for line in result.met():
+                console.print(line, highlight=False)
+    if save:
+        (RESULTS / "peers.md").write_text(markdown(results, "python bench/peers.py " + shlex.join(sys.argv[1:])))
+
+
+if __name__ == "__main__":
+    typer.run(main)

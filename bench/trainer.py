@@ -1,0 +1,306 @@
+"""One contestant of bench/peers.py or bench/hiding.py, in a process of its own, on whatever Python has what it needs.
+
+    python bench/trainer.py '{"kind": "offload", ...}'      (see `Spec`)
+
+Says {"ready": versions} on stdout; then every line on stdin, a JSON object as `Orders`, is answered by one line.
+Between two orders it waits for the pipe, and nothing of it runs.
+
+[Note: what is timed]
+A block of steps is timed from its first forward until the parameters of its last step are in the model and nothing is
+under way on any tier; dividing by the steps gives the whole step. In a block with "phases" every step ends so, and is
+parted: forward; backward, until autograd has made its last gradient (the embeddings'); optimizer, from there until the
+new parameters can be read. What a library does with earlier gradients while backward goes on counts as backward.
+
+[Note: the same start]
+Initial values are rounded to bf16 first, so that fp32 masters taken before the cast (offload, torch) and after it
+(DeepSpeed) are the same numbers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import sys
+import time
+from abc import ABC, abstractmethod
+from contextlib import nullcontext
+from importlib import metadata
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypedDict
+
+if __name__ == "__main__":
+    # The repository instead of this folder, whose io.py is not Python's; not every contestant's Python has offload.
+    sys.path[0] = str(Path(__file__).parents[1])
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from offload.cli.text import Batches
+from offload.models.gpt import GPT, GPTConfig
+
+BETAS, EPS, WEIGHT_DECAY = (0.9, 0.95), 1e-8, 0.1
+SLOT_MARGIN = 64 << 10
+"""More than a slot of the swap file has beyond its states: header, padding."""
+
+
+class Spec(TypedDict):
+    """kind: "offload", "torch" or "deepspeed"; model: sizes of a GPT; text: a file of bytes; path: a folder of its own
+    for swap files; options: of the kind, see `Offload` and `DeepSpeed`."""
+
+    kind: str
+    model: dict[str, Any]
+    text: str
+    path: str
+    lr: float
+    seed: int
+    options: dict[str, Any]
+
+
+class Orders(TypedDict):
+    """steps of batch x seq tokens; phases, see [Note: what is timed]; timeline: a file to record one in, or None.
+
+    fresh_peak: whether the answer's peak RSS is that of these steps alone.
+    """
+
+    steps: int
+    batch: int
+    seq: int
+    phases: bool
+    timeline: str | None
+    fresh_peak: bool
+
+
+class Trainer(ABC):
+    """A model and its optimizer."""
+
+    model: Any
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = self.model(tokens, targets)[1]
+        assert isinstance(loss, Tensor)
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    @abstractmethod
+    def step(self) -> None:
+        """Uses the gradients up."""
+
+    def synchronize(self) -> None:  # noqa: B027
+        """Waits until the new parameters can be read and nothing is under way. Nothing to do where step() waits."""
+
+    def stats(self) -> dict[str, Any]:
+        return {}
+
+    def recording(self, file: str) -> Any:
+        return nullcontext()
+
+
+class LastGradient:
+    """When autograd last made a gradient of the embeddings, which no other comes after."""
+
+    def __init__(self, model: Any) -> None:
+        self.at = 0.0
+        gpt = getattr(model, "module", model)
+        for param in (gpt.embed.weight, gpt.positions.weight):
+            param.register_hook(self._note)
+
+    def _note(self, grad: Tensor) -> None:
+        self.at = time.perf_counter()
+
+
+class Torch(Trainer):
+    """As one writes it by hand: a bf16 model, fp32 masters in RAM, torch's fused AdamW on them."""
+
+    def __init__(self, model: nn.Module, spec: Spec) -> None:
+        self._masters: list[Tensor] = [p.detach().clone().requires_grad_() for p in model.parameters()]
+        for master in self._masters:
+            master.grad = torch.empty_like(master)
+        self.model = model.bfloat16()
+        self._params: list[Tensor] = list(model.parameters())
+        self._optimizer = torch.optim.AdamW(
+            self._masters, lr=spec["lr"], betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
+        )
+
+    @torch.no_grad()
+    def step(self) -> None:
+        torch._foreach_copy_(_grads(self._masters), _grads(self._params))
+        self._optimizer.step()
+        torch._foreach_copy_(self._params, self._masters)
+        for param in self._params:
+            param.grad = None
+
+
+class Offload(Trainer):
+    """options: tier; chunk, bytes; buffers, chunks in RAM beyond the least that works."""
+
+    def __init__(self, model: nn.Module, spec: Spec) -> None:
+        from offload import OffloadZero, Tuning
+        from offload.planner import least_cpu_memory
+
+        options = spec["options"]
+        adamw = torch.optim.AdamW(model.parameters(), lr=spec["lr"], betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
+        tuning = Tuning(chunk=options["chunk"])
+        places: dict[str, Any] = {"tier": options["tier"], "tuning": tuning}
+        if options["tier"] == "nvme":
+            least = least_cpu_memory(model, adamw, tuning=tuning)
+            room = options["buffers"] * (3 * options["chunk"] + SLOT_MARGIN)
+            places |= {"path": spec["path"], "cpu_memory": least + room}
+        self._optimizer = OffloadZero(model, adamw, **places)
+        self.model = model
+
+    def step(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def synchronize(self) -> None:
+        self._optimizer.synchronize()
+
+    def stats(self) -> dict[str, Any]:
+        return self._optimizer.stats()
+
+    def recording(self, file: str) -> Any:
+        return self._optimizer.timeline(file)
+
+
+class DeepSpeed(Trainer):
+    """options: zero, its "zero_optimization"; aio, its settings of that name. One rank, no launcher."""
+
+    def __init__(self, model: nn.Module, spec: Spec) -> None:
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        os.environ.update(alone, MASTER_PORT=str(_free_port()))
+        deepspeed = importlib.import_module("deepspeed")
+        deepspeed.init_distributed(dist_backend="gloo")
+        config = {
+            # Never reached by a step: it only has to be given.
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "zero_optimization": spec["options"]["zero"],
+            "aio": spec["options"]["aio"],
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": spec["lr"], "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY},
+            },
+            "steps_per_print": 10**9,
+        }
+        for name in ("offload_optimizer", "offload_param"):
+            if spec["options"]["zero"].get(name, {}).get("device") == "nvme":
+                spec["options"]["zero"][name]["nvme_path"] = spec["path"]
+        self.model, *_ = deepspeed.initialize(model=model.bfloat16(), config=config)
+
+    def backward(self, loss: Tensor) -> None:
+        self.model.backward(loss)
+
+    def step(self) -> None:
+        self.model.step()
+
+
+KINDS: dict[str, type[Any]] = {"torch": Torch, "offload": Offload, "deepspeed": DeepSpeed}
+
+
+def _grads(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.grad for tensor in tensors if tensor.grad is not None]
+
+
+def _free_port() -> int:
+    socket = importlib.import_module("socket")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def build(spec: Spec) -> Trainer:
+    """See [Note: the same start]."""
+    model = GPT(GPTConfig(**spec["model"]), spec["seed"])
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(param.bfloat16())
+    trainer: Trainer = KINDS[spec["kind"]](model, spec)
+    return trainer
+
+
+class Worker:
+    """Carries out orders."""
+
+    def __init__(self, trainer: Trainer, text: Path, seed: int) -> None:
+        self._trainer = trainer
+        self._last_gradient = LastGradient(trainer.model)
+        self._text = np.fromfile(text, dtype=np.uint8)
+        self._seed = seed
+        self._batches: dict[tuple[int, int], Batches] = {}
+
+    def run(self, orders: Orders) -> dict[str, Any]:
+        if orders["fresh_peak"]:
+            Path("/proc/self/clear_refs").write_text("5")
+        shape = (orders["batch"], orders["seq"])
+        if shape not in self._batches:
+            self._batches[shape] = Batches(self._text, *shape, self._seed, torch.device("cpu"))
+        batches = [self._batches[shape]() for _ in range(orders["steps"])]
+        before, moved = self._trainer.stats(), io_bytes()
+        recording = self._trainer.recording(orders["timeline"]) if orders["timeline"] else nullcontext()
+        with recording:
+            answer = self._steps(batches, orders["phases"])
+        after = self._trainer.stats()
+        counted = {key: after[key] - before[key] for key in after if key.endswith(("_s", "_bytes"))}
+        return answer | {
+            "stats": counted,
+            "process_bytes": {key: count - moved[key] for key, count in io_bytes().items()},
+            "peak_rss_bytes": peak_rss_bytes(),
+        }
+
+    def _steps(self, batches: list[tuple[Tensor, Tensor]], phases: bool) -> dict[str, Any]:
+        trainer, parts = self._trainer, []
+        losses: list[Tensor] = []
+        begin = time.perf_counter()
+        for tokens, targets in batches:
+            times = [time.perf_counter()]
+            loss = trainer.forward(tokens, targets)
+            times.append(time.perf_counter())
+            trainer.backward(loss)
+            times.append(self._last_gradient.at)
+            trainer.step()
+            if phases:
+                trainer.synchronize()
+            times.append(time.perf_counter())
+            parts.append([end - start for start, end in pairwise(times)])
+            losses.append(loss.detach())
+        trainer.synchronize()
+        seconds = time.perf_counter() - begin
+        names = ("forward_s", "backward_s", "optimizer_s")
+        columns = {name: [part[i] for part in parts] for i, name in enumerate(names)} if phases else {}
+        return {"seconds": seconds, "losses": [float(loss) for loss in losses], **columns}
+
+
+def io_bytes() -> dict[str, int]:
+    """What the kernel saw this process move from and to drives: O_DIRECT, and page cache misses and write-backs."""
+    text = Path("/proc/self/io").read_text()
+    return {key: int(re.findall(rf"(?m)^{key}: (\d+)", text)[0]) for key in ("read_bytes", "write_bytes")}
+
+
+def peak_rss_bytes() -> int:
+    found = re.search(r"(?m)^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def main() -> None:
+    # DeepSpeed prints on stdout, which is for answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    spec: Spec = json.loads(sys.argv[1])
+    worker = Worker(build(spec), Path(spec["text"]), spec["seed"])
+    versions = {"torch": str(torch.__version__)}
+    if spec["kind"] == "deepspeed":
+        versions["DeepSpeed"] = metadata.version("deepspeed")
+    print(json.dumps({"ready": versions, "peak_rss_bytes": peak_rss_bytes()}), file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(worker.run(json.loads(line))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

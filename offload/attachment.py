@@ -1,0 +1,134 @@
+"""What stands between a model and the parts: taking its parameters, hooking it, landing, streaming, access."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+
+from torch import nn
+
+from offload.assembly import Parts
+from offload.config import Config
+from offload.copies import Copier
+from offload.errors import OffloadError
+from offload.layout import Layout
+from offload.module.access import Access
+from offload.module.hooks import Hooks
+from offload.module.landing import Landing
+from offload.module.materialise import Source, materialise
+from offload.module.parameters import cast_untrained
+from offload.module.streaming import Streaming
+from offload.module.units import ROOT, compute_dtypes, kept_modules, units_of
+from offload.planner.placement import Placement
+
+
+class Attachment:
+    """One optimizer's hold on its model.
+
+    Args: source: of the values of what is on the meta device; step: says the number of the last step; usable: raises if
+    the optimizer cannot go on; failed: called with what cut a landing off.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: Parts,
+        config: Config,
+        layout: Layout,
+        placement: Placement,
+        copier: Copier,
+        source: Source,
+        *,
+        step: Callable[[], int],
+        usable: Callable[[], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self._model = model
+        self._parts = parts
+        self._step = step
+        self.landing = Landing(layout, parts.step, parts.parameters, parts.timeline, usable, failed)
+        self.streaming = self._new_streaming(config, layout, placement, copier)
+        self._take_model(config, layout, source)
+        self.access = Access(parts.parameters, units_of(model), self.landing, self.streaming, placement.budget_bytes)
+        self.hooks = Hooks(
+            model,
+            parts.parameters,
+            layout.specs,
+            parts.sink,
+            config.compute_dtype,
+            kept_modules(model, config.keep_fp32),
+            self.landing,
+            self.streaming,
+            self.access,
+            self._entered,
+            parts.masters.before_loading,
+        )
+
+    def step_begins(self) -> None:
+        """Everything of the last step has landed, and is where it belongs."""
+        self.landing.everything()
+        if self.streaming is not None:
+            self.streaming.step_begins()
+
+    def synchronize(self) -> None:
+        """Waits until nothing is under way on any tier."""
+        self.landing.everything()
+        self._parts.sink.collect([])
+        for store in self._parts.stores:
+            store.drain()
+
+    def _new_streaming(self, config: Config, layout: Layout, placement: Placement, copier: Copier) -> Streaming | None:
+        store, pool = self._parts.streamed, placement.params
+        if store is None or pool is None:
+            return None
+        return Streaming(
+            layout,
+            self._parts.parameters,
+            store,
+            copier,
+            self._parts.timeline,
+            depth=config.depth,
+            leases=max(pool.in_flight - 1, 1) if pool.in_flight else len(layout.chunks),
+            is_pending=self.landing.is_unit_pending,
+            written=self._written,
+        )
+
+    def _take_model(self, config: Config, layout: Layout, source: Source) -> None:
+        """Writes the masters, casts the model. A failing disk here leaves it partly cast, and says so."""
+        dtypes = compute_dtypes(self._model, config.keep_fp32, config.compute_dtype)
+        try:
+            for flat in self._complete_flats(layout, source):
+                self._parts.masters.take_flat(flat)
+                if self.streaming is not None:
+                    self.streaming.take(flat)
+            self._parts.store.expect(chunk.index for chunk in layout.chunks)
+            for store in self._parts.stores:
+                store.drain()
+        except OffloadError as error:
+            error.add_note("some of the model's parameters are already in compute_dtype: build the model again")
+            raise
+        self.initial_bytes = self._parts.timeline.counted("nvme_written_bytes")
+        cast_untrained(self._model, self._parts.parameters, dtypes)
+
+    def _complete_flats(self, layout: Layout, source: Source) -> Iterator[int]:
+        """The flats whose parameters all have values; those on the meta device get them on the way."""
+        left = [flat.index for flat in layout.flats]
+        params = self._parts.parameters.params
+        for _ in chain([None], materialise(self._model, source)):
+            for flat in list(left):
+                if not any(params[number].is_meta for number in layout.flats[flat].params):
+                    left.remove(flat)
+                    yield flat
+
+    def _entered(self) -> None:
+        """Before each forward of the model."""
+        self._parts.parameters.require_attached()
+        self.landing.unit(ROOT)
+        if self.streaming is not None:
+            self.streaming.forward_begins(ROOT)
+
+    def _written(self, flat: int) -> None:
+        """A flat of streamed parameters was written to from outside, and is about to be released."""
+        self._parts.masters.take_outside_writes(self._step())
+        if self.streaming is not None:
+            self.streaming.write_back(flat, step=self._step())

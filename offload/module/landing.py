@@ -1,0 +1,110 @@
+"""New parameters land in the model only inside waits.
+
+A step that was queued is brought into the model a unit at a time, when the next forward enters the unit, and as a whole
+by whatever has to see all of it: the next `step()`, `synchronize()`, saving or loading a state_dict. In between a
+parameter has its whole old value; who wrote to it then, or made a gradient from it, would get a wrong number, and gets
+a StaleParameterError.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+
+from offload.errors import StaleParameterError
+from offload.layout import Layout
+from offload.module.parameters import Parameters
+from offload.optim.step import Step
+from offload.timeline import Timeline
+
+
+class Landing:
+    """Args: usable: raises if the optimizer cannot go on; failed: called with what cut a landing off."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        step: Step,
+        parameters: Parameters,
+        timeline: Timeline,
+        usable: Callable[[], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self._layout = layout
+        self._step = step
+        self._parameters = parameters
+        self._timeline = timeline
+        self._usable = usable
+        self._failed = failed
+        self._flats_of: dict[str, list[int]] = {flat.unit: [] for flat in layout.flats}
+        for flat in layout.flats:
+            self._flats_of[flat.unit].append(flat.index)
+        self._active: dict[int, list[int]] = {}
+        self._order: list[int] = [flat.index for flat in layout.flats]
+        self._landed: list[int] = []
+        self._lock = threading.RLock()
+
+    def begins(self, active: Sequence[int]) -> Sequence[int]:
+        """Notes which parameters a step is about to change; returns all flats in the order of the last forward."""
+        self._active = {flat.index: [] for flat in self._layout.flats}
+        for number in active:
+            self._active[self._layout.places[number][0]].append(number)
+        first = dict.fromkeys(self._landed)
+        self._order = [*first, *(flat for flat in self._order if flat not in first)]
+        self._landed = []
+        return self._order
+
+    def is_pending(self, number: int) -> bool:
+        """Whether the new value of parameter `number` is still to land."""
+        flat = self._layout.places[number][0]
+        return flat in self._step.pending and number in self._active[flat]
+
+    def is_unit_pending(self, name: str) -> bool:
+        """Whether new values of a unit are still to land."""
+        return any(flat in self._step.pending for flat in self._flats_of.get(name, ()))
+
+    def unit(self, name: str) -> None:
+        """Lands the parameters of a unit. Raises what went wrong with the step, and StaleParameterError."""
+        if self._step.pending:
+            self._land([flat for flat in self._flats_of.get(name, ()) if flat in self._step.pending])
+
+    def everything(self) -> None:
+        """Lands what is left."""
+        if self._step.pending:
+            self._land(list(self._step.pending))
+
+    def require_landed(self, number: int) -> None:
+        """Raises: StaleParameterError if a gradient of `number` was made from its old value."""
+        if self.is_pending(number):
+            name = self._layout.specs[number].name
+            raise StaleParameterError(
+                f"a gradient reached {name} that was made from its value before the last step(): by a graph older than "
+                "that, or by using it without the forward of a module that holds it; call optimizer.synchronize() "
+                "after step()"
+            )
+
+    def _land(self, flats: Collection[int]) -> None:
+        self._usable()
+        # A forward in another thread waits for this one, and then finds nothing left to do.
+        with self._lock, self._timeline.span("landing_s"):
+            for flat in flats:
+                if flat not in self._step.pending:
+                    continue
+                numbers = self._active[flat]
+                self._require_unwritten(numbers)
+                try:
+                    self._step.land(flat)
+                    self._parameters.written_here(numbers)
+                except BaseException as error:
+                    # Some chunks are a step further than others: nothing calculated from here on would be right.
+                    self._failed(error)
+                    raise
+                self._landed.append(flat)
+
+    def _require_unwritten(self, numbers: Sequence[int]) -> None:
+        for number in self._parameters.written_outside(numbers):
+            name = self._layout.specs[number].name
+            raise StaleParameterError(
+                f"{name} was written to between step() and the moment its new value landed, which would overwrite "
+                "that: call optimizer.synchronize() after step(), before writing to parameters"
+            )

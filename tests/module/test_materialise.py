@@ -1,0 +1,155 @@
+"""Models built on the meta device: the bits of those built whole, without ever being whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from offload import ConfigError, OffloadZero, Tuning
+from offload.models.gpt import GPT, GPTConfig, initial_values
+
+TIERS: list[dict[str, Any]] = [{}, {"param_tier": "cpu"}, {"param_tier": "nvme"}]
+CONFIG = GPTConfig(layers=3, width=32, heads=2, context=16)
+
+
+class Net(nn.Module):
+    """Of modules that ask for random numbers in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)) for _ in range(3))
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return build()
+
+
+def trained(model: nn.Module, path: Path, **options: Any) -> dict[str, Tensor]:
+    """Masters and parameters after two steps."""
+    params = list(model.parameters())
+    with OffloadZero(model, path=path, tuning=Tuning(chunk="4KiB"), **options) as optimizer:
+        assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+        for _ in range(2):
+            out = model(torch.arange(8).view(1, 8))
+            (out[0] if isinstance(out, tuple) else out).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = {}
+        for name, param in model.named_parameters():
+            found[name] = optimizer.state_of(param)["master"]
+            with optimizer.gathered(param):
+                found[f"{name} copy"] = param.detach().clone()
+    return found
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("options", TIERS)
+def test_reset_parameters_gives_the_values_of_a_model_built_whole(options: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    whole = trained(Net(), tmp_path / "whole")
+    model = on_meta(Net)
+    torch.manual_seed(5)
+    assert same(trained(model, tmp_path / "parts", **options), whole)
+
+
+@pytest.mark.parametrize("tied_head", [False, True])
+@pytest.mark.parametrize("options", TIERS)
+def test_a_function_of_name_and_tensor_gives_them_too(options: dict[str, Any], tied_head: bool, tmp_path: Path) -> None:
+    config = GPTConfig(layers=3, width=32, heads=2, context=16, tied_head=tied_head)
+    whole = trained(GPT(config, seed=3), tmp_path / "whole")
+    parts = trained(GPT(config, device="meta"), tmp_path / "parts", init=initial_values(config, 3), **options)
+    assert same(parts, whole)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("options", TIERS)
+def test_values_come_from_safetensors(options: dict[str, Any], sharded: bool, tmp_path: Path) -> None:
+    config = GPTConfig(layers=3, width=32, heads=2, context=16, tied_head=True)
+    model = GPT(config, seed=3)
+    tensors = {name: param.detach().clone() for name, param in model.named_parameters()}
+    whole = trained(model, tmp_path / "whole")
+    if sharded:
+        names = sorted(tensors)
+        halves = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+        for file, mine in halves.items():
+            save_file({name: tensors[name] for name in mine}, tmp_path / file)
+        init = tmp_path / "model.safetensors.index.json"
+        init.write_text(json.dumps({"weight_map": {name: file for file, mine in halves.items() for name in mine}}))
+    else:
+        init = tmp_path / "model.safetensors"
+        save_file(tensors, init)
+    assert same(trained(GPT(config, device="meta"), tmp_path / "parts", init=init, **options), whole)
+
+
+def test_only_a_unit_and_the_root_are_in_memory_at_once(tmp_path: Path) -> None:
+    config = GPTConfig(layers=12, width=64, heads=2, context=16)
+    model = GPT(config, device="meta")
+    held: list[int] = []
+    fill = initial_values(config, 0)
+
+    def watch(name: str, tensor: Tensor) -> None:
+        fill(name, tensor)
+        here = (p for p in model.parameters() if not p.is_meta and p.numel() and type(p) is nn.Parameter)
+        held.append(sum(p.numel() for p in here))
+
+    with OffloadZero(model, path=tmp_path / "run", param_tier="nvme", tuning=Tuning(chunk="64KiB"), init=watch):
+        pass
+    block = sum(p.numel() for p in model.blocks[0].parameters())
+    root = sum(p.numel() for p in model.parameters()) - 12 * block
+    assert max(held) <= root + block
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3))
+
+
+class WithBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("angles", torch.empty(2), persistent=False)
+
+
+@pytest.mark.parametrize(
+    ("build", "init", "match"),
+    [
+        (Odd, None, r"Odd.*no reset_parameters"),
+        (Net, 5, "init=5"),
+        (Net, "missing.safetensors", "is no safetensors file"),
+        (Net, "empty", r"no values for embed\.weight"),
+        (WithBuffer, "empty", "angles is a buffer"),
+    ],
+)
+def test_what_will_be_missing_is_said_before_anything_is_made(
+    build: Callable[[], nn.Module], init: Any, match: str, tmp_path: Path
+) -> None:
+    if init == "empty":
+        init = tmp_path / "empty.safetensors"
+        save_file({"linear.weight": torch.zeros(2, 2), "linear.bias": torch.zeros(2)}, init)
+    model = on_meta(build)
+    with pytest.raises(ConfigError, match=match):
+        OffloadZero(model, path=tmp_path / "run", init=init)
+    assert all(param.is_meta for param in model.parameters())
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,11 @@
+"""Records of whole states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from offload.store.slots import Record
+
+
+def records(numels: Iterable[int]) -> list[Record]:
+    return [Record(numel) for numel in numels]
