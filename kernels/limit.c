@@ -20,7 +20,7 @@ INLINE void limit_range(float *master, float *exp_avg, float *exp_avg_sq, const 
             pair_store(exp_avg_sq + k, OFFLOAD_F32, m);
             if (grad_type == OFFLOAD_F32) {
                 vpair g = pair_load(at(grad, grad_type, k), grad_type);
-                v = (vpair){vf_xor(v.a, g.a), vf_xor(v.b, g.b)};
+                v = (vpair){vf_of(vi_of(v.a) ^ vi_of(g.a)), vf_of(vi_of(v.b) ^ vi_of(g.b))};
             } else {
                 v16_stream(at_out(out, grad_type, k), v16_load(at(grad, grad_type, k)));
             }

@@ -74,34 +74,30 @@ INLINE vf vf_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
 INLINE vf vf_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 INLINE vf vf_div(vf a, vf b) { return _mm512_div_ps(a, b); }
 INLINE vf vf_sqrt(vf a) { return _mm512_sqrt_ps(a); }
-INLINE vf vf_xor(vf a, vf b) { return _mm512_xor_ps(a, b); }
 
 INLINE v16 v16_load(const void *x) { return _mm512_loadu_si512(x); }
 INLINE void v16_store(void *x, v16 v) { _mm512_storeu_si512(x, v); }
 INLINE void v16_stream(void *x, v16 v) { _mm512_stream_si512((__m512i *)x, v); }
 
-INLINE vpair load_bf16(const void *x) {
-    __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x));
-    __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x + 1));
-    return (vpair){_mm512_castsi512_ps(_mm512_slli_epi32(low, 16)), _mm512_castsi512_ps(_mm512_slli_epi32(high, 16))};
+/* 16 bits as the lower half of 32, the upper one zero. */
+INLINE vpair load_u16(const void *x) {
+    return (vpair){_mm512_castsi512_ps(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x))),
+                   _mm512_castsi512_ps(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x + 1)))};
 }
 INLINE vpair load_f16(const void *x) {
     return (vpair){_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)x)),
                    _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)x + 1))};
 }
-/* The rounded value stays in the upper half of each 32 bits. */
-INLINE __m512i round_bf16(vf x) {
-    __m512i bits = _mm512_castps_si512(x);
-    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-    __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    return _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
+/* Every NaN made the one that is rounded to itself. */
+INLINE vf one_nan(vf x) {
+    return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000)));
 }
-INLINE v16 to_bf16(vpair x) {
+/* The upper halves of 32 bits, side by side. */
+INLINE v16 pack_upper(vpair x) {
     static const uint16_t upper[32] __attribute__((aligned(64))) = {
         1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
         33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
-    return _mm512_permutex2var_epi16(round_bf16(x.a), _mm512_load_si512(upper), round_bf16(x.b));
+    return _mm512_permutex2var_epi16(_mm512_castps_si512(x.a), _mm512_load_si512(upper), _mm512_castps_si512(x.b));
 }
 INLINE v16 to_f16(vpair x) {
     __m256i low = _mm512_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -137,32 +133,26 @@ INLINE vf vf_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
 INLINE vf vf_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
 INLINE vf vf_div(vf a, vf b) { return _mm256_div_ps(a, b); }
 INLINE vf vf_sqrt(vf a) { return _mm256_sqrt_ps(a); }
-INLINE vf vf_xor(vf a, vf b) { return _mm256_xor_ps(a, b); }
 
 INLINE v16 v16_load(const void *x) { return _mm256_loadu_si256((const __m256i *)x); }
 INLINE void v16_store(void *x, v16 v) { _mm256_storeu_si256((__m256i *)x, v); }
 INLINE void v16_stream(void *x, v16 v) { _mm256_stream_si256((__m256i *)x, v); }
 
-INLINE vpair load_bf16(const void *x) {
-    __m256i low = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)x));
-    __m256i high = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)x + 1));
-    return (vpair){_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(high, 16))};
+INLINE vpair load_u16(const void *x) {
+    return (vpair){_mm256_castsi256_ps(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)x))),
+                   _mm256_castsi256_ps(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)x + 1)))};
 }
 INLINE vpair load_f16(const void *x) {
     return (vpair){_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)x)),
                    _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)x + 1))};
 }
-INLINE __m256i round_bf16(vf x) {
-    __m256i bits = _mm256_castps_si256(x);
-    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-    __m256 nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
-    __m256 kept = _mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), nan);
-    return _mm256_srli_epi32(_mm256_castps_si256(kept), 16);
+INLINE vf one_nan(vf x) {
+    return _mm256_blendv_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
 }
-INLINE v16 to_bf16(vpair x) {
+INLINE v16 pack_upper(vpair x) {
+    __m256i a = _mm256_srli_epi32(_mm256_castps_si256(x.a), 16), b = _mm256_srli_epi32(_mm256_castps_si256(x.b), 16);
     /* The pack works within 128-bit lanes; the permutation puts their quarters in order. */
-    return _mm256_permute4x64_epi64(_mm256_packus_epi32(round_bf16(x.a), round_bf16(x.b)), 0xd8);
+    return _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8);
 }
 INLINE v16 to_f16(vpair x) {
     __m128i low = _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT);
@@ -198,7 +188,6 @@ INLINE vf vf_sub(vf a, vf b) { return _mm_sub_ps(a, b); }
 INLINE vf vf_mul(vf a, vf b) { return _mm_mul_ps(a, b); }
 INLINE vf vf_div(vf a, vf b) { return _mm_div_ps(a, b); }
 INLINE vf vf_sqrt(vf a) { return _mm_sqrt_ps(a); }
-INLINE vf vf_xor(vf a, vf b) { return _mm_xor_ps(a, b); }
 
 INLINE v16 v16_load(const void *x) { return _mm_loadu_si128((const __m128i *)x); }
 INLINE void v16_store(void *x, v16 v) { _mm_storeu_si128((__m128i *)x, v); }
@@ -207,9 +196,9 @@ INLINE void v16_stream(void *x, v16 v) { _mm_stream_si128((__m128i *)x, v); }
 INLINE __m128i pick(__m128i mask, __m128i yes, __m128i no) {
     return _mm_or_si128(_mm_and_si128(mask, yes), _mm_andnot_si128(mask, no));
 }
-INLINE vpair load_bf16(const void *from) {
+INLINE vpair load_u16(const void *from) {
     __m128i zero = _mm_setzero_si128(), x = v16_load(from);
-    return (vpair){_mm_castsi128_ps(_mm_unpacklo_epi16(zero, x)), _mm_castsi128_ps(_mm_unpackhi_epi16(zero, x))};
+    return (vpair){_mm_castsi128_ps(_mm_unpacklo_epi16(x, zero)), _mm_castsi128_ps(_mm_unpackhi_epi16(x, zero))};
 }
 /* No F16C: the fields move to their fp32 places, and a product with 2^112 (exact, and right for
  * denormals too) corrects the exponent's bias; Inf and NaN get theirs by hand. */
@@ -225,15 +214,14 @@ INLINE vpair load_f16(const void *from) {
     __m128i zero = _mm_setzero_si128(), x = v16_load(from);
     return (vpair){widen_f16(_mm_unpacklo_epi16(x, zero)), widen_f16(_mm_unpackhi_epi16(x, zero))};
 }
-INLINE __m128i round_bf16(vf x) {
-    __m128i bits = _mm_castps_si128(x);
-    __m128i odd = _mm_and_si128(_mm_srli_epi32(bits, 16), _mm_set1_epi32(1));
-    __m128i rounded = _mm_add_epi32(bits, _mm_add_epi32(odd, _mm_set1_epi32(0x7fff)));
+INLINE vf one_nan(vf x) {
     __m128i nan = _mm_castps_si128(_mm_cmpunord_ps(x, x));
-    /* Sign-extended, so that the signed pack below saturates nothing. */
-    return _mm_srai_epi32(pick(nan, _mm_set1_epi32(0x7fc00000), rounded), 16);
+    return _mm_castsi128_ps(pick(nan, _mm_set1_epi32(0x7fc00000), _mm_castps_si128(x)));
 }
-INLINE v16 to_bf16(vpair x) { return _mm_packs_epi32(round_bf16(x.a), round_bf16(x.b)); }
+INLINE v16 pack_upper(vpair x) {
+    /* Sign-extended, so that the signed pack saturates nothing. */
+    return _mm_packs_epi32(_mm_srai_epi32(_mm_castps_si128(x.a), 16), _mm_srai_epi32(_mm_castps_si128(x.b), 16));
+}
 INLINE __m128i narrow_f16(vf x) {
     __m128i bits = _mm_castps_si128(x);
     __m128i absolute = _mm_and_si128(bits, _mm_set1_epi32(0x7fffffff));
@@ -283,9 +271,6 @@ INLINE vf vf_sub(vf a, vf b) { return vsubq_f32(a, b); }
 INLINE vf vf_mul(vf a, vf b) { return vmulq_f32(a, b); }
 INLINE vf vf_div(vf a, vf b) { return vdivq_f32(a, b); }
 INLINE vf vf_sqrt(vf a) { return vsqrtq_f32(a); }
-INLINE vf vf_xor(vf a, vf b) {
-    return vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(a), vreinterpretq_u32_f32(b)));
-}
 
 INLINE v16 v16_load(const void *x) { return vld1q_u16((const uint16_t *)x); }
 INLINE void v16_store(void *x, v16 v) { vst1q_u16((uint16_t *)x, v); }
@@ -296,23 +281,19 @@ INLINE void v16_stream(void *x, v16 v) { __builtin_nontemporal_store(v, (v16 *)x
 INLINE void v16_stream(void *x, v16 v) { v16_store(x, v); }
 #endif
 
-INLINE vpair load_bf16(const void *from) {
+INLINE vpair load_u16(const void *from) {
     v16 x = v16_load(from);
-    return (vpair){vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(x), 16)),
-                   vreinterpretq_f32_u32(vshll_n_u16(vget_high_u16(x), 16))};
+    return (vpair){vreinterpretq_f32_u32(vmovl_u16(vget_low_u16(x))), vreinterpretq_f32_u32(vmovl_u16(vget_high_u16(x)))};
 }
 INLINE vpair load_f16(const void *from) {
     v16 x = v16_load(from);
     return (vpair){vcvt_f32_f16(vreinterpret_f16_u16(vget_low_u16(x))),
                    vcvt_f32_f16(vreinterpret_f16_u16(vget_high_u16(x)))};
 }
-INLINE uint16x4_t round_bf16(vf x) {
-    uint32x4_t bits = vreinterpretq_u32_f32(x);
-    uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
-    uint32x4_t rounded = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
-    return vshrn_n_u32(vbslq_u32(vceqq_f32(x, x), rounded, vdupq_n_u32(0x7fc00000)), 16);
+INLINE vf one_nan(vf x) { return vbslq_f32(vceqq_f32(x, x), x, vreinterpretq_f32_u32(vdupq_n_u32(0x7fc00000))); }
+INLINE v16 pack_upper(vpair x) {
+    return vcombine_u16(vshrn_n_u32(vreinterpretq_u32_f32(x.a), 16), vshrn_n_u32(vreinterpretq_u32_f32(x.b), 16));
 }
-INLINE v16 to_bf16(vpair x) { return vcombine_u16(round_bf16(x.a), round_bf16(x.b)); }
 INLINE v16 to_f16(vpair x) {
     return vcombine_u16(vreinterpret_u16_f16(vcvt_f16_f32(x.a)), vreinterpret_u16_f16(vcvt_f16_f32(x.b)));
 }
@@ -348,21 +329,17 @@ INLINE vf vf_sub(vf a, vf b) { return a - b; }
 INLINE vf vf_mul(vf a, vf b) { return a * b; }
 INLINE vf vf_div(vf a, vf b) { return a / b; }
 INLINE vf vf_sqrt(vf a) { return __builtin_sqrtf(a); }
-INLINE vf vf_xor(vf a, vf b) { return float_of(bits_of(a) ^ bits_of(b)); }
 
 INLINE v16 v16_load(const void *x) { v16 v; memcpy(&v, x, 4); return v; }
 INLINE void v16_store(void *x, v16 v) { memcpy(x, &v, 4); }
 INLINE void v16_stream(void *x, v16 v) { v16_store(x, v); }
 
-INLINE vpair load_bf16(const void *from) {
+INLINE vpair load_u16(const void *from) {
     v16 x = v16_load(from);
-    return (vpair){float_of((uint32_t)x.a << 16), float_of((uint32_t)x.b << 16)};
+    return (vpair){float_of(x.a), float_of(x.b)};
 }
-INLINE uint16_t round_bf16(float x) {
-    uint32_t bits = bits_of(x);
-    return x != x ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-INLINE v16 to_bf16(vpair x) { return (v16){round_bf16(x.a), round_bf16(x.b)}; }
+INLINE vf one_nan(vf x) { return x == x ? x : float_of(0x7fc00000); }
+INLINE v16 pack_upper(vpair x) { return (v16){(uint16_t)(bits_of(x.a) >> 16), (uint16_t)(bits_of(x.b) >> 16)}; }
 /* See the x86-64 baseline above for these two. */
 INLINE float widen_f16(uint16_t x) {
     uint32_t fields = (uint32_t)(x & 0x7fff) << 13;
@@ -391,6 +368,22 @@ INLINE void widen(vd *out, vpair x) { out[0] = x.a; out[1] = x.b; }
 
 #endif
 
+/* ---- for all: the bits of a vf, for the compiler's own integer operators */
+
+typedef uint32_t vi __attribute__((vector_size(4 * VW)));
+INLINE vi vi_of(vf x) { vi bits; memcpy(&bits, &x, sizeof bits); return bits; }
+INLINE vf vf_of(vi bits) { vf x; memcpy(&x, &bits, sizeof x); return x; }
+
+INLINE vpair load_bf16(const void *x) {
+    vpair low = load_u16(x);
+    return (vpair){vf_of(vi_of(low.a) << 16), vf_of(vi_of(low.b) << 16)};
+}
+/* The last bit of the upper half, which decides a tie. */
+INLINE vi odd_of(vi bits) { return bits >> 16 & 1; }
+/* To nearest even: the bf16 is the upper half of the result. Needs one_nan before. */
+INLINE vf round_bf16(vf x) { return vf_of(vi_of(x) + 0x7fff + odd_of(vi_of(x))); }
+INLINE v16 to_bf16(vpair x) { return pack_upper((vpair){round_bf16(one_nan(x.a)), round_bf16(one_nan(x.b))}); }
+
 /* ---- for all: a pair of any element type. `type` is a constant wherever these are called. */
 
 #define PAIR (2 * VW)
@@ -415,8 +408,9 @@ INLINE void pair_store(void *x, int type, vpair v) {
 INLINE const void *at(const void *x, int type, int64_t i) { return (const char *)x + i * type_bytes(type); }
 INLINE void *at_out(void *x, int type, int64_t i) { return (char *)x + i * type_bytes(type); }
 
-/* Elements adam.c and limit.c prefetch ahead: one distance, so that the limit is that of this traffic.
- * On Zen 4, 32 to 96 were equal to no prefetch and 160 was 7 % slower; other CPUs gain from 128 on. */
+/* Elements adam.c, adam_split.c and limit.c prefetch ahead: one distance, so that the limit is that
+ * of this traffic. On Zen 4, 32 to 96 were equal to no prefetch and 160 was 7 % slower; other CPUs
+ * gain from 128 on. */
 #define ADAM_AHEAD 96
 
 /* One prefetch a line of a group that lies `ahead` elements further on. */

@@ -46,8 +46,9 @@ class Attachment:
         self._model = model
         self._parts = parts
         self._step = step
-        self.landing = Landing(layout, parts.step, parts.parameters, parts.timeline, usable, failed)
-        self.streaming = self._new_streaming(config, layout, placement, copier)
+        self._layout = layout
+        self.landing = Landing(layout, parts.step, parts.parameters, parts.timeline, usable, failed, self._landed)
+        self.streaming = self._new_streaming(config, placement, copier, usable)
         self._take_model(config, layout, source)
         self.access = Access(parts.parameters, units_of(model), self.landing, self.streaming, placement.budget_bytes)
         self.hooks = Hooks(
@@ -60,7 +61,7 @@ class Attachment:
             self.landing,
             self.streaming,
             self.access,
-            self._entered,
+            self._model_begins,
             parts.masters.before_loading,
         )
 
@@ -70,6 +71,24 @@ class Attachment:
         if self.streaming is not None:
             self.streaming.step_begins()
 
+    def take_outside_writes(self) -> None:
+        """Takes over what was written into parameters from outside, into the masters and into streamed copies."""
+        if self.streaming is None:
+            self._parts.masters.take_outside_writes(self._step())
+            return
+        flats = self._parts.parameters.flats_written_outside()
+        for flat in flats:
+            self.landing.unit(self._layout.flats[flat].unit)  # refuses what a landing would overwrite
+        self._parts.masters.take_outside_writes(self._step())
+        for flat in flats:
+            self.streaming.write_back(flat, step=self._step())
+
+    def remove(self) -> None:
+        """Lets go of the model; what is under way ends first."""
+        if self.streaming is not None:
+            self.streaming.close()
+        self.hooks.remove()
+
     def synchronize(self) -> None:
         """Waits until nothing is under way on any tier."""
         self.landing.everything()
@@ -77,20 +96,23 @@ class Attachment:
         for store in self._parts.stores:
             store.drain()
 
-    def _new_streaming(self, config: Config, layout: Layout, placement: Placement, copier: Copier) -> Streaming | None:
+    def _new_streaming(
+        self, config: Config, placement: Placement, copier: Copier, usable: Callable[[], None]
+    ) -> Streaming | None:
         store, pool = self._parts.streamed, placement.params
         if store is None or pool is None:
             return None
         return Streaming(
-            layout,
+            self._layout,
             self._parts.parameters,
             store,
             copier,
             self._parts.timeline,
             depth=config.depth,
-            leases=max(pool.in_flight - 1, 1) if pool.in_flight else len(layout.chunks),
+            leases=max(pool.in_flight - 1, 1) if pool.in_flight else len(self._layout.chunks),
             is_pending=self.landing.is_unit_pending,
-            written=self._written,
+            usable=usable,
+            take_writes=self.take_outside_writes,
         )
 
     def _take_model(self, config: Config, layout: Layout, source: Source) -> None:
@@ -120,15 +142,13 @@ class Attachment:
                     left.remove(flat)
                     yield flat
 
-    def _entered(self) -> None:
+    def _model_begins(self) -> None:
         """Before each forward of the model."""
         self._parts.parameters.require_attached()
         self.landing.unit(ROOT)
         if self.streaming is not None:
-            self.streaming.forward_begins(ROOT)
+            self.streaming.model_begins()
 
-    def _written(self, flat: int) -> None:
-        """A flat of streamed parameters was written to from outside, and is about to be released."""
-        self._parts.masters.take_outside_writes(self._step())
+    def _landed(self, flat: int) -> None:
         if self.streaming is not None:
-            self.streaming.write_back(flat, step=self._step())
+            self.streaming.landed(flat)

@@ -227,7 +227,7 @@ class OffloadZero(torch.optim.Optimizer):
 
     def _begin(self, active: Sequence[int]) -> None:
         require_supported(self.param_groups)
-        self._parts.masters.take_outside_writes(self._step)
+        self._attached.take_outside_writes()
         keys: dict[int, StepKey] = {n: (self._layout.specs[n].group, self._ages[n] + 1) for n in active}
         try:
             flats = self._attached.landing.begins(active)
@@ -297,7 +297,7 @@ class OffloadZero(torch.optim.Optimizer):
         self._require_usable()
         number = self._number(param)
         self._attached.landing.everything()
-        self._parts.masters.take_outside_writes(self._step)
+        self._attached.take_outside_writes()
         lines = self._parts.masters.states(number, self._step)
         shaped: dict[str, Any] = {kind: shaped_like(param, line) for kind, line in lines.items()}
         return shaped | {"step": self._ages[number]}
@@ -390,7 +390,7 @@ class OffloadZero(torch.optim.Optimizer):
                 self._attached.landing.everything()
         finally:
             self._failure = ClosedError("the optimizer is closed: make a new one")
-            self._attached.hooks.remove()
+            self._attached.remove()
             self._undo.close()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""The command line: `offload train`, `offload doctor`, `offload bench ...`.
+"""The command line: `offload train`, `offload plan`, `offload doctor`, `offload bench ...`.
 
 Commands import torch when they run, not when they are registered, so that `--help` is quick.
 """
@@ -14,8 +14,10 @@ import typer
 
 from offload.cli.bench_adam import adam
 from offload.cli.bench_io import io
+from offload.cli.bench_step import step
 from offload.cli.console import EXIT_INTERRUPTED, Commands
 from offload.cli.doctor import doctor
+from offload.cli.plan import plan
 from offload.cli.train import train
 
 app = typer.Typer(
@@ -25,11 +27,13 @@ app = typer.Typer(
     help="Train models that do not fit: optimizer states in CPU memory or on NVMe.",
 )
 app.command()(train)
+app.command()(plan)
 app.command()(doctor)
 
 bench = typer.Typer(cls=Commands, no_args_is_help=True, help="Measure this machine against its own limits.")
 bench.command()(adam)
 bench.command()(io)
+bench.command()(step)
 app.add_typer(bench, name="bench")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,20 @@ from offload.module.streaming import Streaming
 from offload.sizes import format_bytes
 
 Target = nn.Module | Tensor | Iterable[Tensor]
+
+
+class _Hook:
+    """A copy or pickle of the model takes along one that does nothing."""
+
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        if self._call is not None:
+            self._call(*args)
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()
 
 
 class Access:
@@ -34,59 +49,93 @@ class Access:
         self._landing = landing
         self._streaming = streaming
         self._budget_bytes = budget_bytes
+        self._copies: dict[int, weakref.ref[Tensor]] = {}
 
     @contextmanager
     def gathered(self, target: Target, *, writable: bool) -> Iterator[None]:
         """See OffloadZero.gathered."""
-        params = list(self._params_of(target))
+        params = list(dict.fromkeys(self._params_of(target)))
         units = list(dict.fromkeys(self._units[param] for param in params))
         for unit in units:
             self._landing.unit(unit)
-        held: list[str] = []
+        if self._streaming is None:
+            yield
+            return
+        streaming, held = self._streaming, []
         try:
             for unit in units:
-                if self._streaming is not None:
-                    self._streaming.hold(unit)
-                    held.append(unit)
-            yield
-            if not writable:
-                self._require_unwritten(units)
+                streaming.hold(unit)
+                held.append(unit)
+            try:
+                yield
+            except BaseException:
+                if not writable:
+                    self._undo_writes(units)
+                raise
+            if writable:
+                for unit in units:
+                    self._landing.unit(unit)
+                streaming.find_writes([self._parameters.index[param] for param in params])
+            elif changed := self._undo_writes(units):
+                raise StaleParameterError(
+                    f"{changed} parameters were written to inside gathered(), and are as they were before: "
+                    "use gathered(..., writable=True)"
+                )
         finally:
             for unit in held:
-                assert self._streaming is not None
-                self._streaming.let_go(unit)
+                streaming.let_go(unit)
 
-    def hooks_of(self, module: nn.Module, unit: str) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
-        """The registration and the hook of all that saves or loads `module`'s own parameters, which are of `unit`."""
+    def hooks_of(self, module: nn.Module, *, ends: bool) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
+        """The registration and the hook of all that saves or loads `module`'s own parameters.
+
+        Args: ends: nothing of its units is saved or loaded after it.
+        """
         streaming = self._streaming
         if streaming is None:
             return
-        names = [name for name, _ in module.named_parameters(recurse=False)]
+        own = {name: param for name, param in module.named_parameters(recurse=False) if param in self._parameters.index}
+        units = list(dict.fromkeys(self._units[param] for param in own.values()))
+        held = {param for param in module.parameters() if param in self._parameters.index}
+        inside = list(dict.fromkeys(self._units[param] for param in held)) if ends else []
 
         def before(*_: Any) -> None:
-            streaming.hold(unit)
+            for unit in units:
+                streaming.visit(unit)
 
-        def before_saving(*_: Any) -> None:
-            self._require_room(module)
-            streaming.hold(unit)
+        def saves(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+            self._require_room(held)
+            if not keep_vars:
+                before()
 
         def saved(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-            for name in names:
-                if prefix + name in state_dict:
-                    # Of its own: the parameter's memory goes.
-                    state_dict[prefix + name] = state_dict[prefix + name].detach().clone()
-            streaming.let_go(unit)
+            for name, param in own.items():
+                key = prefix + name
+                if key in state_dict and state_dict[key] is not param:
+                    state_dict[key] = self._copy_of(param, state_dict[key], state_dict)
+            after()
 
-        def loaded(*_: Any) -> None:
-            streaming.let_go(unit)
+        def after(*_: Any) -> None:
+            for unit in inside:
+                streaming.leave(unit)
 
-        yield module.register_state_dict_pre_hook, before_saving
-        yield module.register_state_dict_post_hook, saved
-        yield module.register_load_state_dict_pre_hook, before
-        yield module.register_load_state_dict_post_hook, loaded
+        yield module.register_state_dict_pre_hook, _Hook(saves)
+        yield module.register_state_dict_post_hook, _Hook(saved)
+        yield module.register_load_state_dict_pre_hook, _Hook(before)
+        yield module.register_load_state_dict_post_hook, _Hook(after)
 
-    def _require_room(self, module: nn.Module) -> None:
-        needed = sum(param.numel() * param.element_size() for param in module.parameters())
+    def _copy_of(self, param: Tensor, value: Tensor, state_dict: Mapping[str, Any]) -> Tensor:
+        """In RAM, for the parameter's memory goes, and the model may be larger than the device's. The names of a tied
+        parameter share one, as ever."""
+        number = self._parameters.index[param]  # type: ignore[index]
+        known = self._copies.get(number, lambda: None)()
+        if known is not None and any(other is known for other in state_dict.values()):
+            return known
+        made = value.detach().to("cpu", copy=True)
+        self._copies[number] = weakref.ref(made)
+        return made
+
+    def _require_room(self, params: Collection[Tensor]) -> None:
+        needed = sum(param.numel() * param.element_size() for param in params)
         if needed > self._budget_bytes:
             raise BudgetError(
                 f"a state_dict of these streamed parameters takes {format_bytes(needed)} of RAM and cpu_memory allows "
@@ -96,19 +145,18 @@ class Access:
                 option="cpu_memory",
             )
 
-    def _require_unwritten(self, units: Collection[str]) -> None:
-        if self._streaming is None:
-            return
+    def _undo_writes(self, units: Collection[str]) -> int:
+        """Makes parameters that were written to what they were before; returns how many."""
+        assert self._streaming is not None
         numbers = [number for number, param in enumerate(self._parameters.params) if self._units[param] in units]
         changed = self._parameters.written_outside(numbers)
-        if changed:
-            self._parameters.forget_writes(changed)
-            raise StaleParameterError(
-                f"{len(changed)} parameters were written to inside gathered(), and are as they were before: "
-                "use gathered(..., writable=True)"
-            )
+        # With new versions: a graph may have saved what was written.
+        self._parameters.written_here(changed)
+        for flat in sorted({self._parameters.flat_of(number) for number in changed}):
+            self._streaming.refresh(flat)
+        return len(changed)
 
-    def _params_of(self, target: Target) -> Iterator[Tensor]:
+    def _params_of(self, target: Target) -> Iterator[nn.Parameter]:
         if isinstance(target, nn.Module):
             found: Iterable[Tensor] = target.parameters()
         else:
@@ -117,4 +165,5 @@ class Access:
             if param not in self._units:
                 raise ConfigError(f"gathered() was given a tensor of shape {tuple(param.shape)} that is no parameter")
             if param in self._parameters.index:
+                assert isinstance(param, nn.Parameter)
                 yield param

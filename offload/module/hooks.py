@@ -25,7 +25,7 @@ from offload.module.landing import Landing
 from offload.module.marker import MovedGradient, is_moved
 from offload.module.parameters import Parameters, line_like
 from offload.module.streaming import Streaming
-from offload.module.units import ROOT, blocks_of, units_of
+from offload.module.units import ROOT, blocks_of, is_called, units_of
 from offload.optim.gradients import GradientSink
 
 
@@ -181,24 +181,29 @@ class Hooks:
     def _enter_units(self, model: nn.Module, loads: Callable[[Sequence[nn.Parameter]], None]) -> None:
         """Whoever runs a module finds the new values of its unit in it, and so does whoever saves or loads it."""
         units = units_of(model)
-        entries = dict(blocks_of(model))
-        for name, block in entries.items():
+        blocks = dict(blocks_of(model))
+        for name, block in blocks.items():
             self._handles.append(block.register_forward_pre_hook(_Enters(partial(self._enter, name))))
             self._leave(name, block)
         for module in model.modules():
             params = list(module.parameters(recurse=False))
             names = {units[param] for param in params}
-            if ROOT in names and module is not model:
-                self._handles.append(module.register_forward_pre_hook(_Enters(partial(self._enter, ROOT))))
+            for name in names if module is not model else ():
+                if name == ROOT or self._streaming is not None or not is_called(blocks[name]):
+                    self._handles.append(module.register_forward_pre_hook(_Enters(partial(self._enter, name))))
+                    self._leave(name, module)
             for name in names:
                 landing = _Enters(partial(self._landing.unit, name))
                 self._handles.append(module.register_state_dict_pre_hook(landing))
                 self._handles.append(module.register_load_state_dict_pre_hook(landing))
-                for register, hook in self._access.hooks_of(module, name):
-                    self._handles.append(register(hook))
             if params:
                 self._handles.append(module.register_load_state_dict_pre_hook(_Enters(partial(loads, params))))
-        self._leave(ROOT, model)
+            if self._streaming is not None:
+                for register, hook in self._access.hooks_of(module, ends=module is model or module in blocks.values()):
+                    self._handles.append(register(hook))
+        if self._streaming is not None:
+            leaves = _Leaves(self._streaming.model_ends)
+            self._handles.append(model.register_forward_hook(leaves, always_call=True))
 
     def _enter(self, unit: str) -> None:
         self._landing.unit(unit)

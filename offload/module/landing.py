@@ -19,7 +19,8 @@ from offload.timeline import Timeline
 
 
 class Landing:
-    """Args: usable: raises if the optimizer cannot go on; failed: called with what cut a landing off."""
+    """Args: usable: raises if the optimizer cannot go on; failed: called with what cut a landing off; landed: called
+    with each flat whose new values are there."""
 
     def __init__(
         self,
@@ -29,6 +30,7 @@ class Landing:
         timeline: Timeline,
         usable: Callable[[], None],
         failed: Callable[[BaseException], None],
+        landed: Callable[[int], None],
     ) -> None:
         self._layout = layout
         self._step = step
@@ -36,6 +38,7 @@ class Landing:
         self._timeline = timeline
         self._usable = usable
         self._failed = failed
+        self._on_device = landed
         self._flats_of: dict[str, list[int]] = {flat.unit: [] for flat in layout.flats}
         for flat in layout.flats:
             self._flats_of[flat.unit].append(flat.index)
@@ -95,6 +98,7 @@ class Landing:
                 try:
                     self._step.land(flat)
                     self._parameters.written_here(numbers)
+                    self._on_device(flat)
                 except BaseException as error:
                     # Some chunks are a step further than others: nothing calculated from here on would be right.
                     self._failed(error)

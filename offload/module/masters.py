@@ -146,7 +146,9 @@ class Masters:
             master.copy_(values)
             return
         copy = torch.empty(block.numel, dtype=torch.bfloat16, device="cpu")
-        self._kernels.split(values.contiguous(), master, _in_chunk(lease.exp_avg_sq, block), copy)
+        # Without the tie bits of the master before.
+        exp_avg_sq = _in_chunk(lease.exp_avg_sq, block).abs_()
+        self._kernels.split(values.contiguous(), master, exp_avg_sq, copy)
 
     def _of_model(self, piece: Piece) -> Tensor:
         return line_of(self._parameters.params[piece.param])[piece.param_offset : piece.param_offset + piece.numel]

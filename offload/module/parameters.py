@@ -63,6 +63,7 @@ class Parameters:
         self._device = device
         self.flats = [torch.empty(0, device="cpu")] * len(layout.flats)
         self._versions: list[int] = [0] * len(self.params)
+        self._classes = [type(param) for param in self.params]
         self._freed: set[int] = set()
 
     @torch.no_grad()
@@ -96,19 +97,24 @@ class Parameters:
     def restore(self, flat: int) -> None:
         """The values of a flat are there again: its parameters can be used."""
         numbers = self._layout.flats[flat].params
-        restore([self.params[n] for n in numbers], [self._versions[n] for n in numbers])
+        restore(
+            [self.params[n] for n in numbers],
+            [self._versions[n] for n in numbers],
+            [self._classes[n] for n in numbers],
+        )
         self._freed.discard(flat)
 
     def free(self, flat: int) -> None:
         """Frees the memory of a flat, whose values are kept elsewhere; using its parameters raises until `restore`."""
         numbers = self._layout.flats[flat].params
-        release([self.params[n] for n in numbers], [self._versions[n] for n in numbers])
+        release([self.params[n] for n in numbers])
         self._freed.add(flat)
         self.flats[flat].untyped_storage().resize_(0)
 
-    def require_attached(self) -> None:
-        """Raises: ConfigError if a parameter no longer lies where it was put (`.to()`, `p.data = ...`)."""
-        for number, param in enumerate(self.params):
+    def require_attached(self, numbers: Iterable[int] | None = None) -> None:
+        """Raises: ConfigError if a parameter (None: any) no longer lies where it was put (`.to()`, `p.data = ...`)."""
+        for number in range(len(self.params)) if numbers is None else numbers:
+            param = self.params[number]
             flat, offset = self._layout.places[number]
             if flat in self._freed:
                 continue
@@ -151,16 +157,18 @@ class Parameters:
                 torch.autograd.graph.increment_version(self.params[number])
                 self._versions[number] = self.params[number]._version
 
-    def forget_writes(self, numbers: Iterable[int]) -> None:
-        """What was written to these does not count; they must be freed now, which drops it."""
-        for number in numbers:
-            torch._C._autograd._unsafe_set_version_counter((self.params[number],), (self._versions[number],))
-
     def written_outside(self, numbers: Iterable[int] | None = None) -> list[int]:
         """Which of `numbers` (None: all) somebody else wrote to (`load_state_dict`, `p.copy_`) since `written_here`."""
         numbers = range(len(self.params)) if numbers is None else numbers
         here = (number for number in numbers if self._layout.places[number][0] not in self._freed)
         return [number for number in here if self.params[number]._version != self._versions[number]]
+
+    def flat_of(self, number: int) -> int:
+        return self._layout.places[number][0]
+
+    def flats_written_outside(self) -> list[int]:
+        """The flats of which somebody else wrote to a parameter."""
+        return sorted({self.flat_of(number) for number in self.written_outside()})
 
 
 def cast_untrained(model: nn.Module, trained: Parameters, dtypes: dict[Tensor, torch.dtype]) -> None:

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from offload.errors import ReleasedParameterError
 
+NO_VERSION = 1 << 31
+"""Of a released parameter: no graph has saved it."""
+
 _QUESTIONS = """
     shape dtype device layout grad requires_grad is_leaf grad_fn ndim names itemsize nbytes output_nr retains_grad _base
     _version _backward_hooks _post_accumulate_grad_hooks is_cuda is_cpu is_meta is_mps is_xpu is_xla is_sparse
@@ -69,15 +72,15 @@ def _refuse(what: str) -> NoReturn:
     )
 
 
-def release(params: Sequence[nn.Parameter], versions: Sequence[int]) -> None:
-    """Puts the guards before `params`, whose versions were `versions`."""
-    torch._C._autograd._unsafe_set_version_counter(tuple(params), tuple(version + 1 for version in versions))
+def release(params: Sequence[nn.Parameter]) -> None:
+    """Puts the guards before `params`."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(params), (NO_VERSION,) * len(params))
     for param in params:
         param.__class__ = ReleasedParameter
 
 
-def restore(params: Sequence[nn.Parameter], versions: Sequence[int]) -> None:
-    """Takes the guards away; their values are there again."""
-    for param in params:
-        param.__class__ = nn.Parameter
+def restore(params: Sequence[nn.Parameter], versions: Sequence[int], classes: Sequence[type[nn.Parameter]]) -> None:
+    """Takes the guards away; their values are there again, of `versions`."""
+    for param, kind in zip(params, classes, strict=True):
+        param.__class__ = kind
     torch._C._autograd._unsafe_set_version_counter(tuple(params), tuple(versions))

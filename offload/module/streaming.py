@@ -7,9 +7,11 @@
 | COMING   | allocated     | yes                  | copies from the store are under way                  |
 | HERE     | allocated     | -                    | its modules can run                                  |
 
-A state, never a count: recomputation in backward runs some hooks twice and some not at all. A unit is entered by its
-forward, and by its backward when the gradient of what its forward returned is there; entering another one releases
-those that are done. So the unit in use, the one before it, `depth` to come and the root are on the device at most.
+A state, never a count: recomputation in backward runs some hooks twice and some not at all. A unit is entered by the
+forward of any of its modules, and by their backward, when the gradient of what that forward returned is there. Entering
+one releases the others but those whose forward is running, the one whose backward began last (recomputation inside it
+enters others, and it goes on afterwards), the root and what `gathered` holds. So the root, the unit in use, the one
+around it and `depth` to come are on the device at most.
 
 The memory of a flat is its storage's: freed by resizing it to 0, and views that autograd saved are right again once it
 is back. As in FSDP2, identity, names and shapes of parameters stay.
@@ -17,17 +19,19 @@ is back. As in FSDP2, identity, names and shapes of parameters stay.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from offload.copies import Copier, Copy
-from offload.errors import StateError
+from offload.errors import OffloadError, StateError
 from offload.layout import Chunk, Layout
 from offload.module.parameters import Parameters
 from offload.module.units import ROOT
@@ -35,6 +39,9 @@ from offload.store.store import Store
 from offload.timeline import TO_DEVICE, Timeline
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+
+MOST_REMEMBERED = 1 << 14
+"""Units of one pass whose order is remembered."""
 
 
 class Where(Enum):
@@ -46,6 +53,7 @@ class Where(Enum):
 _LEGAL = {
     (Where.RELEASED, Where.COMING),
     (Where.COMING, Where.HERE),
+    (Where.COMING, Where.RELEASED),
     (Where.HERE, Where.RELEASED),
 }
 
@@ -60,7 +68,8 @@ class Streaming:
 
     Args: store: the 16-bit parameters of all chunks; depth: units brought ahead of the one in use; leases: how many
     chunks of the store may be on their way to the device at once; is_pending: whether a unit's new values are still to
-    be made, by name; written: called with a flat that was written to, before it is released.
+    be made, by name; usable: raises if the store cannot be used; take_writes: takes over what was written to
+    parameters that are here, calling `write_back`.
     """
 
     def __init__(
@@ -74,7 +83,8 @@ class Streaming:
         depth: int,
         leases: int,
         is_pending: Callable[[str], bool],
-        written: Callable[[int], None],
+        usable: Callable[[], None],
+        take_writes: Callable[[], None],
     ) -> None:
         self._layout = layout
         self._parameters = parameters
@@ -83,8 +93,9 @@ class Streaming:
         self._timeline = timeline
         self._depth = depth
         self._leases = leases
-        self._written = written
         self._is_pending = is_pending
+        self._usable = usable
+        self._take_writes = take_writes
         self._flats_of: dict[str, list[int]] = {flat.unit: [] for flat in layout.flats}
         for flat in layout.flats:
             self._flats_of[flat.unit].append(flat.index)
@@ -95,11 +106,13 @@ class Streaming:
         self._coming: deque[tuple[str, Copy, ExitStack]] = deque()
         self._held: list[str] = []
         self._running: list[str] = []
-        self._done: set[str] = set()
-        self._last: str | None = None
-        self._in_task = False
+        self._backward: str | None = None
+        self._tasks: set[int] = set()
+        # What was entered since the pass began, and what the last pass like it entered: with gradients, or without.
+        self._entered: deque[str] = deque(maxlen=MOST_REMEMBERED)
+        self._is_training = True
+        self._orders: dict[bool, Sequence[str]] = {}
         self._ahead: deque[str] = deque()
-        self._entered: list[str] = []
 
     def take(self, flat: int) -> None:
         """Moves a flat that has just been attached into the store."""
@@ -115,86 +128,175 @@ class Streaming:
 
     # What hooks call.
 
+    def model_begins(self) -> None:
+        """Before a forward of the whole model."""
+        if not in_backward():
+            self._forget_calls()
+            self._begin_pass()
+        self.forward_begins(ROOT)
+
+    def model_ends(self, output: Any) -> None:
+        """After it, also if it raised; then there is no output."""
+        self.forward_ends(ROOT, output)
+        if not in_backward() and not any(tensor.requires_grad for tensor in tensors_in(output)):
+            self.release_all()  # no backward will
+            self._store.repeat()
+
     def forward_begins(self, unit: str) -> None:
-        if unit == ROOT and not in_backward():
-            self._in_task = False  # a backward that raised never said its end
-            self._running.clear()
+        """Before the forward of a module of `unit`."""
+        if in_backward():
+            # Before a backward inside this one (reentrant checkpointing) can begin: it would take its end for the end.
+            self._note_task()
         self._running.append(unit)
         self._enter(unit)
 
     def forward_ends(self, unit: str, output: Any) -> None:
-        """Also after a forward that raised; then there is no output."""
+        """After it, also if it raised; then there is no output."""
         if unit in self._running:
             self._running.remove(unit)
-        tensors = [tensor for tensor in _tensors(output) if tensor.requires_grad]
-        for tensor in tensors:
-            if tensor.grad_fn is not None:
-                tensor.register_hook(lambda _: self._backward_begins(unit))
-        if in_backward():
-            return
-        self._done.add(unit)
-        if unit == ROOT and not (tensors and torch.is_grad_enabled()):
-            self.release_all()
+        # Graphs outlive optimizers, and what they hold is not found by the collector of garbage.
+        begins = partial(_call, weakref.WeakMethod(self._backward_begins), unit)
+        for tensor in tensors_in(output):
+            # A view that is changed in place gets another history, in which only its base has a place.
+            for one in (tensor, tensor._base):
+                if one is not None and one.grad_fn is not None:
+                    one.register_hook(begins)
 
     def _backward_begins(self, unit: str) -> None:
-        if not self._in_task:
-            self._in_task = True
-            _queue_callback(self._backward_ends)
-        if self._last is not None and self._last != unit:
-            self._done.add(self._last)
-        self._last = unit
+        self._note_task()
+        if unit != ROOT:
+            self._backward = unit
         self._enter(unit)
 
-    def _backward_ends(self) -> None:
-        self._in_task = False
-        self._last = None
-        self.release_all()
+    def _note_task(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task not in self._tasks:
+            self._tasks.add(task)
+            _queue_callback(partial(_call, weakref.WeakMethod(self._backward_ends), task))
+
+    def _backward_ends(self, task: int) -> None:
+        self._tasks.discard(task)
+        if not self._tasks:
+            self._backward = None
+            self.release_all()
 
     def step_begins(self) -> None:
         """The order of this step is expected to come again."""
+        self._forget_calls()
+        self._begin_pass()
         self.release_all()
-        self._ahead = deque(self._entered)
-        self._entered.clear()
+        self._take_writes()  # to what `gathered` holds: the step is to see them
         self._store.repeat()
+
+    def _forget_calls(self) -> None:
+        """What raised, or was interrupted, never said its end."""
+        self._tasks.clear()
+        self._running.clear()
+        self._backward = None
+
+    def _begin_pass(self) -> None:
+        if self._entered:
+            self._orders[self._is_training] = tuple(self._entered)
+            self._entered.clear()
+        self._is_training = torch.is_grad_enabled()
+        self._ahead = deque(self._orders.get(self._is_training, ()))
 
     # Gathering and releasing.
 
+    def visit(self, unit: str) -> None:
+        """Brings a unit for whoever reads or writes it now; it is released when another one comes."""
+        self._release_others(unit)
+        self._bring(unit)
+
+    def leave(self, unit: str) -> None:
+        """Ends a visit."""
+        if not self._is_in_use(unit) and not self._tasks:
+            self._release(unit)
+
     def hold(self, unit: str) -> None:
-        """The unit stays on the device until `let_go`, which is called as often."""
+        """The unit stays on the device until `let_go`, which is called as often; what was written to it before counts
+        as written outside of that."""
         self._held.append(unit)
         self._bring(unit)
+        self._take_writes()
 
     def let_go(self, unit: str) -> None:
         self._held.remove(unit)
-        if unit not in self._running and not self._in_task:
-            self._release(unit)
+        self._take_writes()
+        self.leave(unit)
 
-    def is_here(self, unit: str) -> bool:
-        return self._where[unit] is Where.HERE
+    def landed(self, flat: int) -> None:
+        """New values of a flat are in the store: what is on the device are the old ones."""
+        unit = self._layout.flats[flat].unit
+        if self._where[unit] is Where.COMING:
+            self._finish(unit)
+        if self._where[unit] is Where.HERE:
+            self.refresh(flat)
+
+    def refresh(self, flat: int) -> None:
+        """Brings the values of a flat, which is here, from the store again."""
+        for chunk in self._chunks_of[flat]:
+            with self._store.lease(chunk.index, step=0) as lease:
+                self._copier.to_device(self._in_store(lease.arrays[0], chunk), self._on_device(chunk)).wait()
+
+    def find_writes(self, numbers: Iterable[int]) -> None:
+        """Notes as written to which of these parameters, all here, differ from the store: `p.data.copy_` leaves no
+        other trace."""
+        for number in numbers:
+            chunks = (self._layout.chunks[index] for index in self._layout.chunks_of[number])
+            if not all(self._is_in_store(number, chunk) for chunk in chunks):
+                torch.autograd.graph.increment_version(self._parameters.params[number])
+
+    def _is_in_store(self, number: int, chunk: Chunk) -> bool:
+        with self._store.lease(chunk.index, step=0) as lease:
+            stored = self._in_store(lease.arrays[0], chunk)
+            for piece in chunk.pieces:
+                if piece.param == number:
+                    part = slice(piece.chunk_offset, piece.chunk_offset + piece.numel)
+                    copy = torch.empty(piece.numel, dtype=stored.dtype, device="cpu")
+                    self._copier.to_host(self._on_device(chunk)[part], copy).wait()
+                    if not torch.equal(copy.view(torch.uint8), stored[part].view(torch.uint8)):
+                        return False
+        return True
 
     def release_all(self) -> None:
-        """Releases what nobody holds; a unit that was on its way is brought first, and then released."""
-        for unit, where in self._where.items():
-            if where is Where.COMING:
-                self._finish(unit)
-            self._release(unit)
-        self._done.clear()
+        """Releases what nobody uses."""
+        for unit in self._where:
+            if not self._is_in_use(unit):
+                self._release(unit)
+
+    def close(self) -> None:
+        """Waits for copies under way: their memory is about to go."""
+        while self._coming:
+            with suppress(OffloadError):
+                self._finish_one()
+
+    def _is_in_use(self, unit: str) -> bool:
+        return unit in self._running or unit in self._held or unit == self._backward
 
     def _enter(self, unit: str) -> None:
+        if unit == ROOT or unit not in self._where:
+            self._bring(unit)
+            return
         if not self._entered or self._entered[-1] != unit:
             self._entered.append(unit)
-        self._done.discard(unit)
-        for other in list(self._done):
-            if other not in self._running and other != ROOT:
-                self._release(other)
-                self._done.discard(other)
-        self._bring(unit)
         if unit in self._ahead:
             while self._ahead.popleft() != unit:
                 pass
-        for following in list(self._ahead)[: self._depth]:
-            if self._where.get(following) is Where.RELEASED and not self._is_pending(following):
-                self._start(following)
+        following = list(dict.fromkeys(self._ahead))[: self._depth]
+        self._release_others(unit, *following)
+        self._bring(unit)
+        for other in following:
+            if self._where[other] is Where.RELEASED and not self._is_pending(other):
+                self._start(other)
+
+    def _release_others(self, *wanted: str) -> None:
+        for unit, where in self._where.items():
+            if unit == ROOT or self._is_in_use(unit):
+                continue
+            # Brought ahead, and now it comes later than thought, or not at all.
+            if unit not in wanted or (where is Where.HERE and unit != wanted[0]):
+                self._release(unit)
 
     def _bring(self, unit: str) -> None:
         if self._where.get(unit) is Where.RELEASED:
@@ -203,45 +305,63 @@ class Streaming:
             self._finish(unit)
 
     def _start(self, unit: str) -> None:
+        self._usable()
         self._move(unit, Where.COMING)
-        for flat in self._flats_of[unit]:
-            self._parameters.allocate(flat)
-            for chunk in self._chunks_of[flat]:
-                while len(self._coming) >= self._leases:
-                    self._finish_one()
-                stack = ExitStack()
-                lease = stack.enter_context(self._store.lease(chunk.index, step=0))
-                source = self._in_store(lease.arrays[0], chunk)
-                size = source.numel() * source.element_size()
-                moving = self._timeline.begin(TO_DEVICE, "gather", chunk=chunk.index, size=size, tier="device")
-                stack.callback(self._timeline.end, moving)
-                self._timeline.count("gathered_bytes", size)
-                self._coming.append((unit, self._copier.to_device(source, self._on_device(chunk)), stack))
-                while self._coming and self._coming[0][1].done():
-                    self._finish_one()
+        try:
+            for flat in self._flats_of[unit]:
+                self._parameters.allocate(flat)
+                for chunk in self._chunks_of[flat]:
+                    self._start_chunk(unit, chunk)
+        except BaseException:
+            self._release(unit)  # half of it is not coming
+            raise
+
+    def _start_chunk(self, unit: str, chunk: Chunk) -> None:
+        while len(self._coming) >= self._leases:
+            self._finish_one()
+        stack = ExitStack()
+        lease = stack.enter_context(self._store.lease(chunk.index, step=0))
+        source = self._in_store(lease.arrays[0], chunk)
+        size = source.numel() * source.element_size()
+        moving = self._timeline.begin(TO_DEVICE, "gather", chunk=chunk.index, size=size, tier="device")
+        stack.callback(self._timeline.end, moving)
+        self._timeline.count("gathered_bytes", size)
+        self._coming.append((unit, self._copier.to_device(source, self._on_device(chunk)), stack))
+        while self._coming and self._coming[0][1].done():
+            self._finish_one()
 
     def _finish(self, unit: str) -> None:
-        while any(one == unit for one, _, _ in self._coming):
-            self._finish_one()
+        self._wait_for(unit)
         for flat in self._flats_of[unit]:
             self._parameters.restore(flat)
         self._move(unit, Where.HERE)
 
+    def _wait_for(self, unit: str) -> None:
+        while any(one == unit for one, _, _ in self._coming):
+            self._finish_one()
+
     def _finish_one(self) -> None:
-        _, copy, stack = self._coming.popleft()
-        with stack:
-            if copy.done():
+        _, copy, stack = self._coming[0]
+        # Forgotten only when it is done: whoever is interrupted here has to wait again.
+        if copy.done():
+            copy.wait()
+        else:
+            with self._timeline.waiting("wait for gather", tier="device"):
                 copy.wait()
-            else:
-                with self._timeline.waiting("wait for gather", tier="device"):
-                    copy.wait()
+        self._coming.popleft()
+        stack.close()
 
     def _release(self, unit: str) -> None:
-        if self._where.get(unit) is not Where.HERE or unit in self._held:
+        if self._where.get(unit, Where.RELEASED) is Where.RELEASED:
             return
+        if self._where[unit] is Where.COMING:
+            self._wait_for(unit)
+        else:
+            numbers = [number for flat in self._flats_of[unit] for number in self._layout.flats[flat].params]
+            self._parameters.require_attached(numbers)
+            if self._parameters.written_outside(numbers):
+                self._take_writes()
         for flat in self._flats_of[unit]:
-            if self._parameters.written_outside(self._layout.flats[flat].params):
-                self._written(flat)
             self._parameters.free(flat)
         self._move(unit, Where.RELEASED)
 
@@ -257,19 +377,34 @@ class Streaming:
         return array.view(self._parameters.flats[chunk.flat].dtype)
 
 
-def _tensors(tree: Any, depth: int = 8) -> Iterable[Tensor]:
-    """The tensors in nested lists, tuples, dicts and plain objects (dataclasses, a library's output classes)."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif depth and isinstance(tree, dict):
-        for value in tree.values():
-            yield from _tensors(value, depth - 1)
-    elif depth and isinstance(tree, list | tuple | set | frozenset):
-        for value in tree:
-            yield from _tensors(value, depth - 1)
-    elif depth and hasattr(tree, "__dict__"):
-        for value in vars(tree).values():
-            yield from _tensors(value, depth - 1)
-    elif depth and hasattr(type(tree), "__slots__"):
-        for name in type(tree).__slots__:
-            yield from _tensors(getattr(tree, name, None), depth - 1)
+def _call(method: weakref.WeakMethod[Callable[[Any], None]], argument: Any, *_: Any) -> None:
+    if (alive := method()) is not None:
+        alive(argument)
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """The tensors in nested containers and plain objects (dataclasses, a library's output classes), each once."""
+    seen: set[int] = set()
+    left = [tree]
+    while left:
+        node = left.pop()
+        if isinstance(node, Tensor):
+            if id(node) not in seen:
+                yield node
+        elif id(node) not in seen:
+            left.extend(_inside(node))
+        seen.add(id(node))
+
+
+def _inside(node: Any) -> Iterable[Any]:
+    if node is None or isinstance(node, str | bytes | int | float | type | nn.Module):
+        return
+    if isinstance(node, dict):
+        yield from node.values()
+    elif isinstance(node, list | tuple | set | frozenset | deque):
+        yield from node
+    for kind in type(node).__mro__:
+        names = kind.__dict__.get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            yield getattr(node, name, None)
+    yield from getattr(node, "__dict__", {}).values()

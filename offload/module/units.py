@@ -44,6 +44,11 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return list(_blocks(model, ROOT))
 
 
+def is_called(module: nn.Module) -> bool:
+    """Whether it has a forward; a list of modules has none, and its owner calls the elements."""
+    return type(module).forward is not nn.Module.forward
+
+
 def _blocks(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     children = [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
     if isinstance(module, nn.ModuleList | nn.Sequential):

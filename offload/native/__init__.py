@@ -5,8 +5,8 @@ numeric contract through separate torch operations, variant "torch") and a pool 
 that share each call's range; ctypes drops the GIL, so that they truly run side by side. No choice of
 variant, thread count or split changes a bit of any result: `optim/reference.py` says what it is.
 
-All tensors are one-dimensional, contiguous and on the CPU, and no two of a call overlap. Nothing is
-allocated that grows with them.
+All tensors are one-dimensional, contiguous and on the CPU, and no two of a call overlap but where a
+method says that they may be the very same memory. Nothing is allocated that grows with them.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class Kernels:
         """One Adam step on n elements, in place, in one pass.
 
         Args: master, exp_avg, exp_avg_sq: fp32, read and written. grad: fp32, bf16 or fp16, read.
-            out: bf16 or fp16, gets the new master rounded to nearest even; or None.
+            out: bf16 or fp16, gets the new master rounded to nearest even; or None. May be the very
+            same memory as a 16-bit grad.
         """
         n = master.numel()
         for name, x in (("master", master), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
@@ -86,6 +87,56 @@ class Kernels:
             _check("out", out, n, _HALVES)
         self._run(self._backend.adam(master, exp_avg, exp_avg_sq, grad, out, scalars), n)
         _written((master, exp_avg, exp_avg_sq) if out is None else (master, exp_avg, exp_avg_sq, out))
+
+    def adam_split(
+        self,
+        param: Tensor,
+        low: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        grad: Tensor,
+        out: Tensor,
+        scalars: AdamScalars,
+    ) -> None:
+        """`join`, `adam` and `split` of n elements in one pass, with the bits of the three.
+
+        Args: param: bf16, read. low, exp_avg, exp_avg_sq: as `split` gives them, read and written.
+            grad: fp32 or bf16, read. out: bf16, gets the new param; may be the very same memory as
+            param or as a bf16 grad.
+        """
+        n = param.numel()
+        _check_split(n, param, low, exp_avg_sq)
+        _check("exp_avg", exp_avg, n, _FP32)
+        _check("grad", grad, n, (*_FP32, *_BF16))
+        _check("out", out, n, _BF16)
+        self._run(self._backend.adam_split(param, low, exp_avg, exp_avg_sq, grad, out, scalars), n)
+        _written((low, exp_avg, exp_avg_sq, out))
+
+    def split(self, master: Tensor, low: Tensor, exp_avg_sq: Tensor, param: Tensor) -> None:
+        """Splits an fp32 master into its bf16 rounding and its lower half, n elements; the bit that the
+        two cannot tell goes into exp_avg_sq's sign (`reference.split`).
+
+        Args: master: fp32, read. low: int16 (bits, no number), written. exp_avg_sq: fp32 without a
+            sign, which it gets. param: bf16, written.
+        """
+        n = master.numel()
+        _check("master", master, n, _FP32)
+        _check_split(n, param, low, exp_avg_sq)
+        self._run(self._backend.split(master, low, exp_avg_sq, param), n)
+        _written((low, exp_avg_sq, param))
+
+    def join(self, param: Tensor, low: Tensor, exp_avg_sq: Tensor, master_out: Tensor, exp_avg_sq_out: Tensor) -> None:
+        """The master that `split` took apart, every bit of it (NaN as NaN), and exp_avg_sq without sign.
+
+        Args: param, low, exp_avg_sq: bf16, int16 and fp32, n elements, read. master_out,
+            exp_avg_sq_out: fp32, written; exp_avg_sq_out may be the very same memory as exp_avg_sq.
+        """
+        n = param.numel()
+        _check_split(n, param, low, exp_avg_sq)
+        _check("master_out", master_out, n, _FP32)
+        _check("exp_avg_sq_out", exp_avg_sq_out, n, _FP32)
+        self._run(self._backend.join(param, low, exp_avg_sq, master_out, exp_avg_sq_out), n)
+        _written((master_out, exp_avg_sq_out))
 
     def sum_squares(self, x: Tensor, first: int, out: Tensor) -> None:
         """The fp64 sum of squares of each block of SUM_BLOCK positions that x touches.
@@ -178,6 +229,8 @@ class Kernels:
 
 _FP32 = (torch.float32,)
 _FP64 = (torch.float64,)
+_BF16 = (torch.bfloat16,)
+_INT16 = (torch.int16,)
 _HALVES = (torch.bfloat16, torch.float16)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -187,6 +240,12 @@ def _check(name: str, x: Tensor, n: int, dtypes: tuple[torch.dtype, ...]) -> Non
         raise ValueError(f"{name} is {x.dtype}, not {' or '.join(map(str, dtypes))}")
     if not x.is_cpu or x.dim() != 1 or x.numel() != n or not x.is_contiguous():
         raise ValueError(f"{name} has to be a contiguous 1-D CPU tensor of {n} elements, not {_describe(x)}")
+
+
+def _check_split(n: int, param: Tensor, low: Tensor, exp_avg_sq: Tensor) -> None:
+    _check("param", param, n, _BF16)
+    _check("low", low, n, _INT16)
+    _check("exp_avg_sq", exp_avg_sq, n, _FP32)
 
 
 def _describe(x: Tensor) -> str:

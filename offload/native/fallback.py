@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offload.native.contract import SUM_BLOCK, AdamScalars, Part
+from offload.native.contract import SUM_BLOCK, AdamScalars, AdamStruct, Part
+
+_Bits = npt.NDArray[np.unsignedinteger[Any]]
 
 _TORCH_BLOCK = 32768  # elements: temporaries stay in the second-level cache, and torch starts no threads
 
@@ -18,7 +22,8 @@ class _Scratch(threading.local):
 
     def __init__(self) -> None:
         # Whatever the default dtype and device are.
-        self.a, self.b = (torch.empty(_TORCH_BLOCK, dtype=torch.float32, device="cpu") for _ in range(2))
+        self.a, self.b, self.c = (torch.empty(_TORCH_BLOCK, dtype=torch.float32, device="cpu") for _ in range(3))
+        self.mask = np.empty(_TORCH_BLOCK, dtype=np.bool_)
         self.wide = torch.zeros(SUM_BLOCK, dtype=torch.float64, device="cpu")
         self.lanes = np.zeros(32)
 
@@ -61,22 +66,98 @@ class TorchKernels:
         grad, out = grad.detach(), None if out is None else out.detach()
 
         def block(low: int, high: int) -> None:
-            p, m, v = master[low:high], exp_avg[low:high], exp_avg_sq[low:high]
-            g, t = self._scratch.a[: high - low], self._scratch.b[: high - low]
-            g.copy_(grad[low:high]).mul_(c.scale)
-            if c.add_decay:
-                g.add_(torch.mul(p, c.weight_decay, out=t))
-            else:
-                p.mul_(c.decay)
-            m.add_(torch.sub(g, m, out=t).mul_(c.one_minus_beta1))
-            v.mul_(c.beta2).add_(torch.mul(g, c.one_minus_beta2, out=t).mul_(g))
-            np.sqrt(v.numpy(), out=g.numpy())  # torch's own, through a vector library, is an ulp off
-            g.div_(c.sqrt_bias_correction2).add_(c.eps)
-            p.add_(torch.mul(m, c.neg_step_size, out=t).div_(g))
+            p = master[low:high]
+            self._adam(p, exp_avg[low:high], exp_avg_sq[low:high], grad[low:high], c)
             if out is not None:
                 out[low:high].copy_(p)
 
         return _in_blocks(block)
+
+    def _adam(self, p: Tensor, m: Tensor, v: Tensor, grad: Tensor, c: AdamStruct) -> None:
+        g, t = self._scratch.a[: p.numel()], self._scratch.b[: p.numel()]
+        g.copy_(grad).mul_(c.scale)
+        if c.add_decay:
+            g.add_(torch.mul(p, c.weight_decay, out=t))
+        else:
+            p.mul_(c.decay)
+        m.add_(torch.sub(g, m, out=t).mul_(c.one_minus_beta1))
+        v.mul_(c.beta2).add_(torch.mul(g, c.one_minus_beta2, out=t).mul_(g))
+        np.sqrt(v.numpy(), out=g.numpy())  # torch's own, through a vector library, is an ulp off
+        g.div_(c.sqrt_bias_correction2).add_(c.eps)
+        p.add_(torch.mul(m, c.neg_step_size, out=t).div_(g))
+
+    def adam_split(
+        self,
+        param: Tensor,
+        low: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        grad: Tensor,
+        out: Tensor,
+        s: AdamScalars,
+    ) -> Part:
+        c = s.packed
+        exp_avg, exp_avg_sq, grad = exp_avg.detach(), exp_avg_sq.detach(), grad.detach()
+        params, lows, squares, outs = _bits(param), _bits(low), _bits(exp_avg_sq), _bits(out)
+
+        def block(a: int, b: int) -> None:
+            master = self._scratch.c[: b - a]
+            bits = _bits(master)
+            self._join(params[a:b], lows[a:b], squares[a:b], bits, squares[a:b])
+            self._adam(master, exp_avg[a:b], exp_avg_sq[a:b], grad[a:b], c)
+            self._split(bits, lows[a:b], squares[a:b], outs[a:b])
+
+        return _in_blocks(block)
+
+    def split(self, master: Tensor, low: Tensor, exp_avg_sq: Tensor, param: Tensor) -> Part:
+        masters, lows, squares, params = _bits(master), _bits(low), _bits(exp_avg_sq), _bits(param)
+
+        def block(a: int, b: int) -> None:
+            bits = _bits(self._scratch.c)[: b - a]
+            np.copyto(bits, masters[a:b])
+            self._split(bits, lows[a:b], squares[a:b], params[a:b])
+
+        return _in_blocks(block)
+
+    def join(self, param: Tensor, low: Tensor, exp_avg_sq: Tensor, master_out: Tensor, exp_avg_sq_out: Tensor) -> Part:
+        params, lows, squares = _bits(param), _bits(low), _bits(exp_avg_sq)
+        masters, squares_out = _bits(master_out), _bits(exp_avg_sq_out)
+
+        def block(a: int, b: int) -> None:
+            self._join(params[a:b], lows[a:b], squares[a:b], masters[a:b], squares_out[a:b])
+
+        return _in_blocks(block)
+
+    def _split(self, master: _Bits, low: _Bits, exp_avg_sq: _Bits, param: _Bits) -> None:
+        """kernels/split.h: store_split, on bits; `master` is used up."""
+        n = len(master)
+        odd, nan = _bits(self._scratch.a)[:n], self._scratch.mask[:n]
+        np.isnan(master.view(np.float32), out=nan)
+        np.copyto(master, 0x7FC00000, where=nan)
+        np.copyto(low, master, casting="unsafe")
+        np.right_shift(master, 16, out=odd)
+        odd &= 1
+        master += 0x7FFF
+        master += odd
+        master >>= 16
+        np.copyto(param, master, casting="unsafe")
+        odd <<= 31
+        exp_avg_sq &= 0x7FFFFFFF
+        exp_avg_sq |= odd
+
+    def _join(self, param: _Bits, low: _Bits, exp_avg_sq: _Bits, master: _Bits, exp_avg_sq_out: _Bits) -> None:
+        """kernels/split.h: load_split, on bits."""
+        carry, wide = (_bits(x)[: len(param)] for x in (self._scratch.a, self._scratch.b))
+        np.copyto(wide, low)
+        np.right_shift(exp_avg_sq, 31, out=carry)
+        carry += wide
+        carry += 0x7FFF
+        carry &= 0x10000
+        np.copyto(master, param)
+        master <<= 16
+        master |= wide
+        master -= carry
+        np.bitwise_and(exp_avg_sq, 0x7FFFFFFF, out=exp_avg_sq_out)
 
     def sum_squares(self, x: Tensor, first: int, out: Tensor) -> Part:
         x, out = x.detach(), out.detach()
@@ -125,6 +206,13 @@ class TorchKernels:
             x[low:high].mul_(once)
 
         return _in_blocks(block)
+
+
+def _bits(x: Tensor) -> _Bits:
+    """The same memory as unsigned numbers, which torch has few operations for."""
+    if x.element_size() == 2:
+        return x.detach().view(torch.int16).numpy().view(np.uint16)
+    return x.detach().numpy().view(np.uint32)
 
 
 def _in_blocks(block: Part) -> Part:

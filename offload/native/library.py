@@ -49,6 +49,9 @@ class Library:
             return function  # type: ignore[no-any-return]
 
         self._adam = symbol("adam", p, p, p, p, i, p, i, n, p)
+        self._adam_split = symbol("adam_split", p, p, p, p, p, i, p, n, p)
+        self._split = symbol("split", p, p, p, p, n)
+        self._join = symbol("join", p, p, p, p, p, n)
         self._sum_squares = symbol("sum_squares", p, i, n, n, p)
         self._accumulate = symbol("accumulate", p, p, i, n)
         self._cast = symbol("cast", p, i, p, i, n)
@@ -74,6 +77,46 @@ class Library:
             at = 4 * low
             to = o + 2 * low if o else None
             function(p + at, m + at, v + at, g + grad_bytes * low, grad_type, to, out_type, high - low, address)
+
+        return part
+
+    def adam_split(
+        self,
+        param: Tensor,
+        low: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        grad: Tensor,
+        out: Tensor,
+        s: AdamScalars,
+    ) -> Part:
+        function, struct = self._adam_split, s.packed
+        address = ctypes.addressof(struct)
+        p, w, m, v = param.data_ptr(), low.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr()
+        g, grad_type, grad_bytes, o = grad.data_ptr(), _TYPES[grad.dtype], grad.element_size(), out.data_ptr()
+
+        def part(a: int, b: int) -> None:
+            h, f = 2 * a, 4 * a
+            function(p + h, w + h, m + f, v + f, g + grad_bytes * a, grad_type, o + h, b - a, address)
+
+        return part
+
+    def split(self, master: Tensor, low: Tensor, exp_avg_sq: Tensor, param: Tensor) -> Part:
+        function = self._split
+        p, w, v, o = master.data_ptr(), low.data_ptr(), exp_avg_sq.data_ptr(), param.data_ptr()
+
+        def part(a: int, b: int) -> None:
+            function(p + 4 * a, w + 2 * a, v + 4 * a, o + 2 * a, b - a)
+
+        return part
+
+    def join(self, param: Tensor, low: Tensor, exp_avg_sq: Tensor, master_out: Tensor, exp_avg_sq_out: Tensor) -> Part:
+        function = self._join
+        p, w, v = param.data_ptr(), low.data_ptr(), exp_avg_sq.data_ptr()
+        to, v_to = master_out.data_ptr(), exp_avg_sq_out.data_ptr()
+
+        def part(a: int, b: int) -> None:
+            function(p + 2 * a, w + 2 * a, v + 4 * a, to + 4 * a, v_to + 4 * a, b - a)
 
         return part
 

@@ -67,6 +67,30 @@ def from_bf16(bits: U16) -> F32:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
+def split(master: F32, exp_avg_sq: F32) -> tuple[U16, U16, F32]:
+    """A split master: fp32 [n] as the bits of its bf16 copy and its lower 16 bits, [n] each, and
+    exp_avg_sq [n] with one bit more.
+
+    The copy is rounded to nearest even, so it is the upper half, or one more where the lower half is
+    above 0x8000: the lower half tells which, except at 0x8000 itself. There the even one of the two
+    is the copy, and 0x3F7F8000 and 0x3F808000 have the same copy, 0x3F80, and the same lower half.
+    What tells them apart is whether the upper half was odd: `odd` travels in the sign bit of
+    exp_avg_sq, a mean of squares, which has no sign of its own. A NaN becomes 0x7FC00000.
+    """
+    bits = np.where(np.isnan(master), np.uint32(0x7FC00000), master.view(np.uint32))
+    odd = (bits >> 16) & 1
+    marked = (exp_avg_sq.view(np.uint32) & 0x7FFFFFFF) | (odd << 31)
+    return to_bf16(bits.view(np.float32)), (bits & 0xFFFF).astype(np.uint16), marked.view(np.float32)
+
+
+def join(param: U16, low: U16, exp_avg_sq: F32) -> tuple[F32, F32]:
+    """The master and the exp_avg_sq, fp32 [n] each, that `split` was given (NaN as NaN)."""
+    bits, odd = exp_avg_sq.view(np.uint32), exp_avg_sq.view(np.uint32) >> 31
+    rounded_up = (low > 0x8000) | ((low == 0x8000) & (odd == 1))
+    upper = param.astype(np.uint32) - rounded_up
+    return ((upper << 16) | low).view(np.float32), (bits & 0x7FFFFFFF).view(np.float32)
+
+
 def to_f16(x: F32) -> U16:
     """fp32 [n] to the bits of fp16 [n], to nearest even; too large gives Inf."""
     with np.errstate(all="ignore"):

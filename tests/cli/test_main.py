@@ -19,9 +19,14 @@ OPTIONS = {
         "--preset", "--steps", "--batch", "--seq", "--lr", "--accumulation", "--tier", "--path", "--keep",
         "--cpu-memory", "--chunk", "--threads", "--seed", "--data", "--out", "--timeline", "--json",
     },
+    "plan": {
+        "--preset", "--layers", "--width", "--accumulation", "--tier", "--cpu-memory", "--chunk", "--split-master",
+        "--json",
+    },
     "doctor": {"--path", "--json"},
     "bench io": {"paths", "--size", "--rounds", "--quick", "--tbw", "--json", "--out"},
     "bench adam": {"--n", "--threads", "--rounds", "--json", "--out"},
+    "bench step": {"--n", "--rounds", "--path", "--budgets", "--split-master", "--json", "--out"},
 }  # fmt: skip
 
 

@@ -49,8 +49,8 @@ def halves(rng: np.random.Generator, n: int, dtype: torch.dtype, wild: bool, siz
 
 
 def at_offset(x: Tensor, offset: int) -> Tensor:
-    """A copy of x that starts `offset` elements behind a 64-byte line, with room around it."""
-    room = torch.zeros(x.numel() + offset + 128, dtype=x.dtype)
+    """A copy of x that starts `offset` elements behind a 64-byte line, with room full of 7 around it."""
+    room = torch.full((x.numel() + offset + 128,), 7, dtype=x.dtype)
     start = -room.data_ptr() % 64 // x.element_size() + offset
     view = room[start : start + x.numel()]
     view.copy_(x)

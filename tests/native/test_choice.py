@@ -87,12 +87,17 @@ def test_a_broken_library_is_not_used(no_library: None, monkeypatch: pytest.Monk
     assert "install offload again" in str(native.fallback_reason())
 
 
+HALF, LOW = torch.ones(8, dtype=torch.bfloat16), torch.ones(8, dtype=torch.int16)
 CALLS: dict[str, Callable[[native.Kernels, torch.Tensor], None]] = {
     "master": lambda k, x: k.adam(x, torch.ones(8), torch.ones(8), torch.ones(8), None, SCALARS),
     "exp_avg": lambda k, x: k.adam(torch.ones(8), x, torch.ones(8), torch.ones(8), None, SCALARS),
     "exp_avg_sq": lambda k, x: k.adam(torch.ones(8), torch.ones(8), x, torch.ones(8), None, SCALARS),
     "grad": lambda k, x: k.adam(torch.ones(8), torch.ones(8), torch.ones(8), x, None, SCALARS),
     "out": lambda k, x: k.adam(*[torch.ones(8) for _ in range(4)], x, SCALARS),
+    "low": lambda k, x: k.adam_split(HALF, x, *[torch.ones(8) for _ in range(3)], HALF.clone(), SCALARS),
+    "param": lambda k, x: k.split(torch.ones(8), LOW, torch.ones(8), x),
+    "master_out": lambda k, x: k.join(HALF, LOW, torch.ones(8), x, torch.ones(8)),
+    "exp_avg_sq_out": lambda k, x: k.join(HALF, LOW, torch.ones(8), torch.ones(8), x),
     "x": lambda k, x: k.accumulate(torch.ones(8), x),
     "acc": lambda k, x: k.accumulate(x, torch.ones(8)),
     "dst": lambda k, x: k.cast(torch.ones(8), x),
@@ -112,11 +117,23 @@ CALLS: dict[str, Callable[[native.Kernels, torch.Tensor], None]] = {
     ids=["dtype", "numel", "shape", "strides", "device"],
 )
 def test_wrong_tensors_are_refused_by_name(name: str, wrong: torch.Tensor) -> None:
-    if name == "out" and wrong.dtype == torch.float32:
-        wrong = wrong.to(torch.bfloat16) if wrong.stride() != (2,) else torch.ones(16, dtype=torch.bfloat16)[::2]
+    own = {"out": torch.bfloat16, "param": torch.bfloat16, "low": torch.int16}.get(name)
+    if own is not None and wrong.dtype == torch.float32:
+        wrong = wrong.to(own) if wrong.stride() != (2,) else torch.ones(16, dtype=own)[::2]
     for variant in native.available_variants():
         with pytest.raises(ValueError, match=rf"\b({name}|exp_avg|x)\b"):
             CALLS[name](kernels(variant), wrong)
+
+
+@pytest.mark.parametrize("position", range(6))
+def test_adam_split_refuses_each_wrong_tensor_by_name(position: int) -> None:
+    tensors = [HALF, LOW, torch.ones(8), torch.ones(8), torch.ones(8), HALF.clone()]
+    name = ("param", "low", "exp_avg", "exp_avg_sq", "grad", "out")[position]
+    for wrong in (torch.ones(8, dtype=torch.float16), tensors[position][:7]):
+        given = [*tensors[:position], wrong, *tensors[position + 1 :]]
+        # The first gives the number of elements that the others are held to.
+        with pytest.raises(ValueError, match=rf"\b({name if position or wrong.numel() == 8 else 'low'})\b"):
+            kernels("torch").adam_split(*given, SCALARS)
 
 
 def test_other_wrong_arguments_are_refused() -> None:
@@ -165,6 +182,16 @@ def test_written_tensors_get_a_new_version(variant: str) -> None:
     after = [x._version for x in (*tensors, out, sums, grad)]
     assert all(new > old for old, new in zip(before[:-1], after[:-1], strict=True))
     assert after[-1] == before[-1], "grad is only read"
+    low, param, back = LOW.clone(), HALF.clone(), torch.ones(8)
+    written = (low, tensors[1], tensors[2], out)
+    for split, given, changed in (
+        (mine.adam_split, (param, low, tensors[1], tensors[2], grad, out, SCALARS), written),
+        (mine.split, (tensors[0], low, tensors[1], param), (low, tensors[1], param)),
+        (mine.join, (param, low, tensors[1], tensors[0], back), (tensors[0], back)),
+    ):
+        before = [y._version for y in changed]
+        split(*given)  # type: ignore[operator]
+        assert all(y._version > old for old, y in zip(before, changed, strict=True)), split
     for call, x in ((mine.scale, (tensors[0], 2.0)), (mine.accumulate, tensors[:2]), (mine.cast, tensors[:2])):
         before = [y._version for y in tensors[:2]]
         call(*x)  # type: ignore[operator]

@@ -117,6 +117,26 @@ def test_adam_is_the_same_on_any_number_of_threads(variant: str, threads: int) -
 
 
 @every_variant
+@every_half
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float16], ids=["to_bf16", "to_fp16"])
+@pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
+def test_adam_may_put_its_output_in_the_place_of_a_16_bit_gradient(
+    variant: str, dtype: torch.dtype, out: torch.dtype, decoupled: bool
+) -> None:
+    # The larger are shared between threads; offsets give every thread a head, a body and a tail.
+    for n, threads, offset in [*((n, 1, n % 7) for n in SIZES), (70_001, 1, 3), (200_003, 2, 0), (200_003, 3, 5)]:
+        for wild in (False, True):
+            hyper = USUAL | {"decoupled": decoupled}
+            p, m, v, g = adam_inputs(n, n, dtype, wild)
+            wanted = reference.adam(p.numpy(), m.numpy(), v.numpy(), widened(g), **hyper)
+            grad = at_offset(g, offset)
+            kernels(variant, threads).adam(p, m, v, grad, grad.view(out), native.AdamScalars.at(**hyper))
+            assert_same_bits(grad.view(out), narrowed(wanted[0], out), f"out of {n}")
+            for name, x, y in zip(("master", "exp_avg", "exp_avg_sq"), (p, m, v), wanted, strict=True):
+                assert_same_bits(x, torch.from_numpy(y), f"{name} of {n}")
+
+
+@every_variant
 def test_adam_on_parts_equals_adam_on_the_whole(variant: str) -> None:
     n, scalars = 5003, native.AdamScalars.at(**USUAL)
     inputs = adam_inputs(3, n, torch.float16, wild=True)

@@ -31,6 +31,13 @@ def fresh(n: int) -> tuple[torch.Tensor, ...]:
     return ones.clone(), ones * 0.1, ones * 0.01, torch.linspace(-1, 1, n).to(torch.bfloat16), out
 
 
+def split_calls(mine: native.Kernels, tensors: tuple[torch.Tensor, ...], low: torch.Tensor) -> None:
+    master, exp_avg, exp_avg_sq, grad, param = tensors
+    mine.split(master, low, exp_avg_sq, param)
+    mine.adam_split(param, low, exp_avg, exp_avg_sq, grad, param, SCALARS)
+    mine.join(param, low, exp_avg_sq, master, exp_avg_sq)
+
+
 @every_variant
 def test_calls_from_several_threads_at_once_do_not_mix(variant: str) -> None:
     mine = kernels(variant, 2)
@@ -53,13 +60,17 @@ def test_a_warm_call_allocates_the_same_whatever_the_size(variant: str) -> None:
     peaks = []
     for n in (140_000, 1_400_000):
         tensors, sums = fresh(n), torch.zeros(native.sum_blocks(0, n), dtype=torch.float64)
+        low = torch.zeros(n, dtype=torch.int16)
 
-        def step(tensors: tuple[torch.Tensor, ...] = tensors, sums: torch.Tensor = sums) -> None:
+        def step(
+            tensors: tuple[torch.Tensor, ...] = tensors, sums: torch.Tensor = sums, low: torch.Tensor = low
+        ) -> None:
             mine.adam(*tensors, SCALARS)
             mine.sum_squares(tensors[3], 0, sums)
             mine.accumulate(tensors[0], tensors[3])
             mine.cast(tensors[0], tensors[4])
             mine.scale(tensors[0], 0.5)
+            split_calls(mine, tensors, low)
 
         # The pool's threads take turns by chance: a few calls make every thread's temporaries.
         for _ in range(5):
@@ -77,6 +88,7 @@ def test_a_warm_call_allocates_the_same_whatever_the_size(variant: str) -> None:
 def test_torch_allocates_no_tensor_in_a_warm_call(variant: str) -> None:
     mine, tensors = kernels(variant), fresh(100_003)
     sums = torch.zeros(native.sum_blocks(0, 100_003), dtype=torch.float64)
+    low = torch.zeros(100_003, dtype=torch.int16)
 
     def step() -> None:
         mine.adam(*tensors, SCALARS)
@@ -84,6 +96,7 @@ def test_torch_allocates_no_tensor_in_a_warm_call(variant: str) -> None:
         mine.accumulate(tensors[0], tensors[3])
         mine.cast(tensors[0], tensors[4])
         mine.scale(tensors[0], 0.5)
+        split_calls(mine, tensors, low)
 
     step()
     with torch.autograd.profiler.profile(profile_memory=True) as profile:

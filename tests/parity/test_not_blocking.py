@@ -17,7 +17,7 @@ from tests.support.faulty_engine import FaultyEngine
 from tests.support.late_copier import LateCopier
 from tests.support.training import Run, train
 
-STEPS = 4
+STEPS = 3
 
 
 @cache
@@ -27,12 +27,12 @@ def blocking(kind: str, accumulation: int) -> Run:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    kind=st.sampled_from(models.KINDS),
+    kind=st.sampled_from([*models.KINDS, "mlp", "mlp"]),
     accumulation=st.integers(1, 2),
     seed=st.integers(0, 1 << 20),
     delay_s=st.sampled_from([0.0, 0.0002, 0.002]),
     on_device=st.booleans(),
-    split_master=st.just(False),
+    split_master=st.booleans(),
     chunk=st.sampled_from(["4KiB", "12KiB", "64KiB"]),
     prefetch=st.integers(0, 4),
     looks=st.sets(st.integers(0, STEPS - 1)),

@@ -1,0 +1,177 @@
+"""A placement in rows for people and machines: which kind of bytes lies on which tier, and what other budgets would do.
+
+[Note: rows]
+The rows of a tier add up to the placement's figure for it: `device_bytes`, `arena_bytes`, `disk_bytes`. A row is of a
+state kind (param, grad, master, exp_avg, exp_avg_sq), or one of
+
+    buffers   what streamed chunks pass through
+    slots     the slots of chunks that are kept in RAM: reserved on the disk, not written
+    rest      headers, padding, and what copies to and from a device pass through
+
+`grad` holds the gradients' sums of squares and bounce buffers, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch import nn
+
+from offload import config as configuration
+from offload.config import Config
+from offload.errors import BudgetError
+from offload.layout import Layout, build
+from offload.module.units import specs_of
+from offload.optim import gradients
+from offload.planner.placement import IN_FLIGHT, TYPICAL_TBW, Placement, place
+from offload.store.slots import STATE_KINDS, Record
+from offload.store.store import records_of
+
+Tier = Literal["device", "cpu", "nvme"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """See [Note: rows]."""
+
+    kind: str
+    tier: Tier
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A model and a configuration, of which nothing is allocated.
+
+    direct: whether the model's device is the CPU, so that copies need no buffers.
+    """
+
+    layout: Layout
+    config: Config
+    direct: bool
+
+    @property
+    def records(self) -> list[Record]:
+        return records_of(self.layout, split_master=self.config.split_master)
+
+    @property
+    def state_bytes(self) -> int:
+        """What all chunks take in RAM."""
+        return sum(record.nbytes for record in self.records)
+
+    def place(self) -> Placement:
+        """Raises: BudgetError as `OffloadZero` does."""
+        return place(self.layout, self.config, direct=self.direct)
+
+    def with_memory(self, cpu_memory: int) -> Planned:
+        return replace(self, config=replace(self.config, cpu_memory=cpu_memory))
+
+    def least(self) -> int:
+        """The least `cpu_memory` that works, in bytes."""
+        try:
+            # Asked of the planner itself, so that there is one formula.
+            return self.with_memory(0).place().arena_bytes
+        except BudgetError as error:
+            return error.needed
+
+    def cpu_memory_for(self, share: float) -> int:
+        """The `cpu_memory` that has room for a `share` of the states beside everything else, for tier="nvme".
+
+        Args: share: 0 to 1; at 0 there is still room for all buffers in flight that the planner uses.
+        """
+        everything = self._all_in_ram()
+        fixed = everything - self.state_bytes
+        return min(fixed + self._buffer_bytes() + round(share * self.state_bytes), everything)
+
+    def largest_share(self, cpu_memory: int) -> float | None:
+        """The share of the states that `cpu_memory` keeps in RAM with tier="nvme"; None: not even the least fits."""
+        if cpu_memory < self._on_nvme().least():
+            return None
+        if cpu_memory >= self._all_in_ram():
+            return 1.0
+        room = cpu_memory - self.cpu_memory_for(0.0)
+        return max(0.0, min(1.0, room / self.state_bytes))
+
+    def _all_in_ram(self) -> int:
+        return replace(self, config=replace(self.config, tier="cpu", paths=())).least()
+
+    def _on_nvme(self) -> Planned:
+        return replace(self, config=replace(self.config, tier="nvme"))
+
+    def _buffer_bytes(self) -> int:
+        records = self.records
+        buffers = min(self.config.in_flight or IN_FLIGHT, len(records))
+        return buffers * max((record.nbytes for record in records), default=0)
+
+
+def plan_of(model: nn.Module, *, direct: bool, **options: Any) -> Planned:
+    """What `OffloadZero(model, **options)` would be given. The model may be on the meta device: only shapes count.
+
+    Raises: ConfigError as `OffloadZero` does.
+    """
+    config = configuration.check(**options)
+    groups = [{"params": list(model.parameters())}]
+    specs, _ = specs_of(model, groups, config.keep_fp32, config.compute_dtype, planned=True)
+    return Planned(build(specs, config.chunk_numel), config, direct)
+
+
+def explain(placement: Placement, planned: Planned) -> list[Row]:
+    """Every byte of `placement`, by state kind and tier; see [Note: rows]. Rows without bytes are left out."""
+    rows = [
+        Row("param", "device", placement.device_bytes),
+        *_in_ram(placement, planned),
+        *_on_disk(placement, planned),
+    ]
+    return [row for row in rows if row.nbytes]
+
+
+def _in_ram(placement: Placement, planned: Planned) -> Iterator[Row]:
+    records = planned.records
+    streamed = [record.nbytes for chunk, record in enumerate(records) if chunk not in placement.kept]
+    rows = [
+        Row("grad", "cpu", gradients.arena_bytes(planned.layout, planned.config.accumulation, direct=planned.direct)),
+        *_states([records[chunk] for chunk in placement.kept], "cpu"),
+        Row("param", "cpu", placement.params.kept_bytes if placement.params else 0),
+        Row("buffers", "cpu", placement.in_flight * max(streamed, default=0) + _param_buffers(placement)),
+    ]
+    yield from rows
+    yield Row("rest", "cpu", placement.arena_bytes - sum(row.nbytes for row in rows))
+
+
+def _param_buffers(placement: Placement) -> int:
+    return placement.params.in_flight * placement.params.largest if placement.params else 0
+
+
+def _on_disk(placement: Placement, planned: Planned) -> Iterator[Row]:
+    if not placement.disk_bytes:
+        return
+    records = planned.records
+    rows = [
+        *_states([record for chunk, record in enumerate(records) if chunk not in placement.kept], "nvme"),
+        Row("param", "nvme", sum(_param_bytes(planned.layout)) if planned.config.param_tier == "nvme" else 0),
+        Row("slots", "nvme", sum(records[chunk].nbytes for chunk in placement.kept)),
+    ]
+    yield from rows
+    yield Row("rest", "nvme", placement.disk_bytes - sum(row.nbytes for row in rows))
+
+
+def _param_bytes(layout: Layout) -> Iterator[int]:
+    return (flat.numel * flat.dtype.itemsize for flat in layout.flats)
+
+
+def _states(records: list[Record], tier: Tier) -> Iterator[Row]:
+    """Without headers and padding. A split master is half as wide: its upper half is the parameter."""
+    for number, kind in enumerate(STATE_KINDS):
+        yield Row(kind, tier, sum(record.itemsizes[number] * record.numel for record in records))
+
+
+def drive_life_steps(placement: Placement) -> float | None:
+    """Steps until a common drive has been written as much as it is warranted for; None where nothing is written."""
+    return TYPICAL_TBW / placement.streamed_bytes if placement.streamed_bytes else None
+
+
+def bytes_per_param(placement: Placement, layout: Layout) -> float:
+    """Read and written, a parameter and step."""
+    return 2 * placement.streamed_bytes / layout.numel

@@ -1,0 +1,200 @@
+"""`offload plan`: the figures are those of a run with the same options, and nothing is allocated for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner, Result
+
+from offload import BudgetError, OffloadZero, Tuning
+from offload.cli.main import app
+from offload.models import GPT, PRESETS, GPTConfig
+from offload.planner import least_cpu_memory
+from offload.planner.explain import Planned, explain, plan_of
+from offload.planner.placement import IN_FLIGHT
+from offload.sizes import GIB, KIB, MIB
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def run(*options: str) -> Result:
+    return CliRunner().invoke(app, ["plan", "--preset", "1m", *options])
+
+
+def run_json(*options: str) -> dict[str, Any]:
+    result = run("--json", *options)
+    assert result.exit_code == 0, result.output
+    summary = json.loads(result.stdout)
+    assert isinstance(summary, dict)
+    return summary
+
+
+def with_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    for module in ("machine", "placement"):
+        monkeypatch.setattr(f"offload.planner.{module}.free_memory", lambda: free)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"chunk": "256KiB"},
+        {"chunk": "256KiB", "cpu_memory": "8MiB"},
+        {"chunk": "256KiB", "accumulation": 2},
+        {"tier": "cpu"},
+        {"tier": "cpu", "accumulation": 3},
+        {"chunk": "256KiB", "split_master": True},
+        {"chunk": "256KiB", "split_master": True, "accumulation": 2, "cpu_memory": "9MiB"},
+    ],
+    ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()) or "defaults",
+)
+def test_peak_and_disk_are_those_of_a_run_with_the_same_options(options: dict[str, Any], tmp_path: Path) -> None:
+    words = []
+    for name, value in options.items():
+        words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    planned = run_json(*words)
+    model = GPT(PRESETS["1m"]).to(DEVICE)
+    tier, accumulation = options.get("tier", "nvme"), options.get("accumulation", 1)
+    tuning = Tuning(chunk=options.get("chunk", "64MiB"), split_master=options.get("split_master"))
+    memory = options.get("cpu_memory")
+    if tier == "nvme" and memory is None:
+        memory = least_cpu_memory(model, accumulation=accumulation, tuning=tuning)
+    path = tmp_path / "swap" if tier == "nvme" else None
+    with OffloadZero(
+        model, tier=tier, path=path, cpu_memory=memory, accumulation=accumulation, tuning=tuning
+    ) as optimizer:
+        stats = optimizer.stats()
+        files = [Path(file).stat().st_size for file in optimizer.files]
+    assert planned["peak_cpu_bytes"] == stats["peak_cpu_bytes"]
+    assert planned["disk_bytes"] == sum(files)
+    assert planned["chunks"] - planned["kept_chunks"] == stats["streamed_chunks"]
+    assert planned["parameters"] == stats["parameters"]
+    if tier == "nvme":
+        assert planned["cpu_budget_bytes"] == stats["cpu_budget_bytes"]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("split_master", [False, True])
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("param_tier", [None, "cpu", "nvme"])
+def test_rows_of_a_tier_add_up_to_what_is_placed_there(
+    direct: bool, accumulation: int, split_master: bool, share: float, param_tier: str | None
+) -> None:
+    planned = planned_of(direct, accumulation=accumulation, split_master=split_master, param_tier=param_tier, path=".")
+    planned = planned.with_memory(planned.cpu_memory_for(share))
+    placed = planned.place()
+    rows = explain(placed, planned)
+    totals = {"device": placed.device_bytes, "cpu": placed.arena_bytes, "nvme": placed.disk_bytes}
+    assert {tier: sum(row.nbytes for row in rows if row.tier == tier) for tier in totals} == totals
+    assert all(row.nbytes > 0 for row in rows)
+    assert sum(row.nbytes for row in rows if row.kind == "rest") < 512 * KIB
+    n = planned.layout.numel
+    masters = sum(row.nbytes for row in rows if row.kind == "master")
+    moments = [sum(row.nbytes for row in rows if row.kind == kind) for kind in ("exp_avg", "exp_avg_sq")]
+    assert {row.tier for row in rows if row.kind == "param"} == {"device", param_tier or "device"}
+    assert masters == pytest.approx((2 if split_master else 4) * n, rel=0.01)
+    assert moments == pytest.approx([4 * n, 4 * n], rel=0.01)
+    assert {row.tier for row in rows if row.kind == "master"} == {0.0: {"nvme"}, 1.0: {"cpu"}}.get(
+        share, {"cpu", "nvme"}
+    )
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("prefetch", [None, 5])
+def test_budget_for_a_share_keeps_that_share(share: float, prefetch: int | None) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False, device="meta") for _ in range(40)))
+    tuning = Tuning(chunk=4 * 64 * 64, prefetch=prefetch)
+    planned = plan_of(model, direct=True, path=".", tuning=tuning)
+    memory = planned.cpu_memory_for(share)
+    placed = planned.with_memory(memory).place()
+    assert len(placed.kept) == share * 40
+    assert placed.arena_bytes == memory
+    buffers = IN_FLIGHT if prefetch is None else prefetch + 2
+    assert placed.in_flight == (0 if share == 1 else buffers)
+    assert planned.largest_share(memory) == pytest.approx(share)
+
+
+def test_largest_share_is_none_below_the_least_and_all_above() -> None:
+    planned = planned_of(True, path=".")
+    assert planned.largest_share(planned.least() - 1) is None
+    assert planned.largest_share(planned.least()) == 0.0
+    assert planned.largest_share(1 << 50) == 1.0
+    with pytest.raises(BudgetError):
+        planned.with_memory(planned.least() - 1).place()
+    planned.with_memory(planned.least()).place()
+
+
+def test_people_get_tiers_peak_wear_and_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_free(monkeypatch, 10 * MIB)
+    shown = run("--chunk", "64KiB").stdout
+    for words in ("param:", "grad:", "buffers:", "exp_avg_sq:", "Peak RAM", "in fp32", "bytes a parameter", "600 TB"):
+        assert words in shown
+    assert "chunks stream through 3 buffers" in shown
+    budgets = run_json("--chunk", "64KiB")
+    assert [row["fits"] for row in budgets["budgets"]] == [True, True, True, False, False]
+    assert 0.5 < budgets["largest_share"] < 0.75
+    assert f"In the 10 MiB of RAM that are free here, {budgets['largest_share']:.0%} of the states fit." in shown
+    with_free(monkeypatch, 1 * GIB)
+    assert "All 5 chunks stay in RAM" in run("--tier", "cpu").stdout
+
+
+def test_what_does_not_fit_is_refused_as_by_a_run_and_what_would_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run("--cpu-memory", "1MiB")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("BudgetError: ")
+    with pytest.raises(BudgetError) as refused:
+        OffloadZero(GPT(PRESETS["1m"]), path="never-made", cpu_memory="1MiB")
+    assert result.stderr.strip() == f"BudgetError: {refused.value}"
+    assert "What budgets would do" in result.stdout
+    with_free(monkeypatch, 4 * KIB)
+    assert "not even the least fits" in run("--cpu-memory", "1MiB").stdout
+    assert run("--json", "--cpu-memory", "1MiB").stdout == ""
+
+
+def test_sizes_of_its_own_cost_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_free(monkeypatch, 1000 * GIB)
+    devices: list[str] = []
+
+    def noted(config: GPTConfig, seed: int = 0, device: str = "cpu") -> GPT:
+        devices.append(device)
+        return GPT(config, seed, "meta")  # whatever was asked for: 52 GB are not for a test
+
+    monkeypatch.setattr("offload.models.GPT", noted)
+    found = run_json("--layers", "40", "--width", "5120")
+    assert devices == ["meta"]
+    assert found["parameters"] == pytest.approx(12 * 40 * 5120**2, rel=0.01)
+    assert found["build_bytes"] == 4 * found["parameters"]
+    assert found["bytes_per_param"] == pytest.approx(24, rel=0.001)
+    assert found["drive_life_steps"] == pytest.approx(600e12 / (12 * found["parameters"]), rel=0.001)
+    split = run_json("--layers", "40", "--width", "5120", "--split-master")
+    assert split["bytes_per_param"] == pytest.approx(20, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--preset", "3m"], "--preset 3m: choose one of 1m"),
+        (["--layers", "0"], "--layers 0: give a whole number"),
+        (["--width", "-1"], "--width -1: give a whole number"),
+        (["--accumulation", "0"], "--accumulation 0"),
+        (["--tier", "ram"], "--tier ram: choose one of nvme, cpu"),
+        (["--cpu-memory", "lots"], "--cpu-memory='lots'"),
+        (["--chunk", "1KiB"], "Tuning.chunk='1KiB' is too small"),
+    ],
+)
+def test_wrong_options_are_one_line(options: list[str], message: str) -> None:
+    result = run(*options)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"ConfigError: {message}")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def planned_of(direct: bool, *, split_master: bool = False, **options: Any) -> Planned:
+    tuning = Tuning(chunk="256KiB", split_master=split_master)
+    return plan_of(GPT(PRESETS["1m"], device="meta"), direct=direct, tuning=tuning, **options)
