@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.collectives import Communicator
 from offload.config import Config
 from offload.copies import Copier
 from offload.io.probe import weights
@@ -18,8 +19,10 @@ from offload.io.settings import open_engine
 from offload.layout import Layout
 from offload.module.masters import Masters
 from offload.module.parameters import Parameters
+from offload.module.reduction import ReducedGradients
 from offload.native import Kernels, load
-from offload.optim.gradients import GradientSink
+from offload.native.threads import usable_cpus
+from offload.optim.gradients import Gradients, GradientSink
 from offload.optim.step import ParameterReturn, Step
 from offload.planner.placement import Placement, slot_records
 from offload.store.arena import Arena
@@ -35,7 +38,7 @@ class Parts:
 
     arena: Arena
     kernels: Kernels
-    sink: GradientSink
+    sink: Gradients
     store: Store
     streamed: Store | None
     parameters: Parameters
@@ -44,6 +47,7 @@ class Parts:
     timeline: Timeline
     files: tuple[str, ...]
     io_engine: str | None
+    comm: Communicator
 
     @property
     def stores(self) -> tuple[Store, ...]:
@@ -69,6 +73,9 @@ class Parts:
             "kernel": self.kernels.variant,
             "threads": self.kernels.threads,
             "io_engine": self.io_engine,
+            "rank": self.comm.rank,
+            "ranks": self.comm.size,
+            **self.comm.stats(),
         }
 
 
@@ -84,25 +91,26 @@ def assemble(
     device: torch.device,
     copier: Copier,
     timeline: Timeline,
+    comm: Communicator,
 ) -> Parts:
-    """Reserves memory and opens files; `undo` gets their closing, in reverse order.
+    """Reserves memory and opens files; `undo` gets their closing, in reverse order. Calls nothing of the other ranks.
 
     Raises: BudgetError, PathError, PathInUseError, ResumeError, ConfigError; the model is not touched.
     """
     arena = Arena(placement.arena_bytes, copier)
-    undo.callback(arena.close)
+    undo.callback(_end, comm, arena)
     slots: Stripes | None = None
     io_engine: str | None = None
     if config.paths:
         engine = open_engine(config.io_engine, config.paths)
         undo.callback(engine.close)
         engine.register(arena.memory)
-        slots = Stripes(engine, config.paths, weights(config.paths), slot_records(layout, config), timeline)
+        slots = Stripes(engine, config.paths, weights(config.paths), slot_records(layout, config), timeline, comm.rank)
         undo.callback(slots.close)
         io_engine = engine.name
-    kernels = load(config.threads)
+    kernels = load(config.threads or max(usable_cpus() // config.ranks_on_node, 1))
     undo.callback(kernels.close)
-    sink = GradientSink(layout, config.accumulation, arena, kernels, copier, timeline)
+    sink = _sink(config, layout, arena, kernels, copier, timeline, comm)
     undo.callback(sink.close)
     records = records_of(layout, split_master=config.split_master)
     store = Store(records, placement.kept, placement.in_flight, arena, slots, timeline)
@@ -115,7 +123,7 @@ def assemble(
         undo.callback(streamed.close)
     split_master = config.split_master
     returned = ParameterReturn(
-        layout, parameters.flats, sink, arena, copier, timeline, split_master=split_master, streamed=streamed
+        layout, parameters.flats, sink, arena, copier, timeline, split_master=split_master, streamed=streamed, comm=comm
     )
     step = Step(layout, store, sink, returned, kernels, timeline, split_master=split_master)
     undo.callback(step.close)
@@ -131,4 +139,32 @@ def assemble(
         timeline=timeline,
         files=() if slots is None else slots.paths,
         io_engine=io_engine,
+        comm=comm,
     )
+
+
+def _sink(
+    config: Config,
+    layout: Layout,
+    arena: Arena,
+    kernels: Kernels,
+    copier: Copier,
+    timeline: Timeline,
+    comm: Communicator,
+) -> Gradients:
+    if comm.size == 1:
+        return GradientSink(layout, config.accumulation, arena, kernels, copier, timeline)
+    assert config.stage is not None
+    return ReducedGradients(
+        layout, config.stage, config.accumulation, config.bucket_bytes, arena, kernels, comm, timeline
+    )
+
+
+_abandoned: list[Arena] = []
+"""Into which a rank that is stuck may still make this one write: they stay mapped."""
+
+
+def _end(comm: Communicator, arena: Arena) -> None:
+    if not comm.close():
+        _abandoned.append(arena)
+    arena.close()

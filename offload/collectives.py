@@ -107,6 +107,9 @@ class Communicator(ABC):
         Not so after RankError where a rank is stuck: memory that a collective was given must then stay mapped.
         """
 
+    def check(self) -> None:  # noqa: B027
+        """Raises: RankError if a collective failed before."""
+
     def barrier(self) -> None:
         """Returns when every rank has called it. Raises: RankError."""
         self.gather(torch.zeros(1, dtype=torch.uint8))

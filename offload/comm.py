@@ -42,15 +42,6 @@ _LOCAL = (
 """How torchrun, Open MPI, MPICH and Slurm tell a process its place on the node."""
 
 
-def require_one_rank() -> None:
-    """Raises: ConfigError in a job of several ranks, which this version cannot partition."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise ConfigError(
-            f"torch.distributed runs with {dist.get_world_size()} ranks: this version trains on one. "
-            "Start a single process, without torchrun or with --nproc-per-node=1"
-        )
-
-
 class Group(Communicator):
     """The ranks of a torch.distributed process group: NCCL for tensors on CUDA devices, gloo for those on the CPU.
 

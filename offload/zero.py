@@ -24,15 +24,15 @@ from offload.errors import (
     InterruptedStepError,
     NonFiniteGradientError,
     OffloadError,
-    ResumeError,
 )
 from offload.layout import build
 from offload.module.hooks import require_free
 from offload.module.materialise import Init, Source, is_meta, source_of
 from offload.module.parameters import device_for, shaped_like
 from offload.module.recording import recorded
+from offload.module.sharing import all_or_none, require_alike, whole_line
 from offload.module.units import specs_of
-from offload.optim.adopt import require_adoptable, require_supported, retire
+from offload.optim.adopt import require_adoptable, require_supported, retire, state_dict_of, take_groups
 from offload.optim.step import StepKey
 from offload.planner.placement import place
 from offload.store.slots import check_directory
@@ -67,10 +67,11 @@ class OffloadZero(torch.optim.Optimizer):
         tuning: what only tunes speed.
         param_tier: where the parameters live outside their unit's forward and backward: "device" (None: that), "cpu" or
             "nvme"; see docs/guide.md for what is different then.
-        grad_tier, device_memory, commit_every, resume, stage, process_group: not available in
-            this version beyond their defaults; anything else is refused.
+        stage: of ZeRO, with several ranks of torch.distributed: 1, 2 or 3; None: 3 if parameters stream, else 2.
+        process_group: a ProcessGroup or 1-D DeviceMesh: the ranks that hold one partition each; None: all.
+        grad_tier, device_memory, commit_every, resume: not available in this version beyond their defaults.
 
-    Raises: ConfigError, BudgetError, PathError, PathInUseError, ResumeError; before the model is changed.
+    Raises: ConfigError, BudgetError, PathError, PathInUseError, ResumeError; before the model is changed. RankError.
 
     The numeric contract of the step is in offload/optim/reference.py: the result has the same bits on every tier,
     budget, chunk size, thread count and instruction set.
@@ -115,36 +116,26 @@ class OffloadZero(torch.optim.Optimizer):
             commit_every=commit_every,
             resume=resume,
             stage=stage,
-            process_group=process_group,
             **unknown,
         )
-        comm.require_one_rank()
-        require_free(model)
-        given = torch.optim.AdamW(model.parameters()) if optimizer is None else optimizer
-        require_adoptable(given)
-        keep, dtype = self._config.keep_fp32, self._config.compute_dtype
-        specs, params = specs_of(model, given.param_groups, keep, dtype, planned=is_meta(model))
-        device = device_for(device, params[0].device)
-        source = source_of(init)
-        source.check(model)
-        self._layout = build(specs, self._config.chunk_numel)
-        copier = copier_for(device)
-        self._placement = place(self._layout, self._config, direct=copier.direct)
-        for path in self._config.paths:
-            check_directory(path)
-
         self._model = model
         self._pid = os.getpid()
         self._timeline = Timeline()
         self._failure: BaseException | None = None
         self._step = 0
         self._skipped = 0
-        self._ages = [0] * len(specs)
         self._adopted = False
+        self._comm = comm.connect(process_group, timeline=self._timeline)
+        given = optimizer
         with ExitStack() as undo:
-            self._parts = assemble(
-                undo, self._config, self._layout, self._placement, params, device, copier, self._timeline
-            )
+            with all_or_none(self._comm):
+                require_free(model)
+                given = torch.optim.AdamW(model.parameters()) if given is None else given
+                source = source_of(init)
+                copier = self._assemble(undo, given, source, device)
+            config = self._config
+            options = (config.stage, config.accumulation, config.param_tier, config.bucket_bytes)
+            require_alike(self._comm, self._layout, *options)
             super().__init__(given.param_groups, dict(given.defaults))
             self._adopted = True
             self._attached = self._attach(copier, source)
@@ -152,6 +143,29 @@ class OffloadZero(torch.optim.Optimizer):
         retire(given)
         with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
             print(self._placement.describe(self._layout, self._config), file=sys.stderr)
+
+    def _assemble(
+        self, undo: ExitStack, given: torch.optim.Optimizer, source: Source, device: torch.device | str | None
+    ) -> Copier:
+        """Plans, then reserves memory and opens files. Raises as the constructor does; the model is not touched."""
+        require_adoptable(given)
+        keep, dtype, model, ranks = self._config.keep_fp32, self._config.compute_dtype, self._model, self._comm
+        specs, params = specs_of(model, given.param_groups, keep, dtype, planned=is_meta(model))
+        self._ages = [0] * len(specs)
+        device = device_for(device, params[0].device)
+        source.check(model)
+        self._config = configuration.over_ranks(
+            self._config, ranks=ranks.size, ranks_on_node=ranks.ranks_on_node, device=device
+        )
+        self._layout = build(specs, self._config.chunk_numel, ranks=ranks.size, rank=ranks.rank)
+        copier = copier_for(device)
+        self._placement = place(self._layout, self._config, direct=copier.direct)
+        for path in self._config.paths:
+            check_directory(path)
+        self._parts = assemble(
+            undo, self._config, self._layout, self._placement, params, device, copier, self._timeline, ranks
+        )
+        return copier
 
     def _attach(self, copier: Copier, source: Source) -> Attachment:
         return Attachment(
@@ -210,8 +224,7 @@ class OffloadZero(torch.optim.Optimizer):
         self._parts.parameters.require_all_of(self._model, self.param_groups)
         self._attached.hooks.take_assigned()
         active = [n for n in range(len(self._ages)) if self._parts.sink.has(n) and self._attached.hooks.is_marked(n)]
-        self._parts.sink.collect(active)
-        return active
+        return self._parts.sink.collect(active)
 
     def _all_finite(self, active: Sequence[int]) -> bool:
         bad = self._parts.sink.not_finite(active)
@@ -241,8 +254,7 @@ class OffloadZero(torch.optim.Optimizer):
 
     def _consume(self) -> None:
         self._parts.sink.scale = 1.0
-        for number in range(len(self._ages)):
-            self._parts.sink.forget(number)
+        self._parts.sink.forget_all()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clips the gradients of this step to a 2-norm of `max_norm`, over all parameters together.
@@ -277,8 +289,10 @@ class OffloadZero(torch.optim.Optimizer):
         number = self._number(param)
         if number not in self._collect():
             return None
-        line = self._parts.sink.line(number).float() * self._parts.sink.scale
-        return shaped_like(param, line)
+        first, last = self._layout.held_of(number)
+        line = torch.empty(param.numel(), dtype=torch.float32, device="cpu")
+        line[first:last] = self._parts.sink.line(number).float() * self._parts.sink.scale
+        return shaped_like(param, whole_line(self._comm, self._layout, number, line))
 
     def gathered(
         self, module_or_params: nn.Module | Tensor | Iterable[Tensor], *, writable: bool = False
@@ -299,7 +313,8 @@ class OffloadZero(torch.optim.Optimizer):
         self._attached.landing.everything()
         self._attached.take_outside_writes()
         lines = self._parts.masters.states(number, self._step)
-        shaped: dict[str, Any] = {kind: shaped_like(param, line) for kind, line in lines.items()}
+        whole = {kind: whole_line(self._comm, self._layout, number, line) for kind, line in lines.items()}
+        shaped: dict[str, Any] = {kind: shaped_like(param, line) for kind, line in whole.items()}
         return shaped | {"step": self._ages[number]}
 
     def stats(self) -> dict[str, Any]:
@@ -342,16 +357,7 @@ class OffloadZero(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Groups, step and path; no tensors: those are in the tiers."""
-        params = [param for group in self.param_groups for param in group["params"]]
-        numbers = {param: number for number, param in enumerate(params)}
-        groups = [{**group, "params": [numbers[param] for param in group["params"]]} for group in self.param_groups]
-        paths = [str(path) for path in self._config.paths]
-        return {
-            "state": {},
-            "param_groups": groups,
-            "step": self._step,
-            "path": paths[0] if len(paths) == 1 else paths or None,
-        }
+        return state_dict_of(self.param_groups, self._step, [str(path) for path in self._config.paths])
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -359,17 +365,7 @@ class OffloadZero(torch.optim.Optimizer):
 
         Raises: ResumeError if it is of another step, or its groups do not match.
         """
-        groups = state_dict["param_groups"]
-        sizes = [len(group["params"]) for group in self.param_groups]
-        if [len(group["params"]) for group in groups] != sizes:
-            raise ResumeError(f"the state dict's groups do not match the {len(sizes)} groups of {sizes} parameters")
-        if state_dict.get("step") != self._step:
-            raise ResumeError(
-                f"the state dict is of step {state_dict.get('step')}, this optimizer is at step {self._step}, and "
-                "masters and moments are not in a state dict: resuming is not available in this version"
-            )
-        for mine, theirs in zip(self.param_groups, groups, strict=True):
-            mine.update({key: value for key, value in theirs.items() if key != "params"})
+        take_groups(self.param_groups, self._step, state_dict)
 
     # Living and ending.
 
@@ -399,6 +395,8 @@ class OffloadZero(torch.optim.Optimizer):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and self._comm.size > 1:
+            self._cut_off(error)  # the other ranks may be elsewhere: nothing is done together any more
         # What is being raised is the cause; an error of the ending follows from it.
         with suppress(OffloadError) if error is not None else nullcontext():
             self.close()
@@ -417,6 +415,7 @@ class OffloadZero(torch.optim.Optimizer):
                 "start again"
             ) from self._failure
         try:
+            self._comm.check()
             for store in self._parts.stores:
                 store.check()
         except OffloadError as error:

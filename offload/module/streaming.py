@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offload.collectives import Work
 from offload.copies import Copier, Copy
 from offload.errors import OffloadError, StateError
 from offload.layout import Chunk, Layout
@@ -69,7 +70,8 @@ class Streaming:
     Args: store: the 16-bit parameters of all chunks; depth: units brought ahead of the one in use; leases: how many
     chunks of the store may be on their way to the device at once; is_pending: whether a unit's new values are still to
     be made, by name; usable: raises if the store cannot be used; take_writes: takes over what was written to
-    parameters that are here, calling `write_back`.
+    parameters that are here, calling `write_back`; gather: launches the gathering of a flat from all ranks' partitions,
+    of which the store has this rank's; None: it has all.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Streaming:
         is_pending: Callable[[str], bool],
         usable: Callable[[], None],
         take_writes: Callable[[], None],
+        gather: Callable[[int], Work] | None = None,
     ) -> None:
         self._layout = layout
         self._parameters = parameters
@@ -96,6 +99,8 @@ class Streaming:
         self._is_pending = is_pending
         self._usable = usable
         self._take_writes = take_writes
+        self._gather = gather
+        self._gathers: dict[str, list[Work]] = {}
         self._flats_of: dict[str, list[int]] = {flat.unit: [] for flat in layout.flats}
         for flat in layout.flats:
             self._flats_of[flat.unit].append(flat.index)
@@ -234,10 +239,12 @@ class Streaming:
             self.refresh(flat)
 
     def refresh(self, flat: int) -> None:
-        """Brings the values of a flat, which is here, from the store again."""
+        """Brings the values of a flat, which is here, from the store again, and from the other ranks."""
         for chunk in self._chunks_of[flat]:
             with self._store.lease(chunk.index, step=0) as lease:
                 self._copier.to_device(self._in_store(lease.arrays[0], chunk), self._on_device(chunk)).wait()
+        if self._gather is not None:
+            self._gather(flat).wait()
 
     def find_writes(self, numbers: Iterable[int]) -> None:
         """Notes as written to which of these parameters, all here, differ from the store: `p.data.copy_` leaves no
@@ -312,6 +319,10 @@ class Streaming:
                 self._parameters.allocate(flat)
                 for chunk in self._chunks_of[flat]:
                     self._start_chunk(unit, chunk)
+            if self._gather is not None:
+                self._wait_for_copies(unit)
+                for flat in self._flats_of[unit]:
+                    self._gathers.setdefault(unit, []).append(self._gather(flat))
         except BaseException:
             self._release(unit)  # half of it is not coming
             raise
@@ -337,6 +348,12 @@ class Streaming:
         self._move(unit, Where.HERE)
 
     def _wait_for(self, unit: str) -> None:
+        self._wait_for_copies(unit)
+        for work in self._gathers.get(unit, ()):
+            work.wait()
+        self._gathers.pop(unit, None)
+
+    def _wait_for_copies(self, unit: str) -> None:
         while any(one == unit for one, _, _ in self._coming):
             self._finish_one()
 

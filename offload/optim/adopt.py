@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from offload.errors import ConfigError, GradientMovedError
+from offload.errors import ConfigError, GradientMovedError, ResumeError
 
 
 def require_adoptable(optimizer: torch.optim.Optimizer) -> None:
@@ -29,6 +29,36 @@ def require_supported(groups: Sequence[Mapping[str, Any]]) -> None:
         for option in ("amsgrad", "maximize", "differentiable"):
             if group.get(option):
                 raise ConfigError(f"param group {number} has {option}=True, which is not supported: set it to False")
+
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+def state_dict_of(groups: Groups, step: int, paths: Sequence[str]) -> dict[str, Any]:
+    """What an optimizer's state_dict has: the groups, with parameters by number; no tensors."""
+    params = [param for group in groups for param in group["params"]]
+    numbers = {param: number for number, param in enumerate(params)}
+    numbered = [{**group, "params": [numbers[param] for param in group["params"]]} for group in groups]
+    path = paths[0] if len(paths) == 1 else list(paths) or None
+    return {"state": {}, "param_groups": numbered, "step": step, "path": path}
+
+
+def take_groups(mine: Sequence[dict[str, Any]], step: int, state_dict: Mapping[str, Any]) -> None:
+    """Takes hyper-parameters from a state_dict; `step` is the optimizer's.
+
+    Raises: ResumeError if it is of another step, or its groups do not match.
+    """
+    groups = state_dict["param_groups"]
+    sizes = [len(group["params"]) for group in mine]
+    if [len(group["params"]) for group in groups] != sizes:
+        raise ResumeError(f"the state dict's groups do not match the {len(sizes)} groups of {sizes} parameters")
+    if state_dict.get("step") != step:
+        raise ResumeError(
+            f"the state dict is of step {state_dict.get('step')}, this optimizer is at step {step}, and "
+            "masters and moments are not in a state dict: resuming is not available in this version"
+        )
+    for own, theirs in zip(mine, groups, strict=True):
+        own.update({key: value for key, value in theirs.items() if key != "params"})
 
 
 def retire(optimizer: torch.optim.Optimizer) -> None:

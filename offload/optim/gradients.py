@@ -14,6 +14,7 @@ order; on the CPU everything happens inside the hook.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
@@ -52,11 +53,81 @@ def arena_bytes(layout: Layout, accumulation: int, *, direct: bool) -> int:
     return flats + bounces + carved_bytes(8 * _sums_numel(layout))
 
 
-class GradientSink:
-    """See [Note: the way of a gradient]. Parameters are named by their index in `layout.specs`.
+class Gradients(ABC):
+    """Where gradients go. Parameters are named by their index in `layout.specs`.
 
     Attributes: accumulation, micro-batches a step; scale, by which the step multiplies what is held (clipping).
     """
+
+    accumulation: int
+    scale: float
+
+    @abstractmethod
+    def line(self, param: int) -> Tensor:
+        """The buffer of what this rank holds of `param`'s gradient: 1-D, on the CPU, in the order of its memory."""
+
+    @abstractmethod
+    def chunk(self, index: int) -> Tensor:
+        """The gradients of a chunk's elements: shape (chunk.numel,), on the CPU."""
+
+    @abstractmethod
+    def has(self, param: int) -> bool:
+        """Whether a gradient of `param` arrived since it was last forgotten."""
+
+    @abstractmethod
+    def arrive(self, param: int, grad: Tensor) -> None:
+        """Takes the gradient of one micro-batch: shape (numel,), on the model's device, as the parameter's dtype.
+
+        It may still be under way when this returns. Raises: AccumulationError if one more than declared came.
+        """
+
+    @abstractmethod
+    def forget(self, param: int) -> None:
+        """The next gradient of `param` begins anew."""
+
+    @abstractmethod
+    def forget_all(self) -> None:
+        """The next gradients begin anew."""
+
+    @abstractmethod
+    def collect(self, params: Collection[int]) -> list[int]:
+        """Waits until the gradients of `params`, all of which must have arrived, are in RAM, summed and checked.
+
+        Returns: those of which there are gradients: `params`, and what other ranks have.
+        """
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Waits for what is under way."""
+
+    @abstractmethod
+    def norm(self, params: Collection[int]) -> float:
+        """The 2-norm over `params`, in fp64; inf or nan if one of them is not finite. After `collect`.
+
+        The sum over blocks is exactly rounded (fsum), so it does not depend on their order.
+        """
+
+    @abstractmethod
+    def not_finite(self, params: Collection[int]) -> list[int]:
+        """Which of `params` hold NaN or Inf. After `collect`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Waits for what is under way, as far as it writes into the arena."""
+
+
+def too_often(name: str, accumulation: int) -> AccumulationError:
+    """A gradient came once more than was declared."""
+    return AccumulationError(
+        f"{name} got its gradient a {_ordinal(accumulation + 1)} time before step(): "
+        f"declare it with OffloadZero(..., accumulation={accumulation + 1}), "
+        "or call step() or zero_grad() after each backward (with reentrant checkpointing, a module used twice "
+        "counts twice: set use_reentrant=False)"
+    )
+
+
+class GradientSink(Gradients):
+    """Of a rank that is alone: all gradients. See [Note: the way of a gradient]."""
 
     def __init__(
         self,
@@ -99,32 +170,19 @@ class GradientSink:
         return list(sums.split(sizes)) if sizes else []
 
     def line(self, param: int) -> Tensor:
-        """The buffer of `param`'s gradient: shape (numel,), on the CPU, in the order of the parameter's memory."""
         flat, offset = self._layout.places[param]
         return self._flats[flat][offset : offset + self._layout.specs[param].numel]
 
     def chunk(self, index: int) -> Tensor:
-        """The gradients of a chunk's elements: shape (chunk.numel,), on the CPU."""
         chunk = self._layout.chunks[index]
         return self._flats[chunk.flat][chunk.start : chunk.start + chunk.numel]
 
     def has(self, param: int) -> bool:
-        """Whether a gradient of `param` arrived since it was last forgotten."""
         return self._arrived[param] > 0
 
     def arrive(self, param: int, grad: Tensor) -> None:
-        """Takes the gradient of one micro-batch: shape (numel,), on the model's device, as the parameter's dtype.
-
-        It may still be under way when this returns. Raises: AccumulationError if one more than declared came.
-        """
         if self._arrived[param] == self.accumulation:
-            name = self._layout.specs[param].name
-            raise AccumulationError(
-                f"{name} got its gradient a {_ordinal(self.accumulation + 1)} time before step(): "
-                f"declare it with OffloadZero(..., accumulation={self.accumulation + 1}), "
-                "or call step() or zero_grad() after each backward (with reentrant checkpointing, a module used twice "
-                "counts twice: set use_reentrant=False)"
-            )
+            raise too_often(self._layout.specs[param].name, self.accumulation)
         first = self._arrived[param] == 0
         self._arrived[param] += 1
         self._generation[param] += 1
@@ -142,39 +200,38 @@ class GradientSink:
             self._timeline.count("device_to_host_bytes", size)
 
     def forget(self, param: int) -> None:
-        """The next gradient of `param` begins anew."""
         self._arrived[param] = 0
 
-    def collect(self, params: Collection[int]) -> None:
-        """Waits until the gradients of `params`, all of which must have arrived, are in RAM, summed and checked."""
+    def forget_all(self) -> None:
+        self._arrived = [0] * len(self._arrived)
+
+    def collect(self, params: Collection[int]) -> list[int]:
         with self._timeline.span("gradient_s"):
-            while self._pending:
-                # Forgotten only when it is done: whoever is interrupted here has to wait again.
-                param, work = self._pending[0]
-                if not work.done():
-                    with self._waiting("wait for gradient", param):
-                        wait([work])
-                work.result()
-                del self._pending[0]
+            self.drain()
             for param in params:
                 if self._summed[param] != self._generation[param]:
                     self._sum(param, self._generation[param])
+        return list(params)
+
+    def drain(self) -> None:
+        while self._pending:
+            # Forgotten only when it is done: whoever is interrupted here has to wait again.
+            param, work = self._pending[0]
+            if not work.done():
+                with self._waiting("wait for gradient", param):
+                    wait([work])
+            work.result()
+            del self._pending[0]
 
     def norm(self, params: Collection[int]) -> float:
-        """The 2-norm over `params`, in fp64; inf or nan if one of them is not finite. After `collect`.
-
-        The sum over blocks is exactly rounded (fsum), so it does not depend on their order.
-        """
         return math.sqrt(math.fsum(chain.from_iterable(self._sums[param].numpy() for param in params)))
 
     def not_finite(self, params: Collection[int]) -> list[int]:
-        """Which of `params` hold NaN or Inf. After `collect`."""
         if math.isfinite(self.norm(params)):
             return []
         return [param for param in params if not math.isfinite(self.norm([param]))]
 
     def close(self) -> None:
-        """Waits for what is under way."""
         if self._worker is not None:
             self._worker.shutdown(wait=True)
 

@@ -16,6 +16,7 @@ from offload import config as configuration
 from offload.config import LEAST_IN_FLIGHT, Config, Tuning
 from offload.errors import BudgetError
 from offload.layout import Layout, build
+from offload.module.reduction import Reduction
 from offload.module.units import ROOT, specs_of
 from offload.optim import gradients, step
 from offload.planner.machine import free_memory
@@ -92,7 +93,7 @@ def place(layout: Layout, config: Config, *, direct: bool) -> Placement:
     Raises: BudgetError naming what is needed, what is there and the option that would fix it.
     """
     given = config.cpu_memory
-    budget = free_memory() // 2 if given is None else given
+    budget = free_memory() // 2 // config.ranks_on_node if given is None else given
     records = records_of(layout, split_master=config.split_master)
     sizes = [record.nbytes for record in records]
     params = _params_pool(layout, config)
@@ -155,7 +156,8 @@ def _device_bytes(layout: Layout, config: Config) -> int:
     one in use, the one before it and those brought ahead."""
     units: dict[str, int] = {}
     for flat in layout.flats:
-        units[flat.unit] = units.get(flat.unit, 0) + flat.numel * flat.dtype.itemsize
+        size = layout.padded_numel(flat.index) * flat.dtype.itemsize
+        units[flat.unit] = units.get(flat.unit, 0) + size
     if config.param_tier == "device":
         return sum(units.values())
     root = units.pop(ROOT, 0)
@@ -163,6 +165,9 @@ def _device_bytes(layout: Layout, config: Config) -> int:
 
 
 def _fixed_bytes(layout: Layout, config: Config, *, direct: bool) -> int:
+    if layout.ranks > 1:
+        assert config.stage is not None
+        return Reduction(layout, config.stage, config.accumulation, config.bucket_bytes).arena_bytes
     return gradients.arena_bytes(layout, config.accumulation, direct=direct) + step.arena_bytes(
         layout,
         config.accumulation,

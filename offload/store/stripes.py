@@ -32,7 +32,8 @@ def assign(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
 class Stripes:
     """The slots of all chunks, found by chunk.
 
-    Args: directories: one or more, all different; weights: their bandwidths; records: what each chunk holds.
+    Args: directories: one or more, all different; weights: their bandwidths; records: what each chunk
+    holds; rank: whose.
     Raises: as SlotFile, naming the directory; then nothing is left behind in any of them.
     """
 
@@ -43,6 +44,7 @@ class Stripes:
         weights: Sequence[float],
         records: Sequence[Record],
         timeline: Timeline | None = None,
+        rank: int = 0,
     ) -> None:
         for directory in directories:
             check_directory(directory)
@@ -54,7 +56,9 @@ class Stripes:
             for number, directory in enumerate(directories):
                 held = [chunk for chunk, path in enumerate(chosen) if path == number]
                 stripe = (number, len(directories))
-                file = SlotFile(engine, directory, records, held=held, run_id=run_id, stripe=stripe, timeline=timeline)
+                file = SlotFile(
+                    engine, directory, records, held=held, run_id=run_id, stripe=stripe, timeline=timeline, rank=rank
+                )
                 undo.callback(file.abandon)
                 self._files.append(file)
                 self._of |= dict.fromkeys(held, file)

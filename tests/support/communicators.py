@@ -19,6 +19,9 @@ class _Around(Communicator):
     def stats(self) -> dict[str, int]:
         return self._inner.stats()
 
+    def check(self) -> None:
+        self._inner.check()
+
     def close(self) -> bool:
         return self._inner.close()
 
