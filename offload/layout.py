@@ -4,9 +4,9 @@
 A *flat* is one unit's parameters of one dtype, end to end, each starting at a multiple of ALIGN_NUMEL elements
 (the gaps belong to no parameter). With one rank a flat is also the partition that the rank owns; over several it is
 padded to as many equal *partitions*, and a layout is that of one rank: flats whole, chunks of its own partitions. A
-*chunk* is a slice of at most `chunk_numel` elements of a partition, with its place in the flat. A *piece* is the part of one
-parameter that lies in one chunk, a *segment* a run of pieces that one Adam call can do, because param group and step
-count are the same.
+*chunk* is a slice of at most `chunk_numel` elements of a partition, with its place in the flat. A *piece* is the part
+of one parameter that lies in one chunk, a *segment* a run of pieces that one Adam call can do, because param group and
+step count are the same.
 
           parameter 0          gap  parameter 1                parameter 2
     flat  |--------------------|....|-------------------------||-----|

@@ -206,8 +206,10 @@ def least_cpu_memory(
     accumulation: int = 1,
     param_tier: str | None = None,
     tuning: Tuning | None = None,
+    stage: int | None = None,
+    ranks: int = 1,
 ) -> int:
-    """The least `cpu_memory`, in bytes, with which `OffloadZero(model, ..., tier="nvme")` runs.
+    """The least `cpu_memory`, in bytes, with which `OffloadZero(model, ..., tier="nvme")` runs on each of `ranks`.
 
     Raises: ConfigError as `OffloadZero` does.
     """
@@ -219,12 +221,18 @@ def least_cpu_memory(
         accumulation=accumulation,
         param_tier=param_tier,
         tuning=tuning,
+        stage=stage,
     )
     groups = [{"params": list(model.parameters())}] if optimizer is None else optimizer.param_groups
     specs, params = specs_of(model, groups, config.keep_fp32, config.compute_dtype)
-    layout = build(specs, config.chunk_numel)
+    device = params[0].device
+    config = configuration.over_ranks(config, ranks=ranks, ranks_on_node=1, device=device)
+    layouts = (build(specs, config.chunk_numel, ranks=ranks, rank=rank) for rank in range(ranks))
+    return max(_least(layout, config, direct=device.type == "cpu") for layout in layouts)
+
+
+def _least(layout: Layout, config: Config, *, direct: bool) -> int:
     sizes = [record.nbytes for record in records_of(layout, split_master=config.split_master)]
-    direct = params[0].device.type == "cpu"
     pool = _params_pool(layout, config)
     fixed = _fixed_bytes(layout, config, direct=direct) + (pool.nbytes if pool else 0)
     return fixed + min(LEAST_IN_FLIGHT * max(sizes, default=0), sum(sizes))

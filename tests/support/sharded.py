@@ -22,6 +22,7 @@ from offload.collectives import Communicator
 from offload.layout import Layout
 from offload.module.parameters import line_like
 from offload.optim import reference
+from offload.planner import least_cpu_memory
 from tests.support import models
 from tests.support.communicators import Late
 from tests.support.training import CLIP, LR, Run, schedule
@@ -51,15 +52,27 @@ def communicators(kind: str) -> Iterator[None]:
 
 
 def train(kind: str, steps: int, accumulation: int = 1, wire: str = "plain", idle: bool = False, **options: Any) -> Run:
-    """As tests.support.training.train, on this rank. Args: idle: rank 1 gets no gradient in the second step."""
+    """As tests.support.training.train, on this rank. Args: idle: see `Reference`."""
     model = models.build(kind)
     rank = torch.distributed.get_rank()
     if rank:
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 tensor.add_(random.random())  # rank 0's values count
+    if idle:
+        model.calls = rank  # type: ignore[assignment]
     run = Run()
     plain = torch.optim.AdamW(models.groups(model), lr=LR)
+    if options.get("cpu_memory") == "least":
+        given = {name: options.get(name) for name in ("param_tier", "tuning", "stage")}
+        options["cpu_memory"] = least_cpu_memory(
+            model,
+            plain,
+            accumulation=accumulation,
+            keep_fp32=models.keep_fp32(kind),
+            ranks=torch.distributed.get_world_size(),
+            **given,
+        )
     with (
         communicators(wire),
         OffloadZero(model, plain, accumulation=accumulation, keep_fp32=models.keep_fp32(kind), **options) as optimizer,
@@ -69,7 +82,7 @@ def train(kind: str, steps: int, accumulation: int = 1, wire: str = "plain", idl
         for step in range(steps):
             for _ in range(accumulation):
                 loss = next(batches)() / accumulation
-                if not (idle and step == 1 and rank == 1):
+                if not (idle and is_idle(step, rank, options.get("stage"))):
                     loss.backward()
                 run.losses.append(loss.item())
             run.norms.append(optimizer.clip_grad_norm_(CLIP).item())
@@ -88,9 +101,18 @@ def train(kind: str, steps: int, accumulation: int = 1, wire: str = "plain", idl
     return run
 
 
+def is_idle(step: int, rank: int, stage: int | None) -> bool:
+    """At stage 3 a rank without a backward would not gather what the others do."""
+    return step == 1 and rank == 1 and stage != 3
+
+
 @dataclass
 class Reference:
-    """One process that plays all ranks: torch makes the gradients, NumPy does the rest. See `train`."""
+    """One process that plays all ranks: torch makes the gradients, NumPy does the rest. See `train`.
+
+    idle: the parameters that get a gradient in turn get it at another time on each rank, and one rank none at all in
+    one step, if the stage allows that.
+    """
 
     kind: str
     ranks: int
@@ -98,11 +120,14 @@ class Reference:
     accumulation: int = 1
     sums_locally: bool = False
     idle: bool = False
+    stage: int | None = None
     losses: list[list[float]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.models = [models.build(self.kind) for _ in range(self.ranks)]
+        for rank, model in enumerate(self.models if self.idle else ()):
+            model.calls = rank  # type: ignore[assignment]
         numbers = {spec.name: number for number, spec in enumerate(self.layout.specs)}
         first = dict(self.models[0].named_parameters())
         self.number_of = {name: numbers[name] for name in first if name in numbers}
@@ -134,7 +159,7 @@ class Reference:
                 for rank, model in enumerate(self.models):
                     loss = next(self.batches[rank])() / self.accumulation
                     self.losses[-1].append(loss.item())
-                    if not (self.idle and step == 1 and rank == 1):
+                    if not (self.idle and is_idle(step, rank, self.stage)):
                         loss.backward()
                     found[-1].append(self._take_gradients(model))
             self._step(step, self._averaged(found))
