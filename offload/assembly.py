@@ -75,6 +75,7 @@ class Parts:
             "io_engine": self.io_engine,
             "rank": self.comm.rank,
             "ranks": self.comm.size,
+            "held_bytes": placement.held_bytes,
             **self.comm.stats(),
         }
 

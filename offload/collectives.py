@@ -112,11 +112,11 @@ class Communicator(ABC):
 
     def barrier(self) -> None:
         """Returns when every rank has called it. Raises: RankError."""
-        self.gather(torch.zeros(1, dtype=torch.uint8))
+        self.gather(torch.zeros(1, dtype=torch.uint8, device="cpu"))
 
     def any_true(self, flag: bool) -> bool:
         """Whether `flag` is true on one rank at least. Raises: RankError."""
-        return bool(self.gather(torch.tensor([flag])).any())
+        return bool(self.gather(torch.tensor([flag], device="cpu")).any())
 
     def all_agree(self, text: str) -> bool:
         """Whether all ranks gave the same text, a description of the layout, say. Raises: RankError."""
@@ -130,9 +130,9 @@ class Communicator(ABC):
         Each rank's sum travels without rounding, as a few doubles, so neither their number nor the ranks' matters.
         Returns: inf or nan if a value is not finite. Raises: RankError.
         """
-        parts = torch.zeros(_DOUBLES, dtype=torch.float64)
+        parts = torch.zeros(_DOUBLES, dtype=torch.float64, device="cpu")
         own = _exact_parts(values)
-        parts[: len(own)] = torch.tensor(own, dtype=torch.float64)
+        parts[: len(own)] = torch.tensor(own, dtype=torch.float64, device="cpu")
         return _fsum(self.gather(parts).flatten().tolist())
 
 

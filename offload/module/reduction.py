@@ -192,7 +192,7 @@ class ReducedGradients(Gradients):
         if self._active is None:
             with self._timeline.span("gradient_s"):
                 self._end_rounds()
-                mine = torch.zeros(1 + len(self._arrived), dtype=torch.int64)
+                mine = torch.zeros(1 + len(self._arrived), dtype=torch.int64, device="cpu")
                 mine[0] = self._sent
                 mine[[1 + param for param in params]] = 1
                 all_of_them = self._comm.gather(mine)
@@ -225,7 +225,7 @@ class ReducedGradients(Gradients):
         if math.isfinite(self.norm(params)):
             return []
         bad = [not bool(self._sums[param].isfinite().all()) for param in params]
-        flags = self._comm.gather(torch.tensor(bad)).any(0).tolist()
+        flags = self._comm.gather(torch.tensor(bad, device="cpu")).any(0).tolist()
         return [param for param, flag in zip(params, flags, strict=True) if flag]
 
     def close(self) -> None:

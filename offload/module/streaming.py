@@ -285,11 +285,12 @@ class Streaming:
         if unit == ROOT or unit not in self._where:
             self._bring(unit)
             return
+        # Once for all modules of a unit: it may come a second time in what is ahead, in the backward.
         if not self._entered or self._entered[-1] != unit:
             self._entered.append(unit)
-        if unit in self._ahead:
-            while self._ahead.popleft() != unit:
-                pass
+            if unit in self._ahead:
+                while self._ahead.popleft() != unit:
+                    pass
         following = list(dict.fromkeys(self._ahead))[: self._depth]
         self._release_others(unit, *following)
         self._bring(unit)

@@ -6,14 +6,14 @@ buffers that the others stream through. It is one computation with different bud
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from offload import config as configuration
-from offload.config import LEAST_IN_FLIGHT, Config, Tuning
+from offload.config import LEAST_IN_FLIGHT, MASTER_ITEM_BYTES, Config, Tuning
 from offload.errors import BudgetError
 from offload.layout import Layout, build
 from offload.module.reduction import Reduction
@@ -22,7 +22,7 @@ from offload.optim import gradients, step
 from offload.planner.machine import free_memory
 from offload.sizes import format_bytes
 from offload.store.cache import residents
-from offload.store.slots import Record, file_bytes
+from offload.store.slots import STATE_KINDS, Record, file_bytes
 from offload.store.store import param_records_of, records_of
 
 IN_FLIGHT = 4
@@ -54,7 +54,7 @@ class Placement:
     holds in RAM; budget_bytes: what it may hold; streamed_bytes: read, and written, a step; disk_bytes: the swap
     file; device_bytes: the model's 16-bit parameters on its device; streamed_chunks: those not kept; utilisation: the
     share of the chunks' buffers that chunks fill; params: of streamed 16-bit parameters, None where they stay on the
-    device.
+    device; held_bytes: what this rank holds of each state kind, wherever it lies, gaps between parameters included.
     """
 
     kept: frozenset[int]
@@ -67,6 +67,7 @@ class Placement:
     streamed_chunks: int
     utilisation: float
     params: Pool | None = None
+    held_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def describe(self, layout: Layout, config: Config) -> str:
         """One line for people."""
@@ -129,9 +130,23 @@ def place(layout: Layout, config: Config, *, direct: bool) -> Placement:
         disk_bytes=file_bytes(slot_records(layout, config), 1) if config.tier == "nvme" else 0,
         device_bytes=_device_bytes(layout, config),
         params=params,
+        held_bytes=_held_bytes(layout, config),
         streamed_chunks=len(streamed),
         utilisation=filled / max(kept_bytes + in_flight * largest, 1),
     )
+
+
+def _held_bytes(layout: Layout, config: Config) -> dict[str, int]:
+    """By state kind; parameters that are on the device only for a while do not count."""
+    states = sum(chunk.numel for chunk in layout.chunks) * MASTER_ITEM_BYTES
+    params = gradients_held = 0
+    for flat in layout.flats:
+        part, whole = layout.part_numel(flat.index), layout.padded_numel(flat.index)
+        params += (part if config.param_tier != "device" else whole) * flat.dtype.itemsize
+        sums_locally = layout.ranks > 1 and config.stage == 1 and config.accumulation > 1
+        itemsize = 4 if config.accumulation > 1 else flat.dtype.itemsize
+        gradients_held += (whole if sums_locally else part) * itemsize
+    return {"param": params, "grad": gradients_held} | dict.fromkeys(STATE_KINDS, states)
 
 
 def slot_records(layout: Layout, config: Config) -> list[Record]:
