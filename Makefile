@@ -46,7 +46,7 @@ bench-peers-step: $(VENV)/installed .venv-peers/installed
 
 .venv-peers/installed: constraints.txt
 	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
-	$(PEERS_PIP) torch setuptools wheel ninja
+	$(PEERS_PIP) torch setuptools wheel ninja xxhash
 	DS_BUILD_OPS=0 $(PEERS_PIP) --no-build-isolation deepspeed
 	touch $@
 

@@ -53,10 +53,12 @@ class Entry:
 class Block:
     """Some steps in a row. Seconds: of all of them, and by phase and step where it was parted into phases.
 
+    trained: steps, those included that were not timed; stats, losses, read_bytes and written_bytes are of all these.
     read_bytes, written_bytes: as the kernel counted them for the process; peak_rss_bytes: since it was last reset.
     """
 
     steps: int
+    trained: int
     seconds: float
     losses: list[float]
     stats: dict[str, float]
@@ -105,7 +107,10 @@ class Contestant:
         timeline: Path | None = None,
         fresh: bool = False,
     ) -> Block:
-        """Trains `steps` steps; `fresh` forgets the peak RSS so far. Raises: ContestError."""
+        """Times `steps` steps, see [Note: what is timed] in bench/trainer.py; `fresh` forgets the peak RSS so far.
+
+        Raises: ContestError.
+        """
         orders: Orders = {
             "steps": steps,
             "batch": batch,

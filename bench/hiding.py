@@ -66,7 +66,7 @@ at once); T* = F t / 6 = {star:.0f} tokens a step.
 - **forward, backward**: plain torch's; **Adam**: the kernel alone, states in RAM; **I/O**: what the step read and
   wrote, at the bandwidth of the library's engine alone; **predicted**: forward + backward + Adam +
   max(0, I/O - forward).
-- **step**: of `{nvme}`, in blocks of {steps}, each from its first forward until its last byte is written; **ratio**:
+- **step**: of `{nvme}`, in blocks of {steps}, each from where one step returns to where the last one does; **ratio**:
   predicted by that, the median over the rounds (wanted: {target} or more). All other columns are medians too.
 - **torch**, **RAM**: whole steps of plain torch with resident fp32 masters, and of offload with its states in RAM.
 
@@ -138,7 +138,7 @@ class Bench:
             for one in turns(self._all, number)
         }
         nvme, plain = blocks[NVME], blocks[TORCH]
-        moved = (nvme.stats["nvme_read_bytes"] + nvme.stats["nvme_written_bytes"]) / steps
+        moved = (nvme.stats["nvme_read_bytes"] + nvme.stats["nvme_written_bytes"]) / nvme.trained
         return Round(
             forward_s=statistics.mean(plain.forward_s),
             backward_s=statistics.mean(plain.backward_s),

@@ -59,13 +59,15 @@ HEAD = """# Beside peers
 
 `{command}`
 
-- **step**: a block of steps by their number, from the first forward until everything is where it belongs; **spread**:
+- **step**: a block of {steps} by their number, from where one step returns to where the last one does; **spread**:
   fastest and slowest block. **f + b**: forward and backward until the last gradient is made; **optimizer**: from there
-  until the new parameters can be read; both from blocks that end every step so. Medians over the rounds.
+  until the new parameters can be read and nothing is under way; both from other blocks, in which every step waits for
+  that. Medians over the rounds.
 - **x ours**: the median over the rounds of the contestant's time by that of `{ours}` in the same round.
 - **read, written**: bytes a parameter and step, as the kernel counted them for the process.
 - **peak RSS**: of the process in the timed steps, and from its start on (building the model in fp32 takes part).
-- Same initial values (rounded to bf16), same text, AdamW, bf16; one process runs at a time, everyone in turn.
+- Same initial values (rounded to bf16), same text, AdamW without clipping, bf16. One process runs at a time, everyone
+  in turn.
 
 """
 
@@ -118,7 +120,7 @@ class Score:
 
     def moved_bytes(self, count: int) -> tuple[float, float]:
         """Read and written, a parameter and step."""
-        each = count * sum(block.steps for block in self.whole)
+        each = count * sum(block.trained for block in self.whole)
         read = sum(block.read_bytes for block in self.whole)
         return read / each, sum(block.written_bytes for block in self.whole) / each
 
@@ -294,7 +296,8 @@ def draw(results: list[Result], picture: Path) -> None:
 
 def markdown(results: list[Result], command: str) -> str:
     found = dict.fromkeys(part for result in results for part in result.versions.split(", "))
-    text = HEAD.format(hardware=hardware(), versions=", ".join(found), command=command, ours=OURS)
+    steps = " or ".join(f"{result.job.steps} steps ({result.job.name})" for result in results)
+    text = HEAD.format(hardware=hardware(), versions=", ".join(found), command=command, ours=OURS, steps=steps)
     for result in results:
         lines = [f"## {result.title}", "", *result.grid().markdown(), "", *(f"- {line}" for line in result.met())]
         text += "\n".join(lines) + "\n\n"

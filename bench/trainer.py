@@ -6,10 +6,11 @@ Says {"ready": versions} on stdout; then every line on stdin, a JSON object as `
 Between two orders it waits for the pipe, and nothing of it runs.
 
 [Note: what is timed]
-A block of steps is timed from its first forward until the parameters of its last step are in the model and nothing is
-under way on any tier; dividing by the steps gives the whole step. In a block with "phases" every step ends so, and is
-parted: forward; backward, until autograd has made its last gradient (the embeddings'); optimizer, from there until the
-new parameters can be read. What a library does with earlier gradients while backward goes on counts as backward.
+A block is timed from where the step before it returns until its last one does. That one step more goes first: what its
+step() leaves to be done is paid in the block, as what the last one leaves is paid in the next, so each has whole steps
+of a training that goes on. In a block with "phases" every step ends with everything done, and is parted: forward;
+backward, until autograd has made its last gradient (the embeddings'); optimizer, from there until the new parameters
+can be read and nothing is under way. What a library does with earlier gradients during backward counts as backward.
 
 [Note: the same start]
 Initial values are rounded to bf16 first, so that fp32 masters taken before the cast (offload, torch) and after it
@@ -61,7 +62,8 @@ class Spec(TypedDict):
 
 
 class Orders(TypedDict):
-    """steps of batch x seq tokens; phases, see [Note: what is timed]; timeline: a file to record one in, or None.
+    """steps to be timed, of batch x seq tokens; phases, see [Note: what is timed]; timeline: a file to record in, or
+    None.
 
     fresh_peak: whether the answer's peak RSS is that of these steps alone.
     """
@@ -186,6 +188,7 @@ class DeepSpeed(Trainer):
                 "type": "AdamW",
                 "params": {"lr": spec["lr"], "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY},
             },
+            "gradient_clipping": 0.0,  # otherwise it clips to a norm of 1
             "steps_per_print": 10**9,
         }
         for name in ("offload_optimizer", "offload_param"):
@@ -240,23 +243,24 @@ class Worker:
         shape = (orders["batch"], orders["seq"])
         if shape not in self._batches:
             self._batches[shape] = Batches(self._text, *shape, self._seed, torch.device("cpu"))
-        batches = [self._batches[shape]() for _ in range(orders["steps"])]
+        lead = 0 if orders["phases"] else 1
+        batches = [self._batches[shape]() for _ in range(lead + orders["steps"])]
         before, moved = self._trainer.stats(), io_bytes()
         recording = self._trainer.recording(orders["timeline"]) if orders["timeline"] else nullcontext()
         with recording:
-            answer = self._steps(batches, orders["phases"])
+            answer = self._steps(batches, lead, orders["phases"])
         after = self._trainer.stats()
         counted = {key: after[key] - before[key] for key in after if key.endswith(("_s", "_bytes"))}
         return answer | {
+            "trained": len(batches),
             "stats": counted,
             "process_bytes": {key: count - moved[key] for key, count in io_bytes().items()},
             "peak_rss_bytes": peak_rss_bytes(),
         }
 
-    def _steps(self, batches: list[tuple[Tensor, Tensor]], phases: bool) -> dict[str, Any]:
-        trainer, parts = self._trainer, []
+    def _steps(self, batches: list[tuple[Tensor, Tensor]], lead: int, phases: bool) -> dict[str, Any]:
+        trainer, parts, ends = self._trainer, [], [time.perf_counter()]
         losses: list[Tensor] = []
-        begin = time.perf_counter()
         for tokens, targets in batches:
             times = [time.perf_counter()]
             loss = trainer.forward(tokens, targets)
@@ -267,13 +271,13 @@ class Worker:
             if phases:
                 trainer.synchronize()
             times.append(time.perf_counter())
+            ends.append(times[-1])
             parts.append([end - start for start, end in pairwise(times)])
             losses.append(loss.detach())
         trainer.synchronize()
-        seconds = time.perf_counter() - begin
         names = ("forward_s", "backward_s", "optimizer_s")
         columns = {name: [part[i] for part in parts] for i, name in enumerate(names)} if phases else {}
-        return {"seconds": seconds, "losses": [float(loss) for loss in losses], **columns}
+        return {"seconds": ends[-1] - ends[lead], "losses": [float(loss) for loss in losses], **columns}
 
 
 def io_bytes() -> dict[str, int]:

@@ -90,7 +90,8 @@ INLINE vpair load_f16(const void *x) {
 }
 /* Every NaN made the one that is rounded to itself. */
 INLINE vf one_nan(vf x) {
-    return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000)));
+    __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    return _mm512_mask_mov_ps(x, nan, _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000)));
 }
 /* The upper halves of 32 bits, side by side. */
 INLINE v16 pack_upper(vpair x) {
@@ -283,7 +284,8 @@ INLINE void v16_stream(void *x, v16 v) { v16_store(x, v); }
 
 INLINE vpair load_u16(const void *from) {
     v16 x = v16_load(from);
-    return (vpair){vreinterpretq_f32_u32(vmovl_u16(vget_low_u16(x))), vreinterpretq_f32_u32(vmovl_u16(vget_high_u16(x)))};
+    return (vpair){vreinterpretq_f32_u32(vmovl_u16(vget_low_u16(x))),
+                   vreinterpretq_f32_u32(vmovl_u16(vget_high_u16(x)))};
 }
 INLINE vpair load_f16(const void *from) {
     v16 x = v16_load(from);

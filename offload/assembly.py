@@ -22,7 +22,9 @@ from offload.module.parameters import Parameters
 from offload.module.reduction import ReducedGradients
 from offload.native import Kernels, load
 from offload.native.threads import usable_cpus
-from offload.optim.gradients import Gradients, GradientSink
+from offload.optim.gradients import GradientSink
+from offload.optim.gradients import records_of as gradient_records_of
+from offload.optim.sink import Gradients
 from offload.optim.step import ParameterReturn, Step
 from offload.planner.placement import Placement, slot_records
 from offload.store.arena import Arena
@@ -33,14 +35,16 @@ from offload.timeline import Timeline
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run is made of. store: of the states; streamed: of the parameters, if they are; files: the swap files;
-    io_engine: its name, None without files."""
+    """What a run is made of. store: of the states; streamed: of the parameters, stored: of the gradients, if
+    they are there; files: the swap files; io_engine: its name, None without files."""
 
     arena: Arena
     kernels: Kernels
     sink: Gradients
     store: Store
     streamed: Store | None
+    stored: Store | None
+    returned: ParameterReturn
     parameters: Parameters
     masters: Masters
     step: Step
@@ -51,7 +55,7 @@ class Parts:
 
     @property
     def stores(self) -> tuple[Store, ...]:
-        return (self.store,) if self.streamed is None else (self.store, self.streamed)
+        return tuple(store for store in (self.store, self.streamed, self.stored) if store is not None)
 
     def stats(self, placement: Placement, initial_bytes: int) -> dict[str, Any]:
         """The counters of the parts; see OffloadZero.stats. Args: initial_bytes: written before the first step."""
@@ -111,16 +115,24 @@ def assemble(
         io_engine = engine.name
     kernels = load(config.threads or max(usable_cpus() // config.ranks_on_node, 1))
     undo.callback(kernels.close)
-    sink = _sink(config, layout, arena, kernels, copier, timeline, comm)
-    undo.callback(sink.close)
     records = records_of(layout, split_master=config.split_master)
+    stored = None
+    if placement.grads is not None:
+        first = len(slot_records(layout, config)) - len(layout.chunks)
+        grads, pool = gradient_records_of(layout, config.accumulation), placement.grads
+        stored = Store(grads, pool.kept, pool.in_flight, arena, slots, timeline, first=first)
+        undo.callback(stored.close)
+    sink = _sink(config, layout, arena, kernels, copier, timeline, stored, comm)
+    undo.callback(sink.close)
     store = Store(records, placement.kept, placement.in_flight, arena, slots, timeline)
     undo.callback(store.close)
     parameters = Parameters(layout, params, device)
     streamed = None
     if placement.params is not None:
-        pool, kinds = placement.params, param_records_of(layout)
-        streamed = Store(kinds, pool.kept, pool.in_flight, arena, slots, timeline, first=len(records))
+        pool = placement.params
+        streamed = Store(
+            param_records_of(layout), pool.kept, pool.in_flight, arena, slots, timeline, first=len(records)
+        )
         undo.callback(streamed.close)
     split_master = config.split_master
     returned = ParameterReturn(
@@ -136,6 +148,8 @@ def assemble(
         parameters=parameters,
         masters=Masters(layout, parameters, store, kernels, split_master=split_master, streamed=streamed),
         streamed=streamed,
+        stored=stored,
+        returned=returned,
         step=step,
         timeline=timeline,
         files=() if slots is None else slots.paths,
@@ -151,10 +165,11 @@ def _sink(
     kernels: Kernels,
     copier: Copier,
     timeline: Timeline,
+    stored: Store | None,
     comm: Communicator,
 ) -> Gradients:
     if comm.size == 1:
-        return GradientSink(layout, config.accumulation, arena, kernels, copier, timeline)
+        return GradientSink(layout, config.accumulation, arena, kernels, copier, timeline, stored)
     assert config.stage is not None
     return ReducedGradients(
         layout, config.stage, config.accumulation, config.bucket_bytes, arena, kernels, comm, timeline

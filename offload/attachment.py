@@ -104,7 +104,7 @@ class Attachment:
         store, pool = self._parts.streamed, placement.params
         if store is None or pool is None:
             return None
-        return Streaming(
+        streaming = Streaming(
             self._layout,
             self._parts.parameters,
             store,
@@ -117,6 +117,8 @@ class Attachment:
             take_writes=self.take_outside_writes,
             gather=self._gather if self._parts.comm.size > 1 else None,
         )
+        self._parts.returned.lands = streaming.chunk_lands
+        return streaming
 
     def _gather(self, flat: int) -> Work:
         """Puts a flat that is streamed together from all ranks' partitions; this rank's is there."""
@@ -160,6 +162,8 @@ class Attachment:
     def _model_begins(self) -> None:
         """Before each forward of the model."""
         self._parts.parameters.require_attached()
+        if self.streaming is not None and self.landing.is_unit_pending(ROOT):
+            self.streaming.open(ROOT)
         self.landing.unit(ROOT)
         if self.streaming is not None:
             self.streaming.model_begins()

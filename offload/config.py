@@ -20,6 +20,8 @@ ParamTier = Literal["device", "cpu", "nvme"]
 PathLike = str | os.PathLike[str]
 
 MASTER_ITEM_BYTES = 4
+SUM_BLOCK = 65536
+"""Elements whose squares are summed together (kernels.h: OFFLOAD_SUM_BLOCK)."""
 COMPUTE_DTYPES = (torch.bfloat16, torch.float32)
 STAGES = (1, 2, 3)
 LEAST_IN_FLIGHT = 3
@@ -73,6 +75,7 @@ class Config:
     stage: int | None = None
     bucket_bytes: int = 32 << 20
     ranks_on_node: int = 1
+    grad_tier: Tier = "cpu"
 
 
 def check(
@@ -86,6 +89,7 @@ def check(
     nonfinite: str = "raise",
     param_tier: str | None = None,
     stage: int | None = None,
+    grad_tier: str | None = None,
     tuning: Tuning | None = None,
     **reserved: Any,
 ) -> Config:
@@ -113,7 +117,7 @@ def check(
         keep_fp32=_modules(keep_fp32),
         accumulation=_accumulation(accumulation),
         skip_nonfinite=nonfinite == "skip",
-        chunk_numel=_chunk_numel(tuning.chunk),
+        chunk_numel=_chunk_numel(tuning.chunk, stored_gradients=grad_tier == "nvme"),
         in_flight=None if prefetch is None else max(prefetch + 2, LEAST_IN_FLIGHT),
         threads=_whole("Tuning.threads", tuning.threads, least=1),
         io_engine=tuning.io_engine,
@@ -122,6 +126,7 @@ def check(
         depth=1 if prefetch is None else prefetch,
         stage=_stage(stage),
         bucket_bytes=parse_bytes(tuning.bucket, "Tuning.bucket"),
+        grad_tier=_grad_tier(grad_tier, chosen),
     )
 
 
@@ -134,10 +139,15 @@ def over_ranks(config: Config, *, ranks: int, ranks_on_node: int, device: torch.
     config = replace(config, ranks_on_node=ranks_on_node)
     if ranks == 1:
         return config
-    if device.type != "cpu":
+    if device.type == "cuda":
         raise ConfigError(
             f"the model is on {device} and there are {ranks} ranks: over several ranks this version trains on the CPU "
             "only; start one process, or move the model there"
+        )
+    if config.grad_tier != "cpu":
+        raise ConfigError(
+            f"grad_tier={config.grad_tier!r} with {ranks} ranks: over several ranks gradients stay in RAM, of which a "
+            "rank holds its partition only; leave grad_tier out"
         )
     streams = config.param_tier != "device"
     stage = config.stage or (3 if streams else 2)
@@ -154,7 +164,6 @@ def over_ranks(config: Config, *, ranks: int, ranks_on_node: int, device: torch.
 def _refuse_reserved(reserved: dict[str, Any], tuning: Tuning) -> None:
     """Options that DESIGN.md names and this version cannot do yet: refused, never silently accepted."""
     taken: dict[str, tuple[object, ...]] = {
-        "grad_tier": (None, "cpu"),
         "device_memory": (None,),
         "commit_every": (None,),
         "resume": (False,),
@@ -233,6 +242,16 @@ def _stage(stage: int | None) -> int | None:
     return stage
 
 
+def _grad_tier(tier: str | None, states: Tier) -> Tier:
+    if tier is None or tier == "cpu":
+        return "cpu"
+    if tier == "nvme" and states == "cpu":
+        raise ConfigError('grad_tier="nvme" needs path="...", the directory for the swap files')
+    if tier == "nvme":
+        return "nvme"
+    raise ConfigError(f'grad_tier={tier!r} is not a tier for gradients: choose "cpu" or "nvme"')
+
+
 def _accumulation(value: int) -> int:
     checked = _whole("accumulation", value, least=1)
     if checked is None:
@@ -248,12 +267,15 @@ def _whole(option: str, value: int | None, *, least: int) -> int | None:
     return value
 
 
-def _chunk_numel(chunk: int | str) -> int:
+def _chunk_numel(chunk: int | str, *, stored_gradients: bool) -> int:
     size = parse_bytes(chunk, "Tuning.chunk")
-    if size < PAGE_BYTES:
-        raise ConfigError(f"Tuning.chunk={chunk!r} is too small: give at least {PAGE_BYTES} bytes")
-    # Whole pages: then a chunk border is a page border in the swap file and in the arena.
-    return size // PAGE_BYTES * PAGE_BYTES // MASTER_ITEM_BYTES
+    # Whole pages: then a chunk border is a page border in the swap file and in the arena. With gradients in slots a
+    # border of the blocks whose squares are summed, too: then a sum needs one chunk at a time.
+    unit = MASTER_ITEM_BYTES * SUM_BLOCK if stored_gradients else PAGE_BYTES
+    if size < unit:
+        reason = ' with grad_tier="nvme"' if stored_gradients else ""
+        raise ConfigError(f"Tuning.chunk={chunk!r} is too small{reason}: give at least {unit} bytes")
+    return size // unit * unit // MASTER_ITEM_BYTES
 
 
 def _modules(keep: Iterable[nn.Module | type[nn.Module]]) -> tuple[nn.Module | type[nn.Module], ...]:

@@ -67,9 +67,10 @@ class OffloadZero(torch.optim.Optimizer):
         tuning: what only tunes speed.
         param_tier: where the parameters live outside their unit's forward and backward: "device" (None: that), "cpu" or
             "nvme"; see docs/guide.md for what is different then.
+        grad_tier: where gradients wait for the step: "cpu" (None: that) or "nvme".
         stage: of ZeRO, with several ranks of torch.distributed: 1, 2 or 3; None: 3 if parameters stream, else 2.
         process_group: a ProcessGroup or 1-D DeviceMesh: the ranks that hold one partition each; None: all.
-        grad_tier, device_memory, commit_every, resume: not available in this version beyond their defaults.
+        device_memory, commit_every, resume: not available in this version; refused.
 
     Raises: ConfigError, BudgetError, PathError, PathInUseError, ResumeError; before the model is changed. RankError.
 
@@ -110,8 +111,8 @@ class OffloadZero(torch.optim.Optimizer):
             accumulation=accumulation,
             nonfinite=nonfinite,
             param_tier=param_tier,
-            tuning=tuning,
             grad_tier=grad_tier,
+            tuning=tuning,
             device_memory=device_memory,
             commit_every=commit_every,
             resume=resume,

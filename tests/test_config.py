@@ -42,7 +42,6 @@ def test_sizes_are_taken_as_words_or_bytes() -> None:
 
 
 RESERVED = [
-    ("grad_tier", "nvme"),
     ("device_memory", "8GiB"),
     ("commit_every", 100),
     ("commit_every", 0),
@@ -57,6 +56,8 @@ TUNING = [("split_master", "yes"), ("units", ["a"]), ("tile", 4)]
 WRONG: list[tuple[str, Any, str]] = [
     ("tier", "nvme", 'needs path="..."'),
     ("tier", "disk", 'choose "cpu" or "nvme"'),
+    ("grad_tier", "disk", 'choose "cpu" or "nvme"'),
+    ("grad_tier", "nvme", 'needs path="..."'),
     ("param_tier", "disk", 'choose "device", "cpu" or "nvme"'),
     ("param_tier", "nvme", 'needs path="..."'),
     ("tier", 3, 'choose "cpu" or "nvme"'),
@@ -155,7 +156,7 @@ def test_the_options_are_those_of_the_design_and_no_others() -> None:
     options = inspect.signature(OffloadZero.__init__).parameters
     assert list(options) == [
         "self", "model", "optimizer", "tier", "path", "param_tier", "grad_tier", "cpu_memory", "device_memory",
-        "compute_dtype", "keep_fp32", "accumulation", "nonfinite", "commit_every", "resume", "device", "stage",
+        "compute_dtype", "keep_fp32", "accumulation", "nonfinite", "commit_every", "resume", "device", "init", "stage",
         "process_group", "tuning", "unknown",
     ]  # fmt: skip
     assert [field.name for field in dataclasses.fields(Tuning)] == [

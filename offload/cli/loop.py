@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from offload import BudgetError, OffloadZero, Tuning
 from offload.cli.options import TrainOptions
 from offload.cli.progress import Progress
 from offload.cli.text import Batches, Text, cut_windows, even_starts
 from offload.models import GPT, GPTConfig
+from offload.models.gpt import initial_values
 from offload.planner import least_cpu_memory
 from offload.planner.machine import free_memory
 from offload.sizes import format_bytes
@@ -78,7 +79,10 @@ class Clock:
 
 
 def build_model(config: GPTConfig, options: TrainOptions) -> GPT:
-    """The model in fp32. Raises: BudgetError, before anything is allocated, if RAM has no room for that."""
+    """The model in fp32, or, where its parameters stream, on the meta device. Raises: BudgetError, before anything is
+    allocated, if RAM has no room for that."""
+    if options.param_tier != "device":
+        return GPT(config, device="meta")
     parameters = sum(parameter.numel() for parameter in GPT(config, device="meta").parameters())
     needed, free = 4 * parameters, free_memory()
     if needed > free:
@@ -92,7 +96,7 @@ def build_model(config: GPTConfig, options: TrainOptions) -> GPT:
     return GPT(config, options.seed)
 
 
-def build_optimizer(model: nn.Module, options: TrainOptions) -> OffloadZero:
+def build_optimizer(model: GPT, options: TrainOptions) -> OffloadZero:
     """AdamW with decay on matrices only, taken over by OffloadZero.
 
     Without --cpu-memory the NVMe tier gets the least that works, so that every chunk goes through the disk.
@@ -104,10 +108,18 @@ def build_optimizer(model: nn.Module, options: TrainOptions) -> OffloadZero:
         {"params": others, "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW(groups, lr=options.lr, betas=BETAS)
+    is_streamed = options.param_tier != "device"
     tuning = Tuning(chunk=options.chunk or Tuning().chunk, threads=options.threads)
     cpu_memory: int | str | None = options.cpu_memory
     if cpu_memory is None and options.tier == "nvme":
-        cpu_memory = least_cpu_memory(model, adamw, accumulation=options.accumulation, tuning=tuning)
+        cpu_memory = least_cpu_memory(
+            model,
+            adamw,
+            accumulation=options.accumulation,
+            param_tier=options.param_tier,
+            grad_tier=options.grad_tier,
+            tuning=tuning,
+        )
     return OffloadZero(
         model,
         adamw,
@@ -115,6 +127,10 @@ def build_optimizer(model: nn.Module, options: TrainOptions) -> OffloadZero:
         path=options.path if options.tier == "nvme" else None,
         cpu_memory=cpu_memory,
         accumulation=options.accumulation,
+        param_tier=options.param_tier,
+        grad_tier=options.grad_tier,
+        device="cuda" if is_streamed and torch.cuda.is_available() else None,
+        init=initial_values(model.config, options.seed) if is_streamed else None,
         tuning=tuning,
     )
 

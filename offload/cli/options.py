@@ -11,6 +11,7 @@ from offload.errors import ConfigError
 from offload.sizes import parse_bytes
 
 TIERS = ("nvme", "cpu")
+PARAM_TIERS = ("device", "cpu", "nvme")
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,9 @@ class TrainOptions:
     data: Path | None
     out: Path
     timeline: bool
+    param_tier: str = "device"
+    grad_tier: str = "cpu"
+    sample: int = 200
 
     def __post_init__(self) -> None:
         for option in ("steps", "batch", "seq", "accumulation", "threads"):
@@ -46,8 +50,12 @@ class TrainOptions:
             raise ConfigError(f"--lr {self.lr}: give a learning rate above 0, such as 1e-3")
         if not 0 <= self.seed < 1 << 63:
             raise ConfigError(f"--seed {self.seed}: give a whole number from 0 to 2**63 - 1")
-        if self.tier not in TIERS:
-            raise ConfigError(f"--tier {self.tier}: choose one of {', '.join(TIERS)}")
+        if self.sample < 0:
+            raise ConfigError(f"--sample {self.sample}: give a whole number, at least 0")
+        for option, tiers in (("tier", TIERS), ("param_tier", PARAM_TIERS), ("grad_tier", TIERS)):
+            if getattr(self, option) not in tiers:
+                name = option.replace("_", "-")
+                raise ConfigError(f"--{name} {getattr(self, option)}: choose one of {', '.join(tiers)}")
         for option in ("cpu_memory", "chunk"):
             value = getattr(self, option)
             if value is not None:

@@ -43,6 +43,10 @@ def plan(
     width: Annotated[int | None, typer.Option(help="Width of the model.", show_default="the preset's")] = None,
     accumulation: Annotated[int, typer.Option(help="Micro-batches a step.")] = 1,
     tier: Annotated[str, typer.Option(help="Where the optimizer states live: nvme or cpu.")] = "nvme",
+    param_tier: Annotated[
+        str, typer.Option(help="Where the parameters live outside their use: device, cpu or nvme.")
+    ] = "device",
+    grad_tier: Annotated[str, typer.Option(help="Where gradients wait for the step: cpu or nvme.")] = "cpu",
     cpu_memory: Annotated[
         str | None,
         typer.Option(
@@ -63,6 +67,7 @@ def plan(
     options = TrainOptions(
         preset=preset, steps=1, batch=1, seq=1, lr=1.0, accumulation=accumulation, tier=tier, path=Path(), keep=False,
         cpu_memory=cpu_memory, chunk=chunk, threads=None, seed=0, data=None, out=Path(), timeline=False,
+        param_tier=param_tier, grad_tier=grad_tier,
     )  # fmt: skip
     planned = planned_of(options, model_config(preset, layers, width), split_master=split_master)
     fits = _what_fits(planned)
@@ -109,6 +114,8 @@ def planned_of(options: TrainOptions, config: GPTConfig, *, split_master: bool) 
         path=options.path if options.tier == "nvme" else None,
         cpu_memory=options.cpu_memory,
         accumulation=options.accumulation,
+        param_tier=options.param_tier,
+        grad_tier=options.grad_tier,
         tuning=tuning,
     )
     if options.cpu_memory is None and options.tier == "nvme":
@@ -140,9 +147,10 @@ def summarise(planned: Planned) -> dict[str, Any]:
         "peak_cpu_bytes": placement.arena_bytes,
         "cpu_budget_bytes": placement.budget_bytes,
         "least_cpu_bytes": planned.least(),
-        "build_bytes": 4 * planned.layout.numel,
+        "build_bytes": 4 * planned.layout.numel if planned.config.param_tier == "device" else 0,
         "disk_bytes": placement.disk_bytes,
-        "streamed_bytes": placement.streamed_bytes,
+        "read_bytes": placement.read_bytes,
+        "written_bytes": placement.written_bytes,
         "bytes_per_param": explain.bytes_per_param(placement, planned.layout),
         "drive_life_steps": explain.drive_life_steps(placement),
     }
@@ -205,11 +213,10 @@ def _placement_table(summary: dict[str, Any]) -> Table:
 def _lines(summary: dict[str, Any]) -> Iterator[str]:
     yield (
         f"Peak RAM: {format_bytes(summary['peak_cpu_bytes'])} of {format_bytes(summary['cpu_budget_bytes'])} allowed; "
-        f"the least that works is {format_bytes(summary['least_cpu_bytes'])}. "
-        f"The model takes {format_bytes(summary['build_bytes'])} more while it is built in fp32."
+        f"the least that works is {format_bytes(summary['least_cpu_bytes'])}. " + _building(summary["build_bytes"])
     )
     kept, chunks = summary["kept_chunks"], summary["chunks"]
-    if kept == chunks:
+    if not summary["written_bytes"]:
         yield f"All {chunks} chunks stay in RAM: nothing is read or written in a step."
         return
     yield (
@@ -217,9 +224,16 @@ def _lines(summary: dict[str, Any]) -> Iterator[str]:
         f"Chunks fill {summary['arena_utilisation']:.0%} of the bytes reserved for them in RAM."
     )
     yield (
-        f"A step reads {format_bytes(summary['streamed_bytes'])} and writes as much, {summary['bytes_per_param']:.2f} "
+        f"A step reads {format_bytes(summary['read_bytes'])} and writes {format_bytes(summary['written_bytes'])}, "
+        f"{summary['bytes_per_param']:.2f} "
         f"bytes a parameter; a drive warranted for 600 TB written lasts {summary['drive_life_steps']:,.0f} steps."
     )
+
+
+def _building(nbytes: int) -> str:
+    if not nbytes:
+        return "The model is built in parts, on the way to its tiers."
+    return f"The model takes {format_bytes(nbytes)} more while it is built in fp32."
 
 
 def _budget_table(summary: dict[str, Any]) -> Table:

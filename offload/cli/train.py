@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from offload.cli.loop import Record
     from offload.models import GPT
 
-SAMPLE_BYTES = 200
-
 
 def train(
     preset: Annotated[str, typer.Option(help="Size of the model: 1m, 5m, 20m, 125m, 350m, 1b or 2b.")] = "5m",
@@ -32,6 +30,10 @@ def train(
     lr: Annotated[float, typer.Option(help="Learning rate at its peak: warm-up, then cosine.")] = 1e-3,
     accumulation: Annotated[int, typer.Option(help="Micro-batches a step.")] = 1,
     tier: Annotated[str, typer.Option(help="Where the optimizer states live: nvme or cpu.")] = "nvme",
+    param_tier: Annotated[
+        str, typer.Option(help="Where the parameters live outside their use: device, cpu or nvme.")
+    ] = "device",
+    grad_tier: Annotated[str, typer.Option(help="Where gradients wait for the step: cpu or nvme.")] = "cpu",
     path: Annotated[Path, typer.Option(help="Directory of the swap files.")] = Path("scratch"),
     keep: Annotated[bool, typer.Option("--keep", help="Leave the swap files there at the end.")] = False,
     cpu_memory: Annotated[
@@ -57,6 +59,7 @@ def train(
     timeline: Annotated[
         bool, typer.Option("--timeline", help="Record the last 3 steps, for ui.perfetto.dev and as a picture.")
     ] = False,
+    sample: Annotated[int, typer.Option(help="Bytes that the model writes at the end.")] = 200,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Train a byte-level GPT with OffloadZero and show what it took.
@@ -80,6 +83,9 @@ def train(
         data=data,
         out=out,
         timeline=timeline,
+        param_tier=param_tier,
+        grad_tier=grad_tier,
+        sample=sample,
     )
     _run(options, as_json=json)
 
@@ -89,7 +95,8 @@ def _run(options: TrainOptions, *, as_json: bool) -> None:
     import torch
     from rich.console import Console
 
-    from offload.cli.loop import build_model, sample, train_loop
+    from offload.cli.loop import build_model, train_loop
+    from offload.cli.loop import sample as write
     from offload.cli.plots import loss_curve
     from offload.cli.progress import progress
     from offload.cli.text import load_text
@@ -105,13 +112,15 @@ def _run(options: TrainOptions, *, as_json: bool) -> None:
 
     stderr = Console(stderr=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = build_model(config, options).to(device)
+    model = build_model(config, options)
+    if options.param_tier == "device":
+        model = model.to(device)
     with contextlib.ExitStack() as stack:
         optimizer = _take(stack, model, options)
         with progress(stderr, options.steps) as bar:
             record = train_loop(model, optimizer, text, options, device, bar)
         stats = optimizer.stats()
-        prompt, continuation = sample(model, text, SAMPLE_BYTES, options.seed, device)
+        prompt, continuation = write(model, text, options.sample, options.seed, device)
         kept = list(optimizer.files) if options.keep else []
     picture = options.out / "loss.png"
     summary = summarise(record, stats, options) | {"device": str(device), "text": text.source, "files": kept}
@@ -166,6 +175,8 @@ def summarise(record: Record, stats: dict[str, Any], options: TrainOptions) -> d
     return {
         "preset": options.preset,
         "tier": options.tier,
+        "param_tier": options.param_tier,
+        "grad_tier": options.grad_tier,
         "steps": options.steps,
         "tokens": record.tokens,
         "loss_first": record.losses[0],

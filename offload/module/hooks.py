@@ -26,7 +26,7 @@ from offload.module.marker import MovedGradient, is_moved
 from offload.module.parameters import Parameters, line_like
 from offload.module.streaming import Streaming
 from offload.module.units import ROOT, blocks_of, is_called, units_of
-from offload.optim.gradients import Gradients
+from offload.optim.sink import Gradients
 
 
 def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
@@ -206,6 +206,8 @@ class Hooks:
             self._handles.append(model.register_forward_hook(leaves, always_call=True))
 
     def _enter(self, unit: str) -> None:
+        if self._streaming is not None and self._landing.is_unit_pending(unit):
+            self._streaming.open(unit)
         self._landing.unit(unit)
         if self._streaming is not None:
             self._streaming.forward_begins(unit)

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 
@@ -28,10 +28,10 @@ from torch import Tensor
 
 from offload.collectives import Communicator, Work
 from offload.errors import AccumulationError, RankError
-from offload.layout import Layout
+from offload.layout import Chunk, Layout
 from offload.module.stages import Bucket, Buckets, cut_buckets, splits_of
 from offload.native import Kernels, sum_blocks
-from offload.optim.gradients import Gradients, too_often
+from offload.optim.sink import Gradients, too_often
 from offload.store.arena import Arena, carved_bytes
 from offload.timeline import GRADIENTS, SUMS, Timeline
 
@@ -141,6 +141,13 @@ class ReducedGradients(Gradients):
         first, last = self._layout.held_of(param)
         start = offset - self._layout.part_of(flat)[0]
         return self._parts[flat][start + first : start + last] if first < last else self._parts[flat][:0]
+
+    @contextmanager
+    def taken(self, index: int) -> Iterator[Tensor]:
+        yield self.chunk(index)
+
+    def dtype(self, chunk: Chunk) -> torch.dtype:
+        return self._plan.held[chunk.flat]
 
     def chunk(self, index: int) -> Tensor:
         chunk = self._layout.chunks[index]

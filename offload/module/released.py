@@ -59,10 +59,20 @@ class ReleasedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is torch.autograd.grad:  # which may run modules again: their guards stay up
+            return func(*_as_edges(args), **{key: _as_edges(value) for key, value in (kwargs or {}).items()})
         if func not in _NEEDS_NO_VALUES:
             _refuse(getattr(func, "__name__", str(func)))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+
+def _as_edges(tree: Any) -> Any:
+    """`tree` (nested lists, tuples) with the place in a graph for each released parameter."""
+    if isinstance(tree, ReleasedParameter):
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.autograd.graph.get_gradient_edge(tree)
+    return tuple(_as_edges(one) for one in tree) if type(tree) in (list, tuple) else tree
 
 
 def _refuse(what: str) -> NoReturn:

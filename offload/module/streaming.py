@@ -21,19 +21,20 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from enum import Enum
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from offload.collectives import Work
 from offload.copies import Copier, Copy
 from offload.errors import OffloadError, StateError
 from offload.layout import Chunk, Layout
+from offload.module.graphs import in_backward, tensors_in
 from offload.module.parameters import Parameters
 from offload.module.units import ROOT
 from offload.store.store import Store
@@ -57,11 +58,6 @@ _LEGAL = {
     (Where.COMING, Where.RELEASED),
     (Where.HERE, Where.RELEASED),
 }
-
-
-def in_backward() -> bool:
-    """Whether autograd is running on this thread: a forward inside is recomputation."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class Streaming:
@@ -118,6 +114,8 @@ class Streaming:
         self._is_training = True
         self._orders: dict[bool, Sequence[str]] = {}
         self._ahead: deque[str] = deque()
+        # Chunks that an opened unit still lacks.
+        self._missing: dict[str, set[int]] = {}
 
     def take(self, flat: int) -> None:
         """Moves a flat that has just been attached into the store."""
@@ -233,6 +231,8 @@ class Streaming:
     def landed(self, flat: int) -> None:
         """New values of a flat are in the store: what is on the device are the old ones."""
         unit = self._layout.flats[flat].unit
+        if unit in self._missing:
+            return  # they came along
         if self._where[unit] is Where.COMING:
             self._finish(unit)
         if self._where[unit] is Where.HERE:
@@ -281,17 +281,39 @@ class Streaming:
     def _is_in_use(self, unit: str) -> bool:
         return unit in self._running or unit in self._held or unit == self._backward
 
-    def _enter(self, unit: str) -> None:
-        if unit == ROOT or unit not in self._where:
-            self._bring(unit)
+    def open(self, unit: str) -> None:
+        """Memory for a unit whose new values are about to land: each chunk comes with its own, see `chunk_lands`."""
+        if self._where.get(unit) is not Where.RELEASED or not self._copier.direct:
             return
-        # Once for all modules of a unit: it may come a second time in what is ahead, in the backward.
+        if unit != ROOT:
+            self._release_others(unit, *self._follow(unit))
+        self._move(unit, Where.COMING)
+        self._missing[unit] = {chunk.index for flat in self._flats_of[unit] for chunk in self._chunks_of[flat]}
+        for flat in self._flats_of[unit]:
+            self._parameters.allocate(flat)
+
+    def chunk_lands(self, chunk: Chunk, values: Tensor) -> None:
+        """New `values` of a chunk are in RAM, and leased: of a unit that was opened they need not be read again."""
+        missing = self._missing.get(self._layout.flats[chunk.flat].unit, set())
+        if chunk.index in missing:
+            self._copier.to_device(values, self._on_device(chunk)).wait()
+            self._timeline.count("gathered_bytes", values.numel() * values.element_size())
+            missing.discard(chunk.index)
+
+    def _follow(self, unit: str) -> list[str]:
+        """Notes that a unit is entered; returns those expected next."""
         if not self._entered or self._entered[-1] != unit:
             self._entered.append(unit)
             if unit in self._ahead:
                 while self._ahead.popleft() != unit:
                     pass
-        following = list(dict.fromkeys(self._ahead))[: self._depth]
+        return list(dict.fromkeys(self._ahead))[: self._depth]
+
+    def _enter(self, unit: str) -> None:
+        if unit == ROOT or unit not in self._where:
+            self._bring(unit)
+            return
+        following = self._follow(unit)
         self._release_others(unit, *following)
         self._bring(unit)
         for other in following:
@@ -309,6 +331,10 @@ class Streaming:
     def _bring(self, unit: str) -> None:
         if self._where.get(unit) is Where.RELEASED:
             self._start(unit)
+        if unit in self._missing:
+            for index in sorted(self._missing.pop(unit)):
+                self._start_chunk(unit, self._layout.chunks[index])
+            self._start_gathering(unit)
         if self._where.get(unit) is Where.COMING:
             self._finish(unit)
 
@@ -320,13 +346,16 @@ class Streaming:
                 self._parameters.allocate(flat)
                 for chunk in self._chunks_of[flat]:
                     self._start_chunk(unit, chunk)
-            if self._gather is not None:
-                self._wait_for_copies(unit)
-                for flat in self._flats_of[unit]:
-                    self._gathers.setdefault(unit, []).append(self._gather(flat))
+            self._start_gathering(unit)
         except BaseException:
             self._release(unit)  # half of it is not coming
             raise
+
+    def _start_gathering(self, unit: str) -> None:
+        """From the other ranks, when this one's partitions are there."""
+        if self._gather is not None:
+            self._wait_for_copies(unit)
+            self._gathers[unit] = [self._gather(flat) for flat in self._flats_of[unit]]
 
     def _start_chunk(self, unit: str, chunk: Chunk) -> None:
         while len(self._coming) >= self._leases:
@@ -372,6 +401,7 @@ class Streaming:
     def _release(self, unit: str) -> None:
         if self._where.get(unit, Where.RELEASED) is Where.RELEASED:
             return
+        self._missing.pop(unit, None)
         if self._where[unit] is Where.COMING:
             self._wait_for(unit)
         else:
@@ -398,31 +428,3 @@ class Streaming:
 def _call(method: weakref.WeakMethod[Callable[[Any], None]], argument: Any, *_: Any) -> None:
     if (alive := method()) is not None:
         alive(argument)
-
-
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """The tensors in nested containers and plain objects (dataclasses, a library's output classes), each once."""
-    seen: set[int] = set()
-    left = [tree]
-    while left:
-        node = left.pop()
-        if isinstance(node, Tensor):
-            if id(node) not in seen:
-                yield node
-        elif id(node) not in seen:
-            left.extend(_inside(node))
-        seen.add(id(node))
-
-
-def _inside(node: Any) -> Iterable[Any]:
-    if node is None or isinstance(node, str | bytes | int | float | type | nn.Module):
-        return
-    if isinstance(node, dict):
-        yield from node.values()
-    elif isinstance(node, list | tuple | set | frozenset | deque):
-        yield from node
-    for kind in type(node).__mro__:
-        names = kind.__dict__.get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            yield getattr(node, name, None)
-    yield from getattr(node, "__dict__", {}).values()

@@ -18,8 +18,9 @@ import os
 import torch
 from torch import Tensor
 
+from offload.config import SUM_BLOCK
 from offload.errors import ClosedError, ConfigError
-from offload.native.contract import SUM_BLOCK, AdamScalars, Backend, Part, sum_blocks
+from offload.native.contract import AdamScalars, Backend, Part, sum_blocks
 from offload.native.fallback import TorchKernels
 from offload.native.library import Library, c_variants, library_path, open_library
 from offload.native.threads import Pool, usable_cpus

@@ -11,8 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-SUM_BLOCK = 65536
-"""Positions at which a sum of squares is cut (kernels.h: OFFLOAD_SUM_BLOCK)."""
+from offload.config import SUM_BLOCK
 
 Part = Callable[[int, int], None]
 """A kernel bound to its tensors, to be run on a range [low, high) of their elements."""

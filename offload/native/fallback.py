@@ -10,7 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offload.native.contract import SUM_BLOCK, AdamScalars, AdamStruct, Part
+from offload.config import SUM_BLOCK
+from offload.native.contract import AdamScalars, AdamStruct, Part
 
 _Bits = npt.NDArray[np.unsignedinteger[Any]]
 

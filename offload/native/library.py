@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.native.contract import SUM_BLOCK, AdamScalars, Part
+from offload.config import SUM_BLOCK
+from offload.native.contract import AdamScalars, Part
 
 _LIBRARY_NAME = "liboffload_kernels.so"
 

@@ -7,6 +7,9 @@ micro-batches. With the last declared micro-batch it takes the sum of squares, i
 position in its flat: so the norm costs no pass of its own, and has the same bits whatever the chunks and threads
 are. Non-finite gradients show in the same sums.
 
+With `grad_tier="nvme"` the gradients of a chunk are an item of a store of their own: leased for each piece that comes,
+kept in RAM until all of them have, written, and read again by the step. Chunks end at borders of those blocks then.
+
 On a device with memory of its own the copies run on streams, and one worker thread does what follows them, in
 order; on the CPU everything happens inside the hook.
 """
@@ -14,21 +17,23 @@ order; on the CPU everything happens inside the hook.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from queue import SimpleQueue
 
 import torch
 from torch import Tensor
 
+from offload.config import SUM_BLOCK
 from offload.copies import Copier
-from offload.errors import AccumulationError
-from offload.layout import Layout
+from offload.layout import Chunk, Layout, Piece
 from offload.native import Kernels, sum_blocks
+from offload.optim.sink import Gradients, too_often
 from offload.store.arena import Arena, carved_bytes
+from offload.store.slots import Record
+from offload.store.store import Store
 from offload.timeline import GRADIENTS, SUMS, TO_HOST, Timeline
 
 BOUNCES = 2
@@ -46,84 +51,18 @@ def _bounce_bytes(layout: Layout) -> int:
     return max((layout.flats[c.flat].dtype.itemsize * c.numel for c in layout.chunks), default=0)
 
 
-def arena_bytes(layout: Layout, accumulation: int, *, direct: bool) -> int:
-    """What a sink takes from the arena: the gradients, their sums of squares and, if copies need them, bounces."""
+def records_of(layout: Layout, accumulation: int) -> list[Record]:
+    """What the slot of each chunk's gradients holds, with grad_tier="nvme"."""
+    return [Record(c.numel, (_dtype(layout, c.flat, accumulation).itemsize,)) for c in layout.chunks]
+
+
+def arena_bytes(layout: Layout, accumulation: int, *, direct: bool, stored: bool = False) -> int:
+    """What a sink takes from the arena: the gradients, unless they are `stored`, their sums of squares and, if copies
+    need them, bounces."""
     flats = sum(carved_bytes(f.numel * _dtype(layout, f.index, accumulation).itemsize) for f in layout.flats)
-    bounces = 0 if direct or accumulation == 1 else BOUNCES * carved_bytes(_bounce_bytes(layout))
-    return flats + bounces + carved_bytes(8 * _sums_numel(layout))
-
-
-class Gradients(ABC):
-    """Where gradients go. Parameters are named by their index in `layout.specs`.
-
-    Attributes: accumulation, micro-batches a step; scale, by which the step multiplies what is held (clipping).
-    """
-
-    accumulation: int
-    scale: float
-
-    @abstractmethod
-    def line(self, param: int) -> Tensor:
-        """The buffer of what this rank holds of `param`'s gradient: 1-D, on the CPU, in the order of its memory."""
-
-    @abstractmethod
-    def chunk(self, index: int) -> Tensor:
-        """The gradients of a chunk's elements: shape (chunk.numel,), on the CPU."""
-
-    @abstractmethod
-    def has(self, param: int) -> bool:
-        """Whether a gradient of `param` arrived since it was last forgotten."""
-
-    @abstractmethod
-    def arrive(self, param: int, grad: Tensor) -> None:
-        """Takes the gradient of one micro-batch: shape (numel,), on the model's device, as the parameter's dtype.
-
-        It may still be under way when this returns. Raises: AccumulationError if one more than declared came.
-        """
-
-    @abstractmethod
-    def forget(self, param: int) -> None:
-        """The next gradient of `param` begins anew."""
-
-    @abstractmethod
-    def forget_all(self) -> None:
-        """The next gradients begin anew."""
-
-    @abstractmethod
-    def collect(self, params: Collection[int]) -> list[int]:
-        """Waits until the gradients of `params`, all of which must have arrived, are in RAM, summed and checked.
-
-        Returns: those of which there are gradients: `params`, and what other ranks have.
-        """
-
-    @abstractmethod
-    def drain(self) -> None:
-        """Waits for what is under way."""
-
-    @abstractmethod
-    def norm(self, params: Collection[int]) -> float:
-        """The 2-norm over `params`, in fp64; inf or nan if one of them is not finite. After `collect`.
-
-        The sum over blocks is exactly rounded (fsum), so it does not depend on their order.
-        """
-
-    @abstractmethod
-    def not_finite(self, params: Collection[int]) -> list[int]:
-        """Which of `params` hold NaN or Inf. After `collect`."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Waits for what is under way, as far as it writes into the arena."""
-
-
-def too_often(name: str, accumulation: int) -> AccumulationError:
-    """A gradient came once more than was declared."""
-    return AccumulationError(
-        f"{name} got its gradient a {_ordinal(accumulation + 1)} time before step(): "
-        f"declare it with OffloadZero(..., accumulation={accumulation + 1}), "
-        "or call step() or zero_grad() after each backward (with reentrant checkpointing, a module used twice "
-        "counts twice: set use_reentrant=False)"
-    )
+    needs_bounces = not direct and (accumulation > 1 or stored)
+    bounces = BOUNCES * carved_bytes(_bounce_bytes(layout)) if needs_bounces else 0
+    return (0 if stored else flats) + bounces + carved_bytes(8 * _sums_numel(layout))
 
 
 class GradientSink(Gradients):
@@ -137,14 +76,16 @@ class GradientSink(Gradients):
         kernels: Kernels,
         copier: Copier,
         timeline: Timeline,
+        store: Store | None = None,
     ) -> None:
         self._layout = layout
+        self._store = store
         self.accumulation = accumulation
         self._kernels = kernels
         self._copier = copier
         self._timeline = timeline
         self._flats = []
-        for flat in layout.flats:
+        for flat in layout.flats if store is None else ():
             dtype = _dtype(layout, flat.index, accumulation)
             self._flats.append(arena.carve(flat.numel * dtype.itemsize).view(dtype))
         self._sums = self._split_sums(arena.carve(8 * _sums_numel(layout)).view(torch.float64))
@@ -159,7 +100,7 @@ class GradientSink(Gradients):
         self._bounces: SimpleQueue[Tensor] = SimpleQueue()
         if not copier.direct:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="offload-gradients")
-            if accumulation > 1:
+            if accumulation > 1 or store is not None:
                 for _ in range(BOUNCES):
                     self._bounces.put(arena.carve(_bounce_bytes(layout)))
 
@@ -170,12 +111,41 @@ class GradientSink(Gradients):
         return list(sums.split(sizes)) if sizes else []
 
     def line(self, param: int) -> Tensor:
-        flat, offset = self._layout.places[param]
-        return self._flats[flat][offset : offset + self._layout.specs[param].numel]
+        if self._store is None:
+            return self._buffer(param)
+        dtype = _dtype(self._layout, self._layout.places[param][0], self.accumulation)
+        line = torch.empty(self._layout.specs[param].numel, dtype=dtype, device="cpu")
+        for index in self._layout.chunks_of[param]:
+            with self._store.lease(index, step=0) as lease:
+                for piece in self._layout.chunks[index].pieces:
+                    if piece.param == param:
+                        part = lease.arrays[0].view(dtype)[piece.chunk_offset : piece.chunk_offset + piece.numel]
+                        line[piece.param_offset : piece.param_offset + piece.numel] = part
+        return line
+
+    @contextmanager
+    def taken(self, index: int) -> Iterator[Tensor]:
+        if self._store is None:
+            yield self.chunk(index)
+            return
+        with self._store.lease(index, step=0) as lease:
+            lease.is_spent = True
+            yield lease.arrays[0].view(_dtype(self._layout, self._layout.chunks[index].flat, self.accumulation))
+
+    def expect(self, chunks: Iterable[int]) -> None:
+        if self._store is not None:
+            self._store.expect(chunks)
 
     def chunk(self, index: int) -> Tensor:
         chunk = self._layout.chunks[index]
         return self._flats[chunk.flat][chunk.start : chunk.start + chunk.numel]
+
+    def dtype(self, chunk: Chunk) -> torch.dtype:
+        return _dtype(self._layout, chunk.flat, self.accumulation)
+
+    def _buffer(self, param: int) -> Tensor:
+        flat, offset = self._layout.places[param]
+        return self._flats[flat][offset : offset + self._layout.specs[param].numel]
 
     def has(self, param: int) -> bool:
         return self._arrived[param] > 0
@@ -187,31 +157,27 @@ class GradientSink(Gradients):
         self._arrived[param] += 1
         self._generation[param] += 1
         generation = self._generation[param]
+        if not self._copier.direct:
+            self._timeline.count("device_to_host_bytes", grad.numel() * grad.element_size())
         size = grad.numel() * grad.element_size()
         with self._timeline.span("gradient_s"), self._event(GRADIENTS, "gradient", param, size):
+            if self._store is not None:
+                for piece in self._pieces(param):
+                    self._store_piece(piece, grad, first=first, generation=generation)
+                return
             if self.accumulation == 1:
-                self._then(param, self._copy(param, grad, self.line(param)))
+                self._then(param, self._copy(param, grad, self._buffer(param)))
             else:
                 for part, into in self._parts(param, grad):
                     self._accumulate(param, part, into, first=first)
             if self._arrived[param] == self.accumulation:
                 self._then(param, lambda: self._sum(param, generation))
-        if not self._copier.direct:
-            self._timeline.count("device_to_host_bytes", size)
 
     def forget(self, param: int) -> None:
         self._arrived[param] = 0
 
     def forget_all(self) -> None:
         self._arrived = [0] * len(self._arrived)
-
-    def collect(self, params: Collection[int]) -> list[int]:
-        with self._timeline.span("gradient_s"):
-            self.drain()
-            for param in params:
-                if self._summed[param] != self._generation[param]:
-                    self._sum(param, self._generation[param])
-        return list(params)
 
     def drain(self) -> None:
         while self._pending:
@@ -222,6 +188,17 @@ class GradientSink(Gradients):
                     wait([work])
             work.result()
             del self._pending[0]
+
+    def collect(self, params: Collection[int]) -> list[int]:
+        with self._timeline.span("gradient_s"):
+            self.drain()
+            for param in params:
+                if self._summed[param] != self._generation[param]:
+                    if self._store is None:
+                        self._sum(param, self._generation[param])
+                    else:
+                        self._sum_stored(param)
+        return list(params)
 
     def norm(self, params: Collection[int]) -> float:
         return math.sqrt(math.fsum(chain.from_iterable(self._sums[param].numpy() for param in params)))
@@ -275,7 +252,7 @@ class GradientSink(Gradients):
 
     def _parts(self, param: int, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """The gradient and its buffer, in parts that fit a bounce."""
-        line = self.line(param)
+        line = self._buffer(param)
         size = grad.numel() if self._copier.direct else max(_bounce_bytes(self._layout) // grad.element_size(), 1)
         yield from zip(grad.split(size or 1), line.split(size or 1), strict=True)
 
@@ -287,8 +264,12 @@ class GradientSink(Gradients):
                 else:
                     self._kernels.accumulate(into, x)
 
+        self._through_bounce(param, part, add)
+
+    def _through_bounce(self, param: int, part: Tensor, use: Callable[[Tensor], None]) -> None:
+        """Calls `use` with `part` in RAM: now, or in the worker when it has landed there."""
         if self._copier.direct:
-            add(part)
+            use(part)
             return
         # Blocks while both bounces are under way: the memory is bounded, so the device has to wait.
         with self._waiting("wait for bounce", param):
@@ -299,19 +280,57 @@ class GradientSink(Gradients):
         def finish() -> None:
             try:
                 arrived()
-                add(landed)
+                use(landed)
             finally:
                 self._bounces.put(bounce)
 
         self._then(param, finish)
 
+    def _pieces(self, param: int) -> Iterator[tuple[Chunk, Piece]]:
+        for index in self._layout.chunks_of[param]:
+            chunk = self._layout.chunks[index]
+            yield from ((chunk, piece) for piece in chunk.pieces if piece.param == param)
+
+    def _store_piece(self, place: tuple[Chunk, Piece], grad: Tensor, *, first: bool, generation: int) -> None:
+        chunk, piece = place
+        part = grad[piece.param_offset : piece.param_offset + piece.numel]
+        counts = {self._arrived[other.param] for other in chunk.pieces}
+        is_complete = self._arrived[piece.param] == self.accumulation
+
+        def put(x: Tensor) -> None:
+            assert self._store is not None
+            with self._store.lease(chunk.index, step=0) as lease:
+                lease.dirty, lease.is_unfinished = True, len(counts) > 1
+                into = lease.arrays[0].view(self.dtype(chunk))[piece.chunk_offset : piece.chunk_offset + piece.numel]
+                with self._event(SUMS, "store", piece.param):
+                    if first:
+                        self._kernels.cast(x, into)
+                    else:
+                        self._kernels.accumulate(into, x)
+                if is_complete:
+                    self._sum_piece(piece, into)
+                    self._summed[piece.param] = generation
+
+        self._through_bounce(piece.param, part, put)
+
+    def _sum_piece(self, piece: Piece, values: Tensor) -> None:
+        offset = self._layout.places[piece.param][1]
+        first = offset + piece.param_offset
+        block = first // SUM_BLOCK - offset // SUM_BLOCK
+        blocks = self._sums[piece.param][block : block + sum_blocks(first, piece.numel)]
+        with self._event(SUMS, "sum of squares", piece.param):
+            self._kernels.sum_squares(values, first, blocks)
+
+    def _sum_stored(self, param: int) -> None:
+        """Of micro-batches fewer than declared."""
+        line = self.line(param)
+        with self._event(SUMS, "sum of squares", param):
+            self._kernels.sum_squares(line, self._layout.places[param][1], self._sums[param])
+        self._summed[param] = self._generation[param]
+
     def _sum(self, param: int, generation: int) -> None:
         _, offset = self._layout.places[param]
         with self._event(SUMS, "sum of squares", param):
-            self._kernels.sum_squares(self.line(param), offset, self._sums[param])
+            self._kernels.sum_squares(self._buffer(param), offset, self._sums[param])
         # Of an older generation it says nothing about the gradient that came meanwhile.
         self._summed[param] = generation
-
-
-def _ordinal(number: int) -> str:
-    return f"{number}{'th' if 10 < number % 100 < 14 else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"

@@ -13,7 +13,7 @@ inside `land`, a flat at a time: a reader in between sees the whole old value of
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from offload.collectives import Communicator
 from offload.copies import Copier, Copy
 from offload.layout import Chunk, Layout, Segment, segments
 from offload.native import AdamScalars, Kernels
-from offload.optim.gradients import Gradients
+from offload.optim.sink import Gradients
 from offload.store.arena import Arena, carved_bytes
 from offload.store.store import Lease, Store
 from offload.timeline import ADAM, TO_DEVICE, Event, Timeline
@@ -54,6 +54,7 @@ class ParameterReturn:
     Args: flats: the model's parameters on its device, one tensor a flat of the layout; streamed: the store of all
     parameters, if they are on the device only around their use: then the new ones go there; comm: over which the
     flats on the device are put together from all ranks' partitions, None for one rank.
+    Attribute: lands: called with each chunk and its new values, on their way to that store.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class ParameterReturn:
         self._comm = comm
         self._flats = flats
         self._streamed = streamed
+        self.lands: Callable[[Chunk, Tensor], None] = lambda chunk, values: None
         self._gradients = gradients
         self._copier = copier
         self._timeline = timeline
@@ -95,7 +97,9 @@ class ParameterReturn:
         if self._streamed is not None:
             with self._streamed.lease(chunk.index, step=step, is_fresh=is_whole) as lease:
                 lease.dirty = True
-                yield self._in(lease.arrays[0].view(torch.uint8), chunk)
+                values = self._in(lease.arrays[0].view(torch.uint8), chunk)
+                yield values
+                self.lands(chunk, values)
         elif self.direct:
             yield self._on_device(chunk)
         elif self._in_place(chunk):
@@ -162,7 +166,7 @@ class ParameterReturn:
 
     def _in_place(self, chunk: Chunk) -> bool:
         """Whether a gradient is as wide as its parameter, so that one can be written over the other."""
-        return self._gradients.chunk(chunk.index).dtype is self._flats[chunk.flat].dtype
+        return self._gradients.dtype(chunk) is self._flats[chunk.flat].dtype
 
     def _resting(self, chunk: Chunk) -> Tensor:
         return self._in(self._gradients.chunk(chunk.index).view(torch.uint8), chunk)
@@ -242,6 +246,7 @@ class Step:
         self._pending = {flat: works for flat, works in queue.items() if flat in changed}
         works = [work for works in self._pending.values() for work in works]
         self._store.expect(work.chunk.index for work in works)
+        self._gradients.expect(work.chunk.index for work in works)
         if self._worker is not None:
             for work in works:
                 work.done = self._worker.submit(self._run, work)
@@ -278,18 +283,18 @@ class Step:
             with (
                 self._returned.into(work.chunk, step=work.step, is_whole=is_whole) as target,
                 self._store.lease(work.chunk.index, step=work.step) as lease,
+                self._gradients.taken(work.chunk.index) as grads,
             ):
                 lease.dirty = True
                 is_split = lease.master.dtype is torch.int16
                 current = self._returned.current(work.chunk, target) if is_split else None
                 with self._timeline.span("adam_s"), self._timeline.event(ADAM, "Adam", chunk=work.chunk.index):
-                    self._adam(work, lease, current, target)
+                    self._adam(work, lease, grads, current, target)
         except BaseException as error:
             self._failure = error
             raise
 
-    def _adam(self, work: _Work, lease: Lease, current: Tensor | None, target: Tensor) -> None:
-        grads = self._gradients.chunk(work.chunk.index)
+    def _adam(self, work: _Work, lease: Lease, grads: Tensor, current: Tensor | None, target: Tensor) -> None:
         for run in work.runs:
             part, scalars = slice(run.start, run.stop), work.scalars[run.key]
             master, new = lease.master[part], target[part]

@@ -131,7 +131,7 @@ def _in_ram(placement: Placement, planned: Planned) -> Iterator[Row]:
     records = planned.records
     streamed = [record.nbytes for chunk, record in enumerate(records) if chunk not in placement.kept]
     rows = [
-        Row("grad", "cpu", gradients.arena_bytes(planned.layout, planned.config.accumulation, direct=planned.direct)),
+        Row("grad", "cpu", _gradient_bytes(planned)),
         *_states([records[chunk] for chunk in placement.kept], "cpu"),
         Row("param", "cpu", placement.params.kept_bytes if placement.params else 0),
         Row("buffers", "cpu", placement.in_flight * max(streamed, default=0) + _param_buffers(placement)),
@@ -140,8 +140,15 @@ def _in_ram(placement: Placement, planned: Planned) -> Iterator[Row]:
     yield Row("rest", "cpu", placement.arena_bytes - sum(row.nbytes for row in rows))
 
 
+def _gradient_bytes(planned: Planned) -> int:
+    config = planned.config
+    stored = config.grad_tier == "nvme"
+    return gradients.arena_bytes(planned.layout, config.accumulation, direct=planned.direct, stored=stored)
+
+
 def _param_buffers(placement: Placement) -> int:
-    return placement.params.in_flight * placement.params.largest if placement.params else 0
+    """What streamed parameters and gradients pass through."""
+    return sum(pool.in_flight * pool.largest for pool in (placement.params, placement.grads) if pool)
 
 
 def _on_disk(placement: Placement, planned: Planned) -> Iterator[Row]:
@@ -151,10 +158,18 @@ def _on_disk(placement: Placement, planned: Planned) -> Iterator[Row]:
     rows = [
         *_states([record for chunk, record in enumerate(records) if chunk not in placement.kept], "nvme"),
         Row("param", "nvme", sum(_param_bytes(planned.layout)) if planned.config.param_tier == "nvme" else 0),
+        Row("grad", "nvme", _stored_gradient_bytes(planned)),
         Row("slots", "nvme", sum(records[chunk].nbytes for chunk in placement.kept)),
     ]
     yield from rows
     yield Row("rest", "nvme", placement.disk_bytes - sum(row.nbytes for row in rows))
+
+
+def _stored_gradient_bytes(planned: Planned) -> int:
+    if planned.config.grad_tier == "cpu":
+        return 0
+    records = gradients.records_of(planned.layout, planned.config.accumulation)
+    return sum(record.numel * record.itemsizes[0] for record in records)
 
 
 def _param_bytes(layout: Layout) -> Iterator[int]:
@@ -169,9 +184,9 @@ def _states(records: list[Record], tier: Tier) -> Iterator[Row]:
 
 def drive_life_steps(placement: Placement) -> float | None:
     """Steps until a common drive has been written as much as it is warranted for; None where nothing is written."""
-    return TYPICAL_TBW / placement.streamed_bytes if placement.streamed_bytes else None
+    return TYPICAL_TBW / placement.written_bytes if placement.written_bytes else None
 
 
 def bytes_per_param(placement: Placement, layout: Layout) -> float:
     """Read and written, a parameter and step."""
-    return 2 * placement.streamed_bytes / layout.numel
+    return (placement.read_bytes + placement.written_bytes) / layout.numel

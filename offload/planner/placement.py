@@ -14,7 +14,7 @@ from torch import nn
 
 from offload import config as configuration
 from offload.config import LEAST_IN_FLIGHT, MASTER_ITEM_BYTES, Config, Tuning
-from offload.errors import BudgetError
+from offload.errors import BudgetError, ConfigError
 from offload.layout import Layout, build
 from offload.module.reduction import Reduction
 from offload.module.units import ROOT, specs_of
@@ -51,7 +51,7 @@ class Placement:
     """Bytes by tier, fixed before the first step.
 
     kept: chunks whose states stay in RAM; in_flight: buffers for the others; arena_bytes: all that this library
-    holds in RAM; budget_bytes: what it may hold; streamed_bytes: read, and written, a step; disk_bytes: the swap
+    holds in RAM; budget_bytes: what it may hold; read_bytes, written_bytes: of the disk, a step; disk_bytes: the swap
     file; device_bytes: the model's 16-bit parameters on its device; streamed_chunks: those not kept; utilisation: the
     share of the chunks' buffers that chunks fill; params: of streamed 16-bit parameters, None where they stay on the
     device; held_bytes: what this rank holds of each state kind, wherever it lies, gaps between parameters included.
@@ -61,12 +61,14 @@ class Placement:
     in_flight: int
     arena_bytes: int
     budget_bytes: int
-    streamed_bytes: int
+    read_bytes: int
+    written_bytes: int
     disk_bytes: int
     device_bytes: int
     streamed_chunks: int
     utilisation: float
     params: Pool | None = None
+    grads: Pool | None = None
     held_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def describe(self, layout: Layout, config: Config) -> str:
@@ -76,13 +78,13 @@ class Placement:
             f"offload: {layout.numel:,} parameters, {format_bytes(self.device_bytes)} on the device; "
             f"peak RAM {format_bytes(self.arena_bytes)} of {format_bytes(self.budget_bytes)} allowed; "
         )
-        if not streamed:
+        if not self.written_bytes:
             return text + f"optimizer states stay in RAM ({len(self.kept)} chunks)"
-        steps = TYPICAL_TBW / self.streamed_bytes
+        steps = TYPICAL_TBW / self.written_bytes
         places = " and ".join(map(str, config.paths))
         return text + (
-            f"{streamed} of {len(layout.chunks)} chunks stream through {places} "
-            f"({format_bytes(self.disk_bytes)}): {format_bytes(self.streamed_bytes)} read and as much written a step, "
+            f"{streamed} of {len(layout.chunks)} chunks stream through {places} ({format_bytes(self.disk_bytes)}): "
+            f"{format_bytes(self.read_bytes)} read and {format_bytes(self.written_bytes)} written a step, "
             f"{steps:,.0f} steps for a drive warranted for 600 TB written"
         )
 
@@ -91,14 +93,16 @@ def place(layout: Layout, config: Config, *, direct: bool) -> Placement:
     """Decides which chunks stay in RAM.
 
     Args: direct: whether the model's device is the CPU, so that copies need no buffers.
-    Raises: BudgetError naming what is needed, what is there and the option that would fix it.
+    Raises: ConfigError; BudgetError naming what is needed, what is there and the option that would fix it.
     """
+    if config.grad_tier == "nvme" and config.param_tier == "device" and not direct:
+        # New parameters rest in the memory of their gradients until they land.
+        raise ConfigError('grad_tier="nvme" needs param_tier="cpu" or "nvme" where the device has memory of its own')
     given = config.cpu_memory
     budget = free_memory() // 2 // config.ranks_on_node if given is None else given
     records = records_of(layout, split_master=config.split_master)
     sizes = [record.nbytes for record in records]
-    params = _params_pool(layout, config)
-    fixed = _fixed_bytes(layout, config, direct=direct) + (params.nbytes if params else 0)
+    fixed = _fixed_bytes(layout, config, direct=direct)
     if config.tier == "cpu":
         if fixed + sum(sizes) > budget:
             raise _too_small(fixed + sum(sizes), budget, given, 'or tier="nvme" with a path')
@@ -112,6 +116,7 @@ def place(layout: Layout, config: Config, *, direct: bool) -> Placement:
     kept_bytes, largest = sum(sizes) - sum(streamed), max(streamed, default=0)
     arena_bytes = fixed + kept_bytes + in_flight * largest
     filled = kept_bytes + (in_flight * sum(streamed) / len(streamed) if streamed else 0)
+    read, written = _moved_beside(layout, config)
     if given is not None and arena_bytes > (free := free_memory()):
         other = ', and tier="nvme" with a path' if config.tier == "cpu" else ""
         raise BudgetError(
@@ -126,10 +131,12 @@ def place(layout: Layout, config: Config, *, direct: bool) -> Placement:
         in_flight=in_flight,
         arena_bytes=arena_bytes,
         budget_bytes=budget,
-        streamed_bytes=sum(streamed),
+        read_bytes=sum(streamed) + read,
+        written_bytes=sum(streamed) + written,
         disk_bytes=file_bytes(slot_records(layout, config), 1) if config.tier == "nvme" else 0,
         device_bytes=_device_bytes(layout, config),
-        params=params,
+        params=_params_pool(layout, config),
+        grads=_grads_pool(layout, config),
         held_bytes=_held_bytes(layout, config),
         streamed_chunks=len(streamed),
         utilisation=filled / max(kept_bytes + in_flight * largest, 1),
@@ -150,9 +157,10 @@ def _held_bytes(layout: Layout, config: Config) -> dict[str, int]:
 
 
 def slot_records(layout: Layout, config: Config) -> list[Record]:
-    """What all slots of a run hold: the states of each chunk, then, if they are streamed from there, its parameters."""
+    """What all slots of a run hold: the states of each chunk, then, if they go there, its parameters and gradients."""
     params = param_records_of(layout) if config.param_tier == "nvme" else []
-    return records_of(layout, split_master=config.split_master) + params
+    grads = gradients.records_of(layout, config.accumulation) if config.grad_tier == "nvme" else []
+    return records_of(layout, split_master=config.split_master) + params + grads
 
 
 def _params_pool(layout: Layout, config: Config) -> Pool | None:
@@ -160,10 +168,31 @@ def _params_pool(layout: Layout, config: Config) -> Pool | None:
     if config.param_tier == "device":
         return None
     sizes = [record.nbytes for record in param_records_of(layout)]
-    if config.param_tier == "cpu":
-        return Pool(frozenset(range(len(sizes))), 0, sum(sizes), 0)
-    buffers = min(config.in_flight or IN_FLIGHT, len(sizes))
-    return Pool(frozenset(), buffers, 0, max(sizes, default=0))
+    return Pool(frozenset(range(len(sizes))), 0, sum(sizes), 0) if config.param_tier == "cpu" else _few(sizes, config)
+
+
+def _grads_pool(layout: Layout, config: Config) -> Pool | None:
+    """None where the sink has them all in RAM."""
+    if config.grad_tier == "cpu":
+        return None
+    return _few([record.nbytes for record in gradients.records_of(layout, config.accumulation)], config)
+
+
+def _moved_beside(layout: Layout, config: Config) -> tuple[int, int]:
+    """Bytes of parameters and gradients read, and written, a step.
+
+    A forward after a step finds its parameters in RAM, where they have just been made; every other pass reads them.
+    Gradients are written by each micro-batch, and read by the next one or the step.
+    """
+    passes = config.accumulation
+    params = sum(record.nbytes for record in param_records_of(layout)) if config.param_tier == "nvme" else 0
+    grads = gradients.records_of(layout, passes) if config.grad_tier == "nvme" else []
+    gradient_bytes = passes * sum(record.nbytes for record in grads)
+    return (2 * passes - 1) * params + gradient_bytes, params + gradient_bytes
+
+
+def _few(sizes: list[int], config: Config) -> Pool:
+    return Pool(frozenset(), min(config.in_flight or IN_FLIGHT, len(sizes)), 0, max(sizes, default=0))
 
 
 def _device_bytes(layout: Layout, config: Config) -> int:
@@ -180,15 +209,20 @@ def _device_bytes(layout: Layout, config: Config) -> int:
 
 
 def _fixed_bytes(layout: Layout, config: Config, *, direct: bool) -> int:
+    """All but the states."""
+    pools = [pool.nbytes for pool in (_params_pool(layout, config), _grads_pool(layout, config)) if pool is not None]
     if layout.ranks > 1:
         assert config.stage is not None
-        return Reduction(layout, config.stage, config.accumulation, config.bucket_bytes).arena_bytes
-    return gradients.arena_bytes(layout, config.accumulation, direct=direct) + step.arena_bytes(
+        reduction = Reduction(layout, config.stage, config.accumulation, config.bucket_bytes)
+        return reduction.arena_bytes + sum(pools)
+    stored = config.grad_tier == "nvme"
+    returned = step.arena_bytes(
         layout,
         config.accumulation,
         direct=direct or config.param_tier != "device",
         split_master=config.split_master,
     )
+    return gradients.arena_bytes(layout, config.accumulation, direct=direct, stored=stored) + returned + sum(pools)
 
 
 def _keep_and_stream(sizes: list[int], room: int, in_flight: int | None) -> tuple[frozenset[int], int]:
@@ -220,6 +254,7 @@ def least_cpu_memory(
     keep_fp32: Iterable[nn.Module | type[nn.Module]] = (),
     accumulation: int = 1,
     param_tier: str | None = None,
+    grad_tier: str | None = None,
     tuning: Tuning | None = None,
     stage: int | None = None,
     ranks: int = 1,
@@ -235,19 +270,19 @@ def least_cpu_memory(
         keep_fp32=keep_fp32,
         accumulation=accumulation,
         param_tier=param_tier,
+        grad_tier=grad_tier,
         tuning=tuning,
         stage=stage,
     )
     groups = [{"params": list(model.parameters())}] if optimizer is None else optimizer.param_groups
-    specs, params = specs_of(model, groups, config.keep_fp32, config.compute_dtype)
+    specs, params = specs_of(model, groups, config.keep_fp32, config.compute_dtype, planned=True)
     device = params[0].device
     config = configuration.over_ranks(config, ranks=ranks, ranks_on_node=1, device=device)
     layouts = (build(specs, config.chunk_numel, ranks=ranks, rank=rank) for rank in range(ranks))
-    return max(_least(layout, config, direct=device.type == "cpu") for layout in layouts)
+    return max(_least(layout, config, direct=device.type != "cuda") for layout in layouts)
 
 
 def _least(layout: Layout, config: Config, *, direct: bool) -> int:
     sizes = [record.nbytes for record in records_of(layout, split_master=config.split_master)]
-    pool = _params_pool(layout, config)
-    fixed = _fixed_bytes(layout, config, direct=direct) + (pool.nbytes if pool else 0)
+    fixed = _fixed_bytes(layout, config, direct=direct)
     return fixed + min(LEAST_IN_FLIGHT * max(sizes, default=0), sum(sizes))

@@ -2,7 +2,7 @@
 
 | state   | RAM     | slot  | meaning                                                        |
 |---------|---------|-------|----------------------------------------------------------------|
-| EMPTY   | -       | -     | nothing yet: before the first lease                            |
+| EMPTY   | -       | -     | nothing: before the first lease, or used up                    |
 | STORED  | -       | valid | only in the swap file                                          |
 | READING | filling | valid | coming                                                         |
 | CLEAN   | valid   | valid | both hold the same                                             |
@@ -10,7 +10,8 @@
 | DIRTY   | valid   | old   | RAM is newer                                                   |
 | WRITING | valid   | torn  | going; readers wait                                            |
 
-From STORED a chunk is LEASED at once if its user overwrites all of it.
+From STORED a chunk is LEASED at once if its user overwrites all of it, and from LEASED it is EMPTY again if nobody
+needs it any more.
 
 A state, never a count: the table says all there is to know about a chunk.
 """
@@ -37,7 +38,7 @@ _LEGAL: dict[Residency, frozenset[Residency]] = {
     Residency.STORED: frozenset({Residency.READING, Residency.LEASED}),
     Residency.READING: frozenset({Residency.CLEAN, Residency.STORED}),
     Residency.CLEAN: frozenset({Residency.LEASED, Residency.STORED}),
-    Residency.LEASED: frozenset({Residency.CLEAN, Residency.DIRTY}),
+    Residency.LEASED: frozenset({Residency.CLEAN, Residency.DIRTY, Residency.EMPTY}),
     Residency.DIRTY: frozenset({Residency.LEASED, Residency.WRITING}),
     Residency.WRITING: frozenset({Residency.STORED, Residency.CLEAN}),
 }

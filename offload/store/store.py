@@ -54,12 +54,15 @@ def param_records_of(layout: Layout) -> list[Record]:
 class Lease:
     """The right to use one chunk's arrays: CPU tensors of shape (chunk.numel,), as its record says.
 
-    `dirty`: set by whoever writes to them.
+    Set by the holder: dirty, if they were written to; is_unfinished, if more will be, so that they stay in RAM unless
+    their buffer is needed; is_spent, if nobody needs them any more: the next lease finds zeros.
     """
 
     chunk: int
     arrays: Sequence[Tensor]
     dirty: bool = False
+    is_unfinished: bool = False
+    is_spent: bool = False
 
     @property
     def master(self) -> Tensor:
@@ -120,6 +123,9 @@ class Store:
         self._used: list[tuple[int, bool]] = []
         self._staying: set[int] = set()
         self._moving: dict[int, None] = {}
+        # Left unfinished, and newer in RAM: nobody has it yet, or somebody holds it now.
+        self._unwritten: dict[int, int] = {}
+        self._owed: set[int] = set()
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
 
@@ -194,6 +200,9 @@ class Store:
             with self._waiting_for(chunk):
                 self._changed.wait_for(lambda: self._is_ready(chunk, is_fresh))
         self._table.move(chunk, Residency.LEASED)
+        if chunk in self._unwritten:
+            del self._unwritten[chunk]
+            self._owed.add(chunk)
         self._used.append((chunk, is_fresh))
         use = next((use for use in self._ahead if use.chunk == chunk), None)
         if use is not None:
@@ -223,10 +232,11 @@ class Store:
                 return False
             if state is Residency.STORED and not is_fresh:
                 self._read(chunk)
-                return False
+                # It may have ended before it could be waited for.
+                return self._table[chunk] is Residency.CLEAN
             self._buffers[chunk] = self._free.pop()
-            if not is_fresh:
-                self._buffers[chunk].zero_()
+        if not is_fresh:
+            self._buffers[chunk].zero_()
         return True
 
     def _wait_for_transfer(self, chunk: int) -> None:
@@ -235,15 +245,23 @@ class Store:
 
     def _put(self, lease: Lease, step: int) -> None:
         chunk = lease.chunk
-        is_staying = chunk in self._staying
+        is_staying, is_owed = chunk in self._staying, chunk in self._owed
         self._staying.discard(chunk)
-        if chunk not in self._kept and not lease.dirty and chunk in self._written_at:
+        self._owed.discard(chunk)
+        if lease.is_spent:
+            self._table.move(chunk, Residency.EMPTY)
+            self._written_at.pop(chunk, None)
+            if chunk not in self._kept:
+                self._free.append(self._buffers.pop(chunk))
+        elif chunk not in self._kept and not (lease.dirty or is_owed) and chunk in self._written_at:
             self._table.move(chunk, Residency.CLEAN)
             if not is_staying:
                 self._drop(chunk)
         else:
             self._table.move(chunk, Residency.DIRTY)
-            if chunk not in self._kept:
+            if lease.is_unfinished or (is_owed and not lease.dirty):
+                self._unwritten[chunk] = step
+            elif chunk not in self._kept:
                 self._write(chunk, step, Residency.CLEAN if is_staying else Residency.STORED)
         self._read_ahead()
         self._changed.notify_all()
@@ -258,6 +276,11 @@ class Store:
         chunk = victim(clean, (use.chunk for use in self._ahead if not use.is_fresh))
         if chunk is not None:
             self._drop(chunk)
+        elif not any(self._table[c] is Residency.WRITING for c in self._buffers):
+            dirty = [c for c in self._unwritten if self._table[c] is Residency.DIRTY]
+            chunk = victim(dirty, (use.chunk for use in self._ahead))
+            if chunk is not None:
+                self._write(chunk, self._unwritten[chunk], Residency.STORED)
 
     def _read_ahead(self) -> None:
         """Reads what is expected next, as far as there are free buffers."""
@@ -279,6 +302,7 @@ class Store:
         self._follow(future, chunk, Residency.CLEAN, "nvme_read_bytes")
 
     def _write(self, chunk: int, step: int, then: Residency) -> None:
+        self._unwritten.pop(chunk, None)
         self._table.move(chunk, Residency.WRITING)
         self._written_at[chunk] = step
         with self._failing():

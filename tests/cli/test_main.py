@@ -18,10 +18,11 @@ OPTIONS = {
     "train": {
         "--preset", "--steps", "--batch", "--seq", "--lr", "--accumulation", "--tier", "--path", "--keep",
         "--cpu-memory", "--chunk", "--threads", "--seed", "--data", "--out", "--timeline", "--json",
+        "--param-tier", "--grad-tier", "--sample",
     },
     "plan": {
         "--preset", "--layers", "--width", "--accumulation", "--tier", "--cpu-memory", "--chunk", "--split-master",
-        "--json",
+        "--json", "--param-tier", "--grad-tier",
     },
     "doctor": {"--path", "--json"},
     "bench io": {"paths", "--size", "--rounds", "--quick", "--tbw", "--json", "--out"},

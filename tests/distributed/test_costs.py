@@ -51,7 +51,7 @@ def test_elements_sent_are_those_of_the_papers(worlds: Worlds, stage: int, ranks
     padding = total - layout.numel
     assert 0 <= padding < 64 * (ranks * len(layout.flats) + len(layout.specs))
     kept = sizes[""] + sizes["blocks.2"]
-    for first, last in worlds(ranks).run(_count, stage, ranks):
+    for first, last in worlds(ranks).run(_count, stage, ranks, timeout_s=170):
         assert last["ranks"] == ranks
 
         def sent(name: str) -> float:
@@ -82,7 +82,7 @@ def test_bytes_held_are_those_of_the_papers(worlds: Worlds, stage: int, accumula
         # Nobody needs whole gradients: what has arrived is averaged while backward runs, as at stage 2.
         wanted["grad"] = total_held(layout, ranks, 2)["grad"]
     psi, gaps = layout.numel, total_held(layout, 1, 0)["master"] // 4 - layout.numel
-    for held in worlds(ranks).run(_held, stage, accumulation):
+    for held in worlds(ranks).run(_held, stage, accumulation, timeout_s=170):
         # Swap records leave out the padding behind the last partition.
         for kind, size in held.items():
             assert abs(size - wanted[kind]) <= 4 * (gaps + 64 * ranks * len(layout.flats)), kind

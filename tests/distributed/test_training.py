@@ -41,7 +41,7 @@ def wanted(kind: str, ranks: int, steps: int, accumulation: int, stage: int, idl
 def trained(worlds: Worlds, kind: str, ranks: int, steps: int, idle: bool = False, **options: Any) -> list[Run]:
     """Runs it on all ranks, compares with one process, returns the runs."""
     options = {"tuning": TUNING, "accumulation": 1} | options
-    runs: list[Run] = worlds(ranks).run(_train, kind, steps, idle, options)
+    runs: list[Run] = worlds(ranks).run(_train, kind, steps, idle, options, timeout_s=170)
     # Where stages have to agree there is one reference for all of them.
     stage = options["stage"] if idle or (options["stage"] == 1 and options["accumulation"] > 1) else 2
     wanted(kind, ranks, steps, options["accumulation"], stage, idle).assert_same_bits(runs)

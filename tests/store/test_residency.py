@@ -18,6 +18,7 @@ LEGAL = {
     ("clean", "stored"),
     ("leased", "clean"),
     ("leased", "dirty"),
+    ("leased", "empty"),
     ("dirty", "leased"),
     ("dirty", "writing"),
     ("writing", "stored"),

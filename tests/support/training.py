@@ -68,6 +68,7 @@ def train(
             accumulation=accumulation,
             keep_fp32=models.keep_fp32(kind),
             param_tier=options.get("param_tier"),
+            grad_tier=options.get("grad_tier"),
             tuning=options.get("tuning"),
         )
     with OffloadZero(model, plain, accumulation=accumulation, keep_fp32=models.keep_fp32(kind), **options) as optimizer:

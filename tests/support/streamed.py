@@ -1,0 +1,124 @@
+"""The same training with parameters on the device and streamed: everything it computes has to have the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload import OffloadZero, Tuning
+
+WIDTH = 12
+Body = Callable[[Any, OffloadZero], None]
+
+
+class Block(nn.Module):
+    """Layers, and parameters of its own that are used before and after them."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.before = nn.Parameter(torch.randn(width))
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.after = nn.Parameter(torch.randn(width, width) / width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.down(torch.tanh(self.up(self.norm(x * self.before))))
+        return x + nn.functional.linear(h, self.after)
+
+
+class Net(nn.Module):
+    """Blocks between layers of the root."""
+
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Linear(5, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.norm(h))
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+
+
+def finish(optimizer: OffloadZero) -> None:
+    optimizer.clip_grad_norm_(0.7)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train(loss_of: Callable[[Any, Tensor, int], Tensor], steps: int = 4, backwards: int = 1) -> Body:
+    """Steps, each of `backwards` micro-batches, whose loss is `loss_of(model, x, count)`."""
+
+    def body(model: Any, optimizer: OffloadZero) -> None:
+        for count in range(steps * backwards):
+            loss = loss_of(model, batch(count), count)
+            loss.backward()
+            optimizer.losses.append(loss.item())
+            if (count + 1) % backwards == 0:
+                finish(optimizer)
+
+    return body
+
+
+class Watched(OffloadZero):
+    """Attribute: losses, what the body of the training noted."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.losses: list[float] = []
+        super().__init__(*args, **options)
+
+
+class Streams:
+    """Runs trainings both ways. Args: path, late: for the swap files, and for a copier, of the streamed one."""
+
+    def __init__(self, path: Path, options: dict[str, Any]) -> None:
+        self._path = path
+        self._options = options
+        self._runs = 0
+
+    def optimizer(self, model: nn.Module, **options: Any) -> Watched:
+        self._runs += 1
+        chosen = {"tuning": Tuning(chunk="4KiB", prefetch=1, threads=1), "path": self._path / str(self._runs), **self._options}
+        return Watched(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **chosen | options)
+
+    def run(self, body: Body, build: Callable[[], nn.Module], **options: Any) -> tuple[list[float], dict[str, Tensor]]:
+        torch.manual_seed(5)
+        model = build()
+        with self.optimizer(model, **options) as optimizer:
+            body(model, optimizer)
+            return optimizer.losses, state_of(model, optimizer)
+
+    def assert_same_bits(self, body: Body, build: Callable[[], nn.Module] = Net, **options: Any) -> None:
+        losses, expected = self.run(body, build, param_tier="device", **options)
+        streamed_losses, streamed = self.run(body, build, **options)
+        assert streamed_losses == losses
+        assert streamed.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(streamed[name], tensor), name
+        assert not any(tensor.isnan().any() for tensor in expected.values())
+
+
+def state_of(model: nn.Module, optimizer: OffloadZero) -> dict[str, Tensor]:
+    """Parameters, masters and moments, and how often each was stepped."""
+    found: dict[str, Tensor] = {}
+    for name, param in model.named_parameters():
+        with optimizer.gathered(param):
+            found[name] = param.detach().cpu().clone()
+        if param.requires_grad:
+            states = optimizer.state_of(param)
+            found[f"{name}.step"] = torch.tensor(states.pop("step"))
+            found |= {f"{name}.{kind}": value for kind, value in states.items()}
+    return found
