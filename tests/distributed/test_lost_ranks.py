@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from offload import comm
+from offload import OffloadZero, Tuning, comm
 from offload.collectives import Communicator
-from offload.errors import RankError
+from offload.errors import AccumulationError, BudgetError, ConfigError, NonFiniteGradientError, RankError
+from tests.support import models
 from tests.support.ranks import World, Worlds
 
 TIMEOUT_S = 2.0
@@ -178,3 +183,120 @@ def _interrupted() -> str:
 
 def test_ctrl_c_ends_a_wait(worlds: Worlds) -> None:
     assert worlds(3).run(_interrupted) == ["interrupted", "met", "met"]
+
+
+def _train_until_lost(stage: int, lost: int) -> tuple[str, str, float]:
+    """The errors of the step in which a rank dies and of a later call, and the seconds until the first."""
+    made = comm.connect
+
+    def connect(*args: Any, **options: Any) -> Communicator:
+        return made(*args, **{"timeout_s": TIMEOUT_S} | options)
+
+    model = models.build("gpt")
+    batches = models.losses("gpt", model)
+    with patch.object(comm, "connect", connect):
+        optimizer = OffloadZero(model, stage=stage, tuning=Tuning(threads=1))
+
+    def step() -> None:
+        next(batches)().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    if dist.get_rank() == lost:
+        os._exit(1)
+    began = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        step()
+    waited_s = time.monotonic() - began
+    with pytest.raises(RankError) as again:
+        optimizer.step()
+    with suppress(RankError):
+        optimizer.close()
+    return str(caught.value), str(again.value), waited_s
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_that_dies_in_training_is_final_on_the_others(world: World, stage: int) -> None:
+    world.start(_train_until_lost, stage, 2)
+    for first, again, waited_s in world.results(60, ranks=[0, 1]):
+        assert "another rank is slow, stuck or dead" in first
+        assert again == first
+        assert waited_s < 10 * TIMEOUT_S
+
+
+def _differ(kind: str) -> str:
+    model = models.build("mlp")
+    rank = dist.get_rank()
+    options: dict[str, Any] = {}
+    if kind == "model" and rank == 1:
+        model.last = torch.nn.Linear(67, 9)
+    if kind == "memory" and rank == 1:
+        options["cpu_memory"] = 1000
+    if kind == "stage":
+        options["stage"] = 1 + rank % 2
+    with pytest.raises((ConfigError, BudgetError)) as caught:
+        OffloadZero(model, tuning=Tuning(threads=1), **options)
+    return str(caught.value)
+
+
+def test_ranks_that_differ_are_refused_on_all_of_them(worlds: Worlds) -> None:
+    assert all("the ranks differ in the model" in error for error in worlds(2).run(_differ, "model"))
+    assert all("the ranks differ in the model" in error for error in worlds(2).run(_differ, "stage"))
+    first, second = worlds(2).run(_differ, "memory")
+    assert "another rank could not take the model" in first
+    assert "of RAM are needed" in second
+
+
+def _drop_by_hand() -> tuple[str, str, float]:
+    model = models.build("mlp")
+    batches = models.losses("mlp", model)
+    with OffloadZero(model, tuning=Tuning(threads=1)) as optimizer:
+        next(batches)().backward()
+        model.zero_grad()
+        with pytest.raises(AccumulationError) as dropped:
+            next(batches)().backward()
+        optimizer.zero_grad()
+        next(batches)().backward()
+        norm = optimizer.clip_grad_norm_(1e9).item()
+        model.zero_grad()
+        with pytest.raises(AccumulationError) as late:
+            next(batches)().backward()
+        optimizer.zero_grad()
+        next(batches)().backward()
+        optimizer.step()
+        assert optimizer.stats()["step"] == 1
+        return str(dropped.value), str(late.value), norm
+
+
+def test_gradients_are_dropped_on_all_ranks_or_not_at_all(worlds: Worlds) -> None:
+    first, second = worlds(2).run(_drop_by_hand)
+    assert first == second
+    assert "with optimizer.zero_grad()" in first[0]
+    assert "with optimizer.zero_grad()" in first[1]
+    assert first[2] > 0
+
+
+def _not_finite(skip: bool) -> tuple[int, str]:
+    model = models.build("mlp")
+    batches = models.losses("mlp", model)
+    with OffloadZero(model, nonfinite="skip" if skip else "raise", tuning=Tuning(threads=1)) as optimizer:
+        loss = next(batches)()
+        (loss * (float("nan") if dist.get_rank() == 1 else 1.0)).backward()
+        said = ""
+        if skip:
+            optimizer.step()
+        else:
+            with pytest.raises(NonFiniteGradientError) as caught:
+                optimizer.step()
+            said = str(caught.value.parameter)
+        optimizer.zero_grad()
+        next(batches)().backward()
+        optimizer.step()
+        return optimizer.stats()["step"], said
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_nan_on_one_rank_is_seen_by_all(worlds: Worlds, skip: bool) -> None:
+    assert worlds(2).run(_not_finite, skip) == [(1, "" if skip else "gain")] * 2

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload import Tuning
+from offload import OffloadZero, Tuning
 from offload.layout import Layout, build
 from offload.module.units import specs_of
 from tests.support import models, sharded
@@ -134,3 +134,36 @@ def test_twenty_steps(
 ) -> None:
     options = _on(tier, tmp_path / "run", stage, ranks)
     trained(worlds, kind, ranks, 20, accumulation=accumulation, **options)
+
+
+def _wander(stage: int) -> tuple[list[torch.Tensor], list[float]]:
+    """Forwards of its own on each rank, between steps."""
+    model = models.build("gpt")
+    rank = torch.distributed.get_rank()
+    batches = sharded.batches_of("gpt", model, rank, 2)
+    norms = []
+    with OffloadZero(model, stage=stage, tuning=TUNING) as optimizer:
+        for _ in range(3):
+            if rank == 0:
+                model.blocks[2](torch.ones(1, 4, 32, dtype=torch.bfloat16)).sum().backward()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    next(batches)()
+            else:
+                model.blocks[0](torch.ones(1, 4, 32, dtype=torch.bfloat16)).sum().backward()
+                optimizer.zero_grad()
+            next(batches)().backward()
+            norms.append(optimizer.clip_grad_norm_(1.0).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        return [param.detach().clone() for param in model.parameters()], norms
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_ranks_may_run_other_forwards_before_whole_parameters(worlds: Worlds, stage: int) -> None:
+    """Landings are collectives: their order may not depend on what a rank enters first."""
+    (first, norms), (second, others) = worlds(2).run(_wander, stage, timeout_s=100)
+    assert norms == others
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
