@@ -30,7 +30,7 @@ from offload.models.gpt import GPT, GPTConfig
 
 CHILD = Path(__file__).with_name("trainer.py")
 RESULTS = Path(__file__).parent / "results"
-LR, SEED = 1e-4, 0
+LR, SEED = 3e-5, 0
 END_S = 30
 LAST_WORDS = 20
 """Lines of what a process that ended said last."""
@@ -41,12 +41,16 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Entry:
-    """Who competes. python: its interpreter; kind and options: as `Spec` has them."""
+    """Who competes. python: its interpreter; kind and options: as `Spec` has them.
+
+    param_bytes: what it takes of RAM for a parameter, roughly.
+    """
 
     name: str
     kind: str
     options: dict[str, Any] = field(default_factory=dict)
     python: str = sys.executable
+    param_bytes: int = 20
 
 
 @dataclass(frozen=True)

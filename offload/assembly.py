@@ -110,7 +110,8 @@ def assemble(
         engine = open_engine(config.io_engine, config.paths)
         undo.callback(engine.close)
         engine.register(arena.memory)
-        slots = Stripes(engine, config.paths, weights(config.paths), slot_records(layout, config), timeline, comm.rank)
+        places = weights(config.paths), slot_records(layout, config)
+        slots = Stripes(engine, config.paths, *places, timeline, placement.kept, rank=comm.rank)
         undo.callback(slots.close)
         io_engine = engine.name
     kernels = load(config.threads or max(usable_cpus() // config.ranks_on_node, 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -32,8 +32,8 @@ def assign(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
 class Stripes:
     """The slots of all chunks, found by chunk.
 
-    Args: directories: one or more, all different; weights: their bandwidths; records: what each chunk
-    holds; rank: whose.
+    Args: directories: one or more, all different; weights: their bandwidths; records: what each chunk holds; kept:
+    those that seldom move; rank: whose.
     Raises: as SlotFile, naming the directory; then nothing is left behind in any of them.
     """
 
@@ -44,6 +44,8 @@ class Stripes:
         weights: Sequence[float],
         records: Sequence[Record],
         timeline: Timeline | None = None,
+        kept: Collection[int] = (),
+        *,
         rank: int = 0,
     ) -> None:
         for directory in directories:
@@ -54,7 +56,9 @@ class Stripes:
         self._of: dict[int, SlotFile] = {}
         with ExitStack() as undo:
             for number, directory in enumerate(directories):
+                # The chunks that move lie side by side: a drive reads on faster than it skips.
                 held = [chunk for chunk, path in enumerate(chosen) if path == number]
+                held.sort(key=lambda chunk: chunk in kept)
                 stripe = (number, len(directories))
                 file = SlotFile(
                     engine, directory, records, held=held, run_id=run_id, stripe=stripe, timeline=timeline, rank=rank

@@ -84,19 +84,21 @@ def test_contestant_of_ours_that_cannot_run_ends_the_contest(tmp_path: Path) -> 
 def test_heats_fit_the_memory_and_all_have_ours() -> None:
     found = list(peers.entries(peers.JOBS["46m"], "python"))
     assert [len(heat) for heat in peers.heats(found, 10**6, 1000 * GIB)] == [len(found)]
-    parted = list(peers.heats(found, 10**6, 0))
+    parted = peers.heats(found, 10**6, 0)
     assert [heat[0].name for heat in parted] == [peers.OURS] * (len(found) - 1)
     assert [heat[1] for heat in parted] == found[1:]
 
 
 def test_targets_are_judged_against_the_best_peer() -> None:
-    ours: dict[str, Any] = {"contestant": peers.OURS, "peak_rss_bytes": 100}
+    ours: dict[str, Any] = {"contestant": peers.OURS, "peak_rss_bytes": 100, "loss_last": 3.0}
     theirs = [
         {"contestant": f"DeepSpeed 3, NVMe, {n}", "step_x_ours": step, "optimizer_x_ours": 3.0, "peak_rss_bytes": rss}
-        for n, step, rss in ((1, 1.4, 300), (2, 1.6, 200))
+        | {"loss_last": loss}
+        for n, step, rss, loss in ((1, 1.4, 300, 3.01), (2, 1.6, 200, 3.2))
     ]
     result = peers.Result(peers.JOBS["tiny"], 1, [ours, *theirs], {}, "", [])
-    step, optimizer, rss = result.met()
+    other, step, optimizer, rss = result.met()
+    assert other == "DeepSpeed 3, NVMe, 2 trains otherwise: its last loss is 3.200"
     assert step.startswith("whole step: 1.40")
     assert step.endswith("NOT met")
     assert optimizer.endswith("2: met")
