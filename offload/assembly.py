@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.collectives import Communicator
 from offload.config import Config
 from offload.copies import Copier
 from offload.io.probe import weights
@@ -18,9 +19,12 @@ from offload.io.settings import open_engine
 from offload.layout import Layout
 from offload.module.masters import Masters
 from offload.module.parameters import Parameters
+from offload.module.reduction import ReducedGradients
 from offload.native import Kernels, load
+from offload.native.threads import usable_cpus
 from offload.optim.gradients import GradientSink
 from offload.optim.gradients import records_of as gradient_records_of
+from offload.optim.sink import Gradients
 from offload.optim.step import ParameterReturn, Step
 from offload.planner.placement import Placement, slot_records
 from offload.store.arena import Arena
@@ -36,7 +40,7 @@ class Parts:
 
     arena: Arena
     kernels: Kernels
-    sink: GradientSink
+    sink: Gradients
     store: Store
     streamed: Store | None
     stored: Store | None
@@ -48,6 +52,7 @@ class Parts:
     slots: Stripes | None
     files: tuple[str, ...]
     io_engine: str | None
+    comm: Communicator
 
     @property
     def stores(self) -> tuple[Store, ...]:
@@ -73,6 +78,10 @@ class Parts:
             "kernel": self.kernels.variant,
             "threads": self.kernels.threads,
             "io_engine": self.io_engine,
+            "rank": self.comm.rank,
+            "ranks": self.comm.size,
+            "held_bytes": placement.held_bytes,
+            **self.comm.stats(),
         }
 
 
@@ -88,18 +97,19 @@ def assemble(
     device: torch.device,
     copier: Copier,
     timeline: Timeline,
+    comm: Communicator,
     resumed: tuple[bytes, Sequence[int]] | None = None,
 ) -> Parts:
-    """Reserves memory and opens files; `undo` gets their closing, in reverse order.
+    """Reserves memory and opens files; `undo` gets their closing, in reverse order. Calls nothing of the other ranks.
 
     Args: resumed: the run whose files are there; see Stripes.
 
     Raises: BudgetError, PathError, PathInUseError, ResumeError, ConfigError; the model is not touched.
     """
     arena = Arena(placement.arena_bytes, copier)
-    undo.callback(arena.close)
-    slots, io_engine = _open_files(undo, config, layout, placement, arena, timeline, resumed)
-    kernels = load(config.threads)
+    undo.callback(_end, comm, arena)
+    slots, io_engine = _open_files(undo, config, layout, placement, arena, timeline, resumed, comm.rank)
+    kernels = load(config.threads or max(usable_cpus() // config.ranks_on_node, 1))
     undo.callback(kernels.close)
     records = records_of(layout, split_master=config.split_master)
     stored = None
@@ -108,7 +118,7 @@ def assemble(
         grads, pool = gradient_records_of(layout, config.accumulation), placement.grads
         stored = Store(grads, pool.kept, pool.in_flight, arena, slots, timeline, first=first)
         undo.callback(stored.close)
-    sink = GradientSink(layout, config.accumulation, arena, kernels, copier, timeline, stored)
+    sink = _sink(config, layout, arena, kernels, copier, timeline, stored, comm)
     undo.callback(sink.close)
     store = Store(records, placement.kept, placement.in_flight, arena, slots, timeline)
     undo.callback(store.close)
@@ -122,7 +132,7 @@ def assemble(
         undo.callback(streamed.close)
     split_master = config.split_master
     returned = ParameterReturn(
-        layout, parameters.flats, sink, arena, copier, timeline, split_master=split_master, streamed=streamed
+        layout, parameters.flats, sink, arena, copier, timeline, split_master=split_master, streamed=streamed, comm=comm
     )
     step = Step(layout, store, sink, returned, kernels, timeline, split_master=split_master)
     undo.callback(step.close)
@@ -141,6 +151,7 @@ def assemble(
         slots=slots,
         files=() if slots is None else slots.paths,
         io_engine=io_engine,
+        comm=comm,
     )
 
 
@@ -152,6 +163,7 @@ def _open_files(
     arena: Arena,
     timeline: Timeline,
     resumed: tuple[bytes, Sequence[int]] | None,
+    rank: int,
 ) -> tuple[Stripes | None, str | None]:
     """The swap files and the name of their engine, if there are any."""
     if not config.paths:
@@ -170,6 +182,35 @@ def _open_files(
         places=config.places,
         committed=None if config.commit_every is None else len(layout.chunks),
         resumed=resumed,
+        rank=rank,
     )
     undo.callback(slots.close)
     return slots, engine.name
+
+
+def _sink(
+    config: Config,
+    layout: Layout,
+    arena: Arena,
+    kernels: Kernels,
+    copier: Copier,
+    timeline: Timeline,
+    stored: Store | None,
+    comm: Communicator,
+) -> Gradients:
+    if comm.size == 1:
+        return GradientSink(layout, config.accumulation, arena, kernels, copier, timeline, stored)
+    assert config.stage is not None
+    return ReducedGradients(
+        layout, config.stage, config.accumulation, config.bucket_bytes, arena, kernels, comm, timeline
+    )
+
+
+_abandoned: list[Arena] = []
+"""Into which a rank that is stuck may still make this one write: they stay mapped."""
+
+
+def _end(comm: Communicator, arena: Arena) -> None:
+    if not comm.close():
+        _abandoned.append(arena)
+    arena.close()

@@ -8,6 +8,7 @@ from itertools import chain
 from torch import nn
 
 from offload.assembly import Parts
+from offload.collectives import Work
 from offload.config import Config
 from offload.copies import Copier
 from offload.errors import OffloadError
@@ -16,7 +17,8 @@ from offload.module.access import Access
 from offload.module.hooks import Hooks
 from offload.module.landing import Landing
 from offload.module.materialise import Source, materialise
-from offload.module.parameters import cast_untrained
+from offload.module.parameters import cast_untrained, line_of
+from offload.module.sharing import take_from_first
 from offload.module.streaming import Streaming
 from offload.module.units import ROOT, compute_dtypes, kept_modules, units_of
 from offload.planner.placement import Placement
@@ -101,7 +103,7 @@ class Attachment:
     def synchronize(self) -> None:
         """Waits until nothing is under way on any tier."""
         self.landing.everything()
-        self._parts.sink.collect([])
+        self._parts.sink.drain()
         for store in self._parts.stores:
             store.drain()
 
@@ -122,11 +124,16 @@ class Attachment:
             is_pending=self.landing.is_unit_pending,
             usable=usable,
             take_writes=self.take_outside_writes,
+            gather=self._gather if self._parts.comm.size > 1 else None,
         )
         self._parts.returned.lands = streaming.chunk_lands
         return streaming
-        self._parts.returned.lands = streaming.chunk_lands
-        return streaming
+
+    def _gather(self, flat: int) -> Work:
+        """Puts a flat that is streamed together from all ranks' partitions; this rank's is there."""
+        memory, comm = self._parts.parameters.flats[flat], self._parts.comm
+        numel = self._layout.part_numel(flat)
+        return comm.all_gather(memory[comm.rank * numel : (comm.rank + 1) * numel], memory)
 
     def _take_model(self, config: Config, layout: Layout, source: Source, *, resumes: bool) -> None:
         """Writes the masters, casts the model. A failing disk here leaves it partly cast, and says so."""
@@ -136,6 +143,9 @@ class Attachment:
                 if resumes:
                     self._take_place_of(flat)
                     continue
+                self._parts.parameters.make_dense(flat)
+                params = self._parts.parameters.params
+                take_from_first(self._parts.comm, (line_of(params[n]) for n in layout.flats[flat].params))
                 self._parts.masters.take_flat(flat)
                 if self.streaming is not None:
                     self.streaming.take(flat)
@@ -147,6 +157,9 @@ class Attachment:
             raise
         self.initial_bytes = self._parts.timeline.counted("nvme_written_bytes")
         cast_untrained(self._model, self._parts.parameters, dtypes)
+        trained = self._parts.parameters.index
+        others = chain(self._model.parameters(), self._model.buffers())
+        take_from_first(self._parts.comm, (tensor for tensor in others if tensor not in trained))
 
     def _take_place_of(self, flat: int) -> None:
         """Takes the parameters of a flat, whose values are those of a commit and still to come."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +23,7 @@ MASTER_ITEM_BYTES = 4
 SUM_BLOCK = 65536
 """Elements whose squares are summed together (kernels.h: OFFLOAD_SUM_BLOCK)."""
 COMPUTE_DTYPES = (torch.bfloat16, torch.float32)
+STAGES = (1, 2, 3)
 LEAST_IN_FLIGHT = 3
 """Chunks in flight in a step: one is read while one is in Adam and one is written."""
 
@@ -39,6 +40,7 @@ class Tuning:
     split_master: True: of a bf16 parameter's master only the low half goes to the slots, 10 bytes a parameter for 12;
     the upper half is the parameter itself. Then parameters may be written from outside by `load_state_dict` alone.
     None: False.
+    bucket: bytes of a buffer in which gradients travel between ranks, if there are several.
     units, tile: reserved; only None is taken so far.
     """
 
@@ -47,6 +49,7 @@ class Tuning:
     threads: int | None = None
     io_engine: str = "auto"
     split_master: bool | None = None
+    bucket: int | str = "32MiB"
     units: object | None = None
     tile: object | None = None
 
@@ -69,6 +72,9 @@ class Config:
     split_master: bool
     param_tier: ParamTier = "device"
     depth: int = 1
+    stage: int | None = None
+    bucket_bytes: int = 32 << 20
+    ranks_on_node: int = 1
     grad_tier: Tier = "cpu"
     commit_every: int | None = None
     resume: bool | Literal["auto"] = False
@@ -89,6 +95,7 @@ def check(
     accumulation: int = 1,
     nonfinite: str = "raise",
     param_tier: str | None = None,
+    stage: int | None = None,
     grad_tier: str | None = None,
     commit_every: int | None = None,
     resume: bool | str = False,
@@ -126,21 +133,57 @@ def check(
         split_master=bool(tuning.split_master),
         param_tier=_param_tier(param_tier, chosen),
         depth=1 if prefetch is None else prefetch,
+        stage=_stage(stage),
+        bucket_bytes=parse_bytes(tuning.bucket, "Tuning.bucket"),
         grad_tier=_grad_tier(grad_tier, chosen),
         commit_every=_commit_every(commit_every, chosen, tuning),
         resume=_resume(resume, commit_every),
     )
 
 
+def over_ranks(config: Config, *, ranks: int, ranks_on_node: int, device: torch.device) -> Config:
+    """What `config` means for one of several ranks; with one rank it is what it is.
+
+    Args: ranks: that hold a partition each; ranks_on_node: that share this machine.
+    Raises: ConfigError for what several ranks cannot do.
+    """
+    config = replace(config, ranks_on_node=ranks_on_node)
+    if ranks == 1:
+        return config
+    if device.type == "cuda":
+        raise ConfigError(
+            f"the model is on {device} and there are {ranks} ranks: over several ranks this version trains on the CPU "
+            "only; start one process, or move the model there"
+        )
+    if config.grad_tier != "cpu":
+        raise ConfigError(
+            f"grad_tier={config.grad_tier!r} with {ranks} ranks: over several ranks gradients stay in RAM, of which a "
+            "rank holds its partition only; leave grad_tier out"
+        )
+    if config.commit_every is not None:
+        raise ConfigError(
+            f"commit_every={config.commit_every!r} with {ranks} ranks: commits over several ranks are not available in "
+            "this version; leave commit_every and resume out"
+        )
+    streams = config.param_tier != "device"
+    stage = config.stage or (3 if streams else 2)
+    if streams and stage < 3:
+        raise ConfigError(
+            f"param_tier={config.param_tier!r} with stage={stage}: at stages 1 and 2 every rank has all parameters on "
+            "its device; choose stage=3, or leave param_tier out"
+        )
+    # A rank's partition of the parameters rests in RAM, which is the device's memory, too.
+    tier: ParamTier = "cpu" if stage == 3 and not streams else config.param_tier
+    return replace(config, stage=stage, param_tier=tier)
+
+
 def _refuse_reserved(reserved: dict[str, Any], tuning: Tuning) -> None:
     """Options that DESIGN.md names and this version cannot do yet: refused, never silently accepted."""
     taken: dict[str, tuple[object, ...]] = {
         "device_memory": (None,),
-        "stage": (None,),
-        "process_group": (None,),
     }
     given = {name: reserved.get(name, values[0]) for name, values in taken.items()}
-    options = {*taken, *(check.__kwdefaults__ or ()), "device"}
+    options = {*taken, *(check.__kwdefaults__ or ()), "device", "process_group"}
     taken |= {
         "Tuning.io_engine": ("auto", "uring", "threads", "portable"),
         "Tuning.split_master": (None, False, True),
@@ -205,6 +248,12 @@ def _param_tier(tier: str | None, states: Tier) -> ParamTier:
     if tier == "nvme":
         return "nvme"
     raise ConfigError(f'param_tier={tier!r} is not a tier for parameters: choose "device", "cpu" or "nvme"')
+
+
+def _stage(stage: int | None) -> int | None:
+    if stage is not None and (isinstance(stage, bool) or stage not in STAGES):
+        raise ConfigError(f"stage={stage!r}: choose 1, 2 or 3, or leave it out")
+    return stage
 
 
 def _grad_tier(tier: str | None, states: Tier) -> Tier:

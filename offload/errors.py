@@ -14,6 +14,7 @@ OffloadError
 ├── StaleParameterError    parameters used or written between step() and the moment their new values land
 ├── ReleasedParameterError the values of a parameter that is in another tier just now: says how to bring it
 ├── InterruptedStepError   a step was cut off in its middle (Ctrl-C): some parameters are a step further than others
+├── RankError              another rank is slow, stuck or dead: names the collective and the time waited
 ├── StateError             an internal move between tiers that is not legal: a bug here, never yours
 └── ClosedError            used after close(), or in a forked child
 
@@ -126,6 +127,18 @@ class ReleasedParameterError(OffloadError, RuntimeError):
 
 class InterruptedStepError(OffloadError, RuntimeError):
     """A step was cut off in its middle: some parameters are a step further than others, and none of them is usable."""
+
+
+class RankError(OffloadError, RuntimeError):
+    """A collective did not complete: another rank is slow, stuck or dead. No further collective is possible.
+
+    Attributes: collective (its name), waited_s (seconds since this rank launched it).
+    """
+
+    def __init__(self, message: str, *, collective: str, waited_s: float) -> None:
+        super().__init__(message)
+        self.collective = collective
+        self.waited_s = waited_s
 
 
 class StateError(OffloadError, RuntimeError):

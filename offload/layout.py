@@ -2,9 +2,11 @@
 
 [Note: flats, chunks, pieces]
 A *flat* is one unit's parameters of one dtype, end to end, each starting at a multiple of ALIGN_NUMEL elements
-(the gaps belong to no parameter). With one rank a flat is also the partition that the rank owns. A *chunk* is a
-slice of at most `chunk_numel` elements of a flat. A *piece* is the part of one parameter that lies in one chunk,
-a *segment* a run of pieces that one Adam call can do, because param group and step count are the same.
+(the gaps belong to no parameter). With one rank a flat is also the partition that the rank owns; over several it is
+padded to as many equal *partitions*, and a layout is that of one rank: flats whole, chunks of its own partitions. A
+*chunk* is a slice of at most `chunk_numel` elements of a partition, with its place in the flat. A *piece* is the part
+of one parameter that lies in one chunk, a *segment* a run of pieces that one Adam call can do, because param group and
+step count are the same.
 
           parameter 0          gap  parameter 1                parameter 2
     flat  |--------------------|....|-------------------------||-----|
@@ -85,11 +87,37 @@ class Segment(Generic[Key]):
 
 @dataclass(frozen=True)
 class Layout:
-    """See [Note: flats, chunks, pieces]. Chunks are in the order of the flats, flats in that of their units."""
+    """See [Note: flats, chunks, pieces]. Chunks are in the order of the flats, flats in that of their units.
+
+    ranks, rank: over how many the flats are partitioned, and whose partitions the chunks are.
+    """
 
     specs: tuple[ParamSpec, ...]
     flats: tuple[Flat, ...]
     chunks: tuple[Chunk, ...]
+    ranks: int = 1
+    rank: int = 0
+
+    def part_numel(self, flat: int) -> int:
+        """Elements of each rank's partition of a flat, padding included."""
+        return part_numel(self.flats[flat].numel, self.ranks)
+
+    def padded_numel(self, flat: int) -> int:
+        """Elements of a flat in memory."""
+        return self.part_numel(flat) * self.ranks
+
+    def part_of(self, flat: int, rank: int | None = None) -> tuple[int, int]:
+        """First element of a rank's (None: the own) partition and the one after its last, without padding."""
+        numel, part = self.flats[flat].numel, self.part_numel(flat)
+        start = min((self.rank if rank is None else rank) * part, numel)
+        return start, min(start + part, numel)
+
+    def held_of(self, param: int, rank: int | None = None) -> tuple[int, int]:
+        """Which elements of a parameter, first and one after the last, are in a rank's (None: the own) partition."""
+        flat, offset = self.places[param]
+        start, stop = self.part_of(flat, rank)
+        numel = self.specs[param].numel
+        return min(max(start - offset, 0), numel), min(max(stop - offset, 0), numel)
 
     @cached_property
     def numel(self) -> int:
@@ -115,10 +143,15 @@ class Layout:
         return {param: tuple(chunks) for param, chunks in found.items()}
 
 
-def build(specs: Sequence[ParamSpec], chunk_numel: int) -> Layout:
+def part_numel(numel: int, ranks: int) -> int:
+    """Elements of each of `ranks` equal partitions of a flat; one rank's is the flat itself."""
+    return numel if ranks == 1 else round_up(-(-numel // ranks), ALIGN_NUMEL)
+
+
+def build(specs: Sequence[ParamSpec], chunk_numel: int, *, ranks: int = 1, rank: int = 0) -> Layout:
     """Lays out `specs`, in the order given within a unit and dtype.
 
-    Args: chunk_numel: most elements a chunk, a positive number.
+    Args: chunk_numel: most elements a chunk, a positive number; ranks, rank: see Layout.
     """
     flats: list[Flat] = []
     chunks: list[Chunk] = []
@@ -130,12 +163,14 @@ def build(specs: Sequence[ParamSpec], chunk_numel: int) -> Layout:
             end = offsets[-1] + specs[param].numel
         flat = Flat(len(flats), unit, dtype, tuple(params), tuple(offsets), end)
         flats.append(flat)
-        for start in range(0, end, chunk_numel):
-            numel = min(chunk_numel, end - start)
-            pieces = tuple(_pieces(flat, specs, start, start + numel))
+        first = min(rank * part_numel(end, ranks), end)
+        last = min(first + part_numel(end, ranks), end)
+        for start in range(first, last, chunk_numel):
+            numel = min(chunk_numel, last - start)
+            pieces = tuple(pieces_between(flat, specs, start, start + numel))
             if pieces:
                 chunks.append(Chunk(len(chunks), flat.index, start, numel, pieces))
-    return Layout(tuple(specs), tuple(flats), tuple(chunks))
+    return Layout(tuple(specs), tuple(flats), tuple(chunks), ranks, rank)
 
 
 def _by_unit_and_dtype(specs: Sequence[ParamSpec]) -> Iterator[tuple[tuple[str, torch.dtype], list[int]]]:
@@ -153,7 +188,8 @@ def _by_unit_and_dtype(specs: Sequence[ParamSpec]) -> Iterator[tuple[tuple[str, 
         yield (specs[group[0]].unit, specs[group[0]].dtype), group
 
 
-def _pieces(flat: Flat, specs: Sequence[ParamSpec], start: int, stop: int) -> Iterator[Piece]:
+def pieces_between(flat: Flat, specs: Sequence[ParamSpec], start: int, stop: int) -> Iterator[Piece]:
+    """What lies in elements `start` to `stop` of `flat`; `chunk_offset` counts from `start`."""
     for param, offset in zip(flat.params, flat.offsets, strict=True):
         first, last = max(start, offset), min(stop, offset + specs[param].numel)
         if first < last:

@@ -38,7 +38,8 @@ ADAM = "Adam"
 WAITS = "waits"
 TO_HOST = "device to host"
 TO_DEVICE = "host to device"
-_LANES = (PHASES, UNITS, GRADIENTS, SUMS, ADAM, WAITS, TO_HOST, TO_DEVICE)
+COLLECTIVES = "collectives"
+_LANES = (PHASES, UNITS, GRADIENTS, SUMS, ADAM, WAITS, TO_HOST, TO_DEVICE, COLLECTIVES)
 """From the top of the picture; drives follow."""
 
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from types import TracebackType
 from typing import Any, Never, NoReturn, Self, overload
 
@@ -16,7 +16,7 @@ from offload import checkpointing, comm
 from offload import config as configuration
 from offload.assembly import assemble
 from offload.attachment import Attachment
-from offload.checkpointing import Commits, Committing, Resumed
+from offload.checkpointing import Commits, Committing, Found, Resumed
 from offload.config import PathLike, Tuning
 from offload.copies import Copier, copier_for
 from offload.errors import (
@@ -27,10 +27,11 @@ from offload.errors import (
     OffloadError,
 )
 from offload.layout import build
+from offload.looking import Looking
 from offload.module.hooks import require_free
 from offload.module.materialise import Init, Source, is_meta, source_of
-from offload.module.parameters import device_for, shaped_like
-from offload.module.recording import recorded
+from offload.module.parameters import device_for
+from offload.module.sharing import all_or_none, require_alike
 from offload.module.units import specs_of
 from offload.optim.adopt import require_adoptable, require_supported, retire
 from offload.optim.step import StepKey
@@ -41,7 +42,7 @@ CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
 
 
-class OffloadZero(Committing, torch.optim.Optimizer):
+class OffloadZero(Looking, Committing, torch.optim.Optimizer):
     """Trains `model` with Adam or AdamW, the fp32 masters and moments in RAM or in NVMe swap files.
 
     The model is hooked in place: its parameters become `compute_dtype` on the device they are on, and its class,
@@ -70,9 +71,11 @@ class OffloadZero(Committing, torch.optim.Optimizer):
         commit_every: steps between commits, each made where the next step begins; 0: only `commit()`; None: no commits,
             one slot a chunk and half the space.
         resume: True: continue the committed run in `path`; "auto": if there is one; see `resumed`.
-        device_memory, stage, process_group: not available in this version; refused.
+        stage: of ZeRO, with several ranks of torch.distributed: 1, 2 or 3; None: 3 if parameters stream, else 2.
+        process_group: a ProcessGroup or 1-D DeviceMesh: the ranks that hold one partition each; None: all.
+        device_memory: not available in this version; refused.
 
-    Raises: ConfigError, BudgetError, PathError, PathInUseError, ResumeError; before the model is changed.
+    Raises: ConfigError, BudgetError, PathError, PathInUseError, ResumeError; before the model is changed. RankError.
 
     The numeric contract of the step is in offload/optim/reference.py: the result has the same bits on every tier,
     budget, chunk size, thread count and instruction set.
@@ -117,37 +120,26 @@ class OffloadZero(Committing, torch.optim.Optimizer):
             commit_every=commit_every,
             resume=resume,
             stage=stage,
-            process_group=process_group,
             **unknown,
         )
-        comm.require_one_rank()
-        require_free(model)
-        given = torch.optim.AdamW(model.parameters()) if optimizer is None else optimizer
-        require_adoptable(given)
-        keep, dtype = self._config.keep_fp32, self._config.compute_dtype
-        specs, params = specs_of(model, given.param_groups, keep, dtype, planned=is_meta(model))
-        device = device_for(device, params[0].device)
-        source = source_of(init)
-        source.check(model)
-        self._layout = build(specs, self._config.chunk_numel)
-        copier = copier_for(device)
-        self._placement = place(self._layout, self._config, direct=copier.direct)
-        wanted = checkpointing.describe(self._config, self._layout, params)
-        found = checkpointing.find(self._config, self._layout, wanted, len(given.param_groups))
-
         self._model = model
         self._pid = os.getpid()
         self._timeline = Timeline()
         self._failure: BaseException | None = None
         self._step = 0
         self._skipped = 0
-        self._ages = [0] * len(specs)
         self._adopted = False
+        self._comm = comm.connect(process_group, timeline=self._timeline)
+        given = optimizer
         with ExitStack() as undo:
-            run = (self._config, self._layout, self._placement)
-            slots = None if found is None else found.slots
-            self._parts = assemble(undo, *run, params, device, copier, self._timeline, slots)
-            self._commits = Commits(self._config, self._layout, self._parts, wanted, found)
+            with all_or_none(self._comm):
+                require_free(model)
+                given = torch.optim.AdamW(model.parameters()) if given is None else given
+                source = source_of(init)
+                copier, found = self._assemble(undo, given, source, device)
+            config = self._config
+            options = (config.stage, config.accumulation, config.param_tier, config.bucket_bytes)
+            require_alike(self._comm, self._layout, *options)
             super().__init__(given.param_groups, dict(given.defaults))
             self._adopted = True
             self._attached = self._attach(copier, source, resumes=found is not None)
@@ -158,6 +150,30 @@ class OffloadZero(Committing, torch.optim.Optimizer):
         retire(given)
         with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
             print(self._placement.describe(self._layout, self._config), file=sys.stderr)
+
+    def _assemble(
+        self, undo: ExitStack, given: torch.optim.Optimizer, source: Source, device: torch.device | str | None
+    ) -> tuple[Copier, Found | None]:
+        """Plans, then reserves memory and opens files. Raises as the constructor does; the model is not touched."""
+        require_adoptable(given)
+        keep, dtype, model, ranks = self._config.keep_fp32, self._config.compute_dtype, self._model, self._comm
+        specs, params = specs_of(model, given.param_groups, keep, dtype, planned=is_meta(model))
+        self._ages = [0] * len(specs)
+        device = device_for(device, params[0].device)
+        source.check(model)
+        self._config = configuration.over_ranks(
+            self._config, ranks=ranks.size, ranks_on_node=ranks.ranks_on_node, device=device
+        )
+        self._layout = build(specs, self._config.chunk_numel, ranks=ranks.size, rank=ranks.rank)
+        copier = copier_for(device)
+        self._placement = place(self._layout, self._config, direct=copier.direct)
+        wanted = checkpointing.describe(self._config, self._layout, params)
+        found = checkpointing.find(self._config, self._layout, wanted, len(given.param_groups))
+        run = (self._config, self._layout, self._placement)
+        slots = None if found is None else found.slots
+        self._parts = assemble(undo, *run, params, device, copier, self._timeline, ranks, slots)
+        self._commits = Commits(self._config, self._layout, self._parts, wanted, found)
+        return copier, found
 
     def _attach(self, copier: Copier, source: Source, *, resumes: bool) -> Attachment:
         return Attachment(
@@ -218,8 +234,7 @@ class OffloadZero(Committing, torch.optim.Optimizer):
         self._parts.parameters.require_all_of(self._model, self.param_groups)
         self._attached.hooks.take_assigned()
         active = [n for n in range(len(self._ages)) if self._parts.sink.has(n) and self._attached.hooks.is_marked(n)]
-        self._parts.sink.collect(active)
-        return active
+        return self._parts.sink.collect(active)
 
     def _all_finite(self, active: Sequence[int]) -> bool:
         bad = self._parts.sink.not_finite(active)
@@ -249,8 +264,7 @@ class OffloadZero(Committing, torch.optim.Optimizer):
 
     def _consume(self) -> None:
         self._parts.sink.scale = 1.0
-        for number in range(len(self._ages)):
-            self._parts.sink.forget(number)
+        self._parts.sink.forget_all()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clips the gradients of this step to a 2-norm of `max_norm`, over all parameters together.
@@ -273,72 +287,6 @@ class OffloadZero(Committing, torch.optim.Optimizer):
         super().zero_grad(set_to_none=True)
         if self._adopted:
             self._consume()
-
-    # Looking.
-
-    def grad(self, param: Tensor) -> Tensor | None:
-        """The gradient of `param` as the step will use it (summed over micro-batches, clipped); None without one.
-
-        Returns: an fp32 CPU tensor of the parameter's shape; a copy.
-        """
-        self._require_usable()
-        number = self._number(param)
-        if number not in self._collect():
-            return None
-        line = self._parts.sink.line(number).float() * self._parts.sink.scale
-        return shaped_like(param, line)
-
-    def gathered(
-        self, module_or_params: nn.Module | Tensor | Iterable[Tensor], *, writable: bool = False
-    ) -> AbstractContextManager[None]:
-        """`with optimizer.gathered(model.head):` the parameters' values are there, the last step's, streamed or not.
-
-        Args: writable: what is written to them inside is kept, by the masters too.
-        Raises: ConfigError for a tensor that is no parameter of the model; StaleParameterError at the end if a streamed
-        parameter was written to without `writable`, which is undone.
-        """
-        self._require_usable()
-        return self._attached.access.gathered(module_or_params, writable=writable)
-
-    def state_of(self, param: Tensor) -> dict[str, Any]:
-        """{"master", "exp_avg", "exp_avg_sq": fp32 CPU tensors of the parameter's shape, "step": int}; copies."""
-        self._require_usable()
-        number = self._number(param)
-        self._attached.landing.everything()
-        self._attached.take_outside_writes()
-        lines = self._parts.masters.states(number, self._step)
-        shaped: dict[str, Any] = {kind: shaped_like(param, line) for kind, line in lines.items()}
-        return shaped | {"step": self._ages[number]}
-
-    def stats(self) -> dict[str, Any]:
-        """Counters since training began. Bytes end in `_bytes`, seconds in `_s`.
-
-        nvme_init_bytes is what was written before the first step; nvme_read_bytes and nvme_written_bytes what moved
-        since. step_s is spent in step(), landing_s in waits for its results; adam_s, and where that runs on the CPU the
-        waits for tiers wait_nvme_s and wait_device_s, are parts of the two. gradient_s is spent in backward.
-        arena_utilisation: the share of the buffers' bytes that chunks fill.
-        """
-        return {
-            "step": self._step,
-            "skipped_steps": self._skipped,
-            "parameters": self._layout.numel,
-            **self._parts.stats(self._placement, self._attached.initial_bytes),
-        }
-
-    def timeline(self, file: PathLike) -> AbstractContextManager[None]:
-        """Records every transfer, kernel, wait and hook inside `with optimizer.timeline("t.json"):`.
-
-        The file is in Chrome's trace format, for ui.perfetto.dev or chrome://tracing. It is written at the end, also
-        when the body raises. A recording changes no bit, and keeps the first 100,000 events (some 30 MB of RAM).
-        Raises: PathError before the body runs, or at its end if the disk fails; ConfigError if one is going on.
-        """
-        self._require_usable()
-        return recorded(self._timeline, file, self._model, self._layout)
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """The swap files. They stay after `close()`; without commits there is nothing in them to resume from."""
-        return self._parts.files
 
     # Torch's optimizer interface.
 
@@ -389,6 +337,8 @@ class OffloadZero(Committing, torch.optim.Optimizer):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and self._comm.size > 1:
+            self._cut_off(error)  # the other ranks may be elsewhere: nothing is done together any more
         # What is being raised is the cause; an error of the ending follows from it.
         with suppress(OffloadError) if error is not None else nullcontext():
             self.close()
@@ -407,14 +357,9 @@ class OffloadZero(Committing, torch.optim.Optimizer):
                 "start again"
             ) from self._failure
         try:
+            self._comm.check()
             for store in self._parts.stores:
                 store.check()
         except OffloadError as error:
             self._cut_off(error)
             raise
-
-    def _number(self, param: Tensor) -> int:
-        number = self._parts.parameters.index.get(param)  # type: ignore[call-overload]
-        if number is None:
-            raise ConfigError(f"the tensor of shape {tuple(param.shape)} is no parameter that this optimizer trains")
-        return int(number)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from offload import OffloadZero, Tuning
-from offload.config import LEAST_IN_FLIGHT, check
+from offload.config import LEAST_IN_FLIGHT, Config, check, over_ranks
 from offload.errors import ConfigError
 from offload.sizes import GIB, MIB
 
@@ -43,9 +43,6 @@ def test_sizes_are_taken_as_words_or_bytes() -> None:
 
 RESERVED = [
     ("device_memory", "8GiB"),
-    ("stage", 0),
-    ("stage", 3),
-    ("process_group", object()),
 ]
 TUNING = [("split_master", "yes"), ("units", ["a"]), ("tile", 4)]
 WRONG: list[tuple[str, Any, str]] = [
@@ -60,6 +57,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("tier", "disk", 'choose "cpu" or "nvme"'),
     ("grad_tier", "disk", 'choose "cpu" or "nvme"'),
     ("grad_tier", "nvme", 'needs path="..."'),
+    ("stage", 0, "choose 1, 2 or 3"),
+    ("stage", True, "choose 1, 2 or 3"),
     ("param_tier", "disk", 'choose "device", "cpu" or "nvme"'),
     ("param_tier", "nvme", 'needs path="..."'),
     ("tier", 3, 'choose "cpu" or "nvme"'),
@@ -154,6 +153,33 @@ def test_tuning_is_frozen_and_unknown_tuning_is_refused() -> None:
         Tuning(chunks=5)  # type: ignore[call-arg]
 
 
+def _over_ranks(ranks: int = 2, device: str = "cpu", **options: Any) -> Config:
+    return over_ranks(check(**options), ranks=ranks, ranks_on_node=2, device=torch.device(device))
+
+
+def test_the_stage_follows_from_where_parameters_live() -> None:
+    assert _over_ranks().stage == 2
+    assert _over_ranks(param_tier="cpu").stage == 3
+    assert _over_ranks(stage=1).param_tier == "device"
+    # A partition of the parameters rests in RAM, the CPU's own memory.
+    assert _over_ranks(stage=3).param_tier == "cpu"
+    alone = check(stage=3)
+    assert dataclasses.replace(_over_ranks(ranks=1, stage=3), ranks_on_node=1) == alone
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stage": 2, "param_tier": "cpu"}, "choose stage=3"),
+        ({"grad_tier": "nvme", "path": "/a"}, "leave grad_tier out"),
+        ({"device": "cuda"}, "trains on the CPU only"),
+    ],
+)
+def test_what_several_ranks_cannot_do_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _over_ranks(**options)
+
+
 def test_the_options_are_those_of_the_design_and_no_others() -> None:
     options = inspect.signature(OffloadZero.__init__).parameters
     assert list(options) == [
@@ -162,7 +188,7 @@ def test_the_options_are_those_of_the_design_and_no_others() -> None:
         "process_group", "tuning", "unknown",
     ]  # fmt: skip
     assert [field.name for field in dataclasses.fields(Tuning)] == [
-        "chunk", "prefetch", "threads", "io_engine", "split_master", "units", "tile",
+        "chunk", "prefetch", "threads", "io_engine", "split_master", "bucket", "units", "tile",
     ]  # fmt: skip
 
 

@@ -12,11 +12,11 @@ ROOT = Path(offload.__file__).parent
 FLOORS = [
     ["errors", "sizes", "timeline"],
     ["config", "layout"],
-    ["native", "ring", "copies", "comm", "io"],
+    ["native", "ring", "copies", "collectives", "comm", "io"],
     ["store"],
     ["optim", "checkpoint"],
     ["module"],
-    ["planner", "assembly", "attachment", "checkpointing", "zero"],
+    ["planner", "assembly", "attachment", "checkpointing", "looking", "zero"],
     ["models", "integrations", "cli"],
 ]
 """Files and folders of offload/, from the ground up; in a floor, each may import those before it."""

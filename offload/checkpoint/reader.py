@@ -27,7 +27,7 @@ from offload.checkpoint.manifest import Manifest, ParameterFacts
 from offload.checkpoint.swapfile import SwapFile, aligned_memory
 from offload.errors import ConfigError, CorruptionError, OffloadError, ResumeError
 from offload.sizes import MIB, PAGE_BYTES
-from offload.store.slots import STATE_KINDS
+from offload.store.slots import STATE_KINDS, swap_name
 
 PIECE_BYTES = 4 * MIB
 """A read while verifying: enough for any drive at full speed."""
@@ -61,10 +61,6 @@ class Range:
     chunk_offset: int
     param_offset: int
     numel: int
-
-
-def swap_name(rank: int) -> str:
-    return f"offload-rank{rank}.swap"
 
 
 class Reader:

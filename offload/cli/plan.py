@@ -58,11 +58,17 @@ def plan(
     split_master: Annotated[
         bool, typer.Option("--split-master", help="Only the low halves of the masters leave RAM.")
     ] = False,
+    tables: Annotated[
+        bool, typer.Option("--tables", help="Show what ZeRO's stages take a rank, for models of any size, and no plan.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Show what a run needs on every tier, and what more or less RAM would do, before anything is allocated."""
     from rich.console import Console
 
+    if tables:
+        _show_tables(Console(), as_json=json)
+        return
     # What only a run needs is given as is, so that what both take is checked in one place.
     options = TrainOptions(
         preset=preset, steps=1, batch=1, seq=1, lr=1.0, accumulation=accumulation, tier=tier, path=Path(), keep=False,
@@ -80,6 +86,15 @@ def plan(
     finally:
         # Also where it does not fit: this says what would.
         _show_what_fits(console, fits)
+
+
+def _show_tables(console: Console, *, as_json: bool) -> None:
+    from offload.cli.plan_tables import largest_table, memory_table, tables_json
+
+    if as_json:
+        print_json(tables_json())
+    else:
+        console.print(memory_table(), largest_table(), sep="\n\n")
 
 
 def model_config(preset: str, layers: int | None, width: int | None) -> GPTConfig:

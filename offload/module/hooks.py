@@ -26,7 +26,7 @@ from offload.module.marker import MovedGradient, is_moved
 from offload.module.parameters import Parameters, line_like
 from offload.module.streaming import Streaming
 from offload.module.units import ROOT, blocks_of, is_called, units_of
-from offload.optim.gradients import GradientSink
+from offload.optim.sink import Gradients
 
 
 def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
@@ -129,7 +129,7 @@ class Hooks:
         model: nn.Module,
         parameters: Parameters,
         specs: Sequence[ParamSpec],
-        sink: GradientSink,
+        sink: Gradients,
         compute_dtype: torch.dtype,
         kept: Sequence[nn.Module],
         landing: Landing,
@@ -246,6 +246,7 @@ class Hooks:
     def _before(self, number: int, param: nn.Parameter) -> None:
         self._arriving()
         self._landing.require_landed(number)
+        self._landing.before_gradients()
         # The marker says: accumulate. No gradient says that the user dropped what was there: begin anew.
         if is_moved(param.grad):
             param.grad = None

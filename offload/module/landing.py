@@ -14,13 +14,18 @@ from collections.abc import Callable, Collection, Sequence
 from offload.errors import StaleParameterError
 from offload.layout import Layout
 from offload.module.parameters import Parameters
+from offload.module.units import ROOT
 from offload.optim.step import Step
 from offload.timeline import Timeline
 
 
 class Landing:
     """Args: usable: raises if the optimizer cannot go on; failed: called with what cut a landing off; landed: called
-    with each flat whose new values are there."""
+    with each flat whose new values are there.
+
+    Over several ranks a landing is a collective, and which units a forward enters may differ among them: so flats land
+    in the order of the layout, the root's first, and with a flat all before it.
+    """
 
     def __init__(
         self,
@@ -55,6 +60,8 @@ class Landing:
         first = dict.fromkeys(self._landed)
         self._order = [*first, *(flat for flat in self._order if flat not in first)]
         self._landed = []
+        if self._layout.ranks > 1:
+            self._order = sorted(range(len(self._layout.flats)), key=lambda flat: self._layout.flats[flat].unit != ROOT)
         return self._order
 
     def is_pending(self, number: int) -> bool:
@@ -69,12 +76,21 @@ class Landing:
     def unit(self, name: str) -> None:
         """Lands the parameters of a unit. Raises what went wrong with the step, and StaleParameterError."""
         if self._step.pending:
-            self._land([flat for flat in self._flats_of.get(name, ()) if flat in self._step.pending])
+            wanted = [flat for flat in self._flats_of.get(name, ()) if flat in self._step.pending]
+            if wanted and self._layout.ranks > 1:
+                queue = list(self._step.pending)
+                wanted = queue[: 1 + max(map(queue.index, wanted))]
+            self._land(wanted)
 
     def everything(self) -> None:
         """Lands what is left."""
         if self._step.pending:
             self._land(list(self._step.pending))
+
+    def before_gradients(self) -> None:
+        """Over several ranks gradients travel in one order with landings, so these come first."""
+        if self._layout.ranks > 1:
+            self.everything()
 
     def require_landed(self, number: int) -> None:
         """Raises: StaleParameterError if a gradient of `number` was made from its old value."""

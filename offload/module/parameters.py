@@ -78,7 +78,7 @@ class Parameters:
     def attach(self, flat: int) -> None:
         """Moves the parameters of a flat, whose masters have been taken, into one tensor of its dtype."""
         info = self._layout.flats[flat]
-        memory = torch.zeros(info.numel, dtype=info.dtype, device=self._device)
+        memory = torch.zeros(self._layout.padded_numel(flat), dtype=info.dtype, device=self._device)
         for number, offset in zip(info.params, info.offsets, strict=True):
             param = self.params[number]
             view = shaped_like(param, memory[offset : offset + param.numel()])

@@ -21,18 +21,20 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from enum import Enum
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from offload.collectives import Work
 from offload.copies import Copier, Copy
 from offload.errors import OffloadError, StateError
 from offload.layout import Chunk, Layout
+from offload.module.graphs import in_backward, tensors_in
 from offload.module.parameters import Parameters
 from offload.module.units import ROOT
 from offload.store.store import Store
@@ -58,18 +60,14 @@ _LEGAL = {
 }
 
 
-def in_backward() -> bool:
-    """Whether autograd is running on this thread: a forward inside is recomputation."""
-    return torch._C._current_graph_task_id() != -1
-
-
 class Streaming:
     """See [Note: residency of a unit].
 
     Args: store: the 16-bit parameters of all chunks; depth: units brought ahead of the one in use; leases: how many
     chunks of the store may be on their way to the device at once; is_pending: whether a unit's new values are still to
     be made, by name; usable: raises if the store cannot be used; take_writes: takes over what was written to
-    parameters that are here, calling `write_back`.
+    parameters that are here, calling `write_back`; gather: launches the gathering of a flat from all ranks' partitions,
+    of which the store has this rank's; None: it has all.
     """
 
     def __init__(
@@ -85,6 +83,7 @@ class Streaming:
         is_pending: Callable[[str], bool],
         usable: Callable[[], None],
         take_writes: Callable[[], None],
+        gather: Callable[[int], Work] | None = None,
     ) -> None:
         self._layout = layout
         self._parameters = parameters
@@ -96,6 +95,8 @@ class Streaming:
         self._is_pending = is_pending
         self._usable = usable
         self._take_writes = take_writes
+        self._gather = gather
+        self._gathers: dict[str, list[Work]] = {}
         self._flats_of: dict[str, list[int]] = {flat.unit: [] for flat in layout.flats}
         for flat in layout.flats:
             self._flats_of[flat.unit].append(flat.index)
@@ -238,10 +239,12 @@ class Streaming:
             self.refresh(flat)
 
     def refresh(self, flat: int) -> None:
-        """Brings the values of a flat, which is here, from the store again."""
+        """Brings the values of a flat, which is here, from the store again, and from the other ranks."""
         for chunk in self._chunks_of[flat]:
             with self._store.lease(chunk.index, step=0) as lease:
                 self._copier.to_device(self._in_store(lease.arrays[0], chunk), self._on_device(chunk)).wait()
+        if self._gather is not None:
+            self._gather(flat).wait()
 
     def find_writes(self, numbers: Iterable[int]) -> None:
         """Notes as written to which of these parameters, all here, differ from the store: `p.data.copy_` leaves no
@@ -338,8 +341,10 @@ class Streaming:
     def _bring(self, unit: str) -> None:
         if self._where.get(unit) is Where.RELEASED:
             self._start(unit)
-        for index in sorted(self._missing.pop(unit, ())):
-            self._start_chunk(unit, self._layout.chunks[index])
+        if unit in self._missing:
+            for index in sorted(self._missing.pop(unit)):
+                self._start_chunk(unit, self._layout.chunks[index])
+            self._start_gathering(unit)
         if self._where.get(unit) is Where.COMING:
             self._finish(unit)
 
@@ -351,9 +356,16 @@ class Streaming:
                 self._parameters.allocate(flat)
                 for chunk in self._chunks_of[flat]:
                     self._start_chunk(unit, chunk)
+            self._start_gathering(unit)
         except BaseException:
             self._release(unit)  # half of it is not coming
             raise
+
+    def _start_gathering(self, unit: str) -> None:
+        """From the other ranks, when this one's partitions are there."""
+        if self._gather is not None:
+            self._wait_for_copies(unit)
+            self._gathers[unit] = [self._gather(flat) for flat in self._flats_of[unit]]
 
     def _start_chunk(self, unit: str, chunk: Chunk) -> None:
         while len(self._coming) >= self._leases:
@@ -376,6 +388,12 @@ class Streaming:
         self._move(unit, Where.HERE)
 
     def _wait_for(self, unit: str) -> None:
+        self._wait_for_copies(unit)
+        for work in self._gathers.get(unit, ()):
+            work.wait()
+        self._gathers.pop(unit, None)
+
+    def _wait_for_copies(self, unit: str) -> None:
         while any(one == unit for one, _, _ in self._coming):
             self._finish_one()
 
@@ -393,7 +411,6 @@ class Streaming:
     def _release(self, unit: str) -> None:
         if self._where.get(unit, Where.RELEASED) is Where.RELEASED:
             return
-        self._missing.pop(unit, None)
         self._missing.pop(unit, None)
         if self._where[unit] is Where.COMING:
             self._wait_for(unit)
@@ -421,31 +438,3 @@ class Streaming:
 def _call(method: weakref.WeakMethod[Callable[[Any], None]], argument: Any, *_: Any) -> None:
     if (alive := method()) is not None:
         alive(argument)
-
-
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """The tensors in nested containers and plain objects (dataclasses, a library's output classes), each once."""
-    seen: set[int] = set()
-    left = [tree]
-    while left:
-        node = left.pop()
-        if isinstance(node, Tensor):
-            if id(node) not in seen:
-                yield node
-        elif id(node) not in seen:
-            left.extend(_inside(node))
-        seen.add(id(node))
-
-
-def _inside(node: Any) -> Iterable[Any]:
-    if node is None or isinstance(node, str | bytes | int | float | type | nn.Module):
-        return
-    if isinstance(node, dict):
-        yield from node.values()
-    elif isinstance(node, list | tuple | set | frozenset | deque):
-        yield from node
-    for kind in type(node).__mro__:
-        names = kind.__dict__.get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            yield getattr(node, name, None)
-    yield from getattr(node, "__dict__", {}).values()

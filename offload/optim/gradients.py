@@ -28,9 +28,9 @@ from torch import Tensor
 
 from offload.config import SUM_BLOCK
 from offload.copies import Copier
-from offload.errors import AccumulationError
 from offload.layout import Chunk, Layout, Piece
 from offload.native import Kernels, sum_blocks
+from offload.optim.sink import Gradients, too_often
 from offload.store.arena import Arena, carved_bytes
 from offload.store.slots import Record
 from offload.store.store import Store
@@ -65,11 +65,8 @@ def arena_bytes(layout: Layout, accumulation: int, *, direct: bool, stored: bool
     return (0 if stored else flats) + bounces + carved_bytes(8 * _sums_numel(layout))
 
 
-class GradientSink:
-    """See [Note: the way of a gradient]. Parameters are named by their index in `layout.specs`.
-
-    Attributes: accumulation, micro-batches a step; scale, by which the step multiplies what is held (clipping).
-    """
+class GradientSink(Gradients):
+    """Of a rank that is alone: all gradients. See [Note: the way of a gradient]."""
 
     def __init__(
         self,
@@ -114,7 +111,6 @@ class GradientSink:
         return list(sums.split(sizes)) if sizes else []
 
     def line(self, param: int) -> Tensor:
-        """The gradient of `param`: shape (numel,), on the CPU, in the order of the parameter's memory."""
         if self._store is None:
             return self._buffer(param)
         dtype = _dtype(self._layout, self._layout.places[param][0], self.accumulation)
@@ -129,8 +125,6 @@ class GradientSink:
 
     @contextmanager
     def taken(self, index: int) -> Iterator[Tensor]:
-        """The gradients of a chunk's elements, for the step, which is the last to need them: shape (chunk.numel,), on
-        the CPU."""
         if self._store is None:
             yield self.chunk(index)
             return
@@ -139,12 +133,10 @@ class GradientSink:
             yield lease.arrays[0].view(_dtype(self._layout, self._layout.chunks[index].flat, self.accumulation))
 
     def expect(self, chunks: Iterable[int]) -> None:
-        """Announces in which order they will be `taken`."""
         if self._store is not None:
             self._store.expect(chunks)
 
     def chunk(self, index: int) -> Tensor:
-        """The memory of a chunk's gradients, where they stay in RAM: shape (chunk.numel,)."""
         chunk = self._layout.chunks[index]
         return self._flats[chunk.flat][chunk.start : chunk.start + chunk.numel]
 
@@ -156,22 +148,11 @@ class GradientSink:
         return self._flats[flat][offset : offset + self._layout.specs[param].numel]
 
     def has(self, param: int) -> bool:
-        """Whether a gradient of `param` arrived since it was last forgotten."""
         return self._arrived[param] > 0
 
     def arrive(self, param: int, grad: Tensor) -> None:
-        """Takes the gradient of one micro-batch: shape (numel,), on the model's device, as the parameter's dtype.
-
-        It may still be under way when this returns. Raises: AccumulationError if one more than declared came.
-        """
         if self._arrived[param] == self.accumulation:
-            name = self._layout.specs[param].name
-            raise AccumulationError(
-                f"{name} got its gradient a {_ordinal(self.accumulation + 1)} time before step(): "
-                f"declare it with OffloadZero(..., accumulation={self.accumulation + 1}), "
-                "or call step() or zero_grad() after each backward (with reentrant checkpointing, a module used twice "
-                "counts twice: set use_reentrant=False)"
-            )
+            raise too_often(self._layout.specs[param].name, self.accumulation)
         first = self._arrived[param] == 0
         self._arrived[param] += 1
         self._generation[param] += 1
@@ -193,36 +174,36 @@ class GradientSink:
                 self._then(param, lambda: self._sum(param, generation))
 
     def forget(self, param: int) -> None:
-        """The next gradient of `param` begins anew."""
         self._arrived[param] = 0
 
-    def collect(self, params: Collection[int]) -> None:
-        """Waits until the gradients of `params`, all of which must have arrived, are in RAM, summed and checked."""
+    def forget_all(self) -> None:
+        self._arrived = [0] * len(self._arrived)
+
+    def drain(self) -> None:
+        while self._pending:
+            # Forgotten only when it is done: whoever is interrupted here has to wait again.
+            param, work = self._pending[0]
+            if not work.done():
+                with self._waiting("wait for gradient", param):
+                    wait([work])
+            work.result()
+            del self._pending[0]
+
+    def collect(self, params: Collection[int]) -> list[int]:
         with self._timeline.span("gradient_s"):
-            while self._pending:
-                # Forgotten only when it is done: whoever is interrupted here has to wait again.
-                param, work = self._pending[0]
-                if not work.done():
-                    with self._waiting("wait for gradient", param):
-                        wait([work])
-                work.result()
-                del self._pending[0]
+            self.drain()
             for param in params:
                 if self._summed[param] != self._generation[param]:
                     if self._store is None:
                         self._sum(param, self._generation[param])
                     else:
                         self._sum_stored(param)
+        return list(params)
 
     def norm(self, params: Collection[int]) -> float:
-        """The 2-norm over `params`, in fp64; inf or nan if one of them is not finite. After `collect`.
-
-        The sum over blocks is exactly rounded (fsum), so it does not depend on their order.
-        """
         return math.sqrt(math.fsum(chain.from_iterable(self._sums[param].numpy() for param in params)))
 
     def not_finite(self, params: Collection[int]) -> list[int]:
-        """Which of `params` hold NaN or Inf. After `collect`."""
         if math.isfinite(self.norm(params)):
             return []
         return [param for param in params if not math.isfinite(self.norm([param]))]
@@ -236,7 +217,6 @@ class GradientSink:
         self.scale = 1.0
 
     def close(self) -> None:
-        """Waits for what is under way."""
         if self._worker is not None:
             self._worker.shutdown(wait=True)
 
@@ -362,7 +342,3 @@ class GradientSink:
             self._kernels.sum_squares(self._buffer(param), offset, self._sums[param])
         # Of an older generation it says nothing about the gradient that came meanwhile.
         self._summed[param] = generation
-
-
-def _ordinal(number: int) -> str:
-    return f"{number}{'th' if 10 < number % 100 < 14 else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"

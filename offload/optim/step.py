@@ -23,11 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.collectives import Communicator
 from offload.copies import Copier, Copy
 from offload.errors import OffloadError
 from offload.layout import Chunk, Layout, Segment, segments
 from offload.native import AdamScalars, Kernels
-from offload.optim.gradients import GradientSink
+from offload.optim.sink import Gradients
 from offload.store.arena import Arena, carved_bytes
 from offload.store.store import Lease, Store
 from offload.timeline import ADAM, TO_DEVICE, Event, Timeline
@@ -52,7 +53,8 @@ class ParameterReturn:
     """Brings new parameters into the model; see [Note: a step does not block].
 
     Args: flats: the model's parameters on its device, one tensor a flat of the layout; streamed: the store of all
-    parameters, if they are on the device only around their use: then the new ones go there.
+    parameters, if they are on the device only around their use: then the new ones go there; comm: over which the
+    flats on the device are put together from all ranks' partitions, None for one rank.
     Attribute: lands: called with each chunk and its new values, on their way to that store.
     """
 
@@ -60,15 +62,17 @@ class ParameterReturn:
         self,
         layout: Layout,
         flats: Sequence[Tensor],
-        gradients: GradientSink,
+        gradients: Gradients,
         arena: Arena,
         copier: Copier,
         timeline: Timeline,
         *,
         split_master: bool,
         streamed: Store | None = None,
+        comm: Communicator | None = None,
     ) -> None:
         self._layout = layout
+        self._comm = comm
         self._flats = flats
         self._streamed = streamed
         self.lands: Callable[[Chunk, Tensor], None] = lambda chunk, values: None
@@ -158,6 +162,13 @@ class ParameterReturn:
             for chunk in self._layout.chunks:
                 self._clear_gaps(chunk)
 
+    def put_together(self, flat: int) -> None:
+        """Gets the other ranks' new parameters of a flat. Raises: RankError."""
+        if self._comm is not None and self._comm.size > 1 and self._streamed is None and self._flats[flat].numel():
+            numel = self._layout.part_numel(flat)
+            own = self._flats[flat][self._comm.rank * numel : (self._comm.rank + 1) * numel]
+            self._comm.all_gather(own, self._flats[flat]).wait()
+
     def _clear_gaps(self, chunk: Chunk) -> None:
         """The next gradients overwrite all that rested there but the gaps, which are zeros by contract."""
         grads = self._gradients.chunk(chunk.index)
@@ -198,7 +209,7 @@ class Step:
         self,
         layout: Layout,
         store: Store,
-        gradients: GradientSink,
+        gradients: Gradients,
         returned: ParameterReturn,
         kernels: Kernels,
         timeline: Timeline,
@@ -241,7 +252,9 @@ class Step:
             if runs:
                 is_whole = all(piece.param in keys for piece in chunk.pieces)
                 queue[chunk.flat].append(_Work(step, chunk, is_whole, runs, scalars))
-        self._pending = {flat: works for flat, works in queue.items() if works}
+        # All ranks land the same flats, though not each of them has a part in each.
+        changed = {self._layout.places[param][0] for param in keys if self._layout.specs[param].numel}
+        self._pending = {flat: works for flat, works in queue.items() if flat in changed}
         works = [work for works in self._pending.values() for work in works]
         self._store.expect(work.chunk.index for work in works)
         self._gradients.expect(work.chunk.index for work in works)
@@ -258,6 +271,7 @@ class Step:
                 self._wait_for(work.done, work.chunk)
             self._returned.send(work.chunk, work.runs)
         self._returned.wait()
+        self._returned.put_together(flat)
         del self._pending[flat]
 
     def _wait_for(self, done: Future[None], chunk: Chunk) -> None:

@@ -6,22 +6,23 @@ buffers that the others stream through. It is one computation with different bud
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from offload import config as configuration
-from offload.config import LEAST_IN_FLIGHT, Config, Tuning
+from offload.config import LEAST_IN_FLIGHT, MASTER_ITEM_BYTES, Config, Tuning
 from offload.errors import BudgetError, ConfigError
 from offload.layout import Layout, build
+from offload.module.reduction import Reduction
 from offload.module.units import ROOT, specs_of
 from offload.optim import gradients, step
 from offload.planner.machine import free_memory
 from offload.sizes import format_bytes
 from offload.store.cache import residents
-from offload.store.slots import Record, file_bytes
+from offload.store.slots import STATE_KINDS, Record, file_bytes
 from offload.store.store import param_records_of, records_of
 
 IN_FLIGHT = 4
@@ -53,7 +54,7 @@ class Placement:
     holds in RAM; budget_bytes: what it may hold; read_bytes, written_bytes: of the disk, a step; disk_bytes: the swap
     file; device_bytes: the model's 16-bit parameters on its device; streamed_chunks: those not kept; utilisation: the
     share of the chunks' buffers that chunks fill; params: of streamed 16-bit parameters, None where they stay on the
-    device.
+    device; held_bytes: what this rank holds of each state kind, wherever it lies, gaps between parameters included.
     """
 
     kept: frozenset[int]
@@ -68,6 +69,7 @@ class Placement:
     utilisation: float
     params: Pool | None = None
     grads: Pool | None = None
+    held_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def describe(self, layout: Layout, config: Config) -> str:
         """One line for people."""
@@ -97,7 +99,7 @@ def place(layout: Layout, config: Config, *, direct: bool) -> Placement:
         # New parameters rest in the memory of their gradients until they land.
         raise ConfigError('grad_tier="nvme" needs param_tier="cpu" or "nvme" where the device has memory of its own')
     given = config.cpu_memory
-    budget = free_memory() // 2 if given is None else given
+    budget = free_memory() // 2 // config.ranks_on_node if given is None else given
     records = records_of(layout, split_master=config.split_master)
     sizes = [record.nbytes for record in records]
     fixed = _fixed_bytes(layout, config, direct=direct)
@@ -135,9 +137,23 @@ def place(layout: Layout, config: Config, *, direct: bool) -> Placement:
         device_bytes=_device_bytes(layout, config),
         params=_params_pool(layout, config),
         grads=_grads_pool(layout, config),
+        held_bytes=_held_bytes(layout, config),
         streamed_chunks=len(streamed),
         utilisation=filled / max(kept_bytes + in_flight * largest, 1),
     )
+
+
+def _held_bytes(layout: Layout, config: Config) -> dict[str, int]:
+    """By state kind; parameters that are on the device only for a while do not count."""
+    states = sum(chunk.numel for chunk in layout.chunks) * MASTER_ITEM_BYTES
+    params = gradients_held = 0
+    for flat in layout.flats:
+        part, whole = layout.part_numel(flat.index), layout.padded_numel(flat.index)
+        params += (part if config.param_tier != "device" else whole) * flat.dtype.itemsize
+        sums_locally = layout.ranks > 1 and config.stage == 1 and config.accumulation > 1
+        itemsize = 4 if config.accumulation > 1 else flat.dtype.itemsize
+        gradients_held += (whole if sums_locally else part) * itemsize
+    return {"param": params, "grad": gradients_held} | dict.fromkeys(STATE_KINDS, states)
 
 
 def slot_records(layout: Layout, config: Config) -> list[Record]:
@@ -184,7 +200,8 @@ def _device_bytes(layout: Layout, config: Config) -> int:
     one in use, the one before it and those brought ahead."""
     units: dict[str, int] = {}
     for flat in layout.flats:
-        units[flat.unit] = units.get(flat.unit, 0) + flat.numel * flat.dtype.itemsize
+        size = layout.padded_numel(flat.index) * flat.dtype.itemsize
+        units[flat.unit] = units.get(flat.unit, 0) + size
     if config.param_tier == "device":
         return sum(units.values())
     root = units.pop(ROOT, 0)
@@ -193,6 +210,11 @@ def _device_bytes(layout: Layout, config: Config) -> int:
 
 def _fixed_bytes(layout: Layout, config: Config, *, direct: bool) -> int:
     """All but the states."""
+    pools = [pool.nbytes for pool in (_params_pool(layout, config), _grads_pool(layout, config)) if pool is not None]
+    if layout.ranks > 1:
+        assert config.stage is not None
+        reduction = Reduction(layout, config.stage, config.accumulation, config.bucket_bytes)
+        return reduction.arena_bytes + sum(pools)
     stored = config.grad_tier == "nvme"
     returned = step.arena_bytes(
         layout,
@@ -200,7 +222,6 @@ def _fixed_bytes(layout: Layout, config: Config, *, direct: bool) -> int:
         direct=direct or config.param_tier != "device",
         split_master=config.split_master,
     )
-    pools = [pool.nbytes for pool in (_params_pool(layout, config), _grads_pool(layout, config)) if pool is not None]
     return gradients.arena_bytes(layout, config.accumulation, direct=direct, stored=stored) + returned + sum(pools)
 
 
@@ -235,8 +256,10 @@ def least_cpu_memory(
     param_tier: str | None = None,
     grad_tier: str | None = None,
     tuning: Tuning | None = None,
+    stage: int | None = None,
+    ranks: int = 1,
 ) -> int:
-    """The least `cpu_memory`, in bytes, with which `OffloadZero(model, ..., tier="nvme")` runs.
+    """The least `cpu_memory`, in bytes, with which `OffloadZero(model, ..., tier="nvme")` runs on each of `ranks`.
 
     Raises: ConfigError as `OffloadZero` does.
     """
@@ -249,11 +272,17 @@ def least_cpu_memory(
         param_tier=param_tier,
         grad_tier=grad_tier,
         tuning=tuning,
+        stage=stage,
     )
     groups = [{"params": list(model.parameters())}] if optimizer is None else optimizer.param_groups
     specs, params = specs_of(model, groups, config.keep_fp32, config.compute_dtype, planned=True)
-    layout = build(specs, config.chunk_numel)
+    device = params[0].device
+    config = configuration.over_ranks(config, ranks=ranks, ranks_on_node=1, device=device)
+    layouts = (build(specs, config.chunk_numel, ranks=ranks, rank=rank) for rank in range(ranks))
+    return max(_least(layout, config, direct=device.type != "cuda") for layout in layouts)
+
+
+def _least(layout: Layout, config: Config, *, direct: bool) -> int:
     sizes = [record.nbytes for record in records_of(layout, split_master=config.split_master)]
-    direct = params[0].device.type != "cuda"
     fixed = _fixed_bytes(layout, config, direct=direct)
     return fixed + min(LEAST_IN_FLIGHT * max(sizes, default=0), sum(sizes))

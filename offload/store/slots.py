@@ -50,6 +50,7 @@ SPLIT = (2, 4, 4)
 """The same with a split master: its upper half is the 16-bit parameter, which is in RAM anyway."""
 _DTYPES = {2: torch.int16, 4: torch.float32}
 SWAP_NAME = "offload-rank0.swap"
+"""Of the first rank, or the only one; `swap_name` of the others."""
 COMMIT_NAME = "COMMIT"
 
 _MANIFEST = re.compile(r"manifest-\d+-rank\d+\.json")
@@ -84,6 +85,11 @@ class Record(NamedTuple):
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The arrays, of shape (numel,), in a slot's uint8 `buffer`."""
         return [buffer[start:end].view(_DTYPES[itemsize]) for itemsize, start, end in self.ranges()]
+
+
+def swap_name(rank: int) -> str:
+    """The swap file's: each rank has its own, so that a directory can be shared."""
+    return f"offload-rank{rank}.swap"
 
 
 def file_bytes(records: Sequence[Record], places: int, committed: int | None = None) -> int:
@@ -146,8 +152,8 @@ class SlotFile:
 
     Args: directory: made with mode 0700 if missing; records: what each chunk of the run holds; places: slots a
     chunk; held: the chunks that lie here (None: all); run_id: 16 bytes, the same in all files of a run; stripe: which
-    of the run's files this is, of how many; committed: how many of the chunks, the first ones, are committed and have
-    all the places; None: this run does not commit; resumes: the file is there, with this very superblock.
+    of the rank's files this is, of how many; committed: how many of the chunks, the first ones, are committed and have
+    all the places; None: this run does not commit; resumes: the file is there, with this very superblock; rank: whose.
     Raises: PathError, PathInUseError, BudgetError (disk space), ResumeError. Nothing of another run is lost then.
     """
 
@@ -164,6 +170,7 @@ class SlotFile:
         committed: int | None = None,
         resumes: bool = False,
         timeline: Timeline | None = None,
+        rank: int = 0,
     ) -> None:
         check_directory(directory, resumes=resumes)
         self._records = tuple(records)
@@ -180,7 +187,7 @@ class SlotFile:
         self._timeline = timeline or Timeline()
         self._reads, self._writes, self._checksums = drive_lanes(stripe[0])
         self._run_id = run_id or new_run_id()
-        path = directory / SWAP_NAME
+        path = directory / swap_name(rank)
         with ExitStack() as undo:
             if _made(directory):
                 undo.callback(_remove_if_empty, directory)

@@ -34,7 +34,7 @@ class Stripes:
 
     Args: directories: one or more, all different; weights: their bandwidths; records: what each chunk holds; kept:
     those that seldom move; places, committed: as SlotFile; resumed: the files of this run are there: its id, and the
-    path of each committed chunk.
+    path of each committed chunk; rank: whose.
     Attributes: run_id, 16 bytes; chosen: the number of each chunk's directory.
     Raises: as SlotFile, naming the directory; then nothing is left behind in any of them.
     """
@@ -51,6 +51,7 @@ class Stripes:
         places: int = 1,
         committed: int | None = None,
         resumed: tuple[bytes, Sequence[int]] | None = None,
+        rank: int = 0,
     ) -> None:
         for directory in directories:
             check_directory(directory, resumes=resumed is not None)
@@ -78,6 +79,7 @@ class Stripes:
                     committed=committed,
                     resumes=resumed is not None,
                     timeline=timeline,
+                    rank=rank,
                 )
                 undo.callback(file.abandon)
                 self._files.append(file)

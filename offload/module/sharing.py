@@ -1,0 +1,70 @@
+"""What one rank has to be told by the others outside of steps: first values, whole lines of partitioned tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from offload.collectives import Communicator
+from offload.errors import ConfigError
+from offload.layout import Layout
+
+BLOCK = 1 << 20
+"""Elements that are gathered at once, so that what all ranks send stays small."""
+
+
+@torch.no_grad()
+def take_from_first(comm: Communicator, tensors: Iterable[Tensor]) -> None:
+    """Gives `tensors` the values that they have on rank 0, as DistributedDataParallel does. Raises: RankError."""
+    if comm.size == 1:
+        return
+    for tensor in tensors:
+        if tensor.numel():
+            line = tensor.detach().contiguous()
+            comm.broadcast(line)
+            if line.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(line)
+
+
+def whole_line(comm: Communicator, layout: Layout, param: int, line: Tensor) -> Tensor:
+    """A line of `param` with every rank's part of it; all ranks have to call it.
+
+    Args: line: shape (numel,), on the CPU, of which this rank's part, `layout.held_of(param)`, counts; overwritten.
+    Raises: RankError.
+    """
+    if comm.size == 1:
+        return line
+    for start in range(0, line.numel(), BLOCK):
+        stop = min(start + BLOCK, line.numel())
+        rows = comm.gather(line[start:stop])
+        for rank, row in enumerate(rows):
+            first, last = (min(max(edge, start), stop) for edge in layout.held_of(param, rank))
+            line[first:last] = row[first - start : last - start]
+    return line
+
+
+@contextmanager
+def all_or_none(comm: Communicator) -> Iterator[None]:
+    """What raises here on one rank raises on all of them, so that none waits for one that has given up.
+
+    Raises: ConfigError on ranks where nothing was wrong, RankError.
+    """
+    try:
+        yield
+    except Exception:
+        comm.any_true(True)
+        raise
+    if comm.any_true(False):
+        raise ConfigError("another rank could not take the model: its own error says why")
+
+
+def require_alike(comm: Communicator, layout: Layout, *options: object) -> None:
+    """Raises: ConfigError if the ranks' models, or what else decides about what they send, differ; RankError."""
+    if not comm.all_agree(repr((layout.specs, layout.flats, layout.ranks, options))):
+        raise ConfigError(
+            "the ranks differ in the model (names, sizes, dtypes, units, param groups), or in stage, accumulation, "
+            "param_tier or Tuning.bucket: give all of them the same"
+        )

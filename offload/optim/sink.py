@@ -1,0 +1,102 @@
+"""The contract of a gradient sink."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from offload.errors import AccumulationError
+from offload.layout import Chunk
+
+
+class Gradients(ABC):
+    """Where gradients go. Parameters are named by their index in `layout.specs`.
+
+    Attributes: accumulation, micro-batches a step; scale, by which the step multiplies what is held (clipping).
+    """
+
+    accumulation: int
+    scale: float
+
+    @abstractmethod
+    def line(self, param: int) -> Tensor:
+        """What this rank holds of the gradient of `param`: 1-D, on the CPU, in the order of the parameter's memory."""
+
+    @abstractmethod
+    def taken(self, index: int) -> AbstractContextManager[Tensor]:
+        """The gradients of a chunk's elements, for the step, which is the last to need them: shape (chunk.numel,), on
+        the CPU."""
+
+    def expect(self, chunks: Iterable[int]) -> None:  # noqa: B027
+        """Announces in which order they will be `taken`."""
+
+    @abstractmethod
+    def chunk(self, index: int) -> Tensor:
+        """The memory of a chunk's gradients, where they stay in RAM: shape (chunk.numel,)."""
+
+    @abstractmethod
+    def dtype(self, chunk: Chunk) -> torch.dtype:
+        """Of a chunk's gradients."""
+
+    @abstractmethod
+    def has(self, param: int) -> bool:
+        """Whether a gradient of `param` arrived since it was last forgotten."""
+
+    @abstractmethod
+    def arrive(self, param: int, grad: Tensor) -> None:
+        """Takes the gradient of one micro-batch: shape (numel,), on the model's device, as the parameter's dtype.
+
+        It may still be under way when this returns. Raises: AccumulationError if one more than declared came.
+        """
+
+    @abstractmethod
+    def forget(self, param: int) -> None:
+        """The next gradient of `param` begins anew."""
+
+    @abstractmethod
+    def forget_all(self) -> None:
+        """The next gradients begin anew."""
+
+    @abstractmethod
+    def collect(self, params: Collection[int]) -> list[int]:
+        """Waits until the gradients of `params`, all of which must have arrived, are in RAM, summed and checked.
+
+        Returns: those of which there are gradients: `params`, and what other ranks have.
+        """
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Waits for what is under way."""
+
+    @abstractmethod
+    def norm(self, params: Collection[int]) -> float:
+        """The 2-norm over `params`, in fp64; inf or nan if one of them is not finite. After `collect`.
+
+        The sum over blocks is exactly rounded (fsum), so it does not depend on their order.
+        """
+
+    @abstractmethod
+    def not_finite(self, params: Collection[int]) -> list[int]:
+        """Which of `params` hold NaN or Inf. After `collect`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Waits for what is under way, as far as it writes into the arena."""
+
+
+def too_often(name: str, accumulation: int) -> AccumulationError:
+    """A gradient came once more than was declared."""
+    return AccumulationError(
+        f"{name} got its gradient a {_ordinal(accumulation + 1)} time before step(): "
+        f"declare it with OffloadZero(..., accumulation={accumulation + 1}), "
+        "or call step() or zero_grad() after each backward (with reentrant checkpointing, a module used twice "
+        "counts twice: set use_reentrant=False)"
+    )
+
+
+def _ordinal(number: int) -> str:
+    return f"{number}{'th' if 10 < number % 100 < 14 else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"

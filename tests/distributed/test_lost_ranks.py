@@ -1,0 +1,302 @@
+"""A rank that is dead, stuck or slow: the others get a typed error in time, and can end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from offload import OffloadZero, Tuning, comm
+from offload.collectives import Communicator
+from offload.errors import AccumulationError, BudgetError, ConfigError, NonFiniteGradientError, RankError
+from tests.support import models
+from tests.support.ranks import World, Worlds
+
+TIMEOUT_S = 2.0
+CALLS = ["reduce_scatter", "all_gather", "broadcast", "gather"]
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    """Three ranks, of which the last one is going to be lost."""
+    with World(3, group_timeout_s=TIMEOUT_S + 2) as made:
+        made.run(_meet)
+        yield made
+
+
+def _meet() -> None:
+    comm.connect().barrier()
+
+
+def _call(group: Communicator, name: str) -> None:
+    if name == "reduce_scatter":
+        group.reduce_scatter(torch.ones(3000), torch.empty(1000)).wait()
+    elif name == "all_gather":
+        group.all_gather(torch.ones(1000), torch.empty(3000)).wait()
+    elif name == "broadcast":
+        group.broadcast(torch.ones(1000), source=2)
+    else:
+        group.gather(torch.ones(10))
+
+
+def _call_thrice(group: Communicator, name: str) -> None:
+    """A collective may end on this rank though another one is lost; the ones after it do not."""
+    for _ in range(3):
+        _call(group, name)
+
+
+def _try(name: str) -> tuple[RankError, float, float]:
+    """The error, the seconds until it came, and those until the next call failed with the same."""
+    group = comm.connect(timeout_s=TIMEOUT_S)
+    began = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        _call_thrice(group, name)
+    failed = time.monotonic()
+    with pytest.raises(RankError) as again:
+        group.all_gather(torch.ones(1), torch.empty(3))  # not even begun
+    ended = time.monotonic()
+    assert again.value is caught.value
+    group.close()
+    return caught.value, failed - began, ended - failed
+
+
+def _try_on_the_first_two(name: str) -> object:
+    if dist.get_rank() == 2:
+        time.sleep(600)
+    return _try(name)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_killed_rank_gives_an_error_at_once(world: World, name: str) -> None:
+    world.start(_try_on_the_first_two, name)
+    time.sleep(0.2)
+    world.signal(2, signal.SIGKILL)
+    for rank, (error, waited_s, again_s) in enumerate(world.results(20, ranks=[0, 1])):
+        assert f"{name} on rank {rank} of 3 failed after" in str(error)
+        assert "another rank is slow, stuck or dead" in str(error)
+        assert error.collective == name
+        assert error.waited_s <= waited_s < TIMEOUT_S
+        assert again_s < 0.1
+    assert world.exit_codes([0, 1]) == [0, 0]
+
+
+@pytest.mark.parametrize("name", ["reduce_scatter", "gather"])
+def test_a_stuck_rank_gives_an_error_within_the_timeout(world: World, name: str) -> None:
+    world.signal(2, signal.SIGSTOP)
+    world.start(_try_on_the_first_two, name)
+    for error, waited_s, again_s in world.results(20, ranks=[0, 1]):
+        assert "(timed out)" in str(error)
+        assert error.collective == name
+        assert TIMEOUT_S <= error.waited_s <= waited_s < TIMEOUT_S + 1
+        assert again_s < 0.1
+    # Gloo's threads hold on until the group's own timeout.
+    assert world.exit_codes([0, 1], timeout_s=TIMEOUT_S + 10) == [0, 0]
+
+
+def _late_by(seconds: float) -> float:
+    group = comm.connect(timeout_s=TIMEOUT_S)
+    if group.rank == 2:
+        time.sleep(seconds)
+    began = time.monotonic()
+    group.barrier()
+    return time.monotonic() - began
+
+
+def test_a_rank_that_is_late_within_the_timeout_is_waited_for(worlds: Worlds) -> None:
+    first, second, last = worlds(3).run(_late_by, TIMEOUT_S / 2)
+    assert min(first, second) > TIMEOUT_S / 4
+    assert last < TIMEOUT_S / 4
+
+
+def _launch_and_wait_later(seconds: float) -> None:
+    group = comm.connect(timeout_s=0.5)
+    out = torch.empty(3)
+    work = group.all_gather(torch.ones(1), out)
+    time.sleep(seconds)
+    work.wait()
+    assert out.sum() == 3
+
+
+def test_what_has_arrived_may_be_waited_for_after_the_timeout(worlds: Worlds) -> None:
+    worlds(3).run(_launch_and_wait_later, 0.8)
+
+
+def _wait_for_two() -> float:
+    group = comm.connect(timeout_s=TIMEOUT_S)
+    if group.rank == 2:
+        time.sleep(600)
+    began = time.monotonic()
+    first = group.all_gather(torch.ones(1000), torch.empty(3000))
+    time.sleep(TIMEOUT_S / 2)
+    second = group.all_gather(torch.ones(1000), torch.empty(3000))
+    for work in (first, second):
+        with pytest.raises(RankError):
+            work.wait()
+    return time.monotonic() - began
+
+
+def test_what_was_under_way_fails_with_the_first(world: World) -> None:
+    world.start(_wait_for_two)
+    for waited_s in world.results(20, ranks=[0, 1]):
+        assert TIMEOUT_S <= waited_s < 1.4 * TIMEOUT_S
+
+
+def _close_with_work_under_way() -> bool:
+    group = comm.connect(timeout_s=TIMEOUT_S)
+    if group.rank == 2:
+        time.sleep(600)
+    group.all_gather(torch.ones(1000), torch.empty(3000))
+    return group.close()
+
+
+def test_close_says_whether_memory_is_still_in_use(world: World) -> None:
+    world.start(_close_with_work_under_way)
+    assert world.results(20, ranks=[0, 1]) == [False, False]
+    world.signal(2, signal.SIGKILL)
+
+
+def _interrupted() -> str:
+    group = comm.connect()
+    if group.rank == 0:
+        import _thread
+        import threading
+
+        threading.Timer(0.3, _thread.interrupt_main).start()
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            group.barrier()
+        assert time.monotonic() - began < 1
+        return "interrupted"
+    time.sleep(1.5)
+    group.barrier()
+    return "met"
+
+
+def test_ctrl_c_ends_a_wait(worlds: Worlds) -> None:
+    assert worlds(3).run(_interrupted) == ["interrupted", "met", "met"]
+
+
+def _train_until_lost(stage: int, lost: int) -> tuple[str, str, float]:
+    """The errors of the step in which a rank dies and of a later call, and the seconds until the first."""
+    made = comm.connect
+
+    def connect(*args: Any, **options: Any) -> Communicator:
+        return made(*args, **{"timeout_s": TIMEOUT_S} | options)
+
+    model = models.build("gpt")
+    batches = models.losses("gpt", model)
+    with patch.object(comm, "connect", connect):
+        optimizer = OffloadZero(model, stage=stage, tuning=Tuning(threads=1))
+
+    def step() -> None:
+        next(batches)().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    if dist.get_rank() == lost:
+        os._exit(1)
+    began = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        step()
+    waited_s = time.monotonic() - began
+    with pytest.raises(RankError) as again:
+        optimizer.step()
+    with suppress(RankError):
+        optimizer.close()
+    return str(caught.value), str(again.value), waited_s
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_that_dies_in_training_is_final_on_the_others(world: World, stage: int) -> None:
+    world.start(_train_until_lost, stage, 2)
+    for first, again, waited_s in world.results(60, ranks=[0, 1]):
+        assert "another rank is slow, stuck or dead" in first
+        assert again == first
+        assert waited_s < 10 * TIMEOUT_S
+
+
+def _differ(kind: str) -> str:
+    model = models.build("mlp")
+    rank = dist.get_rank()
+    options: dict[str, Any] = {}
+    if kind == "model" and rank == 1:
+        model.last = torch.nn.Linear(67, 9)
+    if kind == "memory" and rank == 1:
+        options["cpu_memory"] = 1000
+    if kind == "stage":
+        options["stage"] = 1 + rank % 2
+    with pytest.raises((ConfigError, BudgetError)) as caught:
+        OffloadZero(model, tuning=Tuning(threads=1), **options)
+    return str(caught.value)
+
+
+def test_ranks_that_differ_are_refused_on_all_of_them(worlds: Worlds) -> None:
+    assert all("the ranks differ in the model" in error for error in worlds(2).run(_differ, "model"))
+    assert all("the ranks differ in the model" in error for error in worlds(2).run(_differ, "stage"))
+    first, second = worlds(2).run(_differ, "memory")
+    assert "another rank could not take the model" in first
+    assert "of RAM are needed" in second
+
+
+def _drop_by_hand() -> tuple[str, str, float]:
+    model = models.build("mlp")
+    batches = models.losses("mlp", model)
+    with OffloadZero(model, tuning=Tuning(threads=1)) as optimizer:
+        next(batches)().backward()
+        model.zero_grad()
+        with pytest.raises(AccumulationError) as dropped:
+            next(batches)().backward()
+        optimizer.zero_grad()
+        next(batches)().backward()
+        norm = optimizer.clip_grad_norm_(1e9).item()
+        model.zero_grad()
+        with pytest.raises(AccumulationError) as late:
+            next(batches)().backward()
+        optimizer.zero_grad()
+        next(batches)().backward()
+        optimizer.step()
+        assert optimizer.stats()["step"] == 1
+        return str(dropped.value), str(late.value), norm
+
+
+def test_gradients_are_dropped_on_all_ranks_or_not_at_all(worlds: Worlds) -> None:
+    first, second = worlds(2).run(_drop_by_hand)
+    assert first == second
+    assert "with optimizer.zero_grad()" in first[0]
+    assert "with optimizer.zero_grad()" in first[1]
+    assert first[2] > 0
+
+
+def _not_finite(skip: bool) -> tuple[int, str]:
+    model = models.build("mlp")
+    batches = models.losses("mlp", model)
+    with OffloadZero(model, nonfinite="skip" if skip else "raise", tuning=Tuning(threads=1)) as optimizer:
+        loss = next(batches)()
+        (loss * (float("nan") if dist.get_rank() == 1 else 1.0)).backward()
+        said = ""
+        if skip:
+            optimizer.step()
+        else:
+            with pytest.raises(NonFiniteGradientError) as caught:
+                optimizer.step()
+            said = str(caught.value.parameter)
+        optimizer.zero_grad()
+        next(batches)().backward()
+        optimizer.step()
+        return optimizer.stats()["step"], said
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_nan_on_one_rank_is_seen_by_all(worlds: Worlds, skip: bool) -> None:
+    assert worlds(2).run(_not_finite, skip) == [(1, "" if skip else "gain")] * 2

@@ -1,0 +1,169 @@
+"""Training over ranks has the bits of one process that adds the ranks' gradients in their order."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload import OffloadZero, Tuning
+from offload.layout import Layout, build
+from offload.module.units import specs_of
+from tests.support import models, sharded
+from tests.support.ranks import Worlds
+from tests.support.training import Run
+
+TUNING = Tuning(chunk=4096, threads=1, bucket=4096)
+KINDS = ("gpt", "mlp", "conv")
+
+
+def layout_of(kind: str, ranks: int) -> Layout:
+    model = models.build(kind)
+    specs, _ = specs_of(model, models.groups(model), models.keep_fp32(kind), torch.bfloat16)
+    return build(specs, 1024, ranks=ranks)
+
+
+@cache
+def wanted(kind: str, ranks: int, steps: int, accumulation: int, stage: int, idle: bool) -> sharded.Reference:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the ranks have
+    try:
+        made = sharded.Reference(kind, ranks, layout_of(kind, ranks), accumulation, stage == 1, idle, stage)
+        made.train(steps)
+    finally:
+        torch.set_num_threads(before)
+    return made
+
+
+def trained(worlds: Worlds, kind: str, ranks: int, steps: int, idle: bool = False, **options: Any) -> list[Run]:
+    """Runs it on all ranks, compares with one process, returns the runs."""
+    options = {"tuning": TUNING, "accumulation": 1} | options
+    runs: list[Run] = worlds(ranks).run(_train, kind, steps, idle, options, timeout_s=170)
+    # Where stages have to agree there is one reference for all of them.
+    stage = options["stage"] if idle or (options["stage"] == 1 and options["accumulation"] > 1) else 2
+    wanted(kind, ranks, steps, options["accumulation"], stage, idle).assert_same_bits(runs)
+    return runs
+
+
+def _train(kind: str, steps: int, idle: bool, options: dict[str, Any]) -> Run:
+    return sharded.train(kind, steps, idle=idle, **options)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_stage_has_the_bits_of_one_process(worlds: Worlds, ranks: int, stage: int) -> None:
+    trained(worlds, "mlp", ranks, 4, stage=stage)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["gpt", "conv"])
+def test_every_kind_of_model(worlds: Worlds, kind: str, stage: int) -> None:
+    """Tied weights, channels-last weights, modules kept in fp32: flats of two dtypes."""
+    trained(worlds, kind, 2, 4, stage=stage)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("idle", [False, True])
+def test_accumulation(worlds: Worlds, stage: int, idle: bool) -> None:
+    """At stage 1 micro-batches are added before they travel, at 2 and 3 after."""
+    trained(worlds, "mlp", 2, 4, accumulation=3, stage=stage, idle=idle)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_rank_without_gradients_counts_as_zeros(worlds: Worlds, stage: int) -> None:
+    trained(worlds, "mlp", 2, 3, idle=True, stage=stage)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_collectives_at_the_last_moment_give_the_same_bits(worlds: Worlds, stage: int, accumulation: int) -> None:
+    trained(worlds, "gpt", 2, 3, stage=stage, accumulation=accumulation, wire="late")
+
+
+@pytest.mark.parametrize("bucket", [4096, "32MiB"])
+@pytest.mark.parametrize("split_master", [False, True])
+def test_bucket_size_and_split_masters_change_no_bit(worlds: Worlds, bucket: int | str, split_master: bool) -> None:
+    for stage in (2, 3):
+        tuning = Tuning(chunk=8192, threads=1, bucket=bucket, split_master=split_master)
+        trained(worlds, "mlp", 3, 4, stage=stage, tuning=tuning)
+
+
+TIERS: dict[str, dict[str, Any]] = {
+    "cpu, resident": {"tier": "cpu"},
+    "nvme, resident": {"tier": "nvme"},
+    "nvme, streaming from cpu": {"tier": "nvme", "param_tier": "cpu"},
+    "nvme, streaming": {"tier": "nvme", "param_tier": "nvme"},
+    "cpu, streaming": {"tier": "cpu", "param_tier": "cpu"},
+}
+
+
+def _on(tier: str, path: Path, stage: int, ranks: int) -> dict[str, Any]:
+    options = TIERS[tier] | {"stage": stage, "tuning": TUNING}
+    if options["tier"] == "nvme":
+        options |= {"path": str(path), "cpu_memory": "least"}
+    return options
+
+
+@pytest.mark.parametrize(
+    ("stage", "tier"),
+    [(stage, tier) for stage in (1, 2, 3) for tier in TIERS if stage == 3 or "resident" in tier],
+)
+def test_every_tier(worlds: Worlds, tmp_path: Path, stage: int, tier: str) -> None:
+    path = tmp_path / "run"
+    runs = trained(worlds, "mlp", 2, 3, **_on(tier, path, stage, 2))
+    if "nvme" in tier:
+        assert sorted(file.name for file in path.iterdir()) == ["offload-rank0.swap", "offload-rank1.swap"]
+        for run in runs:
+            assert run.stats["nvme_written_bytes"] > 0
+            assert run.stats["streamed_chunks"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("stage", "tier"),
+    [(stage, tier) for stage in (1, 2, 3) for tier in TIERS if stage == 3 or "resident" in tier],
+)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_twenty_steps(
+    worlds: Worlds, tmp_path: Path, kind: str, stage: int, tier: str, ranks: int, accumulation: int
+) -> None:
+    options = _on(tier, tmp_path / "run", stage, ranks)
+    trained(worlds, kind, ranks, 20, accumulation=accumulation, **options)
+
+
+def _wander(stage: int) -> tuple[list[torch.Tensor], list[float]]:
+    """Forwards of its own on each rank, between steps."""
+    model = models.build("gpt")
+    rank = torch.distributed.get_rank()
+    batches = sharded.batches_of("gpt", model, rank, 2)
+    norms = []
+    with OffloadZero(model, stage=stage, tuning=TUNING) as optimizer:
+        for _ in range(3):
+            if rank == 0:
+                model.blocks[2](torch.ones(1, 4, 32, dtype=torch.bfloat16)).sum().backward()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    next(batches)()
+            else:
+                model.blocks[0](torch.ones(1, 4, 32, dtype=torch.bfloat16)).sum().backward()
+                optimizer.zero_grad()
+            next(batches)().backward()
+            norms.append(optimizer.clip_grad_norm_(1.0).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        return [param.detach().clone() for param in model.parameters()], norms
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_ranks_may_run_other_forwards_before_whole_parameters(worlds: Worlds, stage: int) -> None:
+    """Landings are collectives: their order may not depend on what a rank enters first."""
+    (first, norms), (second, others) = worlds(2).run(_wander, stage, timeout_s=100)
+    assert norms == others
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)

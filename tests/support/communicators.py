@@ -1,0 +1,144 @@
+"""Communicators for tests, around another one: a slow link, and one that does everything at the last moment."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from offload.collectives import Communicator, Work
+
+
+class _Around(Communicator):
+    def __init__(self, inner: Communicator) -> None:
+        super().__init__(inner.rank, inner.size, inner.local_rank, inner.ranks_on_node)
+        self._inner = inner
+
+    def stats(self) -> dict[str, int]:
+        return self._inner.stats()
+
+    def check(self) -> None:
+        self._inner.check()
+
+    def close(self) -> bool:
+        return self._inner.close()
+
+
+class _DelayedWork(Work):
+    def __init__(self, inner: Work, arrives: float) -> None:
+        self._inner = inner
+        self._arrives = arrives
+
+    def done(self) -> bool:
+        return time.monotonic() >= self._arrives and self._inner.done()
+
+    def wait(self) -> None:
+        time.sleep(max(self._arrives - time.monotonic(), 0))
+        self._inner.wait()
+
+
+class Delayed(_Around):
+    """Each collective takes `delay_s` seconds longer, one after the other: a link, which needs no core meanwhile.
+
+    Attribute: busy_s, seconds in which the link was used.
+    """
+
+    def __init__(self, inner: Communicator, delay_s: float) -> None:
+        super().__init__(inner)
+        self._delay_s = delay_s
+        self._free = 0.0
+        self.busy_s = 0.0
+
+    def _arrival(self) -> float:
+        self._free = max(self._free, time.monotonic()) + self._delay_s
+        self.busy_s += self._delay_s
+        return self._free
+
+    def reduce_scatter(self, full: Tensor, out: Tensor, *, scratch: Tensor | None = None) -> Work:
+        arrives = self._arrival()
+        return _DelayedWork(self._inner.reduce_scatter(full, out, scratch=scratch), arrives)
+
+    def all_gather(self, shard: Tensor, out: Tensor) -> Work:
+        arrives = self._arrival()
+        return _DelayedWork(self._inner.all_gather(shard, out), arrives)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        time.sleep(max(self._arrival() - time.monotonic(), 0))
+        self._inner.broadcast(tensor, source)
+
+    def gather(self, values: Tensor) -> Tensor:
+        time.sleep(max(self._arrival() - time.monotonic(), 0))
+        return self._inner.gather(values)
+
+
+class _LateWork(Work):
+    def __init__(self, owner: Late, start: Callable[[], Work]) -> None:
+        self._owner = owner
+        self._start = start
+        self._work: Work | None = None
+
+    def done(self) -> bool:
+        return self._work is not None
+
+    def launch(self) -> None:
+        work = self._start()
+        work.wait()
+        self._work = work
+
+    def wait(self) -> None:
+        self._owner.launch_until(self)
+
+
+class Late(_Around):
+    """Does each collective at the last moment that the contract allows, so that a missing wait gives wrong bits.
+
+    What is sent is read when the work, or one launched after it, is waited for; until then `out` and `scratch` are
+    NaN. The order among the ranks stays.
+    """
+
+    def __init__(self, inner: Communicator) -> None:
+        super().__init__(inner)
+        self._waiting: list[_LateWork] = []
+
+    def launch_until(self, last: _LateWork | None) -> None:
+        """Everything before `last`, and that; None: everything."""
+        while self._waiting and (last is None or not last.done()):
+            self._waiting.pop(0).launch()
+
+    def _later(self, start: Callable[[], Work], *poisoned: Tensor) -> Work:
+        with torch.no_grad():
+            for tensor in poisoned:
+                tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
+        work = _LateWork(self, start)
+        self._waiting.append(work)
+        return work
+
+    def reduce_scatter(self, full: Tensor, out: Tensor, *, scratch: Tensor | None = None) -> Work:
+        def start() -> Work:
+            return self._inner.reduce_scatter(full, out, scratch=scratch)
+
+        return self._later(start, out) if scratch is None else self._later(start, out, scratch)
+
+    def all_gather(self, shard: Tensor, out: Tensor) -> Work:
+        def start() -> Work:
+            out.fill_(0)
+            return self._inner.all_gather(kept, out)
+
+        # `shard` may be a part of `out`: only the rest is not to be read.
+        within = out.data_ptr() <= shard.data_ptr() < out.data_ptr() + out.numel() * out.element_size()
+        kept = shard.clone() if within else shard
+        return self._later(start, out)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        self.launch_until(None)
+        self._inner.broadcast(tensor, source)
+
+    def gather(self, values: Tensor) -> Tensor:
+        self.launch_until(None)
+        return self._inner.gather(values)
+
+    def close(self) -> bool:
+        self.launch_until(None)
+        return super().close()

@@ -1,0 +1,243 @@
+"""A training run over ranks, and the same on one process: gradients summed in rank order, then the NumPy reference.
+
+Every function here that takes no world runs on a rank.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from offload import OffloadZero, comm
+from offload.collectives import Communicator
+from offload.layout import Layout
+from offload.module.parameters import line_like
+from offload.optim import reference
+from offload.planner import least_cpu_memory
+from tests.support import models
+from tests.support.communicators import Late
+from tests.support.training import CLIP, LR, Run, schedule
+
+
+def batches_of(kind: str, model: nn.Module, rank: int, ranks: int) -> Iterator[Any]:
+    """Every rank's own micro-batches; the last rank's are of another kind of numbers, so that a mix-up shows."""
+    every = models.losses(kind, model)
+    while True:
+        drawn = [next(every) for _ in range(ranks)]
+        yield drawn[rank]
+
+
+@contextmanager
+def communicators(kind: str) -> Iterator[None]:
+    """Args: kind: "plain" or "late"."""
+    if kind == "plain":
+        yield
+        return
+    made = comm.connect
+
+    def connect(*args: Any, **options: Any) -> Communicator:
+        return Late(made(*args, **options))
+
+    with patch.object(comm, "connect", connect):
+        yield
+
+
+def train(kind: str, steps: int, accumulation: int = 1, wire: str = "plain", idle: bool = False, **options: Any) -> Run:
+    """As tests.support.training.train, on this rank. Args: idle: see `Reference`."""
+    model = models.build(kind)
+    rank = torch.distributed.get_rank()
+    if rank:
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.add_(random.random())  # rank 0's values count
+    if idle:
+        model.calls = rank  # type: ignore[assignment]
+    run = Run()
+    plain = torch.optim.AdamW(models.groups(model), lr=LR)
+    if options.get("cpu_memory") == "least":
+        given = {name: options.get(name) for name in ("param_tier", "tuning", "stage")}
+        options["cpu_memory"] = least_cpu_memory(
+            model,
+            plain,
+            accumulation=accumulation,
+            keep_fp32=models.keep_fp32(kind),
+            ranks=torch.distributed.get_world_size(),
+            **given,
+        )
+    with (
+        communicators(wire),
+        OffloadZero(model, plain, accumulation=accumulation, keep_fp32=models.keep_fp32(kind), **options) as optimizer,
+    ):
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+        batches = batches_of(kind, model, rank, torch.distributed.get_world_size())
+        for step in range(steps):
+            for _ in range(accumulation):
+                loss = next(batches)() / accumulation
+                if not (idle and is_idle(step, rank, options.get("stage"))):
+                    loss.backward()
+                run.losses.append(loss.item())
+            run.norms.append(optimizer.clip_grad_norm_(CLIP).item())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        run.stats = optimizer.stats()
+        for name, param in model.named_parameters():
+            with optimizer.gathered(param):
+                run.tensors[name] = param.detach().clone()
+            if param.requires_grad:
+                state = optimizer.state_of(param)
+                run.steps[name] = state.pop("step")
+                run.tensors |= {f"{name}.{key}": value for key, value in state.items()}
+    return run
+
+
+def is_idle(step: int, rank: int, stage: int | None) -> bool:
+    """At stage 3 a rank without a backward would not gather what the others do."""
+    return step == 1 and rank == 1 and stage != 3
+
+
+@dataclass
+class Reference:
+    """One process that plays all ranks: torch makes the gradients, NumPy does the rest. See `train`.
+
+    idle: the parameters that get a gradient in turn get it at another time on each rank, and one rank none at all in
+    one step, if the stage allows that.
+    """
+
+    kind: str
+    ranks: int
+    layout: Layout
+    accumulation: int = 1
+    sums_locally: bool = False
+    idle: bool = False
+    stage: int | None = None
+    losses: list[list[float]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.models = [models.build(self.kind) for _ in range(self.ranks)]
+        for rank, model in enumerate(self.models if self.idle else ()):
+            model.calls = rank  # type: ignore[assignment]
+        numbers = {spec.name: number for number, spec in enumerate(self.layout.specs)}
+        first = dict(self.models[0].named_parameters())
+        self.number_of = {name: numbers[name] for name in first if name in numbers}
+        self.groups = torch.optim.AdamW(models.groups(self.models[0]), lr=LR).param_groups
+        self.states = {}
+        for name, number in self.number_of.items():
+            master = line_like(first[name], first[name].detach()).float().numpy().copy()
+            self.states[number] = [master, np.zeros_like(master), np.zeros_like(master)]
+        self.ages = dict.fromkeys(self.states, 0)
+        kept = models.keep_fp32(self.kind)
+        for model in self.models:
+            model.to(torch.bfloat16)
+            for module in model.modules():
+                if kept and isinstance(module, kept):
+                    module.float()
+                    module.register_forward_pre_hook(lambda _, args: tuple(x.float() for x in args))
+                    module.register_forward_hook(lambda _, args, out: out.to(torch.bfloat16))
+            model.register_forward_pre_hook(
+                lambda _, args: tuple(x.to(torch.bfloat16) if x.is_floating_point() else x for x in args)
+            )
+        self.batches = [batches_of(self.kind, model, rank, self.ranks) for rank, model in enumerate(self.models)]
+
+    def train(self, steps: int) -> None:
+        for step in range(steps):
+            found: list[list[dict[int, Tensor]]] = []  # by micro-batch and rank
+            self.losses.append([])
+            for _ in range(self.accumulation):
+                found.append([])
+                for rank, model in enumerate(self.models):
+                    loss = next(self.batches[rank])() / self.accumulation
+                    self.losses[-1].append(loss.item())
+                    if not (self.idle and is_idle(step, rank, self.stage)):
+                        loss.backward()
+                    found[-1].append(self._take_gradients(model))
+            self._step(step, self._averaged(found))
+
+    def _take_gradients(self, model: nn.Module) -> dict[int, Tensor]:
+        found = {}
+        for name, param in model.named_parameters():
+            if param.grad is not None and name in self.number_of:
+                found[self.number_of[name]] = line_like(param, param.grad).clone()
+                param.grad = None
+        return found
+
+    def _averaged(self, found: list[list[dict[int, Tensor]]]) -> dict[int, np.ndarray[Any, Any]]:
+        if self.sums_locally:
+            added: list[dict[int, Tensor]] = []
+            for rank in range(self.ranks):
+                total: dict[int, Tensor] = {}
+                for batch in found:
+                    for number, grad in batch[rank].items():
+                        total[number] = total[number] + grad.float() if number in total else grad.float()
+                added.append(total)
+            found = [added]
+        sums: dict[int, np.ndarray[Any, Any]] = {}
+        for by_rank in found:
+            for number in sorted(set().union(*by_rank)):
+                numel = self.layout.specs[number].numel
+                total = torch.zeros(numel)
+                for rank, grads in enumerate(by_rank):
+                    grad = grads[number].float() if number in grads else torch.zeros(numel)
+                    total = grad.clone() if rank == 0 else total + grad
+                average = total / torch.tensor([float(self.ranks)])
+                if self.accumulation == 1:
+                    average = average.to(self.layout.specs[number].dtype).float()
+                add = average.numpy()
+                sums[number] = reference.accumulate(sums[number], add) if number in sums else add
+        return sums
+
+    def _step(self, step: int, grads: dict[int, np.ndarray[Any, Any]]) -> None:
+        squares = [
+            value
+            for number, grad in grads.items()
+            for rank in range(self.ranks)
+            for first, last in [self.layout.held_of(number, rank)]
+            for value in reference.sum_squares(grad[first:last], self.layout.places[number][1] + first).tolist()
+        ]
+        norm = math.sqrt(math.fsum(squares))
+        self.norms.append(torch.tensor(norm, dtype=torch.float32).item())
+        for number, grad in grads.items():
+            group = self.groups[self.layout.specs[number].group]
+            self.ages[number] += 1
+            self.states[number] = list(
+                reference.adam(
+                    *self.states[number],
+                    grad,
+                    step=self.ages[number],
+                    lr=LR * schedule(step),
+                    betas=group["betas"],
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                    decoupled=True,
+                    scale=min(1.0, CLIP / (norm + 1e-6)),
+                )
+            )
+        with torch.no_grad():
+            for model in self.models:
+                for name, param in model.named_parameters():
+                    if name in self.number_of:
+                        line_like(param, param.data).copy_(torch.from_numpy(self.states[self.number_of[name]][0]))
+
+    def assert_same_bits(self, runs: list[Run]) -> None:
+        for rank, run in enumerate(runs):
+            assert run.losses == [loss for step in self.losses for loss in step[rank :: self.ranks]], rank
+            assert run.norms == self.norms, rank
+            for name, param in self.models[0].named_parameters():
+                assert torch.equal(run.tensors[name], param.detach()), (rank, name)
+                if name in self.number_of:
+                    number = self.number_of[name]
+                    for key, values in zip(("master", "exp_avg", "exp_avg_sq"), self.states[number], strict=True):
+                        mine = line_like(param, run.tensors[f"{name}.{key}"])
+                        assert np.array_equal(mine.numpy(), values), (rank, name, key)
+                    assert run.steps[name] == self.ages[number]
