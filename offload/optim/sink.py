@@ -72,6 +72,10 @@ class Gradients(ABC):
     def drain(self) -> None:
         """Waits for what is under way."""
 
+    def reset(self) -> None:
+        """Drops everything, failures too: for going back to a commit, which there is none of over several ranks."""
+        raise AssertionError("a sink that cannot be reset was asked to go back to a commit")
+
     @abstractmethod
     def norm(self, params: Collection[int]) -> float:
         """The 2-norm over `params`, in fp64; inf or nan if one of them is not finite. After `collect`.
