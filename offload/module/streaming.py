@@ -36,6 +36,7 @@ from offload.errors import OffloadError, StateError
 from offload.layout import Chunk, Layout
 from offload.module.graphs import in_backward, tensors_in
 from offload.module.parameters import Parameters
+from offload.module.tensors import tensors_in
 from offload.module.units import ROOT
 from offload.store.store import Store
 from offload.timeline import TO_DEVICE, Timeline
@@ -206,10 +207,12 @@ class Streaming:
 
     # Gathering and releasing.
 
-    def visit(self, unit: str) -> None:
-        """Brings a unit for whoever reads or writes it now; it is released when another one comes."""
-        self._release_others(unit)
-        self._bring(unit)
+    def visit(self, units: Iterable[str]) -> None:
+        """Brings units for whoever reads or writes them now; they are released when others come."""
+        if visited := [unit for unit in units if unit != ROOT]:
+            self._release_others(*visited)
+        for unit in units:
+            self._bring(unit)
 
     def leave(self, unit: str) -> None:
         """Ends a visit."""
@@ -324,18 +327,19 @@ class Streaming:
             self._bring(unit)
             return
         following = self._follow(unit)
-        self._release_others(unit, *following)
+        # One that is here already, and not on its way, is not brought ahead: it comes anew.
+        self._release_others(unit, *(one for one in following if self._where[one] is Where.COMING))
         self._bring(unit)
         for other in following:
             if self._where[other] is Where.RELEASED and not self._is_pending(other):
                 self._start(other)
 
     def _release_others(self, *wanted: str) -> None:
-        for unit, where in self._where.items():
+        for unit in self._where:
             if unit == ROOT or self._is_in_use(unit):
                 continue
             # Brought ahead, and now it comes later than thought, or not at all.
-            if unit not in wanted or (where is Where.HERE and unit != wanted[0]):
+            if unit not in wanted:
                 self._release(unit)
 
     def _bring(self, unit: str) -> None:
