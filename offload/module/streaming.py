@@ -34,8 +34,9 @@ from offload.collectives import Work
 from offload.copies import Copier, Copy
 from offload.errors import OffloadError, StateError
 from offload.layout import Chunk, Layout
-from offload.module.graphs import in_backward, tensors_in
+from offload.module.graphs import call_alive, in_backward
 from offload.module.parameters import Parameters
+from offload.module.tensors import tensors_in
 from offload.module.units import ROOT
 from offload.store.store import Store
 from offload.timeline import TO_DEVICE, Timeline
@@ -158,7 +159,7 @@ class Streaming:
         if unit in self._running:
             self._running.remove(unit)
         # Graphs outlive optimizers, and what they hold is not found by the collector of garbage.
-        begins = partial(_call, weakref.WeakMethod(self._backward_begins), unit)
+        begins = partial(call_alive, weakref.WeakMethod(self._backward_begins), unit)
         for tensor in tensors_in(output):
             # A view that is changed in place gets another history, in which only its base has a place.
             for one in (tensor, tensor._base):
@@ -175,7 +176,7 @@ class Streaming:
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
             self._tasks.add(task)
-            _queue_callback(partial(_call, weakref.WeakMethod(self._backward_ends), task))
+            _queue_callback(partial(call_alive, weakref.WeakMethod(self._backward_ends), task))
 
     def _backward_ends(self, task: int) -> None:
         self._tasks.discard(task)
@@ -206,10 +207,12 @@ class Streaming:
 
     # Gathering and releasing.
 
-    def visit(self, unit: str) -> None:
-        """Brings a unit for whoever reads or writes it now; it is released when another one comes."""
-        self._release_others(unit)
-        self._bring(unit)
+    def visit(self, units: Iterable[str]) -> None:
+        """Brings units for whoever reads or writes them now; they are released when others come."""
+        if visited := [unit for unit in units if unit != ROOT]:
+            self._release_others(*visited)
+        for unit in units:
+            self._bring(unit)
 
     def leave(self, unit: str) -> None:
         """Ends a visit."""
@@ -314,18 +317,19 @@ class Streaming:
             self._bring(unit)
             return
         following = self._follow(unit)
-        self._release_others(unit, *following)
+        # One that is here already, and not on its way, is not brought ahead: it comes anew.
+        self._release_others(unit, *(one for one in following if self._where[one] is Where.COMING))
         self._bring(unit)
         for other in following:
             if self._where[other] is Where.RELEASED and not self._is_pending(other):
                 self._start(other)
 
     def _release_others(self, *wanted: str) -> None:
-        for unit, where in self._where.items():
+        for unit in self._where:
             if unit == ROOT or self._is_in_use(unit):
                 continue
             # Brought ahead, and now it comes later than thought, or not at all.
-            if unit not in wanted or (where is Where.HERE and unit != wanted[0]):
+            if unit not in wanted:
                 self._release(unit)
 
     def _bring(self, unit: str) -> None:
@@ -423,8 +427,3 @@ class Streaming:
 
     def _in_store(self, array: Tensor, chunk: Chunk) -> Tensor:
         return array.view(self._parameters.flats[chunk.flat].dtype)
-
-
-def _call(method: weakref.WeakMethod[Callable[[Any], None]], argument: Any, *_: Any) -> None:
-    if (alive := method()) is not None:
-        alive(argument)
