@@ -1,13 +1,12 @@
-"""Graphs of autograd: whether one runs, and what a forward gave to one."""
+"""What graphs of autograd are asked, and what they call."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 
 def in_backward() -> bool:
@@ -15,29 +14,6 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """The tensors in nested containers and plain objects (dataclasses, a library's output classes), each once."""
-    seen: set[int] = set()
-    left = [tree]
-    while left:
-        node = left.pop()
-        if isinstance(node, Tensor):
-            if id(node) not in seen:
-                yield node
-        elif id(node) not in seen:
-            left.extend(_inside(node))
-        seen.add(id(node))
-
-
-def _inside(node: Any) -> Iterable[Any]:
-    if node is None or isinstance(node, str | bytes | int | float | type | nn.Module):
-        return
-    if isinstance(node, dict):
-        yield from node.values()
-    elif isinstance(node, list | tuple | set | frozenset | deque):
-        yield from node
-    for kind in type(node).__mro__:
-        names = kind.__dict__.get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            yield getattr(node, name, None)
-    yield from getattr(node, "__dict__", {}).values()
+def call_alive(method: weakref.WeakMethod[Callable[[Any], None]], argument: Any, *_: Any) -> None:
+    if (alive := method()) is not None:
+        alive(argument)

@@ -34,7 +34,7 @@ from offload.collectives import Work
 from offload.copies import Copier, Copy
 from offload.errors import OffloadError, StateError
 from offload.layout import Chunk, Layout
-from offload.module.graphs import in_backward, tensors_in
+from offload.module.graphs import call_alive, in_backward
 from offload.module.parameters import Parameters
 from offload.module.tensors import tensors_in
 from offload.module.units import ROOT
@@ -159,7 +159,7 @@ class Streaming:
         if unit in self._running:
             self._running.remove(unit)
         # Graphs outlive optimizers, and what they hold is not found by the collector of garbage.
-        begins = partial(_call, weakref.WeakMethod(self._backward_begins), unit)
+        begins = partial(call_alive, weakref.WeakMethod(self._backward_begins), unit)
         for tensor in tensors_in(output):
             # A view that is changed in place gets another history, in which only its base has a place.
             for one in (tensor, tensor._base):
@@ -176,7 +176,7 @@ class Streaming:
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
             self._tasks.add(task)
-            _queue_callback(partial(_call, weakref.WeakMethod(self._backward_ends), task))
+            _queue_callback(partial(call_alive, weakref.WeakMethod(self._backward_ends), task))
 
     def _backward_ends(self, task: int) -> None:
         self._tasks.discard(task)
@@ -437,8 +437,3 @@ class Streaming:
 
     def _in_store(self, array: Tensor, chunk: Chunk) -> Tensor:
         return array.view(self._parameters.flats[chunk.flat].dtype)
-
-
-def _call(method: weakref.WeakMethod[Callable[[Any], None]], argument: Any, *_: Any) -> None:
-    if (alive := method()) is not None:
-        alive(argument)
