@@ -33,6 +33,7 @@ test-gpu: $(VENV)/installed
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
 test-peers: $(VENV)/installed
+	$(PIP) -e '.[peers]'
 	$(BIN)/python -m pytest -m peers $(ARGS)
 
 # I/O beside DeepSpeed's, which lives in an environment of its own and compiles its extension at first use (minutes;

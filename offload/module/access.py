@@ -99,8 +99,8 @@ class Access:
         inside = list(dict.fromkeys(self._units[param] for param in held)) if ends else []
 
         def before(*_: Any) -> None:
-            for unit in units:
-                streaming.visit(unit)
+            if units:
+                streaming.visit(units)
 
         def saves(module: nn.Module, prefix: str, keep_vars: bool) -> None:
             self._require_room(held)

@@ -21,19 +21,20 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from enum import Enum
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from offload.copies import Copier, Copy
 from offload.errors import OffloadError, StateError
 from offload.layout import Chunk, Layout
 from offload.module.parameters import Parameters
+from offload.module.tensors import tensors_in
 from offload.module.units import ROOT
 from offload.store.store import Store
 from offload.timeline import TO_DEVICE, Timeline
@@ -205,10 +206,12 @@ class Streaming:
 
     # Gathering and releasing.
 
-    def visit(self, unit: str) -> None:
-        """Brings a unit for whoever reads or writes it now; it is released when another one comes."""
-        self._release_others(unit)
-        self._bring(unit)
+    def visit(self, units: Iterable[str]) -> None:
+        """Brings units for whoever reads or writes them now; they are released when others come."""
+        if visited := [unit for unit in units if unit != ROOT]:
+            self._release_others(*visited)
+        for unit in units:
+            self._bring(unit)
 
     def leave(self, unit: str) -> None:
         """Ends a visit."""
@@ -321,18 +324,19 @@ class Streaming:
             self._bring(unit)
             return
         following = self._follow(unit)
-        self._release_others(unit, *following)
+        # One that is here already, and not on its way, is not brought ahead: it comes anew.
+        self._release_others(unit, *(one for one in following if self._where[one] is Where.COMING))
         self._bring(unit)
         for other in following:
             if self._where[other] is Where.RELEASED and not self._is_pending(other):
                 self._start(other)
 
     def _release_others(self, *wanted: str) -> None:
-        for unit, where in self._where.items():
+        for unit in self._where:
             if unit == ROOT or self._is_in_use(unit):
                 continue
             # Brought ahead, and now it comes later than thought, or not at all.
-            if unit not in wanted or (where is Where.HERE and unit != wanted[0]):
+            if unit not in wanted:
                 self._release(unit)
 
     def _bring(self, unit: str) -> None:
@@ -421,31 +425,3 @@ class Streaming:
 def _call(method: weakref.WeakMethod[Callable[[Any], None]], argument: Any, *_: Any) -> None:
     if (alive := method()) is not None:
         alive(argument)
-
-
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """The tensors in nested containers and plain objects (dataclasses, a library's output classes), each once."""
-    seen: set[int] = set()
-    left = [tree]
-    while left:
-        node = left.pop()
-        if isinstance(node, Tensor):
-            if id(node) not in seen:
-                yield node
-        elif id(node) not in seen:
-            left.extend(_inside(node))
-        seen.add(id(node))
-
-
-def _inside(node: Any) -> Iterable[Any]:
-    if node is None or isinstance(node, str | bytes | int | float | type | nn.Module):
-        return
-    if isinstance(node, dict):
-        yield from node.values()
-    elif isinstance(node, list | tuple | set | frozenset | deque):
-        yield from node
-    for kind in type(node).__mro__:
-        names = kind.__dict__.get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            yield getattr(node, name, None)
-    yield from getattr(node, "__dict__", {}).values()

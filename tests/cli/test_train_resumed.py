@@ -24,7 +24,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-COMMITTING = "--batch 1 --seq 16 --path run --commit-every 2 --out out --sample 3 --json".split()
+COMMITTING = [
     "--batch",
     "1",
     "--seq",

@@ -49,7 +49,7 @@ class Checkpointed(Net):
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
 @pytest.mark.parametrize("nested", [False, True], ids=["", "nested"])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["saved", "reentrant"])
-@pytest.mark.parametrize("groups", [(1, 1, 1, 1), (2, 2), (1, 3), (4,)], ids=str)
+@pytest.mark.parametrize("groups", [(1, 1, 1, 1), (1, 3)], ids=str)
 def test_checkpoints(streams: Streams, groups: tuple[int, ...], reentrant: bool, nested: bool) -> None:
     streams.assert_same_bits(train(squares), lambda: Checkpointed(groups, reentrant, nested))
 
@@ -424,7 +424,7 @@ def test_second_derivatives_are_refused_by_autograd(streams: Streams) -> None:
     with streams.optimizer(model):
         x = batch(0).requires_grad_()
         (grad,) = torch.autograd.grad(squares(model, x, 0), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation|ReleasedParameter"):
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|ReleasedParameter"):
             grad.square().sum().backward()
 
 
@@ -457,7 +457,7 @@ def test_an_old_graph_is_refused_after_a_step(streams: Streams) -> None:
         for _ in range(2):
             squares(model, batch(0), 0).backward()
             finish(optimizer)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation|older than"):
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|older than"):
             old.backward()
 
 
@@ -630,9 +630,9 @@ class Gauge:
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
-@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("prefetch", [0, 3])
 @pytest.mark.parametrize("checkpoints", [None, False, True], ids=["", "saved", "reentrant"])
-@pytest.mark.parametrize("blocks", [6, 12])
+@pytest.mark.parametrize("blocks", [12])
 def test_memory_on_the_device_does_not_grow_with_depth(
     streams: Streams, checkpoints: bool | None, blocks: int, prefetch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

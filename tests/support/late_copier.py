@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import torch
 from torch import Tensor
@@ -24,10 +25,12 @@ class _LateCopy(Copy):
         self.run()
 
     def run(self) -> None:
-        if not self._complete:
-            with torch.no_grad():
-                self._dst.copy_(self._src)
-            self._complete = True
+        # Once it is done its owner frees the memory: no other thread may still be copying.
+        with self._owner.lock:
+            if not self._complete:
+                with torch.no_grad():
+                    self._dst.copy_(self._src)
+                self._complete = True
 
 
 class LateCopier(Copier):
@@ -40,26 +43,28 @@ class LateCopier(Copier):
     direct = False
 
     def __init__(self, seed: int = 0) -> None:
+        self.lock = threading.RLock()
         self._random = random.Random(seed)
         self._late: list[_LateCopy] = []
         self.copies = 0
 
     def hurry(self, waited: _LateCopy) -> None:
-        late = [copy for copy in self._late if not copy.done() and copy is not waited]
-        self._random.shuffle(late)
-        for copy in late:
-            if self._random.random() < 0.2:
-                copy.run()
-        self._late = [copy for copy in late if not copy.done()]
+        with self.lock:
+            late = [copy for copy in self._late if not copy.done() and copy is not waited]
+            self._random.shuffle(late)
+            for copy in late:
+                if self._random.random() < 0.2:
+                    copy.run()
+            self._late = [copy for copy in late if not copy.done()]
 
     def _start(self, src: Tensor, dst: Tensor) -> Copy:
         assert src.shape == dst.shape
         assert src.dtype is dst.dtype
-        with torch.no_grad():
+        with self.lock, torch.no_grad():
             dst.fill_(float("nan"))
-        copy = _LateCopy(self, src, dst)
-        self._late.append(copy)
-        self.copies += 1
+            copy = _LateCopy(self, src, dst)
+            self._late.append(copy)
+            self.copies += 1
         return copy
 
     def to_host(self, src: Tensor, dst: Tensor) -> Copy:

@@ -91,11 +91,8 @@ class Streams:
 
     def optimizer(self, model: nn.Module, **options: Any) -> Watched:
         self._runs += 1
-        chosen = {
-            "tuning": Tuning(chunk="4KiB", prefetch=1, threads=1),
-            "path": self._path / str(self._runs),
-            **self._options,
-        }
+        tuning = Tuning(chunk="4KiB", prefetch=1, threads=1)
+        chosen = {"tuning": tuning, "path": self._path / str(self._runs), **self._options}
         return Watched(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **chosen | options)
 
     def run(self, body: Body, build: Callable[[], nn.Module], **options: Any) -> tuple[list[float], dict[str, Tensor]]:
