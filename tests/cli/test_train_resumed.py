@@ -1,0 +1,77 @@
+"""`offload train --commit-every N --resume`, and what SIGTERM does to it."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import offload
+from offload.cli.main import app
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+COMMITTING = [
+    "--batch",
+    "1",
+    "--seq",
+    "16",
+    "--path",
+    "run",
+    "--commit-every",
+    "2",
+    "--out",
+    "out",
+    "--sample",
+    "3",
+    "--json",
+]
+
+
+def test_a_resumed_run_has_the_losses_of_one_that_went_through() -> None:
+    base = ["train", "--preset", "1m", "--steps", "6"]
+    whole = json.loads(CliRunner().invoke(app, [*base, *COMMITTING[:4], "--sample", "3", "--json"]).stdout)
+    process = start("--preset", "1m", "--steps", "6", *COMMITTING, stop_after=3)
+    assert process == 143
+    rest = CliRunner().invoke(app, [*base, *COMMITTING, "--resume"])
+    assert rest.exit_code == 0, rest.stderr
+    found = json.loads(rest.stdout)
+    assert 3 <= found["steps_before"] < 6
+    assert found["losses"] == whole["losses"][found["steps_before"] :]
+    assert found["committed"]
+    refused = CliRunner().invoke(app, [*base, *COMMITTING])
+    assert refused.exit_code == 2
+    assert "resume=True" in refused.stderr
+
+
+def start(*args: str, stop_after: int) -> int:
+    """Runs `offload train`, and sends it SIGTERM after that many steps; its exit status."""
+    code = (
+        "import os, signal, torch; torch.set_num_threads(1)\n"
+        "from offload.cli import loop\n"
+        "take = loop._accumulate\n"
+        "steps = []\n"
+        "def stopping(*args):\n"
+        "    steps.append(1)\n"
+        f"    if len(steps) == {stop_after}: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return take(*args)\n"
+        "loop._accumulate = stopping\n"
+        "from offload.cli.main import app\n"
+        "app()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(offload.__file__).parents[1])}
+    command = [sys.executable, "-c", code, "train", *args]
+    return subprocess.run(command, timeout=120, check=False, env=environment).returncode
