@@ -250,7 +250,7 @@ class Worker:
         with recording:
             answer = self._steps(batches, lead, orders["phases"])
         after = self._trainer.stats()
-        counted = {key: after[key] - before[key] for key in after if key.endswith(("_s", "_bytes"))}
+        counted = {key: after[key] - before[key] for key in after if _counts(key, after)}
         return answer | {
             "trained": len(batches),
             "stats": counted,
@@ -290,6 +290,10 @@ def peak_rss_bytes() -> int:
     found = re.search(r"(?m)^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
+
+
+def _counts(key: str, stats: dict[str, Any]) -> bool:
+    return key.endswith(("_s", "_bytes")) and isinstance(stats[key], int | float)
 
 
 def main() -> None:

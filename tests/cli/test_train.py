@@ -18,20 +18,19 @@ from offload.cli.main import app
 from offload.store.slots import SWAP_NAME
 
 FIELDS = {
-    "loss_first", "loss_last", "val_loss_first", "val_loss_last", "tokens_per_s", "step_s", "wait_s",
+    "loss_first", "loss_last", "val_loss_first", "val_loss_last", "tokens_per_s", "step_s", "wait_nvme_s",
     "nvme_read_bytes", "nvme_written_bytes", "peak_cpu_bytes", "peak_rss_bytes", "parameters",
     "adam_s", "backward_s", "chunks", "cpu_budget_bytes", "device", "device_to_host_bytes", "evaluate_s", "files",
     "forward_s", "host_to_device_bytes", "kernel", "losses", "nvme_init_bytes", "picture", "preset", "sample",
-    "steps", "steps_before", "committed", "text", "threads", "tier", "timeline", "tokens", "validation",
+    "steps", "steps_before", "committed", "text", "threads", "tier", "param_tier", "grad_tier", "timeline", "tokens", "validation",
 }  # fmt: skip
-TINY = ["train", "--preset", "1m", "--steps", "3", "--batch", "2", "--seq", "16", "--lr", "0.003"]
+TINY = ["train", "--preset", "1m", "--steps", "3", "--batch", "2", "--seq", "16", "--lr", "0.003", "--sample", "3"]
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty current directory, and samples short enough for a test."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("offload.cli.train.SAMPLE_BYTES", 3)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a tiny model is quicker so, ten times on a busy machine
     yield tmp_path
@@ -55,7 +54,8 @@ def test_nvme_run_moves_24_bytes_a_parameter_and_step_and_leaves_only_the_pictur
     assert set(summary) == FIELDS
     assert (summary["tier"], summary["parameters"], summary["tokens"]) == ("nvme", 985_344, 3 * 2 * 16)
     moved_bytes = summary["nvme_read_bytes"] + summary["nvme_written_bytes"]
-    assert moved_bytes == pytest.approx(24 * summary["parameters"] * 3, rel=0.02)
+    # What a fourth step would begin with has been read as well, at most all of it.
+    assert 24 * 3 <= moved_bytes / summary["parameters"] <= 1.02 * (24 * 3 + 12)
     assert summary["nvme_init_bytes"] == pytest.approx(12 * summary["parameters"], rel=0.02)
     assert 0 < summary["peak_cpu_bytes"] <= summary["cpu_budget_bytes"] < 12 * summary["parameters"]
     assert summary["peak_rss_bytes"] > summary["peak_cpu_bytes"]
@@ -245,11 +245,11 @@ def test_full_disk_leaves_no_file_behind(folder: Path, monkeypatch: pytest.Monke
 
 
 def test_interrupt_while_the_masters_are_written_leaves_no_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(optimizer: offload.OffloadZero) -> None:
+    def interrupted(*arguments: object, **options: object) -> None:
         assert (folder / "scratch" / SWAP_NAME).exists()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(offload.OffloadZero, "_take_model", interrupted)
+    monkeypatch.setattr("offload.attachment.Attachment._take_model", interrupted)
     assert run().exit_code == 130
     assert [file.name for file in folder.iterdir()] == ["out"]
 
