@@ -22,7 +22,8 @@ FIELDS = {
     "nvme_read_bytes", "nvme_written_bytes", "peak_cpu_bytes", "peak_rss_bytes", "parameters",
     "adam_s", "backward_s", "chunks", "cpu_budget_bytes", "device", "device_to_host_bytes", "evaluate_s", "files",
     "forward_s", "host_to_device_bytes", "kernel", "losses", "nvme_init_bytes", "picture", "preset", "sample",
-    "steps", "steps_before", "committed", "text", "threads", "tier", "param_tier", "grad_tier", "timeline", "tokens", "validation",
+    "steps", "steps_before", "committed", "text", "threads", "tier", "param_tier", "grad_tier",
+    "timeline", "tokens", "validation",
 }  # fmt: skip
 TINY = ["train", "--preset", "1m", "--steps", "3", "--batch", "2", "--seq", "16", "--lr", "0.003", "--sample", "3"]
 
