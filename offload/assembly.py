@@ -80,7 +80,7 @@ class Parts:
             "io_engine": self.io_engine,
             "rank": self.comm.rank,
             "ranks": self.comm.size,
-            "held_bytes": placement.held_bytes,
+            **{f"held_{kind}_bytes": nbytes for kind, nbytes in placement.held_bytes.items()},
             **self.comm.stats(),
         }
 

@@ -23,7 +23,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -32,12 +31,13 @@ from torch import Tensor
 
 from offload.collectives import Work
 from offload.copies import Copier, Copy
-from offload.errors import OffloadError, StateError
+from offload.errors import OffloadError
 from offload.layout import Chunk, Layout
 from offload.module.graphs import call_alive, in_backward
 from offload.module.parameters import Parameters
 from offload.module.tensors import tensors_in
 from offload.module.units import ROOT
+from offload.module.where import Where, require_legal
 from offload.store.store import Store
 from offload.timeline import TO_DEVICE, Timeline
 
@@ -45,20 +45,6 @@ _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 MOST_REMEMBERED = 1 << 14
 """Units of one pass whose order is remembered."""
-
-
-class Where(Enum):
-    RELEASED = "released"
-    COMING = "coming"
-    HERE = "here"
-
-
-_LEGAL = {
-    (Where.RELEASED, Where.COMING),
-    (Where.COMING, Where.HERE),
-    (Where.COMING, Where.RELEASED),
-    (Where.HERE, Where.RELEASED),
-}
 
 
 class Streaming:
@@ -428,8 +414,7 @@ class Streaming:
         self._move(unit, Where.RELEASED)
 
     def _move(self, unit: str, to: Where) -> None:
-        if (self._where[unit], to) not in _LEGAL:
-            raise StateError(f"unit {unit or 'root'} is {self._where[unit].value} and cannot become {to.value}")
+        require_legal(unit, self._where[unit], to)
         self._where[unit] = to
 
     def _on_device(self, chunk: Chunk) -> Tensor:

@@ -22,7 +22,7 @@ OPTIONS = {
     },
     "plan": {
         "--preset", "--layers", "--width", "--accumulation", "--tier", "--cpu-memory", "--chunk", "--split-master",
-        "--json", "--param-tier", "--grad-tier",
+        "--json", "--param-tier", "--grad-tier", "--tables",
     },
     "doctor": {"--path", "--json"},
     "inspect": {"paths", "--json"},
