@@ -28,8 +28,8 @@ class Attachment:
     """One optimizer's hold on its model.
 
     Args: source: of the values of what is on the meta device; resumes: the states are not taken from the model, but
-    come from a commit; step: says the number of the last step; usable: raises if
-    the optimizer cannot go on; failed: called with what cut a landing off.
+    come from a commit; step: says the number of the last step; usable: raises if the optimizer cannot go on; failed:
+    called with what cut a landing off.
     """
 
     def __init__(
@@ -140,10 +140,10 @@ class Attachment:
         dtypes = compute_dtypes(self._model, config.keep_fp32, config.compute_dtype)
         try:
             for flat in self._complete_flats(layout, source):
+                self._parts.parameters.make_dense(flat)
                 if resumes:
                     self._take_place_of(flat)
                     continue
-                self._parts.parameters.make_dense(flat)
                 params = self._parts.parameters.params
                 take_from_first(self._parts.comm, (line_of(params[n]) for n in layout.flats[flat].params))
                 self._parts.masters.take_flat(flat)
@@ -163,7 +163,6 @@ class Attachment:
 
     def _take_place_of(self, flat: int) -> None:
         """Takes the parameters of a flat, whose values are those of a commit and still to come."""
-        self._parts.parameters.make_dense(flat)
         self._parts.parameters.attach(flat)
         if self.streaming is not None:
             self._parts.parameters.free(flat)

@@ -47,8 +47,7 @@ class Masters:
 
     @torch.no_grad()
     def take_flat(self, flat: int) -> None:
-        """Makes the masters from the uncast values of a flat's parameters, and casts them after that."""
-        self._parameters.make_dense(flat)
+        """Makes the masters from the uncast values of a flat's dense parameters, and casts them after that."""
         for chunk in self._layout.chunks:
             if chunk.flat == flat:
                 with self._store.lease(chunk.index, step=0) as lease:
