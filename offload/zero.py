@@ -12,11 +12,13 @@ from typing import Any, Never, NoReturn, Self, overload
 import torch
 from torch import Tensor, nn
 
-from offload import checkpointing, comm
+from offload import checkpointing, comm, committing
 from offload import config as configuration
 from offload.assembly import assemble
 from offload.attachment import Attachment
-from offload.checkpointing import Commits, Committing, Found, Resumed
+from offload.checkpointing import Found, Resumed
+from offload.commits import Commits
+from offload.committing import Committing
 from offload.config import PathLike, Tuning
 from offload.copies import Copier, copier_for
 from offload.errors import (
@@ -298,7 +300,7 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Groups, step and path; no tensors: those are in the tiers."""
-        return checkpointing.groups_state(self.param_groups, self._step, self._config.paths)
+        return committing.groups_state(self.param_groups, self._step, self._config.paths)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -306,7 +308,7 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
 
         Raises: ResumeError if it is of another step, or its groups do not match.
         """
-        checkpointing.load_groups(self.param_groups, state_dict, self._step)
+        committing.load_groups(self.param_groups, state_dict, self._step)
 
     # Living and ending.
 

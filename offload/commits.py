@@ -1,0 +1,153 @@
+"""Commits of a run, and the way back to the last one: between the parts and what lies in the run's directories.
+
+A commit needs no bytes of parameters: their 16-bit values are what the masters round to. The COMMIT record lies in the
+first directory, the manifest in each, so that none of them looks like one without a commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, cast
+
+from offload import checkpointing
+from offload.assembly import Parts
+from offload.checkpoint.commit import Commit, read_commit, remove_superseded, write_commit, write_manifest
+from offload.checkpoint.files import sync_directory
+from offload.checkpoint.manifest import ChunkFacts, Manifest, Option
+from offload.checkpointing import Found
+from offload.config import Config
+from offload.errors import ConfigError, OffloadError, ResumeError, TierIOError
+from offload.layout import Layout
+from offload.store.store import Version
+
+AMBIGUOUS = ("sync", "rename")
+"""Operations after whose failure nobody knows what is on the disk."""
+
+
+class Commits:
+    """The commits of one run whose directories are open and locked.
+
+    Args: wanted: from `describe`; found: the commit it resumes from.
+    Attributes: last: the manifest of the last durable commit, None before the first.
+    Raises: ResumeError if the commit found is no longer the last one.
+    """
+
+    def __init__(self, config: Config, layout: Layout, parts: Parts, wanted: Manifest, found: Found | None) -> None:
+        self._config = config
+        self._layout = layout
+        self._parts = parts
+        self._wanted = wanted
+        self._final: OffloadError | None = None
+        self.last: Manifest | None = None
+        self._versions: dict[int, Version] = {}
+        if found is not None:
+            # It was read before the lock was taken.
+            if read_commit(config.paths[0], checkpointing.FILES) != found.commit:
+                raise ResumeError(f"{config.paths[0]}: another run has just committed here: try again")
+            self.last = found.manifest
+
+    def is_due(self, step: int) -> bool:
+        """Whether `commit_every` wants a commit of `step`."""
+        every = self._config.commit_every
+        if not every or not step or step % every:
+            return False
+        return self.last is None or self.last.step != step
+
+    def commit(self, step: int, ages: Sequence[int], groups: Sequence[Mapping[str, Any]], extra: object) -> None:
+        """Makes the states as they are now, which nobody is changing, the committed ones; durable when it returns.
+
+        Raises: ConfigError (one slot a chunk, extra cannot be stored, this step is committed already), TierIOError;
+        the last commit stays what it was. After a failed sync or rename nothing else can be done: `final` says so.
+        """
+        slots = self._parts.slots
+        if self._config.commit_every is None or slots is None:
+            raise ConfigError("commit() needs commit_every: 0 for commit() alone, or a number of steps")
+        versions = self._parts.store.flush()
+        if self.last is not None and self.last.step == step:
+            if extra is None and versions == self._versions:
+                return
+            raise ConfigError(f"step {step} is committed already: commit once a step, with all there is to commit")
+        manifest = self._manifest(step, ages, groups, versions)
+        self._final_if_ambiguous(slots.sync)
+        home, *_ = self._config.paths
+        if self.last is None:
+            for path in self._config.paths:
+                sync_directory(checkpointing.FILES, path.absolute().parent)  # the directory itself may be new
+        digests = [write_manifest(path, manifest, extra, checkpointing.FILES) for path in self._config.paths]
+        commit = Commit(manifest.run_id, step, (digests[0],))
+        self._final_if_ambiguous(lambda: write_commit(home, commit, checkpointing.FILES))
+        self._parts.store.settle(versions)
+        self.last, self._versions = manifest, versions
+        for path in self._config.paths:
+            with suppress(TierIOError):  # they are cleared away next time
+                remove_superseded(path, commit, 0, checkpointing.FILES)
+
+    @property
+    def final(self) -> OffloadError | None:
+        """After which error neither this run nor a rollback can go on."""
+        return self._final
+
+    def require_last(self) -> Manifest:
+        """Raises: ResumeError if nothing was committed, or what made it impossible to go on."""
+        if self._final is not None:
+            raise self._final
+        if self.last is None:
+            raise ResumeError("nothing has been committed yet: there is nothing to go back to")
+        return self.last
+
+    def restore(self) -> Manifest:
+        """Makes states and parameters those of the last commit. Nothing else is under way.
+
+        Raises: as `require_last`; CorruptionError, TierIOError.
+        """
+        manifest = self.require_last()
+        self._versions = {
+            number: Version(chunk.step, chunk.place, chunk.checksum) for number, chunk in enumerate(manifest.chunks)
+        }
+        store = self._parts.store
+        store.reset(self._versions)
+        for other in (self._parts.streamed, self._parts.stored):
+            if other is not None:
+                other.reset({})
+        store.expect(chunk.index for chunk in self._layout.chunks)
+        self._parts.masters.give_back(manifest.step)
+        for other in self._parts.stores:
+            other.drain()
+        return manifest
+
+    def _final_if_ambiguous(self, work: Any) -> None:
+        try:
+            work()
+        except OffloadError as error:
+            if not isinstance(error, TierIOError) or error.operation in AMBIGUOUS:
+                self._final = error
+            raise
+
+    def _manifest(
+        self, step: int, ages: Sequence[int], groups: Sequence[Mapping[str, Any]], versions: Mapping[int, Version]
+    ) -> Manifest:
+        slots = self._parts.slots
+        assert slots is not None
+        chunks = []
+        for chunk in self._layout.chunks:
+            at = versions[chunk.index]
+            checksum = slots.checksum(chunk.index) if at.checksum is None else at.checksum
+            path = slots.chosen[chunk.index]
+            chunks.append(ChunkFacts(chunk.flat, chunk.start, chunk.numel, path, at.place, at.step, checksum))
+        return replace(
+            self._wanted,
+            run_id=slots.run_id.hex(),
+            step=step,
+            groups=tuple({key: _option(group[key]) for key in group if key != "params"} for group in groups),
+            parameters=tuple(replace(facts, age=age) for facts, age in zip(self._wanted.parameters, ages, strict=True)),
+            chunks=tuple(chunks),
+        )
+
+
+def _option(value: Any) -> Option:
+    if isinstance(value, list | tuple):
+        return tuple(_option(item) for item in value)  # type: ignore[misc]
+    # Tensors and NumPy's scalars: a learning rate may be either.
+    return cast(Option, value.item() if hasattr(value, "item") else value)

@@ -1,0 +1,152 @@
+"""What users see of commits: the part of OffloadZero that commits, goes back and exports, and its param groups."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.attachment import Attachment
+from offload.checkpoint.export import export
+from offload.checkpoint.extra import memory_of
+from offload.checkpoint.manifest import Option
+from offload.checkpoint.tensors import Entry
+from offload.checkpointing import Resumed
+from offload.commits import Commits
+from offload.errors import ClosedError, ResumeError
+
+
+@torch.no_grad()
+def take_groups(groups: Sequence[dict[str, Any]], committed: Sequence[Mapping[str, Option]]) -> None:
+    """Gives param groups the hyper-parameters that were committed."""
+    for group, options in zip(groups, committed, strict=True):
+        for name, value in options.items():
+            if isinstance(group.get(name), Tensor):
+                group[name].fill_(value)
+            else:
+                group[name] = value
+
+
+def groups_state(groups: Sequence[Mapping[str, Any]], step: int, paths: Sequence[Path]) -> dict[str, Any]:
+    """See OffloadZero.state_dict."""
+    params = [param for group in groups for param in group["params"]]
+    numbers = {param: number for number, param in enumerate(params)}
+    names = [str(path) for path in paths]
+    return {
+        "state": {},
+        "param_groups": [{**group, "params": [numbers[param] for param in group["params"]]} for group in groups],
+        "step": step,
+        "path": names[0] if len(names) == 1 else names or None,
+    }
+
+
+def load_groups(groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any], step: int) -> None:
+    """See OffloadZero.load_state_dict."""
+    theirs = state_dict["param_groups"]
+    sizes = [len(group["params"]) for group in groups]
+    if [len(group["params"]) for group in theirs] != sizes:
+        raise ResumeError(f"the state dict's groups do not match the {len(sizes)} groups of {sizes} parameters")
+    if state_dict.get("step") != step:
+        raise ResumeError(
+            f"the state dict is of step {state_dict.get('step')}, this optimizer is at step {step}, and masters and "
+            "moments are not in a state dict: give commit_every and resume=True for that"
+        )
+    for group, other in zip(groups, theirs, strict=True):
+        group.update({key: value for key, value in other.items() if key != "params"})
+
+
+class Committing:
+    """The part of OffloadZero that commits, goes back and exports."""
+
+    _model: nn.Module
+    _commits: Commits
+    _attached: Attachment
+    _resumed: Resumed | None
+    _pid: int
+    _failure: BaseException | None
+    _step: int
+    _ages: list[int]
+    param_groups: list[dict[str, Any]]
+
+    if TYPE_CHECKING:  # a method here would hide torch's
+
+        def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+        def _require_usable(self) -> None: ...
+
+        def _cut_off(self, error: BaseException) -> None: ...
+
+    @property
+    def resumed(self) -> Resumed | None:
+        """The step that this run was resumed at, and the extra committed with it; None if it began anew."""
+        return self._resumed
+
+    def commit(self, extra: object = None) -> None:
+        """Makes this step the one to come back to, at the end of an iteration; durable when it returns.
+
+        Args: extra: what else the loop needs to go on: plain values, containers, tensors; no objects.
+        Raises: ConfigError (no commit_every; extra cannot be stored; the step is committed already); TierIOError, and
+        then the last commit is still there.
+        """
+        self._require_usable()
+        self._attached.step_begins()
+        self._commit(extra)
+
+    def _commit_if_due(self) -> None:
+        if self._commits.is_due(self._step):
+            self._commit(None)
+
+    def _commit(self, extra: object) -> None:
+        self._attached.take_outside_writes()
+        try:
+            self._commits.commit(self._step, self._ages, self.param_groups, extra)
+        finally:
+            if self._commits.final is not None:
+                self._cut_off(self._commits.final)
+
+    def rollback(self) -> None:
+        """Goes back to the last commit, also after an error: states, parameters, hyper-parameters and step.
+
+        Gradients are dropped. Schedulers, data and frozen parameters are the caller's.
+        Raises: ResumeError if nothing was committed; CorruptionError, TierIOError.
+        """
+        if os.getpid() != self._pid or isinstance(self._failure, ClosedError):
+            self._require_usable()
+        self._commits.require_last()
+        try:
+            self._attached.abandon()
+            self._return_to_commit()
+        except BaseException as error:
+            self._failure = error
+            raise
+        self._failure = None
+        self.zero_grad()
+
+    def _return_to_commit(self) -> None:
+        manifest = self._commits.restore()
+        take_groups(self.param_groups, manifest.groups)
+        self._step = manifest.step
+        self._ages = [facts.age for facts in manifest.parameters]
+
+    def export(self, directory: str | os.PathLike[str]) -> tuple[Path, ...]:
+        """Writes the model as it is now, under its own names and in its own dtypes, as safetensors.
+
+        The files are what `from_pretrained` of transformers and `safetensors` read; large models get several and an
+        index. Returns: the files. Raises: PathError, BudgetError (disk space), ConfigError, TierIOError.
+        """
+        self._require_usable()
+        self._attached.synchronize()
+        state = self._model.state_dict()
+        tensors = {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
+        return export(Path(directory), (_entry(name, tensor) for name, tensor in tensors.items()))
+
+
+def _entry(name: str, tensor: Tensor) -> Entry:
+    def pieces() -> Iterator[memoryview]:
+        yield memory_of(tensor.cpu())
+
+    return Entry(name, tensor.dtype, tuple(tensor.shape), pieces)
