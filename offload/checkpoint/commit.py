@@ -6,8 +6,9 @@ is cut off before leaves the commit before; once the call has returned the new o
 Only after that may a rank clear away its older manifests (`remove_superseded`) and let go of the older slots.
 
 [Note: COMMIT format 1]
-Two lines: {"schema": "offload commit", "version": 1, "run_id", "step", "manifests": [[bytes, XXH3-128] of each rank's
-manifest, by rank]}, spelled as `strict.canonical` spells it, and the XXH3-128 of that line.
+Two lines: {"schema": "offload commit", "version": 1, "run_id", "step", "replaces", "manifests": [[bytes, XXH3-128] of
+each rank's manifest, by rank]}, spelled as `strict.canonical` spells it, and the XXH3-128 of that line. Where a commit
+is written anew in another layout, under another run id, `replaces` is the id that the same run had before; else null.
 
 If `write_commit` raises, the older commit is what is found, with one exception: when renaming or the sync of the
 directory failed, either may be. Then nothing of either may be overwritten by this process.
@@ -42,29 +43,33 @@ from offload.store.slots import COMMIT_NAME
 
 SCHEMA = "offload commit"
 VERSION = 1
+_FIELDS = ("schema", "version", "run_id", "step", "replaces", "manifests")
 MAX_COMMIT_BYTES = 4 << 20
 MAX_TENSORS_BYTES = 16 << 30
 """Of the tensors in the user's extra state: they are read as one."""
 
-_OURS = re.compile(r"(?:manifest|extra)-(0|[1-9]\d{0,18})-rank(0|[1-9]\d{0,4})\.(?:json|safetensors)(?:\.new)?")
+_OURS = re.compile(
+    r"(?:manifest|extra)-([0-9a-f]{32})-(0|[1-9]\d{0,18})-rank(0|[1-9]\d{0,4})\.(?:json|safetensors)(?:\.new)?"
+)
 
 
 @dataclass(frozen=True)
 class Commit:
-    """What was decided: run (32 hex digits), step, and the manifest of each rank."""
+    """What was decided: run (32 hex digits), step, the manifest of each rank, and see [Note: COMMIT format 1]."""
 
     run_id: str
     step: int
     manifests: tuple[Digest, ...]
+    replaces: str | None = None
 
 
-def manifest_name(step: int, rank: int) -> str:
-    return f"manifest-{step}-rank{rank}.json"
+def manifest_name(of: Commit | Manifest, rank: int) -> str:
+    return f"manifest-{of.run_id}-{of.step}-rank{rank}.json"
 
 
-def tensors_name(step: int, rank: int) -> str:
+def tensors_name(of: Commit | Manifest, rank: int) -> str:
     """The file with the tensors of the user's extra state."""
-    return f"extra-{step}-rank{rank}.safetensors"
+    return f"extra-{of.run_id}-{of.step}-rank{rank}.safetensors"
 
 
 def write_manifest(directory: Path, manifest: Manifest, extra: object = None, files: Files = LOCAL) -> Digest:
@@ -80,10 +85,10 @@ def write_manifest(directory: Path, manifest: Manifest, extra: object = None, fi
         raise ConfigError(f"the tensors in extra are larger than {MAX_TENSORS_BYTES // 2} bytes: save them elsewhere")
     found = None
     if tensors:
-        path = directory / tensors_name(manifest.step, manifest.rank)
+        path = directory / tensors_name(manifest, manifest.rank)
         found = write_aside(files, path, stream([_entry(number, tensor) for number, tensor in enumerate(tensors)]))
         put_in_place(files, path)
-    path = directory / manifest_name(manifest.step, manifest.rank)
+    path = directory / manifest_name(manifest, manifest.rank)
     written = write_aside(files, path, [serialise(replace(manifest, extra=structure, tensors=found))])
     put_in_place(files, path)
     sync_directory(files, directory)
@@ -98,6 +103,7 @@ def write_commit(directory: Path, commit: Commit, files: Files = LOCAL) -> None:
             "version": VERSION,
             "run_id": commit.run_id,
             "step": commit.step,
+            "replaces": commit.replaces,
             "manifests": [[manifest.size, manifest.xxh3] for manifest in commit.manifests],
         }
     )
@@ -127,11 +133,12 @@ def parse_commit(data: bytes, file: str = COMMIT_NAME) -> Commit:
         raise CorruptionError("is damaged: it does not match its checksum", file=file)
     root = load(line, file, MAX_COMMIT_BYTES)
     require_schema(root, SCHEMA, VERSION)
-    _, _, run_id, step, manifests = root.fields("schema", "version", "run_id", "step", "manifests")
+    _, _, run_id, step, replaces, manifests = root.fields(*_FIELDS)
     found = tuple(parse_digest(node) for node in manifests.items(MAX_WORLD))
     if not found:
         manifests.refuse("names no manifest")
-    commit = Commit(run_id.hex(32), step.integer(), found)
+    before = None if replaces.value is None else replaces.hex(32)
+    commit = Commit(run_id.hex(32), step.integer(), found, before)
     if canonical(root.value) != line:
         root.refuse("is spelled in another way than this library spells it")
     return commit
@@ -142,7 +149,7 @@ def read_manifest(directory: Path, commit: Commit, rank: int, files: Files = LOC
 
     Raises: CorruptionError if it is missing or another, ResumeError, PathError, TierIOError.
     """
-    path = directory / manifest_name(commit.step, rank)
+    path = directory / manifest_name(commit, rank)
     data = _read_exactly(files, path, commit.manifests[rank], MAX_BYTES)
     manifest = parse(data, str(path))
     found = (manifest.run_id, manifest.step, manifest.rank, manifest.world)
@@ -154,14 +161,14 @@ def read_manifest(directory: Path, commit: Commit, rank: int, files: Files = LOC
 def read_extra(directory: Path, manifest: Manifest, files: Files = LOCAL) -> object:
     """What the user gave with the commit; tensors on the CPU. Raises: CorruptionError, PathError, TierIOError."""
     tensors: dict[str, Tensor] = {}
-    path = directory / tensors_name(manifest.step, manifest.rank)
+    path = directory / tensors_name(manifest, manifest.rank)
     if manifest.tensors is not None:
         data = _read_exactly(files, path, manifest.tensors, MAX_TENSORS_BYTES)
         try:
             tensors = load_tensors(data)
         except (SafetensorError, KeyError, ValueError) as error:
             raise CorruptionError(f"holds no tensors: {error}", file=str(path)) from error
-    name = directory / manifest_name(manifest.step, manifest.rank)
+    name = directory / manifest_name(manifest, manifest.rank)
     return extra_state.decode(manifest.extra, tensors, str(name))
 
 
@@ -174,7 +181,9 @@ def remove_superseded(directory: Path, commit: Commit, rank: int, files: Files =
         names = files.names(directory)
     for name in names:
         match = _OURS.fullmatch(name)
-        if match is None or int(match[2]) != rank or (int(match[1]) == commit.step and not name.endswith(ASIDE)):
+        if match is None or int(match[3]) != rank:
+            continue
+        if (match[1], int(match[2])) == (commit.run_id, commit.step) and not name.endswith(ASIDE):
             continue
         with failing("remove", directory / name):
             files.remove(directory / name)

@@ -114,7 +114,7 @@ class Reader:
 
     def extra(self, rank: int = 0) -> object:
         """What the user committed along with `rank`."""
-        directory = self._directory_of(manifest_name(self.commit.step, rank))
+        directory = self._directory_of(manifest_name(self.commit, rank))
         return read_extra(directory, self.manifests[rank])
 
     def tensors(self) -> list[Tensors]:
@@ -266,7 +266,7 @@ class Reader:
     def _read_manifests(self) -> tuple[Manifest, ...]:
         manifests = []
         for rank in range(len(self.commit.manifests)):
-            directory = self._directory_of(manifest_name(self.commit.step, rank))
+            directory = self._directory_of(manifest_name(self.commit, rank))
             manifests.append(read_manifest(directory, self.commit, rank))
         agree(manifests, str(self._home))
         return tuple(manifests)

@@ -53,7 +53,7 @@ SWAP_NAME = "offload-rank0.swap"
 """Of the first rank, or the only one; `swap_name` of the others."""
 COMMIT_NAME = "COMMIT"
 
-_MANIFEST = re.compile(r"manifest-\d+-rank\d+\.json")
+_MANIFEST = re.compile(r"manifest-[0-9a-f]{32}-\d+-rank\d+\.json")
 _MAGIC = b"offload swap\n\0\0\0"
 _SUPERBLOCK = struct.Struct("<16sIIQ")
 _HEADER = struct.Struct("<8sI16sQQQQ")  # magic, format, run id, chunk, step, elements, checksum of the payload

@@ -97,7 +97,14 @@ def test_some_changes_are_taken() -> None:
 @fuzz
 @given(SPLICES)
 def test_records_of_commits(splices: list[tuple[float, int, bytes]]) -> None:
-    fields = {"schema": "offload commit", "version": 1, "run_id": RUN, "step": 7, "manifests": [[5, "0" * 32]] * 3}
+    fields = {
+        "schema": "offload commit",
+        "version": 1,
+        "run_id": RUN,
+        "step": 7,
+        "replaces": None,
+        "manifests": [[5, "0" * 32]] * 3,
+    }
     line = spliced(canonical(fields), splices)  # type: ignore[arg-type]
     for data in (line + digest(line).encode() + b"\n", line):
         try:

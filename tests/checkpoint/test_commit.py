@@ -81,8 +81,8 @@ def test_what_was_committed_is_found_and_the_older_manifests_are_gone(tmp_path: 
         for files, directory in ((commits.LOCAL, tmp_path), (SimulatedFiles(), HERE)):
             commit(files, step, world, directory)
             assert committed_step(files, directory) == step
-            ours = [manifest_name(step, rank) for rank in range(world)]
-            ours += [commits.tensors_name(step, rank) for rank in range(world)]
+            ours = [manifest_name(at(step), rank) for rank in range(world)]
+            ours += [commits.tensors_name(at(step), rank) for rank in range(world)]
             assert sorted(files.names(directory)) == sorted([COMMIT_NAME, *ours])
 
 
@@ -196,25 +196,29 @@ def test_files_are_private_and_whole(tmp_path: Path) -> None:
 def test_only_what_this_rank_committed_before_is_cleared_away(tmp_path: Path) -> None:
     others = [
         "notes.txt",
-        "manifest-6-rank1.json",
-        "manifest-06-rank0.json",
-        "manifest-6-rank0.json.bak",
-        "xmanifest-6-rank0.json",
-        "manifest-x-rank0.json",
-        "extra-6-rank1.safetensors",
+        f"manifest-{RUN}-6-rank1.json",
+        f"manifest-{RUN}-06-rank0.json",
+        f"manifest-{RUN}-6-rank0.json.bak",
+        f"xmanifest-{RUN}-6-rank0.json",
+        f"manifest-{RUN}-x-rank0.json",
+        f"extra-{RUN}-6-rank1.safetensors",
+        "manifest-6-rank0.json",
         "COMMIT.bak",
     ]
-    mine = ["manifest-6-rank0.json", "extra-6-rank0.safetensors", "manifest-9-rank0.json"]
-    mine += ["manifest-7-rank0.json.new", "extra-7-rank0.safetensors.new"]
+    mine = [f"manifest-{RUN}-6-rank0.json", f"extra-{RUN}-6-rank0.safetensors", f"manifest-{RUN}-9-rank0.json"]
+    mine += [f"manifest-{'0' * 32}-7-rank0.json"]  # of the same step, in another layout
+    mine += [f"manifest-{RUN}-7-rank0.json.new", f"extra-{RUN}-7-rank0.safetensors.new"]
     for name in others + mine:
         (tmp_path / name).write_text("x")
     record = Commit(RUN, 7, (write_manifest(tmp_path, at(7)),))
     write_commit(tmp_path, record)
     remove_superseded(tmp_path, record, 0)
-    assert {path.name for path in tmp_path.iterdir()} == {*others, COMMIT_NAME, "manifest-7-rank0.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {*others, COMMIT_NAME, f"manifest-{RUN}-7-rank0.json"}
 
 
-@pytest.mark.parametrize("name", ["COMMIT.new", "manifest-7-rank0.json.new", "manifest-7-rank0.json", COMMIT_NAME])
+@pytest.mark.parametrize(
+    "name", ["COMMIT.new", f"manifest-{RUN}-7-rank0.json.new", f"manifest-{RUN}-7-rank0.json", COMMIT_NAME]
+)
 def test_a_link_in_a_files_place_is_replaced_and_what_it_names_stays(tmp_path: Path, name: str) -> None:
     mine = tmp_path / "mine"
     mine.write_text("mine")
@@ -246,7 +250,7 @@ def flip(data: bytes, position: int) -> bytes:
     return data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :]
 
 
-@pytest.mark.parametrize("name", [COMMIT_NAME, "manifest-7-rank0.json", "extra-7-rank0.safetensors"])
+@pytest.mark.parametrize("name", [COMMIT_NAME, f"manifest-{RUN}-7-rank0.json", f"extra-{RUN}-7-rank0.safetensors"])
 def test_any_flipped_bit_and_any_cut_is_found(tmp_path: Path, name: str) -> None:
     commit(commits.LOCAL, 7, directory=tmp_path)
     data = (tmp_path / name).read_bytes()
@@ -261,7 +265,7 @@ def test_any_flipped_bit_and_any_cut_is_found(tmp_path: Path, name: str) -> None
         assert caught.value.file == str(tmp_path / name)
 
 
-@pytest.mark.parametrize("name", ["manifest-7-rank0.json", "extra-7-rank0.safetensors"])
+@pytest.mark.parametrize("name", [f"manifest-{RUN}-7-rank0.json", f"extra-{RUN}-7-rank0.safetensors"])
 def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
     commit(commits.LOCAL, 7, directory=tmp_path)
     (tmp_path / name).unlink()
@@ -272,7 +276,7 @@ def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
 
 def test_a_manifest_under_another_name_is_refused(tmp_path: Path) -> None:
     digest = write_manifest(tmp_path, at(7))
-    (tmp_path / manifest_name(7, 0)).rename(tmp_path / manifest_name(8, 0))
+    (tmp_path / manifest_name(at(7), 0)).rename(tmp_path / manifest_name(at(8), 0))
     write_commit(tmp_path, Commit(RUN, 8, (digest,)))
     with pytest.raises(CorruptionError, match="another run, step or rank"):
         committed_step(commits.LOCAL, tmp_path)
@@ -304,13 +308,15 @@ def test_what_could_not_be_read_back_is_not_written() -> None:
 def record(**changes: object) -> bytes:
     from offload.checkpoint.strict import canonical, digest
 
-    fields = {"schema": "offload commit", "version": 1, "run_id": RUN, "step": STEP, "manifests": [[5, "0" * 32]]}
+    fields = {"schema": "offload commit", "version": 1, "run_id": RUN, "step": STEP}
+    fields |= {"replaces": None, "manifests": [[5, "0" * 32]]}
     line = canonical({**fields, **changes})  # type: ignore[arg-type]
     return line + digest(line).encode() + b"\n"
 
 
 def test_a_record_of_a_newer_version_says_so() -> None:
     assert parse_commit(record()) == Commit(RUN, STEP, (Digest(5, "0" * 32),))
+    assert parse_commit(record(replaces="a" * 32)).replaces == "a" * 32
     with pytest.raises(ResumeError, match="version 2"):
         parse_commit(record(version=2, new="field"))
 
@@ -327,6 +333,8 @@ def test_a_record_of_a_newer_version_says_so() -> None:
         {"step": True},
         {"step": 1 << 63},
         {"manifests": []},
+        {"replaces": "a" * 31},
+        {"replaces": 0},
         {"manifests": {}},
         {"manifests": [[5]]},
         {"manifests": [[5, "0" * 31]]},

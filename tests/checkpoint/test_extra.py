@@ -20,7 +20,7 @@ from offload.checkpoint.manifest import parse
 from offload.checkpoint.strict import canonical, load
 from offload.checkpoint.tensors import DTYPES
 from offload.errors import ConfigError, CorruptionError
-from tests.support.committed import manifest_of
+from tests.support.committed import RUN, manifest_of
 
 
 def same(one: object, other: object) -> bool:
@@ -107,7 +107,7 @@ def test_tensors_of_every_dtype_come_back_from_a_file(tmp_path: Path, dtype: tor
     raw = torch.randint(0, 2 if dtype == torch.bool else 256, (3, 2 * dtype.itemsize), dtype=torch.uint8)
     tensor = raw.bool() if dtype == torch.bool else raw.view(dtype)
     write_manifest(tmp_path, manifest_of(), {"x": tensor, "y": tensor[:, 0]})
-    manifest = parse((tmp_path / "manifest-7-rank0.json").read_bytes())
+    manifest = parse((tmp_path / f"manifest-{RUN}-7-rank0.json").read_bytes())
     found = read_extra(tmp_path, manifest)
     assert isinstance(found, dict)
     assert same(found, {"x": tensor, "y": tensor[:, 0].contiguous()})

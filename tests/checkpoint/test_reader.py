@@ -367,7 +367,7 @@ def test_a_commit_between_record_and_manifest_is_followed(places: list[Path], mo
         found = read_commit(directory)
         if found and found.step == STEP:
             write_commit(directory, Commit(RUN, STEP + 1, (write_manifest(directory, later),)))
-            (directory / f"manifest-{STEP}-rank0.json").unlink()
+            (directory / f"manifest-{RUN}-{STEP}-rank0.json").unlink()
         return found
 
     monkeypatch.setattr(reading, "read_commit", slow)

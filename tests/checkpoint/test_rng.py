@@ -11,7 +11,7 @@ from offload.checkpoint.commit import read_extra, write_manifest
 from offload.checkpoint.manifest import parse
 from offload.checkpoint.rng import collect_rng, restore_rng
 from offload.errors import ConfigError, ResumeError
-from tests.support.committed import manifest_of
+from tests.support.committed import RUN, manifest_of
 
 
 def draw() -> list[object]:
@@ -24,7 +24,7 @@ def test_the_same_numbers_are_drawn_after_a_commit_and_a_resume(tmp_path: Path) 
     write_manifest(tmp_path, manifest_of(), {"rng": collect_rng()})
     expected = [draw(), numpy.random.standard_normal()]
     random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
-    found = read_extra(tmp_path, parse((tmp_path / "manifest-7-rank0.json").read_bytes()))
+    found = read_extra(tmp_path, parse((tmp_path / f"manifest-{RUN}-7-rank0.json").read_bytes()))
     assert isinstance(found, dict)
     restore_rng(found["rng"])
     assert [draw(), numpy.random.standard_normal()] == expected
