@@ -65,6 +65,13 @@ def test_every_kind_of_model(worlds: Worlds, kind: str, stage: int) -> None:
     trained(worlds, kind, 2, 4, stage=stage)
 
 
+@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_sums_over_ranks_are_in_their_order(worlds: Worlds, ranks: int, accumulation: int) -> None:
+    for stage in (1, 2, 3):
+        trained(worlds, "sums", ranks, 2, accumulation=accumulation, stage=stage)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("idle", [False, True])
 def test_accumulation(worlds: Worlds, stage: int, idle: bool) -> None:

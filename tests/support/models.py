@@ -32,6 +32,30 @@ class Mlp(nn.Module):
         return x + self.rare if self.calls % 3 == 0 else x
 
 
+class Times(nn.Module):
+    """A weight, times what comes: of which the gradient is just that."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, numel))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sum()
+
+
+class Sums(nn.Module):
+    """Each gradient is what the input says, and the ranks' cancel each other: any other order of summing has other
+    bits, which sums of a few ordinary gradients in bf16, exact in fp32 for the most part, do not show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Times(numel) for numel in (1000, 1, 333, 4097))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = x.split([block.weight.numel() for block in self.blocks])
+        return torch.stack([block(part) for block, part in zip(self.blocks, parts, strict=True)])
+
+
 class ConvNet(nn.Module):
     """Convolutions, one of them with channels-last weights, and norms that stay fp32."""
 
@@ -52,7 +76,7 @@ def build(kind: str) -> nn.Module:
     torch.manual_seed(7)
     if kind == "gpt":
         return GPT(GPTConfig(layers=3, heads=2, width=32, context=16))
-    return Mlp() if kind == "mlp" else ConvNet()
+    return {"mlp": Mlp, "conv": ConvNet, "sums": Sums}[kind]()
 
 
 KINDS = ("gpt", "mlp", "conv")
@@ -70,6 +94,9 @@ def losses(kind: str, model: nn.Module, device: str = "cpu") -> Iterator[Callabl
         if kind == "gpt":
             tokens = torch.randint(256, (2, 17), generator=generator)
             return tokens[:, :-1].contiguous().to(device), tokens[:, 1:].contiguous().to(device)
+        if kind == "sums":
+            which = torch.randint(4, (5431,), generator=generator)
+            return torch.tensor([1e8, -1e8, 1.0, 1 / 3])[which].to(device), which
         shape = (6, 13) if kind == "mlp" else (3, 3, 9, 9)
         return torch.randn(shape, generator=generator).to(device), torch.randint(7, shape[:1], generator=generator).to(
             device
@@ -79,6 +106,8 @@ def losses(kind: str, model: nn.Module, device: str = "cpu") -> Iterator[Callabl
         if kind == "gpt":
             found: Tensor = model(inputs, targets)[1]
             return found
+        if kind == "sums":
+            return model(inputs).float().sum()
         return nn.functional.cross_entropy(model(inputs).float(), targets)
 
     while True:
