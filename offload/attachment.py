@@ -120,7 +120,7 @@ class Attachment:
             copier,
             self._parts.timeline,
             depth=config.depth,
-            leases=max(pool.in_flight - 1, 1) if pool.in_flight else len(self._layout.chunks),
+            leases=max(pool.in_flight - 1, 1) if pool.in_flight else len(self._layout.param_chunks),
             is_pending=self.landing.is_unit_pending,
             usable=usable,
             take_writes=self.take_outside_writes,
@@ -129,11 +129,15 @@ class Attachment:
         self._parts.returned.lands = streaming.chunk_lands
         return streaming
 
-    def _gather(self, flat: int) -> Work:
-        """Puts a flat that is streamed together from all ranks' partitions; this rank's is there."""
-        memory, comm = self._parts.parameters.flats[flat], self._parts.comm
-        numel = self._layout.part_numel(flat)
-        return comm.all_gather(memory[comm.rank * numel : (comm.rank + 1) * numel], memory)
+    def _gather(self, flat: int) -> list[Work]:
+        """Puts a flat that is streamed together, from the ranks that keep all of it; what this one keeps is there."""
+        memory, layout = self._parts.parameters.flats[flat], self._layout
+        if not memory.numel():
+            return []
+        parts = memory.view(layout.ranks, -1)
+        groups = memory.view(layout.replicas, -1)
+        within = self._parts.comm.within
+        return [within.all_gather(parts[own], group) for own, group in zip(layout.kept_parts, groups, strict=True)]
 
     def _take_model(self, config: Config, layout: Layout, source: Source, *, resumes: bool) -> None:
         """Writes the masters, casts the model. A failing disk here leaves it partly cast, and says so."""

@@ -56,7 +56,8 @@ class Communicator(ABC):
     raises the same error at once. Counts what this rank sends to others, padding included, by name of the collective.
 
     Attributes: rank and size in the group; local_rank and ranks_on_node among all processes of the job on this
-    machine, which share its RAM, cores and drives.
+    machine, which share its RAM, cores and drives. With replicas, `size` is a multiple of `within.size`, the ranks of
+    `within` are consecutive ones, and `across` are those at the same place among them; all three fail together.
     """
 
     def __init__(self, rank: int, size: int, local_rank: int, ranks_on_node: int) -> None:
@@ -64,6 +65,16 @@ class Communicator(ABC):
         self.size = size
         self.local_rank = local_rank
         self.ranks_on_node = ranks_on_node
+
+    @property
+    def within(self) -> Communicator:
+        """The ranks that keep all parameters together, where these are partitioned."""
+        return self
+
+    @property
+    def across(self) -> Communicator:
+        """The ranks that keep the same partitions of the parameters."""
+        return Alone(self.local_rank, self.ranks_on_node)
 
     @abstractmethod
     def reduce_scatter(self, full: Tensor, out: Tensor, *, scratch: Tensor | None = None) -> Work:

@@ -42,6 +42,15 @@ _LOCAL = (
 """How torchrun, Open MPI, MPICH and Slurm tell a process its place on the node."""
 
 
+class _Shared:
+    """What a group and its parts have in common: counts, what is under way, and the failure that ended all."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.under_way: list[_GroupWork] = []
+        self.failure: RankError | None = None
+
+
 class Group(Communicator):
     """The ranks of a torch.distributed process group: NCCL for tensors on CUDA devices, gloo for those on the CPU.
 
@@ -49,7 +58,8 @@ class Group(Communicator):
     after `timeout_s`, but the backend works on until the group's own timeout: until then gloo's threads keep a process
     from ending, and then NCCL's watchdog ends it. So `init_process_group(timeout=...)` should be near `timeout_s`.
 
-    Args: members: None: all ranks. timeout_s: seconds from the launch of a collective to RankError.
+    Args: members: None: all ranks. timeout_s: seconds from the launch of a collective to RankError. within, across:
+    see Communicator; what they do is counted here, too.
     """
 
     def __init__(
@@ -59,6 +69,8 @@ class Group(Communicator):
         timeout_s: float = TIMEOUT_S,
         timeline: Timeline | None = None,
         environ: Mapping[str, str] = os.environ,
+        within: dist.ProcessGroup | None = None,
+        across: dist.ProcessGroup | None = None,
     ) -> None:
         local_rank, ranks_on_node = place_on_node(environ, dist.get_rank(), dist.get_world_size())
         super().__init__(dist.get_rank(members), dist.get_world_size(members), local_rank, ranks_on_node)
@@ -68,9 +80,25 @@ class Group(Communicator):
         self._host = torch.device("cpu" if "cpu" in backends else "cuda")
         self._timeout_s = timeout_s
         self._timeline = timeline or Timeline()
-        self._counts: Counter[str] = Counter()
-        self._under_way: list[_GroupWork] = []
-        self._failure: RankError | None = None
+        self._shared = _Shared()
+        self._within, self._across = self._part(within), self._part(across)
+
+    def _part(self, members: dist.ProcessGroup | None) -> Communicator | None:
+        if members is None:
+            return None
+        if dist.get_world_size(members) == 1:
+            return Alone(self.local_rank, self.ranks_on_node)
+        part = Group(members, timeout_s=self._timeout_s, timeline=self._timeline)
+        part._shared = self._shared
+        return part
+
+    @property
+    def within(self) -> Communicator:
+        return self._within or super().within
+
+    @property
+    def across(self) -> Communicator:
+        return self._across or super().across
 
     def reduce_scatter(self, full: Tensor, out: Tensor, *, scratch: Tensor | None = None) -> Work:
         check_reduction(full, out, scratch, self.size)
@@ -120,27 +148,27 @@ class Group(Communicator):
         return found.cpu().view(self.size, -1)
 
     def stats(self) -> dict[str, int]:
-        return dict(self._counts)
+        return dict(self._shared.counts)
 
     def close(self) -> bool:
-        quiet = [work.abandoned() for work in self._under_way]
+        quiet = [work.abandoned() for work in self._shared.under_way]
         return all(quiet)
 
     def check(self) -> None:
         """Raises: RankError if a collective failed before."""
-        if self._failure is not None:
-            raise self._failure
+        if self._shared.failure is not None:
+            raise self._shared.failure
 
     def fail(self, name: str, waited_s: float, why: str) -> RankError:
         """Remembers that no collective is possible any more; returns the error that says so."""
-        if self._failure is None:
-            self._failure = RankError(
+        if self._shared.failure is None:
+            self._shared.failure = RankError(
                 f"{name} on rank {self.rank} of {self.size} failed after {waited_s:.1f} s ({why}): another rank is "
                 "slow, stuck or dead: look for the first error in the ranks' logs; start again from the last commit",
                 collective=name,
                 waited_s=waited_s,
             )
-        return self._failure
+        return self._shared.failure
 
     def _launch(
         self,
@@ -165,9 +193,9 @@ class Group(Communicator):
             raise AssertionError(f"torch.distributed took {name} for one of a group without this rank")
         if event is not None and tensor.is_cpu:
             call.get_future().add_done_callback(lambda _: Timeline.end(None if event.ended else event))
-        self._counts.update({f"{name}_calls": 1, f"{name}_elements": sent_numel, f"{name}_bytes": size})
+        self._shared.counts.update({f"{name}_calls": 1, f"{name}_elements": sent_numel, f"{name}_bytes": size})
         work = _GroupWork(self, name, call, launched, self._timeout_s, finish, event)
-        self._under_way = [other for other in self._under_way if not other.done()] + [work]
+        self._shared.under_way = [other for other in self._shared.under_way if not other.done()] + [work]
         return work
 
 
@@ -242,8 +270,9 @@ def connect(
 ) -> Communicator:
     """The communicator of this process.
 
-    Args: process_group: a ProcessGroup or a 1-D DeviceMesh: the data-parallel ranks, that hold one partition each;
-        None: all ranks. timeout_s: seconds from the launch of a collective to RankError.
+    Args: process_group: a ProcessGroup or a DeviceMesh: the data-parallel ranks, that hold one partition each; None:
+        all ranks. Of a mesh of two dimensions the first is of replicas, `across`, and the second `within`, as FSDP2 has
+        them. timeout_s: seconds from the launch of a collective to RankError.
     Raises: ConfigError if it is neither, if this process is not in it, or if a launcher started several processes and
     nobody connected them.
     """
@@ -256,25 +285,43 @@ def connect(
                 "would train alone: call torch.distributed.init_process_group() before OffloadZero(...)"
             )
         return Alone()
-    members = _members(process_group)
+    members, *parts = _members(process_group)
     if dist.get_world_size(members) == 1:
         return Alone(*place_on_node(os.environ, dist.get_rank(), dist.get_world_size()))
-    return Group(members, timeout_s=timeout_s, timeline=timeline)
+    across, within = parts or (None, None)
+    return Group(members, timeout_s=timeout_s, timeline=timeline, within=within, across=across)
 
 
-def _members(process_group: object | None) -> dist.ProcessGroup | None:
+def _members(process_group: object | None) -> list[dist.ProcessGroup | None]:
+    """All that hold partitions and, with replicas, those across and within."""
     if process_group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ConfigError(f"process_group: rank {dist.get_rank()} is not in it: give each rank the group it belongs to")
     if process_group is None or isinstance(process_group, dist.ProcessGroup):
-        return process_group
+        return [process_group]
     if isinstance(process_group, DeviceMesh):
-        if process_group.ndim == 1:
-            return process_group.get_group()
-        raise ConfigError(
-            f"process_group is a mesh of {process_group.ndim} dimensions, {process_group.mesh_dim_names}: give the "
-            'one over which the states are to be partitioned, such as mesh["dp"]'
-        )
+        return _members_of(process_group)
     raise ConfigError(f"process_group={process_group!r} is neither a ProcessGroup nor a DeviceMesh")
+
+
+def _members_of(mesh: DeviceMesh) -> list[dist.ProcessGroup | None]:
+    if mesh.get_coordinate() is None:
+        raise ConfigError(f"process_group: rank {dist.get_rank()} is not in {mesh}: give each rank its own part")
+    if mesh.ndim > 2:
+        raise ConfigError(
+            f"process_group is a mesh of {mesh.ndim} dimensions, {mesh.mesh_dim_names}: give the one over which the "
+            'states are to be partitioned, such as mesh["dp"], or that and the one of replicas before it'
+        )
+    if mesh.ndim == 1 or mesh.size(0) == 1:
+        return [mesh.get_group(mesh.ndim - 1)]
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
+        raise ConfigError(
+            f"process_group is a mesh of the ranks {mesh.mesh.tolist()}: they have to count up along each row, and "
+            "from one row to the next"
+        )
+    # Every process makes the groups that it is in, and no others: other meshes may lie beside this one.
+    everyone = None if len(ranks) == dist.get_world_size() else dist.new_group(ranks, use_local_synchronization=True)
+    return [everyone, mesh.get_group(0), mesh.get_group(1)]
 
 
 def place_on_node(environ: Mapping[str, str], rank: int, size: int) -> tuple[int, int]:

@@ -3,7 +3,9 @@
 [Note: flats, chunks, pieces]
 A *flat* is one unit's parameters of one dtype, end to end, each starting at a multiple of ALIGN_NUMEL elements
 (the gaps belong to no parameter). With one rank a flat is also the partition that the rank owns; over several it is
-padded to as many equal *partitions*, and a layout is that of one rank: flats whole, chunks of its own partitions. A
+padded to as many equal *partitions*, and a layout is that of one rank: flats whole, chunks of its own partitions. With
+`replicas` the ranks form as many groups of consecutive ones, each of which keeps all parameters: a rank then keeps, of
+the parameters alone, the partitions of the ranks at its own place in the other groups, too, as *copies*. A
 *chunk* is a slice of at most `chunk_numel` elements of a partition, with its place in the flat. A *piece* is the part
 of one parameter that lies in one chunk, a *segment* a run of pieces that one Adam call can do, because param group and
 step count are the same.
@@ -16,7 +18,7 @@ step count are the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Generic, TypeVar
@@ -89,14 +91,33 @@ class Segment(Generic[Key]):
 class Layout:
     """See [Note: flats, chunks, pieces]. Chunks are in the order of the flats, flats in that of their units.
 
-    ranks, rank: over how many the flats are partitioned, and whose partitions the chunks are.
+    ranks, rank: over how many the flats are partitioned, and whose partitions the chunks are; chunk_numel: most
+    elements of one, at whose multiples within a partition they begin; replicas, copies: see the note.
     """
 
     specs: tuple[ParamSpec, ...]
     flats: tuple[Flat, ...]
     chunks: tuple[Chunk, ...]
+    chunk_numel: int
     ranks: int = 1
     rank: int = 0
+    replicas: int = 1
+    copies: tuple[Chunk, ...] = ()
+
+    @property
+    def shards(self) -> int:
+        """Ranks that keep all parameters together."""
+        return self.ranks // self.replicas
+
+    @property
+    def kept_parts(self) -> range:
+        """The ranks whose partitions of the parameters this one keeps: itself, and those at its place elsewhere."""
+        return range(self.rank % self.shards, self.ranks, self.shards)
+
+    @cached_property
+    def param_chunks(self) -> tuple[Chunk, ...]:
+        """The chunks of which a rank keeps the parameters: its own, then the copies, numbered on."""
+        return self.chunks + self.copies
 
     def part_numel(self, flat: int) -> int:
         """Elements of each rank's partition of a flat, padding included."""
@@ -136,11 +157,19 @@ class Layout:
     @cached_property
     def chunks_of(self) -> dict[int, tuple[int, ...]]:
         """For each parameter: the chunks that hold a piece of it, in its own order."""
+        return self._holders(self.chunks)
+
+    @cached_property
+    def param_chunks_of(self) -> dict[int, tuple[int, ...]]:
+        """The same of `param_chunks`."""
+        return self._holders(self.param_chunks)
+
+    def _holders(self, chunks: Sequence[Chunk]) -> dict[int, tuple[int, ...]]:
         found: dict[int, list[int]] = {param: [] for param in range(len(self.specs))}
-        for chunk in self.chunks:
+        for chunk in chunks:
             for piece in chunk.pieces:
                 found[piece.param].append(chunk.index)
-        return {param: tuple(chunks) for param, chunks in found.items()}
+        return {param: tuple(holders) for param, holders in found.items()}
 
 
 def part_numel(numel: int, ranks: int) -> int:
@@ -148,29 +177,38 @@ def part_numel(numel: int, ranks: int) -> int:
     return numel if ranks == 1 else round_up(-(-numel // ranks), ALIGN_NUMEL)
 
 
-def build(specs: Sequence[ParamSpec], chunk_numel: int, *, ranks: int = 1, rank: int = 0) -> Layout:
+def build(specs: Sequence[ParamSpec], chunk_numel: int, *, ranks: int = 1, rank: int = 0, replicas: int = 1) -> Layout:
     """Lays out `specs`, in the order given within a unit and dtype.
 
-    Args: chunk_numel: most elements a chunk, a positive number; ranks, rank: see Layout.
+    Args: chunk_numel: most elements a chunk, a positive number; ranks, rank, replicas (a divisor of `ranks`): see
+    Layout.
     """
     flats: list[Flat] = []
-    chunks: list[Chunk] = []
     for (unit, dtype), params in _by_unit_and_dtype(specs):
         offsets: list[int] = []
         end = 0
         for param in params:
             offsets.append(round_up(end, ALIGN_NUMEL))
             end = offsets[-1] + specs[param].numel
-        flat = Flat(len(flats), unit, dtype, tuple(params), tuple(offsets), end)
-        flats.append(flat)
-        first = min(rank * part_numel(end, ranks), end)
-        last = min(first + part_numel(end, ranks), end)
-        for start in range(first, last, chunk_numel):
-            numel = min(chunk_numel, last - start)
-            pieces = tuple(pieces_between(flat, specs, start, start + numel))
-            if pieces:
-                chunks.append(Chunk(len(chunks), flat.index, start, numel, pieces))
-    return Layout(tuple(specs), tuple(flats), tuple(chunks), ranks, rank)
+        flats.append(Flat(len(flats), unit, dtype, tuple(params), tuple(offsets), end))
+    whole = Layout(tuple(specs), tuple(flats), (), chunk_numel, ranks, rank, replicas)
+    chunks = _chunks_of(whole, (rank,), 0)
+    others = [other for other in whole.kept_parts if other != rank]
+    return replace(whole, chunks=chunks, copies=_chunks_of(whole, others, len(chunks)))
+
+
+def _chunks_of(layout: Layout, ranks: Sequence[int], first: int) -> tuple[Chunk, ...]:
+    """The chunks of these ranks' partitions, flat by flat, numbered from `first`."""
+    chunks: list[Chunk] = []
+    for flat in layout.flats:
+        for rank in ranks:
+            start, last = layout.part_of(flat.index, rank)
+            for begin in range(start, last, layout.chunk_numel):
+                numel = min(layout.chunk_numel, last - begin)
+                pieces = tuple(pieces_between(flat, layout.specs, begin, begin + numel))
+                if pieces:
+                    chunks.append(Chunk(first + len(chunks), flat.index, begin, numel, pieces))
+    return tuple(chunks)
 
 
 def _by_unit_and_dtype(specs: Sequence[ParamSpec]) -> Iterator[tuple[tuple[str, torch.dtype], list[int]]]:

@@ -74,7 +74,8 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
             one slot a chunk and half the space.
         resume: True: continue the committed run in `path`; "auto": if there is one; see `resumed`.
         stage: of ZeRO, with several ranks of torch.distributed: 1, 2 or 3; None: 3 if parameters stream, else 2.
-        process_group: a ProcessGroup or 1-D DeviceMesh: the ranks that hold one partition each; None: all.
+        process_group: the ranks that hold one partition each, a ProcessGroup or a DeviceMesh; None: all. Of a mesh of
+            two dimensions the second is that over which stage 3 gathers parameters, and the first is of replicas.
         device_memory: not available in this version; refused.
 
     Raises: ConfigError, BudgetError, PathError, PathInUseError, ResumeError; before the model is changed. RankError.
@@ -166,7 +167,9 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
         self._config = configuration.over_ranks(
             self._config, ranks=ranks.size, ranks_on_node=ranks.ranks_on_node, device=device
         )
-        self._layout = build(specs, self._config.chunk_numel, ranks=ranks.size, rank=ranks.rank)
+        # Only parameters are kept more than once, and only where they are partitioned.
+        replicas = ranks.across.size if self._config.stage == 3 else 1
+        self._layout = build(specs, self._config.chunk_numel, ranks=ranks.size, rank=ranks.rank, replicas=replicas)
         copier = copier_for(device)
         self._placement = place(self._layout, self._config, direct=copier.direct)
         wanted = checkpointing.describe(self._config, self._layout, params)

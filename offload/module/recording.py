@@ -29,7 +29,7 @@ def recorded(timeline: Timeline, file: str | os.PathLike[str], model: nn.Module,
             "unit": layout.flats[chunk.flat].unit or "root",
             "parameters": [layout.specs[piece.param].name for piece in chunk.pieces],
         }
-        for chunk in layout.chunks
+        for chunk in layout.param_chunks
     ]
     with timeline.recorded(file, chunks), ExitStack() as hooks:
         phases = _Phases(timeline)

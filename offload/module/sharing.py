@@ -63,7 +63,7 @@ def all_or_none(comm: Communicator) -> Iterator[None]:
 
 def require_alike(comm: Communicator, layout: Layout, *options: object) -> None:
     """Raises: ConfigError if the ranks' models, or what else decides about what they send, differ; RankError."""
-    if not comm.all_agree(repr((layout.specs, layout.flats, layout.ranks, options))):
+    if not comm.all_agree(repr((layout.specs, layout.flats, layout.ranks, layout.replicas, options))):
         raise ConfigError(
             "the ranks differ in the model (names, sizes, dtypes, units, param groups), or in stage, accumulation, "
             "param_tier or Tuning.bucket: give all of them the same"

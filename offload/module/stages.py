@@ -184,8 +184,7 @@ class Buckets:
     Buckets leave in one fixed order, because what belongs together on different ranks is found by order alone, and
     gradients need not arrive alike on all of them: a bucket that is complete waits for those before it.
 
-    Args: order: the buckets' indices, alike on all ranks; None: last bucket first, as backward goes. `seen` says in
-        which order they became complete, which is the better one for the steps to come, if rank 0 tells it to all.
+    Args: order: the buckets' indices, alike on all ranks; None: last bucket first, as backward goes.
     """
 
     def __init__(self, buckets: Sequence[Bucket], order: Sequence[int] | None = None) -> None:
@@ -203,7 +202,6 @@ class Buckets:
         """Before the first gradient of a step."""
         self._arrived: set[int] = set()
         self._left = [len(bucket.params) for bucket in self.buckets]
-        self._complete: list[int] = []
         self._launched = 0
 
     def ready(self, param: int) -> list[Bucket]:
@@ -216,8 +214,6 @@ class Buckets:
         self._arrived.add(param)
         for bucket in self._of_param.get(param, ()):
             self._left[bucket.index] -= 1
-            if self._left[bucket.index] == 0:
-                self._complete.append(bucket.index)
         return self._launch(lambda index: self._left[index] == 0)
 
     def flush(self) -> list[Bucket]:
@@ -227,12 +223,6 @@ class Buckets:
     def missing(self, bucket: Bucket) -> list[Piece]:
         """The pieces of `bucket` whose parameters got no gradient in this step."""
         return [piece for piece in bucket.pieces if piece.param not in self._arrived]
-
-    @property
-    def seen(self) -> tuple[int, ...]:
-        """The order in which the buckets became complete in this step; those that did not come last."""
-        complete = set(self._complete)
-        return (*self._complete, *(index for index in self.order if index not in complete))
 
     def _launch(self, may: Callable[[int], bool]) -> list[Bucket]:
         first = self._launched

@@ -53,8 +53,8 @@ class Streaming:
     Args: store: the 16-bit parameters of all chunks; depth: units brought ahead of the one in use; leases: how many
     chunks of the store may be on their way to the device at once; is_pending: whether a unit's new values are still to
     be made, by name; usable: raises if the store cannot be used; take_writes: takes over what was written to
-    parameters that are here, calling `write_back`; gather: launches the gathering of a flat from all ranks' partitions,
-    of which the store has this rank's; None: it has all.
+    parameters that are here, calling `write_back`; gather: launches the gathering of a flat from the partitions of all
+    ranks, of which the store has those that this one keeps; None: it has all.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Streaming:
         is_pending: Callable[[str], bool],
         usable: Callable[[], None],
         take_writes: Callable[[], None],
-        gather: Callable[[int], Work] | None = None,
+        gather: Callable[[int], Sequence[Work]] | None = None,
     ) -> None:
         self._layout = layout
         self._parameters = parameters
@@ -88,7 +88,7 @@ class Streaming:
         for flat in layout.flats:
             self._flats_of[flat.unit].append(flat.index)
         self._chunks_of: dict[int, list[Chunk]] = {flat.index: [] for flat in layout.flats}
-        for chunk in layout.chunks:
+        for chunk in layout.param_chunks:
             self._chunks_of[chunk.flat].append(chunk)
         self._where = dict.fromkeys(self._flats_of, Where.RELEASED)
         self._coming: deque[tuple[str, Copy, ExitStack]] = deque()
@@ -233,13 +233,14 @@ class Streaming:
             with self._store.lease(chunk.index, step=0) as lease:
                 self._copier.to_device(self._in_store(lease.arrays[0], chunk), self._on_device(chunk)).wait()
         if self._gather is not None:
-            self._gather(flat).wait()
+            for work in self._gather(flat):
+                work.wait()
 
     def find_writes(self, numbers: Iterable[int]) -> None:
         """Notes as written to which of these parameters, all here, differ from the store: `p.data.copy_` leaves no
         other trace."""
         for number in numbers:
-            chunks = (self._layout.chunks[index] for index in self._layout.chunks_of[number])
+            chunks = (self._layout.param_chunks[index] for index in self._layout.param_chunks_of[number])
             if not all(self._is_in_store(number, chunk) for chunk in chunks):
                 torch.autograd.graph.increment_version(self._parameters.params[number])
 
@@ -333,7 +334,7 @@ class Streaming:
             self._start(unit)
         if unit in self._missing:
             for index in sorted(self._missing.pop(unit)):
-                self._start_chunk(unit, self._layout.chunks[index])
+                self._start_chunk(unit, self._layout.param_chunks[index])
             self._start_gathering(unit)
         if self._where.get(unit) is Where.COMING:
             self._finish(unit)
@@ -355,7 +356,7 @@ class Streaming:
         """From the other ranks, when this one's partitions are there."""
         if self._gather is not None:
             self._wait_for_copies(unit)
-            self._gathers[unit] = [self._gather(flat) for flat in self._flats_of[unit]]
+            self._gathers[unit] = [work for flat in self._flats_of[unit] for work in self._gather(flat)]
 
     def _start_chunk(self, unit: str, chunk: Chunk) -> None:
         while len(self._coming) >= self._leases:

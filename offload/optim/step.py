@@ -28,6 +28,7 @@ from offload.copies import Copier, Copy
 from offload.errors import OffloadError
 from offload.layout import Chunk, Layout, Segment, segments
 from offload.native import AdamScalars, Kernels
+from offload.optim.exchange import Exchange
 from offload.optim.sink import Gradients
 from offload.store.arena import Arena, carved_bytes
 from offload.store.store import Lease, Store
@@ -53,8 +54,8 @@ class ParameterReturn:
     """Brings new parameters into the model; see [Note: a step does not block].
 
     Args: flats: the model's parameters on its device, one tensor a flat of the layout; streamed: the store of all
-    parameters, if they are on the device only around their use: then the new ones go there; comm: over which the
-    flats on the device are put together from all ranks' partitions, None for one rank.
+    parameters, if they are on the device only around their use: then the new ones go there; comm: over which flats
+    are put together from all ranks' partitions, or those of replicas, None for one rank.
     Attribute: lands: called with each chunk and its new values, on their way to that store.
     """
 
@@ -83,6 +84,9 @@ class ParameterReturn:
         size = arena_bytes(layout, gradients.accumulation, direct=through_ram, split_master=split_master)
         self._bounce = arena.carve(size)
         self._copies: list[tuple[Chunk, Copy, Event | None]] = []
+        self._exchange: Exchange | None = None
+        if comm is not None and streamed is not None and layout.replicas > 1:
+            self._exchange = Exchange(layout, streamed, arena, comm.across)
 
     @property
     def direct(self) -> bool:
@@ -162,9 +166,11 @@ class ParameterReturn:
             for chunk in self._layout.chunks:
                 self._clear_gaps(chunk)
 
-    def put_together(self, flat: int) -> None:
-        """Gets the other ranks' new parameters of a flat. Raises: RankError."""
-        if self._comm is not None and self._comm.size > 1 and self._streamed is None and self._flats[flat].numel():
+    def put_together(self, flat: int, step: int) -> None:
+        """Gets the other ranks' new parameters of a flat, made in step `step`. Raises: RankError."""
+        if self._exchange is not None:
+            self._exchange.bring(flat, step)
+        elif self._comm is not None and self._comm.size > 1 and self._streamed is None and self._flats[flat].numel():
             numel = self._layout.part_numel(flat)
             own = self._flats[flat][self._comm.rank * numel : (self._comm.rank + 1) * numel]
             self._comm.all_gather(own, self._flats[flat]).wait()
@@ -224,6 +230,7 @@ class Step:
         self._kernels = kernels
         self._timeline = timeline
         self._pending: dict[int, list[_Work]] = {}
+        self._number = 0
         self._failure: BaseException | None = None
         self._worker = None if returned.direct else ThreadPoolExecutor(1, thread_name_prefix="offload-step")
 
@@ -245,6 +252,7 @@ class Step:
         Args: step: its number, from 1; keys: of each parameter that has a gradient; groups: the optimizer's
         param_groups; scale: of the gradients (clipping); flats: all of them, in the order in which they are needed.
         """
+        self._number = step
         scalars = {key: scalars_of(groups[key[0]], key[1], scale) for key in set(keys.values())}
         queue: dict[int, list[_Work]] = {flat: [] for flat in flats}
         for chunk in self._layout.chunks:
@@ -271,7 +279,7 @@ class Step:
                 self._wait_for(work.done, work.chunk)
             self._returned.send(work.chunk, work.runs)
         self._returned.wait()
-        self._returned.put_together(flat)
+        self._returned.put_together(flat, self._number)
         del self._pending[flat]
 
     def _wait_for(self, done: Future[None], chunk: Chunk) -> None:

@@ -18,7 +18,7 @@ from offload.errors import BudgetError, ConfigError
 from offload.layout import Layout, build
 from offload.module.reduction import Reduction
 from offload.module.units import ROOT, specs_of
-from offload.optim import gradients, step
+from offload.optim import exchange, gradients, step
 from offload.planner.machine import free_memory
 from offload.sizes import format_bytes
 from offload.store.cache import residents
@@ -149,7 +149,7 @@ def _held_bytes(layout: Layout, config: Config) -> dict[str, int]:
     params = gradients_held = 0
     for flat in layout.flats:
         part, whole = layout.part_numel(flat.index), layout.padded_numel(flat.index)
-        params += (part if config.param_tier != "device" else whole) * flat.dtype.itemsize
+        params += (layout.replicas * part if config.param_tier != "device" else whole) * flat.dtype.itemsize
         sums_locally = layout.ranks > 1 and config.stage == 1 and config.accumulation > 1
         itemsize = 4 if config.accumulation > 1 else flat.dtype.itemsize
         gradients_held += (whole if sums_locally else part) * itemsize
@@ -214,7 +214,7 @@ def _fixed_bytes(layout: Layout, config: Config, *, direct: bool) -> int:
     if layout.ranks > 1:
         assert config.stage is not None
         reduction = Reduction(layout, config.stage, config.accumulation, config.bucket_bytes)
-        return reduction.arena_bytes + sum(pools)
+        return reduction.arena_bytes + exchange.arena_bytes(layout) + sum(pools)
     stored = config.grad_tier == "nvme"
     returned = step.arena_bytes(
         layout,
@@ -258,8 +258,11 @@ def least_cpu_memory(
     tuning: Tuning | None = None,
     stage: int | None = None,
     ranks: int = 1,
+    replicas: int = 1,
 ) -> int:
     """The least `cpu_memory`, in bytes, with which `OffloadZero(model, ..., tier="nvme")` runs on each of `ranks`.
+
+    Args: replicas: rows of the mesh that is given as process_group.
 
     Raises: ConfigError as `OffloadZero` does.
     """
@@ -278,7 +281,8 @@ def least_cpu_memory(
     specs, params = specs_of(model, groups, config.keep_fp32, config.compute_dtype, planned=True)
     device = params[0].device
     config = configuration.over_ranks(config, ranks=ranks, ranks_on_node=1, device=device)
-    layouts = (build(specs, config.chunk_numel, ranks=ranks, rank=rank) for rank in range(ranks))
+    copies = replicas if config.stage == 3 else 1
+    layouts = (build(specs, config.chunk_numel, ranks=ranks, rank=rank, replicas=copies) for rank in range(ranks))
     return max(_least(layout, config, direct=device.type != "cuda") for layout in layouts)
 
 

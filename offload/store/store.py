@@ -46,8 +46,8 @@ def records_of(layout: Layout, *, split_master: bool) -> list[Record]:
 
 
 def param_records_of(layout: Layout) -> list[Record]:
-    """The same for the 16-bit parameters of each chunk, where they are streamed."""
-    return [Record(chunk.numel, (layout.flats[chunk.flat].dtype.itemsize,)) for chunk in layout.chunks]
+    """The same for the 16-bit parameters of each chunk, copies too, where they are streamed."""
+    return [Record(chunk.numel, (layout.flats[chunk.flat].dtype.itemsize,)) for chunk in layout.param_chunks]
 
 
 @dataclass

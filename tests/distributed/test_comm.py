@@ -14,14 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from offload import comm
 from offload.collectives import Communicator
-from offload.errors import ConfigError
+from offload.errors import ConfigError, RankError
 from offload.timeline import Timeline
 from tests.native.bits import assert_same_bits, narrowed, widened
 from tests.support.communicators import Delayed, Late
-from tests.support.ranks import Worlds
+from tests.support.ranks import World, Worlds
 
 SIZES = [1, 2, 3, 4]
 WIRES = [torch.float32, torch.bfloat16, torch.float16]
@@ -268,7 +269,9 @@ def _subgroups() -> list[float]:
     alone = comm.connect(dist.init_device_mesh("cpu", (4, 1), mesh_dim_names=("a", "b"))["b"])
     assert (alone.size, alone.local_rank, alone.ranks_on_node) == (1, world.rank, 4)
     with pytest.raises(ConfigError, match=r'such as mesh\["dp"\]'):
-        comm.connect(mesh)
+        comm.connect(dist.init_device_mesh("cpu", (2, 2, 1)))
+    with pytest.raises(ConfigError, match=r"of the ranks \[\[0, 2\], \[1, 3\]\]: they have to count up"):
+        comm.connect(DeviceMesh("cpu", [[0, 2], [1, 3]]))
     world.close()
     return found
 
@@ -276,6 +279,45 @@ def _subgroups() -> list[float]:
 def test_a_group_or_a_dimension_of_a_mesh_can_be_given(worlds: Worlds) -> None:
     """Ranks 0 1 / 2 3: shards go along rows, replicas along columns."""
     assert worlds(4).run(_subgroups) == [[0.5, 1, 1, 2], [0.5, 1, 2, 3], [2.5, 3, 1, 2], [2.5, 3, 2, 3]]
+
+
+def _replicas() -> tuple[list[float], str]:
+    """Two rows of two ranks in a world of five."""
+    mesh = DeviceMesh("cpu", [[1, 2], [3, 4]])
+    if dist.get_rank() == 0:
+        with pytest.raises(ConfigError, match="rank 0 is not in DeviceMesh"):
+            comm.connect(mesh)
+        return [], ""
+    group = comm.connect(mesh, timeout_s=0.5)
+    found = [float(group.rank), float(group.size)]
+    for part in (group, group.within, group.across):
+        out = torch.empty(part.size)
+        part.all_gather(torch.tensor([float(dist.get_rank())]), out).wait()
+        found += out.tolist()
+    assert group.stats() == {"all_gather_calls": 3, "all_gather_elements": 5, "all_gather_bytes": 20}
+    if group.rank < 2:
+        with pytest.raises(RankError) as caught:
+            group.across.barrier()
+        with pytest.raises(RankError) as again:
+            group.check()
+        assert again.value is caught.value
+    else:
+        time.sleep(1)
+    return found, "" if group.rank else str(caught.value)
+
+
+def test_replicas_of_shards_in_a_larger_world() -> None:
+    with World(5) as world:
+        (none, _), (first, said), *others = world.run(_replicas)
+        assert none == []
+        assert first == [0, 4, 1, 2, 3, 4, 1, 2, 1, 3]
+        assert [found for found, _ in others] == [
+            [1, 4, 1, 2, 3, 4, 1, 2, 2, 4],
+            [2, 4, 1, 2, 3, 4, 3, 4, 1, 3],
+            [3, 4, 1, 2, 3, 4, 3, 4, 2, 4],
+        ]
+        assert "gather on rank 0 of 2 failed" in said
+        world.usable = False  # where collectives failed
 
 
 def _outsider() -> str:

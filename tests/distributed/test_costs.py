@@ -9,11 +9,12 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from offload import OffloadZero, Tuning, comm
 from offload.collectives import Communicator, Work
-from offload.layout import build
+from offload.layout import Layout, build
 from offload.models.gpt import GPT, GPTConfig
 from offload.module.stages import total_held
 from offload.module.units import specs_of
@@ -24,11 +25,13 @@ from tests.support.ranks import Worlds
 STEPS = 3
 
 
-def _count(stage: int, ranks: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def _count(stage: int, replicas: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
     """Counters after the first step and after the last; by then each step is like the others."""
     model = models.build("gpt")
     batches = models.losses("gpt", model)
-    with OffloadZero(model, stage=stage, tuning=Tuning(chunk=4096, threads=1, bucket="64KiB")) as optimizer:
+    mesh = init_device_mesh("cpu", (replicas, torch.distributed.get_world_size() // replicas))
+    tuning = Tuning(chunk=4096, threads=1, bucket="64KiB")
+    with OffloadZero(model, stage=stage, process_group=mesh, tuning=tuning) as optimizer:
         found = []
         for _ in range(1 + STEPS):
             next(batches)().backward()
@@ -39,19 +42,27 @@ def _count(stage: int, ranks: int) -> tuple[dict[str, Any], dict[str, Any]]:
     return found[0], found[-1]
 
 
+def _layout(ranks: int) -> Layout:
+    model = models.build("gpt")
+    return build(specs_of(model, [{"params": list(model.parameters())}], (), torch.bfloat16)[0], 1024, ranks=ranks)
+
+
+def _padded(layout: Layout) -> tuple[int, int]:
+    """Elements of all units with padding, and of those that are still there when backward begins."""
+    sizes = {flat.unit: layout.padded_numel(flat.index) for flat in layout.flats}
+    return sum(sizes.values()), sizes[""] + sizes["blocks.2"]
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_elements_sent_are_those_of_the_papers(worlds: Worlds, stage: int, ranks: int) -> None:
     """2 psi (N-1)/N at stages 1 and 2: gradients and parameters; 3 psi (N-1)/N at stage 3, of which it saves what it
     still has when backward begins: the root unit, and the last block."""
-    model = models.build("gpt")
-    layout = build(specs_of(model, [{"params": list(model.parameters())}], (), torch.bfloat16)[0], 1024, ranks=ranks)
-    sizes = {flat.unit: layout.padded_numel(flat.index) for flat in layout.flats}
-    total = sum(sizes.values())
+    layout = _layout(ranks)
+    total, kept = _padded(layout)
     padding = total - layout.numel
     assert 0 <= padding < 64 * (ranks * len(layout.flats) + len(layout.specs))
-    kept = sizes[""] + sizes["blocks.2"]
-    for first, last in worlds(ranks).run(_count, stage, ranks, timeout_s=170):
+    for first, last in worlds(ranks).run(_count, stage, timeout_s=170):
         assert last["ranks"] == ranks
 
         def sent(name: str) -> float:
@@ -62,6 +73,21 @@ def test_elements_sent_are_those_of_the_papers(worlds: Worlds, stage: int, ranks
         assert sent("all_gather") == gathered * (ranks - 1) / ranks
         assert last["all_gather_bytes"] == 2 * last["all_gather_elements"]  # bf16
         assert last["reduce_scatter_calls"] - first["reduce_scatter_calls"] >= STEPS * len(layout.flats)
+
+
+def test_replicas_send_as_much_as_hybrid_sharding(worlds: Worlds) -> None:
+    """Two groups of two: the gradients' reduce-scatter and the exchange of new parameters are as many elements as a
+    reduce-scatter in a group and an all-reduce of what it leaves among groups, and gathers stay in a group."""
+    shards, replicas, ranks = 2, 2, 4
+    total, kept = _padded(_layout(ranks))
+    for first, last in worlds(ranks).run(_count, 3, replicas, timeout_s=170):
+        sent = {key: (last[key] - first[key]) / STEPS for key in ("reduce_scatter_elements", "all_gather_elements")}
+        gathered = (2 * total - kept) * (shards - 1) / shards
+        hybrid = total * (shards - 1) / shards + 2 * total * (replicas - 1) / ranks
+        assert sent["reduce_scatter_elements"] == total * (ranks - 1) / ranks
+        assert sum(sent.values()) == hybrid + gathered
+        assert last["held_param_bytes"] == 2 * total / shards
+        assert last["held_grad_bytes"] == 2 * total / ranks
 
 
 def _held(stage: int, accumulation: int) -> dict[str, int]:
@@ -76,8 +102,7 @@ def _held(stage: int, accumulation: int) -> dict[str, int]:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bytes_held_are_those_of_the_papers(worlds: Worlds, stage: int, accumulation: int) -> None:
     ranks = 3
-    model = models.build("gpt")
-    layout = build(specs_of(model, [{"params": list(model.parameters())}], (), torch.bfloat16)[0], 1024)
+    layout = _layout(1)
     wanted = total_held(layout, ranks, stage, accumulated=accumulation > 1)
     if stage == 1 and accumulation == 1:
         # Nobody needs whole gradients: what has arrived is averaged while backward runs, as at stage 2.

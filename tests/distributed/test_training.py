@@ -17,7 +17,7 @@ from tests.support.ranks import Worlds
 from tests.support.training import Run
 
 TUNING = Tuning(chunk=4096, threads=1, bucket=4096)
-KINDS = ("gpt", "mlp", "conv")
+KINDS = ("gpt", "mlp", "conv", "sums")
 
 
 def layout_of(kind: str, ranks: int) -> Layout:
@@ -72,6 +72,33 @@ def test_sums_over_ranks_are_in_their_order(worlds: Worlds, ranks: int, accumula
         trained(worlds, "sums", ranks, 2, accumulation=accumulation, stage=stage)
 
 
+def _gaps(stage: int) -> int:
+    """Elements of the states in gaps between parameters that are not 0, where buffers held other things before."""
+    model = models.build("sums")
+    batches = models.losses("sums", model)
+    found = 0
+    with OffloadZero(model, stage=stage, tuning=Tuning(chunk=4096, threads=1, bucket=4096)) as optimizer:
+        for buffer in optimizer._parts.sink._free:  # type: ignore[attr-defined]
+            buffer.full.fill_(0x40)
+        next(batches)().backward()
+        optimizer.step()
+        optimizer.synchronize()
+        for chunk in optimizer._layout.chunks:
+            inside = torch.zeros(chunk.numel, dtype=torch.bool)
+            for piece in chunk.pieces:
+                inside[piece.chunk_offset : piece.chunk_offset + piece.numel] = True
+            with optimizer._parts.store.lease(chunk.index, step=1) as lease:
+                for state in lease.states().values():
+                    found += int(state[~inside].count_nonzero())
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gaps_between_parameters_stay_zero(worlds: Worlds, stage: int) -> None:
+    """They are committed with the rest."""
+    assert worlds(3).run(_gaps, stage) == [0, 0, 0]
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("idle", [False, True])
 def test_accumulation(worlds: Worlds, stage: int, idle: bool) -> None:
@@ -84,7 +111,7 @@ def test_a_rank_without_gradients_counts_as_zeros(worlds: Worlds, stage: int) ->
     trained(worlds, "mlp", 2, 3, idle=True, stage=stage)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_collectives_at_the_last_moment_give_the_same_bits(worlds: Worlds, stage: int, accumulation: int) -> None:
     trained(worlds, "gpt", 2, 3, stage=stage, accumulation=accumulation, wire="late")
@@ -126,6 +153,34 @@ def test_every_tier(worlds: Worlds, tmp_path: Path, stage: int, tier: str) -> No
         for run in runs:
             assert run.stats["nvme_written_bytes"] > 0
             assert run.stats["streamed_chunks"] > 0
+
+
+@pytest.mark.parametrize("wire", ["plain", "late"])
+@pytest.mark.parametrize(
+    ("stage", "tier"), [(1, "cpu, resident"), (2, "cpu, resident"), *((3, tier) for tier in TIERS if "stream" in tier)]
+)
+def test_replicas_of_shards_have_the_bits_of_as_many_ranks(
+    worlds: Worlds, tmp_path: Path, stage: int, tier: str, wire: str
+) -> None:
+    """Rank order goes along the rows of a mesh, from the first row to the last: what the mesh is changes no bit."""
+    path = tmp_path / "run"
+    trained(worlds, "sums", 4, 3, mesh=(2, 2), wire=wire, **_on(tier, path, stage, 4))
+
+
+@pytest.mark.parametrize("mesh", [(4, 1), (1, 4), (2, 2)])
+@pytest.mark.parametrize("kind", ["gpt", "mlp"])
+def test_meshes_of_every_shape(worlds: Worlds, kind: str, mesh: tuple[int, int]) -> None:
+    """Tied weights; a parameter that gets a gradient in turn, frozen ones, partitions that are empty."""
+    trained(worlds, kind, 4, 3, mesh=mesh, stage=3, accumulation=2)
+
+
+@pytest.mark.parametrize(("along", "rows"), [("shard", [[0, 1], [2, 3]]), ("replicate", [[0, 2], [1, 3]])])
+def test_a_data_parallel_group_inside_a_larger_mesh(worlds: Worlds, along: str, rows: list[list[int]]) -> None:
+    for stage in (2, 3):
+        options: dict[str, Any] = {"mesh": (2, 2), "along": along, "stage": stage, "tuning": TUNING}
+        runs: list[Run] = worlds(4).run(_train, "mlp", 3, False, options, timeout_s=100)
+        for row in rows:
+            wanted("mlp", 2, 3, 1, 2, False).assert_same_bits([runs[rank] for rank in row])
 
 
 @pytest.mark.slow

@@ -181,18 +181,6 @@ def test_buckets_leave_complete_and_in_one_order_whatever_arrives_when(
             left.append(bucket.index)
         assert left == order
         assert buckets.flush() == []
-        assert sorted(buckets.seen) == sorted(order)
-
-
-def test_the_order_seen_lets_buckets_leave_as_gradients_arrive() -> None:
-    """A root unit: its first parameter, the embedding, gets its gradient last, the head before all blocks."""
-    layout = model(640, 640, 640)
-    cut = cut_buckets(layout, splits_of(layout, 1), 640)
-    first = Buckets(cut)
-    counts = [len(first.ready(param)) for param in (1, 2, 0)]
-    assert counts == [0, 2, 1]
-    second = Buckets(cut, first.seen)
-    assert [[bucket.index for bucket in second.ready(param)] for param in (1, 2, 0)] == [[1], [2], [0]]
 
 
 def test_a_bucket_needs_all_its_parameters_of_all_partitions() -> None:

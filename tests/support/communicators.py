@@ -15,6 +15,19 @@ class _Around(Communicator):
     def __init__(self, inner: Communicator) -> None:
         super().__init__(inner.rank, inner.size, inner.local_rank, inner.ranks_on_node)
         self._inner = inner
+        self._within = self if inner.within is inner else self._like(inner.within)
+        self._across = inner.across if inner.across.size == 1 else self._like(inner.across)
+
+    def _like(self, inner: Communicator) -> Communicator:
+        return type(self)(inner)
+
+    @property
+    def within(self) -> Communicator:
+        return self._within
+
+    @property
+    def across(self) -> Communicator:
+        return self._across
 
     def stats(self) -> dict[str, int]:
         return self._inner.stats()
@@ -46,10 +59,13 @@ class Delayed(_Around):
     """
 
     def __init__(self, inner: Communicator, delay_s: float) -> None:
-        super().__init__(inner)
         self._delay_s = delay_s
+        super().__init__(inner)
         self._free = 0.0
         self.busy_s = 0.0
+
+    def _like(self, inner: Communicator) -> Communicator:
+        return type(self)(inner, self._delay_s)
 
     def _arrival(self) -> float:
         self._free = max(self._free, time.monotonic()) + self._delay_s

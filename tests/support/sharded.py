@@ -16,6 +16,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from offload import OffloadZero, comm
 from offload.collectives import Communicator
@@ -51,10 +52,30 @@ def communicators(kind: str) -> Iterator[None]:
         yield
 
 
-def train(kind: str, steps: int, accumulation: int = 1, wire: str = "plain", idle: bool = False, **options: Any) -> Run:
-    """As tests.support.training.train, on this rank. Args: idle: see `Reference`."""
+def train(
+    kind: str,
+    steps: int,
+    accumulation: int = 1,
+    wire: str = "plain",
+    idle: bool = False,
+    mesh: tuple[int, int] | None = None,
+    along: str | None = None,
+    **options: Any,
+) -> Run:
+    """As tests.support.training.train, on this rank.
+
+    Args: idle: see `Reference`; mesh: of all ranks, replicas by shards; along: the dimension to train along, each row
+    or column of it for itself; None: both.
+    """
     model = models.build(kind)
-    rank = torch.distributed.get_rank()
+    rank, ranks, replicas = torch.distributed.get_rank(), torch.distributed.get_world_size(), 1
+    if mesh is not None:
+        made = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
+        options["process_group"] = made if along is None else made[along]
+        if along is None:
+            replicas = mesh[0]
+        else:
+            rank, ranks = made.get_local_rank(along), made[along].size()
     if rank:
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
@@ -70,7 +91,8 @@ def train(kind: str, steps: int, accumulation: int = 1, wire: str = "plain", idl
             plain,
             accumulation=accumulation,
             keep_fp32=models.keep_fp32(kind),
-            ranks=torch.distributed.get_world_size(),
+            ranks=ranks,
+            replicas=replicas,
             **given,
         )
     with (
@@ -78,7 +100,7 @@ def train(kind: str, steps: int, accumulation: int = 1, wire: str = "plain", idl
         OffloadZero(model, plain, accumulation=accumulation, keep_fp32=models.keep_fp32(kind), **options) as optimizer,
     ):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
-        batches = batches_of(kind, model, rank, torch.distributed.get_world_size())
+        batches = batches_of(kind, model, rank, ranks)
         for step in range(steps):
             for _ in range(accumulation):
                 loss = next(batches)() / accumulation
