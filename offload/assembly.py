@@ -26,7 +26,7 @@ from offload.optim.gradients import GradientSink
 from offload.optim.gradients import records_of as gradient_records_of
 from offload.optim.sink import Gradients
 from offload.optim.step import ParameterReturn, Step
-from offload.planner.placement import Placement, slot_records
+from offload.planner.placement import Placement, committed_slots, slot_records
 from offload.store.arena import Arena
 from offload.store.store import Store, param_records_of, records_of
 from offload.store.stripes import Stripes
@@ -35,13 +35,15 @@ from offload.timeline import Timeline
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run is made of. store: of the states; streamed: of the parameters, stored: of the gradients, if
-    they are there; files: the swap files; io_engine: its name, None without files."""
+    """What a run is made of. store: of the states; params: of the parameters, stored: of the gradients, if they are
+    there; streamed: params, if these are on the device only around their use; files: the swap files; io_engine: its
+    name, None without files."""
 
     arena: Arena
     kernels: Kernels
     sink: Gradients
     store: Store
+    params: Store | None
     streamed: Store | None
     stored: Store | None
     returned: ParameterReturn
@@ -56,7 +58,7 @@ class Parts:
 
     @property
     def stores(self) -> tuple[Store, ...]:
-        return tuple(store for store in (self.store, self.streamed, self.stored) if store is not None)
+        return tuple(store for store in (self.store, self.params, self.stored) if store is not None)
 
     def stats(self, placement: Placement, initial_bytes: int) -> dict[str, Any]:
         """The counters of the parts; see OffloadZero.stats. Args: initial_bytes: written before the first step."""
@@ -123,13 +125,14 @@ def assemble(
     store = Store(records, placement.kept, placement.in_flight, arena, slots, timeline)
     undo.callback(store.close)
     parameters = Parameters(layout, params, device)
-    streamed = None
+    params_store = None
     if placement.params is not None:
         pool = placement.params
-        streamed = Store(
+        params_store = Store(
             param_records_of(layout), pool.kept, pool.in_flight, arena, slots, timeline, first=len(records)
         )
-        undo.callback(streamed.close)
+        undo.callback(params_store.close)
+    streamed = None if config.param_tier == "device" else params_store
     split_master = config.split_master
     returned = ParameterReturn(
         layout, parameters.flats, sink, arena, copier, timeline, split_master=split_master, streamed=streamed, comm=comm
@@ -142,7 +145,10 @@ def assemble(
         sink=sink,
         store=store,
         parameters=parameters,
-        masters=Masters(layout, parameters, store, kernels, split_master=split_master, streamed=streamed),
+        masters=Masters(
+            layout, parameters, store, kernels, split_master=split_master, params=params_store, streamed=streamed
+        ),
+        params=params_store,
         streamed=streamed,
         stored=stored,
         returned=returned,
@@ -180,7 +186,7 @@ def _open_files(
         # What another budget is to find again lies in an order that no budget changes.
         placement.kept if config.commit_every is None else (),
         places=config.places,
-        committed=None if config.commit_every is None else len(layout.chunks),
+        committed=None if config.commit_every is None else committed_slots(layout, config),
         resumed=resumed,
         rank=rank,
     )

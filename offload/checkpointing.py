@@ -48,8 +48,8 @@ class Found:
 
     @property
     def slots(self) -> tuple[bytes, list[int]]:
-        """Run id, and the path of each chunk, as `Stripes` takes them."""
-        return bytes.fromhex(self.commit.run_id), [chunk.path for chunk in self.manifest.chunks]
+        """Run id, and the path of each committed slot, as `Stripes` takes them."""
+        return bytes.fromhex(self.commit.run_id), [slot.path for slot in self.manifest.slots]
 
 
 def describe(config: Config, layout: Layout, params: Sequence[nn.Parameter]) -> Manifest:
@@ -111,8 +111,10 @@ def _require_same_layout(manifest: Manifest, wanted: Manifest, layout: Layout, h
     """Raises: ResumeError: this version only reuses slots where they lie."""
     if manifest.paths != wanted.paths:
         raise ResumeError(f"{home} was committed on {manifest.paths} paths, not {wanted.paths}: give the same ones")
-    if manifest.split_master:
-        raise ResumeError(f"{home} holds split masters, which this version cannot resume")
+    if manifest.split_master != wanted.split_master:
+        raise ResumeError(
+            f"{home} was committed with Tuning(split_master={manifest.split_master}): give it as that run had it"
+        )
     chunks = [(chunk.flat, chunk.start, chunk.numel) for chunk in layout.chunks]
     if [(chunk.flat, chunk.start, chunk.numel) for chunk in manifest.chunks] != chunks:
         largest = 4 * max((chunk.numel for chunk in manifest.chunks), default=0)

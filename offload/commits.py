@@ -1,6 +1,7 @@
 """Commits of a run, and the way back to the last one: between the parts and what lies in the run's directories.
 
-A commit needs no bytes of parameters: their 16-bit values are what the masters round to. The COMMIT record lies in the
+A commit needs no bytes of parameters: their 16-bit values are what the masters round to. Only with a split master they
+are the other halves of what is in the slots, and committed too. The COMMIT record lies in the
 first directory, the manifest in each, so that none of them looks like one without a commit.
 """
 
@@ -20,7 +21,7 @@ from offload.checkpointing import Found
 from offload.config import Config
 from offload.errors import ConfigError, OffloadError, ResumeError, TierIOError
 from offload.layout import Layout
-from offload.store.store import Version
+from offload.store.store import Store, Version
 
 AMBIGUOUS = ("sync", "rename")
 """Operations after whose failure nobody knows what is on the disk."""
@@ -41,7 +42,8 @@ class Commits:
         self._wanted = wanted
         self._final: OffloadError | None = None
         self.last: Manifest | None = None
-        self._versions: dict[int, Version] = {}
+        # Of the last durable commit, by chunk, for each of `_stores`.
+        self._versions: list[dict[int, Version]] = []
         if found is not None:
             # It was read before the lock was taken.
             if read_commit(config.paths[0], checkpointing.FILES) != found.commit:
@@ -64,7 +66,7 @@ class Commits:
         slots = self._parts.slots
         if self._config.commit_every is None or slots is None:
             raise ConfigError("commit() needs commit_every: 0 for commit() alone, or a number of steps")
-        versions = self._parts.store.flush()
+        versions = self._flush()
         if self.last is not None and self.last.step == step:
             if extra is None and versions == self._versions:
                 return
@@ -78,7 +80,8 @@ class Commits:
         digests = [write_manifest(path, manifest, extra, checkpointing.FILES) for path in self._config.paths]
         commit = Commit(manifest.run_id, step, (digests[0],))
         self._final_if_ambiguous(lambda: write_commit(home, commit, checkpointing.FILES))
-        self._parts.store.settle(versions)
+        for store, of in zip(self._stores, versions, strict=True):
+            store.settle(of)
         self.last, self._versions = manifest, versions
         for path in self._config.paths:
             with suppress(TierIOError):  # they are cleared away next time
@@ -103,19 +106,35 @@ class Commits:
         Raises: as `require_last`; CorruptionError, TierIOError.
         """
         manifest = self.require_last()
-        self._versions = {
-            number: Version(chunk.step, chunk.place, chunk.checksum) for number, chunk in enumerate(manifest.chunks)
-        }
-        store = self._parts.store
-        store.reset(self._versions)
-        for other in (self._parts.streamed, self._parts.stored):
-            if other is not None:
-                other.reset({})
-        store.expect(chunk.index for chunk in self._layout.chunks)
+        self._versions = [
+            {number: Version(slot.step, slot.place, slot.checksum) for number, slot in enumerate(slots)}
+            for slots in (manifest.chunks, manifest.copies)[: len(self._stores)]
+        ]
+        for store in self._parts.stores:
+            store.reset({})
+        for store, versions in zip(self._stores, self._versions, strict=True):
+            store.reset(versions)
+        self._parts.store.expect(chunk.index for chunk in self._layout.chunks)
         self._parts.masters.give_back(manifest.step)
-        for other in self._parts.stores:
-            other.drain()
+        for store in self._parts.stores:
+            store.drain()
         return manifest
+
+    @property
+    def _stores(self) -> list[Store]:
+        """What is committed: the states, and with a split master the parameters, which are their other halves."""
+        params = self._parts.params
+        assert params is not None or not self._config.commits_parameters
+        return [self._parts.store] + ([params] if params is not None and self._config.commits_parameters else [])
+
+    def _flush(self) -> list[dict[int, Version]]:
+        """Writes what only RAM, or the device, has newer. Returns: what is in the slots, for each of `_stores`."""
+        versions = [self._parts.store.flush()]
+        if self._config.commits_parameters:
+            before = self._versions[0] if self._versions else {}
+            changed = {chunk: at.step for chunk, at in versions[0].items() if before.get(chunk) != at}
+            self._parts.masters.bring_parameters(changed)
+        return versions + [store.flush() for store in self._stores[1:]]
 
     def _final_if_ambiguous(self, work: Any) -> None:
         try:
@@ -126,23 +145,30 @@ class Commits:
             raise
 
     def _manifest(
-        self, step: int, ages: Sequence[int], groups: Sequence[Mapping[str, Any]], versions: Mapping[int, Version]
+        self,
+        step: int,
+        ages: Sequence[int],
+        groups: Sequence[Mapping[str, Any]],
+        versions: Sequence[Mapping[int, Version]],
     ) -> Manifest:
         slots = self._parts.slots
         assert slots is not None
-        chunks = []
-        for chunk in self._layout.chunks:
-            at = versions[chunk.index]
-            checksum = slots.checksum(chunk.index) if at.checksum is None else at.checksum
-            path = slots.chosen[chunk.index]
-            chunks.append(ChunkFacts(chunk.flat, chunk.start, chunk.numel, path, at.place, at.step, checksum))
+        found: list[ChunkFacts] = []
+        for of in versions:
+            for chunk in self._layout.chunks:
+                at, number = of[chunk.index], len(found)
+                checksum = slots.checksum(number) if at.checksum is None else at.checksum
+                path = slots.chosen[number]
+                found.append(ChunkFacts(chunk.flat, chunk.start, chunk.numel, path, at.place, at.step, checksum))
+        chunks = len(self._layout.chunks)
         return replace(
             self._wanted,
             run_id=slots.run_id.hex(),
             step=step,
             groups=tuple({key: _option(group[key]) for key in group if key != "params"} for group in groups),
             parameters=tuple(replace(facts, age=age) for facts, age in zip(self._wanted.parameters, ages, strict=True)),
-            chunks=tuple(chunks),
+            chunks=tuple(found[:chunks]),
+            copies=tuple(found[chunks:]),
         )
 
 

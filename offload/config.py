@@ -84,6 +84,11 @@ class Config:
         """Slots a chunk of states."""
         return 1 if self.commit_every is None else 2
 
+    @property
+    def commits_parameters(self) -> bool:
+        """Whether a commit holds the 16-bit parameters, too: they are the upper halves of a split master."""
+        return self.split_master and self.commit_every is not None
+
 
 def check(
     *,
@@ -111,7 +116,7 @@ def check(
         raise ConfigError(f"tuning={tuning!r} is not a Tuning: give offload.Tuning(chunk=...)")
     _refuse_reserved(reserved, tuning)
     directories = _paths(path)
-    chosen = _tier(tier, directories)
+    chosen = _tier(tier, directories, commits=commit_every is not None)
     if compute_dtype not in COMPUTE_DTYPES:
         allowed = ", ".join(str(dtype) for dtype in COMPUTE_DTYPES)
         raise ConfigError(f"compute_dtype={compute_dtype} is not available: choose one of {allowed}")
@@ -130,13 +135,14 @@ def check(
         in_flight=None if prefetch is None else max(prefetch + 2, LEAST_IN_FLIGHT),
         threads=_whole("Tuning.threads", tuning.threads, least=1),
         io_engine=tuning.io_engine,
-        split_master=bool(tuning.split_master),
+        # Only a bf16 copy is the upper half of its master.
+        split_master=bool(tuning.split_master) and compute_dtype is torch.bfloat16,
         param_tier=_param_tier(param_tier, chosen),
         depth=1 if prefetch is None else prefetch,
         stage=_stage(stage),
         bucket_bytes=parse_bytes(tuning.bucket, "Tuning.bucket"),
         grad_tier=_grad_tier(grad_tier, chosen),
-        commit_every=_commit_every(commit_every, chosen, tuning),
+        commit_every=_commit_every(commit_every, directories),
         resume=_resume(resume, commit_every),
     )
 
@@ -224,7 +230,7 @@ def _one_path(path: object) -> Path:
     return Path(name)
 
 
-def _tier(tier: str | None, paths: tuple[Path, ...]) -> Tier:
+def _tier(tier: str | None, paths: tuple[Path, ...], *, commits: bool) -> Tier:
     if tier is None:
         return "nvme" if paths else "cpu"
     if tier == "nvme":
@@ -232,8 +238,11 @@ def _tier(tier: str | None, paths: tuple[Path, ...]) -> Tier:
             raise ConfigError('tier="nvme" needs path="...", the directory for its swap files')
         return "nvme"
     if tier == "cpu":
-        if paths:
-            raise ConfigError(f'path={str(paths[0])!r} has no use with tier="cpu": drop it, or choose tier="nvme"')
+        if paths and not commits:
+            raise ConfigError(
+                f'path={str(paths[0])!r} has no use with tier="cpu" and no commits: drop it, give commit_every, or '
+                'choose tier="nvme"'
+            )
         return "cpu"
     raise ConfigError(f'tier={tier!r} is not a tier for the optimizer states: choose "cpu" or "nvme"')
 
@@ -242,7 +251,7 @@ def _param_tier(tier: str | None, states: Tier) -> ParamTier:
     if tier is None or tier == "device":
         return "device"
     if tier == "nvme" and states == "cpu":
-        raise ConfigError('param_tier="nvme" needs path="...", the directory for the swap files')
+        raise ConfigError('param_tier="nvme" needs tier="nvme" and path="...", the directory for the swap files')
     if tier == "cpu":
         return "cpu"
     if tier == "nvme":
@@ -260,21 +269,16 @@ def _grad_tier(tier: str | None, states: Tier) -> Tier:
     if tier is None or tier == "cpu":
         return "cpu"
     if tier == "nvme" and states == "cpu":
-        raise ConfigError('grad_tier="nvme" needs path="...", the directory for the swap files')
+        raise ConfigError('grad_tier="nvme" needs tier="nvme" and path="...", the directory for the swap files')
     if tier == "nvme":
         return "nvme"
     raise ConfigError(f'grad_tier={tier!r} is not a tier for gradients: choose "cpu" or "nvme"')
 
 
-def _commit_every(value: int | None, states: Tier, tuning: Tuning) -> int | None:
+def _commit_every(value: int | None, paths: tuple[Path, ...]) -> int | None:
     checked = _whole("commit_every", value, least=0)
-    if checked is not None and states == "cpu":
-        raise ConfigError(f'commit_every={value} needs tier="nvme" and path="...": what is committed lies there')
-    if checked is not None and tuning.split_master:
-        raise ConfigError(
-            f"commit_every={value} is not available with Tuning(split_master=True): half of each master is not in the "
-            "slots; leave one of them out"
-        )
+    if checked is not None and not paths:
+        raise ConfigError(f'commit_every={value} needs path="...", the directory in which what is committed lies')
     return checked
 
 

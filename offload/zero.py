@@ -57,7 +57,7 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
         optimizer: a fresh torch.optim.Adam or AdamW, whose param groups are adopted (the same dicts) and whose own
             `step()` raises from then on; None: AdamW(model.parameters()).
         tier: where the optimizer states live, "cpu" or "nvme"; None: "nvme" if `path` is given, else "cpu".
-        path: the directory for this run's swap files, made (0700) if its parent exists.
+        path: the directory for this run's swap files and commits, or several; made (0700) if their parents exist.
         cpu_memory: bytes, or such as "48GiB", for everything this library holds in RAM; None: half of what is free.
         compute_dtype: of the parameters in the model: torch.bfloat16 or torch.float32.
         keep_fp32: modules, or module types, that stay fp32.

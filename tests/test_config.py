@@ -46,7 +46,7 @@ RESERVED = [
 ]
 TUNING = [("split_master", "yes"), ("units", ["a"]), ("tile", 4)]
 WRONG: list[tuple[str, Any, str]] = [
-    ("commit_every", 100, 'needs tier="nvme"'),
+    ("commit_every", 100, 'needs path="..."'),
     ("commit_every", -1, "at least 0"),
     ("commit_every", 1.5, "whole number"),
     ("resume", True, "needs commit_every"),
@@ -56,11 +56,11 @@ WRONG: list[tuple[str, Any, str]] = [
     ("tier", "nvme", 'needs path="..."'),
     ("tier", "disk", 'choose "cpu" or "nvme"'),
     ("grad_tier", "disk", 'choose "cpu" or "nvme"'),
-    ("grad_tier", "nvme", 'needs path="..."'),
+    ("grad_tier", "nvme", 'needs tier="nvme" and path="..."'),
     ("stage", 0, "choose 1, 2 or 3"),
     ("stage", True, "choose 1, 2 or 3"),
     ("param_tier", "disk", 'choose "device", "cpu" or "nvme"'),
-    ("param_tier", "nvme", 'needs path="..."'),
+    ("param_tier", "nvme", 'needs tier="nvme" and path="..."'),
     ("tier", 3, 'choose "cpu" or "nvme"'),
     ("path", "", "the directory for the swap files"),
     ("path", "a\0b", "the directory for the swap files"),
@@ -141,9 +141,10 @@ def test_wrong_tuning_is_refused_with_its_name_value_and_what_is_allowed(
         assert part in str(caught.value)
 
 
-def test_a_path_has_no_use_with_the_cpu_tier(tmp_path: Path) -> None:
+def test_a_path_has_no_use_with_the_cpu_tier_but_for_commits(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no use"):
         check(tier="cpu", path=tmp_path)
+    assert check(tier="cpu", path=tmp_path, commit_every=0).paths == (tmp_path,)
 
 
 def test_tuning_is_frozen_and_unknown_tuning_is_refused() -> None:
@@ -192,6 +193,8 @@ def test_the_options_are_those_of_the_design_and_no_others() -> None:
     ]  # fmt: skip
 
 
-def test_commits_and_a_split_master_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match=r"commit_every=5 is not available with Tuning\(split_master=True\)"):
-        check(path=".", commit_every=5, tuning=Tuning(split_master=True))
+def test_only_16_bit_parameters_split_their_masters() -> None:
+    split = Tuning(split_master=True)
+    assert check(path=".", commit_every=5, tuning=split).commits_parameters
+    assert not check(path=".", tuning=split).commits_parameters
+    assert not check(path=".", compute_dtype=torch.float32, tuning=split).split_master

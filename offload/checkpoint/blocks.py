@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import xxhash
 
-from offload.checkpoint.manifest import MAX_CHUNKS, MAX_NUMEL, MAX_PATHS, MAX_PLACES, ChunkFacts, Manifest
+from offload.checkpoint.manifest import MAX_CHUNKS, MAX_NUMEL, MAX_PATHS, MAX_PLACES, Manifest
 from offload.checkpoint.strict import MAX_INT, Json, load
 from offload.errors import CorruptionError, ResumeError
 from offload.sizes import PAGE_BYTES, round_up
@@ -47,9 +47,9 @@ class SlotHeader:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a chunk's committed slot lies in its file, and the arrays in it. Sizes in bytes.
+    """Where a committed slot lies in its file, and the arrays in it. Sizes in bytes.
 
-    arrays: by state kind: (bytes an element, offset in the slot).
+    chunk: its number; arrays: by state kind: (bytes an element, offset in the slot).
     """
 
     chunk: int
@@ -80,8 +80,8 @@ def parse_superblock(page: bytes, file: str) -> Superblock:
         described["xxh3"].hex(16)
     else:
         held, numels = chunks.fields("held", "numels", *sorted(described.keys() & {"itemsizes"}))[:2]
-        known = numels.integers(MAX_NUMEL, MAX_CHUNKS)
-        held.integers(len(known) - 1, MAX_CHUNKS)
+        known = numels.integers(MAX_NUMEL, 2 * MAX_CHUNKS)
+        held.integers(len(known) - 1, 2 * MAX_CHUNKS)
     return Superblock(
         run_id.hex(32), places.integer(MAX_PLACES, least=1), (stripes[0], stripes[1]), commits.flag(), chunks.value
     )
@@ -105,8 +105,8 @@ def parse_header(page: bytes, file: str, offset: int, chunk: int) -> SlotHeader:
 
 
 def header_problem(header: SlotHeader, manifest: Manifest, chunk: int) -> str | None:
-    """What is wrong with a slot that `manifest` says holds `chunk`, as far as its header tells."""
-    facts = manifest.chunks[chunk]
+    """What is wrong with a slot that `manifest` says has the number `chunk`, as far as its header tells."""
+    facts = manifest.slots[chunk]
     if header.run_id != manifest.run_id:
         return f"the slot was written by run {header.run_id}, not by {manifest.run_id}"
     if (header.chunk, header.step) != (chunk, facts.step):
@@ -130,40 +130,44 @@ def superblock_problem(block: Superblock, manifest: Manifest) -> str | None:
 
 def described_chunks(manifest: Manifest, path: int) -> dict[str, Json]:
     """What the superblock of file `path` says of its chunks."""
-    held: Json = [number for number, chunk in enumerate(manifest.chunks) if chunk.path == path]
-    found: dict[str, Json] = {"held": held, "numels": [chunk.numel for chunk in manifest.chunks]}
-    if manifest.split_master:
-        found["itemsizes"] = [[*_itemsizes(manifest, chunk)] for chunk in manifest.chunks]
+    held: Json = [number for number, slot in enumerate(manifest.slots) if slot.path == path]
+    found: dict[str, Json] = {"held": held, "numels": [slot.numel for slot in manifest.slots]}
+    itemsizes = [_itemsizes(manifest, number) for number in range(len(manifest.slots))]
+    if any(tuple(sizes.values()) != slots.WHOLE for sizes in itemsizes):
+        found["itemsizes"] = [[*sizes.values()] for sizes in itemsizes]
     return found
 
 
 def committed_slots(manifest: Manifest) -> list[Slot]:
-    """By chunk: where its committed version lies. What a slot looks like is said in `_itemsizes` and here only."""
-    sizes = [_slot_bytes(chunk.numel, _itemsizes(manifest, chunk)) for chunk in manifest.chunks]
+    """By number: where the committed version lies. What a slot looks like is said in `_itemsizes` and here only."""
+    itemsizes = [_itemsizes(manifest, number) for number in range(len(manifest.slots))]
+    sizes = [_slot_bytes(slot.numel, of.values()) for slot, of in zip(manifest.slots, itemsizes, strict=True)]
     starts: list[int] = []
     ends: defaultdict[int, int] = defaultdict(int)
-    for chunk, size in zip(manifest.chunks, sizes, strict=True):
-        starts.append(ends[chunk.path])
-        ends[chunk.path] += size
+    for slot, size in zip(manifest.slots, sizes, strict=True):
+        starts.append(ends[slot.path])
+        ends[slot.path] += size
     found = []
-    for number, (chunk, size) in enumerate(zip(manifest.chunks, sizes, strict=True)):
-        offset = PAGE_BYTES + chunk.place * ends[chunk.path] + starts[number]
+    for number, (slot, size) in enumerate(zip(manifest.slots, sizes, strict=True)):
+        offset = PAGE_BYTES + slot.place * ends[slot.path] + starts[number]
         arrays, start = {}, PAGE_BYTES
-        for kind, itemsize in zip(STATE_KINDS, _itemsizes(manifest, chunk), strict=True):
+        for kind, itemsize in itemsizes[number].items():
             arrays[kind] = (itemsize, start)
-            start += round_up(itemsize * chunk.numel, PAGE_BYTES)
-        found.append(Slot(number, chunk.path, offset, size, arrays))
+            start += round_up(itemsize * slot.numel, PAGE_BYTES)
+        found.append(Slot(number, slot.path, offset, size, arrays))
     return found
 
 
-def _itemsizes(manifest: Manifest, chunk: ChunkFacts) -> tuple[int, ...]:
-    """Bytes an element of each array in a chunk's slot."""
-    params = manifest.flats[chunk.flat].params
-    halves = manifest.split_master and any(manifest.parameters[param].dtype != "float32" for param in params)
-    return (2 if halves else 4, 4, 4)
+def _itemsizes(manifest: Manifest, number: int) -> dict[str, int]:
+    """Bytes an element of each array in a slot, by state kind."""
+    params = manifest.flats[manifest.slots[number].flat].params
+    halves = manifest.split_master and any(manifest.parameters[param].dtype == "bfloat16" for param in params)
+    if number < len(manifest.chunks):
+        return dict(zip(STATE_KINDS, slots.SPLIT if halves else slots.WHOLE, strict=True))
+    return {"param": 2 if halves else 4}
 
 
-def _slot_bytes(numel: int, itemsizes: Sequence[int]) -> int:
+def _slot_bytes(numel: int, itemsizes: Iterable[int]) -> int:
     return PAGE_BYTES + sum(round_up(itemsize * numel, PAGE_BYTES) for itemsize in itemsizes)
 
 

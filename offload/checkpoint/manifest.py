@@ -1,9 +1,9 @@
 """The manifest: what one rank's swap files hold at one commit, enough to read every number in them again.
 
-[Note: manifest format 1]
+[Note: manifest format 2]
 One JSON object, spelled as `strict.canonical` spells it, with these fields:
 
-    schema, version    "offload manifest", 1
+    schema, version    "offload manifest", 2
     run_id             32 hex digits, the same in all files of a run
     step, rank, world  the step that was committed; whose manifest this is, of how many ranks
     paths, places      the rank's swap files, one a directory; slots a chunk has in its file
@@ -16,6 +16,9 @@ One JSON object, spelled as `strict.canonical` spells it, with these fields:
                        same flats, and each owns a stretch of each
     chunks             rows of flat, start, numel, path, place, step it was written at, checksum of its slot's data
                        (XXH3-64, 16 hex digits); by flat and start. A row's number is the chunk's number in its slot.
+    copies             with a split master as many rows of the same kind: of the slots that hold the same chunks' 16-bit
+                       parameters, which are the other halves. They are numbered on: chunk c has slot c and slot
+                       len(chunks) + c, each with a step of its own. Without one: none
     extra              what the user gave, as `extra.encode` writes it; null: nothing
     tensors            [bytes, XXH3-128] of the file with the tensors of `extra`; null: there is none
 
@@ -34,7 +37,7 @@ from typing import TypeAlias
 from offload.checkpoint.strict import Json, Node, canonical, load, require_schema, short
 
 SCHEMA = "offload manifest"
-VERSION = 1
+VERSION = 2
 DTYPES = ("bfloat16", "float16", "float32")
 
 MAX_BYTES = 32 << 20
@@ -50,7 +53,7 @@ MAX_NUMEL = 1 << 48
 """Elements of a run: 256 times the largest model anybody has spoken of, and no product of two overflows 128 bits."""
 
 _FIELDS: tuple[str, ...] = ("schema", "version", "run_id", "step", "rank", "world", "paths", "places")
-_FIELDS += ("compute_dtype", "split_master", "groups", "parameters", "flats", "chunks", "extra", "tensors")
+_FIELDS += ("compute_dtype", "split_master", "groups", "parameters", "flats", "chunks", "copies", "extra", "tensors")
 
 Scalar: TypeAlias = "bool | int | float | str | None"
 Option: TypeAlias = "Scalar | tuple[Scalar, ...]"
@@ -58,7 +61,7 @@ Option: TypeAlias = "Scalar | tuple[Scalar, ...]"
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """One trained parameter; fields as in [Note: manifest format 1]."""
+    """One trained parameter; fields as in [Note: manifest format 2]."""
 
     name: str
     shape: tuple[int, ...]
@@ -106,7 +109,7 @@ class Digest:
 
 @dataclass(frozen=True)
 class Manifest:
-    """See [Note: manifest format 1]. What `parse` returns is consistent; one made by hand is checked when written."""
+    """See [Note: manifest format 2]. What `parse` returns is consistent; one made by hand is checked when written."""
 
     run_id: str
     step: int
@@ -120,8 +123,14 @@ class Manifest:
     parameters: tuple[ParameterFacts, ...]
     flats: tuple[FlatFacts, ...]
     chunks: tuple[ChunkFacts, ...]
+    copies: tuple[ChunkFacts, ...] = ()
     extra: Json = None
     tensors: Digest | None = None
+
+    @cached_property
+    def slots(self) -> tuple[ChunkFacts, ...]:
+        """What is committed, by the number in the slot."""
+        return self.chunks + self.copies
 
     @cached_property
     def homes(self) -> dict[int, tuple[int, int]]:
@@ -156,14 +165,18 @@ def serialise(manifest: Manifest) -> bytes:
                 {"params": [*flat.params], "offsets": [*flat.offsets], "numel": flat.numel, "owned": [*flat.owned]}
                 for flat in manifest.flats
             ],
-            "chunks": [
-                [chunk.flat, chunk.start, chunk.numel, chunk.path, chunk.place, chunk.step, f"{chunk.checksum:016x}"]
-                for chunk in manifest.chunks
-            ],
+            "chunks": _rows(manifest.chunks),
+            "copies": _rows(manifest.copies),
             "extra": manifest.extra,
             "tensors": None if manifest.tensors is None else [manifest.tensors.size, manifest.tensors.xxh3],
         }
     )
+
+
+def _rows(slots: Sequence[ChunkFacts]) -> Json:
+    return [
+        [slot.flat, slot.start, slot.numel, slot.path, slot.place, slot.step, f"{slot.checksum:016x}"] for slot in slots
+    ]
 
 
 def _parameter_json(param: ParameterFacts) -> Json:
@@ -203,6 +216,7 @@ def parse(data: bytes, file: str = "manifest") -> Manifest:
         parameters=tuple(_parameter(node, len(groups), step) for node in fields["parameters"].items(MAX_PARAMETERS)),
         flats=tuple(_flat(node) for node in fields["flats"].items(MAX_PARAMETERS)),
         chunks=tuple(_chunks(fields["chunks"], step)),
+        copies=tuple(_chunks(fields["copies"], step)),
         extra=fields["extra"].value,
         tensors=None if fields["tensors"].value is None else parse_digest(fields["tensors"]),
     )
@@ -283,7 +297,7 @@ def _chunks(node: Node, step: int) -> Iterator[ChunkFacts]:
             if type(value) is not int or not low <= value <= high:
                 node.refuse(f"[{number}]: expected a whole number from {low} to {high}, found {short(value)}")
             numbers.append(value)
-        checksum = int(Node(row[6], f"chunks[{number}][6]", node.file).hex(16), 16)
+        checksum = int(Node(row[6], f"{node.place}[{number}][6]", node.file).hex(16), 16)
         flat, start, numel, path, place, written = numbers
         yield ChunkFacts(flat, start, numel, path, place, written, checksum)
 
@@ -313,6 +327,15 @@ def _require_fitting(manifest: Manifest, fields: Mapping[str, Node]) -> None:
         problem = _chunks_problem(flat, mine, manifest.parameters)
         if problem:
             chunks.refuse(f"of flat {number}: {problem}")
+    _require_copies(manifest, fields["copies"])
+
+
+def _require_copies(manifest: Manifest, node: Node) -> None:
+    wanted = [(chunk.flat, chunk.start, chunk.numel) for chunk in manifest.chunks] if manifest.split_master else []
+    if [(copy.flat, copy.start, copy.numel) for copy in manifest.copies] != wanted:
+        node.refuse("expected a row for each chunk with a split master, and none without")
+    if any(copy.path >= manifest.paths or copy.place >= manifest.places for copy in manifest.copies):
+        node.refuse("there is no such path or place")
 
 
 def _flat_problem(flat: FlatFacts, parameters: Sequence[ParameterFacts]) -> str | None:

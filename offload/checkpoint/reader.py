@@ -1,7 +1,7 @@
 """What is committed in the directories of a run, read without changing anything: to inspect, verify, export, reshard.
 
 Nothing is given out before the checksum of the whole slot it lies in has been compared with the manifest's, which the
-COMMIT record vouches for. Memory: one slot, or a few pieces of PIECE_BYTES when verifying.
+COMMIT record vouches for. Memory: one slot (two with a split master), or a few pieces of PIECE_BYTES when verifying.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ from offload.checkpoint.commit import Commit, agree, manifest_name, read_commit,
 from offload.checkpoint.manifest import Manifest, ParameterFacts
 from offload.checkpoint.swapfile import SwapFile, aligned_memory
 from offload.errors import ConfigError, CorruptionError, OffloadError, ResumeError
+from offload.native import Kernels, load
 from offload.sizes import MIB, PAGE_BYTES
 from offload.store.slots import STATE_KINDS, swap_name
 
+BLOCK = 1 << 20
+"""Elements of split masters that are joined at once."""
 PIECE_BYTES = 4 * MIB
 """A read while verifying: enough for any drive at full speed."""
 
@@ -78,8 +81,10 @@ class Reader:
         self._paths = tuple(paths)
         self._files: dict[tuple[int, int], SwapFile] = {}
         self._undo = ExitStack()
-        self._buffer = aligned_memory(0)
-        self._loaded: tuple[int, int] | None = None
+        # One for states, one for the 16-bit parameters beside them: which slot each holds.
+        self._buffers = [aligned_memory(0), aligned_memory(0)]
+        self._loaded: list[tuple[int, int] | None] = [None, None]
+        self._kernels: Kernels | None = None
         self._home, self.commit = self._find_commit()
         try:
             self.manifests = self._read_manifests()
@@ -109,7 +114,7 @@ class Reader:
     def close(self) -> None:
         """Closes the files, which frees their lock. May be called again."""
         self._files.clear()
-        self._loaded = None
+        self._loaded = [None, None]
         self._undo.close()
 
     def extra(self, rank: int = 0) -> object:
@@ -123,10 +128,7 @@ class Reader:
         for name, number in self._names.items():
             facts = self.manifests[0].parameters[number]
             ranges = self.ranges(name)
-            sizes = [self._slots[part.rank][part.chunk].arrays.values() for part in ranges]
-            nbytes = sum(
-                part.numel * sum(itemsize for itemsize, _ in arrays) for part, arrays in zip(ranges, sizes, strict=True)
-            )
+            nbytes = sum(part.numel * self._itemsize(part.rank, part.chunk) for part in ranges)
             found.append(Tensors(facts, nbytes, tuple((part.rank, part.chunk) for part in ranges)))
         return found
 
@@ -152,12 +154,38 @@ class Reader:
         if kind not in STATE_KINDS:
             raise ConfigError(f"kind={kind!r}: choose one of {', '.join(STATE_KINDS)}")
         for part in self.ranges(name):
-            itemsize, start = self._slots[part.rank][part.chunk].arrays[kind]
-            if itemsize != 4:
-                raise ResumeError(f"{name}: its {kind} was committed in halves, which this version cannot join")
-            self._load(part.rank, part.chunk)
-            first = start + 4 * part.chunk_offset
-            yield self._buffer[first : first + 4 * part.numel].view(torch.float32)
+            if self._slots[part.rank][part.chunk].arrays["master"][0] == 2 and kind != "exp_avg":
+                yield from self._joined(part, kind)
+            else:
+                yield self._array(part.rank, part.chunk, kind)[part.chunk_offset : part.chunk_offset + part.numel]
+
+    def _joined(self, part: Range, kind: str) -> Iterator[Tensor]:
+        """What a split master and its 16-bit parameter make together, a block at a time."""
+        if self._kernels is None:
+            self._kernels = load()
+            self._undo.callback(self._kernels.close)
+        halves = [self._array(part.rank, part.chunk, one) for one in ("master", "exp_avg_sq")]
+        copies = self._array(part.rank, len(self.manifests[part.rank].chunks) + part.chunk, "param")
+        for start in range(part.chunk_offset, part.chunk_offset + part.numel, BLOCK):
+            stop = min(start + BLOCK, part.chunk_offset + part.numel)
+            low, exp_avg_sq = (half[start:stop] for half in halves)
+            master, cleared = (torch.empty(stop - start, dtype=torch.float32, device="cpu") for _ in range(2))
+            self._kernels.join(copies[start:stop], low, exp_avg_sq, master, cleared)
+            yield master if kind == "master" else cleared
+
+    def _array(self, rank: int, number: int, kind: str) -> Tensor:
+        """An array of a slot, in a buffer that the next slot of its kind overwrites."""
+        buffer = self._load(rank, number)
+        itemsize, start = self._slots[rank][number].arrays[kind]
+        numel = self.manifests[rank].slots[number].numel
+        halves = torch.bfloat16 if kind == "param" else torch.int16
+        return buffer[start : start + itemsize * numel].view(halves if itemsize == 2 else torch.float32)
+
+    def _itemsize(self, rank: int, chunk: int) -> int:
+        """Bytes an element of a chunk in its slots."""
+        chunks = len(self.manifests[rank].chunks)
+        slots = self._slots[rank][chunk::chunks]
+        return sum(itemsize for slot in slots for itemsize, _ in slot.arrays.values())
 
     def read(self, name: str, kind: str) -> Tensor:
         """A state of a parameter, an fp32 CPU tensor of its shape, row-major; a copy."""
@@ -211,24 +239,26 @@ class Reader:
                     _refuse(file, slot, problem)
                 data = data[PAGE_BYTES:]
             hasher.update(data)
-        if hasher.intdigest() != manifest.chunks[slot.chunk].checksum:
+        if hasher.intdigest() != manifest.slots[slot.chunk].checksum:
             _refuse(file, slot, "the slot's data does not match its checksum")
 
-    def _load(self, rank: int, chunk: int) -> None:
-        """Brings a slot into the buffer, and checks it."""
-        if self._loaded == (rank, chunk):
-            return
+    def _load(self, rank: int, number: int) -> Tensor:
+        """Brings a slot into its buffer, and checks it."""
+        role = int(number >= len(self.manifests[rank].chunks))
+        if self._loaded[role] == (rank, number):
+            return self._buffers[role]
         self._open()
-        self._loaded = None
-        slot = self._slots[rank][chunk]
+        self._loaded[role] = None
+        slot = self._slots[rank][number]
         file = self._files[rank, slot.path]
         # Before memory is taken for it: a manifest may say anything.
         if file.size < slot.offset + slot.size:
             _refuse(file, slot, f"the file ends before this slot of {slot.size} bytes does")
-        if len(self._buffer) < slot.size:
-            self._buffer = aligned_memory(slot.size)
-        self._check_slot(rank, slot, self._buffer[: slot.size])
-        self._loaded = rank, chunk
+        if len(self._buffers[role]) < slot.size:
+            self._buffers[role] = aligned_memory(slot.size)
+        self._check_slot(rank, slot, self._buffers[role][: slot.size])
+        self._loaded[role] = rank, number
+        return self._buffers[role]
 
     def _open(self) -> None:
         if self._files:
@@ -245,7 +275,7 @@ class Reader:
                         if problem := superblock_problem(file.block, manifest):
                             raise CorruptionError(problem, file=file.path)
                         files[rank, file.block.stripe[0]] = file
-                for number in sorted({chunk.path for chunk in manifest.chunks}):
+                for number in sorted({slot.path for slot in manifest.slots}):
                     if (rank, number) not in files:
                         raise ResumeError(
                             f"directory {number} of the {manifest.paths} that rank {rank} of this run lies in is not "

@@ -65,7 +65,7 @@ def load(data: bytes, file: str, limit: int) -> Node:
 
 
 def require_schema(root: Node, schema: str, version: int) -> None:
-    """Raises: ResumeError if a newer version of this library wrote the document, CorruptionError if it is none."""
+    """Raises: ResumeError if it is of a newer or older version of this library, CorruptionError if it is none."""
     found = root.value if isinstance(root.value, dict) else {}
     if found.get("schema") != schema:
         root.refuse(f"is no {schema}")
@@ -74,6 +74,11 @@ def require_schema(root: Node, schema: str, version: int) -> None:
         raise ResumeError(
             f"{root.file} has version {number} of its format, and this version of offload reads up to {version}: "
             "use the offload that wrote it, or a newer one"
+        )
+    if type(number) is int and 0 < number < version:
+        raise ResumeError(
+            f"{root.file} has version {number} of its format, and this version of offload reads {version} only: resume "
+            "with the offload that wrote it, or choose another path"
         )
     if type(number) is not int or number != version:
         root.refuse(f"has no version that exists: {short(number)}")

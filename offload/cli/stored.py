@@ -82,7 +82,7 @@ def verify(
     console = Console(stderr=True)
     nbytes, damaged = 0, []
     with Reader(paths) as reader:
-        total = sum(len(manifest.chunks) for manifest in reader.manifests)
+        total = sum(len(manifest.slots) for manifest in reader.manifests)
         found = reader.verify(threads)
         for slot in track(found, "verifying", total, console=console, disable=not console.is_terminal):
             nbytes += slot.nbytes

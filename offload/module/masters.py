@@ -2,19 +2,19 @@
 
 With a split master the store has only low halves, and the parameter in the model is the other half. So a write from
 outside destroys half a master: it is taken over where the value before it was kept (`before_loading`, or in the store
-of streamed parameters), and refused elsewhere.
+of streamed parameters), and refused elsewhere. And a commit holds the parameters beside the low halves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from offload.errors import StaleParameterError
-from offload.layout import Layout, Piece
+from offload.layout import Chunk, Layout, Piece
 from offload.module.parameters import Parameters, line_of
 from offload.native import Kernels
 from offload.store.slots import STATE_KINDS
@@ -25,7 +25,10 @@ BLOCK = 1 << 20
 
 
 class Masters:
-    """The states of a model's parameters, found by parameter number."""
+    """The states of a model's parameters, found by parameter number.
+
+    Args: params: the store of the parameters that are streamed, which is `streamed` too, or that are committed.
+    """
 
     def __init__(
         self,
@@ -35,6 +38,7 @@ class Masters:
         kernels: Kernels,
         *,
         split_master: bool,
+        params: Store | None = None,
         streamed: Store | None = None,
     ) -> None:
         self._layout = layout
@@ -42,6 +46,7 @@ class Masters:
         self._store = store
         self._kernels = kernels
         self._split_master = split_master
+        self._params = params
         self._streamed = streamed
         self._before: dict[int, Tensor] = {}
 
@@ -58,18 +63,52 @@ class Masters:
 
     @torch.no_grad()
     def give_back(self, step: int) -> None:
-        """Makes the model's parameters, wherever they live, what the masters round to. Not with a split master."""
+        """Makes the model's parameters, wherever they live, what the masters round to, or what was committed."""
+        if self._split_master:
+            self._fetch_parameters(step)
+        else:
+            self._round_masters(step)
+        self._parameters.written_here(range(len(self._parameters.params)))
+        self._before.clear()
+
+    def _round_masters(self, step: int) -> None:
         for chunk in self._layout.chunks:
-            flat = self._parameters.flats[chunk.flat]
             with self._store.lease(chunk.index, step=step) as lease:
                 if self._streamed is None:
-                    flat[chunk.start : chunk.start + chunk.numel].copy_(lease.master)
+                    self._on_device(chunk).copy_(lease.master)
                 else:
                     with self._streamed.lease(chunk.index, step=step, is_fresh=True) as target:
                         target.dirty = True
-                        self._kernels.cast(lease.master, target.arrays[0].view(flat.dtype))
-        self._parameters.written_here(range(len(self._parameters.params)))
-        self._before.clear()
+                        dtype = self._parameters.flats[chunk.flat].dtype
+                        self._kernels.cast(lease.master, target.arrays[0].view(dtype))
+
+    @torch.no_grad()
+    def bring_parameters(self, steps: Mapping[int, int]) -> None:
+        """Brings the parameters of some chunks into the store they are committed from, if they are not there always.
+
+        Args: steps: by chunk, whose results they are.
+        """
+        if self._params is None or self._streamed is not None:
+            return
+        for index, step in steps.items():
+            with self._params.lease(index, step=step, is_fresh=True) as lease:
+                lease.dirty = True
+                on_device = self._on_device(self._layout.chunks[index])
+                lease.arrays[0].view(on_device.dtype).copy_(on_device)
+
+    def _fetch_parameters(self, step: int) -> None:
+        """The way back. Streamed ones are where they belong."""
+        if self._params is None or self._streamed is not None:
+            return
+        self._params.expect(chunk.index for chunk in self._layout.chunks)
+        for chunk in self._layout.chunks:
+            with self._params.lease(chunk.index, step=step) as lease:
+                on_device = self._on_device(chunk)
+                on_device.copy_(lease.arrays[0].view(on_device.dtype))
+        self._params.expect(())
+
+    def _on_device(self, chunk: Chunk) -> Tensor:
+        return self._parameters.flats[chunk.flat][chunk.start : chunk.start + chunk.numel]
 
     @torch.no_grad()
     def before_loading(self, params: Iterable[nn.Parameter]) -> None:

@@ -5,7 +5,8 @@ The rows of a tier add up to the placement's figure for it: `device_bytes`, `are
 state kind (param, grad, master, exp_avg, exp_avg_sq), or one of
 
     buffers   what streamed chunks pass through
-    slots     the slots of chunks that are kept in RAM: reserved on the disk, not written
+    slots     reserved on the disk, and not written in every step: those of chunks that are kept in RAM, and with
+              commits the second place of each, and of parameters that live elsewhere both
     rest      headers, padding, and what copies to and from a device pass through
 
 `grad` holds the gradients' sums of squares and bounce buffers, too.
@@ -25,7 +26,7 @@ from offload.errors import BudgetError
 from offload.layout import Layout, build
 from offload.module.units import specs_of
 from offload.optim import gradients
-from offload.planner.placement import IN_FLIGHT, TYPICAL_TBW, Placement, place
+from offload.planner.placement import IN_FLIGHT, TYPICAL_TBW, Placement, committed_slots, place, slot_records
 from offload.store.slots import STATE_KINDS, Record
 from offload.store.store import records_of
 
@@ -159,10 +160,19 @@ def _on_disk(placement: Placement, planned: Planned) -> Iterator[Row]:
         *_states([record for chunk, record in enumerate(records) if chunk not in placement.kept], "nvme"),
         Row("param", "nvme", sum(_param_bytes(planned.layout)) if planned.config.param_tier == "nvme" else 0),
         Row("grad", "nvme", _stored_gradient_bytes(planned)),
-        Row("slots", "nvme", sum(records[chunk].nbytes for chunk in placement.kept)),
+        Row("slots", "nvme", sum(records[chunk].nbytes for chunk in placement.kept) + _second_places(planned)),
     ]
     yield from rows
     yield Row("rest", "nvme", placement.disk_bytes - sum(row.nbytes for row in rows))
+
+
+def _second_places(planned: Planned) -> int:
+    """What commits take more on the disk."""
+    config, layout = planned.config, planned.layout
+    records = slot_records(layout, config)[: committed_slots(layout, config)]
+    elsewhere = config.commits_parameters and config.param_tier != "nvme"
+    once = sum(record.nbytes for record in records[len(layout.chunks) :]) if elsewhere else 0
+    return (config.places - 1) * sum(record.nbytes for record in records) + once
 
 
 def _stored_gradient_bytes(planned: Planned) -> int:

@@ -53,8 +53,9 @@ class Placement:
     kept: chunks whose states stay in RAM; in_flight: buffers for the others; arena_bytes: all that this library
     holds in RAM; budget_bytes: what it may hold; read_bytes, written_bytes: of the disk, a step; disk_bytes: the swap
     file; device_bytes: the model's 16-bit parameters on its device; streamed_chunks: those not kept; utilisation: the
-    share of the chunks' buffers that chunks fill; params: of streamed 16-bit parameters, None where they stay on the
-    device; held_bytes: what this rank holds of each state kind, wherever it lies, gaps between parameters included.
+    share of the chunks' buffers that chunks fill; params: of 16-bit parameters that are streamed, or brought here only
+    to be committed, None where they stay on the device; held_bytes: what this rank holds of each state kind, wherever
+    it lies, gaps between parameters included.
     """
 
     kept: frozenset[int]
@@ -74,14 +75,17 @@ class Placement:
     def describe(self, layout: Layout, config: Config) -> str:
         """One line for people."""
         streamed = self.streamed_chunks
+        places = " and ".join(map(str, config.paths))
         text = (
             f"offload: {layout.numel:,} parameters, {format_bytes(self.device_bytes)} on the device; "
             f"peak RAM {format_bytes(self.arena_bytes)} of {format_bytes(self.budget_bytes)} allowed; "
         )
         if not self.written_bytes:
-            return text + f"optimizer states stay in RAM ({len(self.kept)} chunks)"
+            text += f"optimizer states stay in RAM ({len(self.kept)} chunks)"
+            if config.commit_every is None:
+                return text
+            return f"{text}, and are written to {places} ({format_bytes(self.disk_bytes)}) at a commit"
         steps = TYPICAL_TBW / self.written_bytes
-        places = " and ".join(map(str, config.paths))
         return text + (
             f"{streamed} of {len(layout.chunks)} chunks stream through {places} ({format_bytes(self.disk_bytes)}): "
             f"{format_bytes(self.read_bytes)} read and {format_bytes(self.written_bytes)} written a step, "
@@ -133,7 +137,7 @@ def place(layout: Layout, config: Config, *, direct: bool) -> Placement:
         budget_bytes=budget,
         read_bytes=sum(streamed) + read,
         written_bytes=sum(streamed) + written,
-        disk_bytes=file_bytes(slot_records(layout, config), config.places, len(sizes)) if config.tier == "nvme" else 0,
+        disk_bytes=_disk_bytes(layout, config),
         device_bytes=_device_bytes(layout, config),
         params=_params_pool(layout, config),
         grads=_grads_pool(layout, config),
@@ -158,16 +162,29 @@ def _held_bytes(layout: Layout, config: Config) -> dict[str, int]:
 
 def slot_records(layout: Layout, config: Config) -> list[Record]:
     """What all slots of a run hold: the states of each chunk, then, if they go there, its parameters and gradients."""
-    params = param_records_of(layout) if config.param_tier == "nvme" else []
+    params = param_records_of(layout) if config.param_tier == "nvme" or config.commits_parameters else []
     grads = gradients.records_of(layout, config.accumulation) if config.grad_tier == "nvme" else []
     return records_of(layout, split_master=config.split_master) + params + grads
 
 
+def committed_slots(layout: Layout, config: Config) -> int:
+    """How many of `slot_records`, the first ones, are committed."""
+    return len(layout.chunks) * (2 if config.commits_parameters else 1)
+
+
+def _disk_bytes(layout: Layout, config: Config) -> int:
+    """Of this rank's swap files, but for a page each after the first."""
+    if not config.paths:
+        return 0
+    return file_bytes(slot_records(layout, config), config.places, committed_slots(layout, config))
+
+
 def _params_pool(layout: Layout, config: Config) -> Pool | None:
     """All in RAM, or as few as work: what else the budget has room for saves as many bytes with states in it."""
-    if config.param_tier == "device":
-        return None
     sizes = [record.nbytes for record in param_records_of(layout)]
+    if config.param_tier == "device":
+        # At a commit one is copied while another is written.
+        return Pool(frozenset(), min(2, len(sizes)), 0, max(sizes, default=0)) if config.commits_parameters else None
     return Pool(frozenset(range(len(sizes))), 0, sum(sizes), 0) if config.param_tier == "cpu" else _few(sizes, config)
 
 
@@ -255,6 +272,7 @@ def least_cpu_memory(
     accumulation: int = 1,
     param_tier: str | None = None,
     grad_tier: str | None = None,
+    commit_every: int | None = None,
     tuning: Tuning | None = None,
     stage: int | None = None,
     ranks: int = 1,
@@ -274,6 +292,7 @@ def least_cpu_memory(
         accumulation=accumulation,
         param_tier=param_tier,
         grad_tier=grad_tier,
+        commit_every=commit_every,
         tuning=tuning,
         stage=stage,
     )

@@ -14,7 +14,9 @@ from tests.support.committed import RUN, STEP, header, manifest_of, superblock, 
 
 Attack = tuple[str, bytes, type[OffloadError]]
 
-VALID_MANIFEST = serialise(manifest_of(paths=2, extra={"dict": [["epoch", 3], [5, {"tuple": [1.5]}]]}))
+VALID_MANIFEST = serialise(
+    manifest_of(paths=2, extra={"dict": [["epoch", 3], [5, {"tuple": [1.5]}]]}, split_master=True)
+)
 VALID_SUPERBLOCK = superblock(manifest_of(paths=2), 1)
 VALID_HEADER = header(RUN, 3, STEP, 1000, 12345)
 
@@ -56,13 +58,13 @@ WHOLE_NUMBERS: list[tuple[str | int, ...]] = [
     ("flats", 0, "params", 0),
     ("flats", 1, "offsets", 1),
     ("flats", 0, "owned", 1),
-    *(("chunks", 1, column) for column in range(6)),
+    *((name, 1, column) for name in ("chunks", "copies") for column in range(6)),
 ]
 ALL_FIELDS: list[tuple[str | int, ...]] = [
     *((name,) for name in json.loads(VALID_MANIFEST)),
     *(("parameters", 0, name) for name in json.loads(VALID_MANIFEST)["parameters"][0]),
     *(("flats", 0, name) for name in json.loads(VALID_MANIFEST)["flats"][0]),
-    *(("chunks", 0, column) for column in range(7)),
+    *((name, 0, column) for name in ("chunks", "copies") for column in range(7)),
 ]
 NAMES = ["a\0b", "a\nb", "\x7f", "\x9f", "x" * 5000, "\ud800", 5, None, ["a"]]
 
@@ -79,6 +81,12 @@ INCONSISTENT: list[tuple[str, tuple[str | int, ...], object]] = [
     ("a place that is not there", ("chunks", 0, 4), 2),
     ("a chunk of a later step", ("chunks", 0, 5), STEP + 1),
     ("no chunks", ("chunks",), []),
+    ("no copies", ("copies",), []),
+    ("copies of other chunks", ("copies", 0, 2), 999),
+    ("a copy on a path that is not there", ("copies", 0, 3), 2),
+    ("a copy in a place that is not there", ("copies", 0, 4), 2),
+    ("a copy of a later step", ("copies", 0, 5), STEP + 1),
+    ("copies of whole masters", ("split_master",), False),
     ("a checksum too short", ("chunks", 0, 6), "0"),
     ("a checksum in capitals", ("chunks", 0, 6), "000000000000000A"),
     ("a checksum with a sign", ("chunks", 0, 6), "-00000000000000a"),
@@ -138,9 +146,10 @@ def manifests() -> Iterator[Attack]:
     yield "flats in another order", edited(("chunks",), [rows[3], *rows[:3], rows[4]]), CorruptionError
     yield "chunks of a flat in another order", edited(("chunks",), [rows[1], rows[0], *rows[2:]]), CorruptionError
     yield from _spellings()
-    yield "a newer version", edited(("version",), 2), ResumeError
+    yield "an older version", edited(("version",), 1), ResumeError
+    yield "a newer version", edited(("version",), 3), ResumeError
     yield "a much newer version", edited(("version",), 1 << 62), ResumeError
-    for version in (0, -1, True, 1.0, "1", None):
+    for version in (0, -1, True, 2.0, "2", None):
         yield f"version {version!r}", edited(("version",), version), CorruptionError
     yield "another schema", edited(("schema",), "offload commit"), CorruptionError
     yield "an unknown field", edited(("more",), 1), CorruptionError

@@ -62,7 +62,7 @@ def test_the_text_is_plain_ascii_in_one_line() -> None:
     text = serialise(manifest_of())
     assert text.isascii()
     assert text.count(b"\n") == 1
-    assert text.startswith(b'{"schema":"offload manifest","version":1,"run_id":"')
+    assert text.startswith(b'{"schema":"offload manifest","version":2,"run_id":"')
 
 
 def test_errors_name_the_file_and_the_place() -> None:
@@ -80,7 +80,7 @@ TEXT = serialise(manifest_of())
     ("text", "match"),
     [
         (TEXT.replace(b"offload manifest", b"offload commit"), "is no offload manifest"),
-        (TEXT.replace(b'"version":1', b'"version":0'), "no version that exists: 0"),
+        (TEXT.replace(b'"version":2', b'"version":0'), "no version that exists: 0"),
         (TEXT.replace(b'"step":', b'"step":7,"step":'), "a key stands twice"),
         (TEXT.replace(b'"step":7', b'"step":' + b"9" * 4200), "the number 9{24} is out of range"),
         (TEXT.replace(b'"step":7', b'"step": 7'), "spelled in another way"),
@@ -100,9 +100,30 @@ def test_what_is_wrong_is_said(text: bytes, match: str) -> None:
 
 
 def test_a_newer_version_asks_for_a_newer_offload() -> None:
-    newer = serialise(manifest_of()).replace(b'"version":1', b'"version":2').replace(b'"flats"', b'"flat_tables"')
-    with pytest.raises(ResumeError, match="version 2 of its format"):
+    newer = serialise(manifest_of()).replace(b'"version":2', b'"version":3').replace(b'"flats"', b'"flat_tables"')
+    with pytest.raises(ResumeError, match="version 3 of its format"):
         parse(newer)
+
+
+def test_an_older_version_asks_for_the_offload_that_wrote_it() -> None:
+    older = serialise(manifest_of()).replace(b'"version":2', b'"version":1').replace(b'"copies":[],', b"")
+    with pytest.raises(ResumeError, match="version 1 of its format, and this version of offload reads 2 only"):
+        parse(older)
+
+
+def test_copies_are_of_the_chunks_with_a_split_master_and_of_none_without() -> None:
+    split = manifest_of(split_master=True)
+    assert parse(serialise(split)) == split
+    assert split.slots == split.chunks + split.copies
+    other = dataclasses.replace(split.copies[1], start=999)
+    path = dataclasses.replace(split.copies[1], path=1)
+    for copies in ((), split.copies[:-1], (split.copies[0], other, *split.copies[2:])):
+        with pytest.raises(CorruptionError, match="copies: expected a row for each chunk"):
+            parse(serialise(dataclasses.replace(split, copies=copies)))
+    with pytest.raises(CorruptionError, match="copies: there is no such path or place"):
+        parse(serialise(dataclasses.replace(split, copies=(split.copies[0], path, *split.copies[2:]))))
+    with pytest.raises(CorruptionError, match="copies: expected a row for each chunk"):
+        parse(serialise(dataclasses.replace(split, split_master=False)))
 
 
 def test_where_each_parameter_lies() -> None:

@@ -60,8 +60,12 @@ def expected(number: int, kind: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("paths", [1, 3])
-def test_every_state_of_every_parameter_is_read(places: list[Path], world: int, paths: int) -> None:
-    write_run(places[:paths], world, extra={"epoch": 3, "x": torch.arange(4)})
+@pytest.mark.parametrize("split_master", [False, True])
+def test_every_state_of_every_parameter_is_read(
+    places: list[Path], world: int, paths: int, split_master: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "BLOCK", 300)
+    write_run(places[:paths], world, extra={"epoch": 3, "x": torch.arange(4)}, split_master=split_master)
     with Reader([*reversed(places[:paths])]) as reader:
         for number, facts in enumerate(PARAMETERS):
             for kind in STATE_KINDS:
@@ -120,11 +124,13 @@ def test_slots_lie_where_the_store_puts_them(tmp_path: Path) -> None:
             assert torch.equal(values, torch.arange(found.numel) + 10_000.0 * number + 100_000 * place)
 
 
-def test_the_table_has_every_parameter(places: list[Path]) -> None:
-    write_run(places[:2])
+@pytest.mark.parametrize("split_master", [False, True])
+def test_the_table_has_every_parameter(places: list[Path], split_master: bool) -> None:
+    write_run(places[:2], split_master=split_master)
     table = Reader(places).tensors()
     assert [row.facts for row in table] == [*PARAMETERS]
-    assert [row.nbytes for row in table] == [12 * facts.numel for facts in PARAMETERS]
+    itemsizes = [16 if split_master and facts.dtype == "float32" else 12 for facts in PARAMETERS]
+    assert [row.nbytes for row in table] == [n * facts.numel for n, facts in zip(itemsizes, PARAMETERS, strict=True)]
     assert [row.chunks for row in table] == [((0, 0), (0, 1), (0, 2)), ((0, 3),), ((0, 3),), (), ((0, 4),)]
 
 
@@ -144,9 +150,11 @@ def test_slots_are_read_once_in_the_order_of_the_flats(places: list[Path], monke
 
 
 @pytest.mark.parametrize("kind", STATE_KINDS)
-@pytest.mark.parametrize("world", [1, 3])
-def test_an_export_has_the_names_shapes_and_rounded_values(places: list[Path], kind: str, world: int) -> None:
-    write_run(places[:2], world)
+@pytest.mark.parametrize(("world", "split_master"), [(1, False), (3, False), (3, True)])
+def test_an_export_has_the_names_shapes_and_rounded_values(
+    places: list[Path], kind: str, world: int, split_master: bool
+) -> None:
+    write_run(places[:2], world, split_master=split_master)
     with Reader(places[:2]) as reader:
         export(places[2], entries(reader, kind), shard_bytes=3000)
         export(places[2], entries(reader, kind, torch.float16), stem="half")
@@ -171,6 +179,17 @@ def flip(path: Path, offset: int) -> None:
         old = file.read(1)
         file.seek(offset)
         file.write(bytes([old[0] ^ 1]))
+
+
+def test_a_flipped_bit_in_the_other_half_of_a_master_is_found(places: list[Path]) -> None:
+    manifest = write_run(places[:1], split_master=True)[0]
+    slot = committed_slots(manifest)[len(manifest.chunks)]
+    flip(places[0] / swap_name(0), slot.offset + PAGE_BYTES)
+    with Reader(places[:1]) as reader:
+        assert [found.chunk for found in reader.verify() if found.error] == [slot.chunk]
+        assert torch.equal(reader.read("embed.weight", "exp_avg"), expected(0, "exp_avg"))
+        with pytest.raises(CorruptionError):
+            reader.read("embed.weight", "master")
 
 
 @pytest.mark.parametrize("where", ["header", "first", "last", "padding"])
@@ -405,11 +424,3 @@ def test_what_is_not_there_is_refused_by_name(places: list[Path], name: str, kin
     write_run(places[:1])
     with Reader(places[:1]) as reader, pytest.raises(ConfigError, match=name if name == "nobody" else kind):
         reader.read(name, kind)
-
-
-def test_split_masters_cannot_be_joined_yet(places: list[Path]) -> None:
-    made = write_run(places[:1])[0]
-    split = dataclasses.replace(made, split_master=True)
-    write_commit(places[0], Commit(RUN, STEP, (write_manifest(places[0], split),)))
-    with Reader(places[:1]) as reader, pytest.raises(ResumeError, match="in halves"):
-        reader.read("embed.weight", "master")

@@ -83,10 +83,17 @@ def test_peak_and_disk_are_those_of_a_run_with_the_same_options(options: dict[st
 @pytest.mark.parametrize("split_master", [False, True])
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("param_tier", [None, "cpu", "nvme"])
+@pytest.mark.parametrize("commit_every", [None, 0])
 def test_rows_of_a_tier_add_up_to_what_is_placed_there(
-    direct: bool, accumulation: int, split_master: bool, share: float, param_tier: str | None
+    direct: bool,
+    accumulation: int,
+    split_master: bool,
+    share: float,
+    param_tier: str | None,
+    commit_every: int | None,
 ) -> None:
-    planned = planned_of(direct, accumulation=accumulation, split_master=split_master, param_tier=param_tier, path=".")
+    options: dict[str, Any] = {"param_tier": param_tier, "commit_every": commit_every, "path": "."}
+    planned = planned_of(direct, accumulation=accumulation, split_master=split_master, **options)
     planned = planned.with_memory(planned.cpu_memory_for(share))
     placed = planned.place()
     rows = explain(placed, planned)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload import OffloadZero
+from offload import OffloadZero, Tuning
 from offload.checkpoint.blocks import committed_slots
 from offload.checkpoint.files import LOCAL
 from offload.checkpoint.reader import Reader
@@ -30,6 +30,7 @@ from offload.errors import (
     TierIOError,
 )
 from offload.io.engine import IOFile, IOFuture
+from offload.planner.placement import slot_records
 from offload.store.slots import COMMIT_NAME, SWAP_NAME
 from tests.faults.conftest import Make, Tiny, assert_same, backward, bits, one_step
 from tests.support.faulty_engine import FaultyEngine, resolved
@@ -365,6 +366,25 @@ def test_no_committed_slot_is_written_before_the_next_commit(make: Make, path: P
             assert before[part] == after[part]
         assert before != after
         optimizer.commit()
+
+
+@pytest.mark.parametrize("split_master", [False, True])
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_what_only_ram_has_goes_to_the_disk_at_commits_only(make: Make, tier: str, split_master: bool) -> None:
+    model = Tiny()
+    tuning = Tuning(chunk="4KiB", threads=1, split_master=split_master)
+    optimizer = make(model, tier=tier, cpu_memory="1GiB", commit_every=2, tuning=tuning)
+    written = []
+    for step in range(5):
+        one_step(model, optimizer, step)
+        optimizer.synchronize()
+        written.append(optimizer.stats()["nvme_written_bytes"])
+    records = slot_records(optimizer._layout, optimizer._config)
+    each = sum(record.nbytes for record in records)
+    assert len(records) == len(optimizer._layout.chunks) * (2 if split_master else 1)
+    assert written == [0, 0, each, each, 2 * each]
+    assert optimizer.stats()["nvme_read_bytes"] == optimizer.stats()["nvme_init_bytes"] == 0
+    assert optimizer.stats()["disk_bytes"] == 4096 + 2 * each == optimizer._placement.disk_bytes
 
 
 def test_unchanged_chunks_keep_their_slot(make: Make, path: Path) -> None:

@@ -16,11 +16,17 @@ from tests.support.training import CLIP, LR, Run, train
 STEPS = 12
 HALF = 7
 FOUR_KIB = Tuning(chunk="4KiB", threads=1)
+SPLIT = Tuning(chunk="4KiB", threads=1, split_master=True)
 PLACES: dict[str, dict[str, Any]] = {
     "all through the disk": {"cpu_memory": "least"},
     "all in RAM": {},
+    "the CPU tier": {"tier": "cpu"},
     "parameters in RAM": {"cpu_memory": "least", "param_tier": "cpu"},
     "parameters on disk": {"cpu_memory": "least", "param_tier": "nvme"},
+    "split": {"cpu_memory": "least", "tuning": SPLIT},
+    "split, all in RAM": {"tuning": SPLIT},
+    "split, parameters in RAM": {"cpu_memory": "least", "param_tier": "cpu", "tuning": SPLIT},
+    "split, parameters on disk": {"cpu_memory": "least", "param_tier": "nvme", "tuning": SPLIT},
 }
 
 
@@ -96,8 +102,7 @@ def resume(kind: str, accumulation: int, **options: Any) -> Run:
 @pytest.mark.parametrize("place", [*PLACES, "gradients on disk"])
 def test_steps_taken_back_and_taken_again_change_no_bit(place: str, tmp_path: Path) -> None:
     """After every third step: two steps of nonsense, and back."""
-    options = PLACES.get(place, {"grad_tier": "nvme"})
-    tuning = Tuning(chunk="256KiB") if place == "gradients on disk" else FOUR_KIB
+    options = {"tuning": FOUR_KIB} | PLACES.get(place, {"grad_tier": "nvme", "tuning": Tuning(chunk="256KiB")})
     models_of: list[torch.nn.Module] = []
     taken: list[int] = []
 
@@ -121,7 +126,6 @@ def test_steps_taken_back_and_taken_again_change_no_bit(place: str, tmp_path: Pa
         each_step=nonsense,
         path=tmp_path / "run",
         commit_every=0,
-        tuning=tuning,
         **options,
     )
     run.assert_same_bits(uninterrupted("gpt", 1))

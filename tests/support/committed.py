@@ -6,15 +6,18 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
+from numpy.typing import NDArray
 from torch import Tensor
 
 from offload.checkpoint.blocks import committed_slots, described_chunks
 from offload.checkpoint.commit import Commit, write_commit, write_manifest
 from offload.checkpoint.manifest import ChunkFacts, FlatFacts, Manifest, ParameterFacts
 from offload.checkpoint.reader import swap_name
+from offload.optim import reference
 from offload.sizes import PAGE_BYTES
 from offload.store import slots
 
@@ -41,7 +44,10 @@ GROUPS = (
 
 
 def manifest_of(rank: int = 0, world: int = 1, paths: int = 1, share: int | None = None, **changes: object) -> Manifest:
-    """A manifest whose checksums are not yet those of any slot. Args: share: the stretch it owns; None: by rank."""
+    """A manifest whose checksums are not yet those of any slot.
+
+    Args: share: the stretch it owns; None: by rank; changes: with `split_master` it has rows of copies, too.
+    """
     share = rank if share is None else share
     flats, chunks = [], []
     for number, (params, offsets, numel) in enumerate(FLATS):
@@ -54,6 +60,12 @@ def manifest_of(rank: int = 0, world: int = 1, paths: int = 1, share: int | None
     made = Manifest(
         RUN, STEP, rank, world, paths, 2, "bfloat16", False, GROUPS, PARAMETERS, tuple(flats), tuple(chunks)
     )
+    if changes.get("split_master"):
+        copies = [
+            dataclasses.replace(chunk, path=(at + 1) % paths, place=(at + 1) % 2, step=STEP - at % 2)
+            for at, chunk in enumerate(chunks)
+        ]
+        made = dataclasses.replace(made, copies=tuple(copies))
     return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
 
 
@@ -84,17 +96,39 @@ def header(
 
 
 def value_of(kind: str, flat: int, numel: int) -> Tensor:
-    """What the tests keep in a state of a flat: different everywhere."""
+    """What the tests keep in a state of a flat: different everywhere; every seventh master is a tie of two bf16."""
     seed = 100 * flat + slots.STATE_KINDS.index(kind)
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+    if kind == "master":
+        bits = values.view(torch.int32)
+        bits[::7] = (bits[::7] & -65536) | 0x8000
+    return values.abs() if kind == "exp_avg_sq" else values
+
+
+def _stored(manifest: Manifest, kind: str, flat: int, itemsize: int) -> NDArray[Any]:
+    """What of a flat lies in slots, where arrays of `kind` have so many bytes an element."""
+    numel = FLATS[flat][2]
+    if kind == "param" and itemsize == 4:
+        return value_of("master", flat, numel).numpy()
+    dtypes = {manifest.parameters[param].dtype for param in FLATS[flat][0]}
+    if not manifest.split_master or dtypes == {"float32"}:
+        return value_of(kind, flat, numel).numpy()
+    halves = reference.split(value_of("master", flat, numel).numpy(), value_of("exp_avg_sq", flat, numel).numpy())
+    return dict(zip(("param", "master", "exp_avg_sq"), halves, strict=True)).get(
+        kind, value_of("exp_avg", flat, numel).numpy()
+    )
 
 
 def write_run(
-    directories: list[Path], world: int = 1, extra: object = None, shares: Sequence[int] | None = None
+    directories: list[Path],
+    world: int = 1,
+    extra: object = None,
+    shares: Sequence[int] | None = None,
+    split_master: bool = False,
 ) -> list[Manifest]:
     """A run of `world` ranks striped over `directories`, committed; the COMMIT record lies in the first."""
     manifests = [
-        _write_rank(manifest_of(rank, world, len(directories), share), directories)
+        _write_rank(manifest_of(rank, world, len(directories), share, split_master=split_master), directories)
         for rank, share in enumerate(shares or range(world))
     ]
     digests = [write_manifest(directories[0], manifest, extra) for manifest in manifests]
@@ -103,16 +137,16 @@ def write_run(
 
 
 def _write_rank(manifest: Manifest, directories: list[Path]) -> Manifest:
-    chunks = list(manifest.chunks)
+    written = list(manifest.slots)
     files = [bytearray(superblock(manifest, path)) for path in range(manifest.paths)]
     for slot in committed_slots(manifest):
-        facts = manifest.chunks[slot.chunk]
+        facts = manifest.slots[slot.chunk]
         payload = bytearray(slot.size - PAGE_BYTES)
         for kind, (itemsize, start) in slot.arrays.items():
-            value = value_of(kind, facts.flat, FLATS[facts.flat][2])[facts.start : facts.start + facts.numel]
-            payload[start - PAGE_BYTES : start - PAGE_BYTES + itemsize * facts.numel] = value.numpy().tobytes()
+            value = _stored(manifest, kind, facts.flat, itemsize)[facts.start : facts.start + facts.numel]
+            payload[start - PAGE_BYTES : start - PAGE_BYTES + itemsize * facts.numel] = value.tobytes()
         checksum = xxhash.xxh3_64_intdigest(payload)
-        chunks[slot.chunk] = dataclasses.replace(facts, checksum=checksum)
+        written[slot.chunk] = dataclasses.replace(facts, checksum=checksum)
         file = files[slot.path]
         file.extend(bytes(max(0, slot.offset + slot.size - len(file))))
         file[slot.offset : slot.offset + slot.size] = (
@@ -121,4 +155,5 @@ def _write_rank(manifest: Manifest, directories: list[Path]) -> Manifest:
     for directory, file in zip(directories, files, strict=True):
         directory.mkdir(exist_ok=True)
         (directory / swap_name(manifest.rank)).write_bytes(file)
-    return dataclasses.replace(manifest, chunks=tuple(chunks))
+    chunks = len(manifest.chunks)
+    return dataclasses.replace(manifest, chunks=tuple(written[:chunks]), copies=tuple(written[chunks:]))
