@@ -14,6 +14,7 @@ from offload.copies import Copier
 from offload.errors import OffloadError
 from offload.layout import Layout
 from offload.module.access import Access
+from offload.module.gathering import Gathering
 from offload.module.hooks import Hooks
 from offload.module.landing import Landing
 from offload.module.materialise import Source, materialise
@@ -54,7 +55,8 @@ class Attachment:
         self.landing = Landing(layout, parts.step, parts.parameters, parts.timeline, usable, failed, self._landed)
         self.streaming = self._new_streaming(config, placement, copier, usable)
         self._take_model(config, layout, source, resumes=resumes)
-        self.access = Access(parts.parameters, units_of(model), self.landing, self.streaming, placement.budget_bytes)
+        units = units_of(model, config.units)
+        self.access = Access(parts.parameters, units, self.landing, self.streaming, placement.budget_bytes)
         self.hooks = Hooks(
             model,
             parts.parameters,
@@ -62,6 +64,7 @@ class Attachment:
             parts.sink,
             config.compute_dtype,
             kept_modules(model, config.keep_fp32),
+            config.units,
             self.landing,
             self.streaming,
             self.access,
@@ -85,7 +88,7 @@ class Attachment:
             self.landing.unit(self._layout.flats[flat].unit)  # refuses what a landing would overwrite
         self._parts.masters.take_outside_writes(self._step())
         for flat in flats:
-            self.streaming.write_back(flat, step=self._step())
+            self.streaming.gathering.write_back(flat, step=self._step())
 
     def abandon(self) -> None:
         """Drops all that is under way, whether it failed or not: what was committed is about to come back."""
@@ -97,7 +100,7 @@ class Attachment:
     def remove(self) -> None:
         """Lets go of the model; what is under way ends first."""
         if self.streaming is not None:
-            self.streaming.close()
+            self.streaming.gathering.close()
         self.hooks.remove()
 
     def synchronize(self) -> None:
@@ -113,21 +116,25 @@ class Attachment:
         store, pool = self._parts.streamed, placement.params
         if store is None or pool is None:
             return None
-        streaming = Streaming(
+        gathering = Gathering(
             self._layout,
             self._parts.parameters,
             store,
             copier,
             self._parts.timeline,
-            depth=config.depth,
             leases=max(pool.in_flight - 1, 1) if pool.in_flight else len(self._layout.param_chunks),
-            is_pending=self.landing.is_unit_pending,
             usable=usable,
-            take_writes=self.take_outside_writes,
             gather=self._gather if self._parts.comm.size > 1 else None,
         )
-        self._parts.returned.lands = streaming.chunk_lands
-        return streaming
+        self._parts.returned.lands = gathering.chunk_lands
+        return Streaming(
+            self._parts.parameters,
+            store,
+            gathering,
+            depth=config.depth,
+            is_pending=self.landing.is_unit_pending,
+            take_writes=self.take_outside_writes,
+        )
 
     def _gather(self, flat: int) -> list[Work]:
         """Puts a flat that is streamed together, from the ranks that keep all of it; what this one keeps is there."""
@@ -152,7 +159,7 @@ class Attachment:
                 take_from_first(self._parts.comm, (line_of(params[n]) for n in layout.flats[flat].params))
                 self._parts.masters.take_flat(flat)
                 if self.streaming is not None:
-                    self.streaming.take(flat)
+                    self.streaming.gathering.take(flat)
             self._parts.store.expect(chunk.index for chunk in layout.chunks)
             for store in self._parts.stores:
                 store.drain()
@@ -192,4 +199,4 @@ class Attachment:
 
     def _landed(self, flat: int) -> None:
         if self.streaming is not None:
-            self.streaming.landed(flat)
+            self.streaming.gathering.landed(flat)

@@ -41,7 +41,10 @@ class Tuning:
     the upper half is the parameter itself. Then parameters may be written from outside by `load_state_dict` alone.
     None: False.
     bucket: bytes of a buffer in which gradients travel between ranks, if there are several.
-    units, tile: reserved; only None is taken so far.
+    units: the modules whose parameters are gathered and released together: a sequence of names in the model, such as
+    "layers.3.mlp", and of module classes, all of whose instances; of nested ones the innermost counts, and what is in
+    none is the root unit. None: each element of a ModuleList or Sequential of blocks.
+    tile: reserved; only None is taken so far.
     """
 
     chunk: int | str = "64MiB"
@@ -50,7 +53,7 @@ class Tuning:
     io_engine: str = "auto"
     split_master: bool | None = None
     bucket: int | str = "32MiB"
-    units: object | None = None
+    units: Sequence[str | type[nn.Module]] | None = None
     tile: object | None = None
 
 
@@ -78,6 +81,7 @@ class Config:
     grad_tier: Tier = "cpu"
     commit_every: int | None = None
     resume: bool | Literal["auto"] = False
+    units: tuple[str | type[nn.Module], ...] | None = None
 
     @property
     def places(self) -> int:
@@ -144,6 +148,7 @@ def check(
         grad_tier=_grad_tier(grad_tier, chosen),
         commit_every=_commit_every(commit_every, directories),
         resume=_resume(resume, commit_every),
+        units=_units(tuning.units),
     )
 
 
@@ -193,7 +198,6 @@ def _refuse_reserved(reserved: dict[str, Any], tuning: Tuning) -> None:
     taken |= {
         "Tuning.io_engine": ("auto", "uring", "threads", "portable"),
         "Tuning.split_master": (None, False, True),
-        "Tuning.units": (None,),
         "Tuning.tile": (None,),
     }
     given |= {name: getattr(tuning, name.removeprefix("Tuning.")) for name in taken if name.startswith("Tuning.")}
@@ -307,13 +311,24 @@ def _whole(option: str, value: int | None, *, least: int) -> int | None:
 
 def _chunk_numel(chunk: int | str, *, stored_gradients: bool) -> int:
     size = parse_bytes(chunk, "Tuning.chunk")
-    # Whole pages: then a chunk border is a page border in the swap file and in the arena. With gradients in slots a
-    # border of the blocks whose squares are summed, too: then a sum needs one chunk at a time.
-    unit = MASTER_ITEM_BYTES * SUM_BLOCK if stored_gradients else PAGE_BYTES
-    if size < unit:
+    # With gradients in slots a block whose squares are summed has to lie in one chunk.
+    least = MASTER_ITEM_BYTES * SUM_BLOCK if stored_gradients else PAGE_BYTES
+    if size < least:
         reason = ' with grad_tier="nvme"' if stored_gradients else ""
-        raise ConfigError(f"Tuning.chunk={chunk!r} is too small{reason}: give at least {unit} bytes")
-    return size // unit * unit // MASTER_ITEM_BYTES
+        raise ConfigError(f"Tuning.chunk={chunk!r} is too small{reason}: give at least {least} bytes")
+    return size // PAGE_BYTES * PAGE_BYTES // MASTER_ITEM_BYTES
+
+
+def _units(chosen: object) -> tuple[str | type[nn.Module], ...] | None:
+    if chosen is None:
+        return None
+    if isinstance(chosen, str) or not isinstance(chosen, Iterable):
+        raise ConfigError(f"Tuning.units={chosen!r}: give a sequence of names and module classes, as ({chosen!r},)")
+    units = tuple(chosen)
+    for one in units:
+        if not (isinstance(one, str) or (isinstance(one, type) and issubclass(one, nn.Module))):
+            raise ConfigError(f"Tuning.units holds {one!r}, which is neither a module's name nor a module class")
+    return units
 
 
 def _modules(keep: Iterable[nn.Module | type[nn.Module]]) -> tuple[nn.Module | type[nn.Module], ...]:

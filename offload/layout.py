@@ -17,6 +17,7 @@ step count are the same.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,6 +26,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from offload.config import SUM_BLOCK
 from offload.sizes import round_up
 
 ALIGN_NUMEL = 64
@@ -92,7 +94,8 @@ class Layout:
     """See [Note: flats, chunks, pieces]. Chunks are in the order of the flats, flats in that of their units.
 
     ranks, rank: over how many the flats are partitioned, and whose partitions the chunks are; chunk_numel: most
-    elements of one, at whose multiples within a partition they begin; replicas, copies: see the note.
+    elements of one, at whose multiples within a partition they begin if there are several ranks; replicas, copies:
+    see the note.
     """
 
     specs: tuple[ParamSpec, ...]
@@ -203,11 +206,10 @@ def _chunks_of(layout: Layout, ranks: Sequence[int], first: int) -> tuple[Chunk,
     for flat in layout.flats:
         for rank in ranks:
             start, last = layout.part_of(flat.index, rank)
-            for begin in range(start, last, layout.chunk_numel):
-                numel = min(layout.chunk_numel, last - begin)
-                pieces = tuple(pieces_between(flat, layout.specs, begin, begin + numel))
+            for begin, end in _cuts(layout, flat, start, last):
+                pieces = tuple(pieces_between(flat, layout.specs, begin, end))
                 if pieces:
-                    chunks.append(Chunk(first + len(chunks), flat.index, begin, numel, pieces))
+                    chunks.append(Chunk(first + len(chunks), flat.index, begin, end - begin, pieces))
     return tuple(chunks)
 
 
@@ -224,6 +226,18 @@ def _by_unit_and_dtype(specs: Sequence[ParamSpec]) -> Iterator[tuple[tuple[str, 
     for _, params in groupby(sorted(range(len(specs)), key=rank), key=rank):
         group = list(params)
         yield (specs[group[0]].unit, specs[group[0]].dtype), group
+
+
+def _cuts(layout: Layout, flat: Flat, start: int, last: int) -> Iterator[tuple[int, int]]:
+    """Cuts elements `start` to `last` into chunks. The squares of gradients are summed over blocks of SUM_BLOCK
+    elements of a parameter: of one rank, chunks with room for one end where one ends, so that a sum needs one chunk."""
+    ends_at_blocks = layout.ranks == 1 and layout.chunk_numel >= SUM_BLOCK
+    while start < last:
+        stop = min(start + layout.chunk_numel, last)
+        if ends_at_blocks and stop < last:
+            stop -= (stop - flat.offsets[bisect(flat.offsets, stop) - 1]) % SUM_BLOCK
+        yield start, stop
+        start = stop
 
 
 def pieces_between(flat: Flat, specs: Sequence[ParamSpec], start: int, stop: int) -> Iterator[Piece]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from offload.assembly import Parts
 from offload.attachment import Attachment
 from offload.collectives import Communicator
-from offload.config import PathLike
+from offload.config import Config, PathLike
 from offload.errors import ConfigError
 from offload.layout import Layout
 from offload.module.parameters import shaped_like
@@ -26,6 +26,7 @@ class Looking:
     """See the top of this file."""
 
     _model: nn.Module
+    _config: Config
     _layout: Layout
     _placement: Placement
     _parts: Parts
@@ -102,7 +103,7 @@ class Looking:
         Raises: PathError before the body runs, or at its end if the disk fails; ConfigError if one is going on.
         """
         self._require_usable()
-        return recorded(self._timeline, file, self._model, self._layout)
+        return recorded(self._timeline, file, self._model, self._layout, self._config.units)
 
     @property
     def files(self) -> tuple[str, ...]:

@@ -160,7 +160,9 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
         """Plans, then reserves memory and opens files. Raises as the constructor does; the model is not touched."""
         require_adoptable(given)
         keep, dtype, model, ranks = self._config.keep_fp32, self._config.compute_dtype, self._model, self._comm
-        specs, params = specs_of(model, given.param_groups, keep, dtype, planned=is_meta(model))
+        specs, params = specs_of(
+            model, given.param_groups, keep, dtype, chosen=self._config.units, planned=is_meta(model)
+        )
         self._ages = [0] * len(specs)
         device = device_for(device, params[0].device)
         source.check(model)

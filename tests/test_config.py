@@ -44,7 +44,7 @@ def test_sizes_are_taken_as_words_or_bytes() -> None:
 RESERVED = [
     ("device_memory", "8GiB"),
 ]
-TUNING = [("split_master", "yes"), ("units", ["a"]), ("tile", 4)]
+TUNING = [("split_master", "yes"), ("tile", 4)]
 WRONG: list[tuple[str, Any, str]] = [
     ("commit_every", 100, 'needs path="..."'),
     ("commit_every", -1, "at least 0"),

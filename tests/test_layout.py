@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload.config import SUM_BLOCK
 from offload.layout import ALIGN_NUMEL, Layout, ParamSpec, build, segments
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -64,13 +65,18 @@ def test_a_flat_is_of_one_unit_and_dtype_and_its_parameters_are_aligned(
 
 
 @given(specs=specs, chunk_numel=chunk_numels)
-def test_chunks_are_constant_size_slices_in_order(specs: list[ParamSpec], chunk_numel: int) -> None:
+def test_chunks_are_slices_in_order(specs: list[ParamSpec], chunk_numel: int) -> None:
     layout = build(specs, chunk_numel)
     assert [chunk.index for chunk in layout.chunks] == list(range(len(layout.chunks)))
     for chunk in layout.chunks:
-        assert chunk.start % chunk_numel == 0
         assert 0 < chunk.numel <= chunk_numel
-        assert chunk.start + chunk.numel == min(chunk.start + chunk_numel, layout.flats[chunk.flat].numel)
+        stop, limit = chunk.start + chunk.numel, min(chunk.start + chunk_numel, layout.flats[chunk.flat].numel)
+        if chunk_numel < SUM_BLOCK:
+            assert stop == limit
+        elif stop < limit:  # constant but for the end of a block
+            flat, last = layout.flats[chunk.flat], chunk.pieces[-1]
+            assert limit - stop < SUM_BLOCK
+            assert stop in flat.offsets or (last.param_offset + last.numel) % SUM_BLOCK == 0
         assert chunk.pieces
     for param in range(len(specs)):
         through = [c.index for c in layout.chunks if any(piece.param == param for piece in c.pieces)]
@@ -107,6 +113,19 @@ def test_chunks_do_not_depend_on_the_order_of_units_given() -> None:
 def test_an_element_larger_than_any_chunk_is_split() -> None:
     layout = build([ParamSpec("a", 10_007, "", torch.bfloat16, 0)], 1024)
     assert [chunk.numel for chunk in layout.chunks] == [1024] * 9 + [791]
+
+
+@given(
+    numels=st.lists(st.integers(1, 5 * SUM_BLOCK), min_size=1, max_size=6),
+    chunk_numel=st.integers(SUM_BLOCK, 4 * SUM_BLOCK),
+)
+def test_no_block_of_a_sum_of_squares_lies_in_two_chunks(numels: list[int], chunk_numel: int) -> None:
+    layout = build([ParamSpec(str(n), numel, "", torch.bfloat16, 0) for n, numel in enumerate(numels)], chunk_numel)
+    for chunk in layout.chunks:
+        for piece in chunk.pieces:
+            end = piece.param_offset + piece.numel
+            assert piece.param_offset % SUM_BLOCK == 0
+            assert end % SUM_BLOCK == 0 or end == numels[piece.param]
 
 
 def test_no_parameters_make_no_chunks() -> None:

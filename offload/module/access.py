@@ -75,7 +75,7 @@ class Access:
             if writable:
                 for unit in units:
                     self._landing.unit(unit)
-                streaming.find_writes([self._parameters.index[param] for param in params])
+                streaming.gathering.find_writes([self._parameters.index[param] for param in params])
             elif changed := self._undo_writes(units):
                 raise StaleParameterError(
                     f"{changed} parameters were written to inside gathered(), and are as they were before: "
@@ -153,7 +153,7 @@ class Access:
         # With new versions: a graph may have saved what was written.
         self._parameters.written_here(changed)
         for flat in sorted({self._parameters.flat_of(number) for number in changed}):
-            self._streaming.refresh(flat)
+            self._streaming.gathering.refresh(flat)
         return len(changed)
 
     def _params_of(self, target: Target) -> Iterator[nn.Parameter]:

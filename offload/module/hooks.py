@@ -25,7 +25,7 @@ from offload.module.landing import Landing
 from offload.module.marker import MovedGradient, is_moved
 from offload.module.parameters import Parameters, line_like
 from offload.module.streaming import Streaming
-from offload.module.units import ROOT, blocks_of, is_called, units_of
+from offload.module.units import ROOT, Chosen, blocks_of, is_called, units_of
 from offload.optim.sink import Gradients
 
 
@@ -120,8 +120,9 @@ def require_free(model: nn.Module) -> None:
 class Hooks:
     """Hooks of one optimizer on its model; `remove` takes all of them away.
 
-    Args: entered: called before each forward of the root; landing, streaming, access: what hooks call; loads: called
-    before a state_dict is loaded into a module, with the module's own parameters.
+    Args: kept: modules that stay fp32; chosen: the units; entered: called before each forward of the root; landing,
+    streaming, access: what hooks call; loads: called before a state_dict is loaded into a module, with the module's own
+    parameters.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class Hooks:
         sink: Gradients,
         compute_dtype: torch.dtype,
         kept: Sequence[nn.Module],
+        chosen: Chosen,
         landing: Landing,
         streaming: Streaming | None,
         access: Access,
@@ -149,7 +151,7 @@ class Hooks:
         self._streaming = streaming
         self._access = access
         self._handles.append(model.register_forward_pre_hook(_CastInputs(root_dtype, entered), with_kwargs=True))
-        self._enter_units(model, loads)
+        self._enter_units(model, chosen, loads)
         if compute_dtype is not torch.float32:
             for module in kept:
                 self._keep_fp32(module, compute_dtype)
@@ -178,10 +180,10 @@ class Hooks:
             if is_moved(param.grad):
                 param.grad = None
 
-    def _enter_units(self, model: nn.Module, loads: Callable[[Sequence[nn.Parameter]], None]) -> None:
+    def _enter_units(self, model: nn.Module, chosen: Chosen, loads: Callable[[Sequence[nn.Parameter]], None]) -> None:
         """Whoever runs a module finds the new values of its unit in it, and so does whoever saves or loads it."""
-        units = units_of(model)
-        blocks = dict(blocks_of(model))
+        units = units_of(model, chosen)
+        blocks = dict(blocks_of(model, chosen))
         for name, block in blocks.items():
             self._handles.append(block.register_forward_pre_hook(_Enters(partial(self._enter, name))))
             self._leave(name, block)

@@ -15,14 +15,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from offload.layout import Layout
-from offload.module.units import blocks_of
+from offload.module.units import Chosen, blocks_of
 from offload.timeline import PHASES, UNITS, Event, Timeline
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 
 @contextmanager
-def recorded(timeline: Timeline, file: str | os.PathLike[str], model: nn.Module, layout: Layout) -> Iterator[None]:
+def recorded(
+    timeline: Timeline, file: str | os.PathLike[str], model: nn.Module, layout: Layout, chosen: Chosen
+) -> Iterator[None]:
     """Writes what happens inside to `file`; raises as `Timeline.recorded`."""
     chunks = [
         {
@@ -34,7 +36,7 @@ def recorded(timeline: Timeline, file: str | os.PathLike[str], model: nn.Module,
     with timeline.recorded(file, chunks), ExitStack() as hooks:
         phases = _Phases(timeline)
         _hook(hooks, model, phases.forward_begins, phases.forward_ends)
-        for name, block in blocks_of(model):
+        for name, block in blocks_of(model, chosen):
             unit = _Unit(timeline, name)
             _hook(hooks, block, unit.begins, unit.ends)
         yield

@@ -70,7 +70,7 @@ class Reduction:
 
 def _sum_blocks(layout: Layout, param: int) -> int:
     first, last = layout.held_of(param)
-    return sum_blocks(layout.places[param][1] + first, last - first) if first < last else 0
+    return sum_blocks(first, last - first) if first < last else 0
 
 
 @dataclass
@@ -315,8 +315,7 @@ class ReducedGradients(Gradients):
         first, last = self._layout.held_of(param)
         if first < last:
             with self._event(SUMS, "sum of squares", param):
-                offset = self._layout.places[param][1]
-                self._kernels.sum_squares(self.line(param), offset + first, self._sums[param])
+                self._kernels.sum_squares(self.line(param), first, self._sums[param])
 
     def _event(self, lane: str, name: str, param: int) -> AbstractContextManager[None]:
         return self._timeline.event(lane, name, parameter=self._layout.specs[param].name)

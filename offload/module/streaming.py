@@ -1,20 +1,11 @@
-"""Streamed parameters: on the device only around their use.
+"""When which unit is on the device: streamed parameters are there only around their use.
 
-[Note: residency of a unit]
-| state    | device memory | guards (released.py) | meaning                                              |
-|----------|---------------|----------------------|------------------------------------------------------|
-| RELEASED | -             | yes                  | its values are in the store only                     |
-| COMING   | allocated     | yes                  | copies from the store are under way                  |
-| HERE     | allocated     | -                    | its modules can run                                  |
-
-A state, never a count: recomputation in backward runs some hooks twice and some not at all. A unit is entered by the
-forward of any of its modules, and by their backward, when the gradient of what that forward returned is there. Entering
-one releases the others but those whose forward is running, the one whose backward began last (recomputation inside it
-enters others, and it goes on afterwards), the root and what `gathered` holds. So the root, the unit in use, the one
-around it and `depth` to come are on the device at most.
-
-The memory of a flat is its storage's: freed by resizing it to 0, and views that autograd saved are right again once it
-is back. As in FSDP2, identity, names and shapes of parameters stay.
+See [Note: residency of a unit] in gathering.py: a state, never a count, for recomputation in backward runs some hooks
+twice and some not at all. A unit is entered by the forward of any of its modules, and by their backward, when the
+gradient of what that forward returned is there. Entering one releases the others but those whose forward is running,
+the one whose backward began last (recomputation inside it enters others, and it goes on afterwards), the root and what
+`gathered` holds. So the root, the unit in use, the one around it and `depth` to come are on the device at most. Of
+nested units the outer ones stay as long as an inner one: they go on after it.
 """
 
 from __future__ import annotations
@@ -22,24 +13,18 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from offload.collectives import Work
-from offload.copies import Copier, Copy
-from offload.errors import OffloadError
-from offload.layout import Chunk, Layout
+from offload.module.gathering import Gathering
 from offload.module.graphs import call_alive, in_backward
 from offload.module.parameters import Parameters
 from offload.module.tensors import tensors_in
-from offload.module.units import ROOT
-from offload.module.where import Where, require_legal
+from offload.module.units import ROOT, encloses
+from offload.module.where import Where
 from offload.store.store import Store
-from offload.timeline import TO_DEVICE, Timeline
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
@@ -48,50 +33,29 @@ MOST_REMEMBERED = 1 << 14
 
 
 class Streaming:
-    """See [Note: residency of a unit].
+    """See the top of this file.
 
-    Args: store: the 16-bit parameters of all chunks; depth: units brought ahead of the one in use; leases: how many
-    chunks of the store may be on their way to the device at once; is_pending: whether a unit's new values are still to
-    be made, by name; usable: raises if the store cannot be used; take_writes: takes over what was written to
-    parameters that are here, calling `write_back`; gather: launches the gathering of a flat from the partitions of all
-    ranks, of which the store has those that this one keeps; None: it has all.
+    Args: store: the 16-bit parameters of all chunks; gathering: what moves them; depth: units brought ahead of the one
+    in use; is_pending: whether a unit's new values are still to be made, by name; take_writes: takes over what was
+    written to parameters that are here, calling `gathering.write_back`.
     """
 
     def __init__(
         self,
-        layout: Layout,
         parameters: Parameters,
         store: Store,
-        copier: Copier,
-        timeline: Timeline,
+        gathering: Gathering,
         *,
         depth: int,
-        leases: int,
         is_pending: Callable[[str], bool],
-        usable: Callable[[], None],
         take_writes: Callable[[], None],
-        gather: Callable[[int], Sequence[Work]] | None = None,
     ) -> None:
-        self._layout = layout
         self._parameters = parameters
         self._store = store
-        self._copier = copier
-        self._timeline = timeline
+        self.gathering = gathering
         self._depth = depth
-        self._leases = leases
         self._is_pending = is_pending
-        self._usable = usable
         self._take_writes = take_writes
-        self._gather = gather
-        self._gathers: dict[str, list[Work]] = {}
-        self._flats_of: dict[str, list[int]] = {flat.unit: [] for flat in layout.flats}
-        for flat in layout.flats:
-            self._flats_of[flat.unit].append(flat.index)
-        self._chunks_of: dict[int, list[Chunk]] = {flat.index: [] for flat in layout.flats}
-        for chunk in layout.param_chunks:
-            self._chunks_of[chunk.flat].append(chunk)
-        self._where = dict.fromkeys(self._flats_of, Where.RELEASED)
-        self._coming: deque[tuple[str, Copy, ExitStack]] = deque()
         self._held: list[str] = []
         self._running: list[str] = []
         self._backward: str | None = None
@@ -101,20 +65,6 @@ class Streaming:
         self._is_training = True
         self._orders: dict[bool, Sequence[str]] = {}
         self._ahead: deque[str] = deque()
-        # Chunks that an opened unit still lacks.
-        self._missing: dict[str, set[int]] = {}
-
-    def take(self, flat: int) -> None:
-        """Moves a flat that has just been attached into the store."""
-        self.write_back(flat, step=0)
-        self._parameters.free(flat)
-
-    def write_back(self, flat: int, *, step: int) -> None:
-        """Makes the values in the model those of the store. Args: step: whose they are."""
-        for chunk in self._chunks_of[flat]:
-            with self._store.lease(chunk.index, step=step, is_fresh=True) as lease:
-                lease.dirty = True
-                self._copier.to_host(self._on_device(chunk), self._in_store(lease.arrays[0], chunk)).wait()
 
     # What hooks call.
 
@@ -198,7 +148,7 @@ class Streaming:
         if visited := [unit for unit in units if unit != ROOT]:
             self._release_others(*visited)
         for unit in units:
-            self._bring(unit)
+            self.gathering.bring(unit)
 
     def leave(self, unit: str) -> None:
         """Ends a visit."""
@@ -209,7 +159,7 @@ class Streaming:
         """The unit stays on the device until `let_go`, which is called as often; what was written to it before counts
         as written outside of that."""
         self._held.append(unit)
-        self._bring(unit)
+        self.gathering.bring(unit)
         self._take_writes()
 
     def let_go(self, unit: str) -> None:
@@ -217,88 +167,27 @@ class Streaming:
         self._take_writes()
         self.leave(unit)
 
-    def landed(self, flat: int) -> None:
-        """New values of a flat are in the store: what is on the device are the old ones."""
-        unit = self._layout.flats[flat].unit
-        if unit in self._missing:
-            return  # they came along
-        if self._where[unit] is Where.COMING:
-            self._finish(unit)
-        if self._where[unit] is Where.HERE:
-            self.refresh(flat)
-
-    def refresh(self, flat: int) -> None:
-        """Brings the values of a flat, which is here, from the store again, and from the other ranks."""
-        for chunk in self._chunks_of[flat]:
-            with self._store.lease(chunk.index, step=0) as lease:
-                self._copier.to_device(self._in_store(lease.arrays[0], chunk), self._on_device(chunk)).wait()
-        if self._gather is not None:
-            for work in self._gather(flat):
-                work.wait()
-
-    def find_writes(self, numbers: Iterable[int]) -> None:
-        """Notes as written to which of these parameters, all here, differ from the store: `p.data.copy_` leaves no
-        other trace."""
-        for number in numbers:
-            chunks = (self._layout.param_chunks[index] for index in self._layout.param_chunks_of[number])
-            if not all(self._is_in_store(number, chunk) for chunk in chunks):
-                torch.autograd.graph.increment_version(self._parameters.params[number])
-
-    def _is_in_store(self, number: int, chunk: Chunk) -> bool:
-        with self._store.lease(chunk.index, step=0) as lease:
-            stored = self._in_store(lease.arrays[0], chunk)
-            for piece in chunk.pieces:
-                if piece.param == number:
-                    part = slice(piece.chunk_offset, piece.chunk_offset + piece.numel)
-                    copy = torch.empty(piece.numel, dtype=stored.dtype, device="cpu")
-                    self._copier.to_host(self._on_device(chunk)[part], copy).wait()
-                    if not torch.equal(copy.view(torch.uint8), stored[part].view(torch.uint8)):
-                        return False
-        return True
+    def open(self, unit: str) -> None:
+        """Memory for a unit whose new values are about to land, see `Gathering.open`."""
+        if self.gathering.can_open(unit):
+            if unit != ROOT:
+                self._release_others(unit, *self._follow(unit))
+            self.gathering.open(unit)
 
     def release_all(self) -> None:
         """Releases what nobody uses."""
-        for unit in self._where:
+        for unit in self.gathering.units:
             if not self._is_in_use(unit):
                 self._release(unit)
 
     def abandon(self) -> None:
         """Releases everything, and takes over nothing that was written to it."""
         self._forget_calls()
-        self.close()
-        for unit, where in self._where.items():
-            if where is not Where.RELEASED:
-                for flat in self._flats_of[unit]:
-                    self._parameters.free(flat)
-                self._move(unit, Where.RELEASED)
-
-    def close(self) -> None:
-        """Waits for copies under way: their memory is about to go."""
-        while self._coming:
-            with suppress(OffloadError):
-                self._finish_one()
+        self.gathering.abandon()
 
     def _is_in_use(self, unit: str) -> bool:
-        return unit in self._running or unit in self._held or unit == self._backward
-
-    def open(self, unit: str) -> None:
-        """Memory for a unit whose new values are about to land: each chunk comes with its own, see `chunk_lands`."""
-        if self._where.get(unit) is not Where.RELEASED or not self._copier.direct:
-            return
-        if unit != ROOT:
-            self._release_others(unit, *self._follow(unit))
-        self._move(unit, Where.COMING)
-        self._missing[unit] = {chunk.index for flat in self._flats_of[unit] for chunk in self._chunks_of[flat]}
-        for flat in self._flats_of[unit]:
-            self._parameters.allocate(flat)
-
-    def chunk_lands(self, chunk: Chunk, values: Tensor) -> None:
-        """New `values` of a chunk are in RAM, and leased: of a unit that was opened they need not be read again."""
-        missing = self._missing.get(self._layout.flats[chunk.flat].unit, set())
-        if chunk.index in missing:
-            self._copier.to_device(values, self._on_device(chunk)).wait()
-            self._timeline.count("gathered_bytes", values.numel() * values.element_size())
-            missing.discard(chunk.index)
+        goes_on = self._backward is not None and encloses(unit, self._backward)
+        return goes_on or unit in self._running or unit in self._held
 
     def _follow(self, unit: str) -> list[str]:
         """Notes that a unit is entered; returns those expected next."""
@@ -310,116 +199,29 @@ class Streaming:
         return list(dict.fromkeys(self._ahead))[: self._depth]
 
     def _enter(self, unit: str) -> None:
-        if unit == ROOT or unit not in self._where:
-            self._bring(unit)
+        if unit == ROOT or unit not in self.gathering.units:
+            self.gathering.bring(unit)
             return
         following = self._follow(unit)
         # One that is here already, and not on its way, is not brought ahead: it comes anew.
-        self._release_others(unit, *(one for one in following if self._where[one] is Where.COMING))
-        self._bring(unit)
+        self._release_others(unit, *(one for one in following if self.gathering.is_at(one, Where.COMING)))
+        self.gathering.bring(unit)
         for other in following:
-            if self._where[other] is Where.RELEASED and not self._is_pending(other):
-                self._start(other)
+            if self.gathering.is_at(other, Where.RELEASED) and not self._is_pending(other):
+                self.gathering.start(other)
 
     def _release_others(self, *wanted: str) -> None:
-        for unit in self._where:
+        for unit in self.gathering.units:
             if unit == ROOT or self._is_in_use(unit):
                 continue
             # Brought ahead, and now it comes later than thought, or not at all.
             if unit not in wanted:
                 self._release(unit)
 
-    def _bring(self, unit: str) -> None:
-        if self._where.get(unit) is Where.RELEASED:
-            self._start(unit)
-        if unit in self._missing:
-            for index in sorted(self._missing.pop(unit)):
-                self._start_chunk(unit, self._layout.param_chunks[index])
-            self._start_gathering(unit)
-        if self._where.get(unit) is Where.COMING:
-            self._finish(unit)
-
-    def _start(self, unit: str) -> None:
-        self._usable()
-        self._move(unit, Where.COMING)
-        try:
-            for flat in self._flats_of[unit]:
-                self._parameters.allocate(flat)
-                for chunk in self._chunks_of[flat]:
-                    self._start_chunk(unit, chunk)
-            self._start_gathering(unit)
-        except BaseException:
-            self._release(unit)  # half of it is not coming
-            raise
-
-    def _start_gathering(self, unit: str) -> None:
-        """From the other ranks, when this one's partitions are there."""
-        if self._gather is not None:
-            self._wait_for_copies(unit)
-            self._gathers[unit] = [work for flat in self._flats_of[unit] for work in self._gather(flat)]
-
-    def _start_chunk(self, unit: str, chunk: Chunk) -> None:
-        while len(self._coming) >= self._leases:
-            self._finish_one()
-        stack = ExitStack()
-        lease = stack.enter_context(self._store.lease(chunk.index, step=0))
-        source = self._in_store(lease.arrays[0], chunk)
-        size = source.numel() * source.element_size()
-        moving = self._timeline.begin(TO_DEVICE, "gather", chunk=chunk.index, size=size, tier="device")
-        stack.callback(self._timeline.end, moving)
-        self._timeline.count("gathered_bytes", size)
-        self._coming.append((unit, self._copier.to_device(source, self._on_device(chunk)), stack))
-        while self._coming and self._coming[0][1].done():
-            self._finish_one()
-
-    def _finish(self, unit: str) -> None:
-        self._wait_for(unit)
-        for flat in self._flats_of[unit]:
-            self._parameters.restore(flat)
-        self._move(unit, Where.HERE)
-
-    def _wait_for(self, unit: str) -> None:
-        self._wait_for_copies(unit)
-        for work in self._gathers.get(unit, ()):
-            work.wait()
-        self._gathers.pop(unit, None)
-
-    def _wait_for_copies(self, unit: str) -> None:
-        while any(one == unit for one, _, _ in self._coming):
-            self._finish_one()
-
-    def _finish_one(self) -> None:
-        _, copy, stack = self._coming[0]
-        # Forgotten only when it is done: whoever is interrupted here has to wait again.
-        if copy.done():
-            copy.wait()
-        else:
-            with self._timeline.waiting("wait for gather", tier="device"):
-                copy.wait()
-        self._coming.popleft()
-        stack.close()
-
     def _release(self, unit: str) -> None:
-        if self._where.get(unit, Where.RELEASED) is Where.RELEASED:
-            return
-        self._missing.pop(unit, None)
-        if self._where[unit] is Where.COMING:
-            self._wait_for(unit)
-        else:
-            numbers = [number for flat in self._flats_of[unit] for number in self._layout.flats[flat].params]
+        if self.gathering.is_at(unit, Where.HERE):
+            numbers = self.gathering.params_of(unit)
             self._parameters.require_attached(numbers)
             if self._parameters.written_outside(numbers):
                 self._take_writes()
-        for flat in self._flats_of[unit]:
-            self._parameters.free(flat)
-        self._move(unit, Where.RELEASED)
-
-    def _move(self, unit: str, to: Where) -> None:
-        require_legal(unit, self._where[unit], to)
-        self._where[unit] = to
-
-    def _on_device(self, chunk: Chunk) -> Tensor:
-        return self._parameters.flats[chunk.flat][chunk.start : chunk.start + chunk.numel]
-
-    def _in_store(self, array: Tensor, chunk: Chunk) -> Tensor:
-        return array.view(self._parameters.flats[chunk.flat].dtype)
+        self.gathering.release(unit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any
 
@@ -18,30 +19,62 @@ ROOT = ""
 _WRAPPERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"})
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+Chosen = Sequence[type[nn.Module] | str] | None
 Keep = Sequence[nn.Module | type[nn.Module]]
 Groups = Sequence[Mapping[str, Any]]
 
 
-def units_of(model: nn.Module) -> dict[Tensor, str]:
+def units_of(model: nn.Module, chosen: Chosen = None) -> dict[Tensor, str]:
     """The unit of each parameter, by name: "blocks.3", or "" for the root unit.
 
-    A unit is an element of a topmost ModuleList or Sequential of which two elements or more have parameters. What
-    several units share, a tied head say, belongs to the root.
+    Of nested units the innermost has it. What several units share, a tied head say, belongs to the root.
+
+    Args: chosen: the units, by name or class; None: the elements of each topmost ModuleList or Sequential of which two
+    elements or more have parameters.
+    Raises: ConfigError naming what is not in the model.
     """
-    unit_of_module: dict[nn.Module, str] = {}
-    for name, block in _blocks(model, ROOT):
-        for module in block.modules():
-            unit_of_module[module] = name if module not in unit_of_module else ROOT
+    names = {name for name, _ in blocks_of(model, chosen)}
+    units: dict[nn.Module, set[str]] = {}
+    left = [(ROOT, model, ROOT)]
+    while left:
+        name, module, outer = left.pop()
+        unit = name if name in names else outer
+        if unit not in units.setdefault(module, set()):
+            units[module].add(unit)
+            left += ((_join(name, key), child, unit) for key, child in module.named_children())
     holders: dict[Tensor, set[str]] = {}
     for module in model.modules():
         for param in module.parameters(recurse=False):
-            holders.setdefault(param, set()).add(unit_of_module.get(module, ROOT))
-    return {param: units.pop() if len(units) == 1 else ROOT for param, units in holders.items()}
+            holders.setdefault(param, set()).update(units[module])
+    return {param: found.pop() if len(found) == 1 else ROOT for param, found in holders.items()}
 
 
-def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules of the units but the root's, by name."""
-    return list(_blocks(model, ROOT))
+def blocks_of(model: nn.Module, chosen: Chosen = None) -> list[tuple[str, nn.Module]]:
+    """The modules of the units but the root's, by name; see units_of."""
+    return list(_blocks(model, ROOT)) if chosen is None else _chosen(model, chosen)
+
+
+def encloses(outer: str, unit: str) -> bool:
+    """Whether unit `unit` is unit `outer` or lies in it, by their names; all lie in the root."""
+    return outer in (ROOT, unit) or unit.startswith(f"{outer}.")
+
+
+def _chosen(model: nn.Module, chosen: Sequence[type[nn.Module] | str]) -> list[tuple[str, nn.Module]]:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for one in chosen:
+        if isinstance(one, str) and (one == ROOT or one not in modules):
+            near = get_close_matches(one, modules, 1)
+            hint = f"did you mean {near[0]!r}?" if near else "give names as model.named_modules() has them"
+            raise ConfigError(f"Tuning.units names {one!r}, which is no module of the model; {hint}")
+        if not isinstance(one, str) and not any(isinstance(module, one) for module in modules.values()):
+            raise ConfigError(f"Tuning.units names {one.__name__}, and the model has no module of that class")
+    names = {one for one in chosen if isinstance(one, str)}
+    types = tuple(one for one in chosen if isinstance(one, type))
+    return [
+        (name, module)
+        for name, module in modules.items()
+        if module is not model and (name in names or isinstance(module, types))
+    ]
 
 
 def is_called(module: nn.Module) -> bool:
@@ -50,7 +83,7 @@ def is_called(module: nn.Module) -> bool:
 
 
 def _blocks(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    children = [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
+    children = [(_join(name, key), child) for key, child in module.named_children()]
     if isinstance(module, nn.ModuleList | nn.Sequential):
         filled = [(path, child) for path, child in children if any(True for _ in child.parameters())]
         if len(filled) > 1:
@@ -58,6 +91,10 @@ def _blocks(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
             return
     for path, child in children:
         yield from _blocks(child, path)
+
+
+def _join(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
 
 
 def kept_modules(model: nn.Module, keep: Keep) -> list[nn.Module]:
@@ -88,11 +125,18 @@ def compute_dtypes(model: nn.Module, keep: Keep, dtype: torch.dtype) -> dict[Ten
 
 
 def specs_of(
-    model: nn.Module, groups: Groups, keep: Keep, dtype: torch.dtype, *, planned: bool = False
+    model: nn.Module,
+    groups: Groups,
+    keep: Keep,
+    dtype: torch.dtype,
+    *,
+    chosen: Chosen = None,
+    planned: bool = False,
 ) -> tuple[list[ParamSpec], list[nn.Parameter]]:
     """The model's parameters that the optimizer's `groups` train, in the model's order.
 
-    Args: planned: the model may be on the meta device, too, where parameters have a shape and no memory.
+    Args: chosen: the units, see units_of; planned: the model may be on the meta device, too, where parameters have a
+    shape and no memory.
     Raises: ConfigError naming the parameter that cannot be trained, and why.
     """
     _refuse_wrapped(model)
@@ -104,7 +148,7 @@ def specs_of(
                 shape = tuple(param.shape)
                 raise ConfigError(f"param group {number} holds a parameter of shape {shape} that is not in the model")
     _refuse_untrainable(model, names, group_of, ("cpu", "cuda", "meta") if planned else ("cpu", "cuda"))
-    units = units_of(model)
+    units = units_of(model, chosen)
     dtypes = compute_dtypes(model, keep, dtype)
     trained = [param for param in names if param in group_of and param.requires_grad]
     _refuse_overlaps([param for param in trained if not param.is_meta], names)

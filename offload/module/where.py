@@ -1,4 +1,4 @@
-"""Where the parameters of a unit are, and which moves are legal; see [Note: residency of a unit] in streaming.py."""
+"""Where the parameters of a unit are, and which moves are legal; see [Note: residency of a unit] in gathering.py."""
 
 from __future__ import annotations
 

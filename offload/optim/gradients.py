@@ -4,8 +4,8 @@
 A hook hands over each parameter's gradient as soon as autograd has accumulated it. The sink copies it into RAM: in
 the dtype it was made in, or, with accumulation over N > 1 micro-batches, summed in fp32 in the order of the
 micro-batches. With the last declared micro-batch it takes the sum of squares, in blocks fixed by an element's
-position in its flat: so the norm costs no pass of its own, and has the same bits whatever the chunks and threads
-are. Non-finite gradients show in the same sums.
+position in its parameter: so the norm costs no pass of its own, and has the same bits whatever the units, chunks and
+threads are. Non-finite gradients show in the same sums.
 
 With `grad_tier="nvme"` the gradients of a chunk are an item of a store of their own: leased for each piece that comes,
 kept in RAM until all of them have, written, and read again by the step. Chunks end at borders of those blocks then.
@@ -44,7 +44,7 @@ def _dtype(layout: Layout, flat: int, accumulation: int) -> torch.dtype:
 
 
 def _sums_numel(layout: Layout) -> int:
-    return sum(sum_blocks(offset, layout.specs[param].numel) for param, (_, offset) in layout.places.items())
+    return sum(sum_blocks(0, spec.numel) for spec in layout.specs)
 
 
 def _bounce_bytes(layout: Layout) -> int:
@@ -105,9 +105,7 @@ class GradientSink(Gradients):
                     self._bounces.put(arena.carve(_bounce_bytes(layout)))
 
     def _split_sums(self, sums: Tensor) -> list[Tensor]:
-        sizes = [0] * len(self._layout.specs)
-        for param, (_, offset) in self._layout.places.items():
-            sizes[param] = sum_blocks(offset, self._layout.specs[param].numel)
+        sizes = [sum_blocks(0, spec.numel) for spec in self._layout.specs]
         return list(sums.split(sizes)) if sizes else []
 
     def line(self, param: int) -> Tensor:
@@ -322,9 +320,8 @@ class GradientSink(Gradients):
         self._through_bounce(piece.param, part, put)
 
     def _sum_piece(self, piece: Piece, values: Tensor) -> None:
-        offset = self._layout.places[piece.param][1]
-        first = offset + piece.param_offset
-        block = first // SUM_BLOCK - offset // SUM_BLOCK
+        first = piece.param_offset
+        block = first // SUM_BLOCK
         blocks = self._sums[piece.param][block : block + sum_blocks(first, piece.numel)]
         with self._event(SUMS, "sum of squares", piece.param):
             self._kernels.sum_squares(values, first, blocks)
@@ -333,12 +330,11 @@ class GradientSink(Gradients):
         """Of micro-batches fewer than declared."""
         line = self.line(param)
         with self._event(SUMS, "sum of squares", param):
-            self._kernels.sum_squares(line, self._layout.places[param][1], self._sums[param])
+            self._kernels.sum_squares(line, 0, self._sums[param])
         self._summed[param] = self._generation[param]
 
     def _sum(self, param: int, generation: int) -> None:
-        _, offset = self._layout.places[param]
         with self._event(SUMS, "sum of squares", param):
-            self._kernels.sum_squares(self._buffer(param), offset, self._sums[param])
+            self._kernels.sum_squares(self._buffer(param), 0, self._sums[param])
         # Of an older generation it says nothing about the gradient that came meanwhile.
         self._summed[param] = generation

@@ -114,7 +114,7 @@ def plan_of(model: nn.Module, *, direct: bool, **options: Any) -> Planned:
     """
     config = configuration.check(**options)
     groups = [{"params": list(model.parameters())}]
-    specs, _ = specs_of(model, groups, config.keep_fp32, config.compute_dtype, planned=True)
+    specs, _ = specs_of(model, groups, config.keep_fp32, config.compute_dtype, chosen=config.units, planned=True)
     return Planned(build(specs, config.chunk_numel), config, direct)
 
 

@@ -297,7 +297,7 @@ def least_cpu_memory(
         stage=stage,
     )
     groups = [{"params": list(model.parameters())}] if optimizer is None else optimizer.param_groups
-    specs, params = specs_of(model, groups, config.keep_fp32, config.compute_dtype, planned=True)
+    specs, params = specs_of(model, groups, config.keep_fp32, config.compute_dtype, chosen=config.units, planned=True)
     device = params[0].device
     config = configuration.over_ranks(config, ranks=ranks, ranks_on_node=1, device=device)
     copies = replicas if config.stage == 3 else 1

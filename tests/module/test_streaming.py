@@ -558,7 +558,8 @@ def test_an_interrupt_while_a_unit_comes(streams: Streams, at: int) -> None:
         train(squares, steps=2)(model, optimizer)
         streaming = optimizer._attached.streaming
         if streaming is not None:
-            streaming._start_chunk = Interrupted(streaming._start_chunk, at)
+            gathering = streaming.gathering
+            gathering._start_chunk = Interrupted(gathering._start_chunk, at)
             with pytest.raises(KeyboardInterrupt):
                 squares(model, batch(0), 0).backward()
         optimizer.zero_grad()

@@ -225,7 +225,7 @@ class Reference:
             for number, grad in grads.items()
             for rank in range(self.ranks)
             for first, last in [self.layout.held_of(number, rank)]
-            for value in reference.sum_squares(grad[first:last], self.layout.places[number][1] + first).tolist()
+            for value in reference.sum_squares(grad[first:last], first).tolist()
         ]
         norm = math.sqrt(math.fsum(squares))
         self.norms.append(torch.tensor(norm, dtype=torch.float32).item())

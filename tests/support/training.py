@@ -128,11 +128,7 @@ class NumpyAdam:
         """After the optimizer's step, with the hyper-parameters it used (the scheduler has moved on by one)."""
         layout = optimizer._layout
         number_of = {spec.name: number for number, spec in enumerate(layout.specs)}
-        sums = [
-            value
-            for name, grad in self._grads.items()
-            for value in reference.sum_squares(grad, layout.places[number_of[name]][1]).tolist()
-        ]
+        sums = [value for name, grad in self._grads.items() for value in reference.sum_squares(grad).tolist()]
         scale = min(1.0, CLIP / (math.sqrt(math.fsum(sums)) + 1e-6))
         for name, grad in self._grads.items():
             group = optimizer.param_groups[layout.specs[number_of[name]].group]

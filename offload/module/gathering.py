@@ -1,0 +1,265 @@
+"""Moving the parameters of units between the store and the device, and what is where meanwhile.
+
+[Note: residency of a unit]
+| state    | device memory | guards (released.py) | meaning                                              |
+|----------|---------------|----------------------|------------------------------------------------------|
+| RELEASED | -             | yes                  | its values are in the store only                     |
+| COMING   | allocated     | yes                  | copies from the store are under way                  |
+| HERE     | allocated     | -                    | its modules can run                                  |
+
+The memory of a flat is its storage's: freed by resizing it to 0, and views that autograd saved are right again once it
+is back. As in FSDP2, identity, names and shapes of parameters stay. Which unit is wanted when is streaming.py's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
+
+import torch
+from torch import Tensor
+
+from offload.collectives import Work
+from offload.copies import Copier, Copy
+from offload.errors import OffloadError
+from offload.layout import Chunk, Layout
+from offload.module.parameters import Parameters
+from offload.module.where import Where, require_legal
+from offload.store.store import Store
+from offload.timeline import TO_DEVICE, Timeline
+
+
+class Gathering:
+    """See [Note: residency of a unit].
+
+    Args: store: the 16-bit parameters of all chunks; leases: how many chunks of the store may be on their way to the
+    device at once; usable: raises if the store cannot be used; gather: launches the gathering of a flat from the
+    partitions of all ranks, of which the store has those that this one keeps; None: it has all.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        parameters: Parameters,
+        store: Store,
+        copier: Copier,
+        timeline: Timeline,
+        *,
+        leases: int,
+        usable: Callable[[], None],
+        gather: Callable[[int], Sequence[Work]] | None = None,
+    ) -> None:
+        self._layout = layout
+        self._parameters = parameters
+        self._store = store
+        self._copier = copier
+        self._timeline = timeline
+        self._leases = leases
+        self._usable = usable
+        self._gather = gather
+        self._gathers: dict[str, list[Work]] = {}
+        self._flats_of: dict[str, list[int]] = {flat.unit: [] for flat in layout.flats}
+        for flat in layout.flats:
+            self._flats_of[flat.unit].append(flat.index)
+        self._chunks_of: dict[int, list[Chunk]] = {flat.index: [] for flat in layout.flats}
+        for chunk in layout.param_chunks:
+            self._chunks_of[chunk.flat].append(chunk)
+        self._where = dict.fromkeys(self._flats_of, Where.RELEASED)
+        self._coming: deque[tuple[str, Copy, ExitStack]] = deque()
+        # Chunks that an opened unit still lacks.
+        self._missing: dict[str, set[int]] = {}
+
+    @property
+    def units(self) -> Iterable[str]:
+        """Those that have parameters."""
+        return self._where
+
+    def is_at(self, unit: str, where: Where) -> bool:
+        """Whether a unit is there; one without parameters is nowhere."""
+        return self._where.get(unit) is where
+
+    def params_of(self, unit: str) -> list[int]:
+        return [number for flat in self._flats_of[unit] for number in self._layout.flats[flat].params]
+
+    # From the device, and comparing with it.
+
+    def take(self, flat: int) -> None:
+        """Moves a flat that has just been attached into the store."""
+        self.write_back(flat, step=0)
+        self._parameters.free(flat)
+
+    def write_back(self, flat: int, *, step: int) -> None:
+        """Makes the values in the model those of the store. Args: step: whose they are."""
+        for chunk in self._chunks_of[flat]:
+            with self._store.lease(chunk.index, step=step, is_fresh=True) as lease:
+                lease.dirty = True
+                self._copier.to_host(self._on_device(chunk), self._in_store(lease.arrays[0], chunk)).wait()
+
+    def refresh(self, flat: int) -> None:
+        """Brings the values of a flat, which is here, from the store again, and from the other ranks."""
+        for chunk in self._chunks_of[flat]:
+            with self._store.lease(chunk.index, step=0) as lease:
+                self._copier.to_device(self._in_store(lease.arrays[0], chunk), self._on_device(chunk)).wait()
+        if self._gather is not None:
+            for work in self._gather(flat):
+                work.wait()
+
+    def find_writes(self, numbers: Iterable[int]) -> None:
+        """Notes as written to which of these parameters, all here, differ from the store: `p.data.copy_` leaves no
+        other trace."""
+        for number in numbers:
+            chunks = (self._layout.param_chunks[index] for index in self._layout.param_chunks_of[number])
+            if not all(self._is_in_store(number, chunk) for chunk in chunks):
+                torch.autograd.graph.increment_version(self._parameters.params[number])
+
+    def _is_in_store(self, number: int, chunk: Chunk) -> bool:
+        with self._store.lease(chunk.index, step=0) as lease:
+            stored = self._in_store(lease.arrays[0], chunk)
+            for piece in chunk.pieces:
+                if piece.param == number:
+                    part = slice(piece.chunk_offset, piece.chunk_offset + piece.numel)
+                    copy = torch.empty(piece.numel, dtype=stored.dtype, device="cpu")
+                    self._copier.to_host(self._on_device(chunk)[part], copy).wait()
+                    if not torch.equal(copy.view(torch.uint8), stored[part].view(torch.uint8)):
+                        return False
+        return True
+
+    # To the device.
+
+    def can_open(self, unit: str) -> bool:
+        """Where copies need no buffers: whether nothing of a unit is here yet."""
+        return self._copier.direct and self.is_at(unit, Where.RELEASED)
+
+    def open(self, unit: str) -> None:
+        """Memory for a unit whose new values are about to land: each chunk comes with its own, see `chunk_lands`."""
+        self._move(unit, Where.COMING)
+        self._missing[unit] = {chunk.index for flat in self._flats_of[unit] for chunk in self._chunks_of[flat]}
+        for flat in self._flats_of[unit]:
+            self._parameters.allocate(flat)
+
+    def chunk_lands(self, chunk: Chunk, values: Tensor) -> None:
+        """New `values` of a chunk are in RAM, and leased: of a unit that was opened they need not be read again."""
+        missing = self._missing.get(self._layout.flats[chunk.flat].unit, set())
+        if chunk.index in missing:
+            self._copier.to_device(values, self._on_device(chunk)).wait()
+            self._timeline.count("gathered_bytes", values.numel() * values.element_size())
+            missing.discard(chunk.index)
+
+    def landed(self, flat: int) -> None:
+        """New values of a flat are in the store: what is on the device are the old ones."""
+        unit = self._layout.flats[flat].unit
+        if unit in self._missing:
+            return  # they came along
+        if self._where[unit] is Where.COMING:
+            self._finish(unit)
+        if self._where[unit] is Where.HERE:
+            self.refresh(flat)
+
+    def bring(self, unit: str) -> None:
+        """Waits until a unit is here."""
+        if self._where.get(unit) is Where.RELEASED:
+            self.start(unit)
+        if unit in self._missing:
+            for index in sorted(self._missing.pop(unit)):
+                self._start_chunk(unit, self._layout.param_chunks[index])
+            self._start_gathering(unit)
+        if self._where.get(unit) is Where.COMING:
+            self._finish(unit)
+
+    def start(self, unit: str) -> None:
+        """Lets a released unit come. Raises what is wrong with the store."""
+        self._usable()
+        self._move(unit, Where.COMING)
+        try:
+            for flat in self._flats_of[unit]:
+                self._parameters.allocate(flat)
+                for chunk in self._chunks_of[flat]:
+                    self._start_chunk(unit, chunk)
+            self._start_gathering(unit)
+        except BaseException:
+            self.release(unit)  # half of it is not coming
+            raise
+
+    def _start_gathering(self, unit: str) -> None:
+        """From the other ranks, when this one's partitions are there."""
+        if self._gather is not None:
+            self._wait_for_copies(unit)
+            self._gathers[unit] = [work for flat in self._flats_of[unit] for work in self._gather(flat)]
+
+    def _start_chunk(self, unit: str, chunk: Chunk) -> None:
+        while len(self._coming) >= self._leases:
+            self._finish_one()
+        stack = ExitStack()
+        lease = stack.enter_context(self._store.lease(chunk.index, step=0))
+        source = self._in_store(lease.arrays[0], chunk)
+        size = source.numel() * source.element_size()
+        moving = self._timeline.begin(TO_DEVICE, "gather", chunk=chunk.index, size=size, tier="device")
+        stack.callback(self._timeline.end, moving)
+        self._timeline.count("gathered_bytes", size)
+        self._coming.append((unit, self._copier.to_device(source, self._on_device(chunk)), stack))
+        while self._coming and self._coming[0][1].done():
+            self._finish_one()
+
+    def _finish(self, unit: str) -> None:
+        self._wait_for(unit)
+        for flat in self._flats_of[unit]:
+            self._parameters.restore(flat)
+        self._move(unit, Where.HERE)
+
+    def _wait_for(self, unit: str) -> None:
+        self._wait_for_copies(unit)
+        for work in self._gathers.get(unit, ()):
+            work.wait()
+        self._gathers.pop(unit, None)
+
+    def _wait_for_copies(self, unit: str) -> None:
+        while any(one == unit for one, _, _ in self._coming):
+            self._finish_one()
+
+    def _finish_one(self) -> None:
+        _, copy, stack = self._coming[0]
+        # Forgotten only when it is done: whoever is interrupted here has to wait again.
+        if copy.done():
+            copy.wait()
+        else:
+            with self._timeline.waiting("wait for gather", tier="device"):
+                copy.wait()
+        self._coming.popleft()
+        stack.close()
+
+    def release(self, unit: str) -> None:
+        """Frees the memory of a unit that is here or on its way."""
+        if self._where.get(unit, Where.RELEASED) is Where.RELEASED:
+            return
+        self._missing.pop(unit, None)
+        if self._where[unit] is Where.COMING:
+            self._wait_for(unit)
+        for flat in self._flats_of[unit]:
+            self._parameters.free(flat)
+        self._move(unit, Where.RELEASED)
+
+    def abandon(self) -> None:
+        """Releases everything, successfully or not."""
+        self.close()
+        for unit, where in self._where.items():
+            if where is not Where.RELEASED:
+                for flat in self._flats_of[unit]:
+                    self._parameters.free(flat)
+                self._move(unit, Where.RELEASED)
+
+    def close(self) -> None:
+        """Waits for copies under way, successful or not: their memory is about to go."""
+        while self._coming:
+            with suppress(OffloadError):
+                self._finish_one()
+
+    def _move(self, unit: str, to: Where) -> None:
+        require_legal(unit, self._where[unit], to)
+        self._where[unit] = to
+
+    def _on_device(self, chunk: Chunk) -> Tensor:
+        return self._parameters.flats[chunk.flat][chunk.start : chunk.start + chunk.numel]
+
+    def _in_store(self, array: Tensor, chunk: Chunk) -> Tensor:
+        return array.view(self._parameters.flats[chunk.flat].dtype)
