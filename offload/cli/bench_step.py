@@ -39,7 +39,10 @@ LEAST_N = 1_500_000
 """With fewer, the buffers in flight would be a good part of all chunks."""
 WIDTHS = (2048, 1024, 512, 256)
 """Of the layers, each of which is a chunk: the widest that gives LEAST_CHUNKS is taken."""
-LEAST_CHUNKS = 64
+LEAST_CHUNKS = 256
+PREFETCH = 6
+"""Chunks read ahead: with the one in use and the one being written half as many buffers as the drive alone may have.
+Fewer where they would be a good part of all chunks."""
 SEARCH_ROUNDS = 2
 """Of the search for the number of buffers with which the drive is fastest."""
 BUILT_BYTES = 6
@@ -69,7 +72,7 @@ class Case:
 
     @property
     def tuning(self) -> Tuning:
-        return tuning_of(self.width, split_master=self.split_master)
+        return tuning_of(self.count, self.width, split_master=self.split_master)
 
     @property
     def name(self) -> str:
@@ -140,10 +143,10 @@ def shape(n: int) -> tuple[int, int]:
     return 4 * round(n / (4 * width**2)), width
 
 
-def tuning_of(width: int, *, split_master: bool) -> Tuning:
+def tuning_of(count: int, width: int, *, split_master: bool) -> Tuning:
     from offload import Tuning
 
-    return Tuning(chunk=4 * width**2, split_master=split_master)
+    return Tuning(chunk=4 * width**2, prefetch=min(PREFETCH, count // 16), split_master=split_master)
 
 
 def cases_of(n: int, budgets: Sequence[float], *, split_master: bool) -> list[Case]:
@@ -155,7 +158,7 @@ def cases_of(n: int, budgets: Sequence[float], *, split_master: bool) -> list[Ca
     model = layers(count, width)
     cases = []
     for share, split in [*((share, False) for share in budgets), *([(0.0, True)] if split_master else [])]:
-        tuning = tuning_of(width, split_master=split)
+        tuning = tuning_of(count, width, split_master=split)
         planned = plan_of(model, direct=True, tier="nvme", path=".", tuning=tuning)
         cases.append(_case(planned.with_memory(planned.cpu_memory_for(share)), share, count, width))
     return cases
