@@ -36,7 +36,7 @@ from offload.timeline import Timeline
 @dataclass(frozen=True)
 class Parts:
     """What a run is made of. store: of the states; params: of the parameters, stored: of the gradients, if they are
-    there; streamed: params, if these are on the device only around their use; files: the swap files; io_engine: its
+    there; streamed: params, if these are on the device only around their use; slots: the swap files; io_engine: its
     name, None without files."""
 
     arena: Arena
@@ -52,13 +52,16 @@ class Parts:
     step: Step
     timeline: Timeline
     slots: Stripes | None
-    files: tuple[str, ...]
     io_engine: str | None
     comm: Communicator
 
     @property
     def stores(self) -> tuple[Store, ...]:
         return tuple(store for store in (self.store, self.params, self.stored) if store is not None)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return () if self.slots is None else self.slots.paths
 
     def stats(self, placement: Placement, initial_bytes: int) -> dict[str, Any]:
         """The counters of the parts; see OffloadZero.stats. Args: initial_bytes: written before the first step."""
@@ -101,16 +104,17 @@ def assemble(
     timeline: Timeline,
     comm: Communicator,
     resumed: tuple[bytes, Sequence[int]] | None = None,
+    *,
+    is_aside: bool = False,
 ) -> Parts:
     """Reserves memory and opens files; `undo` gets their closing, in reverse order. Calls nothing of the other ranks.
 
-    Args: resumed: the run whose files are there; see Stripes.
-
+    Args: resumed: the run whose files are there; is_aside: it continues another one; see Stripes.
     Raises: BudgetError, PathError, PathInUseError, ResumeError, ConfigError; the model is not touched.
     """
     arena = Arena(placement.arena_bytes, copier)
     undo.callback(_end, comm, arena)
-    slots, io_engine = _open_files(undo, config, layout, placement, arena, timeline, resumed, comm.rank)
+    slots, io_engine = _open_files(undo, config, layout, placement, arena, timeline, comm.rank, resumed, is_aside)
     kernels = load(config.threads or max(usable_cpus() // config.ranks_on_node, 1))
     undo.callback(kernels.close)
     records = records_of(layout, split_master=config.split_master)
@@ -155,7 +159,6 @@ def assemble(
         step=step,
         timeline=timeline,
         slots=slots,
-        files=() if slots is None else slots.paths,
         io_engine=io_engine,
         comm=comm,
     )
@@ -168,8 +171,9 @@ def _open_files(
     placement: Placement,
     arena: Arena,
     timeline: Timeline,
-    resumed: tuple[bytes, Sequence[int]] | None,
     rank: int,
+    resumed: tuple[bytes, Sequence[int]] | None,
+    is_aside: bool,
 ) -> tuple[Stripes | None, str | None]:
     """The swap files and the name of their engine, if there are any."""
     if not config.paths:
@@ -189,6 +193,7 @@ def _open_files(
         committed=None if config.commit_every is None else committed_slots(layout, config),
         resumed=resumed,
         rank=rank,
+        is_aside=is_aside,
     )
     undo.callback(slots.close)
     return slots, engine.name

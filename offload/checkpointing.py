@@ -10,20 +10,17 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from offload.checkpoint.commit import (
-    Commit,
-    read_commit,
-    read_extra,
-    read_manifest,
-)
+from offload.checkpoint.commit import Commit
 from offload.checkpoint.describe import differences, flats_of, parameters_of
 from offload.checkpoint.files import LOCAL, Files
 from offload.checkpoint.manifest import Manifest
+from offload.checkpoint.places import directories_of, last_commit, listed, require_free, require_no_other, settle
+from offload.checkpoint.reader import Reader
 from offload.config import Config
 from offload.errors import ResumeError
 from offload.layout import Layout
 from offload.module.parameters import is_dense
-from offload.store.slots import check_directory, holds_commit
+from offload.store.directories import check_directory
 
 FILES: Files = LOCAL
 """Where commits are written; the tests have one that loses power."""
@@ -40,16 +37,48 @@ class Resumed(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    """A commit that fits the model, before any file was opened."""
+    """A commit that fits the model.
 
-    commit: Commit
-    manifest: Manifest
+    reader: of it; paths: this run's directories, in the order of its swap files; manifest: this rank's part if its
+    slots are used where they lie; None: the layout is another one, and what this rank needs is read by `reader`.
+    """
+
+    reader: Reader
     extra: object
+    paths: tuple[Path, ...]
+    manifest: Manifest | None
 
     @property
-    def slots(self) -> tuple[bytes, list[int]]:
-        """Run id, and the path of each committed slot, as `Stripes` takes them."""
+    def commit(self) -> Commit:
+        return self.reader.commit
+
+    @property
+    def slots(self) -> tuple[bytes, list[int]] | None:
+        """Run id, and the path of each committed slot, as `Stripes` takes them; None: files of its own are made."""
+        if self.manifest is None:
+            return None
         return bytes.fromhex(self.commit.run_id), [slot.path for slot in self.manifest.slots]
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of the RAM in which slots are read that do not lie where they are used."""
+        return 0 if self.manifest is not None else self.reader.slots_bytes()
+
+    def claim(self, *, alone: bool) -> None:
+        """Clears up after a run that was cut off, and locks what is to be read. Args: alone: no other rank reads it.
+
+        Raises: PathInUseError (a live run), PathError, TierIOError, ResumeError (another run has just committed).
+        """
+        require_free(self.paths, self.commit)
+        settle(self.reader.paths, self.reader.home, self.commit, FILES, locked=False)
+        if self.manifest is None:
+            self.reader.lock(exclusive=alone)
+        self.require_last()
+
+    def require_last(self) -> None:
+        """It was read before any lock was taken. Raises: ResumeError."""
+        if not self.reader.is_last():
+            raise ResumeError(f"{self.reader.home}: another run has just committed here: try again")
 
 
 def describe(config: Config, layout: Layout, params: Sequence[nn.Parameter]) -> Manifest:
@@ -84,44 +113,39 @@ def find(config: Config, layout: Layout, wanted: Manifest, groups: int) -> Found
         check_directory(path, resumes=bool(config.resume))
     if not config.resume:
         return None
-    home = config.paths[0]
-    commit = read_commit(home, FILES)
-    if commit is None:
-        elsewhere = [path for path in config.paths[1:] if holds_commit(path)]
-        if elsewhere:
-            raise ResumeError(
-                f"{elsewhere[0]} belongs to a committed run whose COMMIT record is not in {home}: give all the "
-                "directories as that run had them"
-            )
+    places = (*config.paths, *config.origins)
+    if last_commit(places, FILES) is None:
         if config.resume == "auto":
             return None
-        raise ResumeError(f'{home} holds no commit to resume from: give resume="auto" to begin anew where none is')
-    if len(commit.manifests) != 1:
-        raise ResumeError(f"{home} was committed by {len(commit.manifests)} ranks, and this run is one")
-    manifest = read_manifest(home, commit, 0, FILES)
-    found = differences(manifest, replace(wanted, groups=({},) * groups))
+        raise ResumeError(f'{listed(places)}: no commit to resume from: give resume="auto" to begin anew where none is')
+    reader = Reader(places, FILES)
+    found = differences(reader.manifests[0], replace(wanted, groups=({},) * groups))
     if found:
         more = f"\n... and {len(found) - SHOWN} more differences" if len(found) > SHOWN else ""
-        raise ResumeError(f"{home} holds a commit of something else:\n" + "\n".join(found[:SHOWN]) + more)
-    _require_same_layout(manifest, wanted, layout, home)
-    return Found(commit, manifest, read_extra(home, manifest, FILES))
+        raise ResumeError(f"{reader.home} holds a commit of something else:\n" + "\n".join(found[:SHOWN]) + more)
+    require_no_other(config.paths, reader.commit)
+    as_it_lies = _directories_in_order(config, layout, wanted, reader)
+    if as_it_lies is not None:
+        manifest = reader.manifests[wanted.rank]
+        return Found(reader, reader.extra(wanted.rank), as_it_lies, manifest)
+    # The record stays where it is, if it can: then replacing it is one rename.
+    paths = tuple(sorted(config.paths, key=lambda path: path != reader.home))
+    rank = wanted.rank if len(reader.manifests) == wanted.world else 0
+    return Found(reader, reader.extra(rank), paths, None)
 
 
-def _require_same_layout(manifest: Manifest, wanted: Manifest, layout: Layout, home: Path) -> None:
-    """Raises: ResumeError: this version only reuses slots where they lie."""
-    if manifest.paths != wanted.paths:
-        raise ResumeError(f"{home} was committed on {manifest.paths} paths, not {wanted.paths}: give the same ones")
-    if manifest.split_master != wanted.split_master:
-        raise ResumeError(
-            f"{home} was committed with Tuning(split_master={manifest.split_master}): give it as that run had it"
-        )
+def _directories_in_order(config: Config, layout: Layout, wanted: Manifest, reader: Reader) -> tuple[Path, ...] | None:
+    """The directories by the number of the file in them, if the slots can be used where they lie; None if not."""
+    if config.commit_every is None or len(reader.manifests) != wanted.world:
+        return None
+    manifest = reader.manifests[wanted.rank]
     chunks = [(chunk.flat, chunk.start, chunk.numel) for chunk in layout.chunks]
-    if [(chunk.flat, chunk.start, chunk.numel) for chunk in manifest.chunks] != chunks:
-        largest = 4 * max((chunk.numel for chunk in manifest.chunks), default=0)
-        raise ResumeError(
-            f"{home} was committed in other chunks, the largest of {largest} bytes: give Tuning(chunk=...) as that run "
-            "had it"
-        )
-    names = [param.name for param in wanted.parameters]
-    if manifest.flats != wanted.flats or [param.name for param in manifest.parameters] != names:
-        raise ResumeError(f"{home} was committed with its units or parameters in another order: build them as then")
+    known = (manifest.paths, manifest.places, manifest.split_master, manifest.flats)
+    if (
+        known != (wanted.paths, wanted.places, wanted.split_master, wanted.flats)
+        or [(chunk.flat, chunk.start, chunk.numel) for chunk in manifest.chunks] != chunks
+        or [param.name for param in manifest.parameters] != [param.name for param in wanted.parameters]
+    ):
+        return None
+    lying = directories_of(reader.commit.run_id, wanted.rank, config.paths)
+    return tuple(lying[number] for number in range(wanted.paths)) if len(lying) == wanted.paths else None

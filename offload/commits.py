@@ -14,9 +14,11 @@ from typing import Any, cast
 
 from offload import checkpointing
 from offload.assembly import Parts
-from offload.checkpoint.commit import Commit, read_commit, remove_superseded, write_commit, write_manifest
+from offload.checkpoint.commit import Commit, remove_superseded, write_commit, write_manifest
 from offload.checkpoint.files import sync_directory
 from offload.checkpoint.manifest import ChunkFacts, Manifest, Option
+from offload.checkpoint.moves import moves
+from offload.checkpoint.places import settle
 from offload.checkpointing import Found
 from offload.config import Config
 from offload.errors import ConfigError, OffloadError, ResumeError, TierIOError
@@ -44,10 +46,10 @@ class Commits:
         self.last: Manifest | None = None
         # Of the last durable commit, by chunk, for each of `_stores`.
         self._versions: list[dict[int, Version]] = []
+        self._record: Commit | None = None
+        self._replaces: str | None = None
         if found is not None:
-            # It was read before the lock was taken.
-            if read_commit(config.paths[0], checkpointing.FILES) != found.commit:
-                raise ResumeError(f"{config.paths[0]}: another run has just committed here: try again")
+            found.require_last()
             self.last = found.manifest
 
     def is_due(self, step: int) -> bool:
@@ -78,14 +80,39 @@ class Commits:
             for path in self._config.paths:
                 sync_directory(checkpointing.FILES, path.absolute().parent)  # the directory itself may be new
         digests = [write_manifest(path, manifest, extra, checkpointing.FILES) for path in self._config.paths]
-        commit = Commit(manifest.run_id, step, (digests[0],))
+        commit = Commit(manifest.run_id, step, (digests[0],), self._replaces)
+        slots.keep()
         self._final_if_ambiguous(lambda: write_commit(home, commit, checkpointing.FILES))
         for store, of in zip(self._stores, versions, strict=True):
             store.settle(of)
-        self.last, self._versions = manifest, versions
+        self.last, self._versions, self._record = manifest, versions, commit
         for path in self._config.paths:
             with suppress(TierIOError):  # they are cleared away next time
                 remove_superseded(path, commit, 0, checkpointing.FILES)
+
+    def take_over(self, found: Found, ages: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Makes states and parameters those of a commit in another layout; see [Note: another layout] in places.py.
+
+        Every slot is read once. Where this run commits, the commit is made anew in its own layout, which decides, and
+        the other one is cleared away; else that stays as it is. Nothing else is under way.
+        Raises: CorruptionError, TierIOError, and then the other commit is still there.
+        """
+        reader, step = found.reader, found.commit.step
+        what = moves(reader.manifests, self._layout)
+        order = sorted(what, key=lambda at: what[at][0].target)
+        taken = ((what[at], states) for at, states in zip(order, reader.slots(order), strict=True))
+        self._parts.masters.take_over(taken, step)
+        for store in self._parts.stores:
+            store.drain()
+        slots = self._parts.slots
+        if self._config.commit_every is not None and slots is not None:
+            self._replaces = found.commit.run_id
+            self.commit(step, ages, groups, found.extra)
+            self._replaces = None
+            assert self._record is not None
+            settle(reader.paths, self._config.paths[0], self._record, checkpointing.FILES, locked=True)
+            slots.took_place()
+        reader.close()
 
     @property
     def final(self) -> OffloadError | None:

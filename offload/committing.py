@@ -15,9 +15,10 @@ from offload.checkpoint.export import export
 from offload.checkpoint.extra import memory_of
 from offload.checkpoint.manifest import Option
 from offload.checkpoint.tensors import Entry
-from offload.checkpointing import Resumed
+from offload.checkpointing import Found, Resumed
 from offload.commits import Commits
 from offload.errors import ClosedError, ResumeError
+from offload.layout import Layout
 
 
 @torch.no_grad()
@@ -65,6 +66,7 @@ class Committing:
     _model: nn.Module
     _commits: Commits
     _attached: Attachment
+    _layout: Layout
     _resumed: Resumed | None
     _pid: int
     _failure: BaseException | None
@@ -131,6 +133,17 @@ class Committing:
         take_groups(self.param_groups, manifest.groups)
         self._step = manifest.step
         self._ages = [facts.age for facts in manifest.parameters]
+
+    def _begin_at(self, found: Found) -> None:
+        if found.manifest is not None:
+            self._return_to_commit()
+            return
+        committed = found.reader.manifests[0]
+        ages = {param.name: param.age for param in committed.parameters}
+        take_groups(self.param_groups, committed.groups)
+        self._step = committed.step
+        self._ages = [ages[spec.name] for spec in self._layout.specs]
+        self._commits.take_over(found, self._ages, self.param_groups)
 
     def export(self, directory: str | os.PathLike[str]) -> tuple[Path, ...]:
         """Writes the model as it is now, under its own names and in its own dtypes, as safetensors.

@@ -82,6 +82,8 @@ class Config:
     commit_every: int | None = None
     resume: bool | Literal["auto"] = False
     units: tuple[str | type[nn.Module], ...] | None = None
+    origins: tuple[Path, ...] = ()
+    """Directories of the run to resume that are not among `paths`."""
 
     @property
     def places(self) -> int:
@@ -107,7 +109,7 @@ def check(
     stage: int | None = None,
     grad_tier: str | None = None,
     commit_every: int | None = None,
-    resume: bool | str = False,
+    resume: bool | str | PathLike | Sequence[PathLike] = False,
     tuning: Tuning | None = None,
     **reserved: Any,
 ) -> Config:
@@ -147,7 +149,8 @@ def check(
         bucket_bytes=parse_bytes(tuning.bucket, "Tuning.bucket"),
         grad_tier=_grad_tier(grad_tier, chosen),
         commit_every=_commit_every(commit_every, directories),
-        resume=_resume(resume, commit_every),
+        resume=_resume(resume, directories),
+        origins=_origins(resume, directories),
         units=_units(tuning.units),
     )
 
@@ -212,25 +215,25 @@ def _refuse_reserved(reserved: dict[str, Any], tuning: Tuning) -> None:
             raise ConfigError(f"{name}={value!r} is not available in this version: leave it at {allowed}")
 
 
-def _paths(path: PathLike | Sequence[PathLike] | None) -> tuple[Path, ...]:
+def _paths(path: PathLike | Sequence[PathLike] | None, option: str = "path") -> tuple[Path, ...]:
     if path is None:
         return ()
-    paths = tuple(map(_one_path, path)) if isinstance(path, list | tuple) else (_one_path(path),)
+    paths = tuple(_one_path(one, option) for one in (path if isinstance(path, list | tuple) else (path,)))
     if not paths:
-        raise ConfigError(f"path={path!r} names no directory: give the directory for the swap files, or several")
+        raise ConfigError(f"{option}={path!r} names no directory: give the directory for the swap files, or several")
     real = [os.path.realpath(one) for one in paths]
     for one, place in zip(paths, real, strict=True):
         if real.count(place) > 1:
-            raise ConfigError(f"path names {str(one)!r} more than once: give each directory once")
+            raise ConfigError(f"{option} names {str(one)!r} more than once: give each directory once")
     return paths
 
 
-def _one_path(path: object) -> Path:
+def _one_path(path: object, option: str) -> Path:
     if not isinstance(path, str | os.PathLike):
-        raise ConfigError(f"path={path!r} is not a path: give the directory for the swap files, or a list of them")
+        raise ConfigError(f"{option}={path!r} is not a path: give the directory for the swap files, or a list of them")
     name = os.fspath(path)
     if not isinstance(name, str) or not name or "\0" in name:
-        raise ConfigError(f"path={path!r} names no directory: give the directory for the swap files")
+        raise ConfigError(f"{option}={path!r} names no directory: give the directory for the swap files")
     return Path(name)
 
 
@@ -286,12 +289,22 @@ def _commit_every(value: int | None, paths: tuple[Path, ...]) -> int | None:
     return checked
 
 
-def _resume(value: bool | str, commit_every: int | None) -> bool | Literal["auto"]:
-    if value not in (False, True, "auto") or not isinstance(value, bool | str):
-        raise ConfigError(f'resume={value!r}: choose True, False or "auto"')
-    if value and commit_every is None:
-        raise ConfigError(f"resume={value!r} needs commit_every: give a number of steps, or 0 for commit() alone")
+def _resume(value: object, paths: tuple[Path, ...]) -> bool | Literal["auto"]:
+    if isinstance(value, os.PathLike | list | tuple):
+        return True
+    if not isinstance(value, bool | str) or value not in (False, True, "auto"):
+        raise ConfigError(f'resume={value!r}: choose True, False, "auto", or the directories of a run, as a list')
+    if value and not paths:
+        raise ConfigError(f"resume={value!r} needs path, where the run lies, or its directories: resume=[...]")
     return "auto" if isinstance(value, str) else value
+
+
+def _origins(value: object, paths: tuple[Path, ...]) -> tuple[Path, ...]:
+    if not isinstance(value, os.PathLike | list | tuple):
+        return ()
+    real = {os.path.realpath(path) for path in paths}
+    named = _paths(value, "resume")
+    return tuple(path for path in named if os.path.realpath(path) not in real)
 
 
 def _accumulation(value: int) -> int:

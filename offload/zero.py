@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -72,7 +73,9 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
         grad_tier: where gradients wait for the step: "cpu" (None: that) or "nvme".
         commit_every: steps between commits, each made where the next step begins; 0: only `commit()`; None: no commits,
             one slot a chunk and half the space.
-        resume: True: continue the committed run in `path`; "auto": if there is one; see `resumed`.
+        resume: True: continue the committed run in `path`; "auto": if there is one; or the directories of the run, as a
+            list, if they are not all in `path`; see `resumed`. In another layout (chunks, directories, ranks, split
+            masters) the commit is first written anew, beside the old one, which is removed when that is committed.
         stage: of ZeRO, with several ranks of torch.distributed: 1, 2 or 3; None: 3 if parameters stream, else 2.
         process_group: the ranks that hold one partition each, a ProcessGroup or a DeviceMesh; None: all. Of a mesh of
             two dimensions the second is that over which stage 3 gathers parameters, and the first is of replicas.
@@ -100,7 +103,7 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
         accumulation: int = 1,
         nonfinite: str = "raise",
         commit_every: int | None = None,
-        resume: bool | str = False,
+        resume: bool | str | PathLike | Sequence[PathLike] = False,
         device: torch.device | str | None = None,
         init: Init = None,
         stage: int | None = None,
@@ -148,7 +151,7 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
             self._attached = self._attach(copier, source, resumes=found is not None)
             self._resumed = None if found is None else Resumed(found.commit.step, found.extra)
             if found is not None:
-                self._return_to_commit()
+                self._begin_at(found)
             self._undo = undo.pop_all()
         retire(given)
         with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
@@ -173,12 +176,18 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
         replicas = ranks.across.size if self._config.stage == 3 else 1
         self._layout = build(specs, self._config.chunk_numel, ranks=ranks.size, rank=ranks.rank, replicas=replicas)
         copier = copier_for(device)
-        self._placement = place(self._layout, self._config, direct=copier.direct)
         wanted = checkpointing.describe(self._config, self._layout, params)
         found = checkpointing.find(self._config, self._layout, wanted, len(given.param_groups))
-        run = (self._config, self._layout, self._placement)
+        if found is not None:
+            self._config = dataclasses.replace(self._config, paths=found.paths)
+            undo.callback(found.reader.close)
+            found.claim(alone=ranks.size == 1)
+        beside = 0 if found is None else found.buffer_bytes
+        self._placement = place(self._layout, self._config, direct=copier.direct, beside=beside)
         slots = None if found is None else found.slots
-        self._parts = assemble(undo, *run, params, device, copier, self._timeline, ranks, slots)
+        is_aside = found is not None and slots is None
+        run = (self._config, self._layout, self._placement)
+        self._parts = assemble(undo, *run, params, device, copier, self._timeline, ranks, slots, is_aside=is_aside)
         self._commits = Commits(self._config, self._layout, self._parts, wanted, found)
         return copier, found
 

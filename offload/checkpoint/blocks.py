@@ -14,9 +14,10 @@ from offload.checkpoint.strict import MAX_INT, Json, load
 from offload.errors import CorruptionError, ResumeError
 from offload.sizes import PAGE_BYTES, round_up
 from offload.store import slots
+from offload.store.directories import MAGIC, SUPERBLOCK
 from offload.store.slots import FORMAT, STATE_KINDS
 
-HEAD_BYTES = slots._SUPERBLOCK.size
+HEAD_BYTES = SUPERBLOCK.size
 HEADER_BYTES = slots._HEADER.size + slots._CHECKSUM.size
 
 
@@ -63,8 +64,8 @@ def parse_superblock(page: bytes, file: str) -> Superblock:
     """Raises: CorruptionError naming `file`; ResumeError (a newer version's)."""
     if len(page) < PAGE_BYTES:
         raise CorruptionError(f"ends after {len(page)} bytes, in its superblock", file=file)
-    magic, version, length, checksum = slots._SUPERBLOCK.unpack_from(page)
-    if magic != slots._MAGIC:
+    magic, version, length, checksum = SUPERBLOCK.unpack_from(page)
+    if magic != MAGIC:
         raise CorruptionError("has no superblock of a swap file of this library", file=file)
     _require_format(version, file, 0)
     text = page[HEAD_BYTES : HEAD_BYTES + length]

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from safetensors.torch import load as load_tensors
 from torch import Tensor
 
 from offload.checkpoint import extra as extra_state
-from offload.checkpoint.files import ASIDE, LOCAL, Files, failing, put_in_place, read_whole, sync_directory, write_aside
+from offload.checkpoint.files import LOCAL, Files, failing, put_in_place, read_whole, sync_directory, write_aside
 from offload.checkpoint.manifest import (
     MAX_BYTES,
     MAX_WORLD,
@@ -39,7 +40,7 @@ from offload.checkpoint.manifest import (
 from offload.checkpoint.strict import canonical, digest, load, require_schema
 from offload.checkpoint.tensors import Entry, stream
 from offload.errors import ConfigError, CorruptionError, OffloadError
-from offload.store.slots import COMMIT_NAME
+from offload.store.directories import ASIDE, COMMIT_NAME
 
 SCHEMA = "offload commit"
 VERSION = 1
@@ -172,21 +173,29 @@ def read_extra(directory: Path, manifest: Manifest, files: Files = LOCAL) -> obj
     return extra_state.decode(manifest.extra, tensors, str(name))
 
 
-def remove_superseded(directory: Path, commit: Commit, rank: int, files: Files = LOCAL) -> None:
-    """Clears away what `rank` wrote for other commits than `commit`, which has to be durable.
+def remove_superseded(directory: Path, commit: Commit, rank: int | None, files: Files = LOCAL) -> bool:
+    """Clears away what `rank` wrote for other commits than `commit`, which has to be durable; None: what all ranks did,
+    and what is left of a record that was never put in place.
 
-    Everything else in `directory` stays, whatever its name. Raises: TierIOError.
+    Everything else in `directory` stays, whatever its name. Returns: whether there was anything. Raises: TierIOError.
     """
-    with failing("read", directory):
+    names: list[str] = []
+    with failing("read", directory), suppress(FileNotFoundError):
         names = files.names(directory)
-    for name in names:
-        match = _OURS.fullmatch(name)
-        if match is None or int(match[3]) != rank:
-            continue
-        if (match[1], int(match[2])) == (commit.run_id, commit.step) and not name.endswith(ASIDE):
-            continue
+    superseded = [name for name in names if _is_superseded(name, commit, rank)]
+    for name in superseded:
         with failing("remove", directory / name):
             files.remove(directory / name)
+    return bool(superseded)
+
+
+def _is_superseded(name: str, commit: Commit, rank: int | None) -> bool:
+    match = _OURS.fullmatch(name)
+    if match is None:
+        return rank is None and name == COMMIT_NAME + ASIDE
+    if rank not in (None, int(match[3])):
+        return False
+    return (match[1], int(match[2])) != (commit.run_id, commit.step) or name.endswith(ASIDE)
 
 
 def _check(manifest: Manifest) -> None:

@@ -14,11 +14,12 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from offload.checkpoint.files import ASIDE, LOCAL, Files, failing, put_in_place, sync_directory, write_aside
+from offload.checkpoint.files import LOCAL, Files, failing, put_in_place, sync_directory, write_aside
 from offload.checkpoint.strict import canonical
 from offload.checkpoint.tensors import DTYPES, Entry, aligned, stream
 from offload.errors import BudgetError, ConfigError, PathError
 from offload.sizes import GIB, format_bytes
+from offload.store.directories import ASIDE
 
 SHARD_BYTES = 5 * GIB
 METADATA = {"format": "pt"}

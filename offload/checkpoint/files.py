@@ -18,9 +18,7 @@ import xxhash
 
 from offload.checkpoint.manifest import Digest
 from offload.errors import CorruptionError, PathError, TierIOError
-
-ASIDE = ".new"
-"""Ends the name of a file that is being written: whatever lies there is a leftover of this library's."""
+from offload.store.directories import ASIDE
 
 
 class Files(Protocol):

@@ -1,14 +1,15 @@
 """What is committed in the directories of a run, read without changing anything: to inspect, verify, export, reshard.
 
 Nothing is given out before the checksum of the whole slot it lies in has been compared with the manifest's, which the
-COMMIT record vouches for. Memory: one slot (two with a split master), or a few pieces of PIECE_BYTES when verifying.
+COMMIT record vouches for. Memory: one slot, or a few pieces of PIECE_BYTES when verifying; `slots_bytes` for `slots`.
+A split master needs the slot of its 16-bit parameters beside.
 """
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,13 +23,16 @@ import xxhash
 from torch import Tensor
 
 from offload.checkpoint.blocks import Slot, committed_slots, header_problem, parse_header, superblock_problem
-from offload.checkpoint.commit import Commit, agree, manifest_name, read_commit, read_extra, read_manifest
+from offload.checkpoint.commit import Commit, agree, manifest_name, read_extra, read_manifest
+from offload.checkpoint.files import LOCAL, Files
 from offload.checkpoint.manifest import Manifest, ParameterFacts
+from offload.checkpoint.places import last_commit, listed, swaps
 from offload.checkpoint.swapfile import SwapFile, aligned_memory
 from offload.errors import ConfigError, CorruptionError, OffloadError, ResumeError
 from offload.native import Kernels, load
 from offload.sizes import MIB, PAGE_BYTES
-from offload.store.slots import STATE_KINDS, swap_name
+from offload.store.directories import swap_name
+from offload.store.slots import STATE_KINDS
 
 BLOCK = 1 << 20
 """Elements of split masters that are joined at once."""
@@ -72,29 +76,31 @@ class Reader:
     COMMIT and manifests are read at once. The swap files are opened and locked (shared: several readers may, but no
     run can write meanwhile) when the first slot is asked for. Not for several threads at a time.
 
-    Attributes: commit; manifests, by rank.
+    Attributes: paths; commit; home, the directory of its record; manifests, by rank.
     Raises: ResumeError (no commit, a directory is missing, a newer version's), CorruptionError, PathError,
     PathInUseError (a live run, from `verify` and `read` on), TierIOError.
     """
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = tuple(paths)
+    def __init__(self, paths: Sequence[Path], files: Files = LOCAL) -> None:
+        self.paths = tuple(paths)
+        self._disk = files
         self._files: dict[tuple[int, int], SwapFile] = {}
         self._undo = ExitStack()
         # One for states, one for the 16-bit parameters beside them: which slot each holds.
         self._buffers = [aligned_memory(0), aligned_memory(0)]
         self._loaded: list[tuple[int, int] | None] = [None, None]
         self._kernels: Kernels | None = None
-        self._home, self.commit = self._find_commit()
+        self.home, self.commit = self._find_commit()
         try:
             self.manifests = self._read_manifests()
         except CorruptionError:
             # A live run may have committed since, and have cleared the manifests away that this was to read.
-            if self._find_commit() == (self._home, self.commit):
+            if self.is_last():
                 raise
-            self._home, self.commit = self._find_commit()
+            self.home, self.commit = self._find_commit()
             self.manifests = self._read_manifests()
         self._slots = [committed_slots(manifest) for manifest in self.manifests]
+        self._chunks = [len(manifest.chunks) for manifest in self.manifests]
         self._names = {param.name: number for number, param in enumerate(self.manifests[0].parameters)}
         self._of_flat: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         for rank, manifest in enumerate(self.manifests):
@@ -117,10 +123,14 @@ class Reader:
         self._loaded = [None, None]
         self._undo.close()
 
+    def is_last(self) -> bool:
+        """Whether no other commit has been made since."""
+        return self._find_commit() == (self.home, self.commit)
+
     def extra(self, rank: int = 0) -> object:
         """What the user committed along with `rank`."""
         directory = self._directory_of(manifest_name(self.commit, rank))
-        return read_extra(directory, self.manifests[rank])
+        return read_extra(directory, self.manifests[rank], self._disk)
 
     def tensors(self) -> list[Tensors]:
         """The parameters, in their order, for a table."""
@@ -161,21 +171,27 @@ class Reader:
 
     def _joined(self, part: Range, kind: str) -> Iterator[Tensor]:
         """What a split master and its 16-bit parameter make together, a block at a time."""
-        if self._kernels is None:
-            self._kernels = load()
-            self._undo.callback(self._kernels.close)
         halves = [self._array(part.rank, part.chunk, one) for one in ("master", "exp_avg_sq")]
-        copies = self._array(part.rank, len(self.manifests[part.rank].chunks) + part.chunk, "param")
+        copies = self._array(part.rank, self._chunks[part.rank] + part.chunk, "param")
         for start in range(part.chunk_offset, part.chunk_offset + part.numel, BLOCK):
             stop = min(start + BLOCK, part.chunk_offset + part.numel)
             low, exp_avg_sq = (half[start:stop] for half in halves)
             master, cleared = (torch.empty(stop - start, dtype=torch.float32, device="cpu") for _ in range(2))
-            self._kernels.join(copies[start:stop], low, exp_avg_sq, master, cleared)
+            self._join(copies[start:stop], low, exp_avg_sq, master, cleared)
             yield master if kind == "master" else cleared
 
     def _array(self, rank: int, number: int, kind: str) -> Tensor:
         """An array of a slot, in a buffer that the next slot of its kind overwrites."""
-        buffer = self._load(rank, number)
+        return self._view(rank, number, kind, self._load(rank, number))
+
+    def _join(self, *tensors: Tensor) -> None:
+        if self._kernels is None:
+            self._kernels = load()
+            self._undo.callback(self._kernels.close)
+        self._kernels.join(*tensors)
+
+    def _view(self, rank: int, number: int, kind: str, buffer: Tensor) -> Tensor:
+        """An array of a slot that lies in `buffer`."""
         itemsize, start = self._slots[rank][number].arrays[kind]
         numel = self.manifests[rank].slots[number].numel
         halves = torch.bfloat16 if kind == "param" else torch.int16
@@ -183,8 +199,7 @@ class Reader:
 
     def _itemsize(self, rank: int, chunk: int) -> int:
         """Bytes an element of a chunk in its slots."""
-        chunks = len(self.manifests[rank].chunks)
-        slots = self._slots[rank][chunk::chunks]
+        slots = [self._slots[rank][number] for number in self._numbers(rank, chunk)]
         return sum(itemsize for slot in slots for itemsize, _ in slot.arrays.values())
 
     def read(self, name: str, kind: str) -> Tensor:
@@ -197,12 +212,78 @@ class Reader:
             filled += len(piece)
         return in_shape(line, facts)
 
+    def slots(self, wanted: Iterable[tuple[int, int]]) -> Iterator[dict[str, Tensor]]:
+        """The states of whole chunks, by kind: fp32, as long as the chunk, valid until the next one is asked for.
+
+        Args: wanted: (rank, chunk) of each. One is read ahead. Memory: `slots_bytes`.
+        Raises: as `Reader`.
+        """
+        self.lock()
+        wanted = list(wanted)
+        for rank, chunk in wanted:
+            for number in self._needed(rank, chunk):
+                self._require_whole(rank, self._slots[rank][number])
+        pairs = deque([aligned_memory(size) for size in self._largest()] for _ in range(2))
+        joined = aligned_memory(self._joined_bytes()).view(torch.float32)
+        with ThreadPoolExecutor(1, thread_name_prefix="offload-read") as pool:
+            coming: deque[tuple[int, int, Future[list[Tensor]]]] = deque()
+            for rank, chunk in wanted:
+                coming.append((rank, chunk, pool.submit(self._fetch, rank, chunk, pairs[0])))
+                pairs.rotate()
+                if len(coming) == len(pairs):
+                    rank, chunk, read = coming.popleft()
+                    yield self._states(rank, chunk, read.result(), joined)
+            for rank, chunk, read in coming:
+                yield self._states(rank, chunk, read.result(), joined)
+
+    def slots_bytes(self) -> int:
+        """RAM that `slots` takes."""
+        return 2 * sum(self._largest()) + self._joined_bytes()
+
+    def _largest(self) -> list[int]:
+        """Bytes of the largest slot of states, and of the 16-bit parameters beside them."""
+        numbers = [(rank, at) for rank in range(len(self._chunks)) for at in range(len(self._slots[rank]))]
+        states = (self._slots[rank][at].size for rank, at in numbers if at < self._chunks[rank])
+        copies = (self._slots[rank][at].size for rank, at in numbers if at >= self._chunks[rank])
+        return [max(states, default=0), max(copies, default=0)]
+
+    def _joined_bytes(self) -> int:
+        """Of the largest master that is made of halves."""
+        if not self.manifests[0].split_master:
+            return 0
+        return 4 * max((chunk.numel for manifest in self.manifests for chunk in manifest.chunks), default=0)
+
+    def _numbers(self, rank: int, chunk: int) -> range:
+        """The slots that hold a chunk."""
+        return range(chunk, len(self._slots[rank]), self._chunks[rank])
+
+    def _needed(self, rank: int, chunk: int) -> list[int]:
+        """Of these the ones that its states are made of."""
+        numbers = self._numbers(rank, chunk)
+        return [*numbers] if self._slots[rank][chunk].arrays["master"][0] == 2 else [*numbers[:1]]
+
+    def _fetch(self, rank: int, chunk: int, pair: list[Tensor]) -> list[Tensor]:
+        """Reads and checks the slots that hold a chunk."""
+        for number, buffer in zip(self._needed(rank, chunk), pair, strict=False):
+            slot = self._slots[rank][number]
+            self._check_slot(rank, slot, buffer[: slot.size])
+        return pair
+
+    def _states(self, rank: int, chunk: int, pair: list[Tensor], joined: Tensor) -> dict[str, Tensor]:
+        found = {kind: self._view(rank, chunk, kind, pair[0]) for kind in STATE_KINDS}
+        if found["master"].dtype is torch.int16:
+            copies = self._view(rank, self._chunks[rank] + chunk, "param", pair[1])
+            master = joined[: len(copies)]
+            self._join(copies, found["master"], found["exp_avg_sq"], master, found["exp_avg_sq"])
+            found["master"] = master
+        return found
+
     def verify(self, threads: int = 4) -> Iterator[Verified]:
         """Reads every committed slot and compares it with its checksum, `threads` at a time, in the order of the run.
 
         Goes on after an error: what it yields says what is wrong with a slot. Memory: `threads` x PIECE_BYTES.
         """
-        self._open()
+        self.lock()
         work = ((rank, slot) for rank, slots in enumerate(self._slots) for slot in slots)
         buffers = deque(aligned_memory(PIECE_BYTES) for _ in range(threads))
         with ThreadPoolExecutor(threads, thread_name_prefix="offload-verify") as pool:
@@ -244,66 +325,77 @@ class Reader:
 
     def _load(self, rank: int, number: int) -> Tensor:
         """Brings a slot into its buffer, and checks it."""
-        role = int(number >= len(self.manifests[rank].chunks))
+        role = int(number >= self._chunks[rank])
         if self._loaded[role] == (rank, number):
             return self._buffers[role]
-        self._open()
+        self.lock()
         self._loaded[role] = None
         slot = self._slots[rank][number]
-        file = self._files[rank, slot.path]
-        # Before memory is taken for it: a manifest may say anything.
-        if file.size < slot.offset + slot.size:
-            _refuse(file, slot, f"the file ends before this slot of {slot.size} bytes does")
+        self._require_whole(rank, slot)
         if len(self._buffers[role]) < slot.size:
             self._buffers[role] = aligned_memory(slot.size)
         self._check_slot(rank, slot, self._buffers[role][: slot.size])
         self._loaded[role] = rank, number
         return self._buffers[role]
 
-    def _open(self) -> None:
+    def _require_whole(self, rank: int, slot: Slot) -> None:
+        """Before memory is taken for a slot: a manifest may say anything."""
+        file = self._files[rank, slot.path]
+        if file.size < slot.offset + slot.size:
+            _refuse(file, slot, f"the file ends before this slot of {slot.size} bytes does")
+
+    def lock(self, *, exclusive: bool = False) -> None:
+        """Opens and locks the swap files, if they are not; `exclusive`: against other readers, too."""
         if self._files:
             return
         with ExitStack() as undo:
             files: dict[tuple[int, int], SwapFile] = {}
             for rank, manifest in enumerate(self.manifests):
-                for path in self._paths:
-                    if not os.path.lexists(path / swap_name(rank)):
-                        continue
-                    file = SwapFile(path / swap_name(rank))
+                for path in self._names_of(rank, manifest.run_id):
+                    file = SwapFile(path, exclusive=exclusive)
                     undo.callback(file.close)
-                    if file.block.run_id == manifest.run_id:
-                        if problem := superblock_problem(file.block, manifest):
-                            raise CorruptionError(problem, file=file.path)
+                    if file.block.run_id != manifest.run_id:
+                        file.close()  # and is free for others
+                    elif problem := superblock_problem(file.block, manifest):
+                        raise CorruptionError(problem, file=file.path)
+                    else:
                         files[rank, file.block.stripe[0]] = file
                 for number in sorted({slot.path for slot in manifest.slots}):
                     if (rank, number) not in files:
                         raise ResumeError(
                             f"directory {number} of the {manifest.paths} that rank {rank} of this run lies in is not "
-                            f"among {_listed(self._paths)}: name all of them"
+                            f"among {listed(self.paths)}: name all of them"
                         )
             self._files = files
             self._undo = undo.pop_all()
 
+    def _names_of(self, rank: int, run_id: str) -> Iterator[Path]:
+        """Where the swap files of `rank` may be: what is there under its name is looked at closely."""
+        for path in self.paths:
+            if os.path.lexists(path / swap_name(rank)):
+                yield path / swap_name(rank)
+            for swap in swaps(path):
+                if swap.is_aside and (swap.rank, swap.run_id) == (rank, run_id):
+                    yield swap.path
+
     def _find_commit(self) -> tuple[Path, Commit]:
-        found = [(path, commit) for path in self._paths if (commit := read_commit(path)) is not None]
-        if not found:
-            raise ResumeError(f"no commit in {_listed(self._paths)}: name all directories of a run that has committed")
-        if len(found) > 1:
-            places = _listed([path for path, _ in found])
-            raise ResumeError(f"{places} hold commits of several runs: name the directories of one")
-        return found[0]
+        found = last_commit(self.paths, self._disk)
+        if found is None:
+            raise ResumeError(f"no commit in {listed(self.paths)}: name all directories of a run that has committed")
+        return found
 
     def _read_manifests(self) -> tuple[Manifest, ...]:
         manifests = []
         for rank in range(len(self.commit.manifests)):
             directory = self._directory_of(manifest_name(self.commit, rank))
-            manifests.append(read_manifest(directory, self.commit, rank))
-        agree(manifests, str(self._home))
+            manifests.append(read_manifest(directory, self.commit, rank, self._disk))
+        agree(manifests, str(self.home))
         return tuple(manifests)
 
     def _directory_of(self, name: str) -> Path:
         """The directory with this file; the COMMIT record's if there is none, where it is then reported missing."""
-        return next((path for path in self._paths if os.path.lexists(path / name)), self._home)
+        found = (path for path in self.paths if path.is_dir() and name in self._disk.names(path))
+        return next(found, self.home)
 
     def _number(self, name: str) -> int:
         if name not in self._names:
@@ -313,10 +405,6 @@ class Reader:
 
 def _refuse(file: SwapFile, slot: Slot, problem: str) -> NoReturn:
     raise CorruptionError(problem, chunk=slot.chunk, file=file.path, offset=slot.offset)
-
-
-def _listed(paths: Sequence[Path]) -> str:
-    return ", ".join(str(path) for path in paths) or "no directory"
 
 
 def in_shape(line: Tensor, facts: ParameterFacts) -> Tensor:

@@ -11,14 +11,13 @@ from pathlib import Path
 
 from offload.checkpoint import commit as commits
 from offload.checkpoint.commit import SCHEMA
-from offload.checkpoint.files import ASIDE, LOCAL, failing, sync_directory
+from offload.checkpoint.files import LOCAL, failing, sync_directory
 from offload.errors import ConfigError
 from offload.io.engine import IOFile
-from offload.store import slots
 from offload.store.claim import lock
-from offload.store.slots import COMMIT_NAME
+from offload.store.directories import ASIDE, COMMIT_NAME, MAGIC
 
-_SWAP = re.compile(r"offload-rank\d+\.swap")
+_SWAP = re.compile(rf"offload-rank\d+\.swap(?:{re.escape(ASIDE)})?")
 
 
 def ours(directory: Path) -> list[Path]:
@@ -67,8 +66,8 @@ def _is_ours(path: Path) -> bool:
     if not _SWAP.fullmatch(path.name):
         return False
     # Blank, or empty: made, and then the run did not begin.
-    blank = _begins(path, bytes(len(slots._MAGIC))) or not os.lstat(path).st_size
-    return blank or _begins(path, slots._MAGIC)
+    blank = _begins(path, bytes(len(MAGIC))) or not os.lstat(path).st_size
+    return blank or _begins(path, MAGIC)
 
 
 def _begins(path: Path, start: bytes) -> bool:

@@ -25,11 +25,11 @@ def aligned_memory(size: int) -> Tensor:
 class SwapFile:
     """Attributes: path; block, its superblock; size in bytes.
 
-    Holds a shared lock until `close()`: other readers may too, but no run starts on it meanwhile.
+    Holds a shared lock until `close()`: other readers may too, but no run starts on it meanwhile. `exclusive`: alone.
     Raises: PathError, PathInUseError (a live run), CorruptionError, ResumeError (a newer version's), TierIOError.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, exclusive: bool = False) -> None:
         self.path = str(path)
         self._fd = _open(self.path)
         try:
@@ -37,7 +37,7 @@ class SwapFile:
             if not stat.S_ISREG(info.st_mode):
                 raise PathError(errno.EINVAL, "is no regular file", self.path)
             self.size = info.st_size
-            _lock(self._fd, self.path)
+            _lock(self._fd, self.path, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
             page = memoryview(aligned_memory(PAGE_BYTES).numpy().data)
             self.block = parse_superblock(bytes(page[: self.read(page, 0)]), self.path)
         except BaseException:
@@ -80,9 +80,9 @@ def _open(path: str) -> int:
         raise PathError(error.errno, f"cannot open the swap file: {error.strerror}", path) from error
 
 
-def _lock(fd: int, path: str) -> None:
+def _lock(fd: int, path: str, how: int) -> None:
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
             raise PathError(error.errno, f"cannot be locked: {error.strerror}", path) from error

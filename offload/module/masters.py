@@ -7,12 +7,14 @@ of streamed parameters), and refused elsewhere. And a commit holds the parameter
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
+from offload.checkpoint.moves import Move
 from offload.errors import StaleParameterError
 from offload.layout import Chunk, Layout, Piece
 from offload.module.parameters import Parameters, line_of
@@ -109,6 +111,55 @@ class Masters:
 
     def _on_device(self, chunk: Chunk) -> Tensor:
         return self._parameters.flats[chunk.flat][chunk.start : chunk.start + chunk.numel]
+
+    @torch.no_grad()
+    def take_over(self, sources: Iterable[tuple[Sequence[Move], Mapping[str, Tensor]]], step: int) -> None:
+        """Makes states and parameters those of a commit in another layout, which come in any order, each element once.
+
+        Args: sources: for each committed slot its states (fp32, whole) and what of them goes where, by target.
+        A chunk stays in RAM until it is complete, unless its buffer is needed for others.
+        """
+        missing = [sum(piece.numel for piece in chunk.pieces) for chunk in self._layout.chunks]
+        for moves, states in sources:
+            for target, group in groupby(moves, key=lambda move: move.target):
+                with ExitStack() as leases:
+                    lease = leases.enter_context(self._store.lease(target, step=step))
+                    copies = self._own_copies(leases, target, step)
+                    held = [lease] if copies is None else [lease, copies]
+                    for move in group:
+                        self._place(lease, copies, move, states)
+                        missing[target] -= move.numel
+                    for one in held:
+                        one.dirty, one.is_unfinished = True, missing[target] > 0
+        assert not any(missing)
+        self._parameters.written_here(range(len(self._parameters.params)))
+        self._before.clear()
+
+    def _own_copies(self, leases: ExitStack, chunk: int, step: int) -> Lease | None:
+        """The streamed parameters of a chunk; None where they are on the device."""
+        if self._streamed is None:
+            return None
+        return leases.enter_context(self._streamed.lease(chunk, step=step))
+
+    def _place(self, lease: Lease, copies: Lease | None, move: Move, states: Mapping[str, Tensor]) -> None:
+        """Copies one stretch of committed states, and makes the parameters of it."""
+        chunk = self._layout.chunks[move.target]
+        flat = self._parameters.flats[chunk.flat]
+        into = slice(move.target_start, move.target_start + move.numel)
+        found = {kind: values[move.source_start : move.source_start + move.numel] for kind, values in states.items()}
+        for kind, state in lease.states().items():
+            if state.dtype is torch.float32:
+                state[into].copy_(found[kind])
+        if lease.master.dtype is torch.int16:
+            whole, low, exp_avg_sq = found["master"], lease.master[into], lease.exp_avg_sq[into]
+            for start in range(0, move.numel, BLOCK):
+                at = slice(start, min(start + BLOCK, move.numel))
+                copy = torch.empty(at.stop - at.start, dtype=torch.bfloat16, device="cpu")
+                self._kernels.split(whole[at], low[at], exp_avg_sq[at], copy)
+        if copies is not None:
+            copies.arrays[0].view(flat.dtype)[into].copy_(found["master"])
+        else:
+            flat[chunk.start + into.start : chunk.start + into.stop].copy_(found["master"])
 
     @torch.no_grad()
     def before_loading(self, params: Iterable[nn.Parameter]) -> None:

@@ -93,10 +93,11 @@ class Placement:
         )
 
 
-def place(layout: Layout, config: Config, *, direct: bool) -> Placement:
+def place(layout: Layout, config: Config, *, direct: bool, beside: int = 0) -> Placement:
     """Decides which chunks stay in RAM.
 
-    Args: direct: whether the model's device is the CPU, so that copies need no buffers.
+    Args: direct: whether the model's device is the CPU, so that copies need no buffers; beside: bytes to leave free for
+    reading a commit in another layout.
     Raises: ConfigError; BudgetError naming what is needed, what is there and the option that would fix it.
     """
     if config.grad_tier == "nvme" and config.param_tier == "device" and not direct:
@@ -106,7 +107,7 @@ def place(layout: Layout, config: Config, *, direct: bool) -> Placement:
     budget = free_memory() // 2 // config.ranks_on_node if given is None else given
     records = records_of(layout, split_master=config.split_master)
     sizes = [record.nbytes for record in records]
-    fixed = _fixed_bytes(layout, config, direct=direct)
+    fixed = _fixed_bytes(layout, config, direct=direct) + beside
     if config.tier == "cpu":
         if fixed + sum(sizes) > budget:
             raise _too_small(fixed + sum(sizes), budget, given, 'or tier="nvme" with a path')
@@ -118,10 +119,10 @@ def place(layout: Layout, config: Config, *, direct: bool) -> Placement:
         kept, in_flight = _keep_and_stream(sizes, budget - fixed, config.in_flight)
     streamed = [size for chunk, size in enumerate(sizes) if chunk not in kept]
     kept_bytes, largest = sum(sizes) - sum(streamed), max(streamed, default=0)
-    arena_bytes = fixed + kept_bytes + in_flight * largest
+    arena_bytes = fixed - beside + kept_bytes + in_flight * largest
     filled = kept_bytes + (in_flight * sum(streamed) / len(streamed) if streamed else 0)
     read, written = _moved_beside(layout, config)
-    if given is not None and arena_bytes > (free := free_memory()):
+    if given is not None and arena_bytes + beside > (free := free_memory()):
         other = ', and tier="nvme" with a path' if config.tier == "cpu" else ""
         raise BudgetError(
             f"{format_bytes(arena_bytes)} of RAM would be used and {format_bytes(free)} are free: "

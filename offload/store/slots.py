@@ -21,9 +21,7 @@ import contextlib
 import errno
 import json
 import os
-import re
 import secrets
-import stat
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +38,7 @@ from offload.errors import CorruptionError, PathError, ResumeError
 from offload.io.engine import IOEngine, IOFile, IOFuture
 from offload.sizes import PAGE_BYTES, round_up
 from offload.store.claim import first_page, lock, page, reserve
+from offload.store.directories import ASIDE, MAGIC, SUPERBLOCK, check_directory, swap_name
 from offload.timeline import Event, Timeline, drive_lanes
 
 FORMAT = 1
@@ -49,13 +48,6 @@ WHOLE = (4, 4, 4)
 SPLIT = (2, 4, 4)
 """The same with a split master: its upper half is the 16-bit parameter, which is in RAM anyway."""
 _DTYPES = {2: torch.int16, 4: torch.float32}
-SWAP_NAME = "offload-rank0.swap"
-"""Of the first rank, or the only one; `swap_name` of the others."""
-COMMIT_NAME = "COMMIT"
-
-_MANIFEST = re.compile(r"manifest-[0-9a-f]{32}-\d+-rank\d+\.json")
-_MAGIC = b"offload swap\n\0\0\0"
-_SUPERBLOCK = struct.Struct("<16sIIQ")
 _HEADER = struct.Struct("<8sI16sQQQQ")  # magic, format, run id, chunk, step, elements, checksum of the payload
 _HEADER_MAGIC = b"off slot"
 _CHECKSUM = struct.Struct("<Q")
@@ -87,64 +79,10 @@ class Record(NamedTuple):
         return [buffer[start:end].view(_DTYPES[itemsize]) for itemsize, start, end in self.ranges()]
 
 
-def swap_name(rank: int) -> str:
-    """The swap file's: each rank has its own, so that a directory can be shared."""
-    return f"offload-rank{rank}.swap"
-
-
 def file_bytes(records: Sequence[Record], places: int, committed: int | None = None) -> int:
     """Bytes of the swap file. Args: committed: how many records, the first ones, have all the places; None: all."""
     both = records if committed is None else records[:committed]
     return PAGE_BYTES + sum(record.nbytes for record in records) + (places - 1) * sum(record.nbytes for record in both)
-
-
-def check_directory(path: Path, *, resumes: bool = False) -> None:
-    """Whether `path` is, or can be made, the directory of a run; writes nothing.
-
-    Args: resumes: whether it may hold a commit.
-
-    Raises: PathError, ResumeError.
-    """
-    try:
-        mode = os.lstat(path).st_mode
-    except FileNotFoundError:
-        parent = path.parent
-        if not parent.is_dir():
-            raise PathError(
-                errno.ENOENT, "the directory to make it in does not exist: make it first", str(path)
-            ) from None
-        if not os.access(parent, os.W_OK | os.X_OK):
-            raise PathError(errno.EACCES, "its parent directory is not writable", str(path)) from None
-        return
-    except OSError as error:
-        raise PathError(error.errno, f"cannot be looked at: {error.strerror}", str(path)) from error
-    if stat.S_ISLNK(mode):
-        raise PathError(errno.ELOOP, f"is a symlink: give the directory itself, {os.path.realpath(path)}", str(path))
-    if not stat.S_ISDIR(mode):
-        raise PathError(errno.ENOTDIR, "is not a directory: give a directory for the swap files", str(path))
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise PathError(errno.EACCES, "is not writable", str(path))
-    if not resumes and holds_commit(path):
-        raise ResumeError(
-            f"{path} holds a committed run: give resume=True to continue it, choose another path, or remove it with "
-            f"`offload remove {path}`"
-        )
-
-
-def holds_commit(path: Path) -> bool:
-    """Whether a committed run has a file here. Its COMMIT record lies with the first of its files only."""
-    if os.path.lexists(path / COMMIT_NAME):
-        return True
-    try:
-        if not any(map(_MANIFEST.fullmatch, os.listdir(path))):
-            return False
-        # O_NONBLOCK: a FIFO put in the file's place must not hang us.
-        with open(os.open(path / SWAP_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            magic, _, length, _ = _SUPERBLOCK.unpack(file.read(_SUPERBLOCK.size))
-            known = json.loads(file.read(min(length, PAGE_BYTES)))
-        return bool(magic == _MAGIC and known["stripe"][0])
-    except (OSError, ValueError, TypeError, LookupError, struct.error):
-        return False
 
 
 class SlotFile:
@@ -153,7 +91,8 @@ class SlotFile:
     Args: directory: made with mode 0700 if missing; records: what each chunk of the run holds; places: slots a
     chunk; held: the chunks that lie here (None: all); run_id: 16 bytes, the same in all files of a run; stripe: which
     of the rank's files this is, of how many; committed: how many of the chunks, the first ones, are committed and have
-    all the places; None: this run does not commit; resumes: the file is there, with this very superblock; rank: whose.
+    all the places; None: this run does not commit; resumes: the file is there, with this very superblock; rank: whose;
+    is_aside: the directory may hold the run that this one continues, so it lies beside its name until `took_place`.
     Raises: PathError, PathInUseError, BudgetError (disk space), ResumeError. Nothing of another run is lost then.
     """
 
@@ -171,8 +110,9 @@ class SlotFile:
         resumes: bool = False,
         timeline: Timeline | None = None,
         rank: int = 0,
+        is_aside: bool = False,
     ) -> None:
-        check_directory(directory, resumes=resumes)
+        check_directory(directory, resumes=resumes or is_aside)
         self._records = tuple(records)
         self._held = tuple(range(len(self._records)) if held is None else held)
         self._committed = committed
@@ -187,7 +127,9 @@ class SlotFile:
         self._timeline = timeline or Timeline()
         self._reads, self._writes, self._checksums = drive_lanes(stripe[0])
         self._run_id = run_id or new_run_id()
-        path = directory / swap_name(rank)
+        self._place = directory / swap_name(rank)
+        self._is_left = is_aside
+        path = self._place.with_name(self._place.name + ASIDE) if is_aside else self._place
         with ExitStack() as undo:
             if _made(directory):
                 undo.callback(_remove_if_empty, directory)
@@ -282,9 +224,24 @@ class SlotFile:
         """Makes durable what was written before; see IOEngine.sync."""
         return self._engine.sync(self._file)
 
+    def keep(self) -> None:
+        """From now on a commit may name this file: it is not removed, wherever it lies."""
+        self._is_left = False
+
+    def took_place(self) -> None:
+        """It has been given the name of the file beside which it was made."""
+        self._file.path = str(self._place)
+
     def close(self) -> None:
-        """Waits for what is being sealed or checked. The engine's `close` frees the lock."""
+        """Waits for what is being sealed or checked. The engine's `close` frees the lock.
+
+        A file that is still beside another one, and was not kept, is removed: nobody could ever use it.
+        """
         self._sealer.shutdown(wait=True)
+        if self._is_left:
+            self._is_left = False
+            with contextlib.suppress(OSError):
+                os.unlink(self._file.path)
 
     def abandon(self) -> None:
         """Closes, and takes back what was made: for a run that did not begin."""
@@ -321,11 +278,11 @@ class SlotFile:
             chunks["itemsizes"] = [record.itemsizes for record in records]
         known = {"run_id": self._run_id.hex(), "places": places, "stripe": stripe, "commits": commits}
         text = json.dumps(known | {"chunks": chunks}).encode()
-        if _SUPERBLOCK.size + len(text) > PAGE_BYTES:
+        if SUPERBLOCK.size + len(text) > PAGE_BYTES:
             digest = xxhash.xxh3_64_hexdigest(json.dumps(chunks).encode())
             text = json.dumps(known | {"chunks": {"xxh3": digest}}).encode()
         block = page()
-        head = _SUPERBLOCK.pack(_MAGIC, FORMAT, len(text), xxhash.xxh3_64_intdigest(text))
+        head = SUPERBLOCK.pack(MAGIC, FORMAT, len(text), xxhash.xxh3_64_intdigest(text))
         block[: len(head) + len(text)] = head + text
         return block
 
@@ -390,7 +347,7 @@ def _remove_if_empty(directory: Path) -> None:
 def _require_ours(file: IOFile) -> None:
     """An empty or blank file is new; one with our magic was left by a run that committed nothing, and is reused."""
     start = first_page(file)
-    if start[: len(_MAGIC)] != _MAGIC and any(start):
+    if start[: len(MAGIC)] != MAGIC and any(start):
         raise PathError(errno.EEXIST, "is no swap file of this library: move it, or choose another path", file.path)
 
 

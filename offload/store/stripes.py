@@ -9,7 +9,8 @@ from pathlib import Path
 from torch import Tensor
 
 from offload.io.engine import IOEngine, IOFuture
-from offload.store.slots import Record, SlotFile, check_directory, new_run_id
+from offload.store.directories import check_directory
+from offload.store.slots import Record, SlotFile, new_run_id
 from offload.timeline import Timeline
 
 
@@ -34,7 +35,7 @@ class Stripes:
 
     Args: directories: one or more, all different; weights: their bandwidths; records: what each chunk holds; kept:
     those that seldom move; places, committed: as SlotFile; resumed: the files of this run are there: its id, and the
-    path of each committed chunk; rank: whose.
+    path of each committed chunk; rank: whose; is_aside: this run continues another one in files of its own.
     Attributes: run_id, 16 bytes; chosen: the number of each chunk's directory.
     Raises: as SlotFile, naming the directory; then nothing is left behind in any of them.
     """
@@ -52,9 +53,10 @@ class Stripes:
         committed: int | None = None,
         resumed: tuple[bytes, Sequence[int]] | None = None,
         rank: int = 0,
+        is_aside: bool = False,
     ) -> None:
         for directory in directories:
-            check_directory(directory, resumes=resumed is not None)
+            check_directory(directory, resumes=is_aside or resumed is not None)
         chosen = assign([record.nbytes for record in records], weights)
         if resumed is not None:
             chosen[: len(resumed[1])] = resumed[1]
@@ -80,6 +82,7 @@ class Stripes:
                     resumes=resumed is not None,
                     timeline=timeline,
                     rank=rank,
+                    is_aside=is_aside,
                 )
                 undo.callback(file.abandon)
                 self._files.append(file)
@@ -107,6 +110,16 @@ class Stripes:
         """Makes durable, in all files, what was written before. Raises: TierIOError; nothing after that is trusted."""
         for future in [file.sync() for file in self._files]:
             future.result()
+
+    def keep(self) -> None:
+        """See SlotFile.keep."""
+        for file in self._files:
+            file.keep()
+
+    def took_place(self) -> None:
+        """See SlotFile.took_place."""
+        for file in self._files:
+            file.took_place()
 
     def close(self) -> None:
         for file in self._files:

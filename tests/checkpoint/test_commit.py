@@ -27,7 +27,7 @@ from offload.checkpoint.commit import (
 from offload.checkpoint.files import Files
 from offload.checkpoint.manifest import Digest, Manifest
 from offload.errors import ConfigError, CorruptionError, OffloadError, PathError, ResumeError, TierIOError
-from offload.store.slots import COMMIT_NAME
+from offload.store.directories import COMMIT_NAME
 from tests.support.committed import RUN, STEP, manifest_of
 from tests.support.simulated_files import PowerCut, SimulatedFiles
 

@@ -12,10 +12,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from offload.checkpoint import places as places_of_runs
 from offload.checkpoint import reader as reading
 from offload.checkpoint.blocks import committed_slots, described_chunks, parse_header, parse_superblock
 from offload.checkpoint.commit import Commit, read_commit, write_commit, write_manifest
 from offload.checkpoint.export import export
+from offload.checkpoint.files import Files
 from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.reader import Reader, swap_name
 from offload.checkpoint.weights import entries
@@ -31,7 +33,8 @@ from offload.errors import (
 from offload.io.threads import ThreadEngine
 from offload.sizes import PAGE_BYTES
 from offload.store.arena import Arena
-from offload.store.slots import STATE_KINDS, SWAP_NAME, Record, SlotFile, file_bytes
+from offload.store.directories import SWAP_NAME
+from offload.store.slots import STATE_KINDS, Record, SlotFile, file_bytes
 from tests.support.committed import FLATS, PARAMETERS, RUN, STEP, header, manifest_of, superblock, value_of, write_run
 
 
@@ -382,14 +385,14 @@ def test_a_commit_between_record_and_manifest_is_followed(places: list[Path], mo
     made = write_run(places[:1])[0]
     later = dataclasses.replace(made, step=STEP + 1)
 
-    def slow(directory: Path) -> Commit | None:
-        found = read_commit(directory)
+    def slow(directory: Path, files: Files) -> Commit | None:
+        found = read_commit(directory, files)
         if found and found.step == STEP:
             write_commit(directory, Commit(RUN, STEP + 1, (write_manifest(directory, later),)))
             (directory / f"manifest-{RUN}-{STEP}-rank0.json").unlink()
         return found
 
-    monkeypatch.setattr(reading, "read_commit", slow)
+    monkeypatch.setattr(places_of_runs, "read_commit", slow)
     assert Reader(places[:1]).commit.step == STEP + 1
 
 

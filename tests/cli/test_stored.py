@@ -16,7 +16,7 @@ from offload import OffloadZero
 from offload.checkpoint.blocks import committed_slots
 from offload.checkpoint.reader import Reader
 from offload.cli.main import app
-from offload.store.slots import SWAP_NAME
+from offload.store.directories import SWAP_NAME
 
 
 def call(*args: object, typed: str = "") -> Result:

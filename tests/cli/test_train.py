@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 import offload
 from offload.cli import loop, text
 from offload.cli.main import app
-from offload.store.slots import SWAP_NAME
+from offload.store.directories import SWAP_NAME
 
 FIELDS = {
     "loss_first", "loss_last", "val_loss_first", "val_loss_last", "tokens_per_s", "step_s", "wait_nvme_s",

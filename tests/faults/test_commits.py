@@ -31,7 +31,7 @@ from offload.errors import (
 )
 from offload.io.engine import IOFile, IOFuture
 from offload.planner.placement import slot_records
-from offload.store.slots import COMMIT_NAME, SWAP_NAME
+from offload.store.directories import COMMIT_NAME, SWAP_NAME
 from tests.faults.conftest import Make, Tiny, assert_same, backward, bits, one_step
 from tests.support.faulty_engine import FaultyEngine, resolved
 from tests.support.processes import ROOT
@@ -58,8 +58,10 @@ def some_steps(model: Tiny, optimizer: OffloadZero) -> None:
 # Kills.
 
 
-def kill(tmp_path: Path, kills: int, paths: int, seed: int) -> None:
+def kill(tmp_path: Path, kills: int, paths: int, seed: int, *, layouts: bool = False) -> None:
+    """Args: layouts: every start is in other chunks, on another choice of the paths."""
     command = [sys.executable, "-m", "tests.support.killed", str(seed), str(kills), str(tmp_path), str(paths)]
+    command += ["layouts"] if layouts else []
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60 + 5 * kills)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -17,7 +17,8 @@ from offload.errors import BudgetError, CorruptionError, PathError, PathInUseErr
 from offload.io.threads import ThreadEngine
 from offload.sizes import MIB, PAGE_BYTES
 from offload.store.arena import Arena
-from offload.store.slots import COMMIT_NAME, SWAP_NAME, Record, SlotFile, check_directory, file_bytes
+from offload.store.directories import COMMIT_NAME, SWAP_NAME, check_directory
+from offload.store.slots import Record, SlotFile, file_bytes
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.processes import open_files, start_python
 from tests.support.records import records

@@ -16,7 +16,8 @@ from offload.errors import BudgetError, PathInUseError
 from offload.io.threads import ThreadEngine
 from offload.sizes import PAGE_BYTES
 from offload.store.arena import Arena
-from offload.store.slots import SWAP_NAME, Record
+from offload.store.directories import SWAP_NAME
+from offload.store.slots import Record
 from offload.store.stripes import Stripes, assign
 from tests.support.records import records
 

@@ -20,6 +20,7 @@ from offload.checkpoint.reader import swap_name
 from offload.optim import reference
 from offload.sizes import PAGE_BYTES
 from offload.store import slots
+from offload.store.directories import MAGIC, SUPERBLOCK
 
 RUN = "0123456789abcdef" * 2
 STEP = 7
@@ -78,7 +79,7 @@ def superblock(manifest: Manifest, path: int, **changes: object) -> bytes:
 
 
 def superblock_of(text: bytes, version: int = slots.FORMAT) -> bytes:
-    head = slots._SUPERBLOCK.pack(slots._MAGIC, version, len(text), xxhash.xxh3_64_intdigest(text))
+    head = SUPERBLOCK.pack(MAGIC, version, len(text), xxhash.xxh3_64_intdigest(text))
     return (head + text).ljust(PAGE_BYTES, b"\0")
 
 

@@ -1,8 +1,8 @@
 """Training that is killed again and again, and the same training left alone.
 
-`python -m tests.support.killed SEED KILLS SCRATCH PATHS`: forks trainings, kills each at a random instant, and compares
-what the one that reaches the end has with an uninterrupted one. Forked before torch does anything: a start takes
-milliseconds.
+`python -m tests.support.killed SEED KILLS SCRATCH PATHS [layouts]`: forks trainings, kills each at a random instant,
+and compares what the one that reaches the end has with an uninterrupted one; with `layouts` each start is in another
+layout. Forked before torch does anything: a start takes milliseconds.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -36,21 +37,39 @@ def build() -> nn.Module:
     )
 
 
-def train(paths: list[Path], result: Path, steps: int = STEPS, every: int = 3) -> None:
+@dataclass
+class Layout:
+    """chunk: its bytes; resume: as OffloadZero has it."""
+
+    paths: list[Path]
+    chunk: str = "4KiB"
+    resume: str | list[Path] = "auto"
+
+
+def another(paths: list[Path], chance: random.Random) -> Layout:
+    """Other chunks, on some of `paths`, whichever the run lies on."""
+    chosen = chance.sample(paths, chance.randint(1, len(paths)))
+    begun = any((path / "COMMIT").exists() for path in paths)
+    return Layout(chosen, f"{4 * chance.randint(1, 8)}KiB", paths if begun else "auto")
+
+
+def train(layout: Layout, result: Path, steps: int = STEPS, every: int = 3) -> None:
     """Resumes or begins; writes the states after `steps` to `result`. Commits every second time by `commit_every`."""
     torch.set_num_threads(1)
     model = build()
     plain = torch.optim.AdamW(model.parameters(), lr=LR)
-    tuning = Tuning(chunk="4KiB", threads=1)
+    tuning = Tuning(chunk=layout.chunk, threads=1)
     budget = int(1.3 * least_cpu_memory(model, plain, accumulation=ACCUMULATION, tuning=tuning))
+    if layout.resume != "auto":
+        budget += 2 * 3 * (32 + 4) * 1024  # reads slots of the largest chunks
     with OffloadZero(
         model,
         plain,
-        path=paths,
+        path=layout.paths,
         cpu_memory=budget,
         accumulation=ACCUMULATION,
         commit_every=2 * every,
-        resume="auto",
+        resume=layout.resume,
         tuning=tuning,
     ) as optimizer:
         begun = 0 if optimizer.resumed is None else optimizer.resumed.step
@@ -78,14 +97,14 @@ def train(paths: list[Path], result: Path, steps: int = STEPS, every: int = 3) -
     save_file(found, str(result))
 
 
-def fork(paths: list[Path], result: Path) -> int:
+def fork(layout: Layout, result: Path) -> int:
     child = os.fork()
     if child:
         return child
     code = 1
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2) if os.environ.get("QUIET") else None
-        train(paths, result)
+        train(layout, result)
         code = 0
     except BaseException:
         traceback.print_exc(file=sys.stdout)
@@ -94,10 +113,10 @@ def fork(paths: list[Path], result: Path) -> int:
         os._exit(code)
 
 
-def finish(paths: list[Path], result: Path) -> float:
+def finish(layout: Layout, result: Path) -> float:
     """One training left alone; returns the seconds it took."""
     start = time.monotonic()
-    _, status = os.waitpid(fork(paths, result), 0)
+    _, status = os.waitpid(fork(layout, result), 0)
     if os.waitstatus_to_exitcode(status):
         raise SystemExit("an uninterrupted training failed")
     return time.monotonic() - start
@@ -110,18 +129,18 @@ def require_same(result: Path, expected: Path) -> None:
         raise SystemExit(f"a resumed training has other bits: {different}")
 
 
-def main(seed: int, kills: int, scratch: Path, count: int) -> None:
+def main(seed: int, kills: int, scratch: Path, count: int, layouts: bool) -> None:
     chance = random.Random(seed)
     expected = scratch / "expected.safetensors"
     alone = scratch / "alone"
-    whole_s = max(finish([alone], expected), 0.05)
+    whole_s = max(finish(Layout([alone]), expected), 0.05)
     done = resumed = rounds = 0
     while done < kills:
         rounds += 1
         paths = [scratch / f"round{rounds}-{number}" for number in range(count)]
         result = scratch / f"round{rounds}.safetensors"
         while done < kills:
-            child = fork(paths, result)
+            child = fork(another(paths, chance) if layouts else Layout(paths), result)
             time.sleep(chance.uniform(0, 0.6 * whole_s))
             os.kill(child, signal.SIGKILL)
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -130,13 +149,13 @@ def main(seed: int, kills: int, scratch: Path, count: int) -> None:
             if code == 0:
                 break
             done += 1
-            resumed += (paths[0] / "COMMIT").exists()
-        finish(paths, result)
+            resumed += any((path / "COMMIT").exists() for path in paths)
+        finish(another(paths, chance) if layouts else Layout(paths), result)
         require_same(result, expected)
         for path in paths:
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
     print(f"{done} kills, {resumed} of them after a commit, {rounds} rounds, {whole_s:.2f} s each")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5:] == ["layouts"])

@@ -1,0 +1,75 @@
+"""From one layout to another: which elements of which committed slot go where. Pure arithmetic.
+
+Parameters are found by their names, so units, their order, chunks, paths and ranks may all be different. The slots are
+in the order in which the first chunk that needs them stands, each once: where the order of the parameters is the same,
+chunks become complete one after the other.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from offload.checkpoint.manifest import Manifest
+from offload.layout import Chunk, Layout
+
+
+@dataclass(frozen=True)
+class Move:
+    """`numel` elements from `source_start` in a committed slot to `target_start` in chunk `target`."""
+
+    target: int
+    source_start: int
+    target_start: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Elements `start` to `stop` of a flat, in `chunk` of `rank`."""
+
+    start: int
+    stop: int
+    rank: int
+    chunk: int
+
+
+def moves(manifests: Sequence[Manifest], layout: Layout) -> dict[tuple[int, int], list[Move]]:
+    """By (rank, chunk) of a commit: what of it goes where in `layout`, by target. `manifests`: of all its ranks."""
+    stretches = _stretches(manifests)
+    starts = [[stretch.start for stretch in of_flat] for of_flat in stretches]
+    numbers = {param.name: number for number, param in enumerate(manifests[0].parameters)}
+    found: defaultdict[tuple[int, int], list[Move]] = defaultdict(list)
+    for chunk in layout.chunks:
+        for flat, begin, place, numel in _wanted(manifests[0], layout, chunk, numbers):
+            at = bisect_right(starts[flat], begin) - 1
+            end = begin + numel
+            while at < len(stretches[flat]) and stretches[flat][at].start < end:
+                source = stretches[flat][at]
+                first, last = max(begin, source.start), min(end, source.stop)
+                move = Move(chunk.index, first - source.start, place + first - begin, last - first)
+                found[source.rank, source.chunk].append(move)
+                at += 1
+    return dict(found)
+
+
+def _stretches(manifests: Sequence[Manifest]) -> list[list[Stretch]]:
+    """By flat: where it lies, in the order of its elements."""
+    found: list[list[Stretch]] = [[] for _ in manifests[0].flats]
+    for rank, manifest in enumerate(manifests):
+        for number, chunk in enumerate(manifest.chunks):
+            found[chunk.flat].append(Stretch(chunk.start, chunk.start + chunk.numel, rank, number))
+    for of_flat in found:
+        of_flat.sort(key=lambda stretch: stretch.start)
+    return found
+
+
+def _wanted(
+    committed: Manifest, layout: Layout, chunk: Chunk, numbers: dict[str, int]
+) -> Iterator[tuple[int, int, int, int]]:
+    """For each piece of `chunk`: the committed flat, where in it the piece begins, where in the chunk, elements."""
+    for piece in chunk.pieces:
+        flat, offset = committed.homes[numbers[layout.specs[piece.param].name]]
+        yield flat, offset + piece.param_offset, piece.chunk_offset, piece.numel

@@ -1,0 +1,88 @@
+"""The directories of a run: what the files in them are called, and whether a run may use one."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+import struct
+from pathlib import Path
+
+from offload.errors import PathError, ResumeError
+from offload.sizes import PAGE_BYTES
+
+ASIDE = ".new"
+"""Ends the name of a file that is beside the one whose place it is going to take."""
+SWAP_NAME = "offload-rank0.swap"
+"""Of the first rank, or the only one; `swap_name` of the others."""
+COMMIT_NAME = "COMMIT"
+
+MAGIC = b"offload swap\n\0\0\0"
+SUPERBLOCK = struct.Struct("<16sIIQ")
+"""How a swap file begins, see slots.py: magic, format, length and checksum of the text that follows."""
+
+_MANIFEST = re.compile(r"manifest-[0-9a-f]{32}-\d+-rank\d+\.json")
+
+
+def swap_name(rank: int) -> str:
+    """The swap file's: each rank has its own, so that a directory can be shared."""
+    return f"offload-rank{rank}.swap"
+
+
+def check_directory(path: Path, *, resumes: bool = False) -> None:
+    """Whether `path` is, or can be made, the directory of a run; writes nothing.
+
+    Args: resumes: whether it may hold a commit.
+
+    Raises: PathError, ResumeError.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        parent = path.parent
+        if not parent.is_dir():
+            raise PathError(
+                errno.ENOENT, "the directory to make it in does not exist: make it first", str(path)
+            ) from None
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise PathError(errno.EACCES, "its parent directory is not writable", str(path)) from None
+        return
+    except OSError as error:
+        raise PathError(error.errno, f"cannot be looked at: {error.strerror}", str(path)) from error
+    if stat.S_ISLNK(mode):
+        raise PathError(errno.ELOOP, f"is a symlink: give the directory itself, {os.path.realpath(path)}", str(path))
+    if not stat.S_ISDIR(mode):
+        raise PathError(errno.ENOTDIR, "is not a directory: give a directory for the swap files", str(path))
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise PathError(errno.EACCES, "is not writable", str(path))
+    if not resumes and holds_commit(path):
+        raise ResumeError(
+            f"{path} holds a committed run: give resume=True to continue it, choose another path, or remove it with "
+            f"`offload remove {path}`"
+        )
+
+
+def holds_commit(path: Path) -> bool:
+    """Whether a committed run has a file here. Its COMMIT record lies with the first of its files only."""
+    if os.path.lexists(path / COMMIT_NAME):
+        return True
+    try:
+        if not any(map(_MANIFEST.fullmatch, os.listdir(path))):
+            return False
+    except OSError:
+        return False
+    return _is_a_later_stripe(path / SWAP_NAME)
+
+
+def _is_a_later_stripe(path: Path) -> bool:
+    """Whether it is a swap file of this library and not the first one of its run."""
+    try:
+        # O_NONBLOCK: a FIFO put in the file's place must not hang us.
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            magic, _, length, _ = SUPERBLOCK.unpack(file.read(SUPERBLOCK.size))
+            known = json.loads(file.read(min(length, PAGE_BYTES)))
+        return bool(magic == MAGIC and known["stripe"][0])
+    except (OSError, ValueError, TypeError, LookupError, struct.error):
+        return False

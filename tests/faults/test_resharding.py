@@ -1,0 +1,317 @@
+"""A run that is resumed in another layout: cut off anywhere, one of the two commits is there, whole."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from offload import OffloadZero, Tuning
+from offload.checkpoint import places as placing
+from offload.checkpoint import reader as reading
+from offload.checkpoint.blocks import committed_slots
+from offload.checkpoint.files import LocalFiles
+from offload.checkpoint.reader import Reader
+from offload.errors import BudgetError, CorruptionError, PathInUseError, ResumeError
+from offload.planner import least_cpu_memory
+from offload.store.directories import COMMIT_NAME, SWAP_NAME
+from tests.faults.conftest import SMALL, Make, Tiny, assert_same, bits, one_step
+from tests.faults.test_commits import committed, flip, kill
+from tests.support.simulated_files import PowerCut
+
+LARGER = Tuning(chunk="12KiB", threads=1)
+
+
+def names(folder: Path) -> set[str]:
+    return {file.name for file in folder.iterdir()}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+# Cut off.
+
+
+class Counted(LocalFiles):
+    """The files of this machine, until an operation in whose place the process ends."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def spend(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise PowerCut
+
+    def create(self, path: Path) -> int:
+        self.spend()
+        return super().create(path)
+
+    def sync(self, fd: int) -> None:
+        self.spend()
+        super().sync(fd)
+
+    def rename(self, old: Path, new: Path) -> None:
+        self.spend()
+        super().rename(old, new)
+
+    def remove(self, path: Path) -> None:
+        self.spend()
+        super().remove(path)
+
+    def sync_directory(self, path: Path) -> None:
+        self.spend()
+        super().sync_directory(path)
+
+
+def system(act: Callable[[str], bool]) -> SimpleNamespace:
+    """The module os as places.py sees it, in which a rename or a removal happens if `act` says so."""
+
+    def rename(old: Path, new: Path) -> None:
+        if act("rename"):
+            os.rename(old, new)
+
+    def unlink(path: Path) -> None:
+        if act("unlink"):
+            os.unlink(path)
+
+    return SimpleNamespace(**{**vars(os), "rename": rename, "unlink": unlink})
+
+
+@contextmanager
+def cut_off(monkeypatch: pytest.MonkeyPatch, left: int) -> Iterator[Counted]:
+    files = Counted(left)
+
+    def act(_: str) -> bool:
+        files.spend()
+        return True
+
+    # A file that is beside another one is removed when a run ends in order; a process that is killed removes nothing.
+    def close(file: Any) -> None:
+        file._sealer.shutdown(wait=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("offload.checkpointing.FILES", files)
+        patch.setattr(placing, "os", system(act))
+        patch.setattr("offload.store.slots.SlotFile.close", close)
+        yield files
+
+
+def resume_in(folder: Path, path: list[str], tuning: Tuning, **more: Any) -> tuple[Tiny, OffloadZero]:
+    model = Tiny()
+    given: dict[str, Any] = {"commit_every": 0, "resume": [folder / name for name in "ab"]} | more
+    return model, OffloadZero(model, path=[folder / name for name in path], tuning=tuning, **given)
+
+
+@pytest.mark.parametrize(("before", "after"), [("a", "a"), ("a", "ab"), ("ab", "b"), ("ab", "ba")])
+def test_cut_off_at_any_operation_one_of_the_two_commits_is_there(
+    before: str, after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = tmp_path / "first"
+    first.mkdir()
+    model = Tiny()
+    with OffloadZero(model, path=[first / name for name in before], tuning=SMALL, commit_every=0) as optimizer:
+        for step in range(2):
+            one_step(model, optimizer, step)
+        optimizer.commit({"seen": 2})
+        expected = bits(model, optimizer)
+    seen = set()
+    for left in range(200):
+        folder = tmp_path / f"cut{left}"
+        shutil.copytree(first, folder)
+        with cut_off(monkeypatch, left) as files, suppress(PowerCut):
+            resume_in(folder, [*after], LARGER)[1].close()
+        with Reader([folder / name for name in "ab"]) as reader:
+            seen.add((reader.commit.replaces is None, files.left < 0))
+        wanted = ([*before], SMALL) if left % 2 else ([*after], LARGER)
+        again, optimizer = resume_in(folder, *wanted)
+        assert optimizer.resumed == (2, {"seen": 2})
+        assert_same(expected, bits(again, optimizer))
+        optimizer.close()
+        assert not [name for place in folder.iterdir() for name in names(place) if name.endswith(".new")]
+        assert len([place for place in folder.iterdir() if (place / COMMIT_NAME).exists()]) == 1
+        shutil.rmtree(folder)
+        if files.left >= 0:
+            break
+    assert seen == {(True, True), (False, True), (False, False)}
+
+
+@pytest.mark.parametrize(("before", "after"), [("a", "a"), ("ab", "b"), ("ab", "ba")])
+def test_clearing_up_may_be_lost_in_any_part(
+    before: str, after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What follows the decision, without the removal of the record that no longer counts, is in no order."""
+    first = tmp_path / "first"
+    first.mkdir()
+    model = Tiny()
+    with OffloadZero(model, path=[first / name for name in before], tuning=SMALL, commit_every=0) as optimizer:
+        one_step(model, optimizer)
+        optimizer.commit({"seen": 1})
+        expected = bits(model, optimizer)
+    for seed in range(12):
+        folder = tmp_path / f"lost{seed}"
+        shutil.copytree(first, folder)
+        chance = random.Random(seed)
+
+        class Losing(LocalFiles):
+            def remove(self, path: Path, chance: random.Random = chance) -> None:
+                if path.name == COMMIT_NAME or path.name.endswith(".new") or chance.random() < 0.5:
+                    super().remove(path)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("offload.checkpointing.FILES", Losing())
+            patch.setattr(placing, "os", system(lambda _, chance=chance: chance.random() < 0.5))
+            resume_in(folder, [*after], LARGER)[1].close()
+        again, optimizer = resume_in(folder, [*after], LARGER)
+        assert optimizer.resumed == (1, {"seen": 1})
+        assert_same(expected, bits(again, optimizer))
+        optimizer.close()
+        used = [folder / name for name in after]
+        left = {file.name for place in folder.iterdir() for file in place.iterdir() if place not in used}
+        assert not left
+        assert all(len(names(place)) == 2 + (place / COMMIT_NAME).exists() for place in used)
+
+
+def test_killed_at_any_instant_in_ever_other_layouts(tmp_path: Path) -> None:
+    kill(tmp_path, 8, 3, seed=5, layouts=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_hundred_kills_in_ever_other_layouts(tmp_path: Path) -> None:
+    kill(tmp_path, 100, 3, seed=6, layouts=True)
+
+
+# Nothing of the old commit is touched before.
+
+
+def test_the_old_commit_is_untouched_until_the_new_one_decides(
+    make: Make, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    committed(make)[1].close()
+    before = contents(path)
+    seen: list[bool] = []
+
+    class Looking(LocalFiles):
+        def rename(self, old: Path, new: Path) -> None:
+            found = contents(path)
+            seen.append(all(found[name] == data for name, data in before.items()))
+            super().rename(old, new)
+
+    monkeypatch.setattr("offload.checkpointing.FILES", Looking())
+    make(Tiny(), commit_every=0, resume=True, tuning=LARGER, cpu_memory="1MiB").close()
+    assert seen == [True, True]
+    assert not before.keys() - {COMMIT_NAME, SWAP_NAME} & contents(path).keys()
+
+
+def test_too_little_disk_for_both_is_refused_before_anything_is_written(
+    make: Make, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = committed(make)
+    expected = bits(model, optimizer)
+    optimizer.close()
+    before = contents(path)
+    real = os.fstatvfs
+
+    def small(fd: int) -> Any:
+        found = real(fd)
+        return SimpleNamespace(f_bavail=20, f_frsize=4096, f_bsize=found.f_bsize)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("offload.store.claim.os.fstatvfs", small)
+        with pytest.raises(BudgetError) as caught:
+            make(Tiny(), commit_every=0, resume=True, tuning=LARGER, cpu_memory="1MiB")
+    assert caught.value.available == 20 * 4096 < caught.value.needed
+    assert contents(path) == before
+    again = Tiny()
+    assert_same(expected, bits(again, make(again, commit_every=0, resume=True)))
+
+
+def test_what_reading_needs_is_within_the_budget(make: Make, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two slots of the old layout, which are not there yet when the arena is made."""
+    committed(make, tuning=LARGER, cpu_memory="1MiB")[1].close()
+    with Reader([path]) as reader:
+        reading_bytes = reader.slots_bytes()
+    least = least_cpu_memory(Tiny(), tuning=SMALL)
+    held: list[int] = []
+    aligned = reading.aligned_memory
+    monkeypatch.setattr(reading, "aligned_memory", lambda size: held.append(size) or aligned(size))
+    with pytest.raises(BudgetError, match="cpu_memory"):
+        make(Tiny(), commit_every=0, resume=True, cpu_memory=least + reading_bytes - 1)
+    optimizer = make(Tiny(), commit_every=0, resume=True, cpu_memory=least + reading_bytes)
+    assert sum(held) <= reading_bytes
+    assert sum(held) + optimizer.stats()["peak_cpu_bytes"] <= least + reading_bytes
+
+
+@pytest.mark.parametrize("chunk", [0, 4])
+def test_a_corrupt_slot_is_found_and_nothing_new_is_left(make: Make, path: Path, chunk: int) -> None:
+    committed(make)[1].close()
+    with Reader([path]) as reader:
+        slot = committed_slots(reader.manifests[0])[chunk]
+    flip(path / SWAP_NAME, slot.offset + 4096 + 5)
+    before = contents(path)
+    with pytest.raises(CorruptionError) as caught:
+        make(Tiny(), commit_every=0, resume=True, tuning=LARGER, cpu_memory="1MiB")
+    assert (caught.value.chunk, caught.value.offset) == (chunk, slot.offset)
+    assert contents(path) == before
+
+
+# Whose the directories are.
+
+
+def test_a_live_run_is_not_resumed_elsewhere(make: Make, path: Path, tmp_path: Path) -> None:
+    model, optimizer = committed(make)
+    before = contents(path)
+    for place in (path, tmp_path / "other"):
+        with pytest.raises(PathInUseError):
+            make(Tiny(), path=place, commit_every=0, resume=[path], tuning=LARGER, cpu_memory="1MiB")
+        assert contents(path) == before
+    one_step(model, optimizer)
+
+
+def test_a_run_that_reads_a_commit_holds_it(make: Make, path: Path, tmp_path: Path) -> None:
+    committed(make)[1].close()
+    live = make(Tiny(), commit_every=None, resume=True, tuning=LARGER, cpu_memory="1MiB")
+    with pytest.raises(PathInUseError):
+        make(Tiny(), commit_every=0, resume=True)
+    live.close()
+    make(Tiny(), commit_every=0, resume=True)
+
+
+def test_a_directory_of_another_committed_run_is_refused(make: Make, path: Path, tmp_path: Path) -> None:
+    committed(make)[1].close()
+    pair = [tmp_path / "c", tmp_path / "d"]
+    committed(make, path=pair)[1].close()
+    before = contents(tmp_path)
+    for other in pair:
+        with pytest.raises(ResumeError, match=r"several runs|another committed run"):
+            make(Tiny(), path=[path, other], commit_every=0, resume=True)
+    assert contents(tmp_path) == before
+
+
+def test_a_directory_of_the_run_that_is_not_named_is_missed(make: Make, path: Path, tmp_path: Path) -> None:
+    committed(make, path=[path, tmp_path / "second"])[1].close()
+    before = contents(tmp_path)
+    with pytest.raises(ResumeError, match="directory 1 of the 2"):
+        make(Tiny(), commit_every=0, resume=True)
+    assert contents(tmp_path) == before
+
+
+def test_what_a_crash_left_beside_the_commit_is_removed(make: Make, path: Path) -> None:
+    model, optimizer = committed(make)
+    expected = bits(model, optimizer)
+    optimizer.close()
+    (path / f"{SWAP_NAME}.new").write_bytes(bytes(4096))
+    (path / "offload-rank7.swap.new").write_text("not ours")
+    again = Tiny()
+    assert_same(expected, bits(again, make(again, commit_every=0, resume=True)))
+    assert "offload-rank7.swap.new" in names(path)
+    assert f"{SWAP_NAME}.new" not in names(path)
