@@ -77,6 +77,8 @@ class Parts:
             "gathered_bytes": counted("gathered_bytes"),
             "peak_cpu_bytes": self.arena.used,
             "cpu_budget_bytes": placement.budget_bytes,
+            "peak_device_bytes": self.parameters.peak_bytes + placement.resident_bytes,
+            "device_budget_bytes": placement.device_budget_bytes,
             "arena_utilisation": placement.utilisation,
             "disk_bytes": placement.disk_bytes,
             **{name: seconds(name) for name in _SPANS},

@@ -84,6 +84,10 @@ class Config:
     units: tuple[str | type[nn.Module], ...] | None = None
     origins: tuple[Path, ...] = ()
     """Directories of the run to resume that are not among `paths`."""
+    device_memory: int | None = None
+    # Whether their tiers are those of what fits, see planner/choice.py.
+    chooses_params: bool = False
+    chooses_grads: bool = False
 
     @property
     def places(self) -> int:
@@ -101,6 +105,7 @@ def check(
     tier: str | None = None,
     path: PathLike | Sequence[PathLike] | None = None,
     cpu_memory: int | str | None = None,
+    device_memory: int | str | None = None,
     compute_dtype: torch.dtype = torch.bfloat16,
     keep_fp32: Iterable[nn.Module | type[nn.Module]] = (),
     accumulation: int = 1,
@@ -133,6 +138,7 @@ def check(
         tier=chosen,
         paths=directories,
         cpu_memory=None if cpu_memory is None else parse_bytes(cpu_memory, "cpu_memory"),
+        device_memory=None if device_memory is None else parse_bytes(device_memory, "device_memory"),
         compute_dtype=compute_dtype,
         keep_fp32=_modules(keep_fp32),
         accumulation=_accumulation(accumulation),
@@ -152,6 +158,8 @@ def check(
         resume=_resume(resume, directories),
         origins=_origins(resume, directories),
         units=_units(tuning.units),
+        chooses_params=param_tier is None,
+        chooses_grads=grad_tier is None,
     )
 
 
@@ -164,6 +172,8 @@ def over_ranks(config: Config, *, ranks: int, ranks_on_node: int, device: torch.
     config = replace(config, ranks_on_node=ranks_on_node)
     if ranks == 1:
         return config
+    # All ranks have the same tiers, whatever each of them has free.
+    config = replace(config, chooses_params=False, chooses_grads=False)
     if device.type == "cuda":
         raise ConfigError(
             f"the model is on {device} and there are {ranks} ranks: over several ranks this version trains on the CPU "
@@ -193,17 +203,13 @@ def over_ranks(config: Config, *, ranks: int, ranks_on_node: int, device: torch.
 
 def _refuse_reserved(reserved: dict[str, Any], tuning: Tuning) -> None:
     """Options that DESIGN.md names and this version cannot do yet: refused, never silently accepted."""
+    options = {*(check.__kwdefaults__ or ()), "device", "process_group"}
     taken: dict[str, tuple[object, ...]] = {
-        "device_memory": (None,),
-    }
-    given = {name: reserved.get(name, values[0]) for name, values in taken.items()}
-    options = {*taken, *(check.__kwdefaults__ or ()), "device", "process_group"}
-    taken |= {
         "Tuning.io_engine": ("auto", "uring", "threads", "portable"),
         "Tuning.split_master": (None, False, True),
         "Tuning.tile": (None,),
     }
-    given |= {name: getattr(tuning, name.removeprefix("Tuning.")) for name in taken if name.startswith("Tuning.")}
+    given = {name: getattr(tuning, name.removeprefix("Tuning.")) for name in taken}
     for name, value in reserved.items():
         if name not in options:
             near = get_close_matches(name, options, 1)

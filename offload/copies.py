@@ -46,6 +46,10 @@ class Copier(ABC):
     def to_device(self, src: Tensor, dst: Tensor) -> Copy:
         """Starts copying host tensor `src` into device tensor `dst` (same shape and dtype)."""
 
+    def free_bytes(self) -> int | None:
+        """Memory free on the device; None: it is the host's."""
+        return None
+
     @abstractmethod
     def pin(self, memory: Tensor) -> None:
         """Page-locks host memory, where copying profits from it. Raises: OffloadError if the driver refuses."""
@@ -118,6 +122,10 @@ class CudaCopier(Copier):
     def to_device(self, src: Tensor, dst: Tensor) -> Copy:
         # The device may still read the old value of `dst` in work queued before.
         return self._copy(self._up, src, dst)
+
+    def free_bytes(self) -> int:
+        cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return torch.cuda.mem_get_info(self._device)[0] + cached
 
     def _copy(self, stream: torch.cuda.Stream, src: Tensor, dst: Tensor) -> Copy:
         stream.wait_stream(torch.cuda.current_stream(self._device))

@@ -86,12 +86,15 @@ class Looking:
         nvme_init_bytes is what was written before the first step; nvme_read_bytes and nvme_written_bytes what moved
         since. step_s is spent in step(), landing_s in waits for its results; adam_s, and where that runs on the CPU the
         waits for tiers wait_nvme_s and wait_device_s, are parts of the two. gradient_s is spent in backward.
+        peak_device_bytes: the most that parameters and buffers had on the device at once.
         arena_utilisation: the share of the buffers' bytes that chunks fill.
         """
         return {
             "step": self._step,
             "skipped_steps": self._skipped,
             "parameters": self._layout.numel,
+            "param_tier": self._config.param_tier,
+            "grad_tier": self._config.grad_tier,
             **self._parts.stats(self._placement, self._attached.initial_bytes),
         }
 

@@ -33,11 +33,14 @@ from offload.layout import build
 from offload.looking import Looking
 from offload.module.hooks import require_free
 from offload.module.materialise import Init, Source, is_meta, source_of
-from offload.module.parameters import device_for
+from offload.module.parameters import device_for, untrained_bytes
 from offload.module.sharing import all_or_none, require_alike
-from offload.module.units import specs_of
+from offload.module.units import compute_dtypes, specs_of
 from offload.optim.adopt import require_adoptable, require_supported, retire
 from offload.optim.step import StepKey
+from offload.planner.choice import choose
+from offload.planner.device import Room
+from offload.planner.machine import free_memory
 from offload.planner.placement import place
 from offload.timeline import PHASES, Timeline
 
@@ -68,9 +71,9 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
         init: where the values of a model built on the meta device come from: a function called with name and tensor,
             a safetensors file or the index of several, or None: `reset_parameters()` of its modules.
         tuning: what only tunes speed.
-        param_tier: where the parameters live outside their unit's forward and backward: "device" (None: that), "cpu" or
-            "nvme"; see docs/guide.md for what is different then.
-        grad_tier: where gradients wait for the step: "cpu" (None: that) or "nvme".
+        param_tier: where the parameters live outside their unit's forward and backward: "device", "cpu" or "nvme"; see
+            docs/guide.md for what is different then. None: the fastest that fits the budgets.
+        grad_tier: where gradients wait for the step: "cpu" or "nvme"; None: the fastest that fits.
         commit_every: steps between commits, each made where the next step begins; 0: only `commit()`; None: no commits,
             one slot a chunk and half the space.
         resume: True: continue the committed run in `path`; "auto": if there is one; or the directories of the run, as a
@@ -79,7 +82,8 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
         stage: of ZeRO, with several ranks of torch.distributed: 1, 2 or 3; None: 3 if parameters stream, else 2.
         process_group: the ranks that hold one partition each, a ProcessGroup or a DeviceMesh; None: all. Of a mesh of
             two dimensions the second is that over which stage 3 gathers parameters, and the first is of replicas.
-        device_memory: not available in this version; refused.
+        device_memory: bytes, or such as "48GiB", for parameters and buffers on the device at once, activations and
+            gradients on their way not included; None: half of what is free there, beside what the model has already.
 
     Raises: ConfigError, BudgetError, PathError, PathInUseError, ResumeError; before the model is changed. RankError.
 
@@ -174,8 +178,14 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
         )
         # Only parameters are kept more than once, and only where they are partitioned.
         replicas = ranks.across.size if self._config.stage == 3 else 1
-        self._layout = build(specs, self._config.chunk_numel, ranks=ranks.size, rank=ranks.rank, replicas=replicas)
         copier = copier_for(device)
+        room = self._room(copier, params)
+        self._config, self._layout, _ = choose(
+            self._config,
+            lambda config: build(specs, config.chunk_numel, ranks=ranks.size, rank=ranks.rank, replicas=replicas),
+            direct=copier.direct,
+            room=room,
+        )
         wanted = checkpointing.describe(self._config, self._layout, params)
         found = checkpointing.find(self._config, self._layout, wanted, len(given.param_groups))
         if found is not None:
@@ -183,13 +193,21 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
             undo.callback(found.reader.close)
             found.claim(alone=ranks.size == 1)
         beside = 0 if found is None else found.buffer_bytes
-        self._placement = place(self._layout, self._config, direct=copier.direct, beside=beside)
+        self._placement = place(self._layout, self._config, direct=copier.direct, room=room, beside=beside)
         slots = None if found is None else found.slots
         is_aside = found is not None and slots is None
         run = (self._config, self._layout, self._placement)
         self._parts = assemble(undo, *run, params, device, copier, self._timeline, ranks, slots, is_aside=is_aside)
         self._commits = Commits(self._config, self._layout, self._parts, wanted, found)
         return copier, found
+
+    def _room(self, copier: Copier, params: Sequence[nn.Parameter]) -> Room:
+        """On the device: what the model has there now, and half of what is free."""
+        model, free = self._model, copier.free_bytes()
+        dtypes = compute_dtypes(model, self._config.keep_fp32, self._config.compute_dtype)
+        own = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()) if not t.is_meta)
+        free = free_memory() // self._config.ranks_on_node if free is None else free
+        return Room(untrained_bytes(model, params, dtypes), own + free // 2)
 
     def _attach(self, copier: Copier, source: Source, *, resumes: bool) -> Attachment:
         return Attachment(

@@ -119,8 +119,8 @@ def build_optimizer(model: GPT, options: TrainOptions) -> OffloadZero:
             model,
             adamw,
             accumulation=options.accumulation,
-            param_tier=options.param_tier,
-            grad_tier=options.grad_tier,
+            param_tier=options.given_param_tier,
+            grad_tier=options.given_grad_tier,
             tuning=tuning,
         )
     return OffloadZero(
@@ -132,8 +132,9 @@ def build_optimizer(model: GPT, options: TrainOptions) -> OffloadZero:
         accumulation=options.accumulation,
         commit_every=None if options.commit_every is None else 0,
         resume="auto" if options.resume else False,
-        param_tier=options.param_tier,
-        grad_tier=options.grad_tier,
+        device_memory=options.device_memory,
+        param_tier=options.given_param_tier,
+        grad_tier=options.given_grad_tier,
         device="cuda" if is_streamed and torch.cuda.is_available() else None,
         init=initial_values(model.config, options.seed) if is_streamed else None,
         tuning=tuning,

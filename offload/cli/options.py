@@ -11,7 +11,8 @@ from offload.errors import ConfigError
 from offload.sizes import parse_bytes
 
 TIERS = ("nvme", "cpu")
-PARAM_TIERS = ("device", "cpu", "nvme")
+PARAM_TIERS = ("device", "cpu", "nvme", "auto")
+GRAD_TIERS = ("cpu", "nvme", "auto")
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class TrainOptions:
     sample: int = 200
     commit_every: int | None = None
     resume: bool = False
+    device_memory: str | None = None
 
     def __post_init__(self) -> None:
         for option in ("steps", "batch", "seq", "accumulation", "threads"):
@@ -60,14 +62,23 @@ class TrainOptions:
             raise ConfigError(f"--seed {self.seed}: give a whole number from 0 to 2**63 - 1")
         if self.sample < 0:
             raise ConfigError(f"--sample {self.sample}: give a whole number, at least 0")
-        for option, tiers in (("tier", TIERS), ("param_tier", PARAM_TIERS), ("grad_tier", TIERS)):
+        for option, tiers in (("tier", TIERS), ("param_tier", PARAM_TIERS), ("grad_tier", GRAD_TIERS)):
             if getattr(self, option) not in tiers:
                 name = option.replace("_", "-")
                 raise ConfigError(f"--{name} {getattr(self, option)}: choose one of {', '.join(tiers)}")
-        for option in ("cpu_memory", "chunk"):
+        for option in ("cpu_memory", "device_memory", "chunk"):
             value = getattr(self, option)
             if value is not None:
                 parse_bytes(_number(value), f"--{option.replace('_', '-')}")
+
+    @property
+    def given_param_tier(self) -> str | None:
+        """As OffloadZero takes it, None where it chooses."""
+        return None if self.param_tier == "auto" else self.param_tier
+
+    @property
+    def given_grad_tier(self) -> str | None:
+        return None if self.grad_tier == "auto" else self.grad_tier
 
     @property
     def timeline_file(self) -> Path:

@@ -44,9 +44,14 @@ def plan(
     accumulation: Annotated[int, typer.Option(help="Micro-batches a step.")] = 1,
     tier: Annotated[str, typer.Option(help="Where the optimizer states live: nvme or cpu.")] = "nvme",
     param_tier: Annotated[
-        str, typer.Option(help="Where the parameters live outside their use: device, cpu or nvme.")
+        str,
+        typer.Option(help="Where the parameters live outside their use: device, cpu, nvme, or auto: what fits."),
     ] = "device",
-    grad_tier: Annotated[str, typer.Option(help="Where gradients wait for the step: cpu or nvme.")] = "cpu",
+    grad_tier: Annotated[str, typer.Option(help="Where gradients wait for the step: cpu, nvme or auto.")] = "cpu",
+    device_memory: Annotated[
+        str | None,
+        typer.Option(help="Memory on the device for parameters, such as 2GiB.", show_default="half of what is free"),
+    ] = None,
     cpu_memory: Annotated[
         str | None,
         typer.Option(
@@ -73,7 +78,7 @@ def plan(
     options = TrainOptions(
         preset=preset, steps=1, batch=1, seq=1, lr=1.0, accumulation=accumulation, tier=tier, path=Path(), keep=False,
         cpu_memory=cpu_memory, chunk=chunk, threads=None, seed=0, data=None, out=Path(), timeline=False,
-        param_tier=param_tier, grad_tier=grad_tier,
+        param_tier=param_tier, grad_tier=grad_tier, device_memory=device_memory,
     )  # fmt: skip
     planned = planned_of(options, model_config(preset, layers, width), split_master=split_master)
     fits = _what_fits(planned)
@@ -129,8 +134,9 @@ def planned_of(options: TrainOptions, config: GPTConfig, *, split_master: bool) 
         path=options.path if options.tier == "nvme" else None,
         cpu_memory=options.cpu_memory,
         accumulation=options.accumulation,
-        param_tier=options.param_tier,
-        grad_tier=options.grad_tier,
+        device_memory=options.device_memory,
+        param_tier=options.given_param_tier,
+        grad_tier=options.given_grad_tier,
         tuning=tuning,
     )
     if options.cpu_memory is None and options.tier == "nvme":
@@ -148,6 +154,8 @@ def summarise(planned: Planned) -> dict[str, Any]:
     kept = sum(planned.records[chunk].nbytes for chunk in placement.kept)
     return {
         "tier": planned.config.tier,
+        "param_tier": planned.config.param_tier,
+        "grad_tier": planned.config.grad_tier,
         "device": "cpu" if planned.direct else "cuda",
         "accumulation": planned.config.accumulation,
         "split_master": planned.config.split_master,
@@ -159,6 +167,7 @@ def summarise(planned: Planned) -> dict[str, Any]:
         "arena_utilisation": placement.utilisation,
         "rows": [asdict(row) for row in explain.explain(placement, planned)],
         "device_bytes": placement.device_bytes,
+        "device_budget_bytes": placement.device_budget_bytes,
         "peak_cpu_bytes": placement.arena_bytes,
         "cpu_budget_bytes": placement.budget_bytes,
         "least_cpu_bytes": planned.least(),
@@ -226,6 +235,12 @@ def _placement_table(summary: dict[str, Any]) -> Table:
 
 
 def _lines(summary: dict[str, Any]) -> Iterator[str]:
+    limit = summary["device_budget_bytes"]
+    allowed = "" if limit is None else f" of {format_bytes(limit)} allowed"
+    yield (
+        f"Peak on the device: {format_bytes(summary['device_bytes'])}{allowed}, with parameters on "
+        f"{TIERS[summary['param_tier']]} and gradients on {TIERS[summary['grad_tier']]}."
+    )
     yield (
         f"Peak RAM: {format_bytes(summary['peak_cpu_bytes'])} of {format_bytes(summary['cpu_budget_bytes'])} allowed; "
         f"the least that works is {format_bytes(summary['least_cpu_bytes'])}. " + _building(summary["build_bytes"])

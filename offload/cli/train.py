@@ -31,9 +31,14 @@ def train(
     accumulation: Annotated[int, typer.Option(help="Micro-batches a step.")] = 1,
     tier: Annotated[str, typer.Option(help="Where the optimizer states live: nvme or cpu.")] = "nvme",
     param_tier: Annotated[
-        str, typer.Option(help="Where the parameters live outside their use: device, cpu or nvme.")
+        str,
+        typer.Option(help="Where the parameters live outside their use: device, cpu, nvme, or auto: what fits."),
     ] = "device",
-    grad_tier: Annotated[str, typer.Option(help="Where gradients wait for the step: cpu or nvme.")] = "cpu",
+    grad_tier: Annotated[str, typer.Option(help="Where gradients wait for the step: cpu, nvme or auto.")] = "cpu",
+    device_memory: Annotated[
+        str | None,
+        typer.Option(help="Memory on the device for parameters, such as 2GiB.", show_default="half of what is free"),
+    ] = None,
     path: Annotated[Path, typer.Option(help="Directory of the swap files.")] = Path("scratch"),
     keep: Annotated[bool, typer.Option("--keep", help="Leave the swap files there at the end.")] = False,
     cpu_memory: Annotated[
@@ -96,6 +101,7 @@ def train(
         sample=sample,
         commit_every=commit_every,
         resume=resume,
+        device_memory=device_memory,
     )
     _run(options, as_json=json)
 
@@ -179,14 +185,14 @@ def summarise(record: Record, stats: dict[str, Any], options: TrainOptions) -> d
 
     taken = (
         "parameters chunks kernel threads wait_nvme_s adam_s nvme_read_bytes nvme_written_bytes nvme_init_bytes "
-        "host_to_device_bytes device_to_host_bytes peak_cpu_bytes cpu_budget_bytes"
+        "host_to_device_bytes device_to_host_bytes peak_cpu_bytes cpu_budget_bytes peak_device_bytes"
     )
     seconds = {f"{phase}_s": spent for phase, spent in record.seconds.items()}
     return {
         "preset": options.preset,
         "tier": options.tier,
-        "param_tier": options.param_tier,
-        "grad_tier": options.grad_tier,
+        "param_tier": stats["param_tier"],
+        "grad_tier": stats["grad_tier"],
         "steps": options.steps,
         "steps_before": record.begun,
         "committed": options.commit_every is not None,

@@ -53,7 +53,7 @@ class Parameters:
     """The trained parameters of a model, in the order of `layout.specs`.
 
     Attributes: flats: one tensor a flat of the layout, on the model's device, of which the parameters are views;
-    filled by `attach`.
+    filled by `attach`; peak_bytes: the most they had at once.
     """
 
     def __init__(self, layout: Layout, params: Sequence[nn.Parameter], device: torch.device) -> None:
@@ -65,6 +65,8 @@ class Parameters:
         self._versions: list[int] = [0] * len(self.params)
         self._classes = [type(param) for param in self.params]
         self._freed: set[int] = set()
+        self._bytes = 0
+        self.peak_bytes = 0
 
     @torch.no_grad()
     def make_dense(self, flat: int) -> None:
@@ -79,6 +81,7 @@ class Parameters:
         """Moves the parameters of a flat, whose masters have been taken, into one tensor of its dtype."""
         info = self._layout.flats[flat]
         memory = torch.zeros(self._layout.padded_numel(flat), dtype=info.dtype, device=self._device)
+        self._count(memory.untyped_storage().nbytes())
         for number, offset in zip(info.params, info.offsets, strict=True):
             param = self.params[number]
             view = shaped_like(param, memory[offset : offset + param.numel()])
@@ -90,7 +93,7 @@ class Parameters:
     def allocate(self, flat: int) -> None:
         """Gives a flat that was freed memory again, its values undefined."""
         memory = self.flats[flat]
-        memory.untyped_storage().resize_(memory.numel() * memory.element_size())
+        self._resize(memory, memory.numel() * memory.element_size())
         if memory.is_cpu:
             advise_huge_pages(memory)
 
@@ -109,7 +112,16 @@ class Parameters:
         numbers = self._layout.flats[flat].params
         release([self.params[n] for n in numbers])
         self._freed.add(flat)
-        self.flats[flat].untyped_storage().resize_(0)
+        self._resize(self.flats[flat], 0)
+
+    def _resize(self, memory: Tensor, nbytes: int) -> None:
+        storage = memory.untyped_storage()
+        self._count(nbytes - storage.nbytes())
+        storage.resize_(nbytes)
+
+    def _count(self, change: int) -> None:
+        self._bytes += change
+        self.peak_bytes = max(self.peak_bytes, self._bytes)
 
     def require_attached(self, numbers: Iterable[int] | None = None) -> None:
         """Raises: ConfigError if a parameter (None: any) no longer lies where it was put (`.to()`, `p.data = ...`)."""
@@ -176,6 +188,13 @@ def cast_untrained(model: nn.Module, trained: Parameters, dtypes: dict[Tensor, t
     for param in model.parameters():
         if param not in trained.index and param.is_floating_point() and param.dtype is not dtypes[param]:
             param.data = param.data.to(dtypes[param])
+
+
+def untrained_bytes(model: nn.Module, trained: Iterable[nn.Parameter], dtypes: Mapping[Tensor, torch.dtype]) -> int:
+    """What parameters that nobody trains, and buffers, take on the device."""
+    left = set(model.parameters()) - set(trained)
+    frozen = sum(p.numel() * (dtypes[p] if p.is_floating_point() else p.dtype).itemsize for p in left)
+    return frozen + sum(buffer.numel() * buffer.element_size() for buffer in set(model.buffers()))
 
 
 def device_for(given: torch.device | str | None, own: torch.device) -> torch.device:

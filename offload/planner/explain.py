@@ -15,7 +15,7 @@ state kind (param, grad, master, exp_avg, exp_avg_sq), or one of
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import nn
@@ -24,8 +24,11 @@ from offload import config as configuration
 from offload.config import Config
 from offload.errors import BudgetError
 from offload.layout import Layout, build
-from offload.module.units import specs_of
+from offload.module.parameters import untrained_bytes
+from offload.module.units import compute_dtypes, specs_of
 from offload.optim import gradients
+from offload.planner.choice import choose
+from offload.planner.device import Room
 from offload.planner.placement import IN_FLIGHT, TYPICAL_TBW, Placement, committed_slots, place, slot_records
 from offload.store.slots import STATE_KINDS, Record
 from offload.store.store import records_of
@@ -46,12 +49,13 @@ class Row:
 class Planned:
     """A model and a configuration, of which nothing is allocated.
 
-    direct: whether the model's device is the CPU, so that copies need no buffers.
+    direct: whether the model's device is the CPU, so that copies need no buffers; room: on the device.
     """
 
     layout: Layout
     config: Config
     direct: bool
+    room: Room = field(default_factory=Room)
 
     @property
     def records(self) -> list[Record]:
@@ -64,7 +68,7 @@ class Planned:
 
     def place(self) -> Placement:
         """Raises: BudgetError as `OffloadZero` does."""
-        return place(self.layout, self.config, direct=self.direct)
+        return place(self.layout, self.config, direct=self.direct, room=self.room)
 
     def with_memory(self, cpu_memory: int) -> Planned:
         return replace(self, config=replace(self.config, cpu_memory=cpu_memory))
@@ -114,8 +118,14 @@ def plan_of(model: nn.Module, *, direct: bool, **options: Any) -> Planned:
     """
     config = configuration.check(**options)
     groups = [{"params": list(model.parameters())}]
-    specs, _ = specs_of(model, groups, config.keep_fp32, config.compute_dtype, chosen=config.units, planned=True)
-    return Planned(build(specs, config.chunk_numel), config, direct)
+    specs, params = specs_of(model, groups, config.keep_fp32, config.compute_dtype, chosen=config.units, planned=True)
+    dtypes = compute_dtypes(model, config.keep_fp32, config.compute_dtype)
+    room = Room(untrained_bytes(model, params, dtypes))
+    try:
+        config, layout, _ = choose(config, lambda chosen: build(specs, chosen.chunk_numel), direct=direct, room=room)
+    except BudgetError:  # said by `place`
+        layout = build(specs, config.chunk_numel)
+    return Planned(layout, config, direct, room)
 
 
 def explain(placement: Placement, planned: Planned) -> list[Row]:

@@ -17,8 +17,9 @@ from offload.config import LEAST_IN_FLIGHT, MASTER_ITEM_BYTES, Config, Tuning
 from offload.errors import BudgetError, ConfigError
 from offload.layout import Layout, build
 from offload.module.reduction import Reduction
-from offload.module.units import ROOT, specs_of
+from offload.module.units import specs_of
 from offload.optim import exchange, gradients, step
+from offload.planner.device import Room, require_room
 from offload.planner.machine import free_memory
 from offload.sizes import format_bytes
 from offload.store.cache import residents
@@ -30,6 +31,9 @@ IN_FLIGHT = 4
 
 TYPICAL_TBW = 600e12
 """Bytes a common 1 TB consumer drive is warranted for."""
+
+
+_SHOWN = {"cpu": "RAM", "nvme": "NVMe"}
 
 
 @dataclass(frozen=True)
@@ -52,10 +56,11 @@ class Placement:
 
     kept: chunks whose states stay in RAM; in_flight: buffers for the others; arena_bytes: all that this library
     holds in RAM; budget_bytes: what it may hold; read_bytes, written_bytes: of the disk, a step; disk_bytes: the swap
-    file; device_bytes: the model's 16-bit parameters on its device; streamed_chunks: those not kept; utilisation: the
-    share of the chunks' buffers that chunks fill; params: of 16-bit parameters that are streamed, or brought here only
-    to be committed, None where they stay on the device; held_bytes: what this rank holds of each state kind, wherever
-    it lies, gaps between parameters included.
+    file; device_bytes: the most that parameters and buffers take on the model's device at once, resident_bytes of it by
+    those that nobody trains; device_budget_bytes: what they may take, None: anything; streamed_chunks: those not kept;
+    utilisation: the share of the chunks' buffers that chunks fill; params: of 16-bit parameters that are streamed, or
+    brought here only to be committed, None where they stay on the device; held_bytes: what this rank holds of each
+    state kind, wherever it lies, gaps between parameters included.
     """
 
     kept: frozenset[int]
@@ -71,13 +76,19 @@ class Placement:
     params: Pool | None = None
     grads: Pool | None = None
     held_bytes: Mapping[str, int] = field(default_factory=dict)
+    device_budget_bytes: int | None = None
+    resident_bytes: int = 0
 
     def describe(self, layout: Layout, config: Config) -> str:
         """One line for people."""
         streamed = self.streamed_chunks
         places = " and ".join(map(str, config.paths))
+        at_most = f" of {format_bytes(config.device_memory)} allowed" if config.device_memory is not None else ""
+        where = "" if config.param_tier == "device" else f", streamed from {_SHOWN[config.param_tier]}"
+        where += "" if config.grad_tier == "cpu" else f", gradients on {_SHOWN[config.grad_tier]}"
         text = (
-            f"offload: {layout.numel:,} parameters, {format_bytes(self.device_bytes)} on the device; "
+            f"offload: {layout.numel:,} parameters{where}; peak on the device "
+            f"{format_bytes(self.device_bytes)}{at_most}; "
             f"peak RAM {format_bytes(self.arena_bytes)} of {format_bytes(self.budget_bytes)} allowed; "
         )
         if not self.written_bytes:
@@ -93,16 +104,18 @@ class Placement:
         )
 
 
-def place(layout: Layout, config: Config, *, direct: bool, beside: int = 0) -> Placement:
+def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = None, beside: int = 0) -> Placement:
     """Decides which chunks stay in RAM.
 
-    Args: direct: whether the model's device is the CPU, so that copies need no buffers; beside: bytes to leave free for
-    reading a commit in another layout.
+    Args: direct: whether the model's device is the CPU, so that copies need no buffers; room: on the device; beside:
+    bytes to leave free for reading a commit in another layout.
     Raises: ConfigError; BudgetError naming what is needed, what is there and the option that would fix it.
     """
     if config.grad_tier == "nvme" and config.param_tier == "device" and not direct:
         # New parameters rest in the memory of their gradients until they land.
         raise ConfigError('grad_tier="nvme" needs param_tier="cpu" or "nvme" where the device has memory of its own')
+    room = Room() if room is None else room
+    device_bytes = require_room(layout, config, room)
     given = config.cpu_memory
     budget = free_memory() // 2 // config.ranks_on_node if given is None else given
     records = records_of(layout, split_master=config.split_master)
@@ -139,7 +152,9 @@ def place(layout: Layout, config: Config, *, direct: bool, beside: int = 0) -> P
         read_bytes=sum(streamed) + read,
         written_bytes=sum(streamed) + written,
         disk_bytes=_disk_bytes(layout, config),
-        device_bytes=_device_bytes(layout, config),
+        device_bytes=device_bytes,
+        device_budget_bytes=room.limit(config),
+        resident_bytes=room.resident_bytes,
         params=_params_pool(layout, config),
         grads=_grads_pool(layout, config),
         held_bytes=_held_bytes(layout, config),
@@ -211,19 +226,6 @@ def _moved_beside(layout: Layout, config: Config) -> tuple[int, int]:
 
 def _few(sizes: list[int], config: Config) -> Pool:
     return Pool(frozenset(), min(config.in_flight or IN_FLIGHT, len(sizes)), 0, max(sizes, default=0))
-
-
-def _device_bytes(layout: Layout, config: Config) -> int:
-    """All parameters; where they are streamed the root's, and those of the largest units that can be there at once: the
-    one in use, the one before it and those brought ahead."""
-    units: dict[str, int] = {}
-    for flat in layout.flats:
-        size = layout.padded_numel(flat.index) * flat.dtype.itemsize
-        units[flat.unit] = units.get(flat.unit, 0) + size
-    if config.param_tier == "device":
-        return sum(units.values())
-    root = units.pop(ROOT, 0)
-    return root + sum(sorted(units.values(), reverse=True)[: 2 + config.depth])
 
 
 def _fixed_bytes(layout: Layout, config: Config, *, direct: bool) -> int:

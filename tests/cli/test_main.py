@@ -18,11 +18,11 @@ OPTIONS = {
     "train": {
         "--preset", "--steps", "--batch", "--seq", "--lr", "--accumulation", "--tier", "--path", "--keep",
         "--cpu-memory", "--chunk", "--threads", "--seed", "--data", "--out", "--timeline", "--json",
-        "--param-tier", "--grad-tier", "--sample", "--commit-every", "--resume",
+        "--param-tier", "--grad-tier", "--sample", "--commit-every", "--resume", "--device-memory",
     },
     "plan": {
         "--preset", "--layers", "--width", "--accumulation", "--tier", "--cpu-memory", "--chunk", "--split-master",
-        "--json", "--param-tier", "--grad-tier", "--tables",
+        "--json", "--param-tier", "--grad-tier", "--tables", "--device-memory",
     },
     "doctor": {"--path", "--json"},
     "inspect": {"paths", "--json"},

@@ -164,7 +164,7 @@ def test_what_does_not_fit_is_refused_as_by_a_run_and_what_would_fit_is_said(mon
     assert result.exit_code == 2
     assert result.stderr.startswith("BudgetError: ")
     with pytest.raises(BudgetError) as refused:
-        OffloadZero(GPT(PRESETS["1m"]), path="never-made", cpu_memory="1MiB")
+        OffloadZero(GPT(PRESETS["1m"]), path="never-made", cpu_memory="1MiB", param_tier="device", grad_tier="cpu")
     assert result.stderr.strip() == f"BudgetError: {refused.value}"
     assert "What budgets would do" in result.stdout
     with_free(monkeypatch, 4 * KIB)

@@ -19,7 +19,7 @@ from offload.store.directories import SWAP_NAME
 
 FIELDS = {
     "loss_first", "loss_last", "val_loss_first", "val_loss_last", "tokens_per_s", "step_s", "wait_nvme_s",
-    "nvme_read_bytes", "nvme_written_bytes", "peak_cpu_bytes", "peak_rss_bytes", "parameters",
+    "nvme_read_bytes", "nvme_written_bytes", "peak_cpu_bytes", "peak_device_bytes", "peak_rss_bytes", "parameters",
     "adam_s", "backward_s", "chunks", "cpu_budget_bytes", "device", "device_to_host_bytes", "evaluate_s", "files",
     "forward_s", "host_to_device_bytes", "kernel", "losses", "nvme_init_bytes", "picture", "preset", "sample",
     "steps", "steps_before", "committed", "text", "threads", "tier", "param_tier", "grad_tier",

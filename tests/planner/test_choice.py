@@ -1,0 +1,170 @@
+"""What fits on the device and in RAM is chosen before training, and what is then there at once is what was computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from offload import BudgetError, ConfigError, OffloadZero, Tuning
+from tests.support.late_copier import LateCopier
+from tests.support.streamed import Block, Net, batch, finish
+
+SMALL = Tuning(chunk="4KiB", threads=1)
+
+
+class Pairs(Net):
+    """Recomputes its blocks two by two."""
+
+    def __init__(self, blocks: int, reentrant: bool) -> None:
+        super().__init__(blocks)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for first in range(0, len(self.blocks), 2):
+            pair = nn.Sequential(*self.blocks[first : first + 2])
+            h = checkpoint(pair, h, use_reentrant=self.reentrant)
+        return self.head(self.norm(h))
+
+
+def train(model: nn.Module, optimizer: OffloadZero, steps: int = 3) -> dict[str, Any]:
+    for count in range(steps):
+        model(batch(count)).float().square().mean().backward()
+        finish(optimizer)
+        with torch.no_grad():
+            model(batch(count))
+    return optimizer.stats()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The models here are tiny."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+UNITS = {"blocks": None, "nested": (Block, nn.Linear), "all": ()}
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
+@pytest.mark.parametrize("units", UNITS)
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["", "saved", "reentrant"])
+def test_the_device_holds_what_the_plan_said(
+    reentrant: bool | None, prefetch: int, units: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("offload.zero.copier_for", lambda device: LateCopier(1))
+    model = Net(8) if reentrant is None else Pairs(8, reentrant)
+    model.blocks[0].up.requires_grad_(False)
+    tuning = Tuning(chunk="4KiB", threads=1, prefetch=prefetch, units=UNITS[units])
+    with OffloadZero(model, path=tmp_path / "run", param_tier="nvme", tuning=tuning) as optimizer:
+        stats = train(model, optimizer)
+        planned = optimizer._placement.device_bytes
+    assert stats["peak_device_bytes"] <= planned <= stats["device_budget_bytes"]
+    if units == "blocks" and reentrant is not None and prefetch == 0:
+        # The root, the block whose backward runs and the one that is recomputed.
+        assert stats["peak_device_bytes"] == planned
+    assert stats["peak_device_bytes"] >= planned * 0.4
+
+
+def test_resident_parameters_are_what_the_plan_said() -> None:
+    model = Net(3)
+    model.register_buffer("table", torch.zeros(100))
+    model.embed.requires_grad_(False)
+    with OffloadZero(model, tuning=SMALL) as optimizer:
+        stats = train(model, optimizer, 1)
+        assert stats["peak_device_bytes"] == optimizer._placement.device_bytes
+        frozen = 2 * sum(p.numel() for p in model.embed.parameters()) + 400
+        flats = sum(flat.numel() * flat.element_size() for flat in optimizer._parts.parameters.flats)
+        assert stats["peak_device_bytes"] == flats + frozen
+
+
+@pytest.mark.parametrize("param_tier", ["device", "cpu", "nvme"])
+def test_too_little_device_memory_is_refused_and_the_advice_works(param_tier: str, tmp_path: Path) -> None:
+    model = Net(8)
+
+    def take(memory: int) -> OffloadZero:
+        options = {"path": tmp_path / "run", "param_tier": param_tier, "tuning": Tuning(chunk="4KiB", prefetch=1)}
+        return OffloadZero(model, device_memory=memory, **options)
+
+    with pytest.raises(BudgetError, match=r"are needed on the device and device_memory allows 100") as caught:
+        take(100)
+    error = caught.value
+    assert (error.available, error.option) == (100, "device_memory")
+    assert f"give device_memory={error.needed} or more" in str(error)
+    assert ("param_tier" if param_tier == "device" else "Tuning(units=...)") in str(error)
+    with pytest.raises(BudgetError):
+        take(error.needed - 1)
+    assert model.embed.weight.dtype is torch.float32
+    assert not (tmp_path / "run").exists()
+    with take(error.needed) as optimizer:
+        assert train(model, optimizer)["peak_device_bytes"] <= error.needed
+
+
+def test_a_unit_that_cannot_fit_is_named() -> None:
+    model = Net(3)
+    model.blocks[1].extra = nn.Linear(100, 100)
+    with pytest.raises(BudgetError, match=r"the largest, blocks.1, takes 22") as caught:
+        OffloadZero(model, device_memory="8KiB", tuning=SMALL)
+    assert caught.value.option == "device_memory"
+
+
+def test_the_fastest_tiers_that_fit_are_chosen(tmp_path: Path) -> None:
+    numbers = iter(range(100))
+
+    def chosen(**options: Any) -> tuple[str, str, int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(16)))
+        options = {"path": tmp_path / str(next(numbers)), "tuning": Tuning(chunk="256KiB", threads=1)} | options
+        with OffloadZero(model, **options) as optimizer:
+            stats = optimizer.stats()
+            assert stats["peak_cpu_bytes"] <= stats["cpu_budget_bytes"]
+            return stats["param_tier"], stats["grad_tier"], optimizer._config.depth
+
+    unit = 2 * 256 * 256
+    assert chosen() == chosen(device_memory=16 * unit) == ("device", "cpu", 1)
+    assert chosen(device_memory=16 * unit - 1) == ("cpu", "cpu", 1)
+    assert chosen(device_memory=3 * unit) == ("cpu", "cpu", 1)
+    assert chosen(device_memory=3 * unit - 1) == ("cpu", "cpu", 0)
+    assert chosen(device_memory=3 * unit - 1, param_tier="nvme") == ("nvme", "cpu", 0)
+    small: dict[str, Any] = {"cpu_memory": (16 + 3 * 6 + 6) * unit}
+    assert chosen(**small) == ("device", "cpu", 1)  # gradients and buffers, and no room for parameters
+    assert chosen(**small, device_memory=3 * unit)[:2] == ("cpu", "nvme")
+    assert chosen(cpu_memory=(3 * 6 + 6) * unit)[:2] == ("device", "nvme")
+    assert (
+        chosen(**small, device_memory=3 * unit, grad_tier="cpu", tuning=Tuning(chunk="256KiB", prefetch=0))[0] == "nvme"
+    )
+    with pytest.raises(BudgetError) as caught:
+        chosen(device_memory=2 * unit - 1)
+    assert (caught.value.needed, caught.value.option) == (2 * unit, "device_memory")
+    with pytest.raises(BudgetError) as caught:
+        chosen(cpu_memory=unit)
+    assert caught.value.option == "cpu_memory"
+    with pytest.raises(BudgetError):
+        chosen(device_memory=16 * unit - 1, param_tier="device")
+
+
+def test_what_was_chosen_is_printed_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = Net(8)
+    memory = 6000
+    with OffloadZero(model, path=tmp_path / "run", device_memory=memory, tuning=SMALL) as optimizer:
+        train(model, optimizer)
+        peak = optimizer._placement.device_bytes
+    printed = capsys.readouterr().err
+    assert printed.count("offload:") == 1
+    assert (
+        f"parameters, streamed from RAM; peak on the device {peak / 1024:.4g} KiB of 5.859 KiB allowed; peak" in printed
+    )
+
+
+def test_a_wrong_size_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="device_memory='lots'"):
+        OffloadZero(Net(), device_memory="lots")
