@@ -1,6 +1,6 @@
 """Run the benchmark of whole steps: `python bench/step.py [--save] [options of offload bench step]`.
 
-With --save the table also goes to bench/results/step.md.
+With --save the table also goes to bench/results/step.md, and with --commit-every to commits.md there.
 """
 
 from __future__ import annotations
@@ -8,15 +8,17 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
-from offload.cli import bench_step, bench_step_report
+from offload.cli import bench_step, bench_step_commits, bench_step_report
 from offload.cli.bench_step_plots import draw
 
-RESULTS = Path(__file__).parent / "results" / "step.md"
+RESULTS = Path(__file__).parent / "results"
 
 
 def main(
@@ -25,23 +27,36 @@ def main(
     path: Path = Path(),
     budgets: str = "0,0.25,0.5,0.75,1",
     split_master: bool = True,
+    commit_every: int | None = None,
     out: Path = Path("out"),
     save: bool = False,
 ) -> None:
     """Measure, print the table, draw the picture."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     console = Console(width=bench_step_report.WIDTH)
-    cases = bench_step.cases_of(bench_step.parameters(n), bench_step.shares(budgets), split_master=split_master)
+    n_parameters, budget_shares = bench_step.parameters(n), bench_step.shares(budgets)
+    cases = bench_step.cases_of(n_parameters, budget_shares, split_master=split_master, commit_every=commit_every)
+    command = "python bench/step.py " + shlex.join(sys.argv[1:])
+    if commit_every is not None:
+        bench_step_commits.check_place(path, cases)
+        commits = bench_step_commits.measure(cases, path, rounds, Console(stderr=True))
+        _show(console, bench_step_commits.table(commits), bench_step_commits.shortfalls(commits))
+        if save:
+            (RESULTS / "commits.md").write_text(bench_step_commits.markdown(commits, command))
+        return
     bench_step.check_place(path, cases)
     report = bench_step.measure(cases, path, rounds, Console(stderr=True))
-    console.print(bench_step_report.table(report))
-    for line in bench_step_report.shortfalls(report):
-        console.print(line, soft_wrap=True, highlight=False)
+    _show(console, bench_step_report.table(report), bench_step_report.shortfalls(report))
     out.mkdir(parents=True, exist_ok=True)
     draw(report, out / "step.png")
     if save:
-        RESULTS.parent.mkdir(parents=True, exist_ok=True)
-        RESULTS.write_text(bench_step_report.markdown(report, "python bench/step.py " + shlex.join(sys.argv[1:])))
+        (RESULTS / "step.md").write_text(bench_step_report.markdown(report, command))
+
+
+def _show(console: Console, table: Table, lines: Iterable[str]) -> None:
+    console.print(table)
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from offload import Tuning
-    from offload.cli.bench_step_contestants import Limits, Transfers
+    from offload.cli.bench_step_contestants import Limits, Subject, Transfers
     from offload.cli.bench_step_report import Report, Result
     from offload.planner.explain import Planned
 
@@ -55,7 +55,8 @@ Tick = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Case:
-    """One run. count, width: of its layers; transfers: what the planner says that a step moves each way."""
+    """One run. count, width: of its layers; transfers: what the planner says that a step moves each way; commit_every:
+    as `OffloadZero` takes it."""
 
     share: float
     split_master: bool
@@ -65,6 +66,7 @@ class Case:
     arena_bytes: int
     disk_bytes: int
     transfers: Transfers
+    commit_every: int | None = None
 
     @property
     def n(self) -> int:
@@ -78,6 +80,12 @@ class Case:
     def name(self) -> str:
         return f"{self.share:.0%} in RAM{', split master' * self.split_master}"
 
+    def subject(self, swap: Path) -> Subject:
+        """What is measured, with its swap files in `swap`."""
+        from offload.cli.bench_step_contestants import Subject
+
+        return Subject(self.count, self.width, self.tuning, self.cpu_memory, swap, self.commit_every)
+
 
 def step(
     n: Annotated[str, typer.Option(help="Parameters.")] = "3e8",
@@ -89,6 +97,9 @@ def step(
     split_master: Annotated[
         bool, typer.Option("--split-master/--no-split-master", help="One more run at budget 0, with a split master.")
     ] = True,
+    commit_every: Annotated[
+        int | None, typer.Option(min=1, help="Measure steps with a commit every so many against steps without instead.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of a table.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for the picture step.png.")] = Path("out"),
 ) -> None:
@@ -98,7 +109,10 @@ def step(
     from offload.cli import bench_step_report as report
     from offload.cli.bench_step_plots import draw
 
-    cases = cases_of(parameters(n), shares(budgets), split_master=split_master)
+    cases = cases_of(parameters(n), shares(budgets), split_master=split_master, commit_every=commit_every)
+    if commit_every is not None:
+        _commits(cases, path, rounds, as_json=as_json)
+        return
     check_place(path, cases)
     found = measure(cases, path, rounds, Console(stderr=True))
     out.mkdir(parents=True, exist_ok=True)
@@ -112,6 +126,22 @@ def step(
         console = Console(width=report.WIDTH)
     console.print(report.table(found))
     for line in [*report.shortfalls(found), f"picture: {picture}"]:
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def _commits(cases: Sequence[Case], path: Path, rounds: int, *, as_json: bool) -> None:
+    from rich.console import Console
+
+    from offload.cli import bench_step_commits as commits
+
+    commits.check_place(path, cases)
+    found = commits.measure(cases, path, rounds, Console(stderr=True))
+    if as_json:
+        print_json(commits.as_json(found))
+        return
+    console = Console()
+    console.print(commits.table(found))
+    for line in commits.shortfalls(found):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
@@ -149,7 +179,7 @@ def tuning_of(count: int, width: int, *, split_master: bool) -> Tuning:
     return Tuning(chunk=4 * width**2, prefetch=min(PREFETCH, count // 16), split_master=split_master)
 
 
-def cases_of(n: int, budgets: Sequence[float], *, split_master: bool) -> list[Case]:
+def cases_of(n: int, budgets: Sequence[float], *, split_master: bool, commit_every: int | None = None) -> list[Case]:
     """What will run, planned before anything is allocated. Raises: ConfigError, BudgetError."""
     from offload.cli.bench_step_contestants import layers
     from offload.planner.explain import plan_of
@@ -159,7 +189,7 @@ def cases_of(n: int, budgets: Sequence[float], *, split_master: bool) -> list[Ca
     cases = []
     for share, split in [*((share, False) for share in budgets), *([(0.0, True)] if split_master else [])]:
         tuning = tuning_of(count, width, split_master=split)
-        planned = plan_of(model, direct=True, tier="nvme", path=".", tuning=tuning)
+        planned = plan_of(model, direct=True, tier="nvme", path=".", commit_every=commit_every, tuning=tuning)
         cases.append(_case(planned.with_memory(planned.cpu_memory_for(share)), share, count, width))
     return cases
 
@@ -178,28 +208,41 @@ def _case(planned: Planned, share: float, count: int, width: int) -> Case:
         arena_bytes=placement.arena_bytes,
         disk_bytes=placement.disk_bytes,
         transfers=Transfers(len(planned.records) - len(placement.kept), planned.records[0].nbytes),
+        commit_every=planned.config.commit_every,
     )
 
 
 def check_place(path: Path, cases: Sequence[Case]) -> None:
     """Whether RAM and disk have room. Writes nothing. Raises: PathError, BudgetError."""
     from offload.cli.bench_step_contestants import EACH_WAY
-    from offload.planner.machine import free_memory
 
+    require_directory(path)
+    n, most = cases[0].n, _most(cases)
+    beside = (BUILT_BYTES + ALONE_BYTES) * n + 2 * max(EACH_WAY) * most.length
+    require_room(
+        path,
+        n,
+        ram=max(case.arena_bytes for case in cases) + beside,
+        disk=max(case.disk_bytes for case in cases) + most.count * most.length,
+    )
+
+
+def require_directory(path: Path) -> None:
+    """Raises: PathError unless `path` is a directory that can be written to."""
     if not path.is_dir():
         raise PathError(errno.ENOTDIR, "cannot measure here: give a directory on the drive", str(path))
     if not os.access(path, os.W_OK | os.X_OK):
         raise PathError(errno.EACCES, "cannot measure here: you may not write to this directory", str(path))
-    n, most = cases[0].n, _most(cases)
-    beside = (BUILT_BYTES + ALONE_BYTES) * n + 2 * max(EACH_WAY) * most.length
-    room = {
-        "RAM": (max(case.arena_bytes for case in cases) + beside, free_memory()),
-        str(path): (
-            max(case.disk_bytes for case in cases) + most.count * most.length,
-            shutil.disk_usage(path).free,
-        ),
-    }
-    for place, (needed, available) in room.items():
+
+
+def require_room(path: Path, n: int, *, ram: int, disk: int) -> None:
+    """Raises: BudgetError unless that many bytes are free, for n parameters."""
+    from offload.planner.machine import free_memory
+
+    for place, needed, available in (
+        ("RAM", ram, free_memory()),
+        (str(path), disk, shutil.disk_usage(path).free),
+    ):
         if needed > available:
             raise BudgetError(
                 f"{n:.1e} parameters need {format_bytes(needed)} in {place}, {format_bytes(available)} are free: "
@@ -222,7 +265,7 @@ def measure(cases: Sequence[Case], path: Path, rounds: int, console: Console) ->
     most = _most(cases)
     search = SEARCH_ROUNDS * len(EACH_WAY) if most.count else 0
     with (
-        _folder(path) as folder,
+        folder_in(path) as folder,
         Limits(folder, most, cases[0].n, cases[0].width ** 2) as limits,
         progress(console, "bench step", search + len(cases) * (rounds + 1)) as tick,
     ):
@@ -241,7 +284,8 @@ def _most(cases: Sequence[Case]) -> Transfers:
 
 
 @contextmanager
-def _folder(path: Path) -> Iterator[Path]:
+def folder_in(path: Path) -> Iterator[Path]:
+    """A new folder in `path` that goes at the end. Raises: PathError."""
     try:
         made = tempfile.TemporaryDirectory(prefix=".offload-bench-step-", dir=path, ignore_cleanup_errors=True)
     except OSError as error:
@@ -252,10 +296,9 @@ def _folder(path: Path) -> Iterator[Path]:
 
 def _run(case: Case, swap: Path, limits: Limits, rounds: int, tick: Tick) -> Result:
     """One case: a round to warm up, then rounds in which step and limits take turns in being first."""
-    from offload.cli.bench_step_contestants import Subject
     from offload.cli.bench_step_report import Result
 
-    with Subject(case.count, case.width, case.tuning, case.cpu_memory, swap) as subject:
+    with case.subject(swap) as subject:
         limits.round(subject, case.transfers, step_first=False)
         tick(f"{case.name}: warm")
         before, found = subject.moved_bytes(), []

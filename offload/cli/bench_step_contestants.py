@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -76,18 +76,21 @@ class Disk:
                 future.result()
             self._undo = undo.pop_all()
 
-    def run(self, transfers: Transfers, each_way: int) -> float:
-        """Seconds that `transfers` take, with `each_way` buffers for reading and as many for writing."""
+    def run(self, transfers: Transfers, each_way: int, ways: Sequence[str] = ("read", "write")) -> float:
+        """Seconds that `transfers` take, with `each_way` buffers for reading and as many for writing.
+
+        Args: ways: what to do; both at once, if both.
+        """
         half = transfers.count // 2
         todo = {
             "read": deque(range(transfers.count)),
             "write": deque((half + i) % transfers.count for i in range(transfers.count)),
         }
-        moves = {"read": self._engine.read, "write": self._engine.write}
+        moves = {way: move for way, move in (("read", self._engine.read), ("write", self._engine.write)) if way in ways}
         free = {"read": self._buffers[:each_way], "write": self._buffers[each_way : 2 * each_way]}
         under_way: dict[IOFuture, tuple[str, memoryview]] = {}
         start = time.perf_counter()
-        while under_way or todo["read"] or todo["write"]:
+        while under_way or any(todo[way] for way in moves):
             for way, move in moves.items():
                 while free[way] and todo[way]:
                     buffer = free[way].pop()
@@ -161,10 +164,17 @@ class Subject:
     timed, and nothing but this library's memory grows with the model.
     """
 
-    def __init__(self, count: int, width: int, tuning: Tuning, cpu_memory: int, path: Path) -> None:
+    def __init__(
+        self, count: int, width: int, tuning: Tuning, cpu_memory: int, path: Path, commit_every: int | None = None
+    ) -> None:
         self._path = path
         self.optimizer = OffloadZero(
-            layers(count, width, "cpu"), tier="nvme", path=path, cpu_memory=cpu_memory, tuning=tuning
+            layers(count, width, "cpu"),
+            tier="nvme",
+            path=path,
+            cpu_memory=cpu_memory,
+            commit_every=commit_every,
+            tuning=tuning,
         )
         self._params: list[Tensor] = [param for group in self.optimizer.param_groups for param in group["params"]]
         self._grad = torch.randn(width, width, dtype=torch.bfloat16)

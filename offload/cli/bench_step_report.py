@@ -199,13 +199,18 @@ def markdown(report: Report, command: str) -> str:
 
 def caption(report: Report) -> str:
     """What the figures were measured on and with."""
+    disk = f", {report.engine} (drive alone: {report.buffers} buffers)" if report.engine else ""
+    return hardware(report.threads, report.kernel, disk)
+
+
+def hardware(threads: int, kernel: str, disk: str) -> str:
+    """Hardware and versions. Args: disk: how it was used, behind a comma."""
     from importlib import metadata
 
     from offload import native
 
-    disk = f", {report.engine} (drive alone: {report.buffers} buffers)" if report.engine else ""
     return (
-        f"{native.cpu_model()[0]}, {report.threads} threads, kernel {report.kernel}{disk}; Linux {platform.release()}; "
+        f"{native.cpu_model()[0]}, {threads} threads, kernel {kernel}{disk}; Linux {platform.release()}; "
         f"offload {metadata.version('offload')}, torch {torch.__version__}, Python {platform.python_version()}"
     )
 
