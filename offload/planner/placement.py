@@ -199,8 +199,12 @@ def _params_pool(layout: Layout, config: Config) -> Pool | None:
     """All in RAM, or as few as work: what else the budget has room for saves as many bytes with states in it."""
     sizes = [record.nbytes for record in param_records_of(layout)]
     if config.param_tier == "device":
-        # At a commit one is copied while another is written.
-        return Pool(frozenset(), min(2, len(sizes)), 0, max(sizes, default=0)) if config.commits_parameters else None
+        # At a commit some are written while another is copied: with two, the drive would wait for half of the time.
+        return (
+            Pool(frozenset(), min(IN_FLIGHT, len(sizes)), 0, max(sizes, default=0))
+            if config.commits_parameters
+            else None
+        )
     return Pool(frozenset(range(len(sizes))), 0, sum(sizes), 0) if config.param_tier == "cpu" else _few(sizes, config)
 
 
