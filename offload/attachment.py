@@ -21,6 +21,7 @@ from offload.module.materialise import Source, materialise
 from offload.module.parameters import cast_untrained, line_of
 from offload.module.sharing import take_from_first
 from offload.module.streaming import Streaming
+from offload.module.tiling import Tiling, class_of
 from offload.module.units import ROOT, compute_dtypes, kept_modules, units_of
 from offload.planner.placement import Placement
 
@@ -56,7 +57,9 @@ class Attachment:
         self.streaming = self._new_streaming(config, placement, copier, usable)
         self._take_model(config, layout, source, resumes=resumes)
         units = units_of(model, config.units)
+        units |= {param: spec.unit for param, spec in zip(parts.parameters.params, layout.specs, strict=True)}
         self.access = Access(parts.parameters, units, self.landing, self.streaming, placement.budget_bytes)
+        self._tiling = self._new_tiling()
         self.hooks = Hooks(
             model,
             parts.parameters,
@@ -171,6 +174,24 @@ class Attachment:
         trained = self._parts.parameters.index
         others = chain(self._model.parameters(), self._model.buffers())
         take_from_first(self._parts.comm, (tensor for tensor in others if tensor not in trained))
+
+    def _new_tiling(self) -> Tiling | None:
+        """Makes released weights that have tiles such that `F.linear` takes them."""
+        parameters, parts = self._parts.parameters, self._layout.parts
+        tiles: dict[nn.Parameter, list[tuple[str, nn.Parameter]]] = {}
+        for index, leaf in parameters.tiles.items():
+            weight = parameters.params[self._layout.flats[parts[index].flat].params[0]]
+            tiles.setdefault(weight, []).append((parts[index].unit, leaf))
+        if self.streaming is None or not tiles:
+            return None
+        tiling = Tiling(tiles, self.streaming, self._land_weight)
+        for weight in tiles:
+            parameters.release_as(parameters.index[weight], class_of(tiling))
+        return tiling
+
+    def _land_weight(self, weight: nn.Parameter) -> None:
+        number = self._parts.parameters.index[weight]
+        self.landing.unit(self._layout.specs[number].unit)
 
     def _take_place_of(self, flat: int) -> None:
         """Takes the parameters of a flat, whose values are those of a commit and still to come."""

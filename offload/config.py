@@ -30,7 +30,7 @@ LEAST_IN_FLIGHT = 3
 
 @dataclass(frozen=True)
 class Tuning:
-    """What only tunes speed; nothing here changes a bit of the result.
+    """What only tunes speed; nothing here changes a bit of the result, but for `tile`.
 
     chunk: bytes of fp32 master a chunk, the unit of transfer, of the Adam kernel and of I/O.
     prefetch: chunks read ahead of the one in use, and units of streamed parameters brought ahead; None: as many chunks
@@ -44,7 +44,9 @@ class Tuning:
     units: the modules whose parameters are gathered and released together: a sequence of names in the model, such as
     "layers.3.mlp", and of module classes, all of whose instances; of nested ones the innermost counts, and what is in
     none is the root unit. None: each element of a ModuleList or Sequential of blocks.
-    tile: reserved; only None is taken so far.
+    tile: bytes; where parameters stream, linear layers whose weight is larger run in tiles of about that, one after
+    the other, which gives results within rounding of the same (docs/exactness.md). 0: none does. None: as much as
+    `device_memory` makes necessary.
     """
 
     chunk: int | str = "64MiB"
@@ -54,7 +56,7 @@ class Tuning:
     split_master: bool | None = None
     bucket: int | str = "32MiB"
     units: Sequence[str | type[nn.Module]] | None = None
-    tile: object | None = None
+    tile: int | str | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ class Config:
     # Whether their tiers are those of what fits, see planner/choice.py.
     chooses_params: bool = False
     chooses_grads: bool = False
+    # Weights larger than this are tiled; None: to be chosen.
+    tile_bytes: int | None = None
 
     @property
     def places(self) -> int:
@@ -158,6 +162,7 @@ def check(
         resume=_resume(resume, directories),
         origins=_origins(resume, directories),
         units=_units(tuning.units),
+        tile_bytes=None if tuning.tile is None else parse_bytes(tuning.tile, "Tuning.tile"),
         chooses_params=param_tier is None,
         chooses_grads=grad_tier is None,
     )
@@ -173,7 +178,12 @@ def over_ranks(config: Config, *, ranks: int, ranks_on_node: int, device: torch.
     if ranks == 1:
         return config
     # All ranks have the same tiers, whatever each of them has free.
-    config = replace(config, chooses_params=False, chooses_grads=False)
+    if config.tile_bytes:
+        raise ConfigError(
+            f"Tuning.tile={config.tile_bytes} with {ranks} ranks: over several ranks every layer is gathered as a "
+            "whole; leave it out"
+        )
+    config = replace(config, chooses_params=False, chooses_grads=False, tile_bytes=0)
     if device.type == "cuda":
         raise ConfigError(
             f"the model is on {device} and there are {ranks} ranks: over several ranks this version trains on the CPU "
@@ -207,7 +217,6 @@ def _refuse_reserved(reserved: dict[str, Any], tuning: Tuning) -> None:
     taken: dict[str, tuple[object, ...]] = {
         "Tuning.io_engine": ("auto", "uring", "threads", "portable"),
         "Tuning.split_master": (None, False, True),
-        "Tuning.tile": (None,),
     }
     given = {name: getattr(tuning, name.removeprefix("Tuning.")) for name in taken}
     for name, value in reserved.items():

@@ -17,8 +17,9 @@ step count are the same.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -38,13 +39,17 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One trainable parameter: its name, element count, unit, the dtype of its compute copy, its param group."""
+    """One trainable parameter: its name, element count, unit, the dtype of its compute copy, its param group.
+
+    tile: elements of it that are on the device at once, if not all are; then it is alone in its unit.
+    """
 
     name: str
     numel: int
     unit: str
     dtype: torch.dtype
     group: int
+    tile: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,19 @@ class Chunk:
     start: int
     numel: int
     pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is gathered together on the device: elements `start` to `start + numel` of a flat. The parts of a layout
+    are its flats, then the tiles of those that have some; a tile's unit is its own."""
+
+    index: int
+    unit: str
+    flat: int
+    start: int
+    numel: int
+    is_tile: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,6 +166,28 @@ class Layout:
         """Trainable parameters, without gaps."""
         return sum(spec.numel for spec in self.specs)
 
+    def tile_of(self, flat: int) -> int:
+        """Elements of each tile of a flat; 0: it has none."""
+        info = self.flats[flat]
+        return self.specs[info.params[0]].tile if len(info.params) == 1 else 0
+
+    def tiles_of(self, param: int) -> list[tuple[int, int]]:
+        """The elements of a parameter whose gradients come together: of each tile, or all of them."""
+        spec = self.specs[param]
+        step = spec.tile or max(spec.numel, 1)
+        return [(start, min(start + step, spec.numel)) for start in range(0, max(spec.numel, 1), step)]
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """See Part; the first ones have the numbers of their flats."""
+        parts = [Part(flat.index, flat.unit, flat.index, 0, self.padded_numel(flat.index)) for flat in self.flats]
+        for flat in self.flats:
+            if self.tile_of(flat.index):
+                for number, (start, stop) in enumerate(self.tiles_of(flat.params[0])):
+                    unit = f"{flat.unit}[{number}]"
+                    parts.append(Part(len(parts), unit, flat.index, start, stop - start, is_tile=True))
+        return tuple(parts)
+
     @cached_property
     def places(self) -> dict[int, tuple[int, int]]:
         """For each parameter: (flat, offset in it)."""
@@ -213,6 +253,22 @@ def _chunks_of(layout: Layout, ranks: Sequence[int], first: int) -> tuple[Chunk,
     return tuple(chunks)
 
 
+def tiled(specs: Sequence[ParamSpec], rows: Mapping[int, int], tile_bytes: int) -> list[ParamSpec]:
+    """`specs` with those that can be tiled, and are larger than `tile_bytes`, in tiles of at most that, a unit each.
+
+    Args: rows: the elements of a row of each parameter that can be tiled; tile_bytes: 0 for no tiles. A tile is so many
+    whole rows that the next one is aligned.
+    """
+    made = list(specs)
+    for number, row in rows.items() if tile_bytes else ():
+        spec = specs[number]
+        least = row * (ALIGN_NUMEL // math.gcd(ALIGN_NUMEL, row))
+        tile = max(tile_bytes // spec.dtype.itemsize // least, 1) * least
+        if spec.numel * spec.dtype.itemsize > tile_bytes and tile < spec.numel:
+            made[number] = replace(spec, unit=spec.name, tile=tile)
+    return made
+
+
 def _by_unit_and_dtype(specs: Sequence[ParamSpec]) -> Iterator[tuple[tuple[str, torch.dtype], list[int]]]:
     """Units in order of first appearance, and in each its dtypes in order of first appearance."""
     units = {name: number for number, name in enumerate(dict.fromkeys(spec.unit for spec in specs))}
@@ -232,10 +288,15 @@ def _cuts(layout: Layout, flat: Flat, start: int, last: int) -> Iterator[tuple[i
     """Cuts elements `start` to `last` into chunks. The squares of gradients are summed over blocks of SUM_BLOCK
     elements of a parameter: of one rank, chunks with room for one end where one ends, so that a sum needs one chunk."""
     ends_at_blocks = layout.ranks == 1 and layout.chunk_numel >= SUM_BLOCK
+    tile = layout.tile_of(flat.index)
     while start < last:
         stop = min(start + layout.chunk_numel, last)
-        if ends_at_blocks and stop < last:
-            stop -= (stop - flat.offsets[bisect(flat.offsets, stop) - 1]) % SUM_BLOCK
+        begin = flat.offsets[bisect(flat.offsets, stop) - 1]  # of the blocks; a tile has its own, and chunks of its own
+        if tile:
+            begin = start // tile * tile
+            stop = min(stop, begin + tile)
+        if ends_at_blocks and stop < min(last, begin + tile if tile else last):
+            stop -= (stop - begin) % SUM_BLOCK
         yield start, stop
         start = stop
 

@@ -20,7 +20,7 @@ from offload.attachment import Attachment
 from offload.checkpointing import Found, Resumed
 from offload.commits import Commits
 from offload.committing import Committing
-from offload.config import PathLike, Tuning
+from offload.config import Config, PathLike, Tuning
 from offload.copies import Copier, copier_for
 from offload.errors import (
     ClosedError,
@@ -29,13 +29,13 @@ from offload.errors import (
     NonFiniteGradientError,
     OffloadError,
 )
-from offload.layout import build
+from offload.layout import Layout, build, tiled
 from offload.looking import Looking
 from offload.module.hooks import require_free
 from offload.module.materialise import Init, Source, is_meta, source_of
 from offload.module.parameters import device_for, untrained_bytes
 from offload.module.sharing import all_or_none, require_alike
-from offload.module.units import compute_dtypes, specs_of
+from offload.module.units import compute_dtypes, rows_of, specs_of
 from offload.optim.adopt import require_adoptable, require_supported, retire
 from offload.optim.step import StepKey
 from offload.planner.choice import choose
@@ -179,10 +179,16 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
         # Only parameters are kept more than once, and only where they are partitioned.
         replicas = ranks.across.size if self._config.stage == 3 else 1
         copier = copier_for(device)
+        rows = rows_of(model, params)
+
+        def laid_out(config: Config) -> Layout:
+            split = tiled(specs, rows, config.tile_bytes or 0)
+            return build(split, config.chunk_numel, ranks=ranks.size, rank=ranks.rank, replicas=replicas)
+
         room = self._room(copier, params)
         self._config, self._layout, _ = choose(
             self._config,
-            lambda config: build(specs, config.chunk_numel, ranks=ranks.size, rank=ranks.rank, replicas=replicas),
+            laid_out,
             direct=copier.direct,
             room=room,
         )

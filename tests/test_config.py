@@ -41,7 +41,7 @@ def test_sizes_are_taken_as_words_or_bytes() -> None:
     assert check(cpu_memory="2GiB").cpu_memory == check(cpu_memory=2 * GIB).cpu_memory == 2 * GIB
 
 
-TUNING = [("split_master", "yes"), ("tile", 4)]
+TUNING = [("split_master", "yes")]
 WRONG: list[tuple[str, Any, str]] = [
     ("device_memory", "8 apples", '"48GiB"'),
     ("device_memory", -1, "negative"),
@@ -92,6 +92,8 @@ WRONG: list[tuple[str, Any, str]] = [
 ]
 WRONG_TUNING: list[tuple[str, Any, str]] = [
     ("chunk", 4095, "at least 4096"),
+    ("tile", -1, "negative"),
+    ("tile", "large", '"48GiB"'),
     ("chunk", "64 MB/s", '"48GiB"'),
     ("chunk", -4096, "negative"),
     ("chunk", 1.5, '"48GiB"'),

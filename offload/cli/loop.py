@@ -37,7 +37,7 @@ EXIT_TERMINATED = 143  # 128 + SIGTERM
 TIMELINE_STEPS = 3
 """The last steps, recorded with --timeline and not validated between."""
 VALIDATION_POINTS = 10
-"""Validations after the one before the first step."""
+"""Validations after the one before the first step, in a run of twice as many steps or more; else only the last."""
 
 
 @dataclass
@@ -179,7 +179,8 @@ def train_loop(
     batches = Batches(text.train, options.batch, options.seq, options.seed, device)
     starts = even_starts(text.validation, VALIDATION_WINDOWS, options.seq)
     held_out = cut_windows(text.validation, starts, options.seq, device)
-    between = max(1, options.steps // VALIDATION_POINTS)
+    # A short run would validate as long as it trains, above all where parameters stream.
+    between = options.steps // VALIDATION_POINTS if options.steps >= 2 * VALIDATION_POINTS else options.steps
 
     def validate(done: int) -> None:
         with clock("step"):

@@ -76,8 +76,9 @@ def train(
 ) -> None:
     """Train a byte-level GPT with OffloadZero and show what it took.
 
-    The last 5 % of the text are held out to validate with. Ctrl-C ends the run and removes its swap files, unless it
-    commits; SIGTERM then makes it commit the step it is in before it ends, with exit status 143.
+    The last 5 % of the text are held out to validate with: before the first step and after the last, in runs of 20
+    steps or more also now and then between. Ctrl-C ends the run and removes its swap files, unless it commits; SIGTERM
+    then makes it commit the step it is in before it ends, with exit status 143.
     """
     options = TrainOptions(
         preset=preset,

@@ -23,7 +23,7 @@ from torch import Tensor
 from offload.collectives import Work
 from offload.copies import Copier, Copy
 from offload.errors import OffloadError
-from offload.layout import Chunk, Layout
+from offload.layout import Chunk, Layout, Part
 from offload.module.parameters import Parameters
 from offload.module.where import Where, require_legal
 from offload.store.store import Store
@@ -59,13 +59,17 @@ class Gathering:
         self._usable = usable
         self._gather = gather
         self._gathers: dict[str, list[Work]] = {}
-        self._flats_of: dict[str, list[int]] = {flat.unit: [] for flat in layout.flats}
-        for flat in layout.flats:
-            self._flats_of[flat.unit].append(flat.index)
-        self._chunks_of: dict[int, list[Chunk]] = {flat.index: [] for flat in layout.flats}
+        self._parts_of: dict[str, list[Part]] = {part.unit: [] for part in layout.parts}
+        for part in layout.parts:
+            self._parts_of[part.unit].append(part)
+        of_flat: dict[int, list[Chunk]] = {flat.index: [] for flat in layout.flats}
         for chunk in layout.param_chunks:
-            self._chunks_of[chunk.flat].append(chunk)
-        self._where = dict.fromkeys(self._flats_of, Where.RELEASED)
+            of_flat[chunk.flat].append(chunk)
+        self._chunks_of = {
+            part.index: [c for c in of_flat[part.flat] if part.start <= c.start < part.start + part.numel]
+            for part in layout.parts
+        }
+        self._where = dict.fromkeys(self._parts_of, Where.RELEASED)
         self._coming: deque[tuple[str, Copy, ExitStack]] = deque()
         # Chunks that an opened unit still lacks.
         self._missing: dict[str, set[int]] = {}
@@ -80,7 +84,12 @@ class Gathering:
         return self._where.get(unit) is where
 
     def params_of(self, unit: str) -> list[int]:
-        return [number for flat in self._flats_of[unit] for number in self._layout.flats[flat].params]
+        parts = (part for part in self._parts_of[unit] if not part.is_tile)
+        return [number for part in parts for number in self._layout.flats[part.flat].params]
+
+    def home_of(self, unit: str) -> str:
+        """The unit itself; of a tile the one that it is a part of."""
+        return self._layout.flats[self._parts_of[unit][0].flat].unit
 
     # From the device, and comparing with it.
 
@@ -94,16 +103,29 @@ class Gathering:
         for chunk in self._chunks_of[flat]:
             with self._store.lease(chunk.index, step=step, is_fresh=True) as lease:
                 lease.dirty = True
-                self._copier.to_host(self._on_device(chunk), self._in_store(lease.arrays[0], chunk)).wait()
+                on_device = self._on_device(self._layout.parts[flat], chunk)
+                self._copier.to_host(on_device, self._in_store(lease.arrays[0], chunk)).wait()
+        self._refresh_tiles(flat)
 
     def refresh(self, flat: int) -> None:
         """Brings the values of a flat, which is here, from the store again, and from the other ranks."""
-        for chunk in self._chunks_of[flat]:
-            with self._store.lease(chunk.index, step=0) as lease:
-                self._copier.to_device(self._in_store(lease.arrays[0], chunk), self._on_device(chunk)).wait()
+        self._refresh(self._layout.parts[flat])
         if self._gather is not None:
             for work in self._gather(flat):
                 work.wait()
+
+    def _refresh(self, part: Part) -> None:
+        for chunk in self._chunks_of[part.index]:
+            with self._store.lease(chunk.index, step=0) as lease:
+                self._copier.to_device(self._in_store(lease.arrays[0], chunk), self._on_device(part, chunk)).wait()
+
+    def _refresh_tiles(self, flat: int) -> None:
+        for part in self._layout.parts[len(self._layout.flats) :]:
+            if part.flat == flat:
+                if self._where[part.unit] is Where.COMING:
+                    self._finish(part.unit)
+                if self._where[part.unit] is Where.HERE:
+                    self._refresh(part)
 
     def find_writes(self, numbers: Iterable[int]) -> None:
         """Notes as written to which of these parameters, all here, differ from the store: `p.data.copy_` leaves no
@@ -120,7 +142,8 @@ class Gathering:
                 if piece.param == number:
                     part = slice(piece.chunk_offset, piece.chunk_offset + piece.numel)
                     copy = torch.empty(piece.numel, dtype=stored.dtype, device="cpu")
-                    self._copier.to_host(self._on_device(chunk)[part], copy).wait()
+                    on_device = self._on_device(self._layout.parts[chunk.flat], chunk)
+                    self._copier.to_host(on_device[part], copy).wait()
                     if not torch.equal(copy.view(torch.uint8), stored[part].view(torch.uint8)):
                         return False
         return True
@@ -129,20 +152,22 @@ class Gathering:
 
     def can_open(self, unit: str) -> bool:
         """Where copies need no buffers: whether nothing of a unit is here yet."""
-        return self._copier.direct and self.is_at(unit, Where.RELEASED)
+        if not self._copier.direct or not self.is_at(unit, Where.RELEASED):
+            return False
+        return not any(self._layout.tile_of(part.flat) for part in self._parts_of[unit])
 
     def open(self, unit: str) -> None:
         """Memory for a unit whose new values are about to land: each chunk comes with its own, see `chunk_lands`."""
         self._move(unit, Where.COMING)
-        self._missing[unit] = {chunk.index for flat in self._flats_of[unit] for chunk in self._chunks_of[flat]}
-        for flat in self._flats_of[unit]:
-            self._parameters.allocate(flat)
+        self._missing[unit] = {c.index for part in self._parts_of[unit] for c in self._chunks_of[part.index]}
+        for part in self._parts_of[unit]:
+            self._parameters.allocate(part.index)
 
     def chunk_lands(self, chunk: Chunk, values: Tensor) -> None:
         """New `values` of a chunk are in RAM, and leased: of a unit that was opened they need not be read again."""
         missing = self._missing.get(self._layout.flats[chunk.flat].unit, set())
         if chunk.index in missing:
-            self._copier.to_device(values, self._on_device(chunk)).wait()
+            self._copier.to_device(values, self._on_device(self._layout.parts[chunk.flat], chunk)).wait()
             self._timeline.count("gathered_bytes", values.numel() * values.element_size())
             missing.discard(chunk.index)
 
@@ -155,6 +180,7 @@ class Gathering:
             self._finish(unit)
         if self._where[unit] is Where.HERE:
             self.refresh(flat)
+        self._refresh_tiles(flat)
 
     def bring(self, unit: str) -> None:
         """Waits until a unit is here."""
@@ -162,7 +188,8 @@ class Gathering:
             self.start(unit)
         if unit in self._missing:
             for index in sorted(self._missing.pop(unit)):
-                self._start_chunk(unit, self._layout.param_chunks[index])
+                chunk = self._layout.param_chunks[index]
+                self._start_chunk(self._layout.parts[chunk.flat], chunk)
             self._start_gathering(unit)
         if self._where.get(unit) is Where.COMING:
             self._finish(unit)
@@ -172,10 +199,10 @@ class Gathering:
         self._usable()
         self._move(unit, Where.COMING)
         try:
-            for flat in self._flats_of[unit]:
-                self._parameters.allocate(flat)
-                for chunk in self._chunks_of[flat]:
-                    self._start_chunk(unit, chunk)
+            for part in self._parts_of[unit]:
+                self._parameters.allocate(part.index)
+                for chunk in self._chunks_of[part.index]:
+                    self._start_chunk(part, chunk)
             self._start_gathering(unit)
         except BaseException:
             self.release(unit)  # half of it is not coming
@@ -185,9 +212,9 @@ class Gathering:
         """From the other ranks, when this one's partitions are there."""
         if self._gather is not None:
             self._wait_for_copies(unit)
-            self._gathers[unit] = [work for flat in self._flats_of[unit] for work in self._gather(flat)]
+            self._gathers[unit] = [work for part in self._parts_of[unit] for work in self._gather(part.flat)]
 
-    def _start_chunk(self, unit: str, chunk: Chunk) -> None:
+    def _start_chunk(self, part: Part, chunk: Chunk) -> None:
         while len(self._coming) >= self._leases:
             self._finish_one()
         stack = ExitStack()
@@ -197,14 +224,14 @@ class Gathering:
         moving = self._timeline.begin(TO_DEVICE, "gather", chunk=chunk.index, size=size, tier="device")
         stack.callback(self._timeline.end, moving)
         self._timeline.count("gathered_bytes", size)
-        self._coming.append((unit, self._copier.to_device(source, self._on_device(chunk)), stack))
+        self._coming.append((part.unit, self._copier.to_device(source, self._on_device(part, chunk)), stack))
         while self._coming and self._coming[0][1].done():
             self._finish_one()
 
     def _finish(self, unit: str) -> None:
         self._wait_for(unit)
-        for flat in self._flats_of[unit]:
-            self._parameters.restore(flat)
+        for part in self._parts_of[unit]:
+            self._parameters.restore(part.index)
         self._move(unit, Where.HERE)
 
     def _wait_for(self, unit: str) -> None:
@@ -235,8 +262,8 @@ class Gathering:
         self._missing.pop(unit, None)
         if self._where[unit] is Where.COMING:
             self._wait_for(unit)
-        for flat in self._flats_of[unit]:
-            self._parameters.free(flat)
+        for part in self._parts_of[unit]:
+            self._parameters.free(part.index)
         self._move(unit, Where.RELEASED)
 
     def abandon(self) -> None:
@@ -244,8 +271,8 @@ class Gathering:
         self.close()
         for unit, where in self._where.items():
             if where is not Where.RELEASED:
-                for flat in self._flats_of[unit]:
-                    self._parameters.free(flat)
+                for part in self._parts_of[unit]:
+                    self._parameters.free(part.index)
                 self._move(unit, Where.RELEASED)
 
     def close(self) -> None:
@@ -258,8 +285,9 @@ class Gathering:
         require_legal(unit, self._where[unit], to)
         self._where[unit] = to
 
-    def _on_device(self, chunk: Chunk) -> Tensor:
-        return self._parameters.flats[chunk.flat][chunk.start : chunk.start + chunk.numel]
+    def _on_device(self, part: Part, chunk: Chunk) -> Tensor:
+        start = chunk.start - part.start
+        return self._parameters.memory_of(part.index)[start : start + chunk.numel]
 
     def _in_store(self, array: Tensor, chunk: Chunk) -> Tensor:
         return array.view(self._parameters.flats[chunk.flat].dtype)

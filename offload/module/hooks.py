@@ -151,12 +151,14 @@ class Hooks:
         self._streaming = streaming
         self._access = access
         self._handles.append(model.register_forward_pre_hook(_CastInputs(root_dtype, entered), with_kwargs=True))
-        self._enter_units(model, chosen, loads)
+        self._enter_units(model, chosen, specs, loads)
         if compute_dtype is not torch.float32:
             for module in kept:
                 self._keep_fp32(module, compute_dtype)
-        for number in range(len(specs)):
-            self._watch(number)
+        for number, param in enumerate(parameters.params):
+            self._watch(number, param)
+            for start, leaf in parameters.tiles_of(number):
+                self._watch(number, leaf, start)
 
     def is_marked(self, number: int) -> bool:
         """Whether parameter `number` has the marker of a gradient that the user did not drop."""
@@ -170,7 +172,7 @@ class Hooks:
                 self._landing.everything()
                 self._arriving()
                 self._sink.forget(number)
-                self._hand_over(number)
+                self._hand_over(number, param)
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -180,9 +182,17 @@ class Hooks:
             if is_moved(param.grad):
                 param.grad = None
 
-    def _enter_units(self, model: nn.Module, chosen: Chosen, loads: Callable[[Sequence[nn.Parameter]], None]) -> None:
+    def _enter_units(
+        self,
+        model: nn.Module,
+        chosen: Chosen,
+        specs: Sequence[ParamSpec],
+        loads: Callable[[Sequence[nn.Parameter]], None],
+    ) -> None:
         """Whoever runs a module finds the new values of its unit in it, and so does whoever saves or loads it."""
-        units = units_of(model, chosen)
+        # A tiled weight is brought by `F.linear`, tile by tile.
+        tiled = {s.unit for s in specs if s.tile}
+        units = units_of(model, chosen) | {p: s.unit for p, s in zip(self._parameters.params, specs, strict=True)}
         blocks = dict(blocks_of(model, chosen))
         for name, block in blocks.items():
             self._handles.append(block.register_forward_pre_hook(_Enters(partial(self._enter, name))))
@@ -190,7 +200,7 @@ class Hooks:
         for module in model.modules():
             params = list(module.parameters(recurse=False))
             names = {units[param] for param in params}
-            for name in names if module is not model else ():
+            for name in names - tiled if module is not model else ():
                 if name == ROOT or self._streaming is not None or not is_called(blocks[name]):
                     self._handles.append(module.register_forward_pre_hook(_Enters(partial(self._enter, name))))
                     self._leave(name, module)
@@ -223,29 +233,30 @@ class Hooks:
         self._handles.append(module.register_forward_pre_hook(_CastInputs(torch.float32), with_kwargs=True))
         self._handles.append(module.register_forward_hook(_CastOutputs(compute_dtype)))
 
-    def _watch(self, number: int) -> None:
-        param = self._parameters.params[number]
+    def _watch(self, number: int, leaf: nn.Parameter, start: int = 0) -> None:
+        """Args: leaf: the parameter, or its tile whose first element is `start`."""
         # Autograd holds these functions where no collector of garbage can look: held by them, an optimizer that was
         # forgotten would keep its memory and its files for good.
         hooks = weakref.ref(self)
 
         def before(grads: tuple[Tensor | None, ...]) -> None:
             if (alive := hooks()) is not None:
-                alive._before(number, param)
+                alive._before(number)
 
-        def after(param: Tensor) -> None:
+        def after(leaf: Tensor) -> None:
             if (alive := hooks()) is not None:
-                alive._hand_over(number)
+                alive._hand_over(number, leaf, start)
 
         # On the node that accumulates, not on the tensor: `torch.autograd.grad` passes through the latter as well, and
         # would take the marker away without a gradient to come. The node lives as long as somebody holds it.
         with torch._C.DisableTorchFunctionSubclass():  # also of a parameter whose values are not here
-            node = torch.autograd.graph.get_gradient_edge(param).node
+            node = torch.autograd.graph.get_gradient_edge(leaf).node
         self._nodes.append(node)
         self._handles.append(node.register_prehook(before))
-        self._handles.append(param.register_post_accumulate_grad_hook(after))
+        self._handles.append(leaf.register_post_accumulate_grad_hook(after))
 
-    def _before(self, number: int, param: nn.Parameter) -> None:
+    def _before(self, number: int) -> None:
+        param = self._parameters.params[number]
         self._arriving()
         self._landing.require_landed(number)
         self._landing.before_gradients()
@@ -267,11 +278,12 @@ class Hooks:
                 )
             self._sink.scale = 1.0
 
-    def _hand_over(self, number: int) -> None:
+    def _hand_over(self, number: int, leaf: Tensor, start: int = 0) -> None:
         param = self._parameters.params[number]
-        grad = param.grad
+        grad = leaf.grad
         if grad is None:
             raise AssertionError("a gradient hook ran without a gradient")
         # First the marker: a sink that raises must not leave the gradient to be taken for a new one.
+        leaf.grad = None
         param.grad = self._markers[number]
-        self._sink.arrive(number, line_like(param, grad.detach()))
+        self._sink.arrive(number, line_like(leaf, grad.detach()), start)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from offload.errors import ConfigError
 from offload.layout import Layout
-from offload.module.released import release, restore
+from offload.module.released import ReleasedParameter, release, restore
 from offload.native.library import advise_huge_pages
 
 
@@ -53,7 +53,7 @@ class Parameters:
     """The trained parameters of a model, in the order of `layout.specs`.
 
     Attributes: flats: one tensor a flat of the layout, on the model's device, of which the parameters are views;
-    filled by `attach`; peak_bytes: the most they had at once.
+    filled by `attach`; tiles: leaves of autograd, by part of the layout; peak_bytes: the most all had on the device.
     """
 
     def __init__(self, layout: Layout, params: Sequence[nn.Parameter], device: torch.device) -> None:
@@ -65,8 +65,15 @@ class Parameters:
         self._versions: list[int] = [0] * len(self.params)
         self._classes = [type(param) for param in self.params]
         self._freed: set[int] = set()
+        self._released: dict[int, type[ReleasedParameter]] = {}
         self._bytes = 0
         self.peak_bytes = 0
+        self.tiles: dict[int, nn.Parameter] = {
+            part.index: nn.Parameter(torch.empty(0, dtype=layout.flats[part.flat].dtype, device=device))
+            for part in layout.parts
+            if part.is_tile
+        }
+        self._memory: dict[int, Tensor] = {}
 
     @torch.no_grad()
     def make_dense(self, flat: int) -> None:
@@ -80,8 +87,13 @@ class Parameters:
     def attach(self, flat: int) -> None:
         """Moves the parameters of a flat, whose masters have been taken, into one tensor of its dtype."""
         info = self._layout.flats[flat]
-        memory = torch.zeros(self._layout.padded_numel(flat), dtype=info.dtype, device=self._device)
-        self._count(memory.untyped_storage().nbytes())
+        is_tiled = self._layout.tile_of(flat) > 0  # the device has no room for all of it
+        device = torch.device("cpu") if is_tiled else self._device
+        memory = torch.zeros(self._layout.padded_numel(flat), dtype=info.dtype, device=device)
+        if is_tiled:
+            self._attach_tiles(flat)
+        else:
+            self._count(memory.untyped_storage().nbytes())
         for number, offset in zip(info.params, info.offsets, strict=True):
             param = self.params[number]
             view = shaped_like(param, memory[offset : offset + param.numel()])
@@ -90,15 +102,40 @@ class Parameters:
             self._versions[number] = param._version
         self.flats[flat] = memory
 
-    def allocate(self, flat: int) -> None:
-        """Gives a flat that was freed memory again, its values undefined."""
-        memory = self.flats[flat]
-        self._resize(memory, memory.numel() * memory.element_size())
+    def _attach_tiles(self, flat: int) -> None:
+        columns = self.params[self._layout.flats[flat].params[0]].shape[1]
+        for part in self._layout.parts:
+            if part.is_tile and part.flat == flat:
+                memory = torch.empty(part.numel, dtype=self._layout.flats[flat].dtype, device=self._device)
+                self._memory[part.index] = memory
+                self.tiles[part.index].data = memory.view(-1, columns)
+                memory.untyped_storage().resize_(0)
+
+    def tiles_of(self, number: int) -> list[tuple[int, nn.Parameter]]:
+        """The first element and the leaf of each tile of a parameter; none of one that is not tiled."""
+        flat, parts = self._layout.places[number][0], self._layout.parts
+        return [(parts[index].start, leaf) for index, leaf in self.tiles.items() if parts[index].flat == flat]
+
+    def memory_of(self, part: int) -> Tensor:
+        """Of a part of the layout, shape (numel,)."""
+        return self.flats[part] if part < len(self.flats) else self._memory[part]
+
+    def release_as(self, number: int, kind: type[ReleasedParameter]) -> None:
+        """What parameter `number`, which is released now, is from now on while it is."""
+        self._released[number] = kind
+        self.params[number].__class__ = kind
+
+    def allocate(self, part: int) -> None:
+        """Gives a part that was freed memory again, its values undefined."""
+        memory = self.memory_of(part)
+        self._resize(part, memory.numel() * memory.element_size())
         if memory.is_cpu:
             advise_huge_pages(memory)
 
     def restore(self, flat: int) -> None:
-        """The values of a flat are there again: its parameters can be used."""
+        """The values of a part are there again: its parameters can be used."""
+        if flat >= len(self.flats):
+            return
         numbers = self._layout.flats[flat].params
         restore(
             [self.params[n] for n in numbers],
@@ -108,15 +145,17 @@ class Parameters:
         self._freed.discard(flat)
 
     def free(self, flat: int) -> None:
-        """Frees the memory of a flat, whose values are kept elsewhere; using its parameters raises until `restore`."""
-        numbers = self._layout.flats[flat].params
-        release([self.params[n] for n in numbers])
-        self._freed.add(flat)
-        self._resize(self.flats[flat], 0)
+        """Frees the memory of a part, whose values are kept elsewhere; using its parameters raises until `restore`."""
+        if flat < len(self.flats):
+            numbers = self._layout.flats[flat].params
+            release([self.params[n] for n in numbers], [self._released.get(n, ReleasedParameter) for n in numbers])
+            self._freed.add(flat)
+        self._resize(flat, 0)
 
-    def _resize(self, memory: Tensor, nbytes: int) -> None:
-        storage = memory.untyped_storage()
-        self._count(nbytes - storage.nbytes())
+    def _resize(self, part: int, nbytes: int) -> None:
+        storage = self.memory_of(part).untyped_storage()
+        if part >= len(self.flats) or not self._layout.tile_of(part):
+            self._count(nbytes - storage.nbytes())
         storage.resize_(nbytes)
 
     def _count(self, change: int) -> None:
@@ -163,6 +202,8 @@ class Parameters:
     def written_here(self, numbers: Iterable[int]) -> None:
         """Tells autograd that these parameters have new values, which went past it, and remembers the versions."""
         for number in numbers:
+            for _, leaf in self.tiles_of(number):
+                torch.autograd.graph.increment_version(leaf)
             if self._layout.places[number][0] in self._freed:
                 self._versions[number] += 1  # shown when it is there again
             else:

@@ -157,7 +157,8 @@ class ReducedGradients(Gradients):
     def has(self, param: int) -> bool:
         return self._arrived[param] > 0
 
-    def arrive(self, param: int, grad: Tensor) -> None:
+    def arrive(self, param: int, grad: Tensor, start: int = 0) -> None:
+        assert start == 0  # there are no tiles over several ranks
         if self._active is not None:
             raise AccumulationError(
                 f"a gradient of {self._layout.specs[param].name} came after those of this step were averaged over the "

@@ -82,11 +82,11 @@ def _refuse(what: str) -> NoReturn:
     )
 
 
-def release(params: Sequence[nn.Parameter]) -> None:
-    """Puts the guards before `params`."""
+def release(params: Sequence[nn.Parameter], kinds: Sequence[type[ReleasedParameter]]) -> None:
+    """Puts the guards before `params`. Args: kinds: what each is until `restore`."""
     torch._C._autograd._unsafe_set_version_counter(tuple(params), (NO_VERSION,) * len(params))
-    for param in params:
-        param.__class__ = ReleasedParameter
+    for param, kind in zip(params, kinds, strict=True):
+        param.__class__ = kind
 
 
 def restore(params: Sequence[nn.Parameter], versions: Sequence[int], classes: Sequence[type[nn.Parameter]]) -> None:

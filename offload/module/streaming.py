@@ -207,7 +207,7 @@ class Streaming:
         self._release_others(unit, *(one for one in following if self.gathering.is_at(one, Where.COMING)))
         self.gathering.bring(unit)
         for other in following:
-            if self.gathering.is_at(other, Where.RELEASED) and not self._is_pending(other):
+            if self.gathering.is_at(other, Where.RELEASED) and not self._is_pending(self.gathering.home_of(other)):
                 self.gathering.start(other)
 
     def _release_others(self, *wanted: str) -> None:

@@ -77,6 +77,21 @@ def _chosen(model: nn.Module, chosen: Sequence[type[nn.Module] | str]) -> list[t
     ]
 
 
+def rows_of(model: nn.Module, params: Sequence[nn.Parameter]) -> dict[int, int]:
+    """Elements of a row of each of `params`, by number, that is the weight of one nn.Linear and of nothing else."""
+    holders: dict[Tensor, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                holders.setdefault(param, []).append((module, name))
+    found = {}
+    for number, param in enumerate(params):
+        (module, name), *others = holders[param]
+        if type(module) is nn.Linear and name == "weight" and not others and param.is_contiguous():
+            found[number] = param.shape[1]
+    return found
+
+
 def is_called(module: nn.Module) -> bool:
     """Whether it has a forward; a list of modules has none, and its owner calls the elements."""
     return type(module).forward is not nn.Module.forward

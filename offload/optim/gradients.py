@@ -4,8 +4,8 @@
 A hook hands over each parameter's gradient as soon as autograd has accumulated it. The sink copies it into RAM: in
 the dtype it was made in, or, with accumulation over N > 1 micro-batches, summed in fp32 in the order of the
 micro-batches. With the last declared micro-batch it takes the sum of squares, in blocks fixed by an element's
-position in its parameter: so the norm costs no pass of its own, and has the same bits whatever the units, chunks and
-threads are. Non-finite gradients show in the same sums.
+position in its parameter, or in its tile: so the norm costs no pass of its own, and has the same bits whatever the
+units, chunks and threads are. Non-finite gradients show in the same sums.
 
 With `grad_tier="nvme"` the gradients of a chunk are an item of a store of their own: leased for each piece that comes,
 kept in RAM until all of them have, written, and read again by the step. Chunks end at borders of those blocks then.
@@ -44,7 +44,8 @@ def _dtype(layout: Layout, flat: int, accumulation: int) -> torch.dtype:
 
 
 def _sums_numel(layout: Layout) -> int:
-    return sum(sum_blocks(0, spec.numel) for spec in layout.specs)
+    tiles = chain.from_iterable(layout.tiles_of(param) for param in range(len(layout.specs)))
+    return sum(sum_blocks(0, stop - start) for start, stop in tiles)
 
 
 def _bounce_bytes(layout: Layout) -> int:
@@ -88,12 +89,14 @@ class GradientSink(Gradients):
         for flat in layout.flats if store is None else ():
             dtype = _dtype(layout, flat.index, accumulation)
             self._flats.append(arena.carve(flat.numel * dtype.itemsize).view(dtype))
+        # By parameter, of each of its tiles; a parameter without tiles is one.
+        self._tiles = [layout.tiles_of(param) for param in range(len(layout.specs))]
         self._sums = self._split_sums(arena.carve(8 * _sums_numel(layout)).view(torch.float64))
         self.scale = 1.0
-        self._arrived = [0] * len(layout.specs)
-        # Counts what arrived for each parameter; its sums are of the count noted with them.
-        self._generation = [0] * len(layout.specs)
-        self._summed = [0] * len(layout.specs)
+        self._arrived = self._none()
+        # Counts what arrived; the sums are of the count noted with them.
+        self._generation = self._none()
+        self._summed = self._none()
         self._pending: list[tuple[int, Future[None]]] = []
         self._first_chunk = [next(iter(layout.chunks_of[param]), None) for param in range(len(layout.specs))]
         self._worker: ThreadPoolExecutor | None = None
@@ -104,9 +107,13 @@ class GradientSink(Gradients):
                 for _ in range(BOUNCES):
                     self._bounces.put(arena.carve(_bounce_bytes(layout)))
 
-    def _split_sums(self, sums: Tensor) -> list[Tensor]:
-        sizes = [sum_blocks(0, spec.numel) for spec in self._layout.specs]
-        return list(sums.split(sizes)) if sizes else []
+    def _none(self) -> list[list[int]]:
+        return [[0] * len(tiles) for tiles in self._tiles]
+
+    def _split_sums(self, sums: Tensor) -> list[list[Tensor]]:
+        sizes = [sum_blocks(0, stop - start) for tiles in self._tiles for start, stop in tiles]
+        blocks = iter(sums.split(sizes) if sizes else ())
+        return [[next(blocks) for _ in tiles] for tiles in self._tiles]
 
     def line(self, param: int) -> Tensor:
         if self._store is None:
@@ -141,41 +148,48 @@ class GradientSink(Gradients):
     def dtype(self, chunk: Chunk) -> torch.dtype:
         return _dtype(self._layout, chunk.flat, self.accumulation)
 
-    def _buffer(self, param: int) -> Tensor:
+    def _buffer(self, param: int, tile: int | None = None) -> Tensor:
         flat, offset = self._layout.places[param]
-        return self._flats[flat][offset : offset + self._layout.specs[param].numel]
+        start, stop = (0, self._layout.specs[param].numel) if tile is None else self._tiles[param][tile]
+        return self._flats[flat][offset + start : offset + stop]
 
     def has(self, param: int) -> bool:
-        return self._arrived[param] > 0
+        return all(self._arrived[param])
 
-    def arrive(self, param: int, grad: Tensor) -> None:
-        if self._arrived[param] == self.accumulation:
+    def arrive(self, param: int, grad: Tensor, start: int = 0) -> None:
+        for tile, (first, stop) in enumerate(self._tiles[param]):
+            if start <= first and stop <= start + grad.numel():
+                self._arrive(param, tile, grad[first - start : stop - start])
+
+    def _arrive(self, param: int, tile: int, grad: Tensor) -> None:
+        arrived = self._arrived[param]
+        if arrived[tile] == self.accumulation:
             raise too_often(self._layout.specs[param].name, self.accumulation)
-        first = self._arrived[param] == 0
-        self._arrived[param] += 1
-        self._generation[param] += 1
-        generation = self._generation[param]
+        first = arrived[tile] == 0
+        arrived[tile] += 1
+        self._generation[param][tile] += 1
+        generation = self._generation[param][tile]
         if not self._copier.direct:
             self._timeline.count("device_to_host_bytes", grad.numel() * grad.element_size())
         size = grad.numel() * grad.element_size()
         with self._timeline.span("gradient_s"), self._event(GRADIENTS, "gradient", param, size):
             if self._store is not None:
-                for piece in self._pieces(param):
-                    self._store_piece(piece, grad, first=first, generation=generation)
+                for piece in self._pieces(param, tile):
+                    self._store_piece(piece, tile, grad, first=first, generation=generation)
                 return
             if self.accumulation == 1:
-                self._then(param, self._copy(param, grad, self._buffer(param)))
+                self._then(param, self._copy(param, grad, self._buffer(param, tile)))
             else:
-                for part, into in self._parts(param, grad):
+                for part, into in self._parts(param, tile, grad):
                     self._accumulate(param, part, into, first=first)
-            if self._arrived[param] == self.accumulation:
-                self._then(param, lambda: self._sum(param, generation))
+            if arrived[tile] == self.accumulation:
+                self._then(param, lambda: self._sum(param, tile, generation))
 
     def forget(self, param: int) -> None:
-        self._arrived[param] = 0
+        self._arrived[param] = [0] * len(self._tiles[param])
 
     def forget_all(self) -> None:
-        self._arrived = [0] * len(self._arrived)
+        self._arrived = self._none()
 
     def drain(self) -> None:
         while self._pending:
@@ -191,15 +205,17 @@ class GradientSink(Gradients):
         with self._timeline.span("gradient_s"):
             self.drain()
             for param in params:
-                if self._summed[param] != self._generation[param]:
-                    if self._store is None:
-                        self._sum(param, self._generation[param])
-                    else:
-                        self._sum_stored(param)
+                for tile, generation in enumerate(self._generation[param]):
+                    if self._summed[param][tile] != generation:
+                        if self._store is None:
+                            self._sum(param, tile, generation)
+                        else:
+                            self._sum_stored(param, tile)
         return list(params)
 
     def norm(self, params: Collection[int]) -> float:
-        return math.sqrt(math.fsum(chain.from_iterable(self._sums[param].numpy() for param in params)))
+        sums = (blocks.numpy() for param in params for blocks in self._sums[param])
+        return math.sqrt(math.fsum(chain.from_iterable(sums)))
 
     def not_finite(self, params: Collection[int]) -> list[int]:
         if math.isfinite(self.norm(params)):
@@ -210,8 +226,8 @@ class GradientSink(Gradients):
         """Drops everything, failures too. The store of gradients, if there is one, is reset by its owner."""
         wait([work for _, work in self._pending])
         self._pending.clear()
-        self._arrived = [0] * len(self._arrived)
-        self._generation = [generation + 1 for generation in self._generation]
+        self._arrived = self._none()
+        self._generation = [[generation + 1 for generation in tiles] for tiles in self._generation]
         self.scale = 1.0
 
     def close(self) -> None:
@@ -256,9 +272,9 @@ class GradientSink(Gradients):
                 del self._pending[0]
             self._pending.append((param, self._worker.submit(work)))
 
-    def _parts(self, param: int, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _parts(self, param: int, tile: int, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """The gradient and its buffer, in parts that fit a bounce."""
-        line = self._buffer(param)
+        line = self._buffer(param, tile)
         size = grad.numel() if self._copier.direct else max(_bounce_bytes(self._layout) // grad.element_size(), 1)
         yield from zip(grad.split(size or 1), line.split(size or 1), strict=True)
 
@@ -292,16 +308,22 @@ class GradientSink(Gradients):
 
         self._then(param, finish)
 
-    def _pieces(self, param: int) -> Iterator[tuple[Chunk, Piece]]:
+    def _pieces(self, param: int, tile: int) -> Iterator[tuple[Chunk, Piece]]:
+        start, stop = self._tiles[param][tile]
         for index in self._layout.chunks_of[param]:
             chunk = self._layout.chunks[index]
-            yield from ((chunk, piece) for piece in chunk.pieces if piece.param == param)
+            # No chunk has parts of two tiles.
+            yield from ((chunk, p) for p in chunk.pieces if p.param == param and start <= p.param_offset < stop)
 
-    def _store_piece(self, place: tuple[Chunk, Piece], grad: Tensor, *, first: bool, generation: int) -> None:
+    def _store_piece(
+        self, place: tuple[Chunk, Piece], tile: int, grad: Tensor, *, first: bool, generation: int
+    ) -> None:
         chunk, piece = place
-        part = grad[piece.param_offset : piece.param_offset + piece.numel]
-        counts = {self._arrived[other.param] for other in chunk.pieces}
-        is_complete = self._arrived[piece.param] == self.accumulation
+        offset = piece.param_offset - self._tiles[piece.param][tile][0]
+        part = grad[offset : offset + piece.numel]
+        # One with a tile has nothing else.
+        counts = {self._arrived[other.param][0] for other in chunk.pieces} if len(chunk.pieces) > 1 else {0}
+        is_complete = self._arrived[piece.param][tile] == self.accumulation
 
         def put(x: Tensor) -> None:
             assert self._store is not None
@@ -314,27 +336,28 @@ class GradientSink(Gradients):
                     else:
                         self._kernels.accumulate(into, x)
                 if is_complete:
-                    self._sum_piece(piece, into)
-                    self._summed[piece.param] = generation
+                    self._sum_piece(piece, tile, into)
+                    self._summed[piece.param][tile] = generation
 
         self._through_bounce(piece.param, part, put)
 
-    def _sum_piece(self, piece: Piece, values: Tensor) -> None:
-        first = piece.param_offset
+    def _sum_piece(self, piece: Piece, tile: int, values: Tensor) -> None:
+        first = piece.param_offset - self._tiles[piece.param][tile][0]
         block = first // SUM_BLOCK
-        blocks = self._sums[piece.param][block : block + sum_blocks(first, piece.numel)]
+        blocks = self._sums[piece.param][tile][block : block + sum_blocks(first, piece.numel)]
         with self._event(SUMS, "sum of squares", piece.param):
             self._kernels.sum_squares(values, first, blocks)
 
-    def _sum_stored(self, param: int) -> None:
+    def _sum_stored(self, param: int, tile: int) -> None:
         """Of micro-batches fewer than declared."""
-        line = self.line(param)
+        start, stop = self._tiles[param][tile]
+        line = self.line(param)[start:stop]
         with self._event(SUMS, "sum of squares", param):
-            self._kernels.sum_squares(line, 0, self._sums[param])
-        self._summed[param] = self._generation[param]
+            self._kernels.sum_squares(line, 0, self._sums[param][tile])
+        self._summed[param][tile] = self._generation[param][tile]
 
-    def _sum(self, param: int, generation: int) -> None:
+    def _sum(self, param: int, tile: int, generation: int) -> None:
         with self._event(SUMS, "sum of squares", param):
-            self._kernels.sum_squares(self._buffer(param), 0, self._sums[param])
+            self._kernels.sum_squares(self._buffer(param, tile), 0, self._sums[param][tile])
         # Of an older generation it says nothing about the gradient that came meanwhile.
-        self._summed[param] = generation
+        self._summed[param][tile] = generation

@@ -47,8 +47,9 @@ class Gradients(ABC):
         """Whether a gradient of `param` arrived since it was last forgotten."""
 
     @abstractmethod
-    def arrive(self, param: int, grad: Tensor) -> None:
-        """Takes the gradient of one micro-batch: shape (numel,), on the model's device, as the parameter's dtype.
+    def arrive(self, param: int, grad: Tensor, start: int = 0) -> None:
+        """Takes the gradient of one micro-batch: shape (numel,), on the model's device, as the parameter's dtype; or
+        that of one of its tiles, from element `start` on.
 
         It may still be under way when this returns. Raises: AccumulationError if one more than declared came.
         """

@@ -1,4 +1,4 @@
-"""Choosing what the user left open: the tiers of parameters and gradients, and how much is brought ahead."""
+"""Choosing what the user left open: the tiers of parameters and gradients, how much is brought ahead, and tiles."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ _BYTES_OF_PARAM: dict[ParamTier, int] = {"device": 0, "cpu": 0, "nvme": 6}
 _BYTES_OF_GRAD: dict[Tier, int] = {"cpu": 0, "nvme": 4}
 
 
+MOST_HALVINGS = 8
+"""Of the largest weight, until its tiles fit."""
+
+
 def choose(
     config: Config, layout_of: Callable[[Config], Layout], *, direct: bool, room: Room
 ) -> tuple[Config, Layout, Placement]:
@@ -26,16 +30,19 @@ def choose(
     Raises: BudgetError if nothing fits, the one of what lacks least; ConfigError.
     """
     refused: list[BudgetError] = []
-    for candidate in _candidates(config, direct=direct):
-        layout = layout_of(candidate)
-        try:
-            return candidate, layout, place(layout, candidate, direct=direct, room=room)
-        except BudgetError as error:
-            refused.append(error)
+    for tiers in _tiers(config, direct=direct):
+        for candidate in _shapes(tiers, layout_of):
+            layout = layout_of(candidate)
+            try:
+                return candidate, layout, place(layout, candidate, direct=direct, room=room)
+            except BudgetError as error:
+                refused.append(error)
+                if error.option != "device_memory":
+                    break  # what saves memory on the device does not help
     raise min(refused, key=lambda error: error.needed - error.available)
 
 
-def _candidates(config: Config, *, direct: bool) -> Iterator[Config]:
+def _tiers(config: Config, *, direct: bool) -> Iterator[Config]:
     params: list[ParamTier] = [config.param_tier]
     grads: list[Tier] = [config.grad_tier]
     if config.chooses_params:
@@ -46,6 +53,19 @@ def _candidates(config: Config, *, direct: bool) -> Iterator[Config]:
     for param, grad in sorted(pairs, key=lambda pair: _BYTES_OF_PARAM[pair[0]] + _BYTES_OF_GRAD[pair[1]]):
         if len(pairs) > 1 and grad == "nvme" and param == "device" and not direct:
             continue  # see place
-        is_open = param != "device" and config.in_flight is None  # Tuning(prefetch=None)
-        for depth in (config.depth, 0) if is_open else (config.depth,):
-            yield replace(config, param_tier=param, grad_tier=grad, depth=depth)
+        yield replace(config, param_tier=param, grad_tier=grad)
+
+
+def _shapes(config: Config, layout_of: Callable[[Config], Layout]) -> Iterator[Config]:
+    """What is brought ahead, and in which tiles: from the fastest to what takes least on the device."""
+    if config.param_tier == "device":
+        yield replace(config, tile_bytes=0)
+        return
+    depths = (config.depth, 0) if config.in_flight is None else (config.depth,)  # Tuning(prefetch=None)
+    whole = replace(config, tile_bytes=config.tile_bytes or 0)
+    yield from (replace(whole, depth=depth) for depth in depths)
+    if config.tile_bytes is None:
+        specs = layout_of(whole).specs
+        largest = max((spec.numel * spec.dtype.itemsize for spec in specs), default=0)
+        for tile in (largest >> halvings for halvings in range(1, MOST_HALVINGS + 1)):
+            yield from (replace(whole, depth=depth, tile_bytes=max(tile, 1)) for depth in depths)

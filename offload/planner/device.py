@@ -51,8 +51,10 @@ def _deepest(unit: str, inner: Mapping[str, list[str]], sizes: Mapping[str, int]
 def unit_bytes(layout: Layout) -> dict[str, int]:
     """What each unit takes on the device, in the order of the layout."""
     sizes: dict[str, int] = {}
-    for flat in layout.flats:
-        sizes[flat.unit] = sizes.get(flat.unit, 0) + layout.padded_numel(flat.index) * flat.dtype.itemsize
+    for part in layout.parts:
+        if part.is_tile or not layout.tile_of(part.flat):  # never all of what has tiles
+            nbytes = part.numel * layout.flats[part.flat].dtype.itemsize
+            sizes[part.unit] = sizes.get(part.unit, 0) + nbytes
     return sizes
 
 

@@ -23,9 +23,9 @@ from torch import nn
 from offload import config as configuration
 from offload.config import Config
 from offload.errors import BudgetError
-from offload.layout import Layout, build
+from offload.layout import Layout, build, tiled
 from offload.module.parameters import untrained_bytes
-from offload.module.units import compute_dtypes, specs_of
+from offload.module.units import compute_dtypes, rows_of, specs_of
 from offload.optim import gradients
 from offload.planner.choice import choose
 from offload.planner.device import Room
@@ -121,8 +121,13 @@ def plan_of(model: nn.Module, *, direct: bool, **options: Any) -> Planned:
     specs, params = specs_of(model, groups, config.keep_fp32, config.compute_dtype, chosen=config.units, planned=True)
     dtypes = compute_dtypes(model, config.keep_fp32, config.compute_dtype)
     room = Room(untrained_bytes(model, params, dtypes))
+    rows = rows_of(model, params)
+
+    def laid_out(chosen: Config) -> Layout:
+        return build(tiled(specs, rows, chosen.tile_bytes or 0), chosen.chunk_numel)
+
     try:
-        config, layout, _ = choose(config, lambda chosen: build(specs, chosen.chunk_numel), direct=direct, room=room)
+        config, layout, _ = choose(config, laid_out, direct=direct, room=room)
     except BudgetError:  # said by `place`
         layout = build(specs, config.chunk_numel)
     return Planned(layout, config, direct, room)

@@ -85,6 +85,8 @@ class Placement:
         places = " and ".join(map(str, config.paths))
         at_most = f" of {format_bytes(config.device_memory)} allowed" if config.device_memory is not None else ""
         where = "" if config.param_tier == "device" else f", streamed from {_SHOWN[config.param_tier]}"
+        tiled = sum(spec.tile > 0 for spec in layout.specs)
+        where += f", {tiled} layers run in tiles of {format_bytes(config.tile_bytes or 0)}" if tiled else ""
         where += "" if config.grad_tier == "cpu" else f", gradients on {_SHOWN[config.grad_tier]}"
         text = (
             f"offload: {layout.numel:,} parameters{where}; peak on the device "
@@ -222,10 +224,15 @@ def _moved_beside(layout: Layout, config: Config) -> tuple[int, int]:
     Gradients are written by each micro-batch, and read by the next one or the step.
     """
     passes = config.accumulation
-    params = sum(record.nbytes for record in param_records_of(layout)) if config.param_tier == "nvme" else 0
+    params = tiled = 0
+    if config.param_tier == "nvme":
+        for chunk, record in zip(layout.param_chunks, param_records_of(layout), strict=True):
+            params += record.nbytes
+            # A tile comes when all new values of its weight have landed: it is read in the first forward as in others.
+            tiled += record.nbytes if layout.tile_of(chunk.flat) else 0
     grads = gradients.records_of(layout, passes) if config.grad_tier == "nvme" else []
     gradient_bytes = passes * sum(record.nbytes for record in grads)
-    return (2 * passes - 1) * params + gradient_bytes, params + gradient_bytes
+    return (2 * passes - 1) * params + tiled + gradient_bytes, params + gradient_bytes
 
 
 def _few(sizes: list[int], config: Config) -> Pool:

@@ -63,7 +63,7 @@ def test_nvme_run_moves_24_bytes_a_parameter_and_step_and_leaves_only_the_pictur
     assert summary["loss_first"] == summary["losses"][0] == pytest.approx(5.5, abs=0.2)
     assert summary["loss_last"] == summary["losses"][-1]
     assert summary["val_loss_last"] < summary["val_loss_first"] - 0.3
-    assert [step for step, _ in summary["validation"]] == [0, 1, 2, 3]
+    assert [step for step, _ in summary["validation"]] == [0, 3]
     assert {summary[name] > 0 for name in FIELDS if name.endswith("_s")} == {True}
     assert [file.name for file in folder.iterdir()] == ["out"]
     assert Path(summary["picture"]).read_bytes().startswith(b"\x89PNG")

@@ -97,7 +97,9 @@ def test_a_device_that_holds_its_parameters_needs_gradients_in_ram(
 ) -> None:
     monkeypatch.setattr("offload.zero.copier_for", lambda device: LateCopier(0))
     with pytest.raises(ConfigError, match="param_tier"):
-        OffloadZero(Wide(), path=tmp_path / "run", grad_tier="nvme")
+        OffloadZero(Wide(), path=tmp_path / "run", param_tier="device", grad_tier="nvme")
+    with OffloadZero(Wide(), path=tmp_path / "run", grad_tier="nvme") as optimizer:
+        assert optimizer.stats()["param_tier"] == "cpu"
 
 
 def test_chunks_too_small_for_a_sum_are_refused(tmp_path: Path) -> None:

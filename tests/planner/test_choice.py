@@ -113,7 +113,7 @@ def test_a_unit_that_cannot_fit_is_named() -> None:
     model = Net(3)
     model.blocks[1].extra = nn.Linear(100, 100)
     with pytest.raises(BudgetError, match=r"the largest, blocks.1, takes 22") as caught:
-        OffloadZero(model, device_memory="8KiB", tuning=SMALL)
+        OffloadZero(model, device_memory="8KiB", tuning=Tuning(chunk="4KiB", tile=0))
     assert caught.value.option == "device_memory"
 
 
@@ -123,7 +123,7 @@ def test_the_fastest_tiers_that_fit_are_chosen(tmp_path: Path) -> None:
     def chosen(**options: Any) -> tuple[str, str, int]:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(16)))
-        options = {"path": tmp_path / str(next(numbers)), "tuning": Tuning(chunk="256KiB", threads=1)} | options
+        options = {"path": tmp_path / str(next(numbers)), "tuning": Tuning(chunk="256KiB", threads=1, tile=0)} | options
         with OffloadZero(model, **options) as optimizer:
             stats = optimizer.stats()
             assert stats["peak_cpu_bytes"] <= stats["cpu_budget_bytes"]
