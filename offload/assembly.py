@@ -108,15 +108,18 @@ def assemble(
     resumed: tuple[bytes, Sequence[int]] | None = None,
     *,
     is_aside: bool = False,
+    run_id: bytes | None = None,
 ) -> Parts:
     """Reserves memory and opens files; `undo` gets their closing, in reverse order. Calls nothing of the other ranks.
 
-    Args: resumed: the run whose files are there; is_aside: it continues another one; see Stripes.
+    Args: resumed: the run whose files are there; is_aside: it continues another one; run_id: of a new one; see Stripes.
     Raises: BudgetError, PathError, PathInUseError, ResumeError, ConfigError; the model is not touched.
     """
     arena = Arena(placement.arena_bytes, copier)
     undo.callback(_end, comm, arena)
-    slots, io_engine = _open_files(undo, config, layout, placement, arena, timeline, comm.rank, resumed, is_aside)
+    slots, io_engine = _open_files(
+        undo, config, layout, placement, arena, timeline, comm.rank, resumed, is_aside, run_id
+    )
     kernels = load(config.threads or max(usable_cpus() // config.ranks_on_node, 1))
     undo.callback(kernels.close)
     records = records_of(layout, split_master=config.split_master)
@@ -176,6 +179,7 @@ def _open_files(
     rank: int,
     resumed: tuple[bytes, Sequence[int]] | None,
     is_aside: bool,
+    run_id: bytes | None,
 ) -> tuple[Stripes | None, str | None]:
     """The swap files and the name of their engine, if there are any."""
     if not config.paths:
@@ -196,6 +200,7 @@ def _open_files(
         resumed=resumed,
         rank=rank,
         is_aside=is_aside,
+        run_id=run_id,
     )
     undo.callback(slots.close)
     return slots, engine.name

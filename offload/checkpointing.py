@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -16,11 +19,14 @@ from offload.checkpoint.files import LOCAL, Files
 from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.places import directories_of, last_commit, listed, require_free, require_no_other, settle
 from offload.checkpoint.reader import Reader
+from offload.collectives import Communicator
 from offload.config import Config
 from offload.errors import ResumeError
 from offload.layout import Layout
 from offload.module.parameters import is_dense
+from offload.module.sharing import all_or_none, bytes_of_all
 from offload.store.directories import check_directory
+from offload.store.slots import new_run_id
 
 FILES: Files = LOCAL
 """Where commits are written; the tests have one that loses power."""
@@ -64,13 +70,17 @@ class Found:
         """Of the RAM in which slots are read that do not lie where they are used."""
         return 0 if self.manifest is not None else self.reader.slots_bytes()
 
-    def claim(self, *, alone: bool) -> None:
-        """Clears up after a run that was cut off, and locks what is to be read. Args: alone: no other rank reads it.
+    def clear_up(self) -> None:
+        """After a run that was cut off; for one rank, before any locks what is to be read.
 
         Raises: PathInUseError (a live run), PathError, TierIOError, ResumeError (another run has just committed).
         """
         require_free(self.paths, self.commit)
         settle(self.reader.paths, self.reader.home, self.commit, FILES, locked=False)
+        self.require_last()
+
+    def claim(self, *, alone: bool) -> None:
+        """Locks what is to be read. Args: alone: no other rank reads it. Raises: as `clear_up`."""
         if self.manifest is None:
             self.reader.lock(exclusive=alone)
         self.require_last()
@@ -89,17 +99,69 @@ def describe(config: Config, layout: Layout, params: Sequence[nn.Parameter]) -> 
     return Manifest(
         run_id="0" * 32,
         step=0,
-        rank=0,
-        world=1,
+        rank=layout.rank,
+        world=layout.ranks,
         paths=max(len(config.paths), 1),
         places=config.places,
         compute_dtype=str(config.compute_dtype).removeprefix("torch."),
         split_master=config.split_master,
         groups=(),
         parameters=parameters_of(layout, shapes, strides, [0] * len(params)),
-        flats=flats_of(layout),
+        flats=flats_of(layout, [layout.part_of(flat.index) for flat in layout.flats]),
         chunks=(),
     )
+
+
+def find_together(
+    undo: ExitStack, config: Config, comm: Communicator, layout: Layout, wanted: Manifest, groups: int
+) -> tuple[Config, Found | None, bytes]:
+    """The commit that all ranks resume, locked as far as it is only read; None for a run that begins anew.
+
+    Args: wanted, groups: as `find`; undo: gets the closing of what is opened.
+    Returns: also the config with the directories in the order of their files, and 16 bytes, the id of a new run.
+    Raises: as `find`; PathInUseError; on ranks where nothing was wrong ConfigError; RankError.
+    """
+    config, run_id = _meet(config, comm)
+    with all_or_none(comm):
+        found = find(config, layout, wanted, groups)
+    found = _agree_on(found, comm)
+    if found is not None:
+        config = replace(config, paths=found.paths)
+        undo.callback(found.reader.close)
+        with all_or_none(comm):
+            if comm.rank == 0:
+                found.clear_up()
+        with all_or_none(comm):
+            found.claim(alone=comm.size == 1)
+    return config, found, run_id
+
+
+def _meet(config: Config, comm: Communicator) -> tuple[Config, bytes]:
+    """What ranks have to know of each other before they look for a commit: all directories, and the id of a new run.
+
+    Returns: the config, in which the other ranks' directories are among the origins; 16 bytes, of rank 0.
+    Raises: RankError.
+    """
+    run_id = new_run_id()
+    own = [str(path.absolute()) for path in (*config.paths, *config.origins)]
+    told = [json.loads(data) for data in bytes_of_all(comm, json.dumps([run_id.hex(), own]).encode())]
+    if config.resume:
+        mine = {os.path.realpath(path) for path in config.paths}
+        others = dict.fromkeys(path for _, paths in told for path in paths if os.path.realpath(path) not in mine)
+        config = replace(config, origins=tuple(map(Path, others)))
+    return config, bytes.fromhex(told[0][0])
+
+
+def _agree_on(found: Found | None, comm: Communicator) -> Found | None:
+    """`found`, if all ranks found the same; used where it lies by all of them, or by none.
+
+    Raises: ResumeError if they did not; RankError.
+    """
+    if not comm.all_agree("" if found is None else f"{found.commit}"):
+        raise ResumeError("the ranks found different commits: give each of them the directories as that run had them")
+    if comm.any_true(found is not None and found.manifest is None) and found is not None:
+        return replace(found, manifest=None)
+    return found
 
 
 def find(config: Config, layout: Layout, wanted: Manifest, groups: int) -> Found | None:

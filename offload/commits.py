@@ -1,32 +1,44 @@
 """Commits of a run, and the way back to the last one: between the parts and what lies in the run's directories.
 
 A commit needs no bytes of parameters: their 16-bit values are what the masters round to. Only with a split master they
-are the other halves of what is in the slots, and committed too. The COMMIT record lies in the
-first directory, the manifest in each, so that none of them looks like one without a commit.
+are the other halves of what is in the slots, and committed too. The COMMIT record lies in the first directory, that of
+rank 0 if there are several, a manifest in each, so that none of them looks like one without a commit.
+
+[Note: commits over ranks]
+Every rank flushes and syncs its own slots and writes its own manifest, durable; then all tell each other how that
+went, and the digests of the manifests. If all went well rank 0 writes the COMMIT record, and tells how that went: until
+it has heard, no rank writes over a slot that the commit before names. What fails on one rank fails on all, before any
+goes on. A rank that dies meanwhile is a RankError on the others, and final: they write to no slot any more, and a
+resume finds the one commit or the other, on all ranks the same, for one record names all manifests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, cast
+
+import torch
 
 from offload import checkpointing
 from offload.assembly import Parts
 from offload.checkpoint.commit import Commit, remove_superseded, write_commit, write_manifest
 from offload.checkpoint.files import sync_directory
-from offload.checkpoint.manifest import ChunkFacts, Manifest, Option
+from offload.checkpoint.manifest import ChunkFacts, Digest, Manifest, Option
 from offload.checkpoint.moves import moves
 from offload.checkpoint.places import settle
 from offload.checkpointing import Found
 from offload.config import Config
-from offload.errors import ConfigError, OffloadError, ResumeError, TierIOError
+from offload.errors import ConfigError, OffloadError, OtherRankError, ResumeError, TierIOError
 from offload.layout import Layout
+from offload.module.sharing import all_or_none
 from offload.store.store import Store, Version
 
 AMBIGUOUS = ("sync", "rename")
 """Operations after whose failure nobody knows what is on the disk."""
+_DONE, _FAILED, _FINAL = range(3)
+"""How a rank's part went, in what ranks tell each other."""
 
 
 class Commits:
@@ -42,6 +54,7 @@ class Commits:
         self._layout = layout
         self._parts = parts
         self._wanted = wanted
+        self._comm = parts.comm
         self._final: OffloadError | None = None
         self.last: Manifest | None = None
         # Of the last durable commit, by chunk, for each of `_stores`.
@@ -59,36 +72,92 @@ class Commits:
             return False
         return self.last is None or self.last.step != step
 
-    def commit(self, step: int, ages: Sequence[int], groups: Sequence[Mapping[str, Any]], extra: object) -> None:
+    def commit(
+        self,
+        prepare: Callable[[], None],
+        step: int,
+        ages: Sequence[int],
+        groups: Sequence[Mapping[str, Any]],
+        extra: object,
+    ) -> None:
         """Makes the states as they are now, which nobody is changing, the committed ones; durable when it returns.
 
-        Raises: ConfigError (one slot a chunk, extra cannot be stored, this step is committed already), TierIOError;
-        the last commit stays what it was. After a failed sync or rename nothing else can be done: `final` says so.
+        Every rank has to call it, and on each it does all or nothing: see [Note: commits over ranks].
+
+        Args: prepare: called first; what it raises counts as the commit's failure.
+        Raises: ConfigError (one slot a chunk, extra cannot be stored, this step is committed already), TierIOError,
+        OtherRankError, RankError; the last commit stays what it was, but for a RankError, after which a resume finds
+        this one or the last. After a failed sync or rename nothing else can be done: `final` says so.
         """
+        with self._together():
+            prepare()
+            written = self._write(step, ages, groups, extra)
+        if written is None:
+            return
+        manifest, versions, digest = written
+        commit = Commit(manifest.run_id, step, self._digests(digest), self._replaces)
+        with self._together():
+            if self._comm.rank == 0:
+                home = self._config.paths[0]
+                self._final_if_ambiguous(lambda: write_commit(home, commit, checkpointing.FILES))
+        # Only now does this rank know.
+        for store, of in zip(self._stores, versions, strict=True):
+            store.settle(of)
+        self.last, self._versions, self._record = manifest, versions, commit
+        for path in self._config.paths:
+            with suppress(TierIOError):  # they are cleared away next time
+                remove_superseded(path, commit, self._comm.rank, checkpointing.FILES)
+
+    def _write(
+        self, step: int, ages: Sequence[int], groups: Sequence[Mapping[str, Any]], extra: object
+    ) -> tuple[Manifest, list[dict[int, Version]], Digest] | None:
+        """This rank's part before the decision, durable: what is in the slots. None: all of it is committed already."""
         slots = self._parts.slots
         if self._config.commit_every is None or slots is None:
             raise ConfigError("commit() needs commit_every: 0 for commit() alone, or a number of steps")
         versions = self._flush()
         if self.last is not None and self.last.step == step:
             if extra is None and versions == self._versions:
-                return
+                return None
             raise ConfigError(f"step {step} is committed already: commit once a step, with all there is to commit")
         manifest = self._manifest(step, ages, groups, versions)
         self._final_if_ambiguous(slots.sync)
-        home, *_ = self._config.paths
         if self.last is None:
             for path in self._config.paths:
                 sync_directory(checkpointing.FILES, path.absolute().parent)  # the directory itself may be new
         digests = [write_manifest(path, manifest, extra, checkpointing.FILES) for path in self._config.paths]
-        commit = Commit(manifest.run_id, step, (digests[0],), self._replaces)
         slots.keep()
-        self._final_if_ambiguous(lambda: write_commit(home, commit, checkpointing.FILES))
-        for store, of in zip(self._stores, versions, strict=True):
-            store.settle(of)
-        self.last, self._versions, self._record = manifest, versions, commit
-        for path in self._config.paths:
-            with suppress(TierIOError):  # they are cleared away next time
-                remove_superseded(path, commit, 0, checkpointing.FILES)
+        return manifest, versions, digests[0]
+
+    def _digests(self, own: Digest) -> tuple[Digest, ...]:
+        """Of all ranks' manifests."""
+        line = torch.frombuffer(bytearray(own.size.to_bytes(8, "little") + bytes.fromhex(own.xxh3)), dtype=torch.uint8)
+        rows = [bytes(row.tolist()) for row in self._comm.gather(line)]
+        return tuple(Digest(int.from_bytes(row[:8], "little"), row[8:].hex()) for row in rows)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """What fails here on one rank fails on all, and what is final on one is final on all.
+
+        Raises: OtherRankError where nothing was wrong; RankError.
+        """
+        try:
+            yield
+        except Exception:
+            self._worst(_FAILED if self._final is None else _FINAL)
+            raise
+        worst = self._worst(_DONE)
+        if worst != _DONE:
+            error = OtherRankError(
+                "another rank could not do its part of this commit, so that the last one stays what it was: that "
+                "rank's own error says why"
+            )
+            self._final = error if worst == _FINAL else None
+            raise error
+
+    def _worst(self, outcome: int) -> int:
+        """Of all ranks."""
+        return int(self._comm.gather(torch.tensor([outcome], dtype=torch.uint8, device="cpu")).max())
 
     def take_over(self, found: Found, ages: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> None:
         """Makes states and parameters those of a commit in another layout; see [Note: another layout] in places.py.
@@ -101,16 +170,18 @@ class Commits:
         what = moves(reader.manifests, self._layout)
         order = sorted(what, key=lambda at: what[at][0].target)
         taken = ((what[at], states) for at, states in zip(order, reader.slots(order), strict=True))
-        self._parts.masters.take_over(taken, step)
-        for store in self._parts.stores:
-            store.drain()
+        with all_or_none(self._comm, _not_restored()):
+            self._parts.masters.take_over(taken, step)
+        self._put_together(step)
         slots = self._parts.slots
         if self._config.commit_every is not None and slots is not None:
             self._replaces = found.commit.run_id
-            self.commit(step, ages, groups, found.extra)
+            self.commit(_nothing, step, ages, groups, found.extra)
             self._replaces = None
             assert self._record is not None
-            settle(reader.paths, self._config.paths[0], self._record, checkpointing.FILES, locked=True)
+            with all_or_none(self._comm, _not_restored()):
+                if self._comm.rank == 0:
+                    settle(reader.paths, self._config.paths[0], self._record, checkpointing.FILES, locked=True)
             slots.took_place()
         reader.close()
 
@@ -123,16 +194,30 @@ class Commits:
         """Raises: ResumeError if nothing was committed, or what made it impossible to go on."""
         if self._final is not None:
             raise self._final
+        self._comm.check()
         if self.last is None:
             raise ResumeError("nothing has been committed yet: there is nothing to go back to")
         return self.last
 
     def restore(self) -> Manifest:
-        """Makes states and parameters those of the last commit. Nothing else is under way.
+        """Makes states and parameters those of the last commit, on all ranks. Nothing else is under way.
 
-        Raises: as `require_last`; CorruptionError, TierIOError.
+        Raises: as `require_last`; CorruptionError, TierIOError, OtherRankError, RankError.
         """
         manifest = self.require_last()
+        with all_or_none(self._comm, _not_restored()):
+            self._restore_own(manifest)
+        self._put_together(manifest.step)
+        return manifest
+
+    def _put_together(self, step: int) -> None:
+        """Gets the other ranks' parameters. Args: step: whose."""
+        for flat in self._layout.flats:
+            self._parts.returned.put_together(flat.index, step)
+        for store in self._parts.stores:
+            store.drain()
+
+    def _restore_own(self, manifest: Manifest) -> None:
         self._versions = [
             {number: Version(slot.step, slot.place, slot.checksum) for number, slot in enumerate(slots)}
             for slots in (manifest.chunks, manifest.copies)[: len(self._stores)]
@@ -143,9 +228,6 @@ class Commits:
             store.reset(versions)
         self._parts.store.expect(chunk.index for chunk in self._layout.chunks)
         self._parts.masters.give_back(manifest.step)
-        for store in self._parts.stores:
-            store.drain()
-        return manifest
 
     @property
     def _stores(self) -> list[Store]:
@@ -161,7 +243,11 @@ class Commits:
             before = self._versions[0] if self._versions else {}
             changed = {chunk: at.step for chunk, at in versions[0].items() if before.get(chunk) != at}
             self._parts.masters.bring_parameters(changed)
-        return versions + [store.flush() for store in self._stores[1:]]
+        own = range(len(self._layout.chunks))  # with replicas a rank keeps parameters that others commit
+        for store in self._stores[1:]:
+            found = store.flush()
+            versions.append({chunk: found[chunk] for chunk in own})
+        return versions
 
     def _final_if_ambiguous(self, work: Any) -> None:
         try:
@@ -204,3 +290,11 @@ def _option(value: Any) -> Option:
         return tuple(_option(item) for item in value)  # type: ignore[misc]
     # Tensors and NumPy's scalars: a learning rate may be either.
     return cast(Option, value.item() if hasattr(value, "item") else value)
+
+
+def _not_restored() -> OtherRankError:
+    return OtherRankError("another rank could not go to the last commit: its own error says why")
+
+
+def _nothing() -> None:
+    return None

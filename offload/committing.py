@@ -16,6 +16,7 @@ from offload.checkpoint.extra import memory_of
 from offload.checkpoint.manifest import Option
 from offload.checkpoint.tensors import Entry
 from offload.checkpointing import Found, Resumed
+from offload.collectives import Communicator
 from offload.commits import Commits
 from offload.errors import ClosedError, ResumeError
 from offload.layout import Layout
@@ -70,6 +71,7 @@ class Committing:
     _resumed: Resumed | None
     _pid: int
     _failure: BaseException | None
+    _comm: Communicator
     _step: int
     _ages: list[int]
     param_groups: list[dict[str, Any]]
@@ -92,7 +94,8 @@ class Committing:
 
         Args: extra: what else the loop needs to go on: plain values, containers, tensors; no objects.
         Raises: ConfigError (no commit_every; extra cannot be stored; the step is committed already); TierIOError, and
-        then the last commit is still there.
+        then the last commit is still there; OtherRankError and RankError over several ranks, all of which have to call
+        it, each with its own extra.
         """
         self._require_usable()
         self._attached.step_begins()
@@ -103,9 +106,15 @@ class Committing:
             self._commit(None)
 
     def _commit(self, extra: object) -> None:
-        self._attached.take_outside_writes()
+        prepare = self._attached.take_outside_writes
         try:
-            self._commits.commit(self._step, self._ages, self.param_groups, extra)
+            self._commits.commit(prepare, self._step, self._ages, self.param_groups, extra)
+        except Exception:
+            raise
+        except BaseException as error:  # Ctrl-C: this rank is elsewhere than the others
+            if self._comm.size > 1:
+                self._cut_off(error)
+            raise
         finally:
             if self._commits.final is not None:
                 self._cut_off(self._commits.final)
@@ -113,10 +122,12 @@ class Committing:
     def rollback(self) -> None:
         """Goes back to the last commit, also after an error: states, parameters, hyper-parameters and step.
 
-        Gradients are dropped. Schedulers, data and frozen parameters are the caller's.
-        Raises: ResumeError if nothing was committed; CorruptionError, TierIOError.
+        Gradients are dropped. Schedulers, data and frozen parameters are the caller's. Over several ranks all have to
+        call it, and none can after an error that the others did not have: they are elsewhere, and have to start again.
+        Raises: ResumeError if nothing was committed; CorruptionError, TierIOError, OtherRankError, RankError.
         """
-        if os.getpid() != self._pid or isinstance(self._failure, ClosedError):
+        is_elsewhere = self._comm.size > 1 and self._failure is not None
+        if os.getpid() != self._pid or isinstance(self._failure, ClosedError) or is_elsewhere:
             self._require_usable()
         self._commits.require_last()
         try:

@@ -194,11 +194,6 @@ def over_ranks(config: Config, *, ranks: int, ranks_on_node: int, device: torch.
             f"grad_tier={config.grad_tier!r} with {ranks} ranks: over several ranks gradients stay in RAM, of which a "
             "rank holds its partition only; leave grad_tier out"
         )
-    if config.commit_every is not None:
-        raise ConfigError(
-            f"commit_every={config.commit_every!r} with {ranks} ranks: commits over several ranks are not available in "
-            "this version; leave commit_every and resume out"
-        )
     streams = config.param_tier != "device"
     stage = config.stage or (3 if streams else 2)
     if streams and stage < 3:

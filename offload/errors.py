@@ -15,6 +15,7 @@ OffloadError
 ├── ReleasedParameterError the values of a parameter that is in another tier just now: says how to bring it
 ├── InterruptedStepError   a step was cut off in its middle (Ctrl-C): some parameters are a step further than others
 ├── RankError              another rank is slow, stuck or dead: names the collective and the time waited
+├── OtherRankError         another rank could not do its part of what all do or none: its own error says why
 ├── StateError             an internal move between tiers that is not legal: a bug here, never yours
 └── ClosedError            used after close(), or in a forked child
 
@@ -139,6 +140,10 @@ class RankError(OffloadError, RuntimeError):
         super().__init__(message)
         self.collective = collective
         self.waited_s = waited_s
+
+
+class OtherRankError(OffloadError, RuntimeError):
+    """A commit, or going back to one, failed on another rank, and so on all: the last commit stays what it was."""
 
 
 class StateError(OffloadError, RuntimeError):

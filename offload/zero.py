@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from types import TracebackType
-from typing import Any, Never, NoReturn, Self, overload
+from typing import Any, NamedTuple, Never, NoReturn, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from offload import checkpointing, comm, committing
 from offload import config as configuration
 from offload.assembly import assemble
 from offload.attachment import Attachment
+from offload.checkpoint.manifest import Manifest
 from offload.checkpointing import Found, Resumed
 from offload.commits import Commits
 from offload.committing import Committing
@@ -46,6 +46,17 @@ from offload.timeline import PHASES, Timeline
 
 CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
+
+
+class _Plan(NamedTuple):
+    """What is fixed before anything is allocated. groups: how many param groups there are."""
+
+    params: Sequence[nn.Parameter]
+    device: torch.device
+    copier: Copier
+    room: Room
+    wanted: Manifest
+    groups: int
 
 
 class OffloadZero(Looking, Committing, torch.optim.Optimizer):
@@ -146,13 +157,19 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
                 require_free(model)
                 given = torch.optim.AdamW(model.parameters()) if given is None else given
                 source = source_of(init)
-                copier, found = self._assemble(undo, given, source, device)
+                plan = self._plan(given, source, device)
             config = self._config
             options = (config.stage, config.accumulation, config.param_tier, config.bucket_bytes)
-            require_alike(self._comm, self._layout, *options)
+            commits = (config.commit_every, config.resume, config.split_master)
+            require_alike(self._comm, self._layout, *options, *commits)
+            self._config, found, run_id = checkpointing.find_together(
+                undo, self._config, self._comm, self._layout, plan.wanted, plan.groups
+            )
+            with all_or_none(self._comm):
+                self._assemble(undo, plan, found, run_id)
             super().__init__(given.param_groups, dict(given.defaults))
             self._adopted = True
-            self._attached = self._attach(copier, source, resumes=found is not None)
+            self._attached = self._attach(plan.copier, source, resumes=found is not None)
             self._resumed = None if found is None else Resumed(found.commit.step, found.extra)
             if found is not None:
                 self._begin_at(found)
@@ -161,10 +178,8 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
         with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
             print(self._placement.describe(self._layout, self._config), file=sys.stderr)
 
-    def _assemble(
-        self, undo: ExitStack, given: torch.optim.Optimizer, source: Source, device: torch.device | str | None
-    ) -> tuple[Copier, Found | None]:
-        """Plans, then reserves memory and opens files. Raises as the constructor does; the model is not touched."""
+    def _plan(self, given: torch.optim.Optimizer, source: Source, device: torch.device | str | None) -> _Plan:
+        """Decides what lies where. Raises as the constructor does; nothing is allocated."""
         require_adoptable(given)
         keep, dtype, model, ranks = self._config.keep_fp32, self._config.compute_dtype, self._model, self._comm
         specs, params = specs_of(
@@ -193,19 +208,17 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
             room=room,
         )
         wanted = checkpointing.describe(self._config, self._layout, params)
-        found = checkpointing.find(self._config, self._layout, wanted, len(given.param_groups))
-        if found is not None:
-            self._config = dataclasses.replace(self._config, paths=found.paths)
-            undo.callback(found.reader.close)
-            found.claim(alone=ranks.size == 1)
+        return _Plan(params, device, copier, room, wanted, len(given.param_groups))
+
+    def _assemble(self, undo: ExitStack, plan: _Plan, found: Found | None, run_id: bytes) -> None:
+        """Reserves memory and opens files. Raises as the constructor does; the model is not touched."""
         beside = 0 if found is None else found.buffer_bytes
-        self._placement = place(self._layout, self._config, direct=copier.direct, room=room, beside=beside)
+        self._placement = place(self._layout, self._config, direct=plan.copier.direct, room=plan.room, beside=beside)
         slots = None if found is None else found.slots
         is_aside = found is not None and slots is None
-        run = (self._config, self._layout, self._placement)
-        self._parts = assemble(undo, *run, params, device, copier, self._timeline, ranks, slots, is_aside=is_aside)
-        self._commits = Commits(self._config, self._layout, self._parts, wanted, found)
-        return copier, found
+        run = (self._config, self._layout, self._placement, plan.params, plan.device, plan.copier)
+        self._parts = assemble(undo, *run, self._timeline, self._comm, slots, is_aside=is_aside, run_id=run_id)
+        self._commits = Commits(self._config, self._layout, self._parts, plan.wanted, found)
 
     def _room(self, copier: Copier, params: Sequence[nn.Parameter]) -> Room:
         """On the device: what the model has there now, and half of what is free."""

@@ -1,7 +1,8 @@
 """The one decision: which manifests are the committed ones.
 
-Order of a commit: the swap files are synced; every rank writes its manifest (`write_manifest`), durable when the call
-returns; then rank 0 writes the COMMIT record with the digests of all of them (`write_commit`). That decides. Whatever
+Order of a commit: the swap files are synced; every rank writes its manifest (`write_manifest`) into each directory of
+its own swap files, durable when the call returns; then rank 0 writes the COMMIT record with the digests of all of them
+(`write_commit`) into its first directory, and only there. That decides, for all ranks at once. Whatever
 is cut off before leaves the commit before; once the call has returned the new one is found, whatever happens then.
 Only after that may a rank clear away its older manifests (`remove_superseded`) and let go of the older slots.
 
@@ -96,8 +97,8 @@ def write_manifest(directory: Path, manifest: Manifest, extra: object = None, fi
     return written
 
 
-def write_commit(directory: Path, commit: Commit, files: Files = LOCAL) -> None:
-    """Makes `commit` the one that is found, durably. Raises: TierIOError; see [Note: COMMIT format 1]."""
+def serialise_commit(commit: Commit) -> bytes:
+    """The record that `parse_commit` reads. Checks nothing."""
     line = canonical(
         {
             "schema": SCHEMA,
@@ -108,7 +109,12 @@ def write_commit(directory: Path, commit: Commit, files: Files = LOCAL) -> None:
             "manifests": [[manifest.size, manifest.xxh3] for manifest in commit.manifests],
         }
     )
-    data = line + digest(line).encode() + b"\n"
+    return line + digest(line).encode() + b"\n"
+
+
+def write_commit(directory: Path, commit: Commit, files: Files = LOCAL) -> None:
+    """Makes `commit` the one that is found, durably. Raises: TierIOError; see [Note: COMMIT format 1]."""
+    data = serialise_commit(commit)
     parse_commit(data, COMMIT_NAME)
     path = directory / COMMIT_NAME
     write_aside(files, path, [data])

@@ -83,7 +83,8 @@ def last_commit(places: Sequence[Path], files: Files) -> tuple[Path, Commit] | N
     """
     found = [(place, commit) for place in places if (commit := read_commit(place, files)) is not None]
     if not found:
-        begun = {swap.run_id for place in places for swap in swaps(place) if swap.block and not swap.block.stripe[0]}
+        first = (swap for place in places for swap in swaps(place) if swap.block is not None and swap.rank == 0)
+        begun = {swap.run_id for swap in first if swap.block is not None and not swap.block.stripe[0]}
         for place in places:
             # Where the first file of a run is and no record, nothing was ever committed.
             if holds_commit(place) and not begun & {swap.run_id for swap in swaps(place)}:

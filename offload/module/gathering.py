@@ -269,6 +269,11 @@ class Gathering:
     def abandon(self) -> None:
         """Releases everything, successfully or not."""
         self.close()
+        for work in (work for works in self._gathers.values() for work in works):
+            with suppress(OffloadError):
+                work.wait()
+        self._gathers.clear()
+        self._missing.clear()
         for unit, where in self._where.items():
             if where is not Where.RELEASED:
                 for part in self._parts_of[unit]:

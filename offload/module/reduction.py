@@ -95,7 +95,7 @@ class _Travelling:
 class ReducedGradients(Gradients):
     """See [Note: the way of a gradient over ranks]. Parameters are named by their index in `layout.specs`.
 
-    Every rank has to call `collect`, `norm`, `not_finite` and `forget_all` alike. All raise RankError.
+    Every rank has to call `collect`, `norm`, `not_finite`, `forget_all` and `reset` alike. All raise RankError.
     """
 
     def __init__(
@@ -235,6 +235,12 @@ class ReducedGradients(Gradients):
         bad = [not bool(self._sums[param].isfinite().all()) for param in params]
         flags = self._comm.gather(torch.tensor(bad, device="cpu")).any(0).tolist()
         return [param for param, flag in zip(params, flags, strict=True) if flag]
+
+    def reset(self) -> None:
+        """On all ranks alike: what some of them have sent is sent by all."""
+        if self._comm.any_true(self._active is None and any(self._arrived)):
+            self._end_rounds()
+        self.forget_all()
 
     def close(self) -> None:
         """What is under way is not waited for here: the communicator says when nobody writes any more."""

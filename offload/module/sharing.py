@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from offload.collectives import Communicator
-from offload.errors import ConfigError
+from offload.errors import ConfigError, OffloadError
 from offload.layout import Layout
 
 BLOCK = 1 << 20
@@ -46,11 +46,21 @@ def whole_line(comm: Communicator, layout: Layout, param: int, line: Tensor) -> 
     return line
 
 
+def bytes_of_all(comm: Communicator, data: bytes) -> list[bytes]:
+    """What every rank gave, by rank. Raises: RankError."""
+    sizes = comm.gather(torch.tensor([len(data)], device="cpu")).flatten().tolist()
+    lines = [torch.zeros(size, dtype=torch.uint8, device="cpu") for size in sizes]
+    lines[comm.rank] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    for rank, line in enumerate(lines):
+        comm.broadcast(line, rank)
+    return [line.numpy().tobytes() for line in lines]
+
+
 @contextmanager
-def all_or_none(comm: Communicator) -> Iterator[None]:
+def all_or_none(comm: Communicator, elsewhere: OffloadError | None = None) -> Iterator[None]:
     """What raises here on one rank raises on all of them, so that none waits for one that has given up.
 
-    Raises: ConfigError on ranks where nothing was wrong, RankError.
+    Raises: on ranks where nothing was wrong `elsewhere` (None: a ConfigError), RankError.
     """
     try:
         yield
@@ -58,7 +68,7 @@ def all_or_none(comm: Communicator) -> Iterator[None]:
         comm.any_true(True)
         raise
     if comm.any_true(False):
-        raise ConfigError("another rank could not take the model: its own error says why")
+        raise elsewhere or ConfigError("another rank could not take the model: its own error says why")
 
 
 def require_alike(comm: Communicator, layout: Layout, *options: object) -> None:
@@ -66,5 +76,5 @@ def require_alike(comm: Communicator, layout: Layout, *options: object) -> None:
     if not comm.all_agree(repr((layout.specs, layout.flats, layout.ranks, layout.replicas, options))):
         raise ConfigError(
             "the ranks differ in the model (names, sizes, dtypes, units, param groups), or in stage, accumulation, "
-            "param_tier or Tuning.bucket: give all of them the same"
+            "param_tier, commit_every, resume, Tuning.split_master or Tuning.bucket: give all of them the same"
         )

@@ -23,7 +23,7 @@ MAGIC = b"offload swap\n\0\0\0"
 SUPERBLOCK = struct.Struct("<16sIIQ")
 """How a swap file begins, see slots.py: magic, format, length and checksum of the text that follows."""
 
-_MANIFEST = re.compile(r"manifest-[0-9a-f]{32}-\d+-rank\d+\.json")
+_MANIFEST = re.compile(r"manifest-([0-9a-f]{32})-\d+-rank(\d{1,5})\.json")
 
 
 def swap_name(rank: int) -> str:
@@ -65,24 +65,26 @@ def check_directory(path: Path, *, resumes: bool = False) -> None:
 
 
 def holds_commit(path: Path) -> bool:
-    """Whether a committed run has a file here. Its COMMIT record lies with the first of its files only."""
+    """Whether a committed run has, or may have, a file here. Its COMMIT record is in rank 0's first directory only."""
     if os.path.lexists(path / COMMIT_NAME):
         return True
     try:
-        if not any(map(_MANIFEST.fullmatch, os.listdir(path))):
-            return False
+        found = {(match[1], int(match[2])) for name in os.listdir(path) if (match := _MANIFEST.fullmatch(name))}
     except OSError:
         return False
-    return _is_a_later_stripe(path / SWAP_NAME)
+    decided_here = _known(path, 0)
+    own = None if decided_here is None or decided_here[1] else decided_here[0]
+    return any(run != own and (known := _known(path, rank)) is not None and known[0] == run for run, rank in found)
 
 
-def _is_a_later_stripe(path: Path) -> bool:
-    """Whether it is a swap file of this library and not the first one of its run."""
+def _known(path: Path, rank: int) -> tuple[str, int] | None:
+    """Of whose run a rank's swap file is, and which of its stripes; nothing is relied on but to refuse."""
     try:
         # O_NONBLOCK: a FIFO put in the file's place must not hang us.
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(path / swap_name(rank), flags), "rb") as file:
             magic, _, length, _ = SUPERBLOCK.unpack(file.read(SUPERBLOCK.size))
             known = json.loads(file.read(min(length, PAGE_BYTES)))
-        return bool(magic == MAGIC and known["stripe"][0])
+        return (str(known["run_id"]), int(known["stripe"][0])) if magic == MAGIC else None
     except (OSError, ValueError, TypeError, LookupError, struct.error):
-        return False
+        return None

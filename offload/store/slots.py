@@ -92,7 +92,8 @@ class SlotFile:
     chunk; held: the chunks that lie here (None: all); run_id: 16 bytes, the same in all files of a run; stripe: which
     of the rank's files this is, of how many; committed: how many of the chunks, the first ones, are committed and have
     all the places; None: this run does not commit; resumes: the file is there, with this very superblock; rank: whose;
-    is_aside: the directory may hold the run that this one continues, so it lies beside its name until `took_place`.
+    is_aside: the directory may hold the run that this one continues, so it lies beside its name until `took_place`;
+    is_known: somebody has looked already whether the directory holds a commit.
     Raises: PathError, PathInUseError, BudgetError (disk space), ResumeError. Nothing of another run is lost then.
     """
 
@@ -111,8 +112,9 @@ class SlotFile:
         timeline: Timeline | None = None,
         rank: int = 0,
         is_aside: bool = False,
+        is_known: bool = False,
     ) -> None:
-        check_directory(directory, resumes=resumes or is_aside)
+        check_directory(directory, resumes=resumes or is_aside or is_known)
         self._records = tuple(records)
         self._held = tuple(range(len(self._records)) if held is None else held)
         self._committed = committed

@@ -35,7 +35,8 @@ class Stripes:
 
     Args: directories: one or more, all different; weights: their bandwidths; records: what each chunk holds; kept:
     those that seldom move; places, committed: as SlotFile; resumed: the files of this run are there: its id, and the
-    path of each committed chunk; rank: whose; is_aside: this run continues another one in files of its own.
+    path of each committed chunk; rank: whose; is_aside: this run continues another one in files of its own; run_id: 16
+    bytes, of one that begins where somebody has looked that no commit is, or that continues another; None: a new one.
     Attributes: run_id, 16 bytes; chosen: the number of each chunk's directory.
     Raises: as SlotFile, naming the directory; then nothing is left behind in any of them.
     """
@@ -54,13 +55,15 @@ class Stripes:
         resumed: tuple[bytes, Sequence[int]] | None = None,
         rank: int = 0,
         is_aside: bool = False,
+        run_id: bytes | None = None,
     ) -> None:
+        is_known = is_aside or resumed is not None or run_id is not None
         for directory in directories:
-            check_directory(directory, resumes=is_aside or resumed is not None)
+            check_directory(directory, resumes=is_known)
         chosen = assign([record.nbytes for record in records], weights)
         if resumed is not None:
             chosen[: len(resumed[1])] = resumed[1]
-        self.run_id = new_run_id() if resumed is None else resumed[0]
+        self.run_id = (run_id or new_run_id()) if resumed is None else resumed[0]
         self.chosen = tuple(chosen)
         self._files: list[SlotFile] = []
         self._of: dict[int, SlotFile] = {}
@@ -83,6 +86,7 @@ class Stripes:
                     timeline=timeline,
                     rank=rank,
                     is_aside=is_aside,
+                    is_known=is_known,
                 )
                 undo.callback(file.abandon)
                 self._files.append(file)

@@ -1,0 +1,474 @@
+"""Commits, resuming and going back over ranks: together or not at all, and with the same bits."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from offload import OffloadZero, Tuning, checkpointing, comm
+from offload.checkpoint.commit import read_commit
+from offload.checkpoint.files import LocalFiles
+from offload.checkpoint.reader import Reader
+from offload.errors import ConfigError, OffloadError, RankError, ResumeError, TierIOError
+from offload.planner import least_cpu_memory
+from tests.support import models
+from tests.support.ranks import World, Worlds
+from tests.support.sharded import batches_of, communicators
+from tests.support.training import LR, schedule
+
+TIMEOUT_S = 3.0
+STEPS, AT, MORE = 7, 3, 2
+"""Steps of a training; the one that is committed, and how many follow before it ends without another commit."""
+SPLIT = {"split_master": True}
+PLACES: list[tuple[int, int, str, dict[str, Any]]] = [
+    (2, 1, "late", {"cpu_memory": "least"}),
+    (3, 2, "plain", {"tier": "cpu", "accumulation": 2}),
+    (2, 2, "late", {"cpu_memory": "least", "tuning": SPLIT}),
+    (3, 3, "late", {"param_tier": "cpu", "cpu_memory": "least"}),
+    (2, 3, "plain", {"param_tier": "nvme", "cpu_memory": "least", "tuning": SPLIT, "accumulation": 2}),
+    (4, 3, "late", {"tuning": SPLIT}),
+]
+pytestmark = pytest.mark.timeout(120)
+
+
+class Training:
+    """One rank's share of a training whose batches depend on nothing but their number."""
+
+    def __init__(self, path: Any, *, tuning: dict[str, Any] | None = None, accumulation: int = 1, **options: Any):
+        self.model = models.build("gpt")
+        plain = torch.optim.AdamW(models.groups(self.model), lr=LR)
+        self.accumulation = accumulation
+        made = Tuning(chunk="4KiB", threads=1, **tuning or {})
+        if options.get("cpu_memory") == "least":
+            asked = {name: options.get(name) for name in ("param_tier", "stage")}
+            options["cpu_memory"] = least_cpu_memory(
+                self.model, plain, accumulation=accumulation, ranks=dist.get_world_size(), tuning=made,
+                commit_every=0, **asked,
+            )  # fmt: skip
+        options = {"commit_every": 0} | options
+        self.optimizer = OffloadZero(self.model, plain, path=path, accumulation=accumulation, tuning=made, **options)
+        self.batches = batches_of("gpt", self.model, dist.get_rank(), dist.get_world_size())
+        self.step = 0
+        if self.optimizer.resumed is not None:
+            self.step = self.optimizer.resumed.step
+            for _ in range(self.step * accumulation):
+                next(self.batches)
+
+    def go_to(self, step: int) -> None:
+        while self.step < step:
+            for group in self.optimizer.param_groups:
+                group["lr"] = LR * schedule(self.step)
+            for _ in range(self.accumulation):
+                (next(self.batches)() / self.accumulation).backward()
+            self.optimizer.clip_grad_norm_(0.5)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.step += 1
+
+    def again_from(self, step: int) -> None:
+        """The batches come again, too."""
+        self.batches = batches_of("gpt", self.model, dist.get_rank(), dist.get_world_size())
+        for _ in range(step * self.accumulation):
+            next(self.batches)
+        self.step = step
+
+    def bits(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name, param in self.model.named_parameters():
+            with self.optimizer.gathered(param):
+                found[name] = param.detach().clone()
+            state = self.optimizer.state_of(param)
+            found |= {f"{name}.{kind}": torch.as_tensor(value).clone() for kind, value in state.items()}
+        return found
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def _uninterrupted(path: Any, options: dict[str, Any]) -> dict[str, Tensor]:
+    training = Training(path, **options | {"commit_every": None, "tier": "nvme"})
+    training.go_to(STEPS)
+    with training.optimizer:
+        return training.bits()
+
+
+def _interrupted(base: str, options: dict[str, Any], wire: str) -> None:
+    expected = _uninterrupted(f"{base}/alone", options)
+    # With several directories each rank has two manifests; the last rank's are its own.
+    last = dist.get_rank() == dist.get_world_size() - 1
+    paths = [f"{base}/run-{'last' if last else 'all'}{number}" for number in range(2)]
+    with communicators(wire):
+        training = Training(paths, **options)
+        training.go_to(AT)
+        training.optimizer.commit({"rank": dist.get_rank(), "x": torch.arange(dist.get_rank())})
+        training.go_to(AT + 1)
+        training.optimizer.rollback()
+        training.again_from(AT)
+        training.go_to(AT + MORE)
+        training.optimizer.close()
+        again = Training(paths, **options, resume=True)
+        assert again.optimizer.resumed is not None
+        step, extra = again.optimizer.resumed
+        assert (step, extra["rank"], len(extra["x"])) == (AT, dist.get_rank(), dist.get_rank())  # type: ignore[index]
+        again.go_to(STEPS)
+        with again.optimizer:
+            assert same(again.bits(), expected)
+
+
+@pytest.mark.parametrize(("ranks", "stage", "wire", "options"), PLACES)
+def test_resumed_ranks_have_the_bits_of_ranks_that_never_stopped(
+    worlds: Worlds, tmp_path: Path, ranks: int, stage: int, wire: str, options: dict[str, Any]
+) -> None:
+    worlds(ranks).run(_interrupted, str(tmp_path), options | {"stage": stage}, wire)
+    with Reader([path for path in tmp_path.iterdir() if path.name != "alone"]) as reader:
+        assert [manifest.rank for manifest in reader.manifests] == list(range(ranks))
+        assert all(slot.error is None for slot in reader.verify())
+
+
+# A rank that fails.
+
+
+class Failing(LocalFiles):
+    """Fails at the first operation of a kind on a file whose name begins so."""
+
+    def __init__(self, operation: str, name: str) -> None:
+        self._operation, self._name = operation, name
+        self._open: dict[int, Path] = {}
+
+    def _fail(self, operation: str, path: Path) -> None:
+        if operation == self._operation and path.name.startswith(self._name):
+            self._operation = ""
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    def create(self, path: Path) -> int:
+        self._fail("create", path)
+        fd = super().create(path)
+        self._open[fd] = path
+        return fd
+
+    def rename(self, old: Path, new: Path) -> None:
+        self._fail("rename", new)
+        super().rename(old, new)
+
+
+def _refused(path: str, rank: int, operation: str, name: str) -> tuple[str, str]:
+    """What a commit of step 5 raised, and what the same rank's call after it did."""
+    training = Training(path, stage=2)
+    training.go_to(AT)
+    training.optimizer.commit()
+    expected = training.bits()
+    training.go_to(AT + MORE)
+    files = Failing(operation, name) if dist.get_rank() == rank else LocalFiles()
+    said = then = "nothing"
+    with patch.object(checkpointing, "FILES", files):
+        try:
+            training.optimizer.commit()
+        except OffloadError as error:
+            said = type(error).__name__
+    if dist.get_rank() == 0:
+        found = read_commit(Path(path))
+        assert found is not None
+        assert found.step == AT or (operation, name) == ("rename", "COMMIT")
+    try:
+        training.optimizer.rollback()
+        assert same(training.bits(), expected)
+        training.again_from(AT)
+        training.go_to(AT + MORE)
+        training.optimizer.commit()
+    except OffloadError as error:
+        then = type(error).__name__
+    with suppress(OffloadError):
+        training.optimizer.close()
+    return said, then
+
+
+FAILURES = [(1, "create", "manifest"), (0, "create", "manifest"), (0, "create", "COMMIT")]
+
+
+@pytest.mark.parametrize(("rank", "operation", "name"), FAILURES)
+def test_what_fails_on_one_rank_is_refused_by_all_and_they_go_on_from_the_last_commit(
+    worlds: Worlds, tmp_path: Path, rank: int, operation: str, name: str
+) -> None:
+    found = worlds(3).run(_refused, str(tmp_path / "run"), rank, operation, name)
+    assert [said for said, _ in found] == ["TierIOError" if number == rank else "OtherRankError" for number in range(3)]
+    assert [then for _, then in found] == ["nothing"] * 3
+    with Reader([tmp_path / "run"]) as reader:
+        assert reader.commit.step == AT + MORE
+
+
+def test_where_nobody_knows_whether_it_is_decided_no_rank_goes_on(worlds: Worlds, tmp_path: Path) -> None:
+    found = worlds(2).run(_refused, str(tmp_path / "run"), 0, "rename", "COMMIT")
+    assert found == [("TierIOError", "TierIOError"), ("OtherRankError", "OtherRankError")]
+
+
+def _not_restored(path: str) -> tuple[str, str]:
+    """What a resume and a way back say where one rank's slots are damaged."""
+    training = Training(path, stage=2)
+    training.go_to(AT)
+    training.optimizer.commit()
+    training.optimizer.synchronize()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        with open(f"{path}/offload-rank1.swap", "r+b") as file:
+            size = os.fstat(file.fileno()).st_size
+            for offset in range(4096, size, 4096):
+                file.seek(offset)
+                file.write(b"\1" * 8)
+    dist.barrier()
+    said = []
+    for work in (training.optimizer.rollback, lambda: Training(path, stage=2, resume=True)):
+        try:
+            work()
+        except OffloadError as error:
+            said.append(type(error).__name__)
+        with suppress(OffloadError):
+            training.optimizer.close()
+    return said[0], said[1]
+
+
+def test_damage_on_one_rank_is_an_error_on_all(worlds: Worlds, tmp_path: Path) -> None:
+    found = worlds(2).run(_not_restored, str(tmp_path / "run"))
+    assert found == [("OtherRankError",) * 2, ("CorruptionError",) * 2]
+
+
+# What lies there.
+
+
+def _differ(path: str, own: str) -> list[str]:
+    said = []
+    for options in (
+        {"path": f"{path}-other", "commit_every": 5 + dist.get_rank()},
+        {"path": own, "resume": "auto"},
+        {"path": own},
+    ):
+        with pytest.raises(OffloadError) as caught:
+            Training(**options)  # type: ignore[arg-type]
+        said.append(f"{type(caught.value).__name__}: {caught.value}")
+    return said
+
+
+def _commit(path: str, steps: int) -> dict[str, Tensor]:
+    """Goes on from what is there, by so many steps."""
+    training = Training(path, resume="auto")
+    training.go_to(training.step + steps)
+    training.optimizer.commit()
+    with training.optimizer:
+        return training.bits()
+
+
+def _look(path: str) -> dict[str, Tensor]:
+    training = Training(path, resume=True)
+    with training.optimizer:
+        return training.bits()
+
+
+def test_what_three_ranks_committed_goes_on_at_two_and_then_at_one(worlds: Worlds, tmp_path: Path) -> None:
+    path = str(tmp_path / "run")
+    for ranks, fewer in ((3, 2), (2, 1)):
+        committed = worlds(ranks).run(_commit, path, 2)
+        assert all(same(bits, committed[0]) for bits in committed + worlds(fewer).run(_look, path))
+    with Reader([tmp_path / "run"]) as reader:
+        assert (reader.commit.step, len(reader.manifests)) == (4, 1)
+    assert sorted(file.suffix for file in (tmp_path / "run").iterdir()) == ["", ".json", ".swap"]
+
+
+def _commit_alone(base: str) -> None:
+    _commit(f"{base}/rank{dist.get_rank()}", 1)
+
+
+def _undecided(base: str, resume: Any) -> None:
+    """A commit that is cut off before rank 0 has decided."""
+    paths = [f"{base}/rank{dist.get_rank()}-{number}" for number in range(2)]
+
+    def never(*args: Any) -> None:
+        raise TierIOError("write", errno.EIO, "COMMIT", 0, 0)
+
+    training = Training(paths, resume=resume)
+    assert training.optimizer.resumed is None
+    training.go_to(1)
+    with patch("offload.commits.write_commit", never), pytest.raises(OffloadError):
+        training.optimizer.commit()
+    training.optimizer.close()
+
+
+def _decided(base: str) -> None:
+    paths = [f"{base}/rank{dist.get_rank()}-{number}" for number in range(2)]
+    training = Training(paths, resume="auto")
+    assert training.optimizer.resumed is None
+    training.go_to(1)
+    training.optimizer.commit()
+    training.optimizer.close()
+    with pytest.raises((ResumeError, ConfigError)):
+        Training(paths)
+    again = Training(paths, resume="auto")
+    assert again.optimizer.resumed == (1, None)
+    again.optimizer.close()
+
+
+def test_a_run_cut_off_before_its_first_commit_begins_anew(worlds: Worlds, tmp_path: Path) -> None:
+    for resume in (False, "auto", "auto"):
+        worlds(2).run(_undecided, str(tmp_path), resume)
+    worlds(2).run(_decided, str(tmp_path))
+
+
+def test_ranks_that_do_not_fit_what_is_there_are_refused(worlds: Worlds, tmp_path: Path) -> None:
+    worlds(3).run(_commit_alone, str(tmp_path))
+    found = worlds(2).run(_differ_at, str(tmp_path))
+    for number, (differ, auto, fresh) in enumerate(found):
+        assert "the ranks differ" in differ
+        assert "commit_every" in differ
+        assert "rank1 belongs to a committed run whose COMMIT record is not in" in auto
+        assert ("rank1 holds a committed run" if number else "another rank could not take the model") in fresh
+
+
+def _differ_at(base: str) -> list[str]:
+    own = f"{base}/rank1" if dist.get_rank() else f"{base}/new"
+    return _differ(f"{base}/shared", own)
+
+
+# Kills.
+
+
+@contextmanager
+def _patient(timeout_s: float) -> Iterator[None]:
+    made = comm.connect
+
+    def connect(*args: Any, **options: Any) -> Any:
+        return made(*args, **{"timeout_s": timeout_s} | options)
+
+    with patch.object(comm, "connect", connect):
+        yield
+
+
+def _lost_at_a_commit(path: str, moment: str, lost: int) -> tuple[str, str, float]:
+    """One rank dies in the middle of a commit: the errors of the others, then and later, and the seconds it took."""
+    with _patient(TIMEOUT_S):
+        training = Training(path, stage=2)
+    training.go_to(AT)
+    training.optimizer.commit()
+    training.go_to(AT + MORE)
+
+    def die(*args: Any, **options: Any) -> Any:
+        os._exit(1)
+
+    began = time.monotonic()
+    with suppress(OffloadError), patch(moment, die) if dist.get_rank() == lost else nullcontext():
+        training.optimizer.commit()
+    said = []
+    calls: list[Callable[[], Any]] = [training.optimizer.commit, training.optimizer.rollback]
+    for call in calls:
+        with pytest.raises(RankError) as caught:
+            call()
+        said.append(str(caught.value))
+    with suppress(RankError):
+        training.optimizer.close()
+    return said[0], said[1], time.monotonic() - began
+
+
+def _resumed_at(path: str) -> int:
+    training = Training(path, stage=2, resume=True)
+    assert training.optimizer.resumed is not None
+    step = training.optimizer.resumed.step
+    bits = training.bits()
+    training.optimizer.close()
+    alone = Training(f"{path}-alone", stage=2)
+    alone.go_to(step)
+    assert same(bits, alone.bits())
+    alone.optimizer.close()
+    return step
+
+
+@pytest.mark.parametrize(
+    ("moment", "lost", "step"),
+    [
+        ("offload.commits.write_manifest", 2, AT),
+        ("offload.commits.write_commit", 0, AT),
+        ("offload.store.store.Store.settle", 0, AT + MORE),
+    ],
+)
+def test_a_rank_that_dies_at_a_commit_leaves_one_of_the_two(
+    worlds: Worlds, tmp_path: Path, moment: str, lost: int, step: int
+) -> None:
+    path = str(tmp_path / "run")
+    with World(4, group_timeout_s=TIMEOUT_S + 2) as world:
+        world.start(_lost_at_a_commit, path, moment, lost)
+        for first, again, waited_s in world.results(60, ranks=[rank for rank in range(4) if rank != lost]):
+            assert "another rank is slow, stuck or dead" in first
+            assert again == first
+            assert waited_s < TIMEOUT_S + 2
+    assert worlds(4).run(_resumed_at, path) == [step] * 4
+
+
+def _train(path: str, steps: int) -> dict[str, Tensor]:
+    """Commits every second step, by itself or by hand."""
+    with _patient(20.0):
+        training = Training(path, stage=2, commit_every=4, resume="auto", cpu_memory="least")
+    while training.step < steps:
+        training.go_to(training.step + 1)
+        Path(f"{path}.step").write_text(f"{training.step:04}")
+        if training.step % 4 == 2:
+            training.optimizer.commit(training.step)
+    with training.optimizer:
+        return training.bits()
+
+
+def kill_all(tmp_path: Path, kills: int, seed: int) -> None:
+    """Kills all ranks at random instants, starts them again, and compares with a training that was left alone."""
+    chance = random.Random(seed)
+    steps, ranks = 24, 2
+    with World(ranks) as world:
+        expected = world.run(_train, str(tmp_path / "alone"), steps)[0]
+    done, decided, least = 0, 0, 0
+    path = tmp_path / "run"
+    while done < kills:
+        with World(ranks) as world:
+            last = least + chance.randint(2, 9)
+            world.start(_train, str(path), steps)
+            wait_for(Path(f"{path}.step"), min(last, steps - 1))
+            time.sleep(chance.uniform(0, 0.05))
+            for rank in chance.sample(range(ranks), ranks):
+                world.signal(rank, signal.SIGKILL)
+                time.sleep(chance.choice([0, 0, 0.002]))
+        done += 1
+        if (found := read_commit(path) if path.exists() else None) is not None:
+            assert found.step >= least, "a durable commit is gone"
+            least, decided = found.step, decided + 1
+            if least >= steps - 2:  # little is left to be killed
+                with World(ranks) as world:
+                    assert all(same(bits, expected) for bits in world.run(_train, str(path), steps))
+                path, least = tmp_path / f"run{done}", 0
+    with World(ranks) as world:
+        assert all(same(bits, expected) for bits in world.run(_train, str(path), steps))
+    assert decided, "no kill came after a commit"
+    print(f"{done} kills, {decided} after a commit")
+
+
+def wait_for(progress: Path, step: int) -> None:
+    end = time.monotonic() + 60
+    while not (progress.exists() and int(progress.read_text() or 0) >= step):
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_all_ranks_killed_at_any_instant_go_on_with_the_same_bits(tmp_path: Path) -> None:
+    kill_all(tmp_path, 2, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_all_ranks_killed_fifty_times(tmp_path: Path) -> None:
+    kill_all(tmp_path, 50, seed=2)
