@@ -60,6 +60,7 @@ class Attachment:
         units |= {param: spec.unit for param, spec in zip(parts.parameters.params, layout.specs, strict=True)}
         self.access = Access(parts.parameters, units, self.landing, self.streaming, placement.budget_bytes)
         self._tiling = self._new_tiling()
+        parts.parameters.note_all_of(model)
         self.hooks = Hooks(
             model,
             parts.parameters,
@@ -99,6 +100,16 @@ class Attachment:
         self._parts.sink.reset()
         if self.streaming is not None:
             self.streaming.abandon()
+
+    def keep_parameters(self, limit: int | None) -> None:
+        """Brings streamed parameters onto the device for good, if they take `limit` bytes at most (None: whatever they
+        take). With one rank: others may have less room."""
+        if self.streaming is None or self._layout.ranks > 1:
+            return
+        params = self._parts.parameters
+        if limit is None or sum(flat.numel() * flat.element_size() for flat in params.flats) <= limit:
+            self.streaming.bring_all()
+            params.unite()
 
     def remove(self) -> None:
         """Lets go of the model; what is under way ends first."""

@@ -193,7 +193,7 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
         )
         # Only parameters are kept more than once, and only where they are partitioned.
         replicas = ranks.across.size if self._config.stage == 3 else 1
-        copier = copier_for(device)
+        copier = self._copier = copier_for(device)
         rows = rows_of(model, params)
 
         def laid_out(config: Config) -> Layout:
@@ -227,6 +227,13 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
         own = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()) if not t.is_meta)
         free = free_memory() // self._config.ranks_on_node if free is None else free
         return Room(untrained_bytes(model, params, dtypes), own + free // 2)
+
+    def _room_at_end(self) -> int:
+        """On the device, for parameters that were streamed: in half of what is free, and in what they may take."""
+        free = self._copier.free_bytes()
+        free = (free_memory() if free is None else free) // 2
+        limit = self._placement.device_budget_bytes
+        return free if limit is None else min(free, limit - self._placement.resident_bytes)
 
     def _attach(self, copier: Copier, source: Source, *, resumes: bool) -> Attachment:
         return Attachment(
@@ -371,7 +378,9 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
     def close(self) -> None:
         """Ends the last step, unhooks the model, frees memory, files and their lock. May be called again.
 
-        The model keeps its parameters in the compute dtype; what backward left in `p.grad` is dropped.
+        The model keeps its parameters in the compute dtype; what backward left in `p.grad` is dropped. Streamed ones
+        are brought to the device, if all of them fit in `device_memory` and in half of what is free; if not they stay
+        released, and any use of them raises ReleasedParameterError.
         """
         if os.getpid() != self._pid or isinstance(self._failure, ClosedError):
             return
@@ -379,6 +388,7 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
             if self._failure is None:
                 self._attached.landing.everything()
                 self._commit_if_due()
+                self._attached.keep_parameters(self._room_at_end())
         finally:
             self._failure = ClosedError("the optimizer is closed: make a new one")
             self._attached.remove()

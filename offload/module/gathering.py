@@ -91,6 +91,15 @@ class Gathering:
         """The unit itself; of a tile the one that it is a part of."""
         return self._layout.flats[self._parts_of[unit][0].flat].unit
 
+    def require_usable(self) -> None:
+        """Raises what is wrong with the store."""
+        self._usable()
+
+    def expect(self, units: Iterable[str]) -> None:
+        """Announces the order in which units are to come."""
+        parts = (part for unit in units for part in self._parts_of.get(unit, ()))
+        self._store.expect(chunk.index for part in parts for chunk in self._chunks_of[part.index])
+
     # From the device, and comparing with it.
 
     def take(self, flat: int) -> None:

@@ -65,6 +65,7 @@ class Parameters:
         self._versions: list[int] = [0] * len(self.params)
         self._classes = [type(param) for param in self.params]
         self._freed: set[int] = set()
+        self._known: set[nn.Parameter] = set()
         self._released: dict[int, type[ReleasedParameter]] = {}
         self._bytes = 0
         self.peak_bytes = 0
@@ -132,6 +133,12 @@ class Parameters:
         if memory.is_cpu:
             advise_huge_pages(memory)
 
+    def unite(self) -> None:
+        """Moves tiled parameters, which are here as a whole, to the device; they are not attached any more."""
+        for param in self.params:
+            if param.device != self._device:
+                param.data = param.data.to(self._device)
+
     def restore(self, flat: int) -> None:
         """The values of a part are there again: its parameters can be used."""
         if flat >= len(self.flats):
@@ -189,14 +196,26 @@ class Parameters:
                         "and freeze it again afterwards if it is to be trained only later"
                     )
 
+    def note_all_of(self, model: nn.Module) -> None:
+        """Those that `model` has now are known to `require_in`."""
+        self._known = set(model.parameters())
+
     def require_in(self, model: nn.Module) -> None:
-        """Raises: ConfigError if `model` has another parameter in the place of one of these."""
+        """Raises: ConfigError if `model` has another parameter in the place of one of these, or a new one with a
+        gradient, which would never be used."""
         present = set(model.parameters())
         for param, spec in zip(self.params, self._layout.specs, strict=True):
             if param not in present:
                 raise ConfigError(
                     f"{spec.name} is no longer in the model: load with load_state_dict(..., assign=False), and replace "
                     "modules or parameters before OffloadZero takes the model"
+                )
+        for added in present - self._known:
+            if added.grad is not None:
+                name = next(name for name, param in model.named_parameters() if param is added)
+                raise ConfigError(
+                    f"{name} was added to the model after OffloadZero took it, and has no states: add modules and "
+                    "parameters before, or drop its gradient (p.grad = None) before step() if something else trains it"
                 )
 
     def written_here(self, numbers: Iterable[int]) -> None:

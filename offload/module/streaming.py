@@ -10,6 +10,7 @@ nested units the outer ones stay as long as an inner one: they go on after it.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from offload.errors import ConfigError
 from offload.module.gathering import Gathering
 from offload.module.graphs import call_alive, in_backward
 from offload.module.parameters import Parameters
@@ -60,6 +62,7 @@ class Streaming:
         self._running: list[str] = []
         self._backward: str | None = None
         self._tasks: set[int] = set()
+        self._thread: threading.Thread | None = None
         # What was entered since the pass began, and what the last pass like it entered: with gradients, or without.
         self._entered: deque[str] = deque(maxlen=MOST_REMEMBERED)
         self._is_training = True
@@ -69,14 +72,17 @@ class Streaming:
     # What hooks call.
 
     def model_begins(self) -> None:
-        """Before a forward of the whole model."""
+        """Before a forward of the whole model. Raises: ConfigError if it runs in another thread."""
         if not in_backward():
+            self._require_one_thread()
             self._forget_calls()
             self._begin_pass()
         self.forward_begins(ROOT)
 
     def model_ends(self, output: Any) -> None:
         """After it, also if it raised; then there is no output."""
+        if not in_backward() and self._thread is not threading.current_thread():
+            return  # it was refused
         self.forward_ends(ROOT, output)
         if not in_backward() and not any(tensor.requires_grad for tensor in tensors_in(output)):
             self.release_all()  # no backward will
@@ -87,8 +93,19 @@ class Streaming:
         if in_backward():
             # Before a backward inside this one (reentrant checkpointing) can begin: it would take its end for the end.
             self._note_task()
+        else:
+            self._require_one_thread()
         self._running.append(unit)
         self._enter(unit)
+
+    def _require_one_thread(self) -> None:
+        thread = threading.current_thread()
+        if self._running and self._thread is not None and self._thread is not thread and self._thread.is_alive():
+            raise ConfigError(
+                f"a forward of the model runs in thread {self._thread.name!r} and another began in {thread.name!r}: "
+                "with streamed parameters one thread at a time may run it"
+            )
+        self._thread = thread
 
     def forward_ends(self, unit: str, output: Any) -> None:
         """After it, also if it raised; then there is no output."""
@@ -103,6 +120,7 @@ class Streaming:
                     one.register_hook(begins)
 
     def _backward_begins(self, unit: str) -> None:
+        self.gathering.require_usable()
         self._note_task()
         if unit != ROOT:
             self._backward = unit
@@ -138,8 +156,12 @@ class Streaming:
         if self._entered:
             self._orders[self._is_training] = tuple(self._entered)
             self._entered.clear()
-        self._is_training = torch.is_grad_enabled()
-        self._ahead = deque(self._orders.get(self._is_training, ()))
+        was_training, self._is_training = self._is_training, torch.is_grad_enabled()
+        order = self._orders.get(self._is_training, ())
+        self._ahead = deque(order)
+        if self._is_training and not was_training and order:
+            # What was announced are the reads of a pass without gradients, and not of any backward.
+            self.gathering.expect((ROOT, *order))
 
     # Gathering and releasing.
 
@@ -184,6 +206,13 @@ class Streaming:
         """Releases everything, and takes over nothing that was written to it."""
         self._forget_calls()
         self.gathering.abandon()
+
+    def bring_all(self) -> None:
+        """All parameters, to stay; nothing may be entered afterwards."""
+        self._forget_calls()
+        for unit in self.gathering.units:
+            if self.gathering.home_of(unit) == unit:
+                self.gathering.bring(unit)
 
     def _is_in_use(self, unit: str) -> bool:
         goes_on = self._backward is not None and encloses(unit, self._backward)

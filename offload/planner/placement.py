@@ -15,9 +15,9 @@ from torch import nn
 from offload import config as configuration
 from offload.config import LEAST_IN_FLIGHT, MASTER_ITEM_BYTES, Config, Tuning
 from offload.errors import BudgetError, ConfigError
-from offload.layout import Layout, build
+from offload.layout import Layout, build, tiled
 from offload.module.reduction import Reduction
-from offload.module.units import specs_of
+from offload.module.units import rows_of, specs_of
 from offload.optim import exchange, gradients, step
 from offload.planner.device import Room, require_room
 from offload.planner.machine import free_memory
@@ -315,6 +315,8 @@ def least_cpu_memory(
     device = params[0].device
     config = configuration.over_ranks(config, ranks=ranks, ranks_on_node=1, device=device)
     copies = replicas if config.stage == 3 else 1
+    if config.param_tier != "device":
+        specs = tiled(specs, rows_of(model, params), config.tile_bytes or 0)
     layouts = (build(specs, config.chunk_numel, ranks=ranks, rank=rank, replicas=copies) for rank in range(ranks))
     return max(_least(layout, config, direct=device.type != "cuda") for layout in layouts)
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from offload import ClosedError, NonFiniteGradientError, ReleasedParameterError, Tuning
+from offload import ClosedError, ConfigError, NonFiniteGradientError, ReleasedParameterError, Tuning
+from offload.planner import least_cpu_memory
 from tests.support.processes import holds_in_child
-from tests.support.streamed import WIDTH, Block, Net, Streams, Watched, batch, finish, train
+from tests.support.streamed import WIDTH, Block, Net, Streams, Watched, batch, finish, state_of, train
 
 
 def squares(model: Net, x: Tensor, count: int) -> Tensor:
@@ -592,17 +593,124 @@ def test_a_forked_child_is_refused(tmp_path: Path) -> None:
         assert holds_in_child(claim)
 
 
-def test_a_closed_optimizer_leaves_parameters_that_refuse(tmp_path: Path) -> None:
+def test_a_closed_optimizer_leaves_a_model_that_works(streams: Streams) -> None:
     model = Net()
-    with Streams(tmp_path, {"param_tier": "cpu"}).optimizer(model) as optimizer:
+    model.blocks[1].requires_grad_(False)
+    with streams.optimizer(model, tuning=Tuning(chunk="4KiB", threads=1, tile=200)) as optimizer:
+        train(squares, steps=2)(model, optimizer)
+        masters = {name: optimizer.state_of(p)["master"] for name, p in model.named_parameters() if p.requires_grad}
+        with torch.no_grad():
+            expected = model(batch(0))
+        loss = squares(model, batch(0), 0)
+    assert torch.allclose(model(batch(0).bfloat16()), expected, rtol=2**-5)
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+    saved = model.state_dict()
+    assert all(torch.equal(saved[name], master.bfloat16()) for name, master in masters.items())
+    with pytest.raises(ClosedError):
+        loss.backward()
+    model(batch(0).bfloat16()).float().square().mean().backward()
+    assert all(param.grad is not None for param in model.parameters() if param.requires_grad)
+    model.zero_grad()
+    with Watched(model) as optimizer:  # another takes it
+        train(squares, steps=1)(model, optimizer)
+
+
+@pytest.mark.parametrize("limit", ["device_memory", "free"])
+def test_a_closed_optimizer_leaves_parameters_that_refuse_if_they_do_not_fit(
+    limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Net(8)
+    options: dict[str, Any] = {"param_tier": "cpu"} | ({"device_memory": "6KiB"} if limit == "device_memory" else {})
+    with Streams(tmp_path, options).optimizer(model) as optimizer:
         train(squares, steps=1)(model, optimizer)
         loss = squares(model, batch(0), 0)
+        if limit == "free":
+            monkeypatch.setattr("offload.zero.free_memory", lambda: 20_000)
     with pytest.raises(ReleasedParameterError):
         model(batch(0).bfloat16())
     with pytest.raises(ReleasedParameterError):
         model.state_dict()
     with pytest.raises(ClosedError):
         loss.backward()
+
+
+# Mistakes with the model.
+
+
+def test_a_forward_beside_another_is_refused_and_the_first_goes_on(streams: Streams) -> None:
+    refused: list[BaseException] = []
+
+    class Beside(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            if not refused and beside:
+                thread = threading.Thread(target=run)
+                thread.start()
+                thread.join()
+            return super().forward(x)
+
+    def run() -> None:
+        try:
+            model(batch(0))
+        except ConfigError as error:
+            refused.append(error)
+
+    def build() -> Net:
+        model = Net()
+        model.blocks[1] = Beside()
+        return model
+
+    beside = False
+    expected = streams.run(train(squares), build)
+    beside = True
+    torch.manual_seed(5)
+    model = build()
+    with streams.optimizer(model) as optimizer:
+        train(squares)(model, optimizer)
+        assert optimizer.losses == expected[0]
+        found = state_of(model, optimizer)
+    assert "one thread at a time" in str(refused[0])
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected[1].items())
+
+
+def test_parameters_added_or_replaced_afterwards_are_refused_by_name(streams: Streams) -> None:
+    model = Net()
+    with streams.optimizer(model) as optimizer:
+        train(squares, steps=1)(model, optimizer)
+        model.blocks[1].extra = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
+        handle = model.blocks[1].register_forward_hook(lambda module, _, out: module.extra(out))
+        squares(model, batch(0), 0).backward()
+        with pytest.raises(ConfigError, match=r"blocks\.1\.extra\.\w+ was added to the model after"):
+            optimizer.step()
+        for param in model.blocks[1].extra.parameters():
+            param.grad = None
+        finish(optimizer)
+        handle.remove()
+        del model.blocks[1].extra
+        old, model.head.weight = model.head.weight, nn.Parameter(torch.zeros(3, WIDTH, dtype=torch.bfloat16))
+        squares(model, batch(0), 0).backward()
+        with pytest.raises(ConfigError, match=r"head\.weight is no longer in the model"):
+            optimizer.step()
+        model.head.weight = old
+        optimizer.zero_grad()
+        train(squares, steps=1)(model, optimizer)
+
+
+def test_a_pass_without_gradients_does_not_cost_the_next_backward_its_read_ahead(tmp_path: Path) -> None:
+    model = Net(6)
+    least = least_cpu_memory(model, param_tier="nvme", tuning=Tuning(chunk="4KiB", prefetch=1))
+    options: dict[str, Any] = {"param_tier": "nvme", "cpu_memory": least}
+    with Streams(tmp_path, options).optimizer(model) as optimizer:
+        train(squares, steps=2)(model, optimizer)
+        with torch.no_grad():
+            model(batch(0))
+        loss = squares(model, batch(0), 0)
+        layout, store = optimizer._layout, optimizer._parts.streamed
+        assert store is not None
+        units = [layout.flats[layout.chunks[use.chunk].flat].unit for use in store._ahead]
+        # The last two are on the device.
+        assert list(dict.fromkeys(units)) == ["blocks.3", "blocks.2", "blocks.1", "blocks.0"]
+        loss.backward()
+        finish(optimizer)
 
 
 # Memory.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from offload import BudgetError, ConfigError, OffloadZero, ReleasedParameterError, Tuning
+from offload.planner import least_cpu_memory
 from tests.support.late_copier import LateCopier
 from tests.support.streamed import Net, Streams, Watched, batch, finish, state_of, train
 
@@ -246,6 +247,68 @@ def test_a_forward_that_raises_and_one_without_gradients(streams: Streams) -> No
     found = [streams.run(body, Net, tuning=tuning(prefetch)) for prefetch in (0, 2)]
     assert found[0][0] == found[1][0]
     assert all(torch.equal(found[1][1][name], tensor) for name, tensor in found[0][1].items())
+
+
+def test_a_tiled_layer_that_is_called_twice(streams: Streams) -> None:
+    class Twice(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.embed(x)
+            for block in (*self.blocks, self.blocks[1]):
+                h = block(h)
+            return self.head(self.norm(h))
+
+    found = [streams.run(train(squares), Twice, tuning=tuning(prefetch)) for prefetch in (0, 2)]
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[1][1][name], tensor) for name, tensor in found[0][1].items())
+
+
+def test_a_model_of_the_meta_device_is_tiled(streams: Streams) -> None:
+    def init(name: str, tensor: Tensor) -> None:
+        torch.manual_seed(len(name))
+        tensor.normal_()
+
+    def whole() -> Net:
+        model = Net()
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                init(name, param)
+        return model
+
+    def in_parts() -> Net:
+        with torch.device("meta"):
+            return Net()
+
+    expected = streams.run(train(squares), whole, tuning=tuning(1))
+    least = least_cpu_memory(in_parts(), param_tier="nvme", tuning=tuning(1))
+    found = streams.run(train(squares), in_parts, tuning=tuning(1), init=init, param_tier="nvme", cpu_memory=least)
+    assert found[0] == expected[0]
+    assert all(torch.equal(found[1][name], tensor) for name, tensor in expected[1].items())
+
+
+def test_tiled_runs_are_resumed_and_go_back_with_or_without_tiles(streams: Streams, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"path": tmp_path / "run", "commit_every": 2}
+
+    def body(model: Net, optimizer: Watched) -> None:
+        train(squares, steps=4)(model, optimizer)
+
+    _, expected = streams.run(body, Net, tuning=tuning(1))
+    with streams.optimizer(Net(), tuning=tuning(1), **options) as optimizer:
+        train(squares, steps=3)(optimizer._model, optimizer)
+        optimizer.commit()
+        train(squares, steps=1)(optimizer._model, optimizer)
+        optimizer.rollback()
+    for tile in (TILE, 0):
+        model = Net()
+        with streams.optimizer(model, tuning=tuning(1, tile=tile), resume=True, **options) as optimizer:
+            assert optimizer.stats()["step"] == 3
+            squares(model, batch(3), 3).backward()
+            finish(optimizer)
+            found = state_of(model, optimizer)
+            if tile:
+                assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+            else:
+                assert all(torch.allclose(found[name], tensor, atol=0.05) for name, tensor in expected.items())
+            optimizer.rollback()
 
 
 def test_a_wrong_tile_is_refused_by_name() -> None:
