@@ -109,15 +109,18 @@ class Gathering:
 
     def write_back(self, flat: int, *, step: int) -> None:
         """Makes the values in the model those of the store. Args: step: whose they are."""
+        tiles = self._settle_tiles(flat)
         for chunk in self._chunks_of[flat]:
             with self._store.lease(chunk.index, step=step, is_fresh=True) as lease:
                 lease.dirty = True
                 on_device = self._on_device(self._layout.parts[flat], chunk)
                 self._copier.to_host(on_device, self._in_store(lease.arrays[0], chunk)).wait()
-        self._refresh_tiles(flat)
+        for part in tiles:
+            self._refresh(part)
 
     def refresh(self, flat: int) -> None:
         """Brings the values of a flat, which is here, from the store again, and from the other ranks."""
+        self._settle_tiles(flat)
         self._refresh(self._layout.parts[flat])
         if self._gather is not None:
             for work in self._gather(flat):
@@ -128,18 +131,21 @@ class Gathering:
             with self._store.lease(chunk.index, step=0) as lease:
                 self._copier.to_device(self._in_store(lease.arrays[0], chunk), self._on_device(part, chunk)).wait()
 
-    def _refresh_tiles(self, flat: int) -> None:
-        for part in self._layout.parts[len(self._layout.flats) :]:
-            if part.flat == flat:
-                if self._where[part.unit] is Where.COMING:
-                    self._finish(part.unit)
-                if self._where[part.unit] is Where.HERE:
-                    self._refresh(part)
+    def _settle_tiles(self, flat: int) -> list[Part]:
+        """The tiles of a flat that are here. Those on their way arrive first: they hold leases of its chunks."""
+        if not self._layout.tile_of(flat):
+            return []
+        tiles = [part for part in self._layout.parts if part.is_tile and part.flat == flat]
+        for part in tiles:
+            if self._where[part.unit] is Where.COMING:
+                self._finish(part.unit)
+        return [part for part in tiles if self._where[part.unit] is Where.HERE]
 
     def find_writes(self, numbers: Iterable[int]) -> None:
         """Notes as written to which of these parameters, all here, differ from the store: `p.data.copy_` leaves no
         other trace."""
         for number in numbers:
+            self._settle_tiles(self._parameters.flat_of(number))
             chunks = (self._layout.param_chunks[index] for index in self._layout.param_chunks_of[number])
             if not all(self._is_in_store(number, chunk) for chunk in chunks):
                 torch.autograd.graph.increment_version(self._parameters.params[number])
@@ -189,7 +195,8 @@ class Gathering:
             self._finish(unit)
         if self._where[unit] is Where.HERE:
             self.refresh(flat)
-        self._refresh_tiles(flat)
+        for part in self._settle_tiles(flat):
+            self._refresh(part)
 
     def bring(self, unit: str) -> None:
         """Waits until a unit is here."""
@@ -206,6 +213,9 @@ class Gathering:
     def start(self, unit: str) -> None:
         """Lets a released unit come. Raises what is wrong with the store."""
         self._usable()
+        for part in self._parts_of[unit]:
+            if not part.is_tile:
+                self._settle_tiles(part.flat)
         self._move(unit, Where.COMING)
         try:
             for part in self._parts_of[unit]:

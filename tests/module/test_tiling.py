@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from offload import BudgetError, ConfigError, OffloadZero, ReleasedParameterError, Tuning
+from offload.module.where import Where
 from offload.planner import least_cpu_memory
 from tests.support.late_copier import LateCopier
 from tests.support.streamed import Net, Streams, Watched, batch, finish, state_of, train
@@ -309,6 +310,27 @@ def test_tiled_runs_are_resumed_and_go_back_with_or_without_tiles(streams: Strea
             else:
                 assert all(torch.allclose(found[name], tensor, atol=0.05) for name, tensor in expected.items())
             optimizer.rollback()
+
+
+@pytest.mark.timeout(60)
+def test_a_weight_is_gathered_and_written_while_its_tiles_are_on_their_way(streams: Streams) -> None:
+    model = Net()
+    x = torch.ones(2, 12, dtype=torch.bfloat16)
+    with streams.optimizer(model, tuning=tuning(4)) as optimizer:
+        train(squares, steps=2)(model, optimizer)
+        optimizer.synchronize()
+        gathering, weight = optimizer._attached.streaming.gathering, model.blocks[1].up.weight
+        gathering.start("blocks.1.up.weight[0]")
+        with optimizer.gathered(weight, writable=True), torch.no_grad():
+            gathering.start("blocks.1.up.weight[1]")
+            weight.zero_()
+        assert gathering.is_at("blocks.1.up.weight[0]", Where.HERE)
+        for leaf in optimizer._parts.parameters.tiles.values():
+            assert not leaf.untyped_storage().nbytes() or not leaf.any()
+        out = model.blocks[1].up(x)
+        with optimizer.gathered(model.blocks[1].up.bias):
+            assert torch.equal(out, model.blocks[1].up.bias.expand(2, -1))
+        train(squares, steps=1)(model, optimizer)
 
 
 def test_a_wrong_tile_is_refused_by_name() -> None:
