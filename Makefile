@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 SOURCES := pyproject.toml constraints.txt $(wildcard kernels/*.c kernels/*.h kernels/CMakeLists.txt) \
 	$(wildcard offload/__init__.py offload/*/__init__.py)
 
-.PHONY: train test lint types unit test-slow test-faults test-gpu test-peers bench-peers bench-peers-step clean
+.PHONY: train test lint types unit test-slow test-faults test-gpu test-peers fuzz bench-peers bench-peers-step clean
 
 train: $(VENV)/installed
 	$(BIN)/offload train $(ARGS)
@@ -31,6 +31,11 @@ test-faults: $(VENV)/installed
 
 test-gpu: $(VENV)/installed
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+# Coverage-guided, of what is parsed from a disk; ARGS="--seconds 300" altogether. Findings go to tests/attacks/found.
+fuzz: $(VENV)/installed
+	$(PIP) -e '.[fuzz]'
+	$(BIN)/python -m tests.attacks.fuzz $(ARGS)
 
 test-peers: $(VENV)/installed
 	$(PIP) -e '.[peers]'

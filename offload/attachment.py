@@ -206,7 +206,7 @@ class Attachment:
 
     def _take_place_of(self, flat: int) -> None:
         """Takes the parameters of a flat, whose values are those of a commit and still to come."""
-        self._parts.parameters.attach(flat)
+        self._parts.parameters.attach(flat, with_values=False)
         if self.streaming is not None:
             self._parts.parameters.free(flat)
 

@@ -215,7 +215,9 @@ class Commits:
         for flat in self._layout.flats:
             self._parts.returned.put_together(flat.index, step)
         for store in self._parts.stores:
-            store.drain()
+            # What is read ahead for the next step is not waited for: a chunk that it needs has been checked already.
+            if store is not self._parts.store or self._config.split_master:
+                store.drain()
 
     def _restore_own(self, manifest: Manifest) -> None:
         self._versions = [

@@ -85,8 +85,11 @@ class Parameters:
                 param.data = param.data.contiguous()
 
     @torch.no_grad()
-    def attach(self, flat: int) -> None:
-        """Moves the parameters of a flat, whose masters have been taken, into one tensor of its dtype."""
+    def attach(self, flat: int, *, with_values: bool = True) -> None:
+        """Moves the parameters of a flat, whose masters have been taken, into one tensor of its dtype.
+
+        Args: with_values: False leaves the values behind, and zeros in the parameters.
+        """
         info = self._layout.flats[flat]
         is_tiled = self._layout.tile_of(flat) > 0  # the device has no room for all of it
         device = torch.device("cpu") if is_tiled else self._device
@@ -98,7 +101,8 @@ class Parameters:
         for number, offset in zip(info.params, info.offsets, strict=True):
             param = self.params[number]
             view = shaped_like(param, memory[offset : offset + param.numel()])
-            view.copy_(param)
+            if with_values:
+                view.copy_(param)
             param.data = view
             self._versions[number] = param._version
         self.flats[flat] = memory

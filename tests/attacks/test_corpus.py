@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 import tracemalloc
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import pytest
 
 from offload.checkpoint.blocks import parse_header, parse_superblock
 from offload.checkpoint.manifest import parse
-from tests.attacks import corpus
+from offload.errors import OffloadError
+from tests.attacks import corpus, fuzz
 from tests.attacks.corpus import VALID_HEADER, VALID_MANIFEST, VALID_SUPERBLOCK, Attack
 
 SOON_S = 20
@@ -85,3 +87,23 @@ def test_the_documents_of_others_are_refused(kind: str) -> None:
         if other != kind:
             with pytest.raises(corpus.CorruptionError):
                 parser(valid)
+
+
+@pytest.mark.parametrize("found", sorted(fuzz.FOUND.glob("*-*")), ids=lambda path: path.name)
+def test_what_a_fuzzer_found_is_answered_in_order(found: Path) -> None:
+    begin = time.monotonic()
+    fuzz.try_one(found.name.partition("-")[0], found.read_bytes())
+    assert time.monotonic() - begin < SOON_S
+
+
+@pytest.mark.parametrize("kind", fuzz.KINDS)
+def test_the_fuzzer_begins_with_documents_that_are_taken(kind: str) -> None:
+    assert any(taken(kind, variant) for data in fuzz.seeds(kind) for variant in fuzz.variants(kind, data))
+
+
+def taken(kind: str, data: bytes) -> bool:
+    try:
+        fuzz.CHECKS[kind](data)
+    except OffloadError:
+        return False
+    return True
