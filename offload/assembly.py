@@ -144,7 +144,16 @@ def assemble(
     streamed = None if config.param_tier == "device" else params_store
     split_master = config.split_master
     returned = ParameterReturn(
-        layout, parameters.flats, sink, arena, copier, timeline, split_master=split_master, streamed=streamed, comm=comm
+        layout,
+        parameters.flats,
+        sink,
+        arena,
+        copier,
+        timeline,
+        split_master=split_master,
+        streamed=streamed,
+        comm=comm,
+        device=device,
     )
     step = Step(layout, store, sink, returned, kernels, timeline, split_master=split_master)
     undo.callback(step.close)

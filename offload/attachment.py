@@ -53,7 +53,9 @@ class Attachment:
         self._parts = parts
         self._step = step
         self._layout = layout
-        self.landing = Landing(layout, parts.step, parts.parameters, parts.timeline, usable, failed, self._landed)
+        run = (layout, parts.step, parts.parameters, parts.timeline)
+        streams = parts.streamed is not None
+        self.landing = Landing(*run, usable, failed, self._landed, streams=streams)
         self.streaming = self._new_streaming(config, placement, copier, usable)
         self._take_model(config, layout, source, resumes=resumes)
         units = units_of(model, config.units)
@@ -228,6 +230,8 @@ class Attachment:
         self.landing.unit(ROOT)
         if self.streaming is not None:
             self.streaming.model_begins()
+        if self.landing.ahead() and self.streaming is not None:
+            self.streaming.bring_ahead()
 
     def _landed(self, flat: int) -> None:
         if self.streaming is not None:

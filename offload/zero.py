@@ -293,6 +293,8 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
         self._parts.parameters.require_in(self._model)
         self._parts.parameters.require_all_of(self._model, self.param_groups)
         self._attached.hooks.take_assigned()
+        # A rank without a gradient has not landed, or not all, when others send theirs.
+        self._attached.landing.before_gradients()
         active = [n for n in range(len(self._ages)) if self._parts.sink.has(n) and self._attached.hooks.is_marked(n)]
         return self._parts.sink.collect(active)
 

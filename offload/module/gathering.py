@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -304,6 +305,10 @@ class Gathering:
         while self._coming:
             with suppress(OffloadError):
                 self._finish_one()
+        for work in chain.from_iterable(self._gathers.values()):
+            with suppress(OffloadError):
+                work.wait()
+        self._gathers.clear()
 
     def _move(self, unit: str, to: Where) -> None:
         require_legal(unit, self._where[unit], to)

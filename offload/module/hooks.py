@@ -223,6 +223,8 @@ class Hooks:
         self._landing.unit(unit)
         if self._streaming is not None:
             self._streaming.forward_begins(unit)
+        if self._landing.ahead() and self._streaming is not None:
+            self._streaming.bring_ahead()
 
     def _leave(self, unit: str, module: nn.Module) -> None:
         if self._streaming is not None:

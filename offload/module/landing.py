@@ -21,7 +21,7 @@ from offload.timeline import Timeline
 
 class Landing:
     """Args: usable: raises if the optimizer cannot go on; failed: called with what cut a landing off; landed: called
-    with each flat whose new values are there.
+    with each flat whose new values are there; streams: whether parameters are on the device around their use only.
 
     Over several ranks a landing is a collective, and which units a forward enters may differ among them: so flats land
     in the order of the layout, the root's first, and with a flat all before it.
@@ -36,6 +36,8 @@ class Landing:
         usable: Callable[[], None],
         failed: Callable[[BaseException], None],
         landed: Callable[[int], None],
+        *,
+        streams: bool,
     ) -> None:
         self._layout = layout
         self._step = step
@@ -44,12 +46,14 @@ class Landing:
         self._usable = usable
         self._failed = failed
         self._on_device = landed
+        self._streams = streams
         self._flats_of: dict[str, list[int]] = {flat.unit: [] for flat in layout.flats}
         for flat in layout.flats:
             self._flats_of[flat.unit].append(flat.index)
         self._active: dict[int, list[int]] = {}
         self._order: list[int] = [flat.index for flat in layout.flats]
         self._landed: list[int] = []
+        self._ahead: str | None = None  # the unit that was begun ahead, and has not been entered yet
         self._lock = threading.RLock()
 
     def begins(self, active: Sequence[int]) -> Sequence[int]:
@@ -60,6 +64,7 @@ class Landing:
         first = dict.fromkeys(self._landed)
         self._order = [*first, *(flat for flat in self._order if flat not in first)]
         self._landed = []
+        self._ahead = None
         if self._layout.ranks > 1:
             self._order = sorted(range(len(self._layout.flats)), key=lambda flat: self._layout.flats[flat].unit != ROOT)
         return self._order
@@ -75,17 +80,45 @@ class Landing:
 
     def unit(self, name: str) -> None:
         """Lands the parameters of a unit. Raises what went wrong with the step, and StaleParameterError."""
+        if name == self._ahead:
+            self._ahead = None
         if self._step.pending:
-            wanted = [flat for flat in self._flats_of.get(name, ()) if flat in self._step.pending]
-            if wanted and self._layout.ranks > 1:
-                queue = list(self._step.pending)
-                wanted = queue[: 1 + max(map(queue.index, wanted))]
-            self._land(wanted)
+            self._land(self._up_to(name))
+
+    def _up_to(self, name: str) -> list[int]:
+        """What has to land so that a unit does."""
+        wanted = [flat for flat in self._flats_of.get(name, ()) if flat in self._step.pending]
+        if wanted and self._layout.ranks > 1:
+            queue = list(self._step.pending)
+            wanted = queue[: 1 + max(map(queue.index, wanted))]
+        return wanted
 
     def everything(self) -> None:
         """Lands what is left."""
         if self._step.pending:
             self._land(list(self._step.pending))
+
+    def ahead(self) -> bool:
+        """Over several ranks, begins to land what comes next, which then travels beside the forward of what has landed.
+
+        Returns: whether streamed parameters of another unit have their new values.
+        """
+        if self._layout.ranks == 1 or not self._step.pending or self._ahead is not None:
+            return False
+        flat = next(iter(self._step.pending))
+        self._ahead = self._layout.flats[flat].unit
+        if self._streams:
+            self._land(self._up_to(self._ahead))
+        else:
+            self._usable()
+            with self._lock, self._timeline.span("landing_s"):
+                self._require_unwritten(self._active[flat])
+                try:
+                    self._step.begin_landing(flat)
+                except BaseException as error:
+                    self._failed(error)
+                    raise
+        return self._streams
 
     def before_gradients(self) -> None:
         """Over several ranks gradients travel in one order with landings, so these come first."""

@@ -225,6 +225,9 @@ class Streaming:
             if unit in self._ahead:
                 while self._ahead.popleft() != unit:
                     pass
+        return self._following()
+
+    def _following(self) -> list[str]:
         return list(dict.fromkeys(self._ahead))[: self._depth]
 
     def _enter(self, unit: str) -> None:
@@ -235,7 +238,11 @@ class Streaming:
         # One that is here already, and not on its way, is not brought ahead: it comes anew.
         self._release_others(unit, *(one for one in following if self.gathering.is_at(one, Where.COMING)))
         self.gathering.bring(unit)
-        for other in following:
+        self.bring_ahead()
+
+    def bring_ahead(self) -> None:
+        """Starts what is expected next, unless its new values are still to land."""
+        for other in self._following():
             if self.gathering.is_at(other, Where.RELEASED) and not self._is_pending(self.gathering.home_of(other)):
                 self.gathering.start(other)
 

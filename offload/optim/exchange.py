@@ -1,21 +1,22 @@
-"""New parameters between replicas, where each of several groups of ranks keeps all parameters together.
-
-A rank makes the new parameters of its own partition, and keeps those of the ranks at its place in the other groups as
-copies (layout.py): these come here, chunk by chunk, and the parameters of a unit are then gathered within each group.
-"""
+"""New parameters between ranks, of which each makes those of its own partition."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
 from torch import Tensor
 
-from offload.collectives import Communicator
+from offload.collectives import Communicator, Work
+from offload.errors import RankError
 from offload.layout import Chunk, Layout
 from offload.store.arena import Arena, carved_bytes
 from offload.store.store import Store
 
 
 def arena_bytes(layout: Layout) -> int:
-    """What the exchange takes from the arena."""
+    """What an Exchange takes from the arena."""
     return carved_bytes(_buffer_bytes(layout)) if layout.replicas > 1 else 0
 
 
@@ -28,8 +29,66 @@ def _window(layout: Layout, flat: int) -> int:
     return min(layout.chunk_numel, layout.part_numel(flat))
 
 
+def staging_bytes(layout: Layout) -> int:
+    """What a Staging takes on the device."""
+    return max((layout.padded_numel(flat.index) * flat.dtype.itemsize for flat in layout.flats), default=0)
+
+
+class Staging:
+    """Where a flat that stays on the device is put together, one at a time: all of its old value is in the model until
+    all of the new one is here, so that it can travel beside a forward.
+
+    Args: flats: the model's parameters on `device`.
+    """
+
+    def __init__(self, layout: Layout, flats: Sequence[Tensor], comm: Communicator, device: torch.device) -> None:
+        self._layout = layout
+        self._flats = flats
+        self._comm = comm
+        self._memory = torch.empty(staging_bytes(layout), dtype=torch.uint8, device=device)
+        self._work: Work | None = None
+
+    def begin(self, flat: int) -> None:
+        """Before new values of a flat are written here: what does not change is what it was."""
+        start, stop = self._layout.part_of(flat)
+        self._whole(flat)[start:stop] = self._flats[flat][start:stop]
+
+    def chunk(self, chunk: Chunk) -> Tensor:
+        """The place of a chunk."""
+        return self._whole(chunk.flat)[chunk.start : chunk.start + chunk.numel]
+
+    def launch(self, flat: int) -> None:
+        """Sends this rank's partition, which is here, to the others, and gets theirs. Raises: RankError."""
+        whole, numel = self._whole(flat), self._layout.part_numel(flat)
+        if numel:
+            self._work = self._comm.all_gather(whole[self._comm.rank * numel : (self._comm.rank + 1) * numel], whole)
+
+    def finish(self, flat: int) -> None:
+        """Waits for the others' partitions; all of the flat changes. Raises: RankError."""
+        if self._work is not None:
+            self._work.wait()
+        self._work = None
+        self._flats[flat].copy_(self._whole(flat))
+
+    def abandon(self) -> None:
+        """Waits for what is under way, successful or not."""
+        if self._work is not None:
+            with suppress(RankError):
+                self._work.wait()
+        self._work = None
+
+    def _whole(self, flat: int) -> Tensor:
+        memory, dtype = self._flats[flat], self._layout.flats[flat].dtype
+        return self._memory[: memory.numel() * dtype.itemsize].view(dtype)
+
+
 class Exchange:
-    """Args: store: the 16-bit parameters that this rank keeps; comm: the ranks at its place in all groups."""
+    """New parameters between replicas, where each of several groups of ranks keeps all parameters together.
+
+    A rank keeps those of the ranks at its place in the other groups as copies (layout.py): they come here, chunk by
+    chunk, and the parameters of a unit are then gathered within each group.
+
+    Args: store: the 16-bit parameters that this rank keeps; comm: the ranks at its place in all groups."""
 
     def __init__(self, layout: Layout, store: Store, arena: Arena, comm: Communicator) -> None:
         self._layout = layout

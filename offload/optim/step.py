@@ -28,7 +28,7 @@ from offload.copies import Copier, Copy
 from offload.errors import OffloadError
 from offload.layout import Chunk, Layout, Segment, segments
 from offload.native import AdamScalars, Kernels
-from offload.optim.exchange import Exchange
+from offload.optim.exchange import Exchange, Staging
 from offload.optim.sink import Gradients
 from offload.store.arena import Arena, carved_bytes
 from offload.store.store import Lease, Store
@@ -55,7 +55,7 @@ class ParameterReturn:
 
     Args: flats: the model's parameters on its device, one tensor a flat of the layout; streamed: the store of all
     parameters, if they are on the device only around their use: then the new ones go there; comm: over which flats
-    are put together from all ranks' partitions, or those of replicas, None for one rank.
+    are put together from all ranks' partitions, or those of replicas, None for one rank; device: of the flats.
     Attribute: lands: called with each chunk and its new values, on their way to that store.
     """
 
@@ -71,9 +71,9 @@ class ParameterReturn:
         split_master: bool,
         streamed: Store | None = None,
         comm: Communicator | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self._layout = layout
-        self._comm = comm
         self._flats = flats
         self._streamed = streamed
         self.lands: Callable[[Chunk, Tensor], None] = lambda chunk, values: None
@@ -84,14 +84,22 @@ class ParameterReturn:
         size = arena_bytes(layout, gradients.accumulation, direct=through_ram, split_master=split_master)
         self._bounce = arena.carve(size)
         self._copies: list[tuple[Chunk, Copy, Event | None]] = []
+        self._staging: Staging | None = None
         self._exchange: Exchange | None = None
-        if comm is not None and streamed is not None and layout.replicas > 1:
+        if comm is not None and comm.size > 1 and streamed is None:
+            self._staging = Staging(layout, flats, comm, device or torch.device("cpu"))
+        elif comm is not None and streamed is not None and layout.replicas > 1:
             self._exchange = Exchange(layout, streamed, arena, comm.across)
 
     @property
     def direct(self) -> bool:
         """Whether the kernels write into the model."""
         return self._copier.direct
+
+    def begin(self, flat: int) -> None:
+        """Before new parameters of a flat are brought into the model."""
+        if self._staging is not None:
+            self._staging.begin(flat)
 
     @contextmanager
     def into(self, chunk: Chunk, *, step: int, is_whole: bool) -> Iterator[Tensor]:
@@ -106,7 +114,7 @@ class ParameterReturn:
                 yield values
                 self.lands(chunk, values)
         elif self.direct:
-            yield self._on_device(chunk)
+            yield self._target(chunk)
         elif self._in_place(chunk):
             yield self._resting(chunk)
         else:
@@ -134,12 +142,12 @@ class ParameterReturn:
         """Sends the `runs` of a chunk on their way into the model."""
         if self.direct or self._streamed is not None:
             return
-        resting, on_device = self._resting(chunk), self._on_device(chunk)
+        resting, target = self._resting(chunk), self._target(chunk)
         for run in runs:
             part = slice(run.start, run.stop)
             size = (run.stop - run.start) * resting.element_size()
             moving = self._timeline.begin(TO_DEVICE, "copy", chunk=chunk.index, size=size, tier="device")
-            self._copies.append((chunk, self._copier.to_device(resting[part], on_device[part]), moving))
+            self._copies.append((chunk, self._copier.to_device(resting[part], target[part]), moving))
             self._timeline.count("host_to_device_bytes", size)
 
     def wait(self) -> None:
@@ -162,18 +170,23 @@ class ParameterReturn:
             with suppress(OffloadError):
                 copy.wait()
         self._copies.clear()
+        if self._staging is not None:
+            self._staging.abandon()
         if not self.direct and self._streamed is None:
             for chunk in self._layout.chunks:
                 self._clear_gaps(chunk)
 
     def put_together(self, flat: int, step: int) -> None:
-        """Gets the other ranks' new parameters of a flat, made in step `step`. Raises: RankError."""
+        """Gets the other ranks' new parameters of a flat, made in step `step`, until `finish`. Raises: RankError."""
         if self._exchange is not None:
             self._exchange.bring(flat, step)
-        elif self._comm is not None and self._comm.size > 1 and self._streamed is None and self._flats[flat].numel():
-            numel = self._layout.part_numel(flat)
-            own = self._flats[flat][self._comm.rank * numel : (self._comm.rank + 1) * numel]
-            self._comm.all_gather(own, self._flats[flat]).wait()
+        elif self._staging is not None:
+            self._staging.launch(flat)
+
+    def finish(self, flat: int) -> None:
+        """Waits until all of a flat has its new value. Raises: RankError."""
+        if self._staging is not None:
+            self._staging.finish(flat)
 
     def _clear_gaps(self, chunk: Chunk) -> None:
         """The next gradients overwrite all that rested there but the gaps, which are zeros by contract."""
@@ -191,6 +204,9 @@ class ParameterReturn:
     def _in(self, memory: Tensor, chunk: Chunk) -> Tensor:
         dtype = self._flats[chunk.flat].dtype
         return memory[: chunk.numel * dtype.itemsize].view(dtype)
+
+    def _target(self, chunk: Chunk) -> Tensor:
+        return self._on_device(chunk) if self._staging is None else self._staging.chunk(chunk)
 
     def _on_device(self, chunk: Chunk) -> Tensor:
         return self._flats[chunk.flat][chunk.start : chunk.start + chunk.numel]
@@ -231,6 +247,7 @@ class Step:
         self._timeline = timeline
         self._pending: dict[int, list[_Work]] = {}
         self._number = 0
+        self._begun: int | None = None
         self._failure: BaseException | None = None
         self._worker = None if returned.direct else ThreadPoolExecutor(1, thread_name_prefix="offload-step")
 
@@ -270,8 +287,14 @@ class Step:
             for work in works:
                 work.done = self._worker.submit(self._run, work)
 
-    def land(self, flat: int) -> None:
-        """Brings the new parameters of `flat`, which is pending, into the model; waits for them, or makes them."""
+    def begin_landing(self, flat: int) -> None:
+        """Makes the new parameters of `flat`, which is pending, or waits for them, and sends them to the other ranks.
+
+        Over several ranks it has its old value until it lands, and no other begins to land before.
+        """
+        if flat == self._begun:
+            return
+        self._returned.begin(flat)
         for work in self._pending[flat]:
             if work.done is None:
                 self._run(work)
@@ -280,6 +303,13 @@ class Step:
             self._returned.send(work.chunk, work.runs)
         self._returned.wait()
         self._returned.put_together(flat, self._number)
+        self._begun = flat
+
+    def land(self, flat: int) -> None:
+        """Brings the new parameters of `flat`, which is pending, into the model."""
+        self.begin_landing(flat)
+        self._returned.finish(flat)
+        self._begun = None
         del self._pending[flat]
 
     def _wait_for(self, done: Future[None], chunk: Chunk) -> None:
@@ -295,6 +325,7 @@ class Step:
             done.cancel()
         wait(works)
         self._pending = {}
+        self._begun = None
         self._failure = None
         self._returned.abandon()
 

@@ -10,6 +10,7 @@ from offload.config import Config
 from offload.errors import BudgetError
 from offload.layout import Layout
 from offload.module.units import ROOT, encloses
+from offload.optim.exchange import staging_bytes
 from offload.sizes import format_bytes
 
 
@@ -26,11 +27,12 @@ class Room:
 
 
 def peak_bytes(layout: Layout, config: Config) -> int:
-    """Of trained parameters at most: all, or, where they are streamed, the root's, those of the unit in use and of the
+    """Of trained parameters at most: all, with several ranks the largest flat once more, on its way to where its unit
+    finds it; or, where they are streamed, the root's, those of the unit in use and of the
     one around it, each with the units that it lies in, and of those brought ahead."""
     sizes = unit_bytes(layout)
     if config.param_tier == "device":
-        return sum(sizes.values())
+        return sum(sizes.values()) + (staging_bytes(layout) if layout.ranks > 1 else 0)
     root = sizes.pop(ROOT, 0)
     inner: dict[str, list[str]] = {unit: [] for unit in (ROOT, *sizes)}
     for unit in sizes:

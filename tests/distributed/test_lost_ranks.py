@@ -278,6 +278,22 @@ def test_gradients_are_dropped_on_all_ranks_or_not_at_all(worlds: Worlds) -> Non
     assert first[2] > 0
 
 
+def _send_more() -> str:
+    model = models.build("mlp")
+    batches = models.losses("mlp", model)
+    with OffloadZero(model, tuning=Tuning(threads=1)) as optimizer:
+        next(batches)().backward()
+        optimizer._parts.sink._sent += dist.get_rank()  # type: ignore[attr-defined]
+        with pytest.raises(RankError) as caught:
+            optimizer.step()
+    return str(caught.value)
+
+
+def test_ranks_that_sent_other_buckets_are_told_so(worlds: Worlds) -> None:
+    for said in worlds(2).run(_send_more):
+        assert "call step() and zero_grad() as often on every rank" in said
+
+
 def _not_finite(skip: bool) -> tuple[int, str]:
     model = models.build("mlp")
     batches = models.losses("mlp", model)

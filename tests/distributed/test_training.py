@@ -198,15 +198,17 @@ def test_twenty_steps(
     trained(worlds, kind, ranks, 20, accumulation=accumulation, **options)
 
 
-def _wander(stage: int) -> tuple[list[torch.Tensor], list[float]]:
-    """Forwards of its own on each rank, between steps."""
+def _wander(stage: int, wanders: bool) -> tuple[list[torch.Tensor], list[float]]:
+    """Forwards of its own on each rank, between steps, if it `wanders`."""
     model = models.build("gpt")
     rank = torch.distributed.get_rank()
     batches = sharded.batches_of("gpt", model, rank, 2)
     norms = []
     with OffloadZero(model, stage=stage, tuning=TUNING) as optimizer:
         for _ in range(3):
-            if rank == 0:
+            if not wanders:
+                next(batches)
+            elif rank == 0:
                 model.blocks[2](torch.ones(1, 4, 32, dtype=torch.bfloat16)).sum().backward()
                 optimizer.zero_grad()
                 with torch.no_grad():
@@ -214,6 +216,7 @@ def _wander(stage: int) -> tuple[list[torch.Tensor], list[float]]:
             else:
                 model.blocks[0](torch.ones(1, 4, 32, dtype=torch.bfloat16)).sum().backward()
                 optimizer.zero_grad()
+                next(batches)
             next(batches)().backward()
             norms.append(optimizer.clip_grad_norm_(1.0).item())
             optimizer.step()
@@ -225,7 +228,80 @@ def _wander(stage: int) -> tuple[list[torch.Tensor], list[float]]:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_ranks_may_run_other_forwards_before_whole_parameters(worlds: Worlds, stage: int) -> None:
     """Landings are collectives: their order may not depend on what a rank enters first."""
-    (first, norms), (second, others) = worlds(2).run(_wander, stage, timeout_s=100)
-    assert norms == others
+    straight, straight_norms = worlds(2).run(_wander, stage, False)[0]
+    for wandered, norms in worlds(2).run(_wander, stage, True, timeout_s=100):
+        assert norms == straight_norms
+        for one, other in zip(wandered, straight, strict=True):
+            assert torch.equal(one, other)
+
+
+def _read_in_between(stage: int) -> list[bool]:
+    """Whether what a forward finds in the block after the one that runs is the whole old value; and in it the new."""
+    model = models.build("gpt")
+    batches = sharded.batches_of("gpt", model, torch.distributed.get_rank(), 2)
+    seen: list[bool] = []
+    with sharded.communicators("late"), OffloadZero(model, stage=stage, tuning=TUNING) as optimizer:
+        next(batches)().backward()
+        before = [[param.detach().clone() for param in block.parameters()] for block in model.blocks]
+
+        def same(number: int) -> bool:
+            now = model.blocks[number].parameters()
+            return all(torch.equal(one, other) for one, other in zip(now, before[number], strict=True))
+
+        for number in range(2):
+            model.blocks[number].register_forward_hook(
+                lambda *_, number=number: seen.extend([same(number), same(number + 1)])
+            )
+        optimizer.step()
+        optimizer.zero_grad()
+        next(batches)()
+    return seen
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_is_on_its_way_is_not_seen_before_all_of_it_is_there(worlds: Worlds, stage: int) -> None:
+    assert worlds(2).run(_read_in_between, stage) == [[False, True, False, True]] * 2
+
+
+def _without_forward(stage: int) -> list[torch.Tensor]:
+    model = models.build("gpt")
+    rank = torch.distributed.get_rank()
+    batches = sharded.batches_of("gpt", model, rank, 2)
+    with OffloadZero(model, stage=stage, tuning=TUNING) as optimizer:
+        for step in range(3):
+            if step != 1 or rank == 0:
+                next(batches)().backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_rank_may_have_a_step_without_forward(worlds: Worlds, stage: int) -> None:
+    first, second = worlds(2).run(_without_forward, stage, timeout_s=50)
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other)
+
+
+def _gathered_over_a_step() -> bool:
+    """Whether what is held over a step has its new value, of all ranks, as it is when it is gathered again."""
+    model = models.build("gpt")
+    batches = sharded.batches_of("gpt", model, torch.distributed.get_rank(), 2)
+    with OffloadZero(model, stage=3, tuning=TUNING) as optimizer:
+        next(batches)().backward()
+        with optimizer.gathered(model):
+            old = [param.detach().clone() for param in model.parameters()]
+            optimizer.step()
+            optimizer.synchronize()
+            held = [param.detach().clone() for param in model.parameters()]
+        with optimizer.gathered(model):
+            now = [param.detach().clone() for param in model.parameters()]
+        optimizer.zero_grad()
+    changed = any(not torch.equal(one, other) for one, other in zip(old, held, strict=True))
+    return changed and all(torch.equal(one, other) for one, other in zip(held, now, strict=True))
+
+
+def test_what_is_gathered_over_a_step_gets_the_other_ranks_new_values(worlds: Worlds) -> None:
+    assert worlds(2).run(_gathered_over_a_step) == [True, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from offload.collectives import Communicator, Work
+from offload.timeline import COLLECTIVES, Timeline
 
 
 class _Around(Communicator):
@@ -55,38 +57,56 @@ class _DelayedWork(Work):
 class Delayed(_Around):
     """Each collective takes `delay_s` seconds longer, one after the other: a link, which needs no core meanwhile.
 
-    Attribute: busy_s, seconds in which the link was used.
+    Args: timeline: gets the link's events. Attribute: busy_s, seconds in which the link was used.
     """
 
-    def __init__(self, inner: Communicator, delay_s: float) -> None:
+    def __init__(self, inner: Communicator, delay_s: float, timeline: Timeline | None = None) -> None:
         self._delay_s = delay_s
+        self._timeline = timeline or Timeline()
         super().__init__(inner)
         self._free = 0.0
         self.busy_s = 0.0
 
     def _like(self, inner: Communicator) -> Communicator:
-        return type(self)(inner, self._delay_s)
+        return type(self)(inner, self._delay_s, self._timeline)
 
-    def _arrival(self) -> float:
-        self._free = max(self._free, time.monotonic()) + self._delay_s
+    def _arrival(self, name: str) -> float:
+        now = time.monotonic()
+        self._free = max(self._free, now) + self._delay_s
         self.busy_s += self._delay_s
+        if (event := self._timeline.begin(COLLECTIVES, name)) is not None:
+            threading.Timer(self._free - now, Timeline.end, [event]).start()
         return self._free
 
     def reduce_scatter(self, full: Tensor, out: Tensor, *, scratch: Tensor | None = None) -> Work:
-        arrives = self._arrival()
+        arrives = self._arrival("reduce_scatter")
         return _DelayedWork(self._inner.reduce_scatter(full, out, scratch=scratch), arrives)
 
     def all_gather(self, shard: Tensor, out: Tensor) -> Work:
-        arrives = self._arrival()
+        arrives = self._arrival("all_gather")
         return _DelayedWork(self._inner.all_gather(shard, out), arrives)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        time.sleep(max(self._arrival() - time.monotonic(), 0))
+        time.sleep(max(self._arrival("broadcast") - time.monotonic(), 0))
         self._inner.broadcast(tensor, source)
 
     def gather(self, values: Tensor) -> Tensor:
-        time.sleep(max(self._arrival() - time.monotonic(), 0))
+        time.sleep(max(self._arrival("gather") - time.monotonic(), 0))
         return self._inner.gather(values)
+
+
+class Waiting(Delayed):
+    """Without overlap: each collective is waited for at once."""
+
+    def reduce_scatter(self, full: Tensor, out: Tensor, *, scratch: Tensor | None = None) -> Work:
+        work = super().reduce_scatter(full, out, scratch=scratch)
+        work.wait()
+        return work
+
+    def all_gather(self, shard: Tensor, out: Tensor) -> Work:
+        work = super().all_gather(shard, out)
+        work.wait()
+        return work
 
 
 class _LateWork(Work):
