@@ -12,6 +12,7 @@ import typer
 
 from offload.cli.console import print_json
 from offload.cli.options import TrainOptions
+from offload.cli.plan_tables import rank_table
 from offload.errors import ConfigError
 from offload.sizes import format_bytes
 
@@ -63,6 +64,11 @@ def plan(
     split_master: Annotated[
         bool, typer.Option("--split-master", help="Only the low halves of the masters leave RAM.")
     ] = False,
+    ranks: Annotated[int, typer.Option(help="Over how many ranks; what is shown is one rank's.")] = 1,
+    stage: Annotated[
+        int | None,
+        typer.Option(help="ZeRO's, with several ranks: 1, 2 or 3.", show_default="3 if parameters stream, else 2"),
+    ] = None,
     tables: Annotated[
         bool, typer.Option("--tables", help="Show what ZeRO's stages take a rank, for models of any size, and no plan.")
     ] = False,
@@ -80,7 +86,10 @@ def plan(
         cpu_memory=cpu_memory, chunk=chunk, threads=None, seed=0, data=None, out=Path(), timeline=False,
         param_tier=param_tier, grad_tier=grad_tier, device_memory=device_memory,
     )  # fmt: skip
-    planned = planned_of(options, model_config(preset, layers, width), split_master=split_master)
+    if ranks < 1:
+        raise ConfigError(f"--ranks {ranks}: give a whole number, at least 1")
+    config = model_config(preset, layers, width)
+    planned = planned_of(options, config, split_master=split_master, ranks=ranks, stage=stage)
     fits = _what_fits(planned)
     if json:
         print_json({"preset": preset, "layers": layers, "width": width} | summarise(planned) | fits)
@@ -118,7 +127,9 @@ def model_config(preset: str, layers: int | None, width: int | None) -> GPTConfi
     return replace(config, layers=config.layers if layers is None else layers, width=chosen, heads=heads)
 
 
-def planned_of(options: TrainOptions, config: GPTConfig, *, split_master: bool) -> Planned:
+def planned_of(
+    options: TrainOptions, config: GPTConfig, *, split_master: bool, ranks: int = 1, stage: int | None = None
+) -> Planned:
     """The model on the meta device, laid out as `offload train` would have it. Raises: ConfigError."""
     import torch
 
@@ -138,6 +149,8 @@ def planned_of(options: TrainOptions, config: GPTConfig, *, split_master: bool) 
         param_tier=options.given_param_tier,
         grad_tier=options.given_grad_tier,
         tuning=tuning,
+        ranks=ranks,
+        stage=stage,
     )
     if options.cpu_memory is None and options.tier == "nvme":
         return planned.with_memory(planned.least())
@@ -177,6 +190,10 @@ def summarise(planned: Planned) -> dict[str, Any]:
         "written_bytes": placement.written_bytes,
         "bytes_per_param": explain.bytes_per_param(placement, planned.layout),
         "drive_life_steps": explain.drive_life_steps(placement),
+        "ranks": planned.layout.ranks,
+        "stage": planned.config.stage,
+        "held_bytes": dict(placement.held_bytes),
+        "sent_elements": explain.sent_numel(planned),
     }
 
 
@@ -204,6 +221,8 @@ def _budgets(planned: Planned, free: int) -> Iterator[dict[str, Any]]:
 
 def _show(console: Console, summary: dict[str, Any]) -> None:
     console.print(_placement_table(summary))
+    if summary["ranks"] > 1:
+        console.print(rank_table(summary))
     for line in _lines(summary):
         console.print(line, soft_wrap=True, highlight=False)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from offload.sizes import format_bytes
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -36,6 +38,25 @@ def largest_table() -> Table:
         shown.add_column(column, justify="right")
     for row in largest_rows():
         shown.add_row(str(row.model_parallel), str(row.gpus), *map(format_parameters, row.by_stage.values()))
+    return shown
+
+
+def rank_table(summary: dict[str, Any]) -> Table:
+    """What one of several ranks holds and sends. Args: summary: of `offload plan`."""
+    from rich.table import Table
+
+    sent = summary["sent_elements"]
+    title = f"One of {summary['ranks']} ranks at stage {summary['stage']}"
+    caption = (
+        f"sent in a step: {sent['gradients']:,} elements of gradients, {sent['parameters']:,} of parameters, "
+        f"{sum(sent.values()) / summary['parameters']:.2f} a parameter"
+    )
+    shown = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    shown.add_column("held of", justify="left")
+    shown.add_column("bytes", justify="right")
+    shown.add_column("a parameter of the model", justify="right")
+    for kind, size in summary["held_bytes"].items():
+        shown.add_row(kind, format_bytes(size), f"{size / summary['parameters']:.3f}")
     return shown
 
 

@@ -9,7 +9,7 @@ state kind (param, grad, master, exp_avg, exp_avg_sq), or one of
               commits the second place of each, and of parameters that live elsewhere both
     rest      headers, padding, and what copies to and from a device pass through
 
-`grad` holds the gradients' sums of squares and bounce buffers, too.
+`grad` holds the gradients' sums of squares and bounce buffers, too, and the buffers in which they travel between ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from offload import config as configuration
@@ -25,7 +26,8 @@ from offload.config import Config
 from offload.errors import BudgetError
 from offload.layout import Layout, build, tiled
 from offload.module.parameters import untrained_bytes
-from offload.module.units import compute_dtypes, rows_of, specs_of
+from offload.module.reduction import Reduction
+from offload.module.units import ROOT, compute_dtypes, rows_of, specs_of
 from offload.optim import gradients
 from offload.planner.choice import choose
 from offload.planner.device import Room
@@ -111,9 +113,10 @@ class Planned:
         return buffers * max((record.nbytes for record in records), default=0)
 
 
-def plan_of(model: nn.Module, *, direct: bool, **options: Any) -> Planned:
+def plan_of(model: nn.Module, *, direct: bool, ranks: int = 1, **options: Any) -> Planned:
     """What `OffloadZero(model, **options)` would be given. The model may be on the meta device: only shapes count.
 
+    Args: ranks: of which this is the first, which holds most, with a machine to itself.
     Raises: ConfigError as `OffloadZero` does.
     """
     config = configuration.check(**options)
@@ -122,15 +125,40 @@ def plan_of(model: nn.Module, *, direct: bool, **options: Any) -> Planned:
     dtypes = compute_dtypes(model, config.keep_fp32, config.compute_dtype)
     room = Room(untrained_bytes(model, params, dtypes))
     rows = rows_of(model, params)
+    device = torch.device("cpu" if direct else "cuda")
+    config = configuration.over_ranks(config, ranks=ranks, ranks_on_node=1, device=device)
 
     def laid_out(chosen: Config) -> Layout:
-        return build(tiled(specs, rows, chosen.tile_bytes or 0), chosen.chunk_numel)
+        return build(tiled(specs, rows, chosen.tile_bytes or 0), chosen.chunk_numel, ranks=ranks)
 
     try:
         config, layout, _ = choose(config, laid_out, direct=direct, room=room)
     except BudgetError:  # said by `place`
-        layout = build(specs, config.chunk_numel)
+        layout = laid_out(config)
     return Planned(layout, config, direct, room)
+
+
+def sent_numel(planned: Planned) -> dict[str, int]:
+    """Elements that a rank sends to others in a step, padding included, by what they are.
+
+    At stage 3 every micro-batch gathers all units for its forward, and for its backward all but those that are still
+    there: the root and the last block, if blocks run in the order of the model.
+    """
+    layout, config = planned.layout, planned.config
+    if layout.ranks == 1:
+        return {"gradients": 0, "parameters": 0}
+    assert config.stage is not None
+    parts = dict.fromkeys(dict.fromkeys(flat.unit for flat in layout.flats), 0)
+    for flat in layout.flats:
+        parts[flat.unit] += layout.part_numel(flat.index)
+    rounds = Reduction(layout, config.stage, config.accumulation, config.bucket_bytes).rounds
+    gathered = sum(parts.values())
+    if config.stage == 3:
+        last = next((unit for unit in reversed(parts) if unit != ROOT), ROOT)
+        kept = sum(parts[unit] for unit in {ROOT, last} if unit in parts)
+        gathered = config.accumulation * (2 * gathered - kept)
+    others = layout.ranks - 1
+    return {"gradients": others * rounds * sum(parts.values()), "parameters": others * gathered}
 
 
 def explain(placement: Placement, planned: Planned) -> list[Row]:
@@ -157,8 +185,11 @@ def _in_ram(placement: Placement, planned: Planned) -> Iterator[Row]:
 
 
 def _gradient_bytes(planned: Planned) -> int:
-    config = planned.config
+    config, layout = planned.config, planned.layout
     stored = config.grad_tier == "nvme"
+    if layout.ranks > 1:
+        assert config.stage is not None
+        return Reduction(layout, config.stage, config.accumulation, config.bucket_bytes).arena_bytes
     return gradients.arena_bytes(planned.layout, config.accumulation, direct=planned.direct, stored=stored)
 
 
@@ -198,7 +229,7 @@ def _stored_gradient_bytes(planned: Planned) -> int:
 
 
 def _param_bytes(layout: Layout) -> Iterator[int]:
-    return (flat.numel * flat.dtype.itemsize for flat in layout.flats)
+    return (chunk.numel * layout.flats[chunk.flat].dtype.itemsize for chunk in layout.param_chunks)
 
 
 def _states(records: list[Record], tier: Tier) -> Iterator[Row]:

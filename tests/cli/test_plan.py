@@ -112,6 +112,53 @@ def test_rows_of_a_tier_add_up_to_what_is_placed_there(
     )
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_rank_holds_exactly_what_the_papers_say(ranks: int, accumulation: int) -> None:
+    """Of a model without padding: 4 psi + 12 psi / N at stage 1, 2 psi + 14 psi / N at 2, 16 psi / N at 3, and with
+    gradients in fp32 2 more for each of theirs. Stage 1 without accumulation holds gradients as stage 2."""
+    model = GPT(GPTConfig(layers=2, heads=2, width=256, context=64), device="meta")
+    psi = sum(param.numel() for param in model.parameters())
+    wide = 2 if accumulation > 1 else 0
+    for stage in (1, 2, 3):
+        planned = plan_of(model, direct=True, ranks=ranks, stage=stage, accumulation=accumulation)
+        held = planned.place().held_bytes
+        part = psi // ranks
+        assert part * ranks == psi
+        wanted = {
+            "param": 2 * (psi if stage < 3 else part),
+            "grad": (2 + wide) * (psi if stage == 1 and accumulation > 1 else part),
+            "master": 4 * part,
+            "exp_avg": 4 * part,
+            "exp_avg_sq": 4 * part,
+        }
+        assert held == wanted
+        if stage == 1 and accumulation > 1:
+            assert sum(held.values()) == (4 + wide) * psi + 12 * psi // ranks
+
+
+def test_what_a_rank_holds_and_sends_is_shown() -> None:
+    with_json = run_json("--ranks", "4", "--stage", "3")
+    assert (with_json["ranks"], with_json["stage"]) == (4, 3)
+    assert with_json["sent_elements"]["gradients"] == pytest.approx(0.75 * with_json["parameters"], rel=0.01)
+    shown = run("--ranks", "4", "--stage", "2").stdout
+    assert "One of 4 ranks at stage 2" in shown
+    assert "exp_avg_sq" in shown
+    assert "1.50 a parameter" in shown
+    assert "One of" not in run().stdout
+    assert run("--ranks", "0").exit_code == 2
+
+
+def test_rows_of_a_rank_add_up_too() -> None:
+    for stage, param_tier in ((1, None), (2, None), (3, "cpu"), (3, "nvme")):
+        planned = planned_of(True, ranks=3, stage=stage, param_tier=param_tier, path=".")
+        placed = planned.with_memory(planned.least()).place()
+        rows = explain(placed, planned)
+        totals = {"device": placed.device_bytes, "cpu": placed.arena_bytes, "nvme": placed.disk_bytes}
+        assert {tier: sum(row.nbytes for row in rows if row.tier == tier) for tier in totals} == totals
+        assert all(row.nbytes > 0 for row in rows)
+
+
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.75, 1.0])
 @pytest.mark.parametrize("prefetch", [None, 5])
 def test_budget_for_a_share_keeps_that_share(share: float, prefetch: int | None) -> None:

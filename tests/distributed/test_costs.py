@@ -19,23 +19,26 @@ from offload.layout import Layout, build
 from offload.models.gpt import GPT, GPTConfig
 from offload.module.stages import total_held
 from offload.module.units import specs_of
+from offload.planner.explain import plan_of, sent_numel
 from tests.support import models
 from tests.support.communicators import Delayed, Waiting
 from tests.support.ranks import Worlds
 
 STEPS = 3
+TUNING = Tuning(chunk=4096, threads=1, bucket="64KiB")
 
 
-def _count(stage: int, replicas: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
+def _count(stage: int, replicas: int = 1, accumulation: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
     """Counters after the first step and after the last; by then each step is like the others."""
     model = models.build("gpt")
     batches = models.losses("gpt", model)
     mesh = init_device_mesh("cpu", (replicas, torch.distributed.get_world_size() // replicas))
-    tuning = Tuning(chunk=4096, threads=1, bucket="64KiB")
-    with OffloadZero(model, stage=stage, process_group=mesh, tuning=tuning) as optimizer:
+    options: dict[str, Any] = {"stage": stage, "accumulation": accumulation, "tuning": TUNING}
+    with OffloadZero(model, process_group=mesh, **options) as optimizer:
         found = []
         for _ in range(1 + STEPS):
-            next(batches)().backward()
+            for _ in range(accumulation):
+                next(batches)().backward()
             optimizer.step()
             optimizer.synchronize()
             optimizer.zero_grad()
@@ -89,6 +92,21 @@ def test_replicas_send_as_much_as_hybrid_sharding(worlds: Worlds) -> None:
         assert sum(sent.values()) == hybrid + gathered
         assert last["held_param_bytes"] == 2 * total / shards
         assert last["held_grad_bytes"] == 2 * total / ranks
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_plan_says_what_a_rank_holds_and_sends(worlds: Worlds, stage: int, accumulation: int) -> None:
+    options: dict[str, Any] = {"stage": stage, "accumulation": accumulation, "tuning": TUNING}
+    planned = plan_of(models.build("gpt"), direct=True, ranks=3, **options)
+    sent = sent_numel(planned)
+    first, last = worlds(3).run(_count, stage, 1, accumulation, timeout_s=100)[0]
+    for name, kind in (("reduce_scatter", "gradients"), ("all_gather", "parameters")):
+        assert last[f"{name}_elements"] - first[f"{name}_elements"] == STEPS * sent[kind]
+    placed = planned.place()
+    assert last["peak_cpu_bytes"] == placed.arena_bytes
+    for kind, nbytes in placed.held_bytes.items():
+        assert last[f"held_{kind}_bytes"] == nbytes
 
 
 def _held(stage: int, accumulation: int) -> dict[str, int]:
