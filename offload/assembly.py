@@ -143,18 +143,8 @@ def assemble(
         undo.callback(params_store.close)
     streamed = None if config.param_tier == "device" else params_store
     split_master = config.split_master
-    returned = ParameterReturn(
-        layout,
-        parameters.flats,
-        sink,
-        arena,
-        copier,
-        timeline,
-        split_master=split_master,
-        streamed=streamed,
-        comm=comm,
-        device=device,
-    )
+    run = (layout, parameters.flats, sink, arena, copier, timeline)
+    returned = ParameterReturn(*run, split_master=split_master, streamed=streamed, comm=comm, device=device)
     step = Step(layout, store, sink, returned, kernels, timeline, split_master=split_master)
     undo.callback(step.close)
     return Parts(

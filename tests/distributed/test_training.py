@@ -74,8 +74,8 @@ def test_sums_over_ranks_are_in_their_order(worlds: Worlds, ranks: int, accumula
 
 def _gaps(stage: int) -> int:
     """Elements of the states in gaps between parameters that are not 0, where buffers held other things before."""
-    model = models.build("sums")
-    batches = models.losses("sums", model)
+    model = models.build("mlp")
+    batches = models.losses("mlp", model)
     found = 0
     with OffloadZero(model, stage=stage, tuning=Tuning(chunk=4096, threads=1, bucket=4096)) as optimizer:
         for buffer in optimizer._parts.sink._free:  # type: ignore[attr-defined]
