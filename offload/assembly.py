@@ -21,6 +21,7 @@ from offload.module.masters import Masters
 from offload.module.parameters import Parameters
 from offload.module.reduction import ReducedGradients
 from offload.native import Kernels, load
+from offload.native.library import return_large_blocks
 from offload.native.threads import usable_cpus
 from offload.optim.gradients import GradientSink
 from offload.optim.gradients import records_of as gradient_records_of
@@ -142,6 +143,8 @@ def assemble(
         )
         undo.callback(params_store.close)
     streamed = None if config.param_tier == "device" else params_store
+    if streamed is not None:
+        return_large_blocks()  # units come and go: without it RSS would grow with depth
     split_master = config.split_master
     run = (layout, parameters.flats, sink, arena, copier, timeline)
     returned = ParameterReturn(*run, split_master=split_master, streamed=streamed, comm=comm, device=device)

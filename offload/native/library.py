@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -24,6 +25,27 @@ _NONE = 3
 
 _HUGE_PAGE = 2 << 20
 _MADV_HUGEPAGE = 14
+
+
+LARGE_BYTES = 1 << 20
+"""Of a block that goes back to the system when it is freed."""
+_M_MMAP_THRESHOLD = -3
+
+
+@functools.cache
+def return_large_blocks() -> None:
+    """Makes malloc of this process map blocks of LARGE_BYTES and more one by one, so that freed ones are given back.
+
+    glibc does so only until the first of them is freed: later ones it cuts from its heap, where what small blocks that
+    live longer leave between them is too short for the next large one. Does nothing where there is no such option, or
+    where the environment has set it.
+    """
+    if "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", ""):
+        return
+    if sys.platform == "linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+        if mallopt is not None:
+            mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 def advise_huge_pages(memory: Tensor) -> None:
