@@ -1,6 +1,7 @@
 """Run the benchmark of whole steps: `python bench/step.py [--save] [options of offload bench step]`.
 
-With --save the table also goes to bench/results/step.md, and with --commit-every to commits.md there.
+With --save the table also goes to bench/results/step.md, with --commit-every to commits.md, and with --param-tier to
+iterations.md there.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from offload.cli import bench_step, bench_step_commits, bench_step_report
+from offload.cli import bench_step, bench_step_commits, bench_step_report, bench_step_streaming
 from offload.cli.bench_step_plots import draw
 
 RESULTS = Path(__file__).parent / "results"
@@ -28,15 +29,29 @@ def main(
     budgets: str = "0,0.25,0.5,0.75,1",
     split_master: bool = True,
     commit_every: int | None = None,
+    param_tier: str | None = None,
+    grad_tier: str = "cpu",
+    tokens: str = "16,256,2048",
     out: Path = Path("out"),
     save: bool = False,
 ) -> None:
     """Measure, print the table, draw the picture."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     console = Console(width=bench_step_report.WIDTH)
-    n_parameters, budget_shares = bench_step.parameters(n), bench_step.shares(budgets)
-    cases = bench_step.cases_of(n_parameters, budget_shares, split_master=split_master, commit_every=commit_every)
     command = "python bench/step.py " + shlex.join(sys.argv[1:])
+    if param_tier is not None:
+        job = bench_step_streaming.job_of(bench_step.parameters(n), param_tier, grad_tier)
+        bench_step_streaming.check_place(path, job)
+        counts = bench_step.numbers_of_tokens(tokens)
+        iterations = bench_step_streaming.measure(job, counts, path, rounds, Console(stderr=True))
+        _show(console, bench_step_streaming.table(iterations), bench_step_streaming.shortfalls(iterations))
+        if save:
+            (RESULTS / "iterations.md").write_text(bench_step_streaming.markdown(iterations, command))
+        return
+    budget_shares = bench_step.shares(budgets)
+    cases = bench_step.cases_of(
+        bench_step.parameters(n), budget_shares, split_master=split_master, commit_every=commit_every
+    )
     if commit_every is not None:
         bench_step_commits.check_place(path, cases)
         commits = bench_step_commits.measure(cases, path, rounds, Console(stderr=True))

@@ -15,7 +15,7 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from offload.sizes import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from offload import Tuning
     from offload.cli.bench_step_contestants import Limits, Subject, Transfers
@@ -49,6 +50,10 @@ BUILT_BYTES = 6
 """A parameter: a model being built, in fp32 and bf16."""
 ALONE_BYTES = 16
 """A parameter: states, gradient and result of the kernel that runs alone."""
+
+SEQUENCE = 256
+"""Tokens of a sequence, at most, of an iteration with streamed parameters."""
+MOST_TOKENS = 1 << 20
 
 Tick = Callable[[str], None]
 
@@ -100,6 +105,11 @@ def step(
     commit_every: Annotated[
         int | None, typer.Option(min=1, help="Measure steps with a commit every so many against steps without instead.")
     ] = None,
+    param_tier: Annotated[
+        str | None, typer.Option(help="Measure whole iterations with the parameters there, nvme or cpu, instead.")
+    ] = None,
+    grad_tier: Annotated[str, typer.Option(help="Where gradients are then: cpu or nvme.")] = "cpu",
+    tokens: Annotated[str, typer.Option(help="Tokens of an iteration then, with commas between.")] = "16,256,2048",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of a table.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for the picture step.png.")] = Path("out"),
 ) -> None:
@@ -109,6 +119,9 @@ def step(
     from offload.cli import bench_step_report as report
     from offload.cli.bench_step_plots import draw
 
+    if param_tier is not None:
+        _iterations(parameters(n), numbers_of_tokens(tokens), (param_tier, grad_tier), path, rounds, as_json=as_json)
+        return
     cases = cases_of(parameters(n), shares(budgets), split_master=split_master, commit_every=commit_every)
     if commit_every is not None:
         _commits(cases, path, rounds, as_json=as_json)
@@ -121,12 +134,7 @@ def step(
     if as_json:
         print_json(report.as_json(found) | {"picture": str(picture)})
         return
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=report.WIDTH)
-    console.print(report.table(found))
-    for line in [*report.shortfalls(found), f"picture: {picture}"]:
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    _show(report.table(found), [*report.shortfalls(found), f"picture: {picture}"])
 
 
 def _commits(cases: Sequence[Case], path: Path, rounds: int, *, as_json: bool) -> None:
@@ -138,10 +146,36 @@ def _commits(cases: Sequence[Case], path: Path, rounds: int, *, as_json: bool) -
     found = commits.measure(cases, path, rounds, Console(stderr=True))
     if as_json:
         print_json(commits.as_json(found))
-        return
+    else:
+        _show(commits.table(found), commits.shortfalls(found))
+
+
+def _iterations(
+    n: int, tokens: Sequence[int], tiers: tuple[str, str], path: Path, rounds: int, *, as_json: bool
+) -> None:
+    from rich.console import Console
+
+    from offload.cli import bench_step_streaming as streaming
+
+    job = streaming.job_of(n, *tiers)
+    streaming.check_place(path, job)
+    found = streaming.measure(job, tokens, path, rounds, Console(stderr=True))
+    if as_json:
+        print_json(streaming.as_json(found))
+    else:
+        _show(streaming.table(found), streaming.shortfalls(found))
+
+
+def _show(table: Table, lines: Iterable[str]) -> None:
+    from rich.console import Console
+
+    from offload.cli.bench_step_report import WIDTH
+
     console = Console()
-    console.print(commits.table(found))
-    for line in commits.shortfalls(found):
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    console.print(table)
+    for line in lines:
         console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
@@ -164,6 +198,20 @@ def shares(text: str) -> list[float]:
         found = [-1.0]
     if not all(0 <= share <= 1 for share in found):
         raise ConfigError(f"--budgets={text!r}: give shares from 0 to 1 with commas between, such as 0,0.5,1")
+    return list(dict.fromkeys(found))
+
+
+def numbers_of_tokens(text: str) -> list[int]:
+    """ "16,256" as numbers, each once. Raises: ConfigError."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = [0]
+    if not all(count in range(1, MOST_TOKENS + 1) and count % min(count, SEQUENCE) == 0 for count in found):
+        raise ConfigError(
+            f"--tokens={text!r}: give numbers from 1 on with commas between, such as 16,256,2048; above {SEQUENCE} "
+            "multiples of that"
+        )
     return list(dict.fromkeys(found))
 
 

@@ -21,7 +21,7 @@ from offload.cli import bench_step
 from offload.cli.bench_io_progress import progress
 from offload.cli.bench_step import BUILT_BYTES, Case, Tick
 from offload.cli.bench_step_contestants import EACH_WAY, Disk, Measured, Subject, Transfers
-from offload.cli.bench_step_report import WIDTH, hardware
+from offload.cli.bench_step_report import hardware
 from offload.sizes import format_bytes
 
 TARGET = 1.03
@@ -192,7 +192,7 @@ def _title(report: Report) -> str:
 
 def table(report: Report) -> Table:
     """For people."""
-    shown = Table(title=_title(report), caption=report.hardware, width=WIDTH)
+    shown = Table(title=_title(report), caption=report.hardware)
     for heading in HEADINGS:
         shown.add_column(heading, justify="right")
     for result in report.results:

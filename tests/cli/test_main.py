@@ -31,7 +31,9 @@ OPTIONS = {
     "remove": {"paths", "--yes", "--json"},
     "bench io": {"paths", "--size", "--rounds", "--quick", "--tbw", "--json", "--out"},
     "bench adam": {"--n", "--threads", "--rounds", "--json", "--out"},
-    "bench step": {"--n", "--rounds", "--path", "--budgets", "--split-master", "--commit-every", "--json", "--out"},
+    "bench step": {"--n", "--rounds", "--path", "--budgets", "--split-master", "--commit-every",
+        "--param-tier", "--grad-tier", "--tokens", "--json", "--out",
+    },
 }  # fmt: skip
 
 

@@ -1,0 +1,367 @@
+"""`offload bench step --param-tier nvme`: whole iterations of a model whose parameters stream, against their limits.
+
+An iteration is forward, backward and step of a GPT, from where one step() returns to where the next does, so that each
+pays for one whole iteration of a training that goes on. Its limit is the larger of
+
+    compute  the same model wholly resident (`tier="cpu"`), its Adam included
+    disk     the bytes that the iteration moved, through the same engine, reading and writing at once
+
+in the same run, in turns. Few tokens make the disk the larger one, many the compute.
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from offload import OffloadZero, Tuning
+from offload.cli import bench_step
+from offload.cli.bench_io_progress import progress
+from offload.cli.bench_step import SEQUENCE
+from offload.cli.bench_step_contestants import EACH_WAY, Disk, Transfers
+from offload.cli.bench_step_report import hardware
+from offload.models.gpt import GPT, VOCABULARY, GPTConfig, initial_values
+from offload.planner import least_cpu_memory
+from offload.sizes import PAGE_BYTES, format_bytes, round_up
+
+TARGET = 1.15
+STATE_BYTES, PARAM_BYTES, GRAD_BYTES = 24, 6, 4
+"""A parameter and iteration, at most."""
+LAYER_WIDTHS = (1024, 512, 256)
+LEAST_LAYERS = 8
+ITERATIONS = 3
+"""Timed of a block, behind one that is not."""
+CHUNKS_A_LAYER = 3
+BUFFERS = 2
+"""Chunks in RAM beyond the least that works."""
+HEADINGS = (
+    "tokens", "iteration", "fastest-slowest", "resident", "drive alone", "x limit", "bytes a parameter", "peak RAM",
+    "forward", "backward", "step", "waiting",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, and where its parameters and gradients are."""
+
+    layers: int
+    width: int
+    param_tier: str
+    grad_tier: str
+
+    @property
+    def config(self) -> GPTConfig:
+        return GPTConfig(self.layers, self.width, heads=self.width // 64, context=SEQUENCE)
+
+    @property
+    def n(self) -> int:
+        return sum(param.numel() for param in GPT(self.config, device="meta").parameters())
+
+    @property
+    def tuning(self) -> Tuning:
+        layer = 12 * self.width**2 + 4 * self.width
+        return Tuning(chunk=round_up(4 * layer // CHUNKS_A_LAYER, PAGE_BYTES))
+
+    @property
+    def allowed_bytes(self) -> int:
+        """A parameter and iteration."""
+        return STATE_BYTES + PARAM_BYTES * (self.param_tier == "nvme") + GRAD_BYTES * (self.grad_tier == "nvme")
+
+    @property
+    def cpu_memory(self) -> int:
+        model = GPT(self.config, device="meta")
+        chunk = self.tuning.chunk
+        assert isinstance(chunk, int)
+        least = least_cpu_memory(model, param_tier=self.param_tier, grad_tier=self.grad_tier, tuning=self.tuning)
+        return least + BUFFERS * (3 * chunk + 2 * PAGE_BYTES)
+
+
+def job_of(n: int, param_tier: str, grad_tier: str) -> Job:
+    """The widest model of about n parameters that has LEAST_LAYERS."""
+    width = next((width for width in LAYER_WIDTHS if n >= LEAST_LAYERS * 12 * width**2), LAYER_WIDTHS[-1])
+    return Job(max(2, round(n / (12 * width**2))), width, param_tier, grad_tier)
+
+
+class Subject:
+    """A model in training. path: of its swap files, which go at the end; None: all of it is resident."""
+
+    def __init__(self, job: Job, path: Path | None) -> None:
+        self._path = path
+        options: dict[str, Any] = {"tier": "cpu", "param_tier": "device", "grad_tier": "cpu"}
+        if path is not None:
+            options = {"tier": "nvme", "path": path, "cpu_memory": job.cpu_memory}
+            options |= {"param_tier": job.param_tier, "grad_tier": job.grad_tier, "init": initial_values(job.config, 0)}
+        self._model = GPT(job.config, device="cpu" if path is None else "meta")
+        self.optimizer = OffloadZero(self._model, tuning=job.tuning, **options)
+
+    def run(self, tokens: Tensor) -> Block:
+        """Times ITERATIONS iterations."""
+        spent = {"forward": 0.0, "backward": 0.0, "step": 0.0}
+        before, start = self.optimizer.stats(), time.perf_counter()
+        for number in range(1 + ITERATIONS):
+            if number == 1:
+                before, start = self.optimizer.stats(), time.perf_counter()
+                spent = dict.fromkeys(spent, 0.0)
+            at = time.perf_counter()
+            loss: Tensor = self._model(tokens, tokens)[1]
+            spent["forward"] += time.perf_counter() - at
+            at = time.perf_counter()
+            loss.backward()
+            spent["backward"] += time.perf_counter() - at
+            at = time.perf_counter()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            spent["step"] += time.perf_counter() - at
+        seconds, after = time.perf_counter() - start, self.optimizer.stats()
+        self.optimizer.synchronize()
+
+        def counted(name: str) -> float:
+            return float(after[name] - before[name]) / ITERATIONS
+
+        moved = counted("nvme_read_bytes") + counted("nvme_written_bytes")
+        parts = {name: taken / ITERATIONS for name, taken in spent.items()}
+        return Block(seconds / ITERATIONS, moved, counted("wait_nvme_s"), parts)
+
+    def close(self) -> None:
+        try:
+            self.optimizer.close()
+        finally:
+            if self._path is not None:
+                shutil.rmtree(self._path, ignore_errors=True)
+            del self._model, self.optimizer
+            gc.collect()
+
+
+@dataclass(frozen=True)
+class Block:
+    """Of an iteration: seconds, bytes moved on the disk, seconds of waiting for it, and of its parts."""
+
+    seconds: float
+    moved_bytes: float
+    wait_s: float
+    parts: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Round:
+    """Seconds: disk_s for the bytes that the streamed iteration moved."""
+
+    streamed: Block
+    resident: Block
+    disk_s: float
+
+    @property
+    def limit_s(self) -> float:
+        return max(self.resident.seconds, self.disk_s)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one number of tokens."""
+
+    job: Job
+    tokens: int
+    rounds: list[Round]
+    peak_cpu_bytes: int
+
+    @property
+    def streamed_s(self) -> float:
+        return statistics.median(one.streamed.seconds for one in self.rounds)
+
+    @property
+    def resident_s(self) -> float:
+        return statistics.median(one.resident.seconds for one in self.rounds)
+
+    @property
+    def disk_s(self) -> float:
+        return statistics.median(one.disk_s for one in self.rounds)
+
+    @property
+    def x_limit(self) -> float:
+        """The median of the rounds' ratios."""
+        return statistics.median(one.streamed.seconds / one.limit_s for one in self.rounds)
+
+    @property
+    def bytes_per_param(self) -> float:
+        return statistics.median(one.streamed.moved_bytes for one in self.rounds) / self.job.n
+
+    @property
+    def wait_share(self) -> float:
+        return statistics.median(one.streamed.wait_s / one.streamed.seconds for one in self.rounds)
+
+    def part_s(self, name: str) -> float:
+        return statistics.median(one.streamed.parts[name] for one in self.rounds)
+
+
+@dataclass(frozen=True)
+class Report:
+    """hardware: and versions."""
+
+    results: list[Result]
+    hardware: str
+
+
+def check_place(path: Path, job: Job) -> None:
+    """Whether RAM and disk have room. Writes nothing. Raises: PathError, BudgetError."""
+    bench_step.require_directory(path)
+    most = _transfers(job)
+    buffers = 2 * max(EACH_WAY) * most.length
+    # Resident: built in fp32, states, parameters, gradients; streamed: states, parameters, gradients, once.
+    bench_step.require_room(path, job.n, ram=20 * job.n + job.cpu_memory + buffers, disk=16 * job.n + most.nbytes // 2)
+
+
+def measure(job: Job, tokens: Sequence[int], path: Path, rounds: int, console: Console) -> Report:
+    """Runs both with every number of tokens, in a folder in `path` that goes at the end, however it ends.
+
+    Raises: PathError, TierIOError.
+    """
+    with ExitStack() as stack:
+        folder = stack.enter_context(bench_step.folder_in(path))
+        disk = stack.enter_context(closing(Disk(folder, _transfers(job))))
+        tick = stack.enter_context(progress(console, "bench step", len(tokens) * (rounds + 1)))
+        streamed = stack.enter_context(closing(Subject(job, folder / "swap")))
+        resident = stack.enter_context(closing(Subject(job, None)))
+        stats = streamed.optimizer.stats()
+        shown = hardware(stats["threads"], stats["kernel"], f", {stats['io_engine']}")
+        results = []
+        for count in tokens:
+            sequence = min(count, SEQUENCE)
+            text = torch.arange(count).remainder(VOCABULARY).view(-1, sequence)
+            found = []
+            for number in range(rounds + 1):
+                found.append(_round(job, streamed, resident, disk, text, streamed_first=number % 2 == 1))
+                tick(f"{count} tokens: {f'round {number}/{rounds}' if number else 'warm'}")
+            peak = int(streamed.optimizer.stats()["peak_cpu_bytes"])
+            results.append(Result(job, count, found[1:], peak))
+        return Report(results, shown)
+
+
+def _transfers(job: Job) -> Transfers:
+    """As large as a chunk's states, and as many as hold all of them."""
+    chunk = job.tuning.chunk
+    assert isinstance(chunk, int)
+    return Transfers(-(-4 * job.n // chunk), 3 * chunk + PAGE_BYTES)
+
+
+def _round(job: Job, streamed: Subject, resident: Subject, disk: Disk, text: Tensor, *, streamed_first: bool) -> Round:
+    one = streamed.run(text) if streamed_first else None
+    other = resident.run(text)
+    transfers = _transfers(job)
+    disk_s = disk.run(transfers, EACH_WAY[1])
+    one = streamed.run(text) if one is None else one
+    return Round(one, other, disk_s * one.moved_bytes / transfers.nbytes)
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    job = report.results[0].job
+    return {
+        "parameters": job.n,
+        "layers": job.layers,
+        "width": job.width,
+        "param_tier": job.param_tier,
+        "grad_tier": job.grad_tier,
+        "chunk_bytes": job.tuning.chunk,
+        "cpu_memory": job.cpu_memory,
+        "hardware": report.hardware,
+        "runs": [_run_json(result) for result in report.results],
+    }
+
+
+def _run_json(result: Result) -> dict[str, Any]:
+    return {
+        "tokens": result.tokens,
+        "iteration_s": result.streamed_s,
+        "resident_s": result.resident_s,
+        "disk_s": result.disk_s,
+        "x_limit": result.x_limit,
+        "bytes_per_param": result.bytes_per_param,
+        "peak_cpu_bytes": result.peak_cpu_bytes,
+        **{f"{name}_s": result.part_s(name) for name in ("forward", "backward", "step")},
+        "wait_share": result.wait_share,
+        "rounds": [
+            {"iteration_s": one.streamed.seconds, "resident_s": one.resident.seconds, "disk_s": one.disk_s}
+            for one in result.rounds
+        ],
+    }
+
+
+def _title(report: Report) -> str:
+    job = report.results[0].job
+    return (
+        f"Iterations of a GPT of {job.n:,} parameters ({job.layers} x {job.width}), states on nvme, parameters on "
+        f"{job.param_tier}, gradients on {job.grad_tier}"
+    )
+
+
+def table(report: Report) -> Table:
+    """For people."""
+    shown = Table(title=_title(report), caption=report.hardware)
+    for heading in HEADINGS:
+        shown.add_column(heading, justify="right")
+    for result in report.results:
+        shown.add_row(*_row(result))
+    return shown
+
+
+def _row(result: Result) -> tuple[str, ...]:
+    times = [one.streamed.seconds for one in result.rounds]
+    return (
+        str(result.tokens),
+        f"{result.streamed_s:.2f} s",
+        f"{min(times):.2f}-{max(times):.2f}",
+        f"{result.resident_s:.2f} s",
+        f"{result.disk_s:.2f} s",
+        f"{result.x_limit:.3f}",
+        f"{result.bytes_per_param:.2f} of {result.job.allowed_bytes}",
+        format_bytes(result.peak_cpu_bytes),
+        *(f"{result.part_s(name):.2f} s" for name in ("forward", "backward", "step")),
+        f"{result.wait_share:.0%}",
+    )
+
+
+def shortfalls(report: Report) -> Iterator[str]:
+    """Where an iteration takes longer, or moves more, than we want."""
+    for result in report.results:
+        what = f"an iteration of {result.tokens} tokens"
+        # Headers and padding are not the parameters'.
+        if result.bytes_per_param > 1.01 * result.job.allowed_bytes:
+            yield f"off target: {what} moves {result.bytes_per_param:.2f} bytes, wanted {result.job.allowed_bytes}"
+        if result.x_limit > TARGET:
+            yield f"off target: {what} takes {result.x_limit:.3f} of its limit, wanted {TARGET}"
+
+
+def markdown(report: Report, command: str) -> str:
+    """For bench/results."""
+    lines = [
+        "# Iterations with streamed parameters",
+        "",
+        f"{report.hardware}.",
+        "",
+        f"`{command}`",
+        "",
+        f"{_title(report)}, with the least `cpu_memory` that works and {BUFFERS} chunks more. An iteration: forward, "
+        "backward and step, from where one step() returns to where the next does. `resident`: the same model with all "
+        "of it in RAM, its Adam included; `drive alone`: the bytes that the streamed iteration moved, through the same "
+        "engine, reading and writing at once; `x limit`: of the larger of both, median over the rounds. `forward`, "
+        "`backward`, `step`: until these return; the states of a layer are stepped when the next forward enters it. "
+        "`waiting`: for the disk. Times are medians.",
+        "",
+        "| " + " | ".join(HEADINGS) + " |",
+        "|---" * len(HEADINGS) + "|",
+        *("| " + " | ".join(_row(result)) + " |" for result in report.results),
+        "",
+        *(f"- {line}" for line in shortfalls(report)),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
