@@ -213,7 +213,7 @@ class Commits:
     def _put_together(self, step: int) -> None:
         """Gets the other ranks' parameters. Args: step: whose."""
         for flat in self._layout.flats:
-            self._parts.returned.put_together(flat.index, step)
+            self._parts.returned.gather(flat.index, step)
         for store in self._parts.stores:
             # What is read ahead for the next step is not waited for: a chunk that it needs has been checked already.
             if store is not self._parts.store or self._config.split_master:

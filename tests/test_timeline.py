@@ -247,7 +247,8 @@ def test_recording_changes_no_bit_and_no_counter(tmp_path: Path) -> None:
     plain, watched = run("plain", None), run("watched", record)
     opened.pop().__exit__(None, None, None)
     plain.assert_same_bits(watched)
-    counted = [name for name in plain.stats if not name.endswith("_s")]
+    # Half of what is free on the device differs from run to run.
+    counted = [name for name in plain.stats if not name.endswith("_s") and name != "device_budget_bytes"]
     assert {name: plain.stats[name] for name in counted} == {name: watched.stats[name] for name in counted}
     assert Trace(tmp_path / "t.json").events
 

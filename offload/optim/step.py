@@ -188,6 +188,13 @@ class ParameterReturn:
         if self._staging is not None:
             self._staging.finish(flat)
 
+    def gather(self, flat: int, step: int) -> None:
+        """Gets the other ranks' parameters of a flat, of which this rank's own are in the model. Raises: RankError."""
+        if self._staging is not None:
+            self._staging.begin(flat)
+        self.put_together(flat, step)
+        self.finish(flat)
+
     def _clear_gaps(self, chunk: Chunk) -> None:
         """The next gradients overwrite all that rested there but the gaps, which are zeros by contract."""
         grads = self._gradients.chunk(chunk.index)
