@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from offload import OffloadZero, Tuning, checkpointing, comm
 from offload.checkpoint.commit import read_commit
@@ -40,6 +41,7 @@ PLACES: list[tuple[int, int, str, dict[str, Any]]] = [
     (3, 3, "late", {"param_tier": "cpu", "cpu_memory": "least"}),
     (2, 3, "plain", {"param_tier": "nvme", "cpu_memory": "least", "tuning": SPLIT, "accumulation": 2}),
     (4, 3, "late", {"tuning": SPLIT}),
+    (4, 3, "late", {"mesh": (2, 2)}),
 ]
 pytestmark = pytest.mark.timeout(120)
 
@@ -59,6 +61,8 @@ class Training:
                 commit_every=0, **asked,
             )  # fmt: skip
         options = {"commit_every": 0} | options
+        if (mesh := options.pop("mesh", None)) is not None:
+            options["process_group"] = init_device_mesh("cpu", mesh)
         self.optimizer = OffloadZero(self.model, plain, path=path, accumulation=accumulation, tuning=made, **options)
         self.batches = batches_of("gpt", self.model, dist.get_rank(), dist.get_world_size())
         self.step = 0
