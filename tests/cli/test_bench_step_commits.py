@@ -44,9 +44,9 @@ def test_commits_fall_into_the_steps_and_flush_what_stays_in_ram_and_split_param
     order: list[str] = []
     committing, stepping = Commits.commit, OffloadZero.step
 
-    def commit(self: Commits, step: int, *more: object) -> None:
+    def commit(self: Commits, prepare: object, step: int, *more: object) -> None:
         order.append(f"commit {step}")
-        committing(self, step, *more)  # type: ignore[arg-type]
+        committing(self, prepare, step, *more)  # type: ignore[arg-type]
 
     def step(self: OffloadZero) -> None:
         order.append("with" if self._config.commit_every else "without")

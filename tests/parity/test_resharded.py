@@ -28,9 +28,9 @@ def in_chunks(size: str, **more: Any) -> Tuning:
 
 
 class Named(nn.Module):
-    """Layers of several sizes, one of them channels last, as units or not, in any order."""
+    """Layers of several sizes, one of them channels last, in any order."""
 
-    def __init__(self, order: list[str], units: bool = False) -> None:
+    def __init__(self, order: list[str]) -> None:
         super().__init__()
         torch.manual_seed(1)
         made: dict[str, nn.Module] = {
@@ -42,7 +42,6 @@ class Named(nn.Module):
         }
         for name in order:
             setattr(self, name, made[name])
-        self.blocks = nn.ModuleList([self.wide, self.tall]) if units else None
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.one(self.tall(self.norm(self.wide(x)))) + self.conv(x.new_ones(1, 3, 9, 9)).mean()
@@ -99,9 +98,10 @@ def test_parameters_may_be_in_another_order(tmp_path: Path, order: list[str], ch
 
 def test_units_may_be_cut_otherwise(tmp_path: Path) -> None:
     expected = committed(tmp_path)
-    model = Named(ORDER, units=True)
-    with resumed(model, path=tmp_path / "a", tuning=in_chunks("4KiB")) as optimizer:
-        assert {spec.unit for spec in optimizer._layout.specs} == {"", "blocks.0", "blocks.1"}
+    model = Named(ORDER)
+    tuning = Tuning(chunk="4KiB", units=("wide", "tall"))
+    with resumed(model, path=tmp_path / "a", tuning=tuning) as optimizer:
+        assert {spec.unit for spec in optimizer._layout.specs} == {"", "wide", "tall"}
         assert_same(expected, {name: bits(model, optimizer)[name] for name in expected})
 
 
