@@ -80,11 +80,11 @@ def child(layers: int, path: Path) -> None:
             optimizer.step()
             optimizer.synchronize()
             seconds.append(time.perf_counter() - start)
-        stats = optimizer.stats()
+        stats, peak = optimizer.stats(), peak_rss_bytes()  # close() may bring all parameters back
     moved = (stats["nvme_read_bytes"] + stats["nvme_written_bytes"]) / STEPS
     found = {
         "parameters": sum(param.numel() for param in GPT(config, device="meta").parameters()),
-        "peak_rss_bytes": peak_rss_bytes(),
+        "peak_rss_bytes": peak,
         "resident_bytes": resident.most_bytes,
         "library_bytes": stats["peak_cpu_bytes"],
         "disk_bytes": stats["disk_bytes"],
@@ -128,8 +128,8 @@ def depth(
         f"GPT of width {WIDTH}, {TOKENS} tokens, states, parameters and gradients on NVMe, "
         f"`cpu_memory={format_bytes(BUDGET_BYTES)}`, built on the meta device; {STEPS} steps in a process of its own "
         "for each depth. `most parameters at once`: in the model's memory, as blocks begin and end; `peak RSS`: "
-        "of the process, from its start; activations, which are kept for every layer, grow with depth. `step s`: the "
-        "fastest."
+        "of the process, from its start to its last step; activations, which are kept for every layer, grow with "
+        "depth. `step s`: the fastest."
     )
     if save:
         _save("depth.md", "Memory by depth", text, grid)
@@ -226,7 +226,7 @@ def _row(found: dict[str, Any], limit: int, most: int, wall: float) -> tuple[str
 
 
 def _save(name: str, title: str, text: str, grid: Grid) -> None:
-    words = [word for word in sys.argv[1:] if not word.startswith("/")]
+    words = ["DIR" if word.startswith("/") else word for word in sys.argv[1:]]
     command = f"`python bench/memory.py {shlex.join(words)}`"
     lines = [f"# {title}", "", f"{hardware()}; torch {torch.__version__}.", "", command, "", text, "", *grid.markdown()]
     (RESULTS / name).write_text("\n".join(lines) + "\n")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
+_NO_LIMIT = 1 << 60
 
 
 def free_memory() -> int:
@@ -16,23 +20,30 @@ def free_memory() -> int:
 
 
 def cgroup_room() -> int | None:
-    """Bytes that this process's control group (v2) and its parents leave it; None: no limit."""
+    """Bytes that this process's control group and its parents leave it, of either version; None: no limit."""
     try:
-        line = next(x for x in Path("/proc/self/cgroup").read_text().splitlines() if x.startswith("0::"))
-    except (OSError, StopIteration):
+        lines = [line.split(":", 2) for line in _OWN_GROUPS.read_text().splitlines()]
+    except OSError:
         return None
-    rooms = []
-    group = _CGROUP / line.removeprefix("0::").strip().lstrip("/")
-    for folder in (group, *group.parents):
-        try:
-            limit = (folder / "memory.max").read_text().strip()
-            if limit != "max":
-                rooms.append(max(int(limit) - int((folder / "memory.current").read_text()), 0))
-        except (OSError, ValueError):
-            pass
-        if folder == _CGROUP:
-            break
+    rooms: list[int] = []
+    for number, controllers, group in lines:
+        if number == "0":
+            rooms += _rooms(_CGROUP, group, "memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            rooms += _rooms(_CGROUP / "memory", group, "memory.limit_in_bytes", "memory.usage_in_bytes")
     return min(rooms, default=None)
+
+
+def _rooms(root: Path, group: str, limit: str, used: str) -> Iterator[int]:
+    """Of a group below `root` and of all it is in, where they have a limit: else it is "max", or a huge number."""
+    folder = root / group.strip().lstrip("/")
+    for one in (folder, *folder.parents):
+        with contextlib.suppress(OSError, ValueError):
+            most = int((one / limit).read_text())
+            if most < _NO_LIMIT:
+                yield max(most - int((one / used).read_text()), 0)
+        if one == root:
+            break
 
 
 def _meminfo(key: str) -> int | None:
