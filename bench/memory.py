@@ -202,7 +202,8 @@ def larger(
         f"`offload train --param-tier nvme --grad-tier nvme --steps {steps} --batch {batch} --seq {seq}` with the "
         f"`--cpu-memory` of the table, in a memory cgroup of {margin} more, in which the kernel kills what needs more. "
         "`forward`, `backward`, `step`: a step. `bytes a parameter and step`: read and written, those of validation "
-        "and sample included, which read all parameters again."
+        "and sample included, which read all parameters again. `loss`: it rose over these two steps; why was not "
+        "looked into."
     )
     if save:
         _save("larger.md", "Larger than memory", text, grid)
