@@ -21,18 +21,18 @@ from typing import Any, cast
 
 import torch
 
-from offload import checkpointing
+from offload import resuming
 from offload.assembly import Parts
 from offload.checkpoint.commit import Commit, remove_superseded, write_commit, write_manifest
 from offload.checkpoint.files import sync_directory
 from offload.checkpoint.manifest import ChunkFacts, Digest, Manifest, Option
 from offload.checkpoint.moves import moves
 from offload.checkpoint.places import settle
-from offload.checkpointing import Found
 from offload.config import Config
 from offload.errors import ConfigError, OffloadError, OtherRankError, ResumeError, TierIOError
 from offload.layout import Layout
 from offload.module.sharing import all_or_none
+from offload.resuming import Found
 from offload.store.store import Store, Version
 
 AMBIGUOUS = ("sync", "rename")
@@ -99,14 +99,14 @@ class Commits:
         with self._together():
             if self._comm.rank == 0:
                 home = self._config.paths[0]
-                self._final_if_ambiguous(lambda: write_commit(home, commit, checkpointing.FILES))
+                self._final_if_ambiguous(lambda: write_commit(home, commit, resuming.FILES))
         # Only now does this rank know.
         for store, of in zip(self._stores, versions, strict=True):
             store.settle(of)
         self.last, self._versions, self._record = manifest, versions, commit
         for path in self._config.paths:
             with suppress(TierIOError):  # they are cleared away next time
-                remove_superseded(path, commit, self._comm.rank, checkpointing.FILES)
+                remove_superseded(path, commit, self._comm.rank, resuming.FILES)
 
     def _write(
         self, step: int, ages: Sequence[int], groups: Sequence[Mapping[str, Any]], extra: object
@@ -124,8 +124,8 @@ class Commits:
         self._final_if_ambiguous(slots.sync)
         if self.last is None:
             for path in self._config.paths:
-                sync_directory(checkpointing.FILES, path.absolute().parent)  # the directory itself may be new
-        digests = [write_manifest(path, manifest, extra, checkpointing.FILES) for path in self._config.paths]
+                sync_directory(resuming.FILES, path.absolute().parent)  # the directory itself may be new
+        digests = [write_manifest(path, manifest, extra, resuming.FILES) for path in self._config.paths]
         slots.keep()
         return manifest, versions, digests[0]
 
@@ -181,7 +181,7 @@ class Commits:
             assert self._record is not None
             with all_or_none(self._comm, _not_restored()):
                 if self._comm.rank == 0:
-                    settle(reader.paths, self._config.paths[0], self._record, checkpointing.FILES, locked=True)
+                    settle(reader.paths, self._config.paths[0], self._record, resuming.FILES, locked=True)
             slots.took_place()
         reader.close()
 

@@ -12,14 +12,12 @@ from typing import Any, NamedTuple, Never, NoReturn, Self, overload
 import torch
 from torch import Tensor, nn
 
-from offload import checkpointing, comm, committing
+from offload import comm, resuming, zero_commits
 from offload import config as configuration
 from offload.assembly import assemble
 from offload.attachment import Attachment
 from offload.checkpoint.manifest import Manifest
-from offload.checkpointing import Found, Resumed
 from offload.commits import Commits
-from offload.committing import Committing
 from offload.config import Config, PathLike, Tuning
 from offload.copies import Copier, copier_for
 from offload.errors import (
@@ -30,7 +28,6 @@ from offload.errors import (
     OffloadError,
 )
 from offload.layout import Layout, build, tiled
-from offload.looking import Looking
 from offload.module.hooks import require_free
 from offload.module.materialise import Init, Source, is_meta, source_of
 from offload.module.parameters import device_for, untrained_bytes
@@ -42,7 +39,10 @@ from offload.planner.choice import choose
 from offload.planner.device import Room
 from offload.planner.machine import free_memory
 from offload.planner.placement import place
+from offload.resuming import Found, Resumed
 from offload.timeline import PHASES, Timeline
+from offload.zero_commits import Committing
+from offload.zero_looks import Looking
 
 CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
@@ -162,7 +162,7 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
             options = (config.stage, config.accumulation, config.param_tier, config.bucket_bytes)
             commits = (config.commit_every, config.resume, config.split_master)
             require_alike(self._comm, self._layout, *options, *commits)
-            self._config, found, run_id = checkpointing.find_together(
+            self._config, found, run_id = resuming.find_together(
                 undo, self._config, self._comm, self._layout, plan.wanted, plan.groups
             )
             with all_or_none(self._comm):
@@ -207,7 +207,7 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
             direct=copier.direct,
             room=room,
         )
-        wanted = checkpointing.describe(self._config, self._layout, params)
+        wanted = resuming.describe(self._config, self._layout, params)
         return _Plan(params, device, copier, room, wanted, len(given.param_groups))
 
     def _assemble(self, undo: ExitStack, plan: _Plan, found: Found | None, run_id: bytes) -> None:
@@ -360,7 +360,7 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Groups, step and path; no tensors: those are in the tiers."""
-        return committing.groups_state(self.param_groups, self._step, self._config.paths)
+        return zero_commits.groups_state(self.param_groups, self._step, self._config.paths)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -368,7 +368,7 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
 
         Raises: ResumeError if it is of another step, or its groups do not match.
         """
-        committing.load_groups(self.param_groups, state_dict, self._step)
+        zero_commits.load_groups(self.param_groups, state_dict, self._step)
 
     # Living and ending.
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from offload import OffloadZero, Tuning, checkpointing, comm
+from offload import OffloadZero, Tuning, comm, resuming
 from offload.checkpoint.commit import read_commit
 from offload.checkpoint.files import LocalFiles
 from offload.checkpoint.reader import Reader
@@ -178,7 +178,7 @@ def _refused(path: str, rank: int, operation: str, name: str) -> tuple[str, str]
     training.go_to(AT + MORE)
     files = Failing(operation, name) if dist.get_rank() == rank else LocalFiles()
     said = then = "nothing"
-    with patch.object(checkpointing, "FILES", files):
+    with patch.object(resuming, "FILES", files):
         try:
             training.optimizer.commit()
         except OffloadError as error:

@@ -133,7 +133,7 @@ class Cuts:
         self.files.operations = 0
         disk = CutDisk(clock)
         self._patch.setattr("offload.assembly.open_engine", lambda name, paths: disk)
-        self._patch.setattr("offload.checkpointing.FILES", self.files)
+        self._patch.setattr("offload.resuming.FILES", self.files)
         model, made = Tiny(), []
         try:
             made.append(self._make(model, commit_every=0, resume="auto"))

@@ -99,7 +99,7 @@ def cut_off(monkeypatch: pytest.MonkeyPatch, left: int) -> Iterator[Counted]:
         file._sealer.shutdown(wait=True)
 
     with monkeypatch.context() as patch:
-        patch.setattr("offload.checkpointing.FILES", files)
+        patch.setattr("offload.resuming.FILES", files)
         patch.setattr(placing, "os", system(act))
         patch.setattr("offload.store.slots.SlotFile.close", close)
         yield files
@@ -167,7 +167,7 @@ def test_clearing_up_may_be_lost_in_any_part(
                     super().remove(path)
 
         with monkeypatch.context() as patch:
-            patch.setattr("offload.checkpointing.FILES", Losing())
+            patch.setattr("offload.resuming.FILES", Losing())
             patch.setattr(placing, "os", system(lambda _, chance=chance: chance.random() < 0.5))
             resume_in(folder, [*after], LARGER)[1].close()
         again, optimizer = resume_in(folder, [*after], LARGER)
@@ -206,7 +206,7 @@ def test_the_old_commit_is_untouched_until_the_new_one_decides(
             seen.append(all(found[name] == data for name, data in before.items()))
             super().rename(old, new)
 
-    monkeypatch.setattr("offload.checkpointing.FILES", Looking())
+    monkeypatch.setattr("offload.resuming.FILES", Looking())
     make(Tiny(), commit_every=0, resume=True, tuning=LARGER, cpu_memory="1MiB").close()
     assert seen == [True, True]
     assert not before.keys() - {COMMIT_NAME, SWAP_NAME} & contents(path).keys()

@@ -15,11 +15,11 @@ from offload.checkpoint.export import export
 from offload.checkpoint.extra import memory_of
 from offload.checkpoint.manifest import Option
 from offload.checkpoint.tensors import Entry
-from offload.checkpointing import Found, Resumed
 from offload.collectives import Communicator
 from offload.commits import Commits
 from offload.errors import ClosedError, ResumeError
 from offload.layout import Layout
+from offload.resuming import Found, Resumed
 
 
 @torch.no_grad()
