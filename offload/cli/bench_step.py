@@ -343,15 +343,15 @@ def folder_in(path: Path) -> Iterator[Path]:
 
 
 def _run(case: Case, swap: Path, limits: Limits, rounds: int, tick: Tick) -> Result:
-    """One case: a round to warm up, then rounds in which step and limits take turns in being first."""
+    """One case: a round to warm up, then those that count."""
     from offload.cli.bench_step_report import Result
 
     with case.subject(swap) as subject:
-        limits.round(subject, case.transfers, step_first=False)
+        limits.round(subject, case.transfers)
         tick(f"{case.name}: warm")
         before, found = subject.moved_bytes(), []
         for number in range(rounds):
-            found.append(limits.round(subject, case.transfers, step_first=number % 2 == 0))
+            found.append(limits.round(subject, case.transfers))
             tick(f"{case.name}: round {number + 1}/{rounds}")
         moved = (subject.moved_bytes() - before) / rounds
         return Result(case, found, moved, subject.peak_cpu_bytes)

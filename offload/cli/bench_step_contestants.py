@@ -250,6 +250,7 @@ class Limits:
     def __init__(self, path: Path, most: Transfers, n: int, chunk_numel: int) -> None:
         self.buffers = 0
         self._each_way = EACH_WAY[0]
+        self._before: tuple[Transfers, float] | None = None  # what the drive alone did last, and its seconds
         with ExitStack() as undo:
             kernels = load()
             undo.callback(kernels.close)
@@ -277,15 +278,22 @@ class Limits:
         self._each_way = min(seconds, key=lambda each_way: seconds[each_way])
         self.buffers = 2 * self._each_way
 
-    def round(self, subject: Subject, transfers: Transfers, *, step_first: bool) -> Round:
-        """Measures `subject` and both limits, one right after the other."""
-        measured = subject.run() if step_first else None
-        disk_s = self._disk.run(transfers, self._each_way) if self._disk and transfers.count else 0.0
+    def round(self, subject: Subject, transfers: Transfers) -> Round:
+        """Measures `subject` and both limits, one right after the other.
+
+        Drives drift within seconds: the drive's limit is the mean of what it takes alone before the step and after it.
+        """
+        before_s = self._disk_s(transfers) if self._before is None or self._before[0] != transfers else self._before[1]
+        measured = subject.run()
+        after_s = self._disk_s(transfers)
+        self._before = transfers, after_s
         kernel_s = self._alone.run()
-        measured = subject.run() if measured is None else measured
         # Reads ahead for the next step can fall into this one or the one before: what moved is what counts.
         moved = measured.moved_bytes / transfers.nbytes if transfers.count else 0.0
-        return Round(measured, disk_s * moved, kernel_s)
+        return Round(measured, (before_s + after_s) / 2 * moved, kernel_s)
+
+    def _disk_s(self, transfers: Transfers) -> float:
+        return self._disk.run(transfers, self._each_way) if self._disk and transfers.count else 0.0
 
     def __enter__(self) -> Self:
         return self

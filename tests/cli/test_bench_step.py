@@ -258,21 +258,23 @@ def test_the_limit_is_the_larger_of_both_for_the_bytes_that_moved_with_the_best_
     disk = Fake({2: 3.0, 4: 2.0, 8: 2.5})
     limits._disk = disk  # type: ignore[assignment]
     limits._alone = type("", (), {"run": lambda self: 1.5})()
+    limits._before = None
     limits.search(transfers, 2, lambda what: None)
     assert (limits.buffers, len(disk.asked)) == (8, 6)
-    order: list[str] = []
 
     def subject(moved: int) -> Any:
         step = Measured(seconds=4.0, adam_s=1.0, wait_s=2.0, moved_bytes=moved)
-        return type("", (), {"run": lambda self: order.append("step") or step})()
+        return type("", (), {"run": lambda self: step})()
 
-    whole = limits.round(subject(8 * MIB), transfers, step_first=True)
-    assert (whole.disk_s, whole.kernel_s, whole.limit_s) == (2.0, 1.5, 2.0)
-    half = limits.round(subject(4 * MIB), transfers, step_first=False)
-    assert (half.disk_s, half.limit_s) == (1.0, 1.5)
-    asked = len(disk.asked)
-    none = limits.round(subject(0), Transfers(0, MIB), step_first=False)
-    assert (none.disk_s, none.limit_s, len(disk.asked)) == (0.0, 1.5, asked)
+    whole = limits.round(subject(8 * MIB), transfers)
+    assert (whole.disk_s, whole.kernel_s, whole.limit_s, len(disk.asked)) == (2.0, 1.5, 2.0, 8), "before and after"
+    disk._seconds[4] = 4.0
+    half = limits.round(subject(4 * MIB), transfers)
+    assert (half.disk_s, half.limit_s, len(disk.asked)) == (1.5, 1.5, 9), "the mean of both, of half the bytes"
+    other = limits.round(subject(4 * MIB), Transfers(2, MIB))
+    assert (other.disk_s, len(disk.asked)) == (4.0, 11), "what others moved is no measure for these"
+    none = limits.round(subject(0), Transfers(0, MIB))
+    assert (none.disk_s, none.limit_s, len(disk.asked)) == (0.0, 1.5, 11)
 
 
 def case(share: float, moved: float, *rounds: tuple[float, float, float], split: bool = False) -> Case:
