@@ -3,8 +3,9 @@
 A chunk is used through a lease. Chunks that the plan keeps in RAM have buffers of their own and never move; the
 others pass through a few constant-size buffers: announced with `expect`, read ahead while there are free buffers,
 leased, released dirty, written behind. When the announced order has been used up it is expected to come again, so
-what a step begins with is read while the one before it ends. Which copies exist is written in residency.py, what to
-drop is decided in cache.py, and nowhere else.
+what a step begins with is read while the one before it ends: into half of the buffers, so that the next step reads and
+writes from its first chunk on. Which copies exist is written in residency.py, what to drop is decided in cache.py, and
+nowhere else.
 """
 
 from __future__ import annotations
@@ -126,7 +127,8 @@ class Store:
         self._timeline = timeline
         self._table = ResidencyTable(len(self._records))
         largest = max((record.nbytes for chunk, record in enumerate(records) if chunk not in kept), default=0)
-        self._free = [arena.carve(largest) for _ in range(in_flight if largest else 0)]
+        self._in_flight = in_flight if largest else 0
+        self._free = [arena.carve(largest) for _ in range(self._in_flight)]
         self._waiting = max(len(self._free) - LEAST_IN_FLIGHT, 0)
         self._buffers = {chunk: arena.carve(self._records[chunk].nbytes) for chunk in sorted(kept)}
         self._at: dict[int, Version] = {}
@@ -135,6 +137,7 @@ class Store:
         self._newer: dict[int, int] = {}
         self._ahead: deque[_Use] = deque()
         self._order: tuple[_Use, ...] = ()
+        self._is_between = False  # the order has been used up, and has not begun again
         self._used: list[tuple[int, bool]] = []
         self._staying: set[int] = set()
         self._moving: dict[int, None] = {}
@@ -245,6 +248,7 @@ class Store:
         staying = stays([chunk for chunk, _ in streamed], self._waiting, fresh)
         self._order = tuple(_Use(use[0], position in staying, use[1]) for position, use in enumerate(streamed))
         self._ahead = deque(self._order)
+        self._is_between = False
         self._used = []
         self._read_ahead()
 
@@ -263,7 +267,8 @@ class Store:
             self._ahead.remove(use)
             if use.stays:
                 self._staying.add(chunk)
-        if not self._ahead:
+        self._is_between = not self._ahead
+        if self._is_between:
             self._ahead.extend(self._order)
         self._read_ahead()
 
@@ -343,8 +348,11 @@ class Store:
 
     def _read_ahead(self) -> None:
         """Reads what is expected next, as far as there are free buffers."""
+        # Drives are faster where reads and writes are under way at once: a step that found all buffers read could only
+        # write at first, and the one before could only read at last.
+        left_free = self._in_flight // 2 if self._is_between else 0
         for chunk, _, is_fresh in self._ahead:
-            if not self._free or self._failure is not None:
+            if len(self._free) <= left_free or self._failure is not None:
                 return
             state = self._table[chunk]
             if state in (Residency.WRITING, Residency.LEASED):

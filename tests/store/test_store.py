@@ -157,8 +157,8 @@ def test_an_expected_order_is_read_ahead_and_each_byte_moves_once(
                     put(lease, step)
         store.drain()
         assert timeline.counted("nvme_written_bytes") == 4 * size
-        # What the next step begins with has been read as well, as much as there is room for.
-        again = sum(Record(numel).nbytes for numel in NUMELS[:buffers])
+        # What the next step begins with has been read as well, into half of the buffers.
+        again = sum(Record(numel).nbytes for numel in NUMELS[: buffers - buffers // 2])
         assert timeline.counted("nvme_read_bytes") == 3 * size + again
         assert engine.most_at_once >= min(buffers, 3)
 
@@ -272,14 +272,14 @@ def test_a_failure_is_raised_at_every_call_from_then_on(
 def test_damage_done_on_the_way_is_raised_at_the_next_read(store: Store, engine: FaultyEngine, fault: str) -> None:
     use_all(store, 1)
     if fault == "flip":
-        engine.flip("write", 2 * PAGE_BYTES, nth=2)
+        engine.flip("write", 2 * PAGE_BYTES, nth=1)
     elif fault == "lose":
-        engine.lose(nth=2)
+        engine.lose(nth=1)
     else:
-        engine.tear(2 * PAGE_BYTES, nth=2)
+        engine.tear(2 * PAGE_BYTES, nth=1)
     with pytest.raises(CorruptionError) as caught:
         use_all(store, 2)  # which reads what step 3 begins with
-    assert caught.value.chunk == 2
+    assert caught.value.chunk == 1
     with pytest.raises(CorruptionError):
         store.check()
 
