@@ -27,9 +27,12 @@ _HUGE_PAGE = 2 << 20
 _MADV_HUGEPAGE = 14
 
 
-LARGE_BYTES = 1 << 20
-"""Of a block that goes back to the system when it is freed."""
-_M_MMAP_THRESHOLD = -3
+LARGE_BYTES = 4 << 20
+"""Of a block that goes back to the system when it is freed. Smaller ones, many activations and what a backward makes of
+them, are used again: memory from the system is cleared page by page."""
+_HELD_BYTES = 64 << 20
+"""What may lie free at the end of the heap: as much as glibc chooses itself where nothing is set."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 @functools.cache
@@ -46,6 +49,8 @@ def return_large_blocks() -> None:
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
         if mallopt is not None:
             mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
+            # Setting the one fixes the other too, at 128 KiB.
+            mallopt(_M_TRIM_THRESHOLD, _HELD_BYTES)
 
 
 def advise_huge_pages(memory: Tensor) -> None:
