@@ -28,12 +28,11 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
 from bench.contest import RESULTS, Grid, hardware
+from bench.ranked import RANKS, Shape
 from offload import OffloadZero, Tuning
 from offload.cli.text import Batches, load_text
-from offload.models.gpt import GPT, GPTConfig
 from tests.support.ranks import World
 
-RANKS = 2
 LR = 1e-3
 
 HEAD = """# Beside DistributedDataParallel
@@ -56,20 +55,6 @@ near zero, and an ulp of it far smaller than one of its update):
 {ulps}
 
 """
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What is trained: `batch` sequences of `seq` bytes a rank and step."""
-
-    layers: int
-    width: int
-    batch: int
-    seq: int
-
-    def model(self) -> GPT:
-        torch.manual_seed(0)
-        return GPT(GPTConfig(layers=self.layers, width=self.width, heads=4, context=self.seq))
 
 
 @dataclass(frozen=True)
@@ -209,7 +194,7 @@ def main(
             torch=torch.__version__,
             command=" ".join(["python", "bench/ddp.py", *sys.argv[1:]]),
             about=(__doc__ or "").split("\n\n", 1)[1].strip(),
-            count=sum(param.numel() for param in shape.model().parameters()),
+            count=shape.numel,
             layers=layers,
             tokens=batch * seq,
             lr=LR,

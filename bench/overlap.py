@@ -30,14 +30,13 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
 from bench.contest import RESULTS, Grid, hardware
+from bench.ranked import RANKS, Shape
 from offload import OffloadZero, Tuning, comm
 from offload.cli.timeline_plot import timeline_picture
 from offload.collectives import Communicator
-from offload.models.gpt import GPT, GPTConfig
 from tests.support.communicators import Delayed, Waiting
 from tests.support.ranks import World
 
-RANKS = 2
 STAGES = (1, 2, 3)
 TARGET = 0.8
 WARM_UP = 2
@@ -58,20 +57,6 @@ each collective {delay:.1f} ms longer. Medians of {rounds} rounds of {steps} ste
 - **could hide**: the delay that compute could hide; **hidden**: at once - beside, by that (wanted: {target} or more).
 
 """
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What is trained: `batch` sequences of `seq` tokens a rank and step."""
-
-    layers: int
-    width: int
-    batch: int
-    seq: int
-
-    def model(self) -> GPT:
-        torch.manual_seed(0)
-        return GPT(GPTConfig(layers=self.layers, width=self.width, heads=4, context=self.seq))
 
 
 @dataclass(frozen=True)
@@ -189,7 +174,7 @@ def main(
                 about=(__doc__ or "").split("\n\n", 1)[1].strip(),
                 ranks=RANKS,
                 layers=layers,
-                count=sum(param.numel() for param in shape.model().parameters()),
+                count=shape.numel,
                 tokens=batch * seq,
                 delay=1e3 * delay_s,
                 rounds=rounds,

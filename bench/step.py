@@ -18,6 +18,7 @@ from rich.table import Table
 
 from offload.cli import bench_step, bench_step_commits, bench_step_report, bench_step_streaming
 from offload.cli.bench_step_plots import draw
+from offload.cli.bench_step_sheet import WIDTH
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -37,7 +38,7 @@ def main(
 ) -> None:
     """Measure, print the table, draw the picture."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    console = Console(width=bench_step_report.WIDTH)
+    console = Console(width=WIDTH)
     command = "python bench/step.py " + shlex.join(sys.argv[1:])
     if param_tier is not None:
         job = bench_step_streaming.job_of(bench_step.parameters(n), param_tier, grad_tier)

@@ -169,7 +169,7 @@ def _iterations(
 def _show(table: Table, lines: Iterable[str]) -> None:
     from rich.console import Console
 
-    from offload.cli.bench_step_report import WIDTH
+    from offload.cli.bench_step_sheet import WIDTH
 
     console = Console()
     if not console.is_terminal:

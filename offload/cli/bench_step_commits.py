@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from offload.cli import bench_step
 from offload.cli.bench_io_progress import progress
 from offload.cli.bench_step import BUILT_BYTES, Case, Tick
 from offload.cli.bench_step_contestants import EACH_WAY, Disk, Measured, Subject, Transfers
-from offload.cli.bench_step_report import hardware
+from offload.cli.bench_step_sheet import Sheet, hardware, median, spread
 from offload.sizes import format_bytes
 
 TARGET = 1.03
@@ -52,12 +53,10 @@ class Result:
     peak_cpu_bytes: int
 
     def median(self, name: str) -> float:
-        found: list[float] = [getattr(one, name) for one in self.rounds]
-        return statistics.median(found)
+        return median(self.rounds, attrgetter(name))
 
     def spread(self, name: str) -> str:
-        found = [getattr(one, name) for one in self.rounds]
-        return f"{min(found):.3f}-{max(found):.3f}"
+        return spread([getattr(one, name) for one in self.rounds])
 
     @property
     def flushed_per_param(self) -> float:
@@ -66,11 +65,11 @@ class Result:
     @property
     def x_step(self) -> float:
         """The median of the rounds' ratios, as is `x_limit`."""
-        return statistics.median(one.committing_s / one.plain_s for one in self.rounds)
+        return median(self.rounds, lambda one: one.committing_s / one.plain_s)
 
     @property
     def x_limit(self) -> float:
-        return statistics.median(one.committing_s / (one.plain_s + one.flush_s) for one in self.rounds)
+        return median(self.rounds, lambda one: one.committing_s / (one.plain_s + one.flush_s))
 
 
 @dataclass(frozen=True)
@@ -192,12 +191,11 @@ def _title(report: Report) -> str:
 
 def table(report: Report) -> Table:
     """For people."""
-    shown = Table(title=_title(report), caption=report.hardware)
-    for heading in HEADINGS:
-        shown.add_column(heading, justify="right")
-    for result in report.results:
-        shown.add_row(*_row(result))
-    return shown
+    return _sheet(report).table()
+
+
+def _sheet(report: Report) -> Sheet:
+    return Sheet(_title(report), report.hardware, HEADINGS, [_row(result) for result in report.results])
 
 
 def _row(result: Result) -> tuple[str, ...]:
@@ -224,23 +222,11 @@ def shortfalls(report: Report) -> Iterator[str]:
 
 def markdown(report: Report, command: str) -> str:
     """For bench/results."""
-    lines = [
-        "# A step with commits",
-        "",
-        f"{report.hardware}.",
-        "",
-        f"`{command}`",
-        "",
+    about = (
         f"{_title(report)}: `step(); synchronize()` on the NVMe tier of two optimizers, with `commit_every="
         f"{report.every}` and with `None`, in turns. `flushed a parameter`: bytes that commits write, a step, beyond "
         "those of the step itself: of what stays in RAM, and with a split master the parameters; `flushing alone`: "
         "writing as many through the same engine, with nothing else under way. `x step`: with commits by without, and "
-        "`x step and flush`: by the sum of without and flushing alone, medians over the rounds. Times are medians.",
-        "",
-        "| " + " | ".join(HEADINGS) + " |",
-        "|---" * len(HEADINGS) + "|",
-        *("| " + " | ".join(_row(result)) + " |" for result in report.results),
-        "",
-        *(f"- {line}" for line in shortfalls(report)),
-    ]
-    return "\n".join(lines).rstrip() + "\n"
+        "`x step and flush`: by the sum of without and flushing alone, medians over the rounds. Times are medians."
+    )
+    return _sheet(report).page("A step with commits", command, about, shortfalls(report))

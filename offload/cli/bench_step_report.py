@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import platform
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from rich.table import Table
 
 from offload.cli.bench_step import Case
 from offload.cli.bench_step_contestants import Round
+from offload.cli.bench_step_sheet import Sheet, hardware, median, spread
 from offload.sizes import format_bytes
 
 WHOLE_BYTES, SPLIT_BYTES = 24, 20
 """A parameter and step through the disk, with all states there."""
 TARGET_RATIO = 1.05
 TARGET_BYTES = 0.02
-WIDTH = 140
-"""Of the table in characters, where no terminal says how wide it is."""
 
 HEADINGS = (
     "in RAM", "peak RAM", "bytes a parameter", "step", "fastest-slowest", "drive alone", "Adam alone", "x limit",
@@ -47,7 +43,7 @@ class Result:
 
     @property
     def step_s(self) -> float:
-        return statistics.median(self.steps)
+        return median(self.rounds, lambda one: one.step.seconds)
 
     @property
     def steps(self) -> list[float]:
@@ -55,28 +51,28 @@ class Result:
 
     @property
     def disk_s(self) -> float:
-        return statistics.median(one.disk_s for one in self.rounds)
+        return median(self.rounds, lambda one: one.disk_s)
 
     @property
     def kernel_s(self) -> float:
-        return statistics.median(one.kernel_s for one in self.rounds)
+        return median(self.rounds, lambda one: one.kernel_s)
 
     @property
     def limit_s(self) -> float:
-        return statistics.median(one.limit_s for one in self.rounds)
+        return median(self.rounds, lambda one: one.limit_s)
 
     @property
     def x_limit(self) -> float:
         """The median of the rounds' ratios."""
-        return statistics.median(one.step.seconds / one.limit_s for one in self.rounds)
+        return median(self.rounds, lambda one: one.step.seconds / one.limit_s)
 
     @property
     def adam_share(self) -> float:
-        return statistics.median(one.step.adam_s / one.step.seconds for one in self.rounds)
+        return median(self.rounds, lambda one: one.step.adam_s / one.step.seconds)
 
     @property
     def wait_share(self) -> float:
-        return statistics.median(one.step.wait_s / one.step.seconds for one in self.rounds)
+        return median(self.rounds, lambda one: one.step.wait_s / one.step.seconds)
 
 
 @dataclass(frozen=True)
@@ -134,13 +130,13 @@ def _run(result: Result) -> dict[str, Any]:
 
 def table(report: Report) -> Table:
     """For people."""
+    return _sheet(report).table()
+
+
+def _sheet(report: Report) -> Sheet:
     case = report.results[0].case
-    shown = Table(title=f"step() of {case.n:,} parameters in {case.count} chunks", caption=caption(report))
-    for heading in HEADINGS:
-        shown.add_column(heading, justify="right")
-    for result in report.results:
-        shown.add_row(*_row(result))
-    return shown
+    title = f"step() of {case.n:,} parameters in {case.count} chunks"
+    return Sheet(title, caption(report), HEADINGS, [_row(result) for result in report.results])
 
 
 def _row(result: Result) -> tuple[str, ...]:
@@ -149,7 +145,7 @@ def _row(result: Result) -> tuple[str, ...]:
         format_bytes(result.peak_cpu_bytes),
         f"{result.bytes_per_param:.2f} of {result.expected_bytes:.2f}",
         f"{result.step_s:.3f} s",
-        f"{min(result.steps):.3f}-{max(result.steps):.3f}",
+        spread(result.steps),
         f"{result.disk_s:.3f} s",
         f"{result.kernel_s:.3f} s",
         f"{result.x_limit:.3f}",
@@ -173,46 +169,21 @@ def shortfalls(report: Report) -> Iterator[str]:
 def markdown(report: Report, command: str) -> str:
     """For bench/results."""
     case = report.results[0].case
-    lines = [
-        "# A whole step",
-        "",
-        f"{caption(report)}.",
-        "",
-        f"`{command}`",
-        "",
+    about = (
         f"`step(); synchronize()` of {case.n:,} parameters in {case.count} chunks on the NVMe tier. `in RAM`: the "
         "share of the optimizer states that `cpu_memory` has room for beside gradients and buffers in flight. `bytes a "
         "parameter`: read and written a step, of those that this share leaves. `x limit`: the median over the rounds "
         "of the step's time by the larger of `drive alone`, the bytes it moved through the same engine, reading and "
         "writing at once, with nothing computed, and `Adam alone`, the kernel on as many states in RAM. `split`: with "
-        "a split master. Times are "
-        "medians.",
-        "",
-        "| " + " | ".join(HEADINGS) + " |",
-        "|---" * len(HEADINGS) + "|",
-        *("| " + " | ".join(_row(result)) + " |" for result in report.results),
-        "",
-        *(f"- {line}" for line in shortfalls(report)),
-    ]
-    return "\n".join(lines).rstrip() + "\n"
+        "a split master. Times are medians."
+    )
+    return _sheet(report).page("A whole step", command, about, shortfalls(report))
 
 
 def caption(report: Report) -> str:
     """What the figures were measured on and with."""
     disk = f", {report.engine} (drive alone: {report.buffers} buffers)" if report.engine else ""
     return hardware(report.threads, report.kernel, disk)
-
-
-def hardware(threads: int, kernel: str, disk: str) -> str:
-    """Hardware and versions. Args: disk: how it was used, behind a comma."""
-    from importlib import metadata
-
-    from offload import native
-
-    return (
-        f"{native.cpu_model()[0]}, {threads} threads, kernel {kernel}{disk}; Linux {platform.release()}; "
-        f"offload {metadata.version('offload')}, torch {torch.__version__}, Python {platform.python_version()}"
-    )
 
 
 def whole(results: Sequence[Result]) -> list[Result]:

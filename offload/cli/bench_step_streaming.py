@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import shutil
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -31,7 +30,7 @@ from offload.cli import bench_step
 from offload.cli.bench_io_progress import progress
 from offload.cli.bench_step import SEQUENCE
 from offload.cli.bench_step_contestants import EACH_WAY, Disk, Transfers
-from offload.cli.bench_step_report import hardware
+from offload.cli.bench_step_sheet import Sheet, hardware, median, spread
 from offload.models.gpt import GPT, VOCABULARY, GPTConfig, initial_values
 from offload.planner import least_cpu_memory
 from offload.sizes import PAGE_BYTES, format_bytes, round_up
@@ -178,31 +177,31 @@ class Result:
 
     @property
     def streamed_s(self) -> float:
-        return statistics.median(one.streamed.seconds for one in self.rounds)
+        return median(self.rounds, lambda one: one.streamed.seconds)
 
     @property
     def resident_s(self) -> float:
-        return statistics.median(one.resident.seconds for one in self.rounds)
+        return median(self.rounds, lambda one: one.resident.seconds)
 
     @property
     def disk_s(self) -> float:
-        return statistics.median(one.disk_s for one in self.rounds)
+        return median(self.rounds, lambda one: one.disk_s)
 
     @property
     def x_limit(self) -> float:
         """The median of the rounds' ratios."""
-        return statistics.median(one.streamed.seconds / one.limit_s for one in self.rounds)
+        return median(self.rounds, lambda one: one.streamed.seconds / one.limit_s)
 
     @property
     def bytes_per_param(self) -> float:
-        return statistics.median(one.streamed.moved_bytes for one in self.rounds) / self.job.n
+        return median(self.rounds, lambda one: one.streamed.moved_bytes) / self.job.n
 
     @property
     def wait_share(self) -> float:
-        return statistics.median(one.streamed.wait_s / one.streamed.seconds for one in self.rounds)
+        return median(self.rounds, lambda one: one.streamed.wait_s / one.streamed.seconds)
 
     def part_s(self, name: str) -> float:
-        return statistics.median(one.streamed.parts[name] for one in self.rounds)
+        return median(self.rounds, lambda one: one.streamed.parts[name])
 
 
 @dataclass(frozen=True)
@@ -307,20 +306,18 @@ def _title(report: Report) -> str:
 
 def table(report: Report) -> Table:
     """For people."""
-    shown = Table(title=_title(report), caption=report.hardware)
-    for heading in HEADINGS:
-        shown.add_column(heading, justify="right")
-    for result in report.results:
-        shown.add_row(*_row(result))
-    return shown
+    return _sheet(report).table()
+
+
+def _sheet(report: Report) -> Sheet:
+    return Sheet(_title(report), report.hardware, HEADINGS, [_row(result) for result in report.results])
 
 
 def _row(result: Result) -> tuple[str, ...]:
-    times = [one.streamed.seconds for one in result.rounds]
     return (
         str(result.tokens),
         f"{result.streamed_s:.2f} s",
-        f"{min(times):.2f}-{max(times):.2f}",
+        spread([one.streamed.seconds for one in result.rounds], 2),
         f"{result.resident_s:.2f} s",
         f"{result.disk_s:.2f} s",
         f"{result.x_limit:.3f}",
@@ -344,24 +341,12 @@ def shortfalls(report: Report) -> Iterator[str]:
 
 def markdown(report: Report, command: str) -> str:
     """For bench/results."""
-    lines = [
-        "# Iterations with streamed parameters",
-        "",
-        f"{report.hardware}.",
-        "",
-        f"`{command}`",
-        "",
+    about = (
         f"{_title(report)}, with the least `cpu_memory` that works and {BUFFERS} chunks more. An iteration: forward, "
         "backward and step, from where one step() returns to where the next does. `resident`: the same model with all "
         "of it in RAM, its Adam included; `drive alone`: the bytes that the streamed iteration moved, through the same "
         "engine, reading and writing at once; `x limit`: of the larger of both, median over the rounds. `forward`, "
         "`backward`, `step`: until these return; the states of a layer are stepped when the next forward enters it. "
-        "`waiting`: for the disk. Times are medians.",
-        "",
-        "| " + " | ".join(HEADINGS) + " |",
-        "|---" * len(HEADINGS) + "|",
-        *("| " + " | ".join(_row(result)) + " |" for result in report.results),
-        "",
-        *(f"- {line}" for line in shortfalls(report)),
-    ]
-    return "\n".join(lines).rstrip() + "\n"
+        "`waiting`: for the disk. Times are medians."
+    )
+    return _sheet(report).page("Iterations with streamed parameters", command, about, shortfalls(report))
