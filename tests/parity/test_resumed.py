@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from offload import OffloadZero, Tuning
 from tests.support import models, training
-from tests.support.training import CLIP, LR, Run, train
+from tests.support.training import LR, Run, train
 
 STEPS = 12
 HALF = 7
@@ -53,13 +54,13 @@ def test_resumed_training_has_the_bits_of_training_that_never_stopped(
     assert first.losses == uninterrupted(kind, accumulation).losses[: accumulation * (HALF + 2)]
     if options.get("cpu_memory") == "least":
         options["cpu_memory"] = None  # another budget
-    second = resume(kind, accumulation, **options)
-    whole = uninterrupted(kind, accumulation)
-    assert second.losses == whole.losses[accumulation * HALF :]
-    assert second.norms == whole.norms[HALF:]
-    assert second.steps == whole.steps
-    for name, tensor in whole.tensors.items():
-        assert torch.equal(tensor, second.tensors[name]), name
+    assert_goes_on(resume(kind, accumulation, **options), uninterrupted(kind, accumulation), accumulation)
+
+
+def assert_goes_on(second: Run, whole: Run, accumulation: int) -> None:
+    """What was resumed at HALF has the bits of the rest of `whole`."""
+    rest = replace(whole, losses=whole.losses[accumulation * HALF :], norms=whole.norms[HALF:])
+    second.assert_same_bits(rest)
 
 
 def resume(kind: str, accumulation: int, **options: Any) -> Run:
@@ -80,22 +81,8 @@ def resume(kind: str, accumulation: int, **options: Any) -> Run:
         scheduler.load_state_dict(scheduler.state_dict() | {"last_epoch": HALF, "base_lrs": [LR, LR]})
         optimizer.load_state_dict(optimizer.resumed.extra["optimizer"])  # type: ignore[index]
         for _ in range(HALF, STEPS):
-            for _ in range(accumulation):
-                loss = next(batches)() / accumulation
-                loss.backward()
-                run.losses.append(loss.item())
-            run.norms.append(optimizer.clip_grad_norm_(CLIP).item())
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        optimizer.synchronize()
-        for name, param in model.named_parameters():
-            with optimizer.gathered(param):
-                run.tensors[name] = param.detach().clone()
-            if param.requires_grad:
-                state = optimizer.state_of(param)
-                run.steps[name] = state.pop("step")
-                run.tensors |= {f"{name}.{key}": value for key, value in state.items()}
+            run.step(optimizer, scheduler, (next(batches)() / accumulation for _ in range(accumulation)))
+        run.end(model, optimizer)
     return run
 
 

@@ -102,24 +102,9 @@ def train(
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
         batches = batches_of(kind, model, rank, ranks)
         for step in range(steps):
-            for _ in range(accumulation):
-                loss = next(batches)() / accumulation
-                if not (idle and is_idle(step, rank, options.get("stage"))):
-                    loss.backward()
-                run.losses.append(loss.item())
-            run.norms.append(optimizer.clip_grad_norm_(CLIP).item())
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        optimizer.synchronize()
-        run.stats = optimizer.stats()
-        for name, param in model.named_parameters():
-            with optimizer.gathered(param):
-                run.tensors[name] = param.detach().clone()
-            if param.requires_grad:
-                state = optimizer.state_of(param)
-                run.steps[name] = state.pop("step")
-                run.tensors |= {f"{name}.{key}": value for key, value in state.items()}
+            losses = (next(batches)() / accumulation for _ in range(accumulation))
+            run.step(optimizer, scheduler, losses, is_idle=idle and is_idle(step, rank, options.get("stage")))
+        run.end(model, optimizer)
     return run
 
 

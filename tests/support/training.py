@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,36 @@ class Run:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)
     stats: dict[str, Any] = field(default_factory=dict)
+
+    def step(
+        self,
+        optimizer: OffloadZero,
+        scheduler: torch.optim.lr_scheduler.LRScheduler,
+        losses: Iterable[Tensor],
+        *,
+        is_idle: bool = False,
+    ) -> None:
+        """One step of the training. Args: losses: one a micro-batch; is_idle: there is no backward."""
+        for loss in losses:
+            if not is_idle:
+                loss.backward()
+            self.losses.append(loss.item())
+        self.norms.append(optimizer.clip_grad_norm_(CLIP).item())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+    def end(self, model: nn.Module, optimizer: OffloadZero) -> None:
+        """What there is after the last step."""
+        optimizer.synchronize()
+        self.stats = optimizer.stats()
+        for name, param in model.named_parameters():
+            with optimizer.gathered(param):
+                self.tensors[name] = param.detach().cpu().clone()
+            if param.requires_grad:
+                state = optimizer.state_of(param)
+                self.steps[name] = state.pop("step")
+                self.tensors |= {f"{name}.{key}": value for key, value in state.items()}
 
     def assert_same_bits(self, other: Run) -> None:
         assert self.losses == other.losses
@@ -76,25 +106,10 @@ def train(
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
         batches = models.losses(kind, model, device)
         for _ in range(steps):
-            for _ in range(accumulation):
-                loss = next(batches)() / accumulation
-                loss.backward()
-                run.losses.append(loss.item())
-            run.norms.append(optimizer.clip_grad_norm_(CLIP).item())
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
+            run.step(optimizer, scheduler, (next(batches)() / accumulation for _ in range(accumulation)))
             if each_step is not None:
                 each_step(optimizer)
-        optimizer.synchronize()
-        run.stats = optimizer.stats()
-        for name, param in model.named_parameters():
-            with optimizer.gathered(param):
-                run.tensors[name] = param.detach().cpu().clone()
-            if param.requires_grad:
-                state = optimizer.state_of(param)
-                run.steps[name] = state.pop("step")
-                run.tensors |= {f"{name}.{key}": value for key, value in state.items()}
+        run.end(model, optimizer)
     return run
 
 
