@@ -1,7 +1,8 @@
 """Ranks: processes that run test functions together, over gloo, as torchrun would start them.
 
-A world's processes stay for many tests: they are forked from one server process that has imported torch already, so
-the first world costs that import and the next ones little. A world in which something went wrong is not used again.
+A world's processes stay for many tests: they are forked from one server process that has imported already what tests
+need, so the first world costs those imports and the next ones little. A world in which something went wrong is not used
+again.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from typing import Any, Self
 
 Function = Callable[..., Any]
 
+PRELOADED = ["torch.distributed", "torch.nn.parallel", "pytest", "tests.support.sharded", "tests.support.communicators"]
+"""Seconds of importing on each rank otherwise."""
+
 GROUP_TIMEOUT_S = 60.0
 """Of the process group."""
 
@@ -41,7 +45,7 @@ class World:
         self.usable = True
         self._folder = tempfile.mkdtemp(prefix="ranks-")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "offload.comm"])
+        context.set_forkserver_preload(PRELOADED)
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):
