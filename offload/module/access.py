@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -61,11 +61,11 @@ class Access:
         if self._streaming is None:
             yield
             return
-        streaming, held = self._streaming, []
-        try:
+        streaming = self._streaming
+        with ExitStack() as held:  # one that cannot be let go of keeps no other
             for unit in units:
                 streaming.hold(unit)
-                held.append(unit)
+                held.callback(streaming.let_go, unit)
             try:
                 yield
             except BaseException:
@@ -81,9 +81,6 @@ class Access:
                     f"{changed} parameters were written to inside gathered(), and are as they were before: "
                     "use gathered(..., writable=True)"
                 )
-        finally:
-            for unit in held:
-                streaming.let_go(unit)
 
     def hooks_of(self, module: nn.Module, *, ends: bool) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
         """The registration and the hook of all that saves or loads `module`'s own parameters.

@@ -181,8 +181,12 @@ class Streaming:
         """The unit stays on the device until `let_go`, which is called as often; what was written to it before counts
         as written outside of that."""
         self._held.append(unit)
-        self.gathering.bring(unit)
-        self._take_writes()
+        try:
+            self.gathering.bring(unit)
+            self._take_writes()
+        except BaseException:
+            self._held.remove(unit)
+            raise
 
     def let_go(self, unit: str) -> None:
         self._held.remove(unit)

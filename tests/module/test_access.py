@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from offload import BudgetError, ReleasedParameterError, StaleParameterError
+from offload.module.where import Where
 from tests.module.test_streaming import squares
 from tests.support.streamed import Net, Streams, Watched, batch, train
 
@@ -134,3 +136,19 @@ def test_outside_nothing_is_readable_and_afterwards_training_goes_on(streams: St
         assert batch(0).shape == (4, 5)
 
     streams.assert_same_bits(body)
+
+
+@pytest.mark.parametrize("failing", range(8))
+def test_what_could_not_be_gathered_or_let_go_of_is_not_held_for_good(streams: Streams, failing: int) -> None:
+    model = Net()
+    with streams.optimizer(model) as optimizer:
+        train(squares, steps=1)(model, optimizer)
+        streaming = optimizer._attached.streaming
+        assert streaming is not None
+        # For each of four units when it has come, and when it is let go of.
+        cut = [KeyboardInterrupt if call == failing else None for call in range(8)]
+        with patch.object(streaming, "_take_writes", side_effect=cut), pytest.raises(KeyboardInterrupt):  # noqa: SIM117
+            with optimizer.gathered(model.blocks):
+                pass
+        train(squares, steps=1)(model, optimizer)
+        assert all(streaming.gathering.is_at(f"blocks.{number}", Where.RELEASED) for number in range(4))
