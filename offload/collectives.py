@@ -76,6 +76,15 @@ class Communicator(ABC):
         """The ranks that keep the same partitions of the parameters."""
         return Alone(self.local_rank, self.ranks_on_node)
 
+    @property
+    def beside(self) -> Communicator:
+        """The same ranks, whose collectives are in an order of their own: for what does not come alike on all ranks
+        between others. Failures and counts are shared. All ranks have to ask for it together at first.
+
+        Raises: RankError.
+        """
+        return self
+
     @abstractmethod
     def reduce_scatter(self, full: Tensor, out: Tensor, *, scratch: Tensor | None = None) -> Work:
         """Averages over the ranks: `out` gets elements rank * k to (rank + 1) * k of the average of all `full`.

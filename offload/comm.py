@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -82,6 +84,9 @@ class Group(Communicator):
         self._timeline = timeline or Timeline()
         self._shared = _Shared()
         self._within, self._across = self._part(within), self._part(across)
+        self._own: dist.ProcessGroup | None = None  # made here, to be taken away at the end
+        self._beside: Communicator | None = None
+        self._ends = math.inf
 
     def _part(self, members: dist.ProcessGroup | None) -> Communicator | None:
         if members is None:
@@ -99,6 +104,19 @@ class Group(Communicator):
     @property
     def across(self) -> Communicator:
         return self._across or super().across
+
+    @property
+    def beside(self) -> Communicator:
+        if self._beside is None:
+            self.check()
+            began = time.monotonic()
+            try:
+                made = _another(self._ranks, dist.get_backend(self._group), self._timeout_s + _GRACE_S)
+            except RuntimeError as error:
+                raise self.fail("new_group", time.monotonic() - began, str(error)) from error
+            self._own, self._beside = made, self._part(made)
+        assert self._beside is not None
+        return self._beside
 
     def reduce_scatter(self, full: Tensor, out: Tensor, *, scratch: Tensor | None = None) -> Work:
         check_reduction(full, out, scratch, self.size)
@@ -151,7 +169,12 @@ class Group(Communicator):
         return dict(self._shared.counts)
 
     def close(self) -> bool:
-        quiet = [work.abandoned() for work in self._shared.under_way]
+        self._ends = min(self._ends, time.monotonic() + _GRACE_S)
+        quiet = [work.abandoned(self._ends) for work in self._shared.under_way]
+        # A part of the world's names its groups by how many there are: where one has gone, the next gets its name.
+        if self._own is not None and self.size == dist.get_world_size() and self._shared.failure is None and all(quiet):
+            dist.destroy_process_group(self._own)
+            self._own = None
         return all(quiet)
 
     def check(self) -> None:
@@ -239,9 +262,9 @@ class _GroupWork(Work):
             Timeline.end(self._event)
         self._complete = True
 
-    def abandoned(self) -> bool:
+    def abandoned(self, deadline: float) -> bool:
         """Gives the call a last moment to complete; what comes of it does not matter."""
-        return self._arrives_by(time.monotonic() + _GRACE_S)
+        return self._arrives_by(deadline)
 
     def _fault(self) -> str | None:
         """Waits; says what went wrong, if anything."""
@@ -349,6 +372,17 @@ def _number(environ: Mapping[str, str], name: str, *, least: int, default: int |
     if number < least:
         raise ConfigError(f"the environment says {name}={text!r}: it has to be a number, at least {least}")
     return number
+
+
+def _another(ranks: list[int], backend: str, timeout_s: float) -> dist.ProcessGroup:
+    """A new group of `ranks`, in this order, which all of them make."""
+    timeout = timedelta(seconds=timeout_s)
+    if ranks == list(range(dist.get_world_size())):
+        made = dist.new_group(timeout=timeout, backend=backend)
+    else:
+        made = dist.new_group(ranks, timeout, backend, use_local_synchronization=True, sort_ranks=False)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
 
 
 def _all_gather(out: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Any:

@@ -104,7 +104,8 @@ class GradientMovedError(OffloadError, RuntimeError):
 
 
 class AccumulationError(OffloadError, RuntimeError):
-    """More backward passes reached a parameter before `step()` than `accumulation` declares."""
+    """More backward passes reached a parameter before `step()` than `accumulation` declares, or not all that ranks
+    average is used, or dropped, on all of them."""
 
 
 class NonFiniteGradientError(OffloadError, ArithmeticError):

@@ -158,10 +158,8 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
                 given = torch.optim.AdamW(model.parameters()) if given is None else given
                 source = source_of(init)
                 plan = self._plan(given, source, device)
-            config = self._config
-            options = (config.stage, config.accumulation, config.param_tier, config.bucket_bytes)
-            commits = (config.commit_every, config.resume, config.split_master)
-            require_alike(self._comm, self._layout, *options, *commits)
+            undo.callback(self._comm.close)
+            require_alike(self._comm, self._layout, self._config)
             self._config, found, run_id = resuming.find_together(
                 undo, self._config, self._comm, self._layout, plan.wanted, plan.groups
             )
@@ -173,6 +171,8 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
             self._resumed = None if found is None else Resumed(found.commit.step, found.extra)
             if found is not None:
                 self._begin_at(found)
+            # Not before: a model that is left without values stays marked as taken.
+            undo.callback(self._attached.remove)
             self._undo = undo.pop_all()
         retire(given)
         with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
@@ -201,12 +201,7 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
             return build(split, config.chunk_numel, ranks=ranks.size, rank=ranks.rank, replicas=replicas)
 
         room = self._room(copier, params)
-        self._config, self._layout, _ = choose(
-            self._config,
-            laid_out,
-            direct=copier.direct,
-            room=room,
-        )
+        self._config, self._layout, _ = choose(self._config, laid_out, direct=copier.direct, room=room)
         wanted = resuming.describe(self._config, self._layout, params)
         return _Plan(params, device, copier, room, wanted, len(given.param_groups))
 
@@ -393,7 +388,6 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
                 self._attached.keep_parameters(self._room_at_end())
         finally:
             self._failure = ClosedError("the optimizer is closed: make a new one")
-            self._attached.remove()
             self._undo.close()
 
     def __enter__(self) -> Self:

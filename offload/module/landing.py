@@ -121,7 +121,7 @@ class Landing:
         return self._streams
 
     def before_gradients(self) -> None:
-        """Over several ranks gradients travel in one order with landings, so these come first."""
+        """Over several ranks gradients go, others' too, to where the last ones are until their step has landed."""
         if self._layout.ranks > 1:
             self.everything()
 

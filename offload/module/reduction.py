@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from offload.collectives import Communicator, Work
-from offload.errors import AccumulationError, RankError
+from offload.errors import AccumulationError
 from offload.layout import Chunk, Layout
 from offload.module.stages import Bucket, Buckets, cut_buckets, splits_of
 from offload.native import Kernels, sum_blocks
@@ -131,7 +131,6 @@ class ReducedGradients(Gradients):
         self._uses: dict[int, int] = {}
         self._under_way: deque[_Travelling] = deque()
         self._round = 0
-        self._sent = 0
         self._active: list[int] | None = None
         self._norms: dict[tuple[int, ...], float] = {}
 
@@ -188,30 +187,21 @@ class ReducedGradients(Gradients):
             )
 
     def forget_all(self) -> None:
+        """Raises: AccumulationError, as `collect`."""
         if self._active is None and any(self._arrived):
             self._end_rounds()
-        self._arrived = [0] * len(self._arrived)
-        self._round = 0
-        self._active = None
-        self._norms.clear()
+            self._agree(drops=True)
+        self._begin_anew()
 
     def collect(self, params: Collection[int]) -> list[int]:
-        """Waits until all that any rank has is averaged, summed and checked; returns what any of them names."""
+        """Waits until all that any rank has is averaged, summed and checked; returns what any of them names.
+
+        Raises: AccumulationError on all ranks if some drop what was averaged; it is dropped on all of them then.
+        """
         if self._active is None:
             with self._timeline.span("gradient_s"):
                 self._end_rounds()
-                mine = torch.zeros(1 + len(self._arrived), dtype=torch.int64, device="cpu")
-                mine[0] = self._sent
-                mine[[1 + param for param in params]] = 1
-                all_of_them = self._comm.gather(mine)
-                if not bool((all_of_them[:, 0] == self._sent).all()):
-                    raise RankError(
-                        f"the ranks sent {all_of_them[:, 0].tolist()} buckets of gradients: call step() and "
-                        "zero_grad() as often on every rank",
-                        collective="gather",
-                        waited_s=0.0,
-                    )
-                self._active = all_of_them[:, 1:].any(0).nonzero().flatten().tolist()
+                self._active = self._agree(params)
                 for param in self._active:
                     self._sum(param)
         return self._active
@@ -238,14 +228,40 @@ class ReducedGradients(Gradients):
 
     def reset(self) -> None:
         """On all ranks alike: what some of them have sent is sent by all."""
-        if self._comm.any_true(self._active is None and any(self._arrived)):
+        if self._active is None:
             self._end_rounds()
-        self.forget_all()
+        self._begin_anew()
 
     def close(self) -> None:
         """What is under way is not waited for here: the communicator says when nobody writes any more."""
         self._under_way.clear()
         self._lines.clear()
+
+    def _agree(self, params: Collection[int] = (), *, drops: bool = False) -> list[int]:
+        """Ends the rounds of a step on all ranks; returns what any of them names. Args: drops: nobody is to use them.
+
+        A rank that has nothing to drop is not here, but on its way to its next gradients: they have met those that the
+        others drop by then, and are as lost.
+        """
+        mine = torch.zeros(1 + len(self._arrived), dtype=torch.uint8, device="cpu")
+        mine[0] = drops
+        mine[[1 + param for param in params]] = 1
+        told = self._comm.gather(mine)
+        if bool((told[:, 0] != drops).any()):
+            self._begin_anew()
+            who = [[rank for rank, row in enumerate(told) if bool(row[0]) is dropped] for dropped in (True, False)]
+            raise AccumulationError(
+                f"the gradients of ranks {who[0]} were dropped by zero_grad() when they had been averaged with those "
+                f"of ranks {who[1]}: all of them are dropped now; after a backward on any rank call step() on every "
+                "rank, or run it on every rank and call zero_grad() there"
+            )
+        return told[:, 1:].any(0).nonzero().flatten().tolist()
+
+    def _begin_anew(self) -> None:
+        self._arrived = [0] * len(self._arrived)
+        self._round = 0
+        self._active = None
+        self._norms.clear()
 
     def _add(self, param: int, grad: Tensor) -> Tensor:
         """Adds a micro-batch's gradient; returns the sum."""
@@ -306,7 +322,6 @@ class ReducedGradients(Gradients):
         average = buffer.part[: 4 * bucket.numel].view(torch.float32) if adds else own
         scratch = buffer.scratch[: numel * wire.itemsize].view(wire)
         work = self._comm.reduce_scatter(full, average, scratch=scratch)
-        self._sent += 1
         self._under_way.append(_Travelling(work, buffer, average, own if adds else None))
 
     def _finish_one(self) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from offload.collectives import Communicator
+from offload.config import Config
 from offload.errors import ConfigError, OffloadError
 from offload.layout import Layout
 
@@ -71,10 +72,16 @@ def all_or_none(comm: Communicator, elsewhere: OffloadError | None = None) -> It
         raise elsewhere or ConfigError("another rank could not take the model: its own error says why")
 
 
-def require_alike(comm: Communicator, layout: Layout, *options: object) -> None:
-    """Raises: ConfigError if the ranks' models, or what else decides about what they send, differ; RankError."""
-    if not comm.all_agree(repr((layout.specs, layout.flats, layout.ranks, layout.replicas, options))):
+def require_alike(comm: Communicator, layout: Layout, config: Config) -> None:
+    """Makes the order of collectives `beside` others, as this is the first time that ranks meet as ranks of one run.
+
+    Raises: ConfigError if their models, or what else decides about what they send, differ; RankError.
+    """
+    options = (config.stage, config.accumulation, config.param_tier, config.bucket_bytes)
+    commits = (config.commit_every, config.resume, config.split_master)
+    if not comm.all_agree(repr((layout.specs, layout.flats, layout.ranks, layout.replicas, options, commits))):
         raise ConfigError(
             "the ranks differ in the model (names, sizes, dtypes, units, param groups), or in stage, accumulation, "
             "param_tier, commit_every, resume, Tuning.split_master or Tuning.bucket: give all of them the same"
         )
+    comm.beside.barrier()

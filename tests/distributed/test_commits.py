@@ -30,7 +30,7 @@ from tests.support.ranks import World, Worlds
 from tests.support.sharded import batches_of, communicators
 from tests.support.training import LR, schedule
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 2.0
 STEPS, AT, MORE = 7, 3, 2
 """Steps of a training; the one that is committed, and how many follow before it ends without another commit."""
 SPLIT = {"split_master": True}

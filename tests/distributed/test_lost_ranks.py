@@ -16,8 +16,15 @@ import torch.distributed as dist
 
 from offload import OffloadZero, Tuning, comm
 from offload.collectives import Communicator
-from offload.errors import AccumulationError, BudgetError, ConfigError, NonFiniteGradientError, RankError
-from tests.support import models
+from offload.errors import (
+    AccumulationError,
+    BudgetError,
+    ConfigError,
+    NonFiniteGradientError,
+    OffloadError,
+    RankError,
+)
+from tests.support import models, sharded
 from tests.support.ranks import World, Worlds
 
 TIMEOUT_S = 2.0
@@ -148,6 +155,7 @@ def test_what_was_under_way_fails_with_the_first(world: World) -> None:
     world.start(_wait_for_two)
     for waited_s in world.results(20, ranks=[0, 1]):
         assert TIMEOUT_S <= waited_s < 1.4 * TIMEOUT_S
+    world.signal(2, signal.SIGKILL)
 
 
 def _close_with_work_under_way() -> bool:
@@ -278,20 +286,91 @@ def test_gradients_are_dropped_on_all_ranks_or_not_at_all(worlds: Worlds) -> Non
     assert first[2] > 0
 
 
-def _send_more() -> str:
-    model = models.build("mlp")
-    batches = models.losses("mlp", model)
-    with OffloadZero(model, tuning=Tuning(threads=1)) as optimizer:
-        next(batches)().backward()
-        optimizer._parts.sink._sent += dist.get_rank()  # type: ignore[attr-defined]
-        with pytest.raises(RankError) as caught:
+def _drop_on_some(stage: int, accumulation: int, way: str | None) -> tuple[list[str], list[torch.Tensor]]:
+    """What is said where not all ranks drop their gradients, and what a training that goes on after it makes."""
+    model = models.build("gpt")
+    rank = dist.get_rank()
+    said: list[str] = []
+    with OffloadZero(model, stage=stage, accumulation=accumulation, tuning=Tuning(threads=1, bucket=4096)) as optimizer:
+
+        def train(batches: Iterator[Any]) -> None:
+            for _ in range(accumulation):
+                (next(batches)() / accumulation).backward()
             optimizer.step()
-    return str(caught.value)
+            optimizer.zero_grad()
+
+        train(sharded.batches_of("gpt", model, rank, 2))
+        if way is not None:
+            batches = models.losses("gpt", model)
+            loss = next(batches)()
+            if way == "other dropped" or rank == 0:
+                loss.backward()
+            try:
+                if way != "other dropped" or rank == 0:
+                    optimizer.zero_grad()
+                    train(batches)
+                else:
+                    optimizer.step()
+            except AccumulationError as error:
+                said.append(str(error))
+            optimizer.zero_grad()
+        batches = sharded.batches_of("gpt", model, rank, 2)
+        for _ in range(2):
+            train(batches)
+        optimizer.synchronize()
+        return said, [param.detach().clone() for param in model.parameters()]
 
 
-def test_ranks_that_sent_other_buckets_are_told_so(worlds: Worlds) -> None:
-    for said in worlds(2).run(_send_more):
-        assert "call step() and zero_grad() as often on every rank" in said
+@pytest.mark.parametrize("way", ["only one had any", "other dropped"])
+@pytest.mark.parametrize(("stage", "accumulation"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_gradients_dropped_on_some_ranks_are_an_error_on_all_and_they_go_on(
+    worlds: Worlds, stage: int, accumulation: int, way: str
+) -> None:
+    _, expected = worlds(2).run(_drop_on_some, stage, accumulation, None)[0]
+    for said, params in worlds(2).run(_drop_on_some, stage, accumulation, way, timeout_s=40):
+        assert [text.split(":")[0] for text in said] == [
+            "the gradients of ranks [0] were dropped by zero_grad() when they had been averaged with those of ranks [1]"
+        ]
+        assert all(torch.equal(one, other) for one, other in zip(params, expected, strict=True))
+
+
+def _backward_on_some(way: str) -> tuple[str, int]:
+    """The error, and the steps that were made."""
+    made = comm.connect
+
+    def connect(*args: Any, **options: Any) -> Communicator:
+        return made(*args, **{"timeout_s": TIMEOUT_S} | options)
+
+    model = models.build("gpt")
+    batches = models.losses("gpt", model)
+    with patch.object(comm, "connect", connect):
+        optimizer = OffloadZero(model, stage=3, tuning=Tuning(threads=1))
+    next(batches)().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    said = "nothing"
+    try:
+        loss = next(batches)()
+        if dist.get_rank() == 0:
+            loss.backward()
+        if way == "zero_grad":
+            optimizer.zero_grad()
+            next(batches)().backward()
+        optimizer.step()
+    except OffloadError as error:
+        said = type(error).__name__
+    steps = optimizer.stats()["step"]
+    with suppress(OffloadError):
+        optimizer.close()
+    return said, steps
+
+
+@pytest.mark.parametrize("way", ["step", "zero_grad"])
+def test_at_stage_3_a_backward_on_one_rank_alone_is_an_error_and_no_step(way: str) -> None:
+    """It gathers units, which the other ranks do not enter."""
+    with World(2, group_timeout_s=TIMEOUT_S + 2) as world:
+        for said, steps in world.run(_backward_on_some, way, timeout_s=30):
+            assert (said, steps) == ("RankError", 1)
 
 
 def _not_finite(skip: bool) -> tuple[int, str]:

@@ -111,6 +111,38 @@ def test_a_rank_without_gradients_counts_as_zeros(worlds: Worlds, stage: int) ->
     trained(worlds, "mlp", 2, 3, idle=True, stage=stage)
 
 
+@pytest.mark.parametrize("wire", ["plain", "late"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_may_use_other_parameters_of_a_block(worlds: Worlds, stage: int, wire: str) -> None:
+    """Their buckets are full at other times, between other collectives: gathers of the next block, for one."""
+    trained(worlds, "turns", 2, 4, idle=True, stage=stage, wire=wire)
+
+
+def _committing(path: str, every: int | None) -> list[torch.Tensor]:
+    """Without clipping, which would collect all gradients before the commit."""
+    model = models.build("turns")
+    rank = torch.distributed.get_rank()
+    model.calls = rank  # type: ignore[assignment]
+    batches = sharded.batches_of("turns", model, rank, 2)
+    with OffloadZero(model, stage=2, path=path, commit_every=every, tuning=TUNING) as optimizer:
+        for _ in range(4):
+            next(batches)().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        return [param.detach().clone() for param in model.parameters()]
+
+
+def test_a_commit_may_come_when_not_all_ranks_have_sent_as_much(worlds: Worlds, tmp_path: Path) -> None:
+    plain, *others = [
+        params
+        for every in (None, 1)
+        for params in worlds(2).run(_committing, str(tmp_path / f"{every}"), every, timeout_s=40)
+    ]
+    for params in others:
+        assert all(torch.equal(one, other) for one, other in zip(plain, params, strict=True))
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_collectives_at_the_last_moment_give_the_same_bits(worlds: Worlds, stage: int, accumulation: int) -> None:

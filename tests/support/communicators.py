@@ -19,6 +19,7 @@ class _Around(Communicator):
         self._inner = inner
         self._within = self if inner.within is inner else self._like(inner.within)
         self._across = inner.across if inner.across.size == 1 else self._like(inner.across)
+        self._beside: Communicator | None = None
 
     def _like(self, inner: Communicator) -> Communicator:
         return type(self)(inner)
@@ -30,6 +31,12 @@ class _Around(Communicator):
     @property
     def across(self) -> Communicator:
         return self._across
+
+    @property
+    def beside(self) -> Communicator:
+        if self._beside is None:
+            self._beside = self._like(self._inner.beside)
+        return self._beside
 
     def stats(self) -> dict[str, int]:
         return self._inner.stats()
@@ -54,29 +61,43 @@ class _DelayedWork(Work):
         self._inner.wait()
 
 
+class _Link:
+    """One transfer at a time."""
+
+    def __init__(self) -> None:
+        self.free = 0.0
+        self.busy_s = 0.0
+
+
 class Delayed(_Around):
     """Each collective takes `delay_s` seconds longer, one after the other: a link, which needs no core meanwhile.
 
-    Args: timeline: gets the link's events. Attribute: busy_s, seconds in which the link was used.
+    Args: timeline: gets the link's events; link: of the group that this one is a part of.
     """
 
-    def __init__(self, inner: Communicator, delay_s: float, timeline: Timeline | None = None) -> None:
+    def __init__(
+        self, inner: Communicator, delay_s: float, timeline: Timeline | None = None, link: _Link | None = None
+    ) -> None:
         self._delay_s = delay_s
         self._timeline = timeline or Timeline()
+        self._link = link or _Link()
         super().__init__(inner)
-        self._free = 0.0
-        self.busy_s = 0.0
 
     def _like(self, inner: Communicator) -> Communicator:
-        return type(self)(inner, self._delay_s, self._timeline)
+        return type(self)(inner, self._delay_s, self._timeline, self._link)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which the link was used."""
+        return self._link.busy_s
 
     def _arrival(self, name: str) -> float:
-        now = time.monotonic()
-        self._free = max(self._free, now) + self._delay_s
-        self.busy_s += self._delay_s
+        now, link = time.monotonic(), self._link
+        link.free = max(link.free, now) + self._delay_s
+        link.busy_s += self._delay_s
         if (event := self._timeline.begin(COLLECTIVES, name)) is not None:
-            threading.Timer(self._free - now, Timeline.end, [event]).start()
-        return self._free
+            threading.Timer(link.free - now, Timeline.end, [event]).start()
+        return link.free
 
     def reduce_scatter(self, full: Tensor, out: Tensor, *, scratch: Tensor | None = None) -> Work:
         arrives = self._arrival("reduce_scatter")
@@ -114,14 +135,19 @@ class _LateWork(Work):
         self._owner = owner
         self._start = start
         self._work: Work | None = None
+        self._is_over = False
 
     def done(self) -> bool:
-        return self._work is not None
+        return self._is_over
 
-    def launch(self) -> None:
-        work = self._start()
-        work.wait()
-        self._work = work
+    def launch(self) -> Work:
+        if self._work is None:
+            self._work = self._start()
+        return self._work
+
+    def end(self) -> None:
+        self.launch().wait()
+        self._is_over = True
 
     def wait(self) -> None:
         self._owner.launch_until(self)
@@ -130,18 +156,27 @@ class _LateWork(Work):
 class Late(_Around):
     """Does each collective at the last moment that the contract allows, so that a missing wait gives wrong bits.
 
-    What is sent is read when the work, or one launched after it, is waited for; until then `out` and `scratch` are
-    NaN. The order among the ranks stays.
+    What is sent is read when the work, or one launched after it, is waited for, or anything in another order (see
+    `beside`), for which another rank may need this first; until then `out` and `scratch` are NaN. The order among the
+    ranks stays.
     """
 
-    def __init__(self, inner: Communicator) -> None:
+    def __init__(self, inner: Communicator, family: list[Late] | None = None) -> None:
+        self._family = [] if family is None else family
+        self._family.append(self)
         super().__init__(inner)
         self._waiting: list[_LateWork] = []
 
+    def _like(self, inner: Communicator) -> Communicator:
+        return type(self)(inner, self._family)
+
     def launch_until(self, last: _LateWork | None) -> None:
         """Everything before `last`, and that; None: everything."""
+        for other in self._family:
+            for work in other._waiting if other is not self else ():
+                work.launch()
         while self._waiting and (last is None or not last.done()):
-            self._waiting.pop(0).launch()
+            self._waiting.pop(0).end()
 
     def _later(self, start: Callable[[], Work], *poisoned: Tensor) -> Work:
         with torch.no_grad():
@@ -176,5 +211,7 @@ class Late(_Around):
         return self._inner.gather(values)
 
     def close(self) -> bool:
-        self.launch_until(None)
+        for one in (self, self._beside):
+            if isinstance(one, Late):
+                one.launch_until(None)
         return super().close()

@@ -32,6 +32,38 @@ class Mlp(nn.Module):
         return x + self.rare if self.calls % 3 == 0 else x
 
 
+class Turn(nn.Module):
+    """A block, one of whose parameters is not used every time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rare = nn.Parameter(torch.zeros(33))
+        self.linear = nn.Linear(33, 33)
+
+    def forward(self, x: Tensor, whole: bool) -> Tensor:
+        x = x + torch.tanh(self.linear(x))
+        return x * (1 + self.rare) if whole else x
+
+
+class Turns(nn.Module):
+    """Blocks in which not every parameter gets a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(13, 33)
+        self.blocks = nn.ModuleList(Turn() for _ in range(4))
+        self.last = nn.Linear(33, 7)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.first(x)
+        for number, block in enumerate(self.blocks):
+            x = block(x, (self.calls + number) % 3 == 0)
+        out: Tensor = self.last(x)
+        return out
+
+
 class Times(nn.Module):
     """A weight, times what comes: of which the gradient is just that."""
 
@@ -76,7 +108,7 @@ def build(kind: str) -> nn.Module:
     torch.manual_seed(7)
     if kind == "gpt":
         return GPT(GPTConfig(layers=3, heads=2, width=32, context=16))
-    return {"mlp": Mlp, "conv": ConvNet, "sums": Sums}[kind]()
+    return {"mlp": Mlp, "conv": ConvNet, "sums": Sums, "turns": Turns}[kind]()
 
 
 KINDS = ("gpt", "mlp", "conv")
@@ -97,7 +129,7 @@ def losses(kind: str, model: nn.Module, device: str = "cpu") -> Iterator[Callabl
         if kind == "sums":
             which = torch.randint(4, (5431,), generator=generator)
             return torch.tensor([1e8, -1e8, 1.0, 1 / 3])[which].to(device), which
-        shape = (6, 13) if kind == "mlp" else (3, 3, 9, 9)
+        shape = (6, 13) if kind in ("mlp", "turns") else (3, 3, 9, 9)
         return torch.randn(shape, generator=generator).to(device), torch.randint(7, shape[:1], generator=generator).to(
             device
         )
