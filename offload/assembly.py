@@ -222,7 +222,7 @@ def _sink(
         return GradientSink(layout, config.accumulation, arena, kernels, copier, timeline, stored)
     assert config.stage is not None
     return ReducedGradients(
-        layout, config.stage, config.accumulation, config.bucket_bytes, arena, kernels, comm.beside, timeline
+        layout, config.stage, config.accumulation, config.bucket_bytes, arena, kernels, comm.beside, timeline, stored
     )
 
 

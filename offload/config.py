@@ -189,17 +189,17 @@ def over_ranks(config: Config, *, ranks: int, ranks_on_node: int, device: torch.
             f"the model is on {device} and there are {ranks} ranks: over several ranks this version trains on the CPU "
             "only; start one process, or move the model there"
         )
-    if config.grad_tier != "cpu":
-        raise ConfigError(
-            f"grad_tier={config.grad_tier!r} with {ranks} ranks: over several ranks gradients stay in RAM, of which a "
-            "rank holds its partition only; leave grad_tier out"
-        )
     streams = config.param_tier != "device"
     stage = config.stage or (3 if streams else 2)
     if streams and stage < 3:
         raise ConfigError(
             f"param_tier={config.param_tier!r} with stage={stage}: at stages 1 and 2 every rank has all parameters on "
             "its device; choose stage=3, or leave param_tier out"
+        )
+    if config.grad_tier == "nvme" and stage == 1 and config.accumulation > 1:
+        raise ConfigError(
+            f'grad_tier="nvme" with stage=1 and accumulation={config.accumulation}: at stage 1 each rank sums whole '
+            "gradients in RAM; choose stage=2, or leave grad_tier out"
         )
     # A rank's partition of the parameters rests in RAM, which is the device's memory, too.
     tier: ParamTier = "cpu" if stage == 3 and not streams else config.param_tier

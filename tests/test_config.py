@@ -164,7 +164,7 @@ def test_the_stage_follows_from_where_parameters_live() -> None:
     ("options", "message"),
     [
         ({"stage": 2, "param_tier": "cpu"}, "choose stage=3"),
-        ({"grad_tier": "nvme", "path": "/a"}, "leave grad_tier out"),
+        ({"grad_tier": "nvme", "path": "/a", "stage": 1, "accumulation": 2}, "leave grad_tier out"),
         ({"device": "cuda"}, "trains on the CPU only"),
     ],
 )

@@ -3,8 +3,8 @@
 [Note: the way of a gradient over ranks]
 A rank holds the gradients of its own partitions only. A hook hands over each parameter's gradient; when those of all
 parameters in a bucket are there (module/stages.py), they are copied into a buffer of constant size and sent; what comes
-back is the average over the ranks of the bucket's part of this rank's partition, which goes into RAM. Until then the
-gradients lie where autograd made them.
+back is the average over the ranks of the bucket's part of this rank's partition, which goes into RAM, or to its slots
+(module/waiting.py). Until then the gradients lie where autograd made them.
 
 A *round* sends each bucket once, all ranks in the same order, with zeros where a rank has no gradient. A step is one
 round; with accumulation at stages 2 and 3 one a micro-batch, summed in fp32: a round ends when a gradient comes that
@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
 
@@ -29,10 +29,12 @@ from torch import Tensor
 from offload.collectives import Communicator, Work
 from offload.errors import AccumulationError
 from offload.layout import Chunk, Layout
+from offload.module import waiting
 from offload.module.stages import Bucket, Buckets, cut_buckets, splits_of
-from offload.native import Kernels, sum_blocks
+from offload.native import Kernels
 from offload.optim.sink import Gradients, too_often
 from offload.store.arena import Arena, carved_bytes
+from offload.store.store import Store
 from offload.timeline import GRADIENTS, SUMS, Timeline
 
 BUFFERS = 3
@@ -46,7 +48,9 @@ class Reduction:
     by flat, the dtypes of what travels and of what stays.
     """
 
-    def __init__(self, layout: Layout, stage: int, accumulation: int, bucket_bytes: int) -> None:
+    def __init__(
+        self, layout: Layout, stage: int, accumulation: int, bucket_bytes: int, *, stored: bool = False
+    ) -> None:
         self.sums_locally = stage == 1 and accumulation > 1
         self.rounds = 1 if self.sums_locally else accumulation
         dtypes = [flat.dtype for flat in layout.flats]
@@ -54,23 +58,17 @@ class Reduction:
         self.held = [torch.float32 if accumulation > 1 else dtype for dtype in dtypes]
         self.buckets = cut_buckets(layout, splits_of(layout, layout.ranks), bucket_bytes // 4)
         self.full_bytes = max((layout.ranks * b.numel * self.wire[b.flat].itemsize for b in self.buckets), default=0)
-        self.part_bytes = max((4 * b.numel for b in self.buckets), default=0) if self.rounds > 1 else 0
+        averages = (b.numel * self.held[b.flat].itemsize for b in self.buckets)
+        self.part_bytes = max(averages, default=0) if self.rounds > 1 or stored else 0
         self.buffers = min(BUFFERS, len(self.buckets))
-        self.parts = [layout.part_numel(flat.index) * self.held[flat.index].itemsize for flat in layout.flats]
         self.whole = [4 * flat.numel for flat in layout.flats] if self.sums_locally else []
-        self.sums = [_sum_blocks(layout, param) for param in range(len(layout.specs))]
+        self._waiting = waiting.arena_bytes(layout, self.held, stored=stored)
 
     @property
     def arena_bytes(self) -> int:
         """What the sink takes from the arena."""
         buffer = 2 * carved_bytes(self.full_bytes) + carved_bytes(self.part_bytes)
-        kept = sum(map(carved_bytes, chain(self.parts, self.whole)))
-        return kept + self.buffers * buffer + carved_bytes(8 * sum(self.sums))
-
-
-def _sum_blocks(layout: Layout, param: int) -> int:
-    first, last = layout.held_of(param)
-    return sum_blocks(first, last - first) if first < last else 0
+        return self._waiting + sum(map(carved_bytes, self.whole)) + self.buffers * buffer
 
 
 @dataclass
@@ -84,12 +82,15 @@ class _Buffer:
 
 @dataclass
 class _Travelling:
-    """A bucket under way. into: where its average is to be added; None: it is there by itself."""
+    """A bucket under way. average: of its elements of this rank's partition; is_beside: not where they belong yet;
+    round: see the note at the top."""
 
     work: Work
     buffer: _Buffer
+    bucket: Bucket
     average: Tensor
-    into: Tensor | None
+    is_beside: bool
+    round: int
 
 
 class ReducedGradients(Gradients):
@@ -108,22 +109,24 @@ class ReducedGradients(Gradients):
         kernels: Kernels,
         comm: Communicator,
         timeline: Timeline,
+        store: Store | None = None,
     ) -> None:
         self._layout = layout
-        self._plan = Reduction(layout, stage, accumulation, bucket_bytes)
+        self._plan = Reduction(layout, stage, accumulation, bucket_bytes, stored=store is not None)
         self.accumulation = accumulation
         self.scale = 1.0
         self._kernels = kernels
         self._comm = comm
         self._timeline = timeline
         plan = self._plan
-        self._parts = [arena.carve(n).view(dtype) for n, dtype in zip(plan.parts, plan.held, strict=True)]
+        held = (layout, plan.held, arena, kernels)
+        self._waiting: waiting.Waiting = waiting.InRam(*held) if store is None else waiting.InSlots(*held, store)
         self._whole = [arena.carve(n).view(torch.float32) for n in plan.whole]
         self._free = [
             _Buffer(arena.carve(plan.full_bytes), arena.carve(plan.full_bytes), arena.carve(plan.part_bytes))
             for _ in range(plan.buffers)
         ]
-        self._sums = list(arena.carve(8 * sum(plan.sums)).view(torch.float64).split(plan.sums))
+        self._sums = self._waiting.sums
         self._buckets = Buckets(plan.buckets, _order(layout, plan.buckets))
         self._buckets_of = Counter(param for bucket in plan.buckets for param in bucket.params)
         self._arrived = [0] * len(layout.specs)
@@ -136,22 +139,19 @@ class ReducedGradients(Gradients):
 
     def line(self, param: int) -> Tensor:
         """What this rank holds of the gradient of `param`: elements `layout.held_of(param)`, on the CPU."""
-        flat, offset = self._layout.places[param]
-        first, last = self._layout.held_of(param)
-        start = offset - self._layout.part_of(flat)[0]
-        return self._parts[flat][start + first : start + last] if first < last else self._parts[flat][:0]
+        return self._waiting.line(param)
 
-    @contextmanager
-    def taken(self, index: int) -> Iterator[Tensor]:
-        yield self.chunk(index)
+    def taken(self, index: int) -> AbstractContextManager[Tensor]:
+        return self._waiting.taken(index)
+
+    def expect(self, chunks: Iterable[int]) -> None:
+        self._waiting.expect(chunks)
 
     def dtype(self, chunk: Chunk) -> torch.dtype:
         return self._plan.held[chunk.flat]
 
     def chunk(self, index: int) -> Tensor:
-        chunk = self._layout.chunks[index]
-        start = chunk.start - self._layout.part_of(chunk.flat)[0]
-        return self._parts[chunk.flat][start : start + chunk.numel]
+        return self._waiting.chunk(index)
 
     def has(self, param: int) -> bool:
         return self._arrived[param] > 0
@@ -202,8 +202,8 @@ class ReducedGradients(Gradients):
             with self._timeline.span("gradient_s"):
                 self._end_rounds()
                 self._active = self._agree(params)
-                for param in self._active:
-                    self._sum(param)
+                with self._timeline.event(SUMS, "sums of squares"):
+                    self._waiting.sum(self._active)
         return self._active
 
     def drain(self) -> None:
@@ -317,27 +317,22 @@ class ReducedGradients(Gradients):
             self._uses[param] -= 1
             if not self._uses[param]:
                 del self._lines[param]
-        own = self._parts[bucket.flat][bucket.start : bucket.start + bucket.numel]
-        adds = self._round > 0
-        average = buffer.part[: 4 * bucket.numel].view(torch.float32) if adds else own
+        place = self._waiting.place(bucket) if self._round == 0 else None
+        held = self._plan.held[bucket.flat]
+        average = buffer.part[: held.itemsize * bucket.numel].view(held) if place is None else place
         scratch = buffer.scratch[: numel * wire.itemsize].view(wire)
         work = self._comm.reduce_scatter(full, average, scratch=scratch)
-        self._under_way.append(_Travelling(work, buffer, average, own if adds else None))
+        self._under_way.append(_Travelling(work, buffer, bucket, average, place is None, self._round))
 
     def _finish_one(self) -> None:
         # Forgotten only when it is done: whoever is interrupted here has to wait again.
         first = self._under_way[0]
         first.work.wait()
         self._under_way.popleft()
-        if first.into is not None:
-            self._kernels.accumulate(first.into, first.average)
+        if first.is_beside:
+            is_last = first.round + 1 == self._plan.rounds
+            self._waiting.put(first.bucket, first.average, is_first=first.round == 0, is_last=is_last)
         self._free.append(first.buffer)
-
-    def _sum(self, param: int) -> None:
-        first, last = self._layout.held_of(param)
-        if first < last:
-            with self._event(SUMS, "sum of squares", param):
-                self._kernels.sum_squares(self.line(param), first, self._sums[param])
 
     def _event(self, lane: str, name: str, param: int) -> AbstractContextManager[None]:
         return self._timeline.event(lane, name, parameter=self._layout.specs[param].name)

@@ -189,7 +189,8 @@ def _gradient_bytes(planned: Planned) -> int:
     stored = config.grad_tier == "nvme"
     if layout.ranks > 1:
         assert config.stage is not None
-        return Reduction(layout, config.stage, config.accumulation, config.bucket_bytes).arena_bytes
+        reduction = Reduction(layout, config.stage, config.accumulation, config.bucket_bytes, stored=stored)
+        return reduction.arena_bytes
     return gradients.arena_bytes(planned.layout, config.accumulation, direct=planned.direct, stored=stored)
 
 

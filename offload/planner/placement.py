@@ -244,7 +244,8 @@ def _fixed_bytes(layout: Layout, config: Config, *, direct: bool) -> int:
     pools = [pool.nbytes for pool in (_params_pool(layout, config), _grads_pool(layout, config)) if pool is not None]
     if layout.ranks > 1:
         assert config.stage is not None
-        reduction = Reduction(layout, config.stage, config.accumulation, config.bucket_bytes)
+        stored = config.grad_tier == "nvme"
+        reduction = Reduction(layout, config.stage, config.accumulation, config.bucket_bytes, stored=stored)
         return reduction.arena_bytes + exchange.arena_bytes(layout) + sum(pools)
     stored = config.grad_tier == "nvme"
     returned = step.arena_bytes(
