@@ -202,11 +202,11 @@ def larger(
     grid.show(Console(width=190), "Larger than memory")
     text = (
         f"`offload train --param-tier nvme --grad-tier nvme --steps {steps} --batch {batch} --seq {seq} --lr {lr:g}` "
-        f"with the `--cpu-memory` of the table, in a memory cgroup of {margin} more, in which the kernel kills what needs "
-        "more. "
-        "`forward`, `backward`, `step`: a step. `bytes a parameter and step`: read and written, those of validation "
-        "and sample included, which read all parameters again. `loss`: of the first and of the last step. At the lr of 1e-3 "
-        "of longer runs it rises in the first steps, which have no warm-up to speak of, as it does with torch's AdamW."
+        f"with the `--cpu-memory` of the table, in a memory cgroup of {margin} more, in which the kernel kills what "
+        "needs more. `forward`, `backward`, `step`: a step. `bytes a parameter and step`: read and written, those of "
+        "validation and sample included, which read all parameters again. `loss`: of the first and of the last step. "
+        "At the lr of 1e-3 of longer runs it rises in the first steps, which have no warm-up to speak of, as it does "
+        "with torch's AdamW."
     )
     if save:
         _save("larger.md", "Larger than memory", text, grid)
