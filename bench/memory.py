@@ -67,7 +67,7 @@ def child(layers: int, path: Path) -> None:
     model = GPT(config, device="meta")
     optimizer = OffloadZero(
         model, path=path, param_tier="nvme", grad_tier="nvme", cpu_memory=BUDGET_BYTES, init=initial_values(config, 0),
-        tuning=Tuning(chunk=CHUNK_BYTES),
+        commit_every=None, tuning=Tuning(chunk=CHUNK_BYTES),
     )  # fmt: skip
     resident = Resident(model)
     tokens = torch.arange(TOKENS).view(1, -1)

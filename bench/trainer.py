@@ -152,7 +152,7 @@ class Offload(Trainer):
         if options["tier"] == "nvme":
             least = least_cpu_memory(model, adamw, tuning=tuning)
             room = options["buffers"] * (3 * options["chunk"] + SLOT_MARGIN)
-            places |= {"path": spec["path"], "cpu_memory": least + room}
+            places |= {"path": spec["path"], "cpu_memory": least + room, "commit_every": None}
         self._optimizer = OffloadZero(model, adamw, **places)
         self.model = model
 

@@ -114,7 +114,7 @@ class Commits:
         """This rank's part before the decision, durable: what is in the slots. None: all of it is committed already."""
         slots = self._parts.slots
         if self._config.commit_every is None or slots is None:
-            raise ConfigError("commit() needs commit_every: 0 for commit() alone, or a number of steps")
+            raise ConfigError("commit() needs a path, and commit_every: 0 for commit() alone, or a number of steps")
         versions = self._flush()
         if self.last is not None and self.last.step == step:
             if extra is None and versions == self._versions:

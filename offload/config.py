@@ -24,6 +24,8 @@ SUM_BLOCK = 65536
 """Elements whose squares are summed together (kernels.h: OFFLOAD_SUM_BLOCK)."""
 COMPUTE_DTYPES = (torch.bfloat16, torch.float32)
 STAGES = (1, 2, 3)
+COMMIT_EVERY = 100
+"""Steps between commits where a path is given and nothing is said about them."""
 LEAST_IN_FLIGHT = 3
 """Chunks in flight in a step: one is read while one is in Adam and one is written."""
 
@@ -117,7 +119,7 @@ def check(
     param_tier: str | None = None,
     stage: int | None = None,
     grad_tier: str | None = None,
-    commit_every: int | None = None,
+    commit_every: int | str | None = "auto",
     resume: bool | str | PathLike | Sequence[PathLike] = False,
     tuning: Tuning | None = None,
     **reserved: Any,
@@ -131,7 +133,8 @@ def check(
         raise ConfigError(f"tuning={tuning!r} is not a Tuning: give offload.Tuning(chunk=...)")
     _refuse_reserved(reserved, tuning)
     directories = _paths(path)
-    chosen = _tier(tier, directories, commits=commit_every is not None)
+    commits = _commit_every(commit_every, directories)
+    chosen = _tier(tier, directories, commits=commits is not None)
     if compute_dtype not in COMPUTE_DTYPES:
         allowed = ", ".join(str(dtype) for dtype in COMPUTE_DTYPES)
         raise ConfigError(f"compute_dtype={compute_dtype} is not available: choose one of {allowed}")
@@ -158,7 +161,7 @@ def check(
         stage=_stage(stage),
         bucket_bytes=parse_bytes(tuning.bucket, "Tuning.bucket"),
         grad_tier=_grad_tier(grad_tier, chosen),
-        commit_every=_commit_every(commit_every, directories),
+        commit_every=commits,
         resume=_resume(resume, directories),
         origins=_origins(resume, directories),
         units=_units(tuning.units),
@@ -257,8 +260,8 @@ def _tier(tier: str | None, paths: tuple[Path, ...], *, commits: bool) -> Tier:
     if tier == "cpu":
         if paths and not commits:
             raise ConfigError(
-                f'path={str(paths[0])!r} has no use with tier="cpu" and no commits: drop it, give commit_every, or '
-                'choose tier="nvme"'
+                f'path={str(paths[0])!r} has no use with tier="cpu" and no commits: drop it, drop '
+                'commit_every=None, or choose tier="nvme"'
             )
         return "cpu"
     raise ConfigError(f'tier={tier!r} is not a tier for the optimizer states: choose "cpu" or "nvme"')
@@ -292,7 +295,11 @@ def _grad_tier(tier: str | None, states: Tier) -> Tier:
     raise ConfigError(f'grad_tier={tier!r} is not a tier for gradients: choose "cpu" or "nvme"')
 
 
-def _commit_every(value: int | None, paths: tuple[Path, ...]) -> int | None:
+def _commit_every(value: int | str | None, paths: tuple[Path, ...]) -> int | None:
+    if value == "auto":
+        return COMMIT_EVERY if paths else None
+    if isinstance(value, str):
+        raise ConfigError(f'commit_every={value!r}: give a number of steps, 0, None or "auto"')
     checked = _whole("commit_every", value, least=0)
     if checked is not None and not paths:
         raise ConfigError(f'commit_every={value} needs path="...", the directory in which what is committed lies')

@@ -86,7 +86,7 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
             docs/guide.md for what is different then. None: the fastest that fits the budgets.
         grad_tier: where gradients wait for the step: "cpu" or "nvme"; None: the fastest that fits.
         commit_every: steps between commits, each made where the next step begins; 0: only `commit()`; None: no commits,
-            one slot a chunk and half the space.
+            one slot a chunk and half the space. "auto": 100 where a `path` is given, else None.
         resume: True: continue the committed run in `path`; "auto": if there is one; or the directories of the run, as a
             list, if they are not all in `path`; see `resumed`. In another layout (chunks, directories, ranks, split
             masters) the commit is first written anew, beside the old one, which is removed when that is committed.
@@ -117,7 +117,7 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
         keep_fp32: Iterable[nn.Module | type[nn.Module]] = (),
         accumulation: int = 1,
         nonfinite: str = "raise",
-        commit_every: int | None = None,
+        commit_every: int | str | None = "auto",
         resume: bool | str | PathLike | Sequence[PathLike] = False,
         device: torch.device | str | None = None,
         init: Init = None,

@@ -55,7 +55,7 @@ def load_groups(groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any],
     if state_dict.get("step") != step:
         raise ResumeError(
             f"the state dict is of step {state_dict.get('step')}, this optimizer is at step {step}, and masters and "
-            "moments are not in a state dict: give commit_every and resume=True for that"
+            "moments are not in a state dict: commit to a path, and give resume=True, for that"
         )
     for group, other in zip(groups, theirs, strict=True):
         group.update({key: value for key, value in other.items() if key != "params"})
@@ -93,9 +93,9 @@ class Committing:
         """Makes this step the one to come back to, at the end of an iteration; durable when it returns.
 
         Args: extra: what else the loop needs to go on: plain values, containers, tensors; no objects.
-        Raises: ConfigError (no commit_every; extra cannot be stored; the step is committed already); TierIOError, and
-        then the last commit is still there; OtherRankError and RankError over several ranks, all of which have to call
-        it, each with its own extra.
+        Raises: ConfigError (no path, or commit_every=None; extra cannot be stored; the step is committed already);
+        TierIOError, and then the last commit is still there; OtherRankError and RankError over several ranks, all of
+        which have to call it, each with its own extra.
         """
         self._require_usable()
         self._attached.step_begins()

@@ -21,6 +21,17 @@ def test_the_defaults_are_those_of_the_design() -> None:
     assert config.compute_dtype is torch.bfloat16
     assert (config.accumulation, config.skip_nonfinite, config.keep_fp32) == (1, False, ())
     assert (config.chunk_numel, config.in_flight, config.threads) == (16 * MIB, None, None)
+    assert (config.commit_every, config.places) == (None, 1)
+
+
+def test_where_there_is_a_path_every_hundredth_step_is_committed(tmp_path: Path) -> None:
+    for options in ({}, {"tier": "nvme"}, {"tier": "cpu"}, {"resume": "auto"}):
+        config = check(path=tmp_path, **options)
+        assert (config.commit_every, config.places) == (100, 2)
+    assert check(tier="cpu", resume=[tmp_path]).commit_every is None
+    for given in (None, 0, 7):
+        assert check(path=tmp_path, commit_every=given).commit_every == given
+    assert inspect.signature(OffloadZero.__init__).parameters["commit_every"].default == "auto"
 
 
 def test_a_path_means_the_nvme_tier(tmp_path: Path) -> None:
@@ -48,6 +59,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("commit_every", 100, 'needs path="..."'),
     ("commit_every", -1, "at least 0"),
     ("commit_every", 1.5, "whole number"),
+    ("commit_every", "often", '0, None or "auto"'),
     ("resume", True, "needs path"),
     ("resume", "auto", "needs path"),
     ("resume", 0, 'True, False, "auto"'),
@@ -135,8 +147,8 @@ def test_wrong_tuning_is_refused_with_its_name_value_and_what_is_allowed(
 
 def test_a_path_has_no_use_with_the_cpu_tier_but_for_commits(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no use"):
-        check(tier="cpu", path=tmp_path)
-    assert check(tier="cpu", path=tmp_path, commit_every=0).paths == (tmp_path,)
+        check(tier="cpu", path=tmp_path, commit_every=None)
+    assert check(tier="cpu", path=tmp_path).paths == (tmp_path,)
 
 
 def test_tuning_is_frozen_and_unknown_tuning_is_refused() -> None:
@@ -188,5 +200,5 @@ def test_the_options_are_those_of_the_design_and_no_others() -> None:
 def test_only_16_bit_parameters_split_their_masters() -> None:
     split = Tuning(split_master=True)
     assert check(path=".", commit_every=5, tuning=split).commits_parameters
-    assert not check(path=".", tuning=split).commits_parameters
+    assert not check(path=".", commit_every=None, tuning=split).commits_parameters
     assert not check(path=".", compute_dtype=torch.float32, tuning=split).split_master

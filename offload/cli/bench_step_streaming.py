@@ -100,7 +100,7 @@ class Subject:
         self._path = path
         options: dict[str, Any] = {"tier": "cpu", "param_tier": "device", "grad_tier": "cpu"}
         if path is not None:
-            options = {"tier": "nvme", "path": path, "cpu_memory": job.cpu_memory}
+            options = {"tier": "nvme", "path": path, "cpu_memory": job.cpu_memory, "commit_every": None}
             options |= {"param_tier": job.param_tier, "grad_tier": job.grad_tier, "init": initial_values(job.config, 0)}
         self._model = GPT(job.config, device="cpu" if path is None else "meta")
         self.optimizer = OffloadZero(self._model, tuning=job.tuning, **options)

@@ -114,6 +114,7 @@ def build_optimizer(model: GPT, options: TrainOptions) -> OffloadZero:
     is_streamed = options.param_tier != "device"
     tuning = Tuning(chunk=options.chunk or Tuning().chunk, threads=options.threads)
     cpu_memory: int | str | None = options.cpu_memory
+    commit_every = None if options.commit_every is None else 0  # the loop commits itself, with what it needs to go on
     if cpu_memory is None and options.tier == "nvme":
         cpu_memory = least_cpu_memory(
             model,
@@ -121,6 +122,7 @@ def build_optimizer(model: GPT, options: TrainOptions) -> OffloadZero:
             accumulation=options.accumulation,
             param_tier=options.given_param_tier,
             grad_tier=options.given_grad_tier,
+            commit_every=commit_every,
             tuning=tuning,
         )
     return OffloadZero(
@@ -130,7 +132,7 @@ def build_optimizer(model: GPT, options: TrainOptions) -> OffloadZero:
         path=options.path if options.tier == "nvme" else None,
         cpu_memory=cpu_memory,
         accumulation=options.accumulation,
-        commit_every=None if options.commit_every is None else 0,
+        commit_every=commit_every,
         resume="auto" if options.resume else False,
         device_memory=options.device_memory,
         param_tier=options.given_param_tier,

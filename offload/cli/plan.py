@@ -64,6 +64,9 @@ def plan(
     split_master: Annotated[
         bool, typer.Option("--split-master", help="Only the low halves of the masters leave RAM.")
     ] = False,
+    commit_every: Annotated[
+        int | None, typer.Option(help="Steps between commits: two slots a chunk.", show_default="none")
+    ] = None,
     ranks: Annotated[int, typer.Option(help="Over how many ranks; what is shown is one rank's.")] = 1,
     stage: Annotated[
         int | None,
@@ -84,7 +87,7 @@ def plan(
     options = TrainOptions(
         preset=preset, steps=1, batch=1, seq=1, lr=1.0, accumulation=accumulation, tier=tier, path=Path(), keep=False,
         cpu_memory=cpu_memory, chunk=chunk, threads=None, seed=0, data=None, out=Path(), timeline=False,
-        param_tier=param_tier, grad_tier=grad_tier, device_memory=device_memory,
+        param_tier=param_tier, grad_tier=grad_tier, device_memory=device_memory, commit_every=commit_every,
     )  # fmt: skip
     if ranks < 1:
         raise ConfigError(f"--ranks {ranks}: give a whole number, at least 1")
@@ -148,6 +151,7 @@ def planned_of(
         device_memory=options.device_memory,
         param_tier=options.given_param_tier,
         grad_tier=options.given_grad_tier,
+        commit_every=options.commit_every,
         tuning=tuning,
         ranks=ranks,
         stage=stage,
@@ -172,6 +176,7 @@ def summarise(planned: Planned) -> dict[str, Any]:
         "device": "cpu" if planned.direct else "cuda",
         "accumulation": planned.config.accumulation,
         "split_master": planned.config.split_master,
+        "commit_every": planned.config.commit_every,
         "parameters": planned.layout.numel,
         "chunks": len(planned.layout.chunks),
         "kept_chunks": len(placement.kept),

@@ -97,13 +97,19 @@ class Placement:
             text += f"optimizer states stay in RAM ({len(self.kept)} chunks)"
             if config.commit_every is None:
                 return text
-            return f"{text}, and are written to {places} ({format_bytes(self.disk_bytes)}) at a commit"
+            return f"{text}, and are written to {places} ({format_bytes(self.disk_bytes)}) at a commit{_every(config)}"
         steps = TYPICAL_TBW / self.written_bytes
         return text + (
             f"{streamed} of {len(layout.chunks)} chunks stream through {places} ({format_bytes(self.disk_bytes)}): "
             f"{format_bytes(self.read_bytes)} read and {format_bytes(self.written_bytes)} written a step, "
-            f"{steps:,.0f} steps for a drive warranted for 600 TB written"
+            f"{steps:,.0f} steps for a drive warranted for 600 TB written; "
+            + ("nothing is committed" if config.commit_every is None else f"a commit{_every(config)}")
         )
+
+
+def _every(config: Config) -> str:
+    """When commits are made, in words."""
+    return f" every {config.commit_every} steps" if config.commit_every else " when commit() is called"
 
 
 def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = None, beside: int = 0) -> Placement:
@@ -287,7 +293,7 @@ def least_cpu_memory(
     accumulation: int = 1,
     param_tier: str | None = None,
     grad_tier: str | None = None,
-    commit_every: int | None = None,
+    commit_every: int | str | None = "auto",
     tuning: Tuning | None = None,
     stage: int | None = None,
     ranks: int = 1,

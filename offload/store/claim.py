@@ -41,8 +41,12 @@ def first_page(file: IOFile) -> memoryview:
     return start
 
 
-def reserve(file: IOFile, needed: int) -> None:
-    """Allocates the file's blocks now: a full disk shows before training, not in it. Raises: BudgetError, PathError."""
+def reserve(file: IOFile, needed: int, uncommitted: int) -> None:
+    """Allocates the file's blocks now: a full disk shows before training, not in it.
+
+    Args: needed: bytes; uncommitted: what would do without commits.
+    Raises: BudgetError, PathError.
+    """
     info = os.fstat(file.fd)
     os.fchmod(file.fd, 0o600)
     disk = os.fstatvfs(file.fd)
@@ -56,10 +60,12 @@ def reserve(file: IOFile, needed: int) -> None:
         os.ftruncate(file.fd, info.st_size)
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise PathError(error.errno, f"cannot reserve space: {error.strerror}", file.path) from error
+        fits = uncommitted <= available < needed
+        other = f", or give commit_every=None, which takes {format_bytes(uncommitted)} and commits nothing"
         raise BudgetError(
             f"{file.path} needs {format_bytes(needed)} of disk and {format_bytes(available)} are free: "
-            "free some, or choose another path",
+            f"free some, or choose another path{other if fits else ''}",
             needed=needed,
             available=available,
-            option="path",
+            option="commit_every" if fits else "path",
         ) from error

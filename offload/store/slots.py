@@ -147,7 +147,7 @@ class SlotFile:
             block = self._superblock(places, stripe)
             if resumes:
                 _require_same(self._file, block)
-            reserve(self._file, PAGE_BYTES + end)
+            reserve(self._file, PAGE_BYTES + end, PAGE_BYTES + end - (places - 1) * self._place_bytes)
             if not resumes:
                 self._engine.write(self._file, 0, block).result()
             self._undo = undo.pop_all()

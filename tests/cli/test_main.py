@@ -22,7 +22,7 @@ OPTIONS = {
     },
     "plan": {
         "--preset", "--layers", "--width", "--accumulation", "--tier", "--cpu-memory", "--chunk", "--split-master",
-        "--json", "--param-tier", "--grad-tier", "--tables", "--ranks", "--stage", "--device-memory",
+        "--json", "--param-tier", "--grad-tier", "--tables", "--ranks", "--stage", "--device-memory", "--commit-every",
     },
     "doctor": {"--path", "--json"},
     "inspect": {"paths", "--json"},

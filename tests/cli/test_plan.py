@@ -50,6 +50,8 @@ def with_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
         {"tier": "cpu", "accumulation": 3},
         {"chunk": "256KiB", "split_master": True},
         {"chunk": "256KiB", "split_master": True, "accumulation": 2, "cpu_memory": "9MiB"},
+        {"chunk": "256KiB", "commit_every": 50},
+        {"chunk": "256KiB", "commit_every": 50, "split_master": True},
     ],
     ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()) or "defaults",
 )
@@ -63,11 +65,12 @@ def test_peak_and_disk_are_those_of_a_run_with_the_same_options(options: dict[st
     tuning = Tuning(chunk=options.get("chunk", "64MiB"), split_master=options.get("split_master"))
     memory = options.get("cpu_memory")
     if tier == "nvme" and memory is None:
-        memory = least_cpu_memory(model, accumulation=accumulation, tuning=tuning)
+        memory = least_cpu_memory(
+            model, accumulation=accumulation, commit_every=options.get("commit_every"), tuning=tuning
+        )
     path = tmp_path / "swap" if tier == "nvme" else None
-    with OffloadZero(
-        model, tier=tier, path=path, cpu_memory=memory, accumulation=accumulation, tuning=tuning
-    ) as optimizer:
+    given = {"accumulation": accumulation, "commit_every": options.get("commit_every"), "tuning": tuning}
+    with OffloadZero(model, tier=tier, path=path, cpu_memory=memory, **given) as optimizer:
         stats = optimizer.stats()
         files = [Path(file).stat().st_size for file in optimizer.files]
     assert planned["peak_cpu_bytes"] == stats["peak_cpu_bytes"]

@@ -429,4 +429,6 @@ def test_a_step_is_committed_once(make: Make) -> None:
 
 def test_commit_without_commit_every_says_what_to_give(make: Make) -> None:
     with pytest.raises(ConfigError, match="commit_every: 0"):
-        make(Tiny()).commit()
+        make(Tiny(), commit_every=None).commit()
+    with pytest.raises(ConfigError, match="needs a path"):
+        make(Tiny(), tier="cpu", path=None, cpu_memory="1MiB").commit()

@@ -156,6 +156,29 @@ def test_too_little_disk_is_refused(model: Tiny, make: Make, monkeypatch: pytest
     assert caught.value.option == "path"
 
 
+@pytest.mark.usefixtures("unchanged")
+def test_where_one_slot_a_chunk_would_fit_that_is_named(
+    model: Tiny, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.fstatvfs
+    pages = {"free": 0}
+
+    def small(fd: int) -> os.statvfs_result:
+        found = list(real(fd))
+        found[1], found[4] = 4096, pages["free"]
+        return os.statvfs_result(found)
+
+    slots = 5 * (1 + 3)  # Tiny's chunks: a header and three arrays of a page each
+    monkeypatch.setattr(os, "fstatvfs", small)
+    for free, option in ((slots, "path"), (1 + slots, "commit_every"), (2 * slots, "commit_every")):
+        pages["free"] = free
+        with pytest.raises(BudgetError, match=r"or choose another path") as caught:
+            make(model)
+        assert caught.value.needed == 4096 * (1 + 2 * slots)
+        assert caught.value.option == option
+        assert ("commit_every=None" in str(caught.value)) == (option == "commit_every")
+
+
 def test_a_full_disk_shows_before_training(model: Tiny, make: Make, tmp_path: Path) -> None:
     place = tmp_path / "small"
     place.mkdir()

@@ -573,7 +573,7 @@ def test_damage_in_training_is_found_before_it_is_used(fault: str, make: Make, d
 
 def test_a_bit_that_flips_on_the_disk_is_found(make: Make, path: Path) -> None:
     model = Tiny()
-    optimizer = make(model)
+    optimizer = make(model, commit_every=None)
     one_step(model, optimizer)
     optimizer.synchronize()
     with open(path / SWAP_NAME, "r+b") as file:

@@ -99,7 +99,7 @@ def train(
             keep_fp32=models.keep_fp32(kind),
             param_tier=options.get("param_tier"),
             grad_tier=options.get("grad_tier"),
-            commit_every=options.get("commit_every"),
+            commit_every=options.get("commit_every", "auto"),
             tuning=options.get("tuning"),
         )
     with OffloadZero(model, plain, accumulation=accumulation, keep_fp32=models.keep_fp32(kind), **options) as optimizer:
