@@ -14,9 +14,11 @@ resume finds the one commit or the other, on all ranks the same, for one record 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -28,10 +30,11 @@ from offload.checkpoint.files import sync_directory
 from offload.checkpoint.manifest import ChunkFacts, Digest, Manifest, Option
 from offload.checkpoint.moves import moves
 from offload.checkpoint.places import settle
+from offload.checkpoint.snapshots import Need, Snapshot, require_space
 from offload.config import Config
-from offload.errors import ConfigError, OffloadError, OtherRankError, ResumeError, TierIOError
+from offload.errors import ConfigError, OffloadError, OtherRankError, RankError, ResumeError, TierIOError
 from offload.layout import Layout
-from offload.module.sharing import all_or_none
+from offload.module.sharing import all_or_none, bytes_of_all
 from offload.resuming import Found
 from offload.store.store import Store, Version
 
@@ -64,6 +67,7 @@ class Commits:
         if found is not None:
             found.require_last()
             self.last = found.manifest
+            self._record = None if found.manifest is None else found.commit
 
     def is_due(self, step: int) -> bool:
         """Whether `commit_every` wants a commit of `step`."""
@@ -181,9 +185,63 @@ class Commits:
             assert self._record is not None
             with all_or_none(self._comm, _not_restored()):
                 if self._comm.rank == 0:
-                    settle(reader.paths, self._config.paths[0], self._record, resuming.FILES, locked=True)
+                    settle(found.settled, self._config.paths[0], self._record, resuming.FILES, locked=True)
             slots.took_place()
         reader.close()
+
+    def snapshot(self, keep: int | None) -> tuple[Path, ...]:
+        """Keeps the last commit aside, whatever this run writes meanwhile; see [Note: snapshots] in snapshots.py.
+
+        Every rank has to call it. Args: keep: how many of this run's stay, the newest; None: all.
+        Returns: this rank's directories of it.
+        Raises: ResumeError (nothing is committed), BudgetError, PathError, TierIOError, CorruptionError,
+        OtherRankError, RankError. Run and commits are what they were. What fails on one rank fails on all.
+        """
+        manifest, slots, comm = self.require_last(), self._parts.slots, self._comm
+        assert slots is not None
+        assert self._record is not None
+        part = Snapshot(self._record, manifest, self._config.paths, slots.paths, resuming.FILES)
+        with ExitStack() as held:
+            with all_or_none(comm, _not_kept()):
+                own: tuple[list[str], list[str], bool] = (part.decided(), [], False)
+                if comm.rank == 0:
+                    own = (own[0], [] if keep is None else part.superseded(keep, held), part.is_kept())
+            told = [json.loads(data) for data in bytes_of_all(comm, json.dumps(own).encode())]
+            _, surplus, is_kept = told[0]
+            with all_or_none(comm, _not_kept()):
+                part.clear(decided={name for decided, *_ in told for name in decided})
+            if not is_kept:
+                self._keep(part)
+            with suppress(TierIOError, OtherRankError):  # the next one clears away what is left
+                with all_or_none(comm, _not_kept()):
+                    part.settle()
+                    part.retire(surplus)
+                with all_or_none(comm, _not_kept()):
+                    if comm.rank == 0:
+                        part.withdraw(surplus)
+                part.clear(surplus)
+        return part.directories
+
+    def _keep(self, part: Snapshot) -> None:
+        """Makes a snapshot that is not there."""
+        comm = self._comm
+        with all_or_none(comm, _not_kept()):
+            part.require_no_other()
+            needs = [asdict(need) for need in part.needs()]
+        told = bytes_of_all(comm, json.dumps(needs).encode())
+        require_space(Need(**need) for data in told for need in json.loads(data))
+        try:
+            with all_or_none(comm, _not_kept()):
+                part.make()
+        except OffloadError as error:
+            if not isinstance(error, RankError):
+                with suppress(TierIOError):
+                    part.clear([part.name])
+            raise
+        with all_or_none(comm, _not_kept()):
+            # If this fails, it may be there or not: whoever comes next looks.
+            if comm.rank == 0:
+                part.decide()
 
     @property
     def final(self) -> OffloadError | None:
@@ -296,6 +354,10 @@ def _option(value: Any) -> Option:
 
 def _not_restored() -> OtherRankError:
     return OtherRankError("another rank could not go to the last commit: its own error says why")
+
+
+def _not_kept() -> OtherRankError:
+    return OtherRankError("another rank could not keep its part of this snapshot: its own error says why")
 
 
 def _nothing() -> None:

@@ -17,7 +17,7 @@ from offload.checkpoint.manifest import Option
 from offload.checkpoint.tensors import Entry
 from offload.collectives import Communicator
 from offload.commits import Commits
-from offload.errors import ClosedError, ResumeError
+from offload.errors import ClosedError, ConfigError, ResumeError
 from offload.layout import Layout
 from offload.resuming import Found, Resumed
 
@@ -118,6 +118,31 @@ class Committing:
         finally:
             if self._commits.final is not None:
                 self._cut_off(self._commits.final)
+
+    def snapshot(self, *, keep: int | None = None) -> tuple[Path, ...]:
+        """Keeps the last commit, which the next one would replace, for as long as you like.
+
+        It is copied to a directory of its own in each directory of this run, or shares its blocks with the swap file
+        where the file system can do that (XFS, Btrfs); `resume=[...]` and `offload inspect`, `verify`, `export` and
+        `remove` take these directories as those of any run. Training goes on when it returns, and it is durable then.
+
+        Args: keep: how many snapshots of this run stay, the newest ones, this one among them; None: all.
+        Returns: the directories, one for each of this rank's in `path`.
+        Raises: ResumeError (nothing was committed), ConfigError (keep), BudgetError (disk space), PathError (something
+        else has its name), TierIOError, CorruptionError; OtherRankError and RankError over several ranks, all of which
+        have to call it. The run and its last commit stay what they were.
+        """
+        self._require_usable()
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+            raise ConfigError(f"keep={keep!r}: give a whole number, at least 1, or None to keep all")
+        try:
+            return self._commits.snapshot(keep)
+        except Exception:
+            raise
+        except BaseException as error:  # Ctrl-C: this rank is elsewhere than the others
+            if self._comm.size > 1:
+                self._cut_off(error)
+            raise
 
     def rollback(self) -> None:
         """Goes back to the last commit, also after an error: states, parameters, hyper-parameters and step.

@@ -10,6 +10,7 @@ Only after that may a rank clear away its older manifests (`remove_superseded`) 
 Two lines: {"schema": "offload commit", "version": 1, "run_id", "step", "replaces", "manifests": [[bytes, XXH3-128] of
 each rank's manifest, by rank]}, spelled as `strict.canonical` spells it, and the XXH3-128 of that line. Where a commit
 is written anew in another layout, under another run id, `replaces` is the id that the same run had before; else null.
+The record of a snapshot (snapshots.py) has the schema "offload snapshot", and replaces nothing.
 
 If `write_commit` raises, the older commit is what is found, with one exception: when renaming or the sync of the
 directory failed, either may be. Then nothing of either may be overwritten by this process.
@@ -44,6 +45,7 @@ from offload.errors import ConfigError, CorruptionError, OffloadError
 from offload.store.directories import ASIDE, COMMIT_NAME
 
 SCHEMA = "offload commit"
+SNAPSHOT_SCHEMA = "offload snapshot"
 VERSION = 1
 _FIELDS = ("schema", "version", "run_id", "step", "replaces", "manifests")
 MAX_COMMIT_BYTES = 4 << 20
@@ -63,6 +65,7 @@ class Commit:
     step: int
     manifests: tuple[Digest, ...]
     replaces: str | None = None
+    is_snapshot: bool = False
 
 
 def manifest_name(of: Commit | Manifest, rank: int) -> str:
@@ -101,7 +104,7 @@ def serialise_commit(commit: Commit) -> bytes:
     """The record that `parse_commit` reads. Checks nothing."""
     line = canonical(
         {
-            "schema": SCHEMA,
+            "schema": SNAPSHOT_SCHEMA if commit.is_snapshot else SCHEMA,
             "version": VERSION,
             "run_id": commit.run_id,
             "step": commit.step,
@@ -139,13 +142,16 @@ def parse_commit(data: bytes, file: str = COMMIT_NAME) -> Commit:
     if seal != digest(line).encode() + b"\n":
         raise CorruptionError("is damaged: it does not match its checksum", file=file)
     root = load(line, file, MAX_COMMIT_BYTES)
-    require_schema(root, SCHEMA, VERSION)
+    is_snapshot = isinstance(root.value, dict) and root.value.get("schema") == SNAPSHOT_SCHEMA
+    require_schema(root, SNAPSHOT_SCHEMA if is_snapshot else SCHEMA, VERSION)
     _, _, run_id, step, replaces, manifests = root.fields(*_FIELDS)
     found = tuple(parse_digest(node) for node in manifests.items(MAX_WORLD))
     if not found:
         manifests.refuse("names no manifest")
     before = None if replaces.value is None else replaces.hex(32)
-    commit = Commit(run_id.hex(32), step.integer(), found, before)
+    if is_snapshot and before is not None:
+        replaces.refuse("a snapshot replaces nothing")
+    commit = Commit(run_id.hex(32), step.integer(), found, before, is_snapshot)
     if canonical(root.value) != line:
         root.refuse("is spelled in another way than this library spells it")
     return commit
@@ -177,6 +183,21 @@ def read_extra(directory: Path, manifest: Manifest, files: Files = LOCAL) -> obj
             raise CorruptionError(f"holds no tensors: {error}", file=str(path)) from error
     name = directory / manifest_name(manifest, manifest.rank)
     return extra_state.decode(manifest.extra, tensors, str(name))
+
+
+def copy_manifest(source: Path, target: Path, commit: Commit, rank: int, files: Files = LOCAL) -> None:
+    """Writes the manifest of `rank` that `commit` names, and its tensors, to another directory; then it is durable.
+
+    Memory: those of the tensors. Raises: CorruptionError, PathError, TierIOError.
+    """
+    manifest = read_manifest(source, commit, rank, files)
+    wanted = [(manifest_name(commit, rank), commit.manifests[rank], MAX_BYTES)]
+    if manifest.tensors is not None:
+        wanted.append((tensors_name(commit, rank), manifest.tensors, MAX_TENSORS_BYTES))
+    for name, expected, limit in wanted:
+        write_aside(files, target / name, [_read_exactly(files, source / name, expected, limit)])
+        put_in_place(files, target / name)
+    sync_directory(files, target)
 
 
 def remove_superseded(directory: Path, commit: Commit, rank: int | None, files: Files = LOCAL) -> bool:
@@ -224,7 +245,9 @@ def _read_exactly(files: Files, path: Path, expected: Digest, limit: int) -> byt
         raise CorruptionError(f"{expected.size} bytes are too many, {limit} are allowed", file=str(path))
     data = read_whole(files, path, expected.size)
     if data is None:
-        raise CorruptionError("is missing: was it moved or removed?", file=str(path))
+        raise CorruptionError(
+            "is missing: name all directories of the run, or was it moved or removed?", file=str(path)
+        )
     if len(data) != expected.size or digest(data) != expected.xxh3:
         raise CorruptionError("is not the file that was committed", file=str(path))
     return data

@@ -97,7 +97,8 @@ def last_commit(places: Sequence[Path], files: Files) -> tuple[Path, Commit] | N
     last = [one for one in found if one[1].run_id not in replaced]
     if len(last) != 1:
         raise ResumeError(
-            f"{listed([place for place, _ in found])} hold commits of several runs: name the directories of one"
+            f"{listed([place for place, _ in found])} hold commits of several runs, or snapshots: name the directories "
+            "of one"
         )
     return last[0]
 
@@ -121,7 +122,7 @@ def require_free(directories: Sequence[Path], commit: Commit) -> None:
     for directory in directories:
         for swap in swaps(directory):
             if not swap.is_aside and swap.run_id not in (commit.run_id, commit.replaces):
-                _claimed(swap.path).close()
+                claimed(swap.path).close()
 
 
 def settle(places: Sequence[Path], home: Path, commit: Commit, files: Files, *, locked: bool) -> None:
@@ -135,7 +136,7 @@ def settle(places: Sequence[Path], home: Path, commit: Commit, files: Files, *, 
         found = {place: [*swaps(place)] for place in places}
         for swap in () if locked else chain(*found.values()):
             if swap.is_aside or swap.run_id in (commit.run_id, before):
-                undo.callback(_claimed(swap.path).close)
+                undo.callback(claimed(swap.path).close)
         _remove_record(places, home, before, files)
         for place, those in found.items():
             if _put_in_place(those, commit) | remove_superseded(place, commit, None, files):
@@ -172,7 +173,7 @@ def _put_in_place(found: Sequence[Swap], commit: Commit) -> bool:
     return bool(new or stale)
 
 
-def _claimed(path: Path) -> IOFile:
+def claimed(path: Path) -> IOFile:
     """Opens and locks a file that is to be moved or removed. Raises: PathInUseError, PathError."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -367,7 +367,12 @@ class Reader:
                             f"among {listed(self.paths)}: name all of them"
                         )
             self._files = files
-            self._undo = undo.pop_all()
+            self._undo.push(undo.pop_all())
+
+    def hold(self, paths: Iterable[Path], *, exclusive: bool) -> None:
+        """Locks swap files beside those that are read, until `close`. Raises: as `lock`."""
+        for path in paths:
+            self._undo.callback(SwapFile(path, exclusive=exclusive).close)
 
     def _names_of(self, rank: int, run_id: str) -> Iterator[Path]:
         """Where the swap files of `rank` may be: what is there under its name is looked at closely."""

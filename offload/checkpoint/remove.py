@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from offload.checkpoint import commit as commits
-from offload.checkpoint.commit import SCHEMA
+from offload.checkpoint.commit import SCHEMA, SNAPSHOT_SCHEMA
 from offload.checkpoint.files import LOCAL, failing, sync_directory
 from offload.errors import ConfigError
 from offload.io.engine import IOFile
@@ -21,7 +21,7 @@ _SWAP = re.compile(rf"offload-rank\d+\.swap(?:{re.escape(ASIDE)})?")
 
 
 def ours(directory: Path) -> list[Path]:
-    """The files of this library in `directory`, COMMIT first: without it the others mean nothing.
+    """The files of this library in `directory`, COMMIT first.
 
     Raises: ConfigError if it is no directory, TierIOError.
     """
@@ -45,11 +45,14 @@ def remove(files: Sequence[Path]) -> None:
                 file = IOFile(str(path), fd, direct=False)
                 stack.callback(file.close)
                 lock(file)
-        for path in files:
-            with failing("remove", path):
-                LOCAL.remove(path)
-        for directory in dict.fromkeys(path.parent for path in files):
-            sync_directory(LOCAL, directory)
+        records = [path for path in files if path.name == COMMIT_NAME]
+        # Without them the others mean nothing, in whatever directory they are.
+        for those in (records, [path for path in files if path.name != COMMIT_NAME]):
+            for path in those:
+                with failing("remove", path):
+                    LOCAL.remove(path)
+            for directory in dict.fromkeys(path.parent for path in those):
+                sync_directory(LOCAL, directory)
     for directory in dict.fromkeys(path.parent for path in files):
         if not os.listdir(directory):
             directory.rmdir()
@@ -62,7 +65,8 @@ def _is_ours(path: Path) -> bool:
     if commits._OURS.fullmatch(path.name):
         return True
     if path.name.removesuffix(ASIDE) == COMMIT_NAME:
-        return path.name != COMMIT_NAME or _begins(path, b'{"schema":"%s"' % SCHEMA.encode())
+        begins = (b'{"schema":"%s"' % schema.encode() for schema in (SCHEMA, SNAPSHOT_SCHEMA))
+        return path.name != COMMIT_NAME or any(_begins(path, start) for start in begins)
     if not _SWAP.fullmatch(path.name):
         return False
     # Blank, or empty: made, and then the run did not begin.

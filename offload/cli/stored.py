@@ -42,6 +42,7 @@ def inspect(paths: Paths, json: Json = False) -> None:
         known: dict[str, Any] = {
             "run_id": reader.commit.run_id,
             "step": reader.commit.step,
+            "snapshot": reader.commit.is_snapshot,
             "ranks": first.world,
             "paths": first.paths,
             "chunks": sum(len(manifest.chunks) for manifest in reader.manifests),
@@ -53,8 +54,9 @@ def inspect(paths: Paths, json: Json = False) -> None:
         print_json(known | {"parameters": rows})
         return
     console = Console()
+    what = "snapshot of run" if known["snapshot"] else "run"
     console.print(
-        f"run {known['run_id']}, step {known['step']}: {len(rows)} parameters, {format_bytes(known['bytes'])} of "
+        f"{what} {known['run_id']}, step {known['step']}: {len(rows)} parameters, {format_bytes(known['bytes'])} of "
         f"states in {known['chunks']} chunks on {known['paths']} paths of {known['ranks']} ranks",
         highlight=False,
         soft_wrap=True,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,11 +24,12 @@ class PowerCut(BaseException):
 
 @dataclass
 class _Inode:
-    """`content` is what programs see, `durable` what is on the platter; `versions` were seen since."""
+    """`content` is what programs see, `durable` what is on the platter; `versions` were seen since. Or a directory."""
 
     content: bytes = b""
     durable: bytes = b""
     versions: list[bytes] = field(default_factory=list)
+    is_directory: bool = False
 
     def after_cut(self, chance: random.Random) -> bytes:
         found = [self.durable, *self.versions]
@@ -107,6 +109,28 @@ class SimulatedFiles:
         self._operation("remove", path)
         self._change(path.parent, lambda names: names.pop(path.name, None))
 
+    def copy(self, source: Path, fd: int, offset: int, length: int) -> None:
+        """Of a real file."""
+        inode = self._open[fd]
+        self._operation("copy", Path(str(fd)))
+        with open(source, "rb") as file:
+            file.seek(offset)
+            data = file.read(length)
+        assert len(data) == length
+        inode.content = inode.content.ljust(offset, b"\0")[:offset] + data + inode.content[offset + length :]
+        inode.versions.append(inode.content)
+
+    def make_directory(self, path: Path) -> None:
+        self._operation("make directory", path)
+        if path.name not in self._names(path.parent):
+            inode = _Inode(is_directory=True)
+            self._change(path.parent, lambda names: names.__setitem__(path.name, inode))
+
+    def remove_directory(self, path: Path) -> None:
+        self._operation("remove directory", path)
+        if not self._names(path):
+            self._change(path.parent, lambda names: names.pop(path.name, None))
+
     def sync_directory(self, path: Path) -> None:
         self._operation("sync directory", path)
         self._durable[path] = dict(self._names(path))
@@ -122,6 +146,30 @@ class SimulatedFiles:
 
     # What tests use.
 
+    def load(self, folder: Path) -> SimulatedFiles:
+        """Takes what is really there for durable, and returns itself."""
+        for place in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
+            contents = {file: b"" if file.is_dir() else file.read_bytes() for file in place.iterdir()}
+            names = {file.name: _Inode(data, data, is_directory=file.is_dir()) for file, data in contents.items()}
+            self._seen[place], self._durable[place], self._pending[place] = names, dict(names), []
+        return self
+
+    def move(self, old: Path, new: Path) -> SimulatedFiles:
+        """What was in one folder is in another; returns itself."""
+        for known in (self._seen, self._durable, self._pending):
+            for place in [*known]:
+                known[new / place.relative_to(old)] = known.pop(place)  # type: ignore[index]
+        return self
+
+    def write_out(self, folder: Path) -> None:
+        """Makes what is really there what is here."""
+        shutil.rmtree(folder)
+        folder.mkdir()
+        for directory in sorted(self._seen):
+            if directory.is_dir():  # its own name may be lost
+                for name, inode in self._seen[directory].items():
+                    (directory / name).mkdir() if inode.is_directory else (directory / name).write_bytes(inode.content)
+
     def after_cut(self, seed: int) -> SimulatedFiles:
         """What may be found when the power is back."""
         chance = random.Random(seed)
@@ -134,7 +182,8 @@ class SimulatedFiles:
                     change(names)
             contents = {id(inode): inode.after_cut(chance) for inode in names.values()}
             found._seen[directory] = {
-                name: _Inode(contents[id(inode)], contents[id(inode)]) for name, inode in names.items()
+                name: _Inode(contents[id(inode)], contents[id(inode)], is_directory=inode.is_directory)
+                for name, inode in names.items()
             }
             found._durable[directory] = dict(found._seen[directory])
             found._pending[directory] = []
@@ -144,7 +193,10 @@ class SimulatedFiles:
         """What is found when only the process ended."""
         found = SimulatedFiles()
         for directory, names in self._seen.items():
-            found._seen[directory] = {name: _Inode(inode.content, inode.content) for name, inode in names.items()}
+            found._seen[directory] = {
+                name: _Inode(inode.content, inode.content, is_directory=inode.is_directory)
+                for name, inode in names.items()
+            }
             found._durable[directory] = dict(found._seen[directory])
             found._pending[directory] = []
         return found

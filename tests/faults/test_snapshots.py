@@ -1,0 +1,528 @@
+"""Snapshots: what was committed stays, whatever the run does, and whenever power or disk fail."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload import OffloadZero, Tuning
+from offload.checkpoint import files as local
+from offload.checkpoint.commit import read_commit
+from offload.checkpoint.files import LocalFiles
+from offload.checkpoint.reader import Reader
+from offload.checkpoint.swapfile import SwapFile
+from offload.errors import (
+    BudgetError,
+    ConfigError,
+    CorruptionError,
+    OffloadError,
+    PathError,
+    PathInUseError,
+    ResumeError,
+    TierIOError,
+)
+from offload.store.directories import COMMIT_NAME, SWAP_NAME
+from tests.faults.conftest import SMALL, Make, Tiny, assert_same, bits, one_step
+from tests.faults.test_commits import committed, flip
+from tests.faults.test_resharding import LARGER, contents, cut_off
+from tests.support.simulated_files import PowerCut, SimulatedFiles
+
+SPLIT = Tuning(chunk="4KiB", threads=1, split_master=True)
+KEPT, LATER = 3, 7
+"""The step of the snapshot; the one to which the run has gone on, with commits at every second step."""
+
+
+def go_on(model: Tiny, optimizer: OffloadZero, start: int, stop: int) -> dict[str, Tensor]:
+    for step in range(start, stop):
+        one_step(model, optimizer, step)
+        if step % 2:
+            optimizer.commit()
+    return bits(model, optimizer)
+
+
+def kept(make: Make, **options: Any) -> tuple[dict[str, Tensor], tuple[Path, ...], dict[str, Tensor], OffloadZero]:
+    """A run with a snapshot that has gone on: the bits of the snapshot, its directories, the bits later, the run."""
+    model = Tiny()
+    optimizer = make(model, **{"commit_every": 0, "cpu_memory": "1MiB"} | options)
+    go_on(model, optimizer, 0, KEPT)
+    expected = bits(model, optimizer)
+    optimizer.commit({"seen": KEPT, "x": torch.arange(5)})
+    directories = optimizer.snapshot()
+    return expected, directories, go_on(model, optimizer, KEPT, LATER), optimizer
+
+
+def is_whole(directories: tuple[Path, ...] | list[Path]) -> bool:
+    with Reader(directories) as reader:
+        return reader.commit.is_snapshot and all(slot.error is None for slot in reader.verify())
+
+
+# Going on from one.
+
+WAYS: dict[str, dict[str, Any]] = {
+    "elsewhere": {"path": "new"},
+    "where the run was": {"path": "run"},
+    "elsewhere in other chunks": {"path": "new", "tuning": LARGER},
+    "in RAM": {"path": None, "tier": "cpu", "commit_every": None},
+    "without commits": {"path": "run", "commit_every": None},
+}
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "nvme": {},
+    "split": {"tuning": SPLIT},
+    "cpu": {"tier": "cpu"},
+    "two paths": {"path": ["run", "second"]},
+    "parameters on disk": {"param_tier": "nvme"},
+}
+PAIRS = [("nvme", way) for way in WAYS] + [
+    ("split", "in RAM"),
+    ("split", "where the run was"),
+    ("cpu", "elsewhere in other chunks"),
+    ("two paths", "where the run was"),
+    ("parameters on disk", "elsewhere"),
+]
+
+
+@pytest.mark.parametrize(("place", "way"), PAIRS)
+def test_what_was_kept_goes_on_as_the_run_did(make: Make, tmp_path: Path, place: str, way: str) -> None:
+    options = PLACES[place]
+    if isinstance(options.get("path"), list):
+        options = options | {"path": [tmp_path / name for name in options["path"]]}
+    expected, directories, later, optimizer = kept(make, **options)
+    optimizer.close()
+    before = [contents(directory) for directory in directories]
+    assert is_whole(directories)
+    given = {"commit_every": 0, "cpu_memory": "1MiB", "resume": [*directories]} | WAYS[way]
+    if given["path"] is not None:
+        given["path"] = options["path"] if given["path"] == "run" and "path" in options else tmp_path / given["path"]
+    model = Tiny()
+    again = make(model, **given)
+    assert again.resumed is not None
+    step, extra = again.resumed
+    assert (step, extra["seen"], extra["x"].tolist()) == (KEPT, KEPT, [0, 1, 2, 3, 4])  # type: ignore[index]
+    assert_same(expected, bits(model, again))
+    for number in range(KEPT, LATER):
+        one_step(model, again, number)
+        if number % 2 and given["commit_every"] is not None:
+            again.commit()
+    assert_same(later, bits(model, again))
+    again.close()
+    assert [contents(directory) for directory in directories] == before
+
+
+def test_in_its_own_directory_it_becomes_a_run(make: Make, path: Path) -> None:
+    expected, directories, later, first = kept(make)
+    model = Tiny()
+    inside = make(model, path=directories[0], resume=True, commit_every=0, cpu_memory="1MiB")
+    assert_same(expected, bits(model, inside))
+    assert first.snapshot(keep=1) != directories  # it is in use
+    assert_same(later, go_on(model, inside, KEPT, LATER))
+    inside.close()
+    record = read_commit(directories[0])
+    assert record is not None
+    assert (record.is_snapshot, record.step) == (False, 6)
+    first.commit()
+    first.snapshot(keep=1)
+    assert read_commit(directories[0]) == record
+    again = make(Tiny(), path=directories[0], resume=True, commit_every=0, cpu_memory="1MiB")
+    assert again.resumed == (6, None)
+
+
+def test_going_back_replaces_what_the_run_did_later(make: Make, path: Path) -> None:
+    _, directories, _, optimizer = kept(make)
+    with pytest.raises(PathInUseError):
+        make(Tiny(), resume=[*directories], cpu_memory="1MiB")
+    optimizer.close()
+    found = read_commit(path)
+    assert found is not None
+    again = make(Tiny(), resume=[*directories], cpu_memory="1MiB")
+    assert again.resumed is not None
+    again.close()
+    record = read_commit(path)
+    assert record is not None
+    assert (record.step, record.replaces, record.is_snapshot) == (KEPT, found.run_id, False)
+    kinds = {file.name.split("-")[0] for file in path.iterdir()}
+    assert kinds == {"COMMIT", "manifest", "extra", "offload", "snapshot"}
+    assert len([*path.glob("manifest*")]) == len([*path.glob("*.swap*")]) == 1
+    # The same call once more, as a script that is started again makes it, goes on from what is there.
+    once_more = make(Tiny(), resume=[*directories], cpu_memory="1MiB")
+    assert once_more.resumed is not None
+    assert read_commit(path) == record
+    one_step(model := Tiny(), make(model, path=path.with_name("x"), resume=[*directories], cpu_memory="1MiB"))
+
+
+def test_another_run_does_not_give_way_to_a_snapshot(make: Make, path: Path, tmp_path: Path) -> None:
+    _, directories, _, optimizer = kept(make)
+    optimizer.close()
+    other = tmp_path / "other"
+    committed(make, path=other)[1].close()
+    before = contents(tmp_path)
+    with pytest.raises(ResumeError, match=r"not of the run of which .* is a snapshot: give\s+resume=True"):
+        make(Tiny(), path=other, resume=[*directories])
+    assert contents(tmp_path) == before
+
+
+def test_of_several_snapshots_one_has_to_be_named(make: Make, path: Path) -> None:
+    _, directories, _, optimizer = kept(make)
+    second = optimizer.snapshot()
+    optimizer.close()
+    with pytest.raises(ResumeError, match="snapshots: name the directories of one"):
+        make(Tiny(), path=path.with_name("new"), resume=[*directories, *second])
+    with pytest.raises(ResumeError, match="is a snapshot"):
+        make(Tiny(), path=second[0], resume=[*directories])
+    assert is_whole(directories)
+    assert is_whole(second)
+
+
+def test_half_of_a_snapshot_is_missed(make: Make, tmp_path: Path) -> None:
+    _, directories, _, optimizer = kept(make, path=[tmp_path / "a", tmp_path / "b"])
+    optimizer.close()
+    before = contents(tmp_path)
+    for named, place, says in (
+        (directories[:1], tmp_path / "new", "directory 1 of the 2"),
+        (directories[1:], tmp_path / "new", "whose COMMIT record is not in"),
+        (directories, directories[1], "whose COMMIT record is not in"),
+    ):
+        with pytest.raises(ResumeError, match=says):
+            make(Tiny(), path=place, resume=[*named], cpu_memory="1MiB")
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("after", ["run", "new"])
+def test_going_back_cut_off_anywhere_leaves_what_was_or_what_is_to_be(
+    after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = tmp_path / "first"
+    first.mkdir()
+    model = Tiny()
+    with OffloadZero(model, path=first / "run", tuning=SMALL, commit_every=0) as optimizer:
+        go_on(model, optimizer, 0, 2)
+        expected = bits(model, optimizer)
+        name = optimizer.snapshot()[0].name
+        go_on(model, optimizer, 2, 4)
+        later = bits(model, optimizer)
+    seen = set()
+    for left in range(100):
+        folder = tmp_path / f"cut{left}"
+        shutil.copytree(first, folder)
+        run, snapshot = folder / "run", folder / "run" / name
+
+        def resume(folder: Path = folder, **options: Any) -> tuple[Tiny, OffloadZero]:
+            again = Tiny()
+            return again, OffloadZero(again, path=folder / after, tuning=SMALL, commit_every=0, **options)
+
+        with cut_off(monkeypatch, left) as files, suppress(PowerCut):
+            resume(resume=[snapshot])[1].close()
+        assert is_whole([snapshot])
+        if after == "run":
+            again, optimizer = resume(resume=True)
+            assert optimizer.resumed is not None
+            seen.add(step := optimizer.resumed.step)
+            assert_same(expected if step == 2 else later, bits(again, optimizer))
+            optimizer.close()
+        else:
+            seen |= {2, 4}
+            with Reader([run]) as reader:
+                assert reader.commit.step == 4
+        again, optimizer = resume(resume=[snapshot])
+        assert_same(expected, bits(again, optimizer))
+        optimizer.close()
+        assert not [*folder.rglob("*.new")]
+        shutil.rmtree(folder)
+        if files.left >= 0:
+            break
+    assert seen == {2, 4}
+    assert left > 8
+
+
+# Keeping some.
+
+
+def steps_of(path: Path) -> list[int]:
+    return sorted(int(one.name.split("-")[1]) for one in path.glob("snapshot-*"))
+
+
+def test_the_newest_stay_and_nothing_else_goes(make: Make, path: Path) -> None:
+    model = Tiny()
+    optimizer = make(model, commit_every=0)
+    (path / "snapshot-0-01234567").mkdir()
+    (path / "snapshot-0-01234567" / "notes").write_text("mine")
+    (path / "snapshot-0-00000000").symlink_to(path / "snapshot-0-01234567")
+    for step in range(5):
+        one_step(model, optimizer, step)
+        optimizer.commit()
+        found = optimizer.snapshot(keep=2)
+        assert found == (path / found[0].name,)
+        assert steps_of(path) == [0, 0, *range(max(1, step), step + 2)]
+        assert all(is_whole([one]) for one in path.glob("snapshot-[1-9]*"))
+    (found[0] / "more").write_text("mine")
+    assert optimizer.snapshot() == found
+    assert optimizer.snapshot(keep=1) == found
+    assert steps_of(path) == [0, 0, 5]
+    one_step(model, optimizer, 5)
+    optimizer.commit()
+    optimizer.snapshot(keep=1)
+    assert [file.name for file in found[0].iterdir()] == ["more"]
+    assert (path / "snapshot-0-01234567" / "notes").read_text() == "mine"
+
+
+def test_snapshots_of_other_runs_stay(make: Make, path: Path) -> None:
+    _, directories, _, optimizer = kept(make)
+    optimizer.close()
+    model = Tiny()
+    again = make(model, resume=[*directories], commit_every=0, cpu_memory="1MiB")
+    second = again.snapshot(keep=1)
+    one_step(model, again, KEPT)
+    again.commit()
+    again.snapshot(keep=1)
+    assert steps_of(path) == [KEPT, KEPT + 1]
+    assert is_whole(directories)
+    assert not second[0].exists()
+
+
+def test_one_that_is_being_read_stays_this_time(make: Make, path: Path) -> None:
+    model, optimizer = committed(make)
+    first = optimizer.snapshot()[0]
+    one_step(model, optimizer)
+    optimizer.commit()
+    reading = SwapFile(first / SWAP_NAME)
+    optimizer.snapshot(keep=1)
+    assert steps_of(path) == [3, 4]
+    assert is_whole([first])
+    reading.close()
+    optimizer.snapshot(keep=1)
+    assert steps_of(path) == [4]
+
+
+# What is refused.
+
+
+def test_what_cannot_be_kept_is_refused(make: Make, path: Path) -> None:
+    with pytest.raises(ResumeError, match="nothing has been committed"):
+        make(Tiny(), path=path.with_name("first"), commit_every=0).snapshot()
+    with pytest.raises(ResumeError, match="nothing has been committed"):
+        make(Tiny(), path=None, tier="cpu", cpu_memory="1MiB").snapshot()
+    _, optimizer = committed(make)
+    wrong: list[Any] = [0, -1, 1.0, True, "2"]
+    for keep in wrong:
+        with pytest.raises(ConfigError, match=f"keep={keep!r}: give a whole number"):
+            optimizer.snapshot(keep=keep)
+    assert steps_of(path) == []
+
+
+@pytest.mark.parametrize("what", ["file", "folder", "run"])
+def test_what_has_its_name_already_is_left_alone(make: Make, path: Path, what: str) -> None:
+    _, optimizer = committed(make)
+    directory = optimizer.snapshot()[0]
+    shutil.rmtree(directory)
+    if what == "file":
+        directory.write_text("mine")
+    elif what == "folder":
+        directory.mkdir()
+        (directory / "mine").write_text("mine")
+    else:
+        committed(make, path=directory, steps=2)[1].close()
+    before = contents(path)
+    with pytest.raises(PathError, match="is there already"):
+        optimizer.snapshot()
+    assert contents(path) == before
+    optimizer.close()
+
+
+@pytest.mark.parametrize("paths", [1, 2])
+def test_too_little_disk_is_refused_before_anything_is_written(
+    make: Make, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paths: int
+) -> None:
+    model, optimizer = committed(make, path=[path, tmp_path / "second"][:paths])
+    with Reader(optimizer._config.paths) as reader:
+        slots = sum(slot.size for slots in reader._slots for slot in slots)
+    manifest = sum(file.stat().st_size for file in path.glob("manifest-*"))
+    needed = slots + paths * (4096 + manifest)
+    free = [needed - 1]
+    real = os.statvfs
+
+    def small(place: Path) -> Any:
+        return SimpleNamespace(f_bavail=free[0], f_frsize=1) if Path(place) in optimizer._config.paths else real(place)
+
+    monkeypatch.setattr("offload.checkpoint.snapshots.os.statvfs", small)
+    before = contents(tmp_path)
+    with pytest.raises(BudgetError, match="a snapshot needs") as caught:
+        optimizer.snapshot()
+    assert (caught.value.needed, caught.value.available) == (needed, needed - 1)
+    assert contents(tmp_path) == before
+    free[0] = needed
+    assert is_whole(optimizer.snapshot())
+    one_step(model, optimizer)
+    optimizer.commit()
+
+
+def test_damage_in_the_manifest_is_not_kept(make: Make, path: Path) -> None:
+    _, optimizer = committed(make)
+    flip(next(path.glob("manifest-*")), 100)
+    with pytest.raises(CorruptionError, match="not the file that was committed"):
+        optimizer.snapshot()
+    assert steps_of(path) == []
+
+
+# Power and disk.
+
+
+class Undone:
+    """A run with a snapshot of step 2 and a commit of step 4, and its files, with which operations may go wrong."""
+
+    def __init__(self, make: Make, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path, self.patch = path, monkeypatch
+        self.model = Tiny()
+        self.optimizer = make(self.model, commit_every=0)
+        self.expected: dict[int, dict[str, Tensor]] = {}
+        for step in (2, 4):
+            self.expected[step] = go_on(self.model, self.optimizer, step - 2, step)
+            if step == 2:
+                self.first = self.optimizer.snapshot()[0]
+        one_step(self.model, self.optimizer, 4)
+        self.optimizer.synchronize()
+        self.now = bits(self.model, self.optimizer)
+
+    def files(self, **fault: Any) -> tuple[SimulatedFiles, BaseException | None]:
+        """Tries to make another snapshot, and to take the first away."""
+        files = SimulatedFiles(**fault).load(self.path)
+        with self.patch.context() as patch:
+            patch.setattr("offload.resuming.FILES", files)
+            try:
+                self.optimizer.snapshot(keep=1)
+            except (PowerCut, OffloadError) as error:
+                return files, error
+        return files, None
+
+
+def look(folder: Path, expected: dict[int, dict[str, Tensor]]) -> set[int]:
+    """Checks that the commit is there, and that every snapshot that has a record is whole. Returns: their steps."""
+    found = set()
+    for one in (folder, *folder.glob("snapshot-*")):
+        if (one / COMMIT_NAME).exists():
+            with Reader([one]) as reader:
+                step = reader.commit.step
+                for row in reader.tensors():
+                    name = row.facts.name
+                    for kind in ("master", "exp_avg", "exp_avg_sq"):
+                        assert torch.equal(reader.read(name, kind), expected[step][f"{name}.{kind}"])
+                assert reader.commit.is_snapshot == (one != folder)
+            found.add(step if one != folder else -step)
+    assert -4 in found
+    return found - {-4}
+
+
+def cut_off_anywhere(make: Make, path: Path, monkeypatch: pytest.MonkeyPatch, cuts: int | None) -> None:
+    """At every operation. Args: cuts: how often the power is cut there; None: only the process ends."""
+    run = Undone(make, path, monkeypatch)
+    seen = set()
+    folder = path.with_name("after")
+    for number in range(100):
+        files, error = run.files(cut_at=number)
+        for seed in range(1 if cuts is None else cuts):
+            after = files.killed() if cuts is None else files.after_cut(100 * number + seed)
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            after.move(path, folder).write_out(folder)
+            found = look(folder, run.expected)
+            assert found, "neither the old snapshot is there nor the new one"
+            if error is None or "sync directory" in " ".join(files.log).partition("rename COMMIT")[2]:
+                assert 4 in found
+            seen.add(frozenset(found))
+            # Whoever comes next clears up.
+            with OffloadZero(
+                Tiny(), path=folder, resume=True, commit_every=0, tuning=SMALL, cpu_memory="1MiB"
+            ) as optimizer:
+                optimizer.snapshot(keep=1)
+            assert steps_of(folder) == [4]
+            assert look(folder, run.expected) == {4}
+        if error is None:
+            break
+    assert seen == {frozenset({2}), frozenset({2, 4}), frozenset({4})}
+    assert number > 15
+    assert_same(run.now, bits(run.model, run.optimizer))
+
+
+@pytest.mark.parametrize("cuts", [None, 1], ids=["killed", "without power"])
+def test_cut_off_at_any_operation_there_is_no_half_snapshot(
+    make: Make, path: Path, monkeypatch: pytest.MonkeyPatch, cuts: int | None
+) -> None:
+    cut_off_anywhere(make, path, monkeypatch, cuts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_power_cut_forty_times_at_any_operation(make: Make, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_off_anywhere(make, path, monkeypatch, 40)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_failing_disk_is_said_and_leaves_no_half_snapshot(
+    make: Make, path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    run = Undone(make, path, monkeypatch)
+    failed = 0
+    for number in range(100):
+        files, error = run.files(fail_at=number, code=code)
+        if error is not None:
+            assert isinstance(error, TierIOError)
+            assert error.errno == code
+            failed += 1
+        folder = path.with_name("after")
+        folder.mkdir()
+        files.killed().move(path, folder).write_out(folder)
+        found = look(folder, run.expected)
+        assert found, "neither the old snapshot is there nor the new one"
+        if error is None:
+            assert 4 in found
+        shutil.rmtree(folder)
+        if number >= files.operations:
+            break
+    assert failed > 10
+    assert_same(run.now, bits(run.model, run.optimizer))
+    one_step(run.model, run.optimizer, 5)
+    run.optimizer.commit()
+    run.optimizer.snapshot(keep=1)
+    assert steps_of(path) == [6]
+
+
+# Copying.
+
+
+@pytest.mark.parametrize("kernel", ["copies", "cannot", "says nothing"])
+def test_holes_stay_holes_and_the_rest_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str
+) -> None:
+    if kernel != "copies":
+
+        def copy(*args: Any) -> int:
+            if kernel == "cannot":
+                raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+            return 0
+
+        monkeypatch.setattr(os, "copy_file_range", copy)
+    monkeypatch.setattr(local, "PIECE_BYTES", 8192)
+    source, target = tmp_path / "source", tmp_path / "target"
+    data = os.urandom(1 << 20)
+    source.write_bytes(data)
+    files = LocalFiles()
+    fd = files.create(target)
+    files.copy(source, fd, 0, 4096)
+    files.copy(source, fd, 900_000, 100_001)
+    files.close(fd)
+    found = target.read_bytes()
+    assert found == data[:4096] + bytes(900_000 - 4096) + data[900_000:1_000_001]
+    assert target.stat().st_blocks * 512 < 200_000
+    fd = files.create(tmp_path / "more")
+    with pytest.raises(OSError, match="ends at 1048576"):
+        files.copy(source, fd, 1_000_000, 100_000)
+    files.close(fd)
