@@ -473,6 +473,6 @@ def test_all_ranks_killed_at_any_instant_go_on_with_the_same_bits(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_all_ranks_killed_fifty_times(tmp_path: Path) -> None:
     kill_all(tmp_path, 50, seed=2)

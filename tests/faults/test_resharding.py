@@ -185,7 +185,7 @@ def test_killed_at_any_instant_in_ever_other_layouts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_a_hundred_kills_in_ever_other_layouts(tmp_path: Path) -> None:
     kill(tmp_path, 100, 3, seed=6, layouts=True)
 
