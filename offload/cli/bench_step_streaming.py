@@ -6,7 +6,10 @@ pays for one whole iteration of a training that goes on. Its limit is the larger
     compute  the same model wholly resident (`tier="cpu"`), its Adam included
     disk     the bytes that the iteration moved, through the same engine, reading and writing at once
 
-in the same run, in turns. Few tokens make the disk the larger one, many the compute.
+in the same run, in turns. Few tokens make the disk the larger one, many the compute. Where they are alike no order of
+work reaches that limit: a layer is stepped between a backward's end, when the gradients' norm is known, and the next
+forward's entry into it, so that 26 of 30 bytes move in forward. `phases` is that limit for forward and for what follows
+it separately.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ CHUNKS_A_LAYER = 3
 BUFFERS = 2
 """Chunks in RAM beyond the least that works."""
 HEADINGS = (
-    "tokens", "iteration", "fastest-slowest", "resident", "drive alone", "x limit", "bytes a parameter", "peak RAM",
+    "tokens", "iteration", "fastest-slowest", "resident", "drive alone", "x limit", "x phases", "bytes a parameter",
+    "in forward", "peak RAM",
     "forward", "backward", "step", "waiting",
 )  # fmt: skip
 
@@ -108,14 +112,16 @@ class Subject:
     def run(self, tokens: Tensor) -> Block:
         """Times ITERATIONS iterations."""
         spent = {"forward": 0.0, "backward": 0.0, "step": 0.0}
-        before, start = self.optimizer.stats(), time.perf_counter()
+        before, start, in_forward = self.optimizer.stats(), time.perf_counter(), 0.0
         for number in range(1 + ITERATIONS):
             if number == 1:
-                before, start = self.optimizer.stats(), time.perf_counter()
+                before, start, in_forward = self.optimizer.stats(), time.perf_counter(), 0.0
                 spent = dict.fromkeys(spent, 0.0)
+            moved = _moved(self.optimizer)
             at = time.perf_counter()
             loss: Tensor = self._model(tokens, tokens)[1]
             spent["forward"] += time.perf_counter() - at
+            in_forward += _moved(self.optimizer) - moved
             at = time.perf_counter()
             loss.backward()
             spent["backward"] += time.perf_counter() - at
@@ -129,9 +135,14 @@ class Subject:
         def counted(name: str) -> float:
             return float(after[name] - before[name]) / ITERATIONS
 
-        moved = counted("nvme_read_bytes") + counted("nvme_written_bytes")
         parts = {name: taken / ITERATIONS for name, taken in spent.items()}
-        return Block(seconds / ITERATIONS, moved, counted("wait_nvme_s"), parts)
+        return Block(
+            seconds=seconds / ITERATIONS,
+            moved_bytes=counted("nvme_read_bytes") + counted("nvme_written_bytes"),
+            forward_bytes=in_forward / ITERATIONS,
+            wait_s=counted("wait_nvme_s"),
+            parts=parts,
+        )
 
     def close(self) -> None:
         try:
@@ -143,12 +154,19 @@ class Subject:
             gc.collect()
 
 
+def _moved(optimizer: OffloadZero) -> float:
+    """Bytes on the disk, ever."""
+    stats = optimizer.stats()
+    return float(stats["nvme_read_bytes"] + stats["nvme_written_bytes"])
+
+
 @dataclass(frozen=True)
 class Block:
-    """Of an iteration: seconds, bytes moved on the disk, seconds of waiting for it, and of its parts."""
+    """Of an iteration: seconds, bytes moved on the disk, in forward, seconds of waiting for it, and of its parts."""
 
     seconds: float
     moved_bytes: float
+    forward_bytes: float
     wait_s: float
     parts: dict[str, float]
 
@@ -164,6 +182,13 @@ class Round:
     @property
     def limit_s(self) -> float:
         return max(self.resident.seconds, self.disk_s)
+
+    @property
+    def phases_s(self) -> float:
+        """The same of forward, and of what follows it, together."""
+        forward_s = self.resident.parts["forward"]
+        disk_s = self.disk_s * self.streamed.forward_bytes / self.streamed.moved_bytes
+        return max(forward_s, disk_s) + max(self.resident.seconds - forward_s, self.disk_s - disk_s)
 
 
 @dataclass(frozen=True)
@@ -191,6 +216,15 @@ class Result:
     def x_limit(self) -> float:
         """The median of the rounds' ratios."""
         return median(self.rounds, lambda one: one.streamed.seconds / one.limit_s)
+
+    @property
+    def x_phases(self) -> float:
+        return median(self.rounds, lambda one: one.streamed.seconds / one.phases_s)
+
+    @property
+    def forward_share(self) -> float:
+        """Of the bytes."""
+        return median(self.rounds, lambda one: one.streamed.forward_bytes / one.streamed.moved_bytes)
 
     @property
     def bytes_per_param(self) -> float:
@@ -285,6 +319,8 @@ def _run_json(result: Result) -> dict[str, Any]:
         "resident_s": result.resident_s,
         "disk_s": result.disk_s,
         "x_limit": result.x_limit,
+        "x_phases": result.x_phases,
+        "forward_share": result.forward_share,
         "bytes_per_param": result.bytes_per_param,
         "peak_cpu_bytes": result.peak_cpu_bytes,
         **{f"{name}_s": result.part_s(name) for name in ("forward", "backward", "step")},
@@ -321,7 +357,9 @@ def _row(result: Result) -> tuple[str, ...]:
         f"{result.resident_s:.2f} s",
         f"{result.disk_s:.2f} s",
         f"{result.x_limit:.3f}",
+        f"{result.x_phases:.3f}",
         f"{result.bytes_per_param:.2f} of {result.job.allowed_bytes}",
+        f"{result.forward_share:.0%}",
         format_bytes(result.peak_cpu_bytes),
         *(f"{result.part_s(name):.2f} s" for name in ("forward", "backward", "step")),
         f"{result.wait_share:.0%}",
@@ -345,8 +383,9 @@ def markdown(report: Report, command: str) -> str:
         f"{_title(report)}, with the least `cpu_memory` that works and {BUFFERS} chunks more. An iteration: forward, "
         "backward and step, from where one step() returns to where the next does. `resident`: the same model with all "
         "of it in RAM, its Adam included; `drive alone`: the bytes that the streamed iteration moved, through the same "
-        "engine, reading and writing at once; `x limit`: of the larger of both, median over the rounds. `forward`, "
-        "`backward`, `step`: until these return; the states of a layer are stepped when the next forward enters it. "
-        "`waiting`: for the disk. Times are medians."
+        "engine, reading and writing at once; `x limit`: of the larger of both, median over the rounds; `x phases`: of "
+        "the larger of both in forward plus the larger of both after it. `forward`, `backward`, `step`: until these "
+        "return; the states of a layer are stepped when the next forward enters it, where the share `in forward` of "
+        "the bytes moves. `waiting`: for the disk. Times are medians."
     )
     return _sheet(report).page("Iterations with streamed parameters", command, about, shortfalls(report))

@@ -53,6 +53,7 @@ def test_iterations_move_states_parameters_and_gradients_beside_a_resident_model
         assert least < run["bytes_per_param"] < 1.02 * most
         assert run["peak_cpu_bytes"] <= found["cpu_memory"]
         assert min(run["iteration_s"], run["resident_s"], run["disk_s"]) > 0
+        assert run["forward_share"] > 0.5
         parts = run["forward_s"] + run["backward_s"] + run["step_s"]
         assert 0.9 * run["iteration_s"] < parts <= run["iteration_s"]
     assert list(drive.iterdir()) == []
@@ -66,7 +67,7 @@ def case(*rounds: tuple[float, float, float], moved: float = 30.0) -> Case:
     parts = {"forward": 0.5, "backward": 0.25, "step": 0.125}
 
     def block(seconds: float) -> Block:
-        return Block(seconds, moved * job.n, seconds / 4, parts)
+        return Block(seconds, moved * job.n, 0.8 * moved * job.n, seconds / 4, parts)
 
     found = [Round(block(streamed), block(resident), disk) for streamed, resident, disk in rounds]
     return Case(job, 16, found, MIB)
@@ -83,8 +84,13 @@ def test_figures_are_medians_of_the_rounds_and_the_limit_is_the_larger() -> None
         "off target: an iteration of 16 tokens takes 1.500 of its limit, wanted 1.15",
     ]
     assert [run["x_limit"] for run in as_json(report)["runs"]] == [1.0, 1.5]
+    # 0.8 of the disk's time against the resident's 0.5 in forward, the rest against the rest.
+    assert slow.rounds[0].phases_s == pytest.approx(1.6 + 0.5)
+    assert [run["x_phases"] for run in as_json(report)["runs"]] == pytest.approx([2 / 2.3, 3 / 2.1])
+    assert good.forward_share == pytest.approx(0.8)
     assert table(report).row_count == 2
-    row = "| 16 | 5.00 s | 2.00-9.00 | 3.00 s | 1.00 s | 1.000 | 30.00 of 30 | 1 MiB | 0.50 s | 0.25 s | 0.12 s | 25% |"
+    row = f"| 16 | 5.00 s | 2.00-9.00 | 3.00 s | 1.00 s | 1.000 | {good.x_phases:.3f} | 30.00 of 30 | 80% | 1 MiB |"
+    row += " 0.50 s | 0.25 s | 0.12 s | 25% |"
     assert row in markdown(report, "python bench/step.py --param-tier nvme")
 
 
