@@ -28,7 +28,7 @@ from pathlib import Path
 
 from offload.checkpoint import commit as commits
 from offload.checkpoint.blocks import committed_slots
-from offload.checkpoint.commit import Commit, copy_manifest, read_commit, write_commit
+from offload.checkpoint.commit import Commit, copy_manifest, read_commit, read_manifest, write_commit
 from offload.checkpoint.files import Files, failing, sync_directory
 from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.places import claimed
@@ -152,14 +152,15 @@ class Snapshot:
                 raise PathError(errno.EEXIST, "is there already, and is no snapshot: move it", str(directory))
 
     def needs(self) -> list[Need]:
-        """What `make` will write, by directory."""
+        """What `make` will write, by directory. Raises: also CorruptionError, if the manifest is damaged."""
         found = []
         for number, path in enumerate(self.paths):
             with failing("read", path):
                 disk, device = os.statvfs(path), os.stat(path).st_dev
-            nbytes = sum(length for _, length in self._ranges(number)) + self.commit.manifests[self.manifest.rank].size
-            if self.manifest.tensors is not None:
-                nbytes += self.manifest.tensors.size
+            rank = self.manifest.rank
+            nbytes = sum(length for _, length in self._ranges(number)) + self.commit.manifests[rank].size
+            tensors = read_manifest(path, self.commit, rank, self.files).tensors
+            nbytes += 0 if tensors is None else tensors.size
             found.append(Need(socket.gethostname(), device, nbytes, disk.f_bavail * disk.f_frsize, str(path)))
         return found
 
