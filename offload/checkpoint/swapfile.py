@@ -15,6 +15,7 @@ from torch import Tensor
 from offload.checkpoint.blocks import parse_superblock
 from offload.errors import PathError, PathInUseError, TierIOError
 from offload.sizes import PAGE_BYTES
+from offload.store.claim import BUSY, take_lock
 
 
 def aligned_memory(size: int) -> Tensor:
@@ -82,8 +83,8 @@ def _open(path: str) -> int:
 
 def _lock(fd: int, path: str, how: int) -> None:
     try:
-        fcntl.flock(fd, how | fcntl.LOCK_NB)
+        take_lock(fd, how)
     except OSError as error:
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+        if error.errno not in BUSY:
             raise PathError(error.errno, f"cannot be locked: {error.strerror}", path) from error
         raise PathInUseError(errno.EBUSY, "a live run holds this path: wait for its end, or close it", path) from error

@@ -6,10 +6,17 @@ import errno
 import fcntl
 import mmap
 import os
+import time
+from pathlib import Path
 
 from offload.errors import BudgetError, PathError, PathInUseError
 from offload.io.engine import IOFile
 from offload.sizes import PAGE_BYTES, format_bytes
+
+BUSY = (errno.EWOULDBLOCK, errno.EACCES)
+"""What `flock` says where another open file has the lock."""
+PATIENCE_S = 30.0
+"""How long a lock may outlive its process."""
 
 
 def page() -> memoryview:
@@ -17,12 +24,54 @@ def page() -> memoryview:
     return memoryview(mmap.mmap(-1, PAGE_BYTES))
 
 
+def take_lock(fd: int, how: int) -> None:
+    """`flock` without waiting for anybody who lives. Args: how: LOCK_EX or LOCK_SH.
+
+    A process that was killed may have had transfers under way, and io_uring ends them, and then lets go of the file, a
+    moment after the process. Until then nobody may write there: so the lock is waited for.
+    Raises: OSError; of `BUSY` if a live process has it.
+    """
+    ends, unknown = time.monotonic() + PATIENCE_S, 0
+    while True:
+        try:
+            return fcntl.flock(fd, how | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in BUSY or time.monotonic() > ends:
+                raise
+            holders = _holders(fd)
+            # None is seen in another container, and where it has let go meanwhile.
+            unknown += not holders
+            if unknown > 2 or any(map(_lives, holders)):
+                raise
+        time.sleep(0.01)
+
+
+def _holders(fd: int) -> list[int]:
+    """The processes that locked the file, as far as the kernel tells."""
+    try:
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return []
+    info = os.fstat(fd)
+    file = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
+    fields = [line.split() for line in lines if " -> " not in line]
+    return [int(words[4]) for words in fields if words[1] == "FLOCK" and words[5] == file]
+
+
+def _lives(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
 def lock(file: IOFile) -> None:
     """Raises: PathInUseError if another process holds it, PathError."""
     try:
-        fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        take_lock(file.fd, fcntl.LOCK_EX)
     except OSError as error:
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+        if error.errno not in BUSY:
             raise PathError(error.errno, f"cannot be locked: {error.strerror}", file.path) from error
         raise PathInUseError(
             errno.EBUSY, "a live run holds this path: close it, or give each run a path of its own", file.path
