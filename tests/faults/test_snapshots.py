@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload import OffloadZero, Tuning
+from offload import OffloadZero, Tuning, commits
 from offload.checkpoint import files as local
 from offload.checkpoint.commit import read_commit
 from offload.checkpoint.files import LocalFiles
@@ -161,6 +161,28 @@ def test_going_back_replaces_what_the_run_did_later(make: Make, path: Path) -> N
     one_step(model := Tiny(), make(model, path=path.with_name("x"), resume=[*directories], cpu_memory="1MiB"))
 
 
+def test_what_is_replaced_is_held_and_what_is_only_read_is_shared(
+    make: Make, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, directories, _, optimizer = kept(make)
+    optimizer.close()
+    real, looked = commits.moves, []
+
+    def look_around(*args: Any) -> Any:
+        SwapFile(directories[0] / SWAP_NAME).close()
+        with pytest.raises(PathInUseError):
+            SwapFile(directories[0] / SWAP_NAME, exclusive=True)
+        with pytest.raises(PathInUseError):
+            SwapFile(path / SWAP_NAME)
+        looked.append(True)
+        return real(*args)
+
+    monkeypatch.setattr(commits, "moves", look_around)
+    make(Tiny(), resume=[*directories], cpu_memory="1MiB")
+    assert looked
+    SwapFile(directories[0] / SWAP_NAME, exclusive=True).close()
+
+
 def test_another_run_does_not_give_way_to_a_snapshot(make: Make, path: Path, tmp_path: Path) -> None:
     _, directories, _, optimizer = kept(make)
     optimizer.close()
@@ -295,8 +317,10 @@ def test_what_was_taken_elsewhere_is_no_leftover(make: Make, tmp_path: Path) -> 
     _, directories, _, optimizer = kept(make, path=places)
     elsewhere = tmp_path / "elsewhere"
     directories[0].rename(elsewhere)
+    before = contents(directories[1])
     optimizer.snapshot(keep=1)
     assert is_whole([elsewhere, directories[1]])
+    assert contents(directories[1]) == before
     directories[0].symlink_to(elsewhere)  # found again, but not where this run keeps its own
     optimizer.snapshot(keep=1)
     assert is_whole([elsewhere, directories[1]])
@@ -480,6 +504,8 @@ def cut_off_anywhere(make: Make, path: Path, monkeypatch: pytest.MonkeyPatch, cu
         if error is None:
             break
     assert seen == {frozenset({2}), frozenset({2, 4}), frozenset({4})}
+    # Few power cuts show it: the record is gone for good before anything else goes.
+    assert files.log[files.log.index("remove COMMIT") + 1].startswith("sync directory snapshot-2-")
     assert number > 15
     assert_same(run.now, bits(run.model, run.optimizer))
 
