@@ -2,8 +2,10 @@
 
 A run of n parameters in chunks of 16 MiB is committed on the NVMe tier. In every round its slots are read once, through
 the library's own engine with the number of buffers that is fastest, and then it is resumed: with no share of the states
-in RAM, with half of them, and with all. The clock runs from the call of `OffloadZero(..., resume=True)` until it
-returns, with the 16-bit parameters in the model; building the model is not in it.
+in RAM, with half of them, and with all. As much RAM as stays taken then is taken for the reading, too: the system
+clears it page by page, and a virtual machine may have to get it from its host first. The clock runs from the call of
+`OffloadZero(..., resume=True)` until it returns, with the 16-bit parameters in the model; building the model is not in
+it.
 """
 
 from __future__ import annotations
@@ -31,10 +33,12 @@ from offload import OffloadZero, Tuning
 from offload.checkpoint.blocks import Slot, committed_slots
 from offload.checkpoint.reader import Reader
 from offload.cli.bench_step_contestants import layers
+from offload.copies import HostCopier
 from offload.io.engine import IOFuture
 from offload.io.settings import open_engine
 from offload.planner import least_cpu_memory
 from offload.sizes import format_bytes
+from offload.store.arena import Arena
 from offload.store.directories import SWAP_NAME
 
 RESULTS = Path(__file__).parent / "results" / "resume.md"
@@ -85,19 +89,32 @@ class Drive:
         self._buffers.clear()
 
 
+def take(nbytes: int) -> float:
+    """Seconds until there is so much RAM."""
+    start = time.perf_counter()
+    arena = Arena(nbytes, HostCopier())
+    seconds = time.perf_counter() - start
+    arena.close()
+    return seconds
+
+
 @dataclass
 class Case:
-    """What is measured beside reading. Seconds, and those of the reading in the same round."""
+    """What is measured beside reading. nbytes: that stay in RAM; seconds: of each round, and in the same of reading and
+    of taking RAM for it."""
 
     name: str
+    nbytes: int
     resume: Callable[[], float]
     seconds: list[float] = field(default_factory=list)
     reading: list[float] = field(default_factory=list)
+    taking: list[float] = field(default_factory=list)
 
     @property
     def ratio(self) -> float:
         """The median of the rounds' ratios."""
-        return statistics.median(own / read for own, read in zip(self.seconds, self.reading, strict=True))
+        rounds = zip(self.seconds, self.reading, self.taking, strict=True)
+        return statistics.median(own / (read + taken) for own, read, taken in rounds)
 
     def row(self) -> tuple[str, ...]:
         own = sorted(self.seconds)
@@ -106,6 +123,7 @@ class Case:
             f"{statistics.median(own):.3f} s",
             f"{own[0]:.3f}-{own[-1]:.3f}",
             f"{statistics.median(self.reading):.3f} s",
+            f"{statistics.median(self.taking):.3f} s",
             f"{self.ratio:.3f}",
         )
 
@@ -149,20 +167,28 @@ def main(n: str = "3e8", rounds: int = 5, path: Path = Path(), save: bool = Fals
         drive = Drive(run, slots)
         drive.search()
         cases = [
-            Case(f"{share:.0%} of the states in RAM", lambda share=share: resume(run, count, share))  # type: ignore[misc]
+            Case(
+                f"{share:.0%} of the states in RAM",
+                int(share * sum(slot.size for slot in slots)),
+                lambda share=share: resume(run, count, share),  # type: ignore[misc]
+            )
             for share in (0.0, 0.5, 1.0)
         ]
         for number in range(-1, rounds):  # the first one warms up
             for case in cases[number % len(cases) :] + cases[: number % len(cases)]:
-                reading = drive.read()
+                reading, taking = drive.read(), take(case.nbytes)
                 seconds = case.resume()
                 if number >= 0:
+                    case.taking.append((taking + take(case.nbytes)) / 2)
                     case.reading.append((reading + drive.read()) / 2)
                     case.seconds.append(seconds)
         drive.close()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    grid = Grid(("resumed with", "seconds", "fastest-slowest", "reading once", "ratio"), [case.row() for case in cases])
+    grid = Grid(
+        ("resumed with", "seconds", "fastest-slowest", "reading once", "RAM for it", "ratio"),
+        [case.row() for case in cases],
+    )
     nbytes = sum(slot.size for slot in slots)
     title = f"{count * WIDTH**2:,} parameters, {format_bytes(nbytes)} in {count} chunks; {rounds} rounds"
     grid.show(console, title)
