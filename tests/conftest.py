@@ -1,5 +1,11 @@
 from __future__ import annotations
 
+import os
+
+# Before torch is imported, here and in processes that tests start. Models are tiny: threads of torch's wait for each
+# other longer than they work, the more so beside the kernels' own.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 
 
