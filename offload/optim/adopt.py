@@ -10,6 +10,9 @@ import torch
 
 from offload.errors import ConfigError, GradientMovedError
 
+UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
+"""Variants of Adam, by their option."""
+
 
 def require_adoptable(optimizer: torch.optim.Optimizer) -> None:
     """Raises: ConfigError unless `optimizer` is a fresh Adam or AdamW, without the variants this library lacks."""
@@ -26,7 +29,7 @@ def require_adoptable(optimizer: torch.optim.Optimizer) -> None:
 def require_supported(groups: Sequence[Mapping[str, Any]]) -> None:
     """Raises: ConfigError if a group asks for a variant of Adam that this library lacks."""
     for number, group in enumerate(groups):
-        for option in ("amsgrad", "maximize", "differentiable"):
+        for option in UNSUPPORTED:
             if group.get(option):
                 raise ConfigError(f"param group {number} has {option}=True, which is not supported: set it to False")
 

@@ -395,3 +395,36 @@ def _not_finite(skip: bool) -> tuple[int, str]:
 @pytest.mark.parametrize("skip", [False, True])
 def test_nan_on_one_rank_is_seen_by_all(worlds: Worlds, skip: bool) -> None:
     assert worlds(2).run(_not_finite, skip) == [(1, "" if skip else "gain")] * 2
+
+
+def _step_differently(how: str) -> tuple[str, list[torch.Tensor]]:
+    model = models.build("mlp")
+    batches = models.losses("mlp", model)
+    with OffloadZero(model, tuning=Tuning(threads=1)) as optimizer:
+        next(batches)().backward()
+        (group,) = optimizer.param_groups
+        given = group["lr"]
+        is_other = dist.get_rank() == 1
+        if how == "lr" and is_other:
+            group["lr"] = 2 * given
+        if how == "amsgrad" and is_other:
+            group["amsgrad"] = True
+        if how == "clip" and is_other:
+            optimizer.clip_grad_norm_(1e-3)
+        with pytest.raises(ConfigError) as caught:
+            optimizer.step()
+        assert optimizer.stats()["step"] == 0
+        group["lr"], group["amsgrad"] = given, False
+        if how == "clip" and not is_other:
+            optimizer.clip_grad_norm_(1e-3)
+        optimizer.step()
+        optimizer.synchronize()
+        return str(caught.value), [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("how", ["lr", "amsgrad", "clip"])
+def test_another_step_on_some_ranks_is_an_error_on_all_and_they_go_on(worlds: Worlds, how: str) -> None:
+    (said, first), (other, second) = worlds(2).run(_step_differently, how)
+    assert "alike on every rank" in said
+    assert said == other
+    assert all(map(torch.equal, first, second))

@@ -25,7 +25,7 @@ def blocking(kind: str, accumulation: int) -> Run:
     return train(kind, steps=STEPS, accumulation=accumulation, each_step=OffloadZero.synchronize)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     kind=st.sampled_from([*models.KINDS, "mlp", "mlp"]),
     accumulation=st.integers(1, 2),
