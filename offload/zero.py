@@ -31,10 +31,10 @@ from offload.layout import Layout, build, tiled
 from offload.module.hooks import require_free
 from offload.module.materialise import Init, Source, is_meta, source_of
 from offload.module.parameters import device_for, untrained_bytes
-from offload.module.sharing import all_or_none, require_alike
+from offload.module.sharing import all_or_none, require_alike, require_same_step
 from offload.module.units import compute_dtypes, rows_of, specs_of
-from offload.optim.adopt import UNSUPPORTED, require_adoptable, require_supported, retire
-from offload.optim.step import StepKey, scalars_of
+from offload.optim.adopt import require_adoptable, require_supported, retire
+from offload.optim.step import StepKey
 from offload.planner.choice import choose
 from offload.planner.device import Room
 from offload.planner.machine import free_memory
@@ -307,7 +307,7 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
         return not bad
 
     def _begin(self, active: Sequence[int]) -> None:
-        self._require_same_step()
+        require_same_step(self._comm, self.param_groups, self._parts.sink.scale)
         require_supported(self.param_groups)
         self._attached.take_outside_writes()
         keys: dict[int, StepKey] = {n: (self._layout.specs[n].group, self._ages[n] + 1) for n in active}
@@ -320,18 +320,6 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
         self._step += 1
         for number in active:
             self._ages[number] += 1
-
-    def _require_same_step(self) -> None:
-        """Raises: ConfigError on all ranks if they are about to step differently; RankError."""
-        if self._comm.size == 1:
-            return
-        scalars = [scalars_of(group, 1, self._parts.sink.scale) for group in self.param_groups]
-        variants = [[bool(group.get(option)) for option in UNSUPPORTED] for group in self.param_groups]
-        if not self._comm.all_agree(repr((scalars, variants))):
-            raise ConfigError(
-                "the ranks differ in the hyper-parameters of this step, or in how its gradients are clipped: set param "
-                "groups and call clip_grad_norm_ alike on every rank, then step() again; nothing was changed"
-            )
 
     def _consume(self) -> None:
         self._parts.sink.scale = 1.0

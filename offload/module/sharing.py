@@ -1,9 +1,10 @@
-"""What one rank has to be told by the others outside of steps: first values, whole lines of partitioned tensors."""
+"""What ranks tell each other beside gradients: first values, whole lines of partitioned tensors, their options."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from offload.collectives import Communicator
 from offload.config import Config
 from offload.errors import ConfigError, OffloadError
 from offload.layout import Layout
+from offload.optim.adopt import UNSUPPORTED
+from offload.optim.step import scalars_of
 
 BLOCK = 1 << 20
 """Elements that are gathered at once, so that what all ranks send stays small."""
@@ -85,3 +88,19 @@ def require_alike(comm: Communicator, layout: Layout, config: Config) -> None:
             "param_tier, commit_every, resume, Tuning.split_master or Tuning.bucket: give all of them the same"
         )
     comm.beside.barrier()
+
+
+def require_same_step(comm: Communicator, groups: Sequence[Mapping[str, Any]], scale: float) -> None:
+    """Args: groups: the optimizer's param_groups; scale: of the gradients (clipping).
+
+    Raises: ConfigError on all ranks if they are about to step differently; RankError.
+    """
+    if comm.size == 1:
+        return
+    scalars = [scalars_of(group, 1, scale) for group in groups]
+    variants = [[bool(group.get(option)) for option in UNSUPPORTED] for group in groups]
+    if not comm.all_agree(repr((scalars, variants))):
+        raise ConfigError(
+            "the ranks differ in the hyper-parameters of this step, or in how its gradients are clipped: set param "
+            "groups and call clip_grad_norm_ alike on every rank, then step() again; nothing was changed"
+        )

@@ -40,7 +40,7 @@ PLACES: list[tuple[int, int, str, dict[str, Any]]] = [
     (2, 2, "late", {"cpu_memory": "least", "tuning": SPLIT}),
     (3, 3, "late", {"param_tier": "cpu", "cpu_memory": "least"}),
     (2, 3, "plain", {"param_tier": "nvme", "cpu_memory": "least", "tuning": SPLIT, "accumulation": 2}),
-    (4, 3, "late", {"tuning": SPLIT}),
+    pytest.param(4, 3, "late", {"tuning": SPLIT}, marks=pytest.mark.slow),
     (4, 3, "late", {"mesh": (2, 2)}),
 ]
 pytestmark = pytest.mark.timeout(120)
@@ -399,9 +399,9 @@ def _resumed_at(path: str) -> int:
 @pytest.mark.parametrize(
     ("moment", "lost", "step"),
     [
-        ("offload.commits.write_manifest", 2, AT),
+        pytest.param("offload.commits.write_manifest", 2, AT, marks=pytest.mark.slow),
         ("offload.commits.write_commit", 0, AT),
-        ("offload.store.store.Store.settle", 0, AT + MORE),
+        pytest.param("offload.store.store.Store.settle", 0, AT + MORE, marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_dies_at_a_commit_leaves_one_of_the_two(

@@ -49,7 +49,13 @@ print(budget, stats["peak_cpu_bytes"], optimizer._placement.arena_bytes, peak, 2
 
 
 @pytest.mark.parametrize(
-    ("share", "accumulation", "split"), [(0.0, 1, "whole"), (0.5, 1, "whole"), (0.0, 2, "whole"), (0.0, 1, "split")]
+    ("share", "accumulation", "split"),
+    [
+        (0.0, 1, "whole"),
+        pytest.param(0.5, 1, "whole", marks=pytest.mark.slow),
+        (0.0, 2, "whole"),
+        pytest.param(0.0, 1, "split", marks=pytest.mark.slow),
+    ],
 )
 def test_the_process_uses_what_the_plan_said(share: float, accumulation: int, split: str, tmp_path: Path) -> None:
     arguments = [str(tmp_path / "run"), str(share), str(accumulation), split]
