@@ -267,8 +267,9 @@ class Store:
             self._ahead.remove(use)
             if use.stays:
                 self._staying.add(chunk)
-        self._is_between = not self._ahead
-        if self._is_between:
+            # A chunk that is kept, and never moves, may come after the last one that does.
+            self._is_between = not self._ahead
+        if not self._ahead:
             self._ahead.extend(self._order)
         self._read_ahead()
 

@@ -163,6 +163,21 @@ def test_an_expected_order_is_read_ahead_and_each_byte_moves_once(
         assert engine.most_at_once >= min(buffers, 3)
 
 
+def test_a_kept_chunk_at_the_end_of_the_order_does_not_begin_it_again(engine: FaultyEngine, tmp_path: Path) -> None:
+    timeline = Timeline()
+    last = len(NUMELS) - 1
+    with store_on(engine, tmp_path / "run", buffers=4, kept=frozenset({last}), timeline=timeline) as store:
+        store.expect(range(len(NUMELS)))
+        for index in range(len(NUMELS)):
+            with store.lease(index, step=1) as lease:
+                put(lease, 1)
+        store.drain()
+        assert timeline.counted("nvme_read_bytes") == sum(Record(numel).nbytes for numel in NUMELS[:2])
+        store.expect(range(len(NUMELS)))
+        store.drain()
+        assert timeline.counted("nvme_read_bytes") == sum(Record(numel).nbytes for numel in NUMELS[:4])
+
+
 def test_kept_chunks_never_move(engine: FaultyEngine, tmp_path: Path) -> None:
     with store_on(engine, tmp_path / "run", buffers=0, kept=frozenset(range(len(NUMELS)))) as store:
         written = engine.writes
