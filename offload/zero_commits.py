@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,16 +109,23 @@ class Committing:
     def _commit(self, extra: object) -> None:
         prepare = self._attached.take_outside_writes
         try:
-            self._commits.commit(prepare, self._step, self._ages, self.param_groups, extra)
-        except Exception:
-            raise
-        except BaseException as error:  # Ctrl-C: this rank is elsewhere than the others
-            if self._comm.size > 1:
-                self._cut_off(error)
-            raise
+            with self._beside_others():
+                self._commits.commit(prepare, self._step, self._ages, self.param_groups, extra)
         finally:
             if self._commits.final is not None:
                 self._cut_off(self._commits.final)
+
+    @contextmanager
+    def _beside_others(self) -> Iterator[None]:
+        """What all ranks do together: one that is interrupted in it (Ctrl-C) is elsewhere than the others."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as error:
+            if self._comm.size > 1:
+                self._cut_off(error)
+            raise
 
     def snapshot(self, *, keep: int | None = None) -> tuple[Path, ...]:
         """Keeps the last commit, which the next one would replace, for as long as you like.
@@ -135,14 +143,8 @@ class Committing:
         self._require_usable()
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise ConfigError(f"keep={keep!r}: give a whole number, at least 1, or None to keep all")
-        try:
+        with self._beside_others():
             return self._commits.snapshot(keep)
-        except Exception:
-            raise
-        except BaseException as error:  # Ctrl-C: this rank is elsewhere than the others
-            if self._comm.size > 1:
-                self._cut_off(error)
-            raise
 
     def rollback(self) -> None:
         """Goes back to the last commit, also after an error: states, parameters, hyper-parameters and step.

@@ -125,15 +125,9 @@ class Snapshot:
         for name in self._snapshots(self.paths[0]):
             with suppress(OffloadError):  # a damaged record: not known to be one of ours
                 found = read_commit(self.paths[0] / name, self.files)
-                if (
-                    found is not None
-                    and found.is_snapshot
-                    and (found.run_id, name)
-                    == (
-                        self.commit.run_id,
-                        name_of(found),
-                    )
-                ):
+                if found is None or not found.is_snapshot or found.run_id != self.commit.run_id:
+                    continue
+                if name == name_of(found):
                     steps[name] = found.step
         newest = sorted(steps, key=lambda name: (name == self.name, steps[name]), reverse=True)
         return [name for name in newest[keep:] if self._is_free(self.paths[0] / name, held)]

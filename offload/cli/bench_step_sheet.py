@@ -12,7 +12,7 @@ import torch
 from rich.table import Table
 
 R = TypeVar("R")
-WIDTH = 140
+WIDTH = 176
 """Of a table in characters, where no terminal says how wide it is."""
 
 

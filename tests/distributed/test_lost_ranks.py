@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 from unittest.mock import patch
@@ -193,17 +193,21 @@ def test_ctrl_c_ends_a_wait(worlds: Worlds) -> None:
     assert worlds(3).run(_interrupted) == ["interrupted", "met", "met"]
 
 
-def _train_until_lost(stage: int, lost: int) -> tuple[str, str, float]:
-    """The errors of the step in which a rank dies and of a later call, and the seconds until the first."""
+def _impatient(stage: int) -> tuple[OffloadZero, Iterator[Callable[[], torch.Tensor]]]:
+    """A training that waits for TIMEOUT_S, and its losses."""
     made = comm.connect
 
     def connect(*args: Any, **options: Any) -> Communicator:
         return made(*args, **{"timeout_s": TIMEOUT_S} | options)
 
     model = models.build("gpt")
-    batches = models.losses("gpt", model)
     with patch.object(comm, "connect", connect):
-        optimizer = OffloadZero(model, stage=stage, tuning=Tuning(threads=1))
+        return OffloadZero(model, stage=stage, tuning=Tuning(threads=1)), models.losses("gpt", model)
+
+
+def _train_until_lost(stage: int, lost: int) -> tuple[str, str, float]:
+    """The errors of the step in which a rank dies and of a later call, and the seconds until the first."""
+    optimizer, batches = _impatient(stage)
 
     def step() -> None:
         next(batches)().backward()
@@ -336,15 +340,7 @@ def test_gradients_dropped_on_some_ranks_are_an_error_on_all_and_they_go_on(
 
 def _backward_on_some(way: str) -> tuple[str, int]:
     """The error, and the steps that were made."""
-    made = comm.connect
-
-    def connect(*args: Any, **options: Any) -> Communicator:
-        return made(*args, **{"timeout_s": TIMEOUT_S} | options)
-
-    model = models.build("gpt")
-    batches = models.losses("gpt", model)
-    with patch.object(comm, "connect", connect):
-        optimizer = OffloadZero(model, stage=3, tuning=Tuning(threads=1))
+    optimizer, batches = _impatient(3)
     next(batches)().backward()
     optimizer.step()
     optimizer.zero_grad()
