@@ -9,6 +9,7 @@ from its last whole page.
 from __future__ import annotations
 
 import errno
+import signal
 import threading
 from abc import abstractmethod
 from collections import deque
@@ -19,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 from offload.errors import TierIOError
 from offload.io.engine import IOEngine, IOFile, IOFuture, open_file, require_aligned
+from offload.io.interrupts import Deferred
 from offload.sizes import MIB, PAGE_BYTES
 
 REQUEST_BYTES = 4 * MIB
@@ -178,9 +180,11 @@ class QueuedEngine(IOEngine):
 
     def sync(self, file: IOFile) -> IOFuture:
         transfer = _Sync()
-        with self._changed:
-            self._drives[file].under_way += 1
-        self._start([Request("sync", file, 0, [Piece(memoryview(b""), transfer)])])
+        request = Request("sync", file, 0, [Piece(memoryview(b""), transfer)])
+        with Deferred(signal.SIGINT), Deferred(signal.SIGTERM):
+            with self._changed:
+                self._drives[file].under_way += 1
+            self._start([request])
         return transfer.future
 
     def close(self) -> None:
@@ -196,15 +200,17 @@ class QueuedEngine(IOEngine):
         if not len(buffer):
             transfer.piece_done(0)
             return transfer.future
-        with self._changed:
-            drive = self._drives[file]
-            queue = drive.reads if operation == "read" else drive.writes
-            for start in range(0, len(buffer), self._request_bytes):
-                piece = Piece(buffer[start : start + self._request_bytes], transfer)
-                queue.append(Request(operation, file, offset + start, [piece]))
-            requests = list(drive.take(self._depth, self._request_bytes, self.most_views))
-        if requests:
-            self._start(requests)
+        # What was counted as under way and never started would be waited for forever.
+        with Deferred(signal.SIGINT), Deferred(signal.SIGTERM):
+            with self._changed:
+                drive = self._drives[file]
+                queue = drive.reads if operation == "read" else drive.writes
+                for start in range(0, len(buffer), self._request_bytes):
+                    piece = Piece(buffer[start : start + self._request_bytes], transfer)
+                    queue.append(Request(operation, file, offset + start, [piece]))
+                requests = list(drive.take(self._depth, self._request_bytes, self.most_views))
+            if requests:
+                self._start(requests)
         return transfer.future
 
     def _ended(self, request: Request, result: int) -> None:

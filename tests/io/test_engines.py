@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import random
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -515,3 +516,31 @@ def test_more_requests_than_the_ring_holds_wait_for_room(tmp_path: Path) -> None
         future.result(WAIT_S)
     assert all(into == data for into in found)
     engine.close()
+
+
+@pytest.mark.parametrize("operation", ["write", "sync"])
+def test_an_interrupt_while_requests_are_started_leaves_none_that_never_ends(
+    queued: QueuedEngine, place: str, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = queued.open(place)
+    data, start = noise(3 * PAGE_BYTES), queued._start
+
+    def interrupted(requests: list[Request]) -> None:
+        signal.raise_signal(signal.SIGINT)
+        start(requests)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(queued, "_start", interrupted)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            queued.write(file, 0, data) if operation == "write" else queued.sync(file)
+    finally:
+        monkeypatch.undo()
+        signal.signal(signal.SIGINT, before)
+    closing = threading.Thread(target=queued.close, daemon=True)
+    closing.start()
+    closing.join(WAIT_S)
+    is_stuck = closing.is_alive()
+    queued._drives.clear()  # or this test could never end
+    assert not is_stuck
+    assert operation == "sync" or Path(place).read_bytes() == data
