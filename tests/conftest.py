@@ -1,12 +1,27 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 # Before torch is imported, here and in processes that tests start. Models are tiny: threads of torch's wait for each
 # other longer than they work, the more so beside the kernels' own.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+
+RANKS = "tests/distributed/"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Where several workers run tests, one runs all of ranks: they share processes, which are started once."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Ranks(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return RANKS if nodeid.startswith(RANKS) else nodeid
+
+    return Ranks(config, log)
 
 
 @pytest.fixture(autouse=True)
