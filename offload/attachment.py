@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import chain
 
-from torch import nn
+from torch import Tensor, nn
 
 from offload.assembly import Parts
 from offload.collectives import Work
@@ -31,7 +31,7 @@ class Attachment:
 
     Args: source: of the values of what is on the meta device; resumes: the states are not taken from the model, but
     come from a commit; step: says the number of the last step; usable: raises if the optimizer cannot go on; failed:
-    called with what cut a landing off.
+    called with what cut a landing off; unscales: called with a GradScaler's found_inf and inverse scale.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class Attachment:
         step: Callable[[], int],
         usable: Callable[[], None],
         failed: Callable[[BaseException], None],
+        unscales: Callable[[Tensor, Tensor], None],
     ) -> None:
         self._model = model
         self._parts = parts
@@ -76,6 +77,7 @@ class Attachment:
             self.access,
             self._model_begins,
             parts.masters.before_loading,
+            unscales,
         )
 
     def step_begins(self) -> None:

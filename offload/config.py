@@ -22,7 +22,7 @@ PathLike = str | os.PathLike[str]
 MASTER_ITEM_BYTES = 4
 SUM_BLOCK = 65536
 """Elements whose squares are summed together (kernels.h: OFFLOAD_SUM_BLOCK)."""
-COMPUTE_DTYPES = (torch.bfloat16, torch.float32)
+COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STAGES = (1, 2, 3)
 COMMIT_EVERY = 100
 """Steps between commits where a path is given and nothing is said about them."""
@@ -138,6 +138,11 @@ def check(
     if compute_dtype not in COMPUTE_DTYPES:
         allowed = ", ".join(str(dtype) for dtype in COMPUTE_DTYPES)
         raise ConfigError(f"compute_dtype={compute_dtype} is not available: choose one of {allowed}")
+    if tuning.split_master and compute_dtype is torch.float16:
+        raise ConfigError(
+            "Tuning.split_master=True with compute_dtype=torch.float16: only a bf16 parameter is the upper half of its "
+            "master; leave split_master out, or choose torch.bfloat16"
+        )
     if nonfinite not in ("raise", "skip"):
         raise ConfigError(f'nonfinite={nonfinite!r}: choose "raise" or "skip"')
     prefetch = _whole("Tuning.prefetch", tuning.prefetch, least=0)

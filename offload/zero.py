@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Never, NoReturn, Self, overload
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from offload import comm, resuming, zero_commits
 from offload import config as configuration
@@ -24,14 +24,13 @@ from offload.errors import (
     ClosedError,
     ConfigError,
     InterruptedStepError,
-    NonFiniteGradientError,
     OffloadError,
 )
 from offload.layout import Layout, build, tiled
 from offload.module.hooks import require_free
 from offload.module.materialise import Init, Source, is_meta, source_of
 from offload.module.parameters import device_for, untrained_bytes
-from offload.module.sharing import all_or_none, require_alike, require_same_step
+from offload.module.sharing import all_or_none, require_alike
 from offload.module.units import compute_dtypes, rows_of, specs_of
 from offload.optim.adopt import require_adoptable, require_supported, retire
 from offload.optim.step import StepKey
@@ -43,9 +42,7 @@ from offload.resuming import Found, Resumed
 from offload.timeline import PHASES, Timeline
 from offload.zero_commits import Committing
 from offload.zero_looks import Looking
-
-CLIP_EPSILON = 1e-6
-"""As in torch.nn.utils.clip_grad_norm_."""
+from offload.zero_scaling import Scaling
 
 
 class _Plan(NamedTuple):
@@ -59,7 +56,7 @@ class _Plan(NamedTuple):
     groups: int
 
 
-class OffloadZero(Looking, Committing, torch.optim.Optimizer):
+class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
     """Trains `model` with Adam or AdamW, the fp32 masters and moments in RAM or in NVMe swap files.
 
     The model is hooked in place: its parameters become `compute_dtype` on the device they are on, and its class,
@@ -74,7 +71,8 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
         tier: where the optimizer states live, "cpu" or "nvme"; None: "nvme" if `path` is given, else "cpu".
         path: the directory for this run's swap files and commits, or several; made (0700) if their parents exist.
         cpu_memory: bytes, or such as "48GiB", for everything this library holds in RAM; None: half of what is free.
-        compute_dtype: of the parameters in the model: torch.bfloat16 or torch.float32.
+        compute_dtype: of the parameters in the model: torch.bfloat16, torch.float32, or torch.float16, which needs a
+            torch.amp.GradScaler.
         keep_fp32: modules, or module types, that stay fp32.
         accumulation: backward passes a step; with more than one, gradients are summed in fp32.
         nonfinite: "raise" NonFiniteGradientError on NaN or Inf, or "skip" the step and count it.
@@ -243,6 +241,7 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
             step=lambda: self._step,
             usable=self._require_usable,
             failed=self._cut_off,
+            unscales=self._unscale,
         )
 
     def _cut_off(self, error: BaseException) -> None:
@@ -263,24 +262,30 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
         in a parameter when a forward enters its unit, when a state_dict is made or loaded, after `synchronize()`, and
         at the latest in the next step; until then it has its old value.
 
+        A GradScaler's `scaler.step(optimizer)` calls it, and then it skips a step whose gradients are not finite,
+        whatever `nonfinite` says.
+
         Args: closure: evaluates the model again and returns the loss, which is returned.
-        Raises: NonFiniteGradientError (nonfinite="raise"; the state is untouched), TierIOError, CorruptionError; over
+        Raises: NonFiniteGradientError (nonfinite="raise"; the state is untouched), ConfigError (fp16 without a
+        GradScaler, or one that is not used as it should be; nothing is changed), TierIOError, CorruptionError; over
         several ranks ConfigError (not the same step on all of them; nothing is changed), AccumulationError, RankError.
         """
-        self._require_usable()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with self._timeline.span("step_s"), self._timeline.event(PHASES, "step"):
-            self._attached.step_begins()
-            self._commit_if_due()
-            active = self._collect()
-            if self._all_finite(active):
-                self._begin(active)
-            else:
-                self._skipped += 1
-            self._consume()
+        with self._beside_a_scaler():
+            self._require_usable()
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            with self._timeline.span("step_s"), self._timeline.event(PHASES, "step"):
+                self._attached.step_begins()
+                self._commit_if_due()
+                active = self._collect()
+                factor = self._agreed_factor(active) if self._is_to_step(active) else None
+                if factor is None:
+                    self._skipped += 1
+                else:
+                    self._begin(active, factor)
+                self._consume()
         return loss
 
     def _collect(self) -> list[int]:
@@ -294,52 +299,19 @@ class OffloadZero(Looking, Committing, torch.optim.Optimizer):
         active = [n for n in range(len(self._ages)) if self._parts.sink.has(n) and self._attached.hooks.is_marked(n)]
         return self._parts.sink.collect(active)
 
-    def _all_finite(self, active: Sequence[int]) -> bool:
-        bad = self._parts.sink.not_finite(active)
-        if bad and not self._config.skip_nonfinite:
-            name = self._layout.specs[bad[0]].name
-            others = f" and in {len(bad) - 1} more parameters" if len(bad) > 1 else ""
-            raise NonFiniteGradientError(
-                f"NaN or Inf in the gradient of {name}{others}; the optimizer's state is untouched: call zero_grad() "
-                'and go on with the next batch, or choose nonfinite="skip"',
-                parameter=name,
-            )
-        return not bad
-
-    def _begin(self, active: Sequence[int]) -> None:
-        require_same_step(self._comm, self.param_groups, self._parts.sink.scale)
+    def _begin(self, active: Sequence[int], factor: float) -> None:
         require_supported(self.param_groups)
         self._attached.take_outside_writes()
         keys: dict[int, StepKey] = {n: (self._layout.specs[n].group, self._ages[n] + 1) for n in active}
         try:
             flats = self._attached.landing.begins(active)
-            self._parts.step.begin(self._step + 1, keys, self.param_groups, self._parts.sink.scale, flats)
+            self._parts.step.begin(self._step + 1, keys, self.param_groups, factor, flats)
         except BaseException as error:
             self._cut_off(error)
             raise
         self._step += 1
         for number in active:
             self._ages[number] += 1
-
-    def _consume(self) -> None:
-        self._parts.sink.scale = 1.0
-        self._parts.sink.forget_all()
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clips the gradients of this step to a 2-norm of `max_norm`, over all parameters together.
-
-        Returns: the norm before clipping, a 0-dim fp32 CPU tensor. Clipping costs no pass over the gradients: the
-        factor, torch's `min(1, max_norm / (norm + 1e-6))`, is folded into the step.
-        Raises: NonFiniteGradientError with nonfinite="raise". A gradient that comes after it raises AccumulationError.
-        """
-        self._require_usable()
-        if not float(max_norm) >= 0:
-            raise ConfigError(f"max_norm={max_norm!r}: give a number, at least 0")
-        active = self._collect()
-        self._all_finite(active)
-        norm = self._parts.sink.norm(active) * self._parts.sink.scale
-        self._parts.sink.scale *= min(1.0, float(max_norm) / (norm + CLIP_EPSILON)) if norm == norm else 1.0
-        return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients since the last step. `p.grad` becomes None, whatever `set_to_none` says."""

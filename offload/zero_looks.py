@@ -44,7 +44,8 @@ class Looking:
         def _collect(self) -> list[int]: ...
 
     def grad(self, param: Tensor) -> Tensor | None:
-        """The gradient of `param` as the step will use it (summed over micro-batches, clipped); None without one.
+        """The gradient of `param` as it is now: summed over micro-batches, and, once they were called, unscaled by a
+        GradScaler's `unscale_` and clipped. Before `unscale_` it is that of the scaled loss. None without a gradient.
 
         Returns: an fp32 CPU tensor of the parameter's shape; a copy.
         """
@@ -54,7 +55,7 @@ class Looking:
             return None
         first, last = self._layout.held_of(number)
         line = torch.empty(param.numel(), dtype=torch.float32, device="cpu")
-        line[first:last] = self._parts.sink.line(number).float() * self._parts.sink.scale
+        line[first:last] = self._parts.sink.line(number).float() * self._parts.sink.scale.factor
         return shaped_like(param, whole_line(self._comm, self._layout, number, line))
 
     def gathered(

@@ -83,9 +83,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("cpu_memory", "48 gigs", '"48GiB"'),
     ("cpu_memory", -1, "negative"),
     ("cpu_memory", 1e9, '"48GiB"'),
-    ("compute_dtype", torch.float16, "torch.bfloat16, torch.float32"),
-    ("compute_dtype", torch.float64, "torch.bfloat16, torch.float32"),
-    ("compute_dtype", "bf16", "torch.bfloat16, torch.float32"),
+    ("compute_dtype", torch.float64, "torch.bfloat16, torch.float16, torch.float32"),
+    ("compute_dtype", "bf16", "torch.bfloat16, torch.float16, torch.float32"),
     ("accumulation", 0, "at least 1"),
     ("accumulation", -2, "at least 1"),
     ("accumulation", 1.0, "whole number"),
@@ -197,8 +196,12 @@ def test_the_options_are_those_of_the_design_and_no_others() -> None:
     ]  # fmt: skip
 
 
-def test_only_16_bit_parameters_split_their_masters() -> None:
+def test_only_bf16_parameters_split_their_masters() -> None:
     split = Tuning(split_master=True)
     assert check(path=".", commit_every=5, tuning=split).commits_parameters
     assert not check(path=".", commit_every=None, tuning=split).commits_parameters
     assert not check(path=".", compute_dtype=torch.float32, tuning=split).split_master
+    # Of half the width of its master, and not half of it.
+    with pytest.raises(ConfigError, match=r"Tuning\.split_master=True with compute_dtype=torch\.float16"):
+        check(path=".", compute_dtype=torch.float16, tuning=split)
+    assert not check(path=".", compute_dtype=torch.float16).split_master

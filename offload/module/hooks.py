@@ -26,7 +26,7 @@ from offload.module.marker import MovedGradient, is_moved
 from offload.module.parameters import Parameters, line_like
 from offload.module.streaming import Streaming
 from offload.module.units import ROOT, Chosen, blocks_of, is_called, units_of
-from offload.optim.sink import Gradients
+from offload.optim.sink import AS_HELD, Gradients
 
 
 def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
@@ -122,7 +122,7 @@ class Hooks:
 
     Args: kept: modules that stay fp32; chosen: the units; entered: called before each forward of the root; landing,
     streaming, access: what hooks call; loads: called before a state_dict is loaded into a module, with the module's own
-    parameters.
+    parameters; unscales: called with a GradScaler's found_inf and inverse scale.
     """
 
     def __init__(
@@ -139,11 +139,14 @@ class Hooks:
         access: Access,
         entered: Callable[[], None],
         loads: Callable[[Sequence[nn.Parameter]], None],
+        unscales: Callable[[Tensor, Tensor], None],
     ) -> None:
         self._handles: list[RemovableHandle] = []
         self._parameters = parameters
         self._sink = sink
-        self._markers = [MovedGradient.of(p, s.name) for p, s in zip(parameters.params, specs, strict=True)]
+        self._names = [spec.name for spec in specs]
+        self._unscales = unscales
+        self._markers = self._new_markers()
         self._pid = os.getpid()
         root_dtype = torch.float32 if model in kept else compute_dtype
         self._nodes: list[torch.autograd.graph.Node] = []
@@ -173,6 +176,32 @@ class Hooks:
                 self._arriving()
                 self._sink.forget(number)
                 self._hand_over(number, param)
+
+    def _new_markers(self) -> list[MovedGradient]:
+        hooks = weakref.ref(self)
+
+        def unscale(grads: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> bool:
+            if (alive := hooks()) is None:
+                return False
+            alive._unscale(grads, found_inf, inverse)
+            return True
+
+        named = zip(self._parameters.params, self._names, strict=True)
+        return [MovedGradient.of(param, name, unscale) for param, name in named]
+
+    def _unscale(self, grads: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
+        """What a GradScaler asks of the gradients it finds: of all of them, as there is one scale for all.
+
+        Raises: ConfigError if one of a trained parameter is not among them.
+        """
+        met = {id(grad) for grad in grads}
+        for name, param in zip(self._names, self._parameters.params, strict=True):
+            if param.grad is not None and id(param.grad) not in met:
+                raise ConfigError(
+                    f"a GradScaler met gradients that OffloadZero has, but not that of {name}, which was assigned to "
+                    "p.grad by hand, or is not in the optimizer it was given: give it all, as backward makes them"
+                )
+        self._unscales(found_inf, inverse)
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -269,16 +298,19 @@ class Hooks:
             self._sink.forget(number)
 
     def _arriving(self) -> None:
-        """Raises: ClosedError in a forked child, which has no memory for gradients; AccumulationError after clipping:
-        the factor is fixed, so a gradient that joins those it was calculated from would make it a wrong one."""
+        """Raises: ClosedError in a forked child, which has no memory for gradients; AccumulationError after unscaling
+        or clipping: the factor is fixed, so a gradient that joins those it was calculated from would make it a wrong
+        one."""
         if os.getpid() != self._pid:
             raise ClosedError("this is a forked child: only the process that made the optimizer can run backward")
-        if self._sink.scale != 1.0:
-            if any(self._sink.has(n) and self.is_marked(n) for n in range(len(self._markers))):
+        if self._sink.scale != AS_HELD:
+            if not any(self._sink.has(n) and self.is_marked(n) for n in range(len(self._markers))):
+                self._sink.scale = AS_HELD  # it was of gradients that the user dropped
+            elif self._sink.scale.is_fixed:
                 raise AccumulationError(
-                    "a gradient came between clip_grad_norm_() and step(): clip once, after the last backward of a step"
+                    "a gradient came between clip_grad_norm_() or a GradScaler's unscale_() and step(): call these "
+                    "once, after the last backward of a step"
                 )
-            self._sink.scale = 1.0
 
     def _hand_over(self, number: int, leaf: Tensor, start: int = 0) -> None:
         param = self._parameters.params[number]

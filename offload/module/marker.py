@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from offload.errors import GradientMovedError
+
+Unscale = Callable[[Sequence[Tensor], Tensor, Tensor], bool]
+"""Called with all gradients that a GradScaler found, its found_inf and the inverse of its scale; returns whether there
+is still somebody to answer."""
+
+_UNSCALE: Any = torch._amp_foreach_non_finite_check_and_unscale_
+_DTYPE: Any = Tensor.dtype
+_IS_SPARSE: Any = Tensor.is_sparse
+_DEVICE: Any = Tensor.device
+_LOOKS = (_DTYPE.__get__, _IS_SPARSE.__get__, _DEVICE.__get__)
+"""What a GradScaler asks before it calls that function."""
 
 
 class MovedGradient(Tensor):
@@ -15,17 +27,22 @@ class MovedGradient(Tensor):
 
     torch's own `clip_grad_norm_`, which would see no gradient and return 0.0 without a word, another optimizer's
     step, and code that reads or changes `p.grad`, thereby learn what to call instead.
+
+    A GradScaler is answered. Before it unscales it looks at dtype, device and is_sparse, and refuses fp16, because
+    to unscale in place would lose what the scale is for. That of a marker is fp32, in which the step will multiply.
     """
 
     parameter_name: str
+    unscale: Unscale | None
 
     @staticmethod
-    def of(param: Tensor, name: str) -> MovedGradient:
-        """A marker for `param`: of its shape, dtype and device."""
+    def of(param: Tensor, name: str, unscale: Unscale | None = None) -> MovedGradient:
+        """A marker for `param`: of its shape, dtype and device. Args: unscale: answers a GradScaler."""
         marker: MovedGradient = Tensor._make_wrapper_subclass(
             MovedGradient, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
         )
         marker.parameter_name = name
+        marker.unscale = unscale
         return marker
 
     def __repr__(self, **unused: Any) -> str:  # type: ignore[override]
@@ -38,8 +55,13 @@ class MovedGradient(Tensor):
         types: Sequence[type],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> NoReturn:
-        _refuse(func, [*args, *(kwargs or {}).values()])
+    ) -> Any:
+        if func in _LOOKS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return torch.float32 if func == _DTYPE.__get__ else func(*args)
+        if func is not _UNSCALE or len(args) != 3 or not _answers(*args):
+            _refuse(func, [*args, *(kwargs or {}).values()])
+        return None
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -50,6 +72,11 @@ class MovedGradient(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> NoReturn:
         _refuse(func, [*args, *(kwargs or {}).values()])
+
+
+def _answers(grads: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> bool:
+    unscale = next(grad.unscale for grad in grads if isinstance(grad, MovedGradient))
+    return unscale is not None and unscale(grads, found_inf, inverse)
 
 
 def _refuse(func: Any, args: Sequence[Any]) -> NoReturn:

@@ -32,7 +32,7 @@ from offload.layout import Chunk, Layout
 from offload.module import waiting
 from offload.module.stages import Bucket, Buckets, cut_buckets, splits_of
 from offload.native import Kernels
-from offload.optim.sink import Gradients, too_often
+from offload.optim.sink import AS_HELD, Gradients, too_often
 from offload.store.arena import Arena, carved_bytes
 from offload.store.store import Store
 from offload.timeline import GRADIENTS, SUMS, Timeline
@@ -114,7 +114,7 @@ class ReducedGradients(Gradients):
         self._layout = layout
         self._plan = Reduction(layout, stage, accumulation, bucket_bytes, stored=store is not None)
         self.accumulation = accumulation
-        self.scale = 1.0
+        self.scale = AS_HELD
         self._kernels = kernels
         self._comm = comm
         self._timeline = timeline

@@ -30,7 +30,7 @@ from offload.config import SUM_BLOCK
 from offload.copies import Copier
 from offload.layout import Chunk, Layout, Piece
 from offload.native import Kernels, sum_blocks
-from offload.optim.sink import Gradients, too_often
+from offload.optim.sink import AS_HELD, Gradients, too_often
 from offload.store.arena import Arena, carved_bytes
 from offload.store.slots import Record
 from offload.store.store import Store
@@ -92,7 +92,7 @@ class GradientSink(Gradients):
         # By parameter, of each of its tiles; a parameter without tiles is one.
         self._tiles = [layout.tiles_of(param) for param in range(len(layout.specs))]
         self._sums = self._split_sums(arena.carve(8 * _sums_numel(layout)).view(torch.float64))
-        self.scale = 1.0
+        self.scale = AS_HELD
         self._arrived = self._none()
         # Counts what arrived; the sums are of the count noted with them.
         self._generation = self._none()
@@ -228,7 +228,7 @@ class GradientSink(Gradients):
         self._pending.clear()
         self._arrived = self._none()
         self._generation = [[generation + 1 for generation in tiles] for tiles in self._generation]
-        self.scale = 1.0
+        self.scale = AS_HELD
 
     def close(self) -> None:
         if self._worker is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,14 +14,39 @@ from offload.errors import AccumulationError
 from offload.layout import Chunk
 
 
+@dataclass(frozen=True)
+class GradientScale:
+    """By what the step multiplies the gradients that are held.
+
+    Attributes: unscaled: the inverse of a loss scale, None if no GradScaler has met them yet; clip: the factor of
+    clipping, None if they were not clipped.
+    """
+
+    unscaled: float | None = None
+    clip: float | None = None
+
+    @property
+    def factor(self) -> float:
+        return (1.0 if self.unscaled is None else self.unscaled) * (1.0 if self.clip is None else self.clip)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether it would be wrong for a gradient that joins those it was calculated from."""
+        return self.unscaled is not None or self.factor != 1.0
+
+
+AS_HELD = GradientScale()
+"""Neither unscaled nor clipped."""
+
+
 class Gradients(ABC):
     """Where gradients go. Parameters are named by their index in `layout.specs`.
 
-    Attributes: accumulation, micro-batches a step; scale, by which the step multiplies what is held (clipping).
+    Attributes: accumulation, micro-batches a step; scale, by which the step multiplies what is held.
     """
 
     accumulation: int
-    scale: float
+    scale: GradientScale
 
     @abstractmethod
     def line(self, param: int) -> Tensor:

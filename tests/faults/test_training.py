@@ -116,14 +116,7 @@ USES: dict[str, Callable[[nn.Module, list[nn.Parameter]], object]] = {
     "SGD": lambda m, p: torch.optim.SGD(p, lr=0.1).step(),
     "Adam fused": lambda m, p: torch.optim.Adam(p, fused=True).step(),
     "Adam foreach": lambda m, p: torch.optim.Adam(p, foreach=True).step(),
-    "unscale_": lambda m, p: unscale(p),
 }
-
-
-def unscale(params: list[nn.Parameter]) -> None:
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    scaler.unscale_(torch.optim.SGD(params, lr=0.1))
 
 
 @pytest.mark.parametrize("use", USES)
@@ -139,15 +132,6 @@ def test_using_a_gradient_that_has_left_says_what_to_call(use: str, make: Make) 
     # Nothing was lost by it.
     assert optimizer.grad(model.first.weight).abs().sum() > 0
     optimizer.step()
-
-
-def test_a_grad_scaler_around_the_optimizer_says_so(make: Make) -> None:
-    model = Tiny()
-    optimizer = make(model)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(model(batch(0)).sum()).backward()
-    with pytest.raises(GradientMovedError):
-        scaler.step(optimizer)
 
 
 def test_the_marker_can_be_shown_and_told_from_none(make: Make) -> None:

@@ -26,7 +26,7 @@ from offload.optim import reference
 from offload.planner import least_cpu_memory
 from tests.support import models
 from tests.support.communicators import Late
-from tests.support.training import CLIP, LR, Run, schedule
+from tests.support.training import CLIP, LR, SPOILS, LossScale, Run, schedule
 
 
 def batches_of(kind: str, model: nn.Module, rank: int, ranks: int) -> Iterator[Any]:
@@ -60,12 +60,14 @@ def train(
     idle: bool = False,
     mesh: tuple[int, int] | None = None,
     along: str | None = None,
+    scale: LossScale | None = None,
+    spoilt: int | None = None,
     **options: Any,
 ) -> Run:
     """As tests.support.training.train, on this rank.
 
-    Args: idle: see `Reference`; mesh: of all ranks, replicas by shards; along: the dimension to train along, each row
-    or column of it for itself; None: both.
+    Args: idle, spoilt: see `Reference`; mesh: of all ranks, replicas by shards; along: the dimension to train along,
+    each row or column of it for itself; None: both.
     """
     model = models.build(kind)
     rank, ranks, replicas = torch.distributed.get_rank(), torch.distributed.get_world_size(), 1
@@ -85,7 +87,7 @@ def train(
     run = Run()
     plain = torch.optim.AdamW(models.groups(model), lr=LR)
     if options.get("cpu_memory") == "least":
-        given = {name: options.get(name) for name in ("param_tier", "tuning", "stage")}
+        given = {name: options[name] for name in ("param_tier", "tuning", "stage", "compute_dtype") if name in options}
         options["cpu_memory"] = least_cpu_memory(
             model,
             plain,
@@ -101,11 +103,19 @@ def train(
     ):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
         batches = batches_of(kind, model, rank, ranks)
+        scaler = (scale or LossScale()).scaler()
         for step in range(steps):
-            losses = (next(batches)() / accumulation for _ in range(accumulation))
-            run.step(optimizer, scheduler, losses, is_idle=idle and is_idle(step, rank, options.get("stage")))
+            by = factors(step, rank, ranks, accumulation, spoilt)
+            losses = (next(batches)() / accumulation * factor for factor in by)
+            without = idle and is_idle(step, rank, options.get("stage"))
+            run.step(optimizer, scheduler, losses, is_idle=without, scaler=scaler)
         run.end(model, optimizer)
     return run
+
+
+def factors(step: int, rank: int, ranks: int, accumulation: int, spoilt: int | None) -> list[float]:
+    """Of the losses of a step: the last rank's first gradients are too large in step `spoilt`."""
+    return [SPOILS if (step, rank) == (spoilt, ranks - 1) else 1.0] + [1.0] * (accumulation - 1)
 
 
 def is_idle(step: int, rank: int, stage: int | None) -> bool:
@@ -118,7 +128,7 @@ class Reference:
     """One process that plays all ranks: torch makes the gradients, NumPy does the rest. See `train`.
 
     idle: the parameters that get a gradient in turn get it at another time on each rank, and one rank none at all in
-    one step, if the stage allows that.
+    one step, if the stage allows that. spoilt: in this step the gradients of the last rank are too large.
     """
 
     kind: str
@@ -128,6 +138,10 @@ class Reference:
     sums_locally: bool = False
     idle: bool = False
     stage: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+    scale: LossScale = field(default_factory=LossScale)
+    spoilt: int | None = None
+    scales: list[float] = field(default_factory=list)
     losses: list[list[float]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
 
@@ -146,14 +160,14 @@ class Reference:
         self.ages = dict.fromkeys(self.states, 0)
         kept = models.keep_fp32(self.kind)
         for model in self.models:
-            model.to(torch.bfloat16)
+            model.to(self.dtype)
             for module in model.modules():
                 if kept and isinstance(module, kept):
                     module.float()
                     module.register_forward_pre_hook(lambda _, args: tuple(x.float() for x in args))
-                    module.register_forward_hook(lambda _, args, out: out.to(torch.bfloat16))
+                    module.register_forward_hook(lambda _, args, out: out.to(self.dtype))
             model.register_forward_pre_hook(
-                lambda _, args: tuple(x.to(torch.bfloat16) if x.is_floating_point() else x for x in args)
+                lambda _, args: tuple(x.to(self.dtype) if x.is_floating_point() else x for x in args)
             )
         self.batches = [batches_of(self.kind, model, rank, self.ranks) for rank, model in enumerate(self.models)]
 
@@ -161,13 +175,14 @@ class Reference:
         for step in range(steps):
             found: list[list[dict[int, Tensor]]] = []  # by micro-batch and rank
             self.losses.append([])
-            for _ in range(self.accumulation):
+            for micro in range(self.accumulation):
                 found.append([])
                 for rank, model in enumerate(self.models):
-                    loss = next(self.batches[rank])() / self.accumulation
+                    by = factors(step, rank, self.ranks, self.accumulation, self.spoilt)
+                    loss = next(self.batches[rank])() / self.accumulation * by[micro]
                     self.losses[-1].append(loss.item())
                     if not (self.idle and is_idle(step, rank, self.stage)):
-                        loss.backward()
+                        (loss * self.scale.scale).backward()
                     found[-1].append(self._take_gradients(model))
             self._step(step, self._averaged(found))
 
@@ -212,9 +227,13 @@ class Reference:
             for first, last in [self.layout.held_of(number, rank)]
             for value in reference.sum_squares(grad[first:last], first).tolist()
         ]
-        norm = math.sqrt(math.fsum(squares))
-        self.norms.append(torch.tensor(norm, dtype=torch.float32).item())
-        for number, grad in grads.items():
+        inverse = 1 / self.scale.scale
+        norm = math.sqrt(math.fsum(squares)) * inverse
+        is_finite = math.isfinite(norm)
+        self.norms.append(torch.tensor(norm, dtype=torch.float32).item() if is_finite else math.inf)
+        self.scale.update(is_finite)
+        self.scales.append(self.scale.scale)
+        for number, grad in grads.items() if is_finite else ():
             group = self.groups[self.layout.specs[number].group]
             self.ages[number] += 1
             self.states[number] = list(
@@ -227,7 +246,7 @@ class Reference:
                     eps=group["eps"],
                     weight_decay=group["weight_decay"],
                     decoupled=True,
-                    scale=min(1.0, CLIP / (norm + 1e-6)),
+                    scale=min(1.0, CLIP / (norm + 1e-6)) * inverse,
                 )
             )
         with torch.no_grad():
@@ -240,6 +259,7 @@ class Reference:
         for rank, run in enumerate(runs):
             assert run.losses == [loss for step in self.losses for loss in step[rank :: self.ranks]], rank
             assert run.norms == self.norms, rank
+            assert run.scales == self.scales, rank
             for name, param in self.models[0].named_parameters():
                 assert torch.equal(run.tensors[name], param.detach()), (rank, name)
                 if name in self.number_of:

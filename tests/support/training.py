@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,8 @@ from tests.support import models
 
 LR = 3e-3
 CLIP = 0.5
+SPOILS = 1e8
+"""A loss times this has gradients that fp16 cannot hold."""
 
 
 @dataclass
@@ -27,6 +29,7 @@ class Run:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)
     stats: dict[str, Any] = field(default_factory=dict)
@@ -38,14 +41,20 @@ class Run:
         losses: Iterable[Tensor],
         *,
         is_idle: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         """One step of the training. Args: losses: one a micro-batch; is_idle: there is no backward."""
+        scaler = torch.amp.GradScaler("cpu", enabled=False) if scaler is None else scaler
         for loss in losses:
             if not is_idle:
-                loss.backward()
+                scaler.scale(loss).backward()
             self.losses.append(loss.item())
-        self.norms.append(optimizer.clip_grad_norm_(CLIP).item())
-        optimizer.step()
+        scaler.unscale_(optimizer)
+        norm = optimizer.clip_grad_norm_(CLIP).item()
+        self.norms.append(norm if math.isfinite(norm) else math.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        self.scales.append(scaler.get_scale())
         scheduler.step()
         optimizer.zero_grad()
 
@@ -64,10 +73,33 @@ class Run:
     def assert_same_bits(self, other: Run) -> None:
         assert self.losses == other.losses
         assert self.norms == other.norms
+        assert self.scales == other.scales
         assert self.steps == other.steps
         assert self.tensors.keys() == other.tensors.keys()
         for name, tensor in self.tensors.items():
             assert torch.equal(tensor, other.tensors[name]), name
+
+
+@dataclass
+class LossScale:
+    """What a GradScaler does, in plain Python. Attribute: clean, how many steps in a row had no overflow."""
+
+    scale: float = 1.0
+    interval: int | None = None
+    clean: int = 0
+
+    def update(self, is_finite: bool) -> None:
+        if self.interval is None:
+            return
+        self.clean = self.clean + 1 if is_finite else 0
+        self.scale *= 1.0 if is_finite else 0.5
+        if self.clean == self.interval:
+            self.clean, self.scale = 0, 2 * self.scale
+
+    def scaler(self) -> torch.amp.GradScaler:
+        """One that begins as this is now."""
+        enabled = self.interval is not None
+        return torch.amp.GradScaler("cpu", init_scale=self.scale, growth_interval=self.interval or 1, enabled=enabled)
 
 
 def schedule(step: int) -> float:
@@ -83,9 +115,14 @@ def train(
     prepare: Callable[[nn.Module], None] | None = None,
     each_step: Callable[[OffloadZero], None] | None = None,
     adam: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    scale: LossScale | None = None,
+    spoilt: Collection[int] = (),
     **options: Any,
 ) -> Run:
-    """Two param groups, a scheduler, clipping and accumulation, `steps` steps of the model `kind`."""
+    """Two param groups, a scheduler, clipping and accumulation, `steps` steps of the model `kind`.
+
+    Args: scale: at first; None: there is no GradScaler; spoilt: the steps in which the last gradients are too large.
+    """
     model = models.build(kind).to(device)
     if prepare is not None:
         prepare(model)
@@ -101,12 +138,15 @@ def train(
             grad_tier=options.get("grad_tier"),
             commit_every=options.get("commit_every", "auto"),
             tuning=options.get("tuning"),
+            compute_dtype=options.get("compute_dtype", torch.bfloat16),
         )
+    scaler = (scale or LossScale()).scaler()
     with OffloadZero(model, plain, accumulation=accumulation, keep_fp32=models.keep_fp32(kind), **options) as optimizer:
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
         batches = models.losses(kind, model, device)
-        for _ in range(steps):
-            run.step(optimizer, scheduler, (next(batches)() / accumulation for _ in range(accumulation)))
+        for step in range(steps):
+            by = [1.0] * (accumulation - 1) + [SPOILS if step in spoilt else 1.0]
+            run.step(optimizer, scheduler, (next(batches)() / accumulation * factor for factor in by), scaler=scaler)
             if each_step is not None:
                 each_step(optimizer)
         run.end(model, optimizer)
@@ -116,9 +156,11 @@ def train(
 class NumpyAdam:
     """The reference, driven by the gradients that autograd made in a run: nothing of the library but the layout."""
 
-    def __init__(self, accumulation: int, decoupled: bool = True) -> None:
+    def __init__(self, accumulation: int, decoupled: bool = True, scale: LossScale | None = None) -> None:
         self._accumulation = accumulation
         self._decoupled = decoupled
+        self._scale = scale or LossScale()
+        self._steps = 0
         self._params: dict[str, nn.Parameter] = {}
         self._masters: dict[str, list[np.ndarray[Any, Any]]] = {}
         self._grads: dict[str, np.ndarray[Any, Any]] = {}
@@ -144,8 +186,12 @@ class NumpyAdam:
         layout = optimizer._layout
         number_of = {spec.name: number for number, spec in enumerate(layout.specs)}
         sums = [value for name, grad in self._grads.items() for value in reference.sum_squares(grad).tolist()]
-        scale = min(1.0, CLIP / (math.sqrt(math.fsum(sums)) + 1e-6))
-        for name, grad in self._grads.items():
+        norm, inverse = math.sqrt(math.fsum(sums)), 1 / self._scale.scale
+        scale = min(1.0, CLIP / (norm * inverse + 1e-6)) * inverse
+        is_finite = math.isfinite(norm)
+        self._scale.update(is_finite)
+        self._steps += 1
+        for name, grad in self._grads.items() if is_finite else ():
             group = optimizer.param_groups[layout.specs[number_of[name]].group]
             self._ages[name] += 1
             self._masters[name] = list(
@@ -153,7 +199,7 @@ class NumpyAdam:
                     *self._masters[name],
                     grad,
                     step=self._ages[name],
-                    lr=LR * schedule(optimizer.stats()["step"] - 1),
+                    lr=LR * schedule(self._steps - 1),
                     betas=group["betas"],
                     eps=group["eps"],
                     weight_decay=group["weight_decay"],
