@@ -308,8 +308,8 @@ class Hooks:
                 self._sink.scale = AS_HELD  # it was of gradients that the user dropped
             elif self._sink.scale.is_fixed:
                 raise AccumulationError(
-                    "a gradient came between clip_grad_norm_() or a GradScaler's unscale_() and step(): call these "
-                    "once, after the last backward of a step"
+                    "a gradient came between clip_grad_norm_(), or a GradScaler's unscale_(), and step(): unscale and "
+                    "clip once, after the last backward of a step"
                 )
 
     def _hand_over(self, number: int, leaf: Tensor, start: int = 0) -> None:
