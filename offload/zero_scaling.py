@@ -157,7 +157,7 @@ class Scaling:
             if active and scale.unscaled is None and (self._needs_a_scaler or self._is_of_scaler):
                 raise _not_unscaled(is_of_scaler=self._is_of_scaler)
             return scale.factor
-        # Rounded as unscale_ rounds it.
+        # In fp32, as `unscale_` gives it.
         inverse = _checked(handed.double().reciprocal().float().item())
         if inverse != 1.0 and scale.clip is not None:
             raise _clipped_too_early()

@@ -98,15 +98,15 @@ def require_same_step(
     skips: bool = False,
     fault: ConfigError | None = None,
 ) -> None:
-    """Args: groups: the optimizer's param_groups; scale: of the gradients (clipping, a loss scale); skips: whether this
-    rank skips the step; fault: why it cannot make it, to be raised.
+    """Args: groups: the optimizer's param_groups; scale: of the gradients (clipping, a loss scale), NaN if this rank
+    has a fault; skips: whether it skips the step; fault: why it cannot make it, to be raised.
 
     Raises: ConfigError on all ranks if they are about to step differently, or one has a fault; RankError.
     """
     if comm.size > 1:
         scalars = [scalars_of(group, 1, scale) for group in groups]
         variants = [[bool(group.get(option)) for option in UNSUPPORTED] for group in groups]
-        if not comm.all_agree(repr((scalars, variants, skips, fault is None))) and fault is None:
+        if not comm.all_agree(repr((scalars, variants, skips))) and fault is None:
             raise ConfigError(
                 "the ranks differ in the hyper-parameters of this step, or in how its gradients are clipped or scaled: "
                 "set param groups, call clip_grad_norm_ and use a GradScaler alike on every rank, then step() again; "

@@ -185,7 +185,7 @@ def _of_other_gradients(model: Tiny, optimizer: OffloadZero, scaler: torch.amp.G
 
 def _halved_to_nothing(model: Tiny, optimizer: OffloadZero, scaler: torch.amp.GradScaler) -> None:
     backward(model, scaler)
-    scaler.update(0.0)
+    scaler.update(2.0**-130)  # whose inverse is not of fp32
     scaler.step(optimizer)
 
 
@@ -311,3 +311,20 @@ def test_a_scaler_and_an_optimizer_that_is_not_this_one(make: Make) -> None:
     optimizer.zero_grad()
     step(model, optimizer, scaler)
     assert optimizer.stats()["step"] == 1
+
+
+def test_a_step_divides_the_scale_out_as_unscale_does(make: Make) -> None:
+    """One that is no power of two, whose inverse is rounded."""
+    found = []
+    for unscales in (False, True):
+        model = Tiny()
+        optimizer = make(model, **FP16)
+        scaler = scaler_of(300.1)
+        backward(model, scaler)
+        if unscales:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        found.append(bits(model, optimizer))
+        optimizer.close()
+    assert_same(*found)

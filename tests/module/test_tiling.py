@@ -106,7 +106,7 @@ def test_a_layer_larger_than_the_device_budget_is_tiled_by_itself(
     assert (caught.value.option, caught.value.available) == ("device_memory", memory)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_tiled_layer_is_within_the_stated_bound_of_a_whole_one(bias: bool, dtype: torch.dtype) -> None:
     """docs/exactness.md"""
