@@ -110,3 +110,21 @@ def test_ranks_that_scale_differently_are_told_before_anything_changes(worlds: W
     said = worlds(2).run(_differently, what)
     assert "clipped or scaled" in said[0]
     assert ("need a loss scale" if what == "no scaler" else "clipped or scaled") in said[1]
+
+
+def _without_backward() -> None:
+    model, rank = models.build("mlp"), dist.get_rank()
+    with OffloadZero(model, stage=2, tuning=TUNING, **FP16) as optimizer:
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        loss = scaler.scale(next(models.losses("mlp", model))())
+        if rank == 0:
+            loss.backward()
+        scaler.step(optimizer)
+        assert optimizer.stats()["step"] == 1
+        if rank:
+            with pytest.raises(AssertionError, match="No inf checks were recorded"):
+                scaler.update()
+
+
+def test_a_rank_that_had_no_backward_steps_and_cannot_update_its_scale(worlds: Worlds) -> None:
+    worlds(2).run(_without_backward)
