@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from offload import Tuning
 from tests.support import models
-from tests.support.training import NumpyAdam, Run, train
+from tests.support.training import LossScale, NumpyAdam, Run, train
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,6 +56,22 @@ def test_training_from_disk_equals_training_in_ram(kind: str, chunk: str, accumu
     run.assert_same_bits(in_ram(kind, accumulation))
     assert run.stats["streamed_chunks"] == run.stats["chunks"]
     assert run.stats["peak_cpu_bytes"] <= run.stats["cpu_budget_bytes"]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_training_in_fp16_with_a_loss_scale(accumulation: int, tmp_path: Path) -> None:
+    """It overflows once, and grows."""
+    options: dict[str, Any] = {"accumulation": accumulation, "device": "cuda", "compute_dtype": torch.float16}
+    options |= {"spoilt": (3,), "steps": 8}
+    reference = NumpyAdam(accumulation, scale=LossScale(256.0, 2))
+    run = train(
+        "gpt", prepare=reference.watch, each_step=reference.step, scale=LossScale(256.0, 2), tier="cpu", **options
+    )
+    reference.assert_same_bits(run)
+    assert (run.stats["step"], run.stats["skipped_steps"]) == (7, 1)
+    assert run.scales == [256.0, 512.0, 512.0, 256.0, 256.0, 512.0, 512.0, 1024.0]
+    options |= {"tier": "nvme", "path": tmp_path / "swap", "cpu_memory": "least", "tuning": Tuning(chunk="4KiB")}
+    train("gpt", scale=LossScale(256.0, 2), **options).assert_same_bits(run)
 
 
 def test_a_step_moves_two_bytes_a_parameter_each_way() -> None:

@@ -96,10 +96,10 @@ class LossScale:
         if self.clean == self.interval:
             self.clean, self.scale = 0, 2 * self.scale
 
-    def scaler(self) -> torch.amp.GradScaler:
+    def scaler(self, device: str = "cpu") -> torch.amp.GradScaler:
         """One that begins as this is now."""
         enabled = self.interval is not None
-        return torch.amp.GradScaler("cpu", init_scale=self.scale, growth_interval=self.interval or 1, enabled=enabled)
+        return torch.amp.GradScaler(device, init_scale=self.scale, growth_interval=self.interval or 1, enabled=enabled)
 
 
 def schedule(step: int) -> float:
@@ -140,7 +140,7 @@ def train(
             tuning=options.get("tuning"),
             compute_dtype=options.get("compute_dtype", torch.bfloat16),
         )
-    scaler = (scale or LossScale()).scaler()
+    scaler = (scale or LossScale()).scaler(device)
     with OffloadZero(model, plain, accumulation=accumulation, keep_fp32=models.keep_fp32(kind), **options) as optimizer:
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
         batches = models.losses(kind, model, device)
