@@ -59,7 +59,9 @@ def test_resumed_training_has_the_bits_of_training_that_never_stopped(
 
 def assert_goes_on(second: Run, whole: Run, accumulation: int) -> None:
     """What was resumed at HALF has the bits of the rest of `whole`."""
-    rest = replace(whole, losses=whole.losses[accumulation * HALF :], norms=whole.norms[HALF:])
+    rest = replace(
+        whole, losses=whole.losses[accumulation * HALF :], norms=whole.norms[HALF:], scales=whole.scales[HALF:]
+    )
     second.assert_same_bits(rest)
 
 
