@@ -29,7 +29,8 @@ from offload.optim.sink import Gradients
 from offload.optim.step import ParameterReturn, Step
 from offload.planner.placement import Placement, committed_slots, slot_records
 from offload.store.arena import Arena
-from offload.store.store import Store, param_records_of, records_of
+from offload.store.slots import param_records_of, records_of
+from offload.store.store import Store
 from offload.store.stripes import Stripes
 from offload.timeline import Timeline
 

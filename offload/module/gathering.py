@@ -237,14 +237,15 @@ class Gathering:
     def _start_chunk(self, part: Part, chunk: Chunk) -> None:
         while len(self._coming) >= self._leases:
             self._finish_one()
-        stack = ExitStack()
-        lease = stack.enter_context(self._store.lease(chunk.index, step=0))
-        source = self._in_store(lease.arrays[0], chunk)
-        size = source.numel() * source.element_size()
-        moving = self._timeline.begin(TO_DEVICE, "gather", chunk=chunk.index, size=size, tier="device")
-        stack.callback(self._timeline.end, moving)
-        self._timeline.count("gathered_bytes", size)
-        self._coming.append((part.unit, self._copier.to_device(source, self._on_device(part, chunk)), stack))
+        with ExitStack() as stack:
+            lease = stack.enter_context(self._store.lease(chunk.index, step=0))
+            source = self._in_store(lease.arrays[0], chunk)
+            size = source.numel() * source.element_size()
+            moving = self._timeline.begin(TO_DEVICE, "gather", chunk=chunk.index, size=size, tier="device")
+            stack.callback(self._timeline.end, moving)
+            self._timeline.count("gathered_bytes", size)
+            copy = self._copier.to_device(source, self._on_device(part, chunk))
+            self._coming.append((part.unit, copy, stack.pop_all()))
         while self._coming and self._coming[0][1].done():
             self._finish_one()
 

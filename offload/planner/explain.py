@@ -32,8 +32,7 @@ from offload.optim import gradients
 from offload.planner.choice import choose
 from offload.planner.device import Room
 from offload.planner.placement import IN_FLIGHT, TYPICAL_TBW, Placement, committed_slots, place, slot_records
-from offload.store.slots import STATE_KINDS, Record
-from offload.store.store import records_of
+from offload.store.slots import STATE_KINDS, Record, records_of
 
 Tier = Literal["device", "cpu", "nvme"]
 

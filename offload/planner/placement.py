@@ -23,8 +23,7 @@ from offload.planner.device import Room, require_room
 from offload.planner.machine import free_memory
 from offload.sizes import format_bytes
 from offload.store.cache import residents
-from offload.store.slots import STATE_KINDS, Record, file_bytes
-from offload.store.store import param_records_of, records_of
+from offload.store.slots import STATE_KINDS, Record, file_bytes, param_records_of, records_of
 
 IN_FLIGHT = 4
 """Buffers for streamed chunks if the budget allows: one more than the least, so that a late write delays no read."""

@@ -10,8 +10,8 @@
 | DIRTY   | valid   | old   | RAM is newer                                                   |
 | WRITING | valid   | torn  | going; readers wait                                            |
 
-From STORED a chunk is LEASED at once if its user overwrites all of it, and from LEASED it is EMPTY again if nobody
-needs it any more.
+From STORED a chunk is LEASED at once if its user overwrites all of it, and STORED again if that was cut off; and from
+LEASED it is EMPTY if nobody needs it any more.
 
 A state, never a count: the table says all there is to know about a chunk.
 """
@@ -38,7 +38,7 @@ _LEGAL: dict[Residency, frozenset[Residency]] = {
     Residency.STORED: frozenset({Residency.READING, Residency.LEASED}),
     Residency.READING: frozenset({Residency.CLEAN, Residency.STORED}),
     Residency.CLEAN: frozenset({Residency.LEASED, Residency.STORED}),
-    Residency.LEASED: frozenset({Residency.CLEAN, Residency.DIRTY, Residency.EMPTY}),
+    Residency.LEASED: frozenset({Residency.CLEAN, Residency.DIRTY, Residency.EMPTY, Residency.STORED}),
     Residency.DIRTY: frozenset({Residency.LEASED, Residency.WRITING}),
     Residency.WRITING: frozenset({Residency.STORED, Residency.CLEAN}),
 }

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from offload.errors import CorruptionError, PathError, ResumeError
 from offload.io.engine import IOEngine, IOFile, IOFuture
+from offload.layout import Layout
 from offload.sizes import PAGE_BYTES, round_up
 from offload.store.claim import first_page, lock, page, reserve
 from offload.store.directories import ASIDE, MAGIC, SUPERBLOCK, check_directory, swap_name
@@ -77,6 +78,17 @@ class Record(NamedTuple):
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The arrays, of shape (numel,), in a slot's uint8 `buffer`."""
         return [buffer[start:end].view(_DTYPES[itemsize]) for itemsize, start, end in self.ranges()]
+
+
+def records_of(layout: Layout, *, split_master: bool) -> list[Record]:
+    """What the slot of each chunk holds. Only a bf16 copy is the upper half of its master."""
+    split = [split_master and flat.dtype is torch.bfloat16 for flat in layout.flats]
+    return [Record(chunk.numel, SPLIT if split[chunk.flat] else WHOLE) for chunk in layout.chunks]
+
+
+def param_records_of(layout: Layout) -> list[Record]:
+    """The same for the 16-bit parameters of each chunk, copies too, where they are streamed."""
+    return [Record(chunk.numel, (layout.flats[chunk.flat].dtype.itemsize,)) for chunk in layout.param_chunks]
 
 
 def file_bytes(records: Sequence[Record], places: int, committed: int | None = None) -> int:

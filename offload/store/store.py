@@ -10,6 +10,7 @@ nowhere else.
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,17 +19,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from offload.config import LEAST_IN_FLIGHT
 from offload.errors import ClosedError
 from offload.io.engine import IOFuture
-from offload.layout import Layout
+from offload.io.interrupts import Deferred, Held, wait_until
 from offload.store.arena import Arena
 from offload.store.cache import stays, victim
 from offload.store.residency import Residency, ResidencyTable
-from offload.store.slots import SPLIT, STATE_KINDS, WHOLE, Record
+from offload.store.slots import STATE_KINDS, Record
 from offload.store.stripes import Stripes
 from offload.timeline import Timeline
 
@@ -40,23 +40,13 @@ _WAITS_FOR = {
 """By what it finds; otherwise it waits for a buffer, until some other chunk is written."""
 
 
-def records_of(layout: Layout, *, split_master: bool) -> list[Record]:
-    """What the slot of each chunk holds. Only a bf16 copy is the upper half of its master."""
-    split = [split_master and flat.dtype is torch.bfloat16 for flat in layout.flats]
-    return [Record(chunk.numel, SPLIT if split[chunk.flat] else WHOLE) for chunk in layout.chunks]
-
-
-def param_records_of(layout: Layout) -> list[Record]:
-    """The same for the 16-bit parameters of each chunk, copies too, where they are streamed."""
-    return [Record(chunk.numel, (layout.flats[chunk.flat].dtype.itemsize,)) for chunk in layout.param_chunks]
-
-
 @dataclass
 class Lease:
     """The right to use one chunk's arrays: CPU tensors of shape (chunk.numel,), as its record says.
 
     Set by the holder: dirty, if they were written to; is_unfinished, if more will be, so that they stay in RAM unless
-    their buffer is needed; is_spent, if nobody needs them any more: the next lease finds zeros.
+    their buffer is needed; is_spent, if nobody needs them any more: the next lease finds zeros. is_blank: they hold
+    nothing of the chunk.
     """
 
     chunk: int
@@ -64,6 +54,7 @@ class Lease:
     dirty: bool = False
     is_unfinished: bool = False
     is_spent: bool = False
+    is_blank: bool = False
 
     @property
     def master(self) -> Tensor:
@@ -149,13 +140,13 @@ class Store:
 
     def expect(self, order: Iterable[int]) -> None:
         """Announces the leases to come, in order; reading ahead begins at once, and goes on with the same order."""
-        with self._changed:
+        with Held(self._changed):
             self._check()
             self._announce([(chunk, False) for chunk in order])
 
     def repeat(self) -> None:
         """Announces that the leases since the last call of this come again."""
-        with self._changed:
+        with Held(self._changed):
             self._check()
             self._announce(self._used)
 
@@ -166,22 +157,34 @@ class Store:
         Args: step: what a dirty chunk is the result of; goes into its slot's header; is_fresh: the caller overwrites
         all of it, so that nothing has to be read.
         """
-        with self._changed:
-            self._take(chunk, is_fresh)
-            buffer = self._buffers[chunk]
-        lease = Lease(chunk, self._records[chunk].views(buffer))
+        lent: list[Lease] = []
         try:
-            yield lease
+            with Held(self._changed):
+                is_there = self._lend(chunk, is_fresh, lent)
+            if not is_there:
+                with self._waiting_for(chunk):
+                    wait_until(self._changed, lambda: self._lend(chunk, is_fresh, lent))
+            yield lent[0]
         finally:
-            with self._changed:
-                self._put(lease, step)
+            try:
+                self._take_back(lent, step)
+            finally:  # where an interrupt came before it was deferred
+                self._take_back(lent, step)
+
+    def _take_back(self, lent: list[Lease], step: int) -> None:
+        if lent:
+            with Held(self._changed):
+                self._put(lent.pop(), step)
 
     def drain(self) -> None:
         """Waits until nothing is under way."""
-        with self._changed:
-            while self._moving and self._failure is None:
-                self._wait_for_transfer(next(iter(self._moving)))
-            self._check()
+        while self._failure is None and (moving := list(self._moving)):
+            self._wait_for_transfer(moving[0])
+        self.check()
+
+    def _wait_for_transfer(self, chunk: int) -> None:
+        with self._waiting_for(chunk):
+            wait_until(self._changed, lambda: self._failure is not None or chunk not in self._moving)
 
     def flush(self) -> dict[int, Version]:
         """Writes what is newer in RAM, kept or not, and waits. Returns: which version of each chunk is in its slot.
@@ -189,16 +192,16 @@ class Store:
         Nothing may be leased meanwhile.
         """
         self.drain()
-        with self._changed:
+        with Held(self._changed):
             for chunk, step in [*self._newer.items(), *self._unwritten.items()]:
                 self._write(chunk, step, Residency.CLEAN)
         self.drain()
-        with self._changed:
+        with Held(self._changed):
             return dict(self._at)
 
     def settle(self, versions: Mapping[int, Version]) -> None:
         """These, of `flush`, are committed now: their slots are not written to before the next call."""
-        with self._changed:
+        with Held(self._changed):
             self._committed = {chunk: version.place for chunk, version in versions.items()}
 
     def reset(self, versions: Mapping[int, Version]) -> None:
@@ -206,33 +209,37 @@ class Store:
 
         Nothing may be leased. Kept chunks are read at once, in the background.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: not self._moving)
-            self._failure = None
-            self._order = ()
-            for left in (self._ahead, self._used, self._staying, self._unwritten, self._owed, self._newer):
-                left.clear()
-            for chunk in range(len(self._records)):
-                self._table.reset(chunk, Residency.STORED if chunk in versions else Residency.EMPTY)
-                if chunk not in self._kept and chunk in self._buffers:
-                    self._free.append(self._buffers.pop(chunk))
-            self._at = dict(versions)
-            self._committed = {chunk: version.place for chunk, version in versions.items()}
-            for chunk in sorted(self._kept & versions.keys()):
-                self._read(chunk)
-            self._changed.notify_all()
+        wait_until(self._changed, lambda: not self._moving)
+        with Held(self._changed):
+            self._begin_anew(versions)
+
+    def _begin_anew(self, versions: Mapping[int, Version]) -> None:
+        self._failure = None
+        self._order = ()
+        for left in (self._ahead, self._used, self._staying, self._unwritten, self._owed, self._newer):
+            left.clear()
+        for chunk in range(len(self._records)):
+            self._table.reset(chunk, Residency.STORED if chunk in versions else Residency.EMPTY)
+            if chunk not in self._kept and chunk in self._buffers:
+                self._free.append(self._buffers.pop(chunk))
+        self._at = dict(versions)
+        self._committed = {chunk: version.place for chunk, version in versions.items()}
+        for chunk in sorted(self._kept & versions.keys()):
+            self._read(chunk)
+        self._changed.notify_all()
 
     def check(self) -> None:
         """Raises the failure of a transfer in the background, if there was one."""
-        with self._changed:
+        with Held(self._changed):
             self._check()
 
     def close(self) -> None:
         """Waits for transfers under way, successful or not; every later lease raises ClosedError."""
-        with self._changed:
+        with Held(self._changed):
             self._ahead.clear()
             self._order = ()
-            self._changed.wait_for(lambda: not self._moving)
+        wait_until(self._changed, lambda: not self._moving)
+        with Held(self._changed):
             self._failure = self._failure or ClosedError("the optimizer is closed: make a new one")
             self._changed.notify_all()
 
@@ -252,12 +259,13 @@ class Store:
         self._used = []
         self._read_ahead()
 
-    def _take(self, chunk: int, is_fresh: bool) -> None:
-        """Waits until the chunk has a buffer in RAM with its data, and moves it to LEASED."""
+    def _lend(self, chunk: int, is_fresh: bool, lent: list[Lease]) -> bool:
+        """Moves the chunk to LEASED, and adds the lease to `lent`, if it has a buffer in RAM with its data; whether."""
         if not self._is_ready(chunk, is_fresh):
-            with self._waiting_for(chunk):
-                self._changed.wait_for(lambda: self._is_ready(chunk, is_fresh))
+            return False
+        is_blank = is_fresh and self._table[chunk] in (Residency.EMPTY, Residency.STORED)
         self._table.move(chunk, Residency.LEASED)
+        lent.append(Lease(chunk, self._records[chunk].views(self._buffers[chunk]), is_blank=is_blank))
         if chunk in self._unwritten:
             del self._unwritten[chunk]
             self._owed.add(chunk)
@@ -272,6 +280,7 @@ class Store:
         if not self._ahead:
             self._ahead.extend(self._order)
         self._read_ahead()
+        return True
 
     def _waiting_for(self, chunk: int) -> AbstractContextManager[None]:
         what = _WAITS_FOR.get(self._table[chunk], "wait for buffer")
@@ -285,23 +294,19 @@ class Store:
             return True
         if state not in (Residency.EMPTY, Residency.STORED):
             return False
-        if chunk not in self._kept:
-            if not self._free:
-                self._drop_one()
+        if chunk not in self._kept and not self._free:
+            self._drop_one()
             if not self._free:
                 return False
-            if state is Residency.STORED and not is_fresh:
-                self._read(chunk)
-                # It may have ended before it could be waited for.
-                return self._table[chunk] is Residency.CLEAN
+        if state is Residency.STORED and not is_fresh:
+            self._read(chunk)
+            # It may have ended before it could be waited for.
+            return self._table[chunk] is Residency.CLEAN
+        if chunk not in self._kept:
             self._buffers[chunk] = self._free.pop()
         if not is_fresh:
             self._buffers[chunk].zero_()
         return True
-
-    def _wait_for_transfer(self, chunk: int) -> None:
-        with self._waiting_for(chunk):
-            self._changed.wait_for(lambda: self._failure is not None or chunk not in self._moving)
 
     def _put(self, lease: Lease, step: int) -> None:
         chunk = lease.chunk
@@ -309,9 +314,10 @@ class Store:
         self._staying.discard(chunk)
         self._owed.discard(chunk)
         if lease.is_spent:
-            self._table.move(chunk, Residency.EMPTY)
             self._at.pop(chunk, None)
             self._newer.pop(chunk, None)
+        if lease.is_spent or (lease.is_blank and not lease.dirty):  # or cut off before anything was put there
+            self._table.move(chunk, Residency.STORED if chunk in self._at else Residency.EMPTY)
             if chunk not in self._kept:
                 self._free.append(self._buffers.pop(chunk))
         elif chunk in self._kept:
@@ -328,8 +334,8 @@ class Store:
                 self._unwritten[chunk] = step
             else:
                 self._write(chunk, step, Residency.CLEAN if is_staying else Residency.STORED)
-        self._read_ahead()
         self._changed.notify_all()
+        self._read_ahead()
 
     def _drop(self, chunk: int) -> None:
         self._table.move(chunk, Residency.STORED)
@@ -363,32 +369,34 @@ class Store:
                 self._read(chunk)
 
     def _read(self, chunk: int) -> None:
-        self._table.move(chunk, Residency.READING)
-        if chunk not in self._kept:
-            self._buffers[chunk] = self._free.pop()
-        at = self._at[chunk]
         with self._failing():
+            self._table.move(chunk, Residency.READING)
+            if chunk not in self._kept:
+                self._buffers[chunk] = self._free.pop()
+            at = self._at[chunk]
             future = self._swap.read(self._first + chunk, self._bytes(chunk), **at._asdict())
-        self._follow(future, chunk, Residency.CLEAN, "nvme_read_bytes")
+            self._follow(future, chunk, Residency.CLEAN, "nvme_read_bytes")
 
     def _write(self, chunk: int, step: int, then: Residency) -> None:
-        self._unwritten.pop(chunk, None)
-        self._newer.pop(chunk, None)
-        self._table.move(chunk, Residency.WRITING)
-        place = 1 - self._committed[chunk] if chunk in self._committed else 0
-        self._at[chunk] = Version(step, place)
         with self._failing():
+            self._unwritten.pop(chunk, None)
+            self._newer.pop(chunk, None)
+            self._table.move(chunk, Residency.WRITING)
+            place = 1 - self._committed[chunk] if chunk in self._committed else 0
+            self._at[chunk] = Version(step, place)
             future = self._swap.write(self._first + chunk, self._bytes(chunk), step=step, place=place)
-        self._follow(future, chunk, then, "nvme_written_bytes")
+            self._follow(future, chunk, then, "nvme_written_bytes")
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """A transfer that could not even be started: the chunk's state would never change again."""
-        try:
-            yield
-        except BaseException as error:
-            self._failure = self._failure or error
-            raise
+        """A transfer that could not even be started: the chunk's state would never change again. And one that was
+        started and forgotten by an interrupt could move bytes of a buffer that is another chunk's by then."""
+        with Deferred(signal.SIGINT), Deferred(signal.SIGTERM):
+            try:
+                yield
+            except BaseException as error:
+                self._failure = self._failure or error
+                raise
 
     def _follow(self, future: IOFuture, chunk: int, then: Residency, counter: str) -> None:
         self._moving[chunk] = None
@@ -396,7 +404,7 @@ class Store:
 
     def _moved(self, chunk: int, then: Residency, counter: str, future: IOFuture) -> None:
         """Called in a thread of the engine when a transfer has ended."""
-        with self._changed:
+        with Held(self._changed):
             del self._moving[chunk]
             try:
                 self._timeline.count(counter, future.result())

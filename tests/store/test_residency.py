@@ -19,6 +19,7 @@ LEGAL = {
     ("leased", "clean"),
     ("leased", "dirty"),
     ("leased", "empty"),
+    ("leased", "stored"),
     ("dirty", "leased"),
     ("dirty", "writing"),
     ("writing", "stored"),
