@@ -358,14 +358,19 @@ class Store:
         # Drives are faster where reads and writes are under way at once: a step that found all buffers read could only
         # write at first, and the one before could only read at last.
         left_free = self._in_flight // 2 if self._is_between else 0
+        # What is overwritten before it is read need not be read, and takes a buffer before what is read after it.
+        overwritten: set[int] = set()
         for chunk, _, is_fresh in self._ahead:
             if len(self._free) <= left_free or self._failure is not None:
                 return
+            if is_fresh:
+                overwritten.add(chunk)
+                left_free += chunk not in self._buffers
             state = self._table[chunk]
             if state in (Residency.WRITING, Residency.LEASED):
                 # Still busy with the step before. What follows it can wait: it is used later.
                 return
-            if state is Residency.STORED and not is_fresh:
+            if state is Residency.STORED and chunk not in overwritten:
                 self._read(chunk)
 
     def _read(self, chunk: int) -> None:

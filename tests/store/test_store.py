@@ -184,6 +184,26 @@ def test_a_kept_chunk_at_the_end_of_the_order_does_not_begin_it_again(engine: Fa
         assert timeline.counted("nvme_read_bytes") == sum(Record(numel).nbytes for numel in NUMELS[:4])
 
 
+@pytest.mark.parametrize("buffers", [3, 4, 6])
+def test_what_is_overwritten_before_it_is_read_is_read_once(engine: FaultyEngine, tmp_path: Path, buffers: int) -> None:
+    """As streamed parameters: new in a forward, read in a backward. What is read ahead leaves buffers to the new ones."""
+    timeline = Timeline()
+    size = sum(Record(numel).nbytes for numel in NUMELS)
+    with store_on(engine, tmp_path / "run", buffers=buffers, timeline=timeline) as store:
+        for step in range(1, 5):
+            for index in range(len(NUMELS)):
+                with store.lease(index, step=step, is_fresh=True) as lease:
+                    put(lease, step)
+                store.drain()  # what could be read ahead has been
+            for index in reversed(range(len(NUMELS))):
+                with store.lease(index, step=step) as lease:
+                    assert value_in(lease) == step
+            store.repeat()
+        store.drain()
+        assert timeline.counted("nvme_written_bytes") == 4 * size
+        assert timeline.counted("nvme_read_bytes") <= 4 * size
+
+
 def test_kept_chunks_never_move(engine: FaultyEngine, tmp_path: Path) -> None:
     with store_on(engine, tmp_path / "run", buffers=0, kept=frozenset(range(len(NUMELS)))) as store:
         written = engine.writes
