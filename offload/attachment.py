@@ -56,7 +56,7 @@ class Attachment:
         self._layout = layout
         run = (layout, parts.step, parts.parameters, parts.timeline)
         streams = parts.streamed is not None
-        self.landing = Landing(*run, usable, failed, self._landed, streams=streams)
+        self.landing = Landing(*run, usable, failed, self._landed, self._opens, streams=streams)
         self.streaming = self._new_streaming(config, placement, copier, usable)
         self._take_model(config, layout, source, resumes=resumes)
         units = units_of(model, config.units)
@@ -234,6 +234,10 @@ class Attachment:
             self.streaming.model_begins()
         if self.landing.ahead() and self.streaming is not None:
             self.streaming.bring_ahead()
+
+    def _opens(self, unit: str) -> None:
+        if self.streaming is not None:
+            self.streaming.open_ahead(unit)
 
     def _landed(self, flat: int) -> None:
         if self.streaming is not None:

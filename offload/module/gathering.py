@@ -172,6 +172,10 @@ class Gathering:
             return False
         return not any(self._layout.tile_of(part.flat) for part in self._parts_of[unit])
 
+    def is_open(self, unit: str) -> bool:
+        """Whether it was opened, and did not start yet."""
+        return unit in self._missing
+
     def open(self, unit: str) -> None:
         """Memory for a unit whose new values are about to land: each chunk comes with its own, see `chunk_lands`."""
         self._move(unit, Where.COMING)
@@ -204,16 +208,19 @@ class Gathering:
         if self._where.get(unit) is Where.RELEASED:
             self.start(unit)
         if unit in self._missing:
-            for index in sorted(self._missing.pop(unit)):
-                chunk = self._layout.param_chunks[index]
-                self._start_chunk(self._layout.parts[chunk.flat], chunk)
-            self._start_gathering(unit)
+            self.start(unit)
         if self._where.get(unit) is Where.COMING:
             self._finish(unit)
 
     def start(self, unit: str) -> None:
-        """Lets a released unit come. Raises what is wrong with the store."""
+        """Lets a released unit come, or what an opened one still lacks. Raises what is wrong with the store."""
         self._usable()
+        if unit in self._missing:
+            for index in sorted(self._missing.pop(unit)):
+                chunk = self._layout.param_chunks[index]
+                self._start_chunk(self._layout.parts[chunk.flat], chunk)
+            self._start_gathering(unit)
+            return
         for part in self._parts_of[unit]:
             if not part.is_tile:
                 self._settle_tiles(part.flat)

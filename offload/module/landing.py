@@ -21,7 +21,8 @@ from offload.timeline import Timeline
 
 class Landing:
     """Args: usable: raises if the optimizer cannot go on; failed: called with what cut a landing off; landed: called
-    with each flat whose new values are there; streams: whether parameters are on the device around their use only.
+    with each flat whose new values are there; opens: called with a unit that is about to land ahead of its use;
+    streams: whether parameters are on the device around their use only.
 
     Over several ranks a landing is a collective, and which units a forward enters may differ among them: so flats land
     in the order of the layout, the root's first, and with a flat all before it.
@@ -36,6 +37,7 @@ class Landing:
         usable: Callable[[], None],
         failed: Callable[[BaseException], None],
         landed: Callable[[int], None],
+        opens: Callable[[str], None],
         *,
         streams: bool,
     ) -> None:
@@ -46,6 +48,7 @@ class Landing:
         self._usable = usable
         self._failed = failed
         self._on_device = landed
+        self._opens = opens
         self._streams = streams
         self._flats_of: dict[str, list[int]] = {flat.unit: [] for flat in layout.flats}
         for flat in layout.flats:
@@ -108,6 +111,7 @@ class Landing:
         flat = next(iter(self._step.pending))
         self._ahead = self._layout.flats[flat].unit
         if self._streams:
+            self._opens(self._ahead)
             self._land(self._up_to(self._ahead))
         else:
             self._usable()

@@ -200,6 +200,11 @@ class Streaming:
                 self._release_others(unit, *self._follow(unit))
             self.gathering.open(unit)
 
+    def open_ahead(self, unit: str) -> None:
+        """The same for one that is to land before it is entered, if it is brought ahead then."""
+        if unit in self._following() and self.gathering.can_open(unit):
+            self.gathering.open(unit)
+
     def release_all(self) -> None:
         """Releases what nobody uses."""
         for unit in self.gathering.units:
@@ -247,7 +252,8 @@ class Streaming:
     def bring_ahead(self) -> None:
         """Starts what is expected next, unless its new values are still to land."""
         for other in self._following():
-            if self.gathering.is_at(other, Where.RELEASED) and not self._is_pending(self.gathering.home_of(other)):
+            is_to_come = self.gathering.is_at(other, Where.RELEASED) or self.gathering.is_open(other)
+            if is_to_come and not self._is_pending(self.gathering.home_of(other)):
                 self.gathering.start(other)
 
     def _release_others(self, *wanted: str) -> None:
