@@ -107,8 +107,8 @@ class Attachment:
 
     def keep_parameters(self, limit: int | None) -> None:
         """Brings streamed parameters onto the device for good, if they take `limit` bytes at most (None: whatever they
-        take). With one rank: others may have less room."""
-        if self.streaming is None or self._layout.ranks > 1:
+        take). Where ranks keep them together others may have less room."""
+        if self.streaming is None or self._layout.shards > 1:
             return
         params = self._parts.parameters
         if limit is None or sum(flat.numel() * flat.element_size() for flat in params.flats) <= limit:
@@ -142,7 +142,7 @@ class Attachment:
             self._parts.timeline,
             leases=max(pool.in_flight - 1, 1) if pool.in_flight else len(self._layout.param_chunks),
             usable=usable,
-            gather=self._gather if self._parts.comm.size > 1 else None,
+            gather=self._gather if self._layout.shards > 1 else None,
         )
         self._parts.returned.lands = gathering.chunk_lands
         return Streaming(

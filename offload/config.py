@@ -199,11 +199,6 @@ def over_ranks(config: Config, *, ranks: int, ranks_on_node: int, device: torch.
         )
     streams = config.param_tier != "device"
     stage = config.stage or (3 if streams else 2)
-    if streams and stage < 3:
-        raise ConfigError(
-            f"param_tier={config.param_tier!r} with stage={stage}: at stages 1 and 2 every rank has all parameters on "
-            "its device; choose stage=3, or leave param_tier out"
-        )
     if config.grad_tier == "nvme" and stage == 1 and config.accumulation > 1:
         raise ConfigError(
             f'grad_tier="nvme" with stage=1 and accumulation={config.accumulation}: at stage 1 each rank sums whole '
@@ -212,6 +207,17 @@ def over_ranks(config: Config, *, ranks: int, ranks_on_node: int, device: torch.
     # A rank's partition of the parameters rests in RAM, which is the device's memory, too.
     tier: ParamTier = "cpu" if stage == 3 and not streams else config.param_tier
     return replace(config, stage=stage, param_tier=tier)
+
+
+def replicas_of(config: Config, *, ranks: int, rows: int) -> int:
+    """Groups of ranks of which each keeps all parameters in its tier.
+
+    Args: config: as `over_ranks` returns it; rows: of the mesh given as process_group. At stage 3 each of these is one;
+    before it each rank that streams parameters keeps all of them.
+    """
+    if config.stage == 3:
+        return rows
+    return 1 if config.param_tier == "device" else ranks
 
 
 def _refuse_reserved(reserved: dict[str, Any], tuning: Tuning) -> None:

@@ -1,14 +1,14 @@
 """Where every element lies: parameters ▶ flats ▶ chunks ▶ pieces. Pure arithmetic, no tensors.
 
 [Note: flats, chunks, pieces]
-A *flat* is one unit's parameters of one dtype, end to end, each starting at a multiple of ALIGN_NUMEL elements
-(the gaps belong to no parameter). With one rank a flat is also the partition that the rank owns; over several it is
-padded to as many equal *partitions*, and a layout is that of one rank: flats whole, chunks of its own partitions. With
+A *flat* is one unit's parameters of one dtype, end to end, each starting at a multiple of ALIGN_NUMEL elements (the
+gaps belong to no parameter). With one rank a flat is also the partition that the rank owns; over several it is padded
+to as many equal *partitions*, and a layout is that of one rank: flats whole, chunks of its own partitions. With
 `replicas` the ranks form as many groups of consecutive ones, each of which keeps all parameters: a rank then keeps, of
-the parameters alone, the partitions of the ranks at its own place in the other groups, too, as *copies*. A
-*chunk* is a slice of at most `chunk_numel` elements of a partition, with its place in the flat. A *piece* is the part
-of one parameter that lies in one chunk, a *segment* a run of pieces that one Adam call can do, because param group and
-step count are the same.
+the parameters alone, the partitions of the ranks at its own place in the other groups, too, as *copies* (with groups of
+one rank, as at stages 1 and 2 where parameters stream, of all others). A *chunk* is a slice of at most `chunk_numel`
+elements of a partition, with its place in the flat. A *piece* is the part of one parameter that lies in one chunk, a
+*segment* a run of pieces that one Adam call can do, because param group and step count are the same.
 
           parameter 0          gap  parameter 1                parameter 2
     flat  |--------------------|....|-------------------------||-----|

@@ -189,8 +189,7 @@ class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
         self._config = configuration.over_ranks(
             self._config, ranks=ranks.size, ranks_on_node=ranks.ranks_on_node, device=device
         )
-        # Only parameters are kept more than once, and only where they are partitioned.
-        replicas = ranks.across.size if self._config.stage == 3 else 1
+        replicas = configuration.replicas_of(self._config, ranks=ranks.size, rows=ranks.across.size)
         copier = self._copier = copier_for(device)
         rows = rows_of(model, params)
 
@@ -224,7 +223,7 @@ class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
     def _room_at_end(self) -> int:
         """On the device, for parameters that were streamed: in half of what is free, and in what they may take."""
         free = self._copier.free_bytes()
-        free = (free_memory() if free is None else free) // 2
+        free = (free_memory() // self._config.ranks_on_node if free is None else free) // 2
         limit = self._placement.device_budget_bytes
         return free if limit is None else min(free, limit - self._placement.resident_bytes)
 
@@ -350,8 +349,8 @@ class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
         """Ends the last step, unhooks the model, frees memory, files and their lock. May be called again.
 
         The model keeps its parameters in the compute dtype; what backward left in `p.grad` is dropped. Streamed ones
-        are brought to the device, if all of them fit in `device_memory` and in half of what is free; if not they stay
-        released, and any use of them raises ReleasedParameterError.
+        are brought to the device, if all of them fit in `device_memory` and in half of what is free; if not, or if
+        ranks partition them, they stay released, and any use of them raises ReleasedParameterError.
         """
         if os.getpid() != self._pid or isinstance(self._failure, ClosedError):
             return

@@ -36,7 +36,7 @@ class Gathering:
 
     Args: store: the 16-bit parameters of all chunks; leases: how many chunks of the store may be on their way to the
     device at once; usable: raises if the store cannot be used; gather: launches the gathering of a flat from the
-    partitions of all ranks, of which the store has those that this one keeps; None: it has all.
+    partitions of all ranks, of which the store has those that this one keeps; None: it has all, of other ranks too.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
@@ -83,42 +83,93 @@ class Staging:
 
 
 class Exchange:
-    """New parameters between replicas, where each of several groups of ranks keeps all parameters together.
+    """New parameters between ranks that keep the same ones in their tiers.
 
-    A rank keeps those of the ranks at its place in the other groups as copies (layout.py): they come here, chunk by
-    chunk, and the parameters of a unit are then gathered within each group.
+    With replicas these are those at one place of several groups, each of which keeps all parameters together and
+    gathers a unit within itself; at stages 1 and 2 each rank keeps all. What others make comes here as copies
+    (layout.py), a chunk of each rank at a time, while Adam makes this one's next.
 
-    Args: store: the 16-bit parameters that this rank keeps; comm: the ranks at its place in all groups."""
+    Args: store: the 16-bit parameters that this rank keeps; comm: the ranks that keep the same; lands: called with each
+    copy and its new values, which are on their way to the store.
+    """
 
-    def __init__(self, layout: Layout, store: Store, arena: Arena, comm: Communicator) -> None:
+    def __init__(
+        self, layout: Layout, store: Store, arena: Arena, comm: Communicator, lands: Callable[[Chunk, Tensor], None]
+    ) -> None:
         self._layout = layout
         self._store = store
         self._comm = comm
+        self._lands = lands
         self._buffer = arena.carve(_buffer_bytes(layout))
         self._chunks = {(chunk.flat, chunk.start): chunk for chunk in layout.param_chunks}
+        self._sent = 0  # of each partition of the flat that has begun
+        self._travelling: tuple[Work, int, int] | None = None
 
-    def bring(self, flat: int, step: int) -> None:
-        """Makes the copies of a flat what the ranks that made them have. Args: step: whose. Raises: RankError."""
-        layout = self._layout
-        dtype, part = layout.flats[flat].dtype, layout.part_numel(flat)
-        for start in range(0, part, layout.chunk_numel):
-            numel = min(layout.chunk_numel, part - start)
-            rows = self._buffer[: layout.replicas * numel * dtype.itemsize].view(dtype).view(layout.replicas, numel)
-            own = rows[self._comm.rank]
-            self._fill(own, self._chunks.get((flat, layout.rank * part + start)))
-            self._comm.all_gather(own, rows.view(-1)).wait()
-            for rank, row in zip(layout.kept_parts, rows, strict=True):
-                chunk = self._chunks.get((flat, rank * part + start))
-                if chunk is not None and rank != layout.rank:
-                    with self._store.lease(chunk.index, step=step, is_fresh=True) as lease:
-                        lease.dirty = True
-                        lease.arrays[0].view(dtype).copy_(row[: chunk.numel])
+    def begin(self) -> None:
+        """Before new values of a flat are sent."""
+        self._sent = 0
 
-    def _fill(self, row: Tensor, chunk: Chunk | None) -> None:
-        """Behind the end of the last partition there is nothing, and all of a chunk without parameters is a gap."""
-        if chunk is None:
-            row.zero_()
+    def send(self, chunk: Chunk, values: Tensor, step: int) -> None:
+        """Sends a chunk of this rank, after those before it in its flat, which did not change.
+
+        Args: values: its new ones; step: whose. Raises: RankError.
+        """
+        self._send_up_to(chunk.flat, chunk.start - self._layout.part_of(chunk.flat)[0], step)
+        self._launch(chunk.flat, values, step)
+
+    def finish(self, flat: int, step: int) -> None:
+        """Sends what is left of a flat; all copies of it are what the ranks that made them have. Raises: RankError."""
+        self._send_up_to(flat, self._layout.part_numel(flat), step)
+        self._arrive(step)
+
+    def abandon(self) -> None:
+        """Waits for what is under way, successful or not."""
+        if self._travelling is not None:
+            with suppress(RankError):
+                self._travelling[0].wait()
+        self._travelling = None
+
+    def _send_up_to(self, flat: int, stop: int, step: int) -> None:
+        """Args: stop: an element of the partitions."""
+        while self._sent < stop:
+            chunk = self._chunks.get((flat, self._layout.rank * self._layout.part_numel(flat) + self._sent))
+            if chunk is None:  # behind the end of the last partition, or a gap as a whole
+                self._launch(flat, None, step)
+                continue
+            with self._store.lease(chunk.index, step=0) as lease:
+                self._launch(flat, lease.arrays[0].view(self._layout.flats[flat].dtype), step)
+
+    def _launch(self, flat: int, values: Tensor | None, step: int) -> None:
+        """Sends `values`, or zeros, for the next elements of this rank's partition."""
+        self._arrive(step)
+        rows = self._rows(flat, self._sent)
+        own = rows[self._comm.rank]
+        numel = 0 if values is None else values.numel()
+        own[numel:] = 0
+        if values is not None:
+            own[:numel] = values
+        self._travelling = (self._comm.all_gather(own, rows.view(-1)), flat, self._sent)
+        self._sent += own.numel()
+
+    def _arrive(self, step: int) -> None:
+        """Takes in what is under way."""
+        if self._travelling is None:
             return
-        with self._store.lease(chunk.index, step=0) as lease:
-            row[: chunk.numel] = lease.arrays[0].view(row.dtype)
-        row[chunk.numel :] = 0
+        work, flat, start = self._travelling
+        work.wait()
+        self._travelling = None
+        part = self._layout.part_numel(flat)
+        for rank, row in zip(self._layout.kept_parts, self._rows(flat, start), strict=True):
+            chunk = self._chunks.get((flat, rank * part + start))
+            if chunk is not None and rank != self._layout.rank:
+                with self._store.lease(chunk.index, step=step, is_fresh=True) as lease:
+                    lease.dirty = True
+                    values = lease.arrays[0].view(row.dtype)
+                    values.copy_(row[: chunk.numel])
+                    self._lands(chunk, values)
+
+    def _rows(self, flat: int, start: int) -> Tensor:
+        """Where elements of all partitions from `start` on travel, by rank."""
+        layout, dtype = self._layout, self._layout.flats[flat].dtype
+        numel = min(layout.chunk_numel, layout.part_numel(flat) - start)
+        return self._buffer[: layout.replicas * numel * dtype.itemsize].view(dtype).view(layout.replicas, numel)

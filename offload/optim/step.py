@@ -56,7 +56,7 @@ class ParameterReturn:
     Args: flats: the model's parameters on its device, one tensor a flat of the layout; streamed: the store of all
     parameters, if they are on the device only around their use: then the new ones go there; comm: over which flats
     are put together from all ranks' partitions, or those of replicas, None for one rank; device: of the flats.
-    Attribute: lands: called with each chunk and its new values, on their way to that store.
+    Attribute: lands: called with each chunk and its new values, on their way to that store, other ranks' too.
     """
 
     def __init__(
@@ -89,7 +89,9 @@ class ParameterReturn:
         if comm is not None and comm.size > 1 and streamed is None:
             self._staging = Staging(layout, flats, comm, device or torch.device("cpu"))
         elif comm is not None and streamed is not None and layout.replicas > 1:
-            self._exchange = Exchange(layout, streamed, arena, comm.across)
+            assert copier.direct  # a worker's collectives would be in no order with others
+            keepers = comm if layout.shards == 1 else comm.across
+            self._exchange = Exchange(layout, streamed, arena, keepers, lambda *new: self.lands(*new))
 
     @property
     def direct(self) -> bool:
@@ -100,6 +102,8 @@ class ParameterReturn:
         """Before new parameters of a flat are brought into the model."""
         if self._staging is not None:
             self._staging.begin(flat)
+        elif self._exchange is not None:
+            self._exchange.begin()
 
     @contextmanager
     def into(self, chunk: Chunk, *, step: int, is_whole: bool) -> Iterator[Tensor]:
@@ -113,6 +117,8 @@ class ParameterReturn:
                 values = self._in(lease.arrays[0].view(torch.uint8), chunk)
                 yield values
                 self.lands(chunk, values)
+                if self._exchange is not None:
+                    self._exchange.send(chunk, values, step)
         elif self.direct:
             yield self._target(chunk)
         elif self._in_place(chunk):
@@ -172,6 +178,8 @@ class ParameterReturn:
         self._copies.clear()
         if self._staging is not None:
             self._staging.abandon()
+        elif self._exchange is not None:
+            self._exchange.abandon()
         if not self.direct and self._streamed is None:
             for chunk in self._layout.chunks:
                 self._clear_gaps(chunk)
@@ -179,7 +187,7 @@ class ParameterReturn:
     def put_together(self, flat: int, step: int) -> None:
         """Gets the other ranks' new parameters of a flat, made in step `step`, until `finish`. Raises: RankError."""
         if self._exchange is not None:
-            self._exchange.bring(flat, step)
+            self._exchange.finish(flat, step)
         elif self._staging is not None:
             self._staging.launch(flat)
 
@@ -190,8 +198,7 @@ class ParameterReturn:
 
     def gather(self, flat: int, step: int) -> None:
         """Gets the other ranks' parameters of a flat, of which this rank's own are in the model. Raises: RankError."""
-        if self._staging is not None:
-            self._staging.begin(flat)
+        self.begin(flat)
         self.put_together(flat, step)
         self.finish(flat)
 

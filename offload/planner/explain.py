@@ -4,7 +4,7 @@
 The rows of a tier add up to the placement's figure for it: `device_bytes`, `arena_bytes`, `disk_bytes`. A row is of a
 state kind (param, grad, master, exp_avg, exp_avg_sq), or one of
 
-    buffers   what streamed chunks pass through
+    buffers   what streamed chunks pass through, and new parameters between ranks that keep the same ones
     slots     reserved on the disk, and not written in every step: those of chunks that are kept in RAM, and with
               commits the second place of each, and of parameters that live elsewhere both
     rest      headers, padding, and what copies to and from a device pass through
@@ -28,7 +28,7 @@ from offload.layout import Layout, build, tiled
 from offload.module.parameters import untrained_bytes
 from offload.module.reduction import Reduction
 from offload.module.units import ROOT, compute_dtypes, rows_of, specs_of
-from offload.optim import gradients
+from offload.optim import exchange, gradients
 from offload.planner.choice import choose
 from offload.planner.device import Room
 from offload.planner.placement import IN_FLIGHT, TYPICAL_TBW, Placement, committed_slots, place, slot_records
@@ -126,9 +126,11 @@ def plan_of(model: nn.Module, *, direct: bool, ranks: int = 1, **options: Any) -
     rows = rows_of(model, params)
     device = torch.device("cpu" if direct else "cuda")
     config = configuration.over_ranks(config, ranks=ranks, ranks_on_node=1, device=device)
+    replicas = configuration.replicas_of(config, ranks=ranks, rows=1)
 
     def laid_out(chosen: Config) -> Layout:
-        return build(tiled(specs, rows, chosen.tile_bytes or 0), chosen.chunk_numel, ranks=ranks)
+        split = tiled(specs, rows, chosen.tile_bytes or 0)
+        return build(split, chosen.chunk_numel, ranks=ranks, replicas=replicas)
 
     try:
         config, layout, _ = choose(config, laid_out, direct=direct, room=room)
@@ -177,7 +179,7 @@ def _in_ram(placement: Placement, planned: Planned) -> Iterator[Row]:
         Row("grad", "cpu", _gradient_bytes(planned)),
         *_states([records[chunk] for chunk in placement.kept], "cpu"),
         Row("param", "cpu", placement.params.kept_bytes if placement.params else 0),
-        Row("buffers", "cpu", placement.in_flight * max(streamed, default=0) + _param_buffers(placement)),
+        Row("buffers", "cpu", placement.in_flight * max(streamed, default=0) + _param_buffers(placement, planned)),
     ]
     yield from rows
     yield Row("rest", "cpu", placement.arena_bytes - sum(row.nbytes for row in rows))
@@ -193,9 +195,10 @@ def _gradient_bytes(planned: Planned) -> int:
     return gradients.arena_bytes(planned.layout, config.accumulation, direct=planned.direct, stored=stored)
 
 
-def _param_buffers(placement: Placement) -> int:
+def _param_buffers(placement: Placement, planned: Planned) -> int:
     """What streamed parameters and gradients pass through."""
-    return sum(pool.in_flight * pool.largest for pool in (placement.params, placement.grads) if pool)
+    pools = sum(pool.in_flight * pool.largest for pool in (placement.params, placement.grads) if pool)
+    return pools + exchange.arena_bytes(planned.layout)
 
 
 def _on_disk(placement: Placement, planned: Planned) -> Iterator[Row]:

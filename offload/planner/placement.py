@@ -320,7 +320,7 @@ def least_cpu_memory(
     specs, params = specs_of(model, groups, config.keep_fp32, config.compute_dtype, chosen=config.units, planned=True)
     device = params[0].device
     config = configuration.over_ranks(config, ranks=ranks, ranks_on_node=1, device=device)
-    copies = replicas if config.stage == 3 else 1
+    copies = configuration.replicas_of(config, ranks=ranks, rows=replicas)
     if config.param_tier != "device":
         specs = tiled(specs, rows_of(model, params), config.tile_bytes or 0)
     layouts = (build(specs, config.chunk_numel, ranks=ranks, rank=rank, replicas=copies) for rank in range(ranks))

@@ -123,8 +123,10 @@ def test_a_rank_holds_exactly_what_the_papers_say(ranks: int, accumulation: int)
     model = GPT(GPTConfig(layers=2, heads=2, width=256, context=64), device="meta")
     psi = sum(param.numel() for param in model.parameters())
     wide = 2 if accumulation > 1 else 0
-    for stage in (1, 2, 3):
-        planned = plan_of(model, direct=True, ranks=ranks, stage=stage, accumulation=accumulation)
+    for stage, param_tier in ((1, None), (2, None), (1, "cpu"), (2, "cpu"), (3, None)):
+        planned = plan_of(
+            model, direct=True, ranks=ranks, stage=stage, accumulation=accumulation, param_tier=param_tier
+        )
         held = planned.place().held_bytes
         part = psi // ranks
         assert part * ranks == psi
@@ -153,7 +155,7 @@ def test_what_a_rank_holds_and_sends_is_shown() -> None:
 
 
 def test_rows_of_a_rank_add_up_too() -> None:
-    for stage, param_tier in ((1, None), (2, None), (3, "cpu"), (3, "nvme")):
+    for stage, param_tier in ((1, None), (2, None), (1, "cpu"), (2, "nvme"), (3, "cpu"), (3, "nvme")):
         planned = planned_of(True, ranks=3, stage=stage, param_tier=param_tier, path=".")
         placed = planned.with_memory(planned.least()).place()
         rows = explain(placed, planned)

@@ -39,6 +39,8 @@ PLACES: list[tuple[int, int, str, dict[str, Any]]] = [
     (3, 2, "plain", {"tier": "cpu", "accumulation": 2}),
     (2, 2, "late", {"cpu_memory": "least", "tuning": SPLIT}),
     (3, 3, "late", {"param_tier": "cpu", "cpu_memory": "least"}),
+    (2, 1, "plain", {"param_tier": "cpu", "cpu_memory": "least", "mesh": (2, 1)}),
+    (2, 2, "late", {"param_tier": "nvme", "cpu_memory": "least", "tuning": SPLIT}),
     (2, 3, "plain", {"param_tier": "nvme", "cpu_memory": "least", "tuning": SPLIT, "accumulation": 2}),
     pytest.param(4, 3, "late", {"tuning": SPLIT}, marks=pytest.mark.slow),
     (4, 3, "late", {"mesh": (2, 2)}),

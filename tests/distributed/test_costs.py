@@ -28,13 +28,15 @@ STEPS = 3
 TUNING = Tuning(chunk=4096, threads=1, bucket="64KiB")
 
 
-def _count(stage: int, replicas: int = 1, accumulation: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
+def _count(
+    stage: int, replicas: int = 1, accumulation: int = 1, param_tier: str | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Counters after the first step and after the last; by then each step is like the others."""
     model = models.build("gpt")
     batches = models.losses("gpt", model)
     mesh = init_device_mesh("cpu", (replicas, torch.distributed.get_world_size() // replicas))
-    options: dict[str, Any] = {"stage": stage, "accumulation": accumulation, "tuning": TUNING}
-    with OffloadZero(model, process_group=mesh, **options) as optimizer:
+    options: dict[str, Any] = {"stage": stage, "accumulation": accumulation, "param_tier": param_tier}
+    with OffloadZero(model, process_group=mesh, tuning=TUNING, **options) as optimizer:
         found = []
         for _ in range(1 + STEPS):
             for _ in range(accumulation):
@@ -58,15 +60,15 @@ def _padded(layout: Layout) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_elements_sent_are_those_of_the_papers(worlds: Worlds, stage: int, ranks: int) -> None:
-    """2 psi (N-1)/N at stages 1 and 2: gradients and parameters; 3 psi (N-1)/N at stage 3, of which it saves what it
-    still has when backward begins: the root unit, and the last block."""
+@pytest.mark.parametrize(("stage", "param_tier"), [(1, None), (2, None), (1, "cpu"), (2, "cpu"), (3, None)])
+def test_elements_sent_are_those_of_the_papers(worlds: Worlds, stage: int, param_tier: str | None, ranks: int) -> None:
+    """2 psi (N-1)/N at stages 1 and 2, wherever parameters live: gradients and parameters; 3 psi (N-1)/N at stage 3, of
+    which it saves what it still has when backward begins: the root unit, and the last block."""
     layout = _layout(ranks)
     total, kept = _padded(layout)
     padding = total - layout.numel
     assert 0 <= padding < 64 * (ranks * len(layout.flats) + len(layout.specs))
-    for first, last in worlds(ranks).run(_count, stage, timeout_s=170):
+    for first, last in worlds(ranks).run(_count, stage, 1, 1, param_tier, timeout_s=170):
         assert last["ranks"] == ranks
 
         def sent(name: str) -> float:
@@ -77,6 +79,7 @@ def test_elements_sent_are_those_of_the_papers(worlds: Worlds, stage: int, ranks
         assert sent("all_gather") == gathered * (ranks - 1) / ranks
         assert last["all_gather_bytes"] == 2 * last["all_gather_elements"]  # bf16
         assert last["reduce_scatter_calls"] - first["reduce_scatter_calls"] >= STEPS * len(layout.flats)
+        assert last["held_param_bytes"] == 2 * total if stage < 3 else 2 * total / ranks
 
 
 def test_replicas_send_as_much_as_hybrid_sharding(worlds: Worlds) -> None:
@@ -94,17 +97,22 @@ def test_replicas_send_as_much_as_hybrid_sharding(worlds: Worlds) -> None:
         assert last["held_grad_bytes"] == 2 * total / ranks
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "param_tier"), [(1, None), (2, None), (1, "cpu"), (2, "cpu"), (3, None)])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_plan_says_what_a_rank_holds_and_sends(worlds: Worlds, stage: int, accumulation: int) -> None:
-    options: dict[str, Any] = {"stage": stage, "accumulation": accumulation, "tuning": TUNING}
+def test_a_plan_says_what_a_rank_holds_and_sends(
+    worlds: Worlds, stage: int, param_tier: str | None, accumulation: int
+) -> None:
+    options: dict[str, Any] = {
+        "stage": stage, "accumulation": accumulation, "param_tier": param_tier, "tuning": TUNING,
+    }  # fmt: skip
     planned = plan_of(models.build("gpt"), direct=True, ranks=3, **options)
     sent = sent_numel(planned)
-    first, last = worlds(3).run(_count, stage, 1, accumulation, timeout_s=100)[0]
+    first, last = worlds(3).run(_count, stage, 1, accumulation, param_tier, timeout_s=100)[0]
     for name, kind in (("reduce_scatter", "gradients"), ("all_gather", "parameters")):
         assert last[f"{name}_elements"] - first[f"{name}_elements"] == STEPS * sent[kind]
     placed = planned.place()
     assert last["peak_cpu_bytes"] == placed.arena_bytes
+    assert 0 < last["peak_device_bytes"] <= placed.device_bytes
     for kind, nbytes in placed.held_bytes.items():
         assert last[f"held_{kind}_bytes"] == nbytes
 

@@ -61,8 +61,14 @@ def _goes_on(base: str, number: int, options: dict[str, Any]) -> tuple[list[floa
     [
         [(4, {"stage": 2}), (2, {"stage": 3}), (1, {})],
         [(1, {"tuning": {"split_master": True}}), (3, {"stage": 1}), (2, {"stage": 3, "param_tier": "nvme"})],
+        [
+            (2, {"stage": 2, "param_tier": "nvme", "tuning": {"split_master": True}}),
+            (2, {"stage": 3, "param_tier": "nvme", "tuning": {"split_master": True}}),
+            (3, {"stage": 1, "param_tier": "cpu"}),
+            (2, {"stage": 2, "param_tier": "nvme"}),
+        ],
     ],
-    ids=["4, 2, 1", "1, 3, 2"],
+    ids=["4, 2, 1", "1, 3, 2", "2 whole, 2 partitioned, 3 whole, 2 whole"],
 )
 def test_a_run_goes_on_over_another_number_of_ranks(
     worlds: Worlds, tmp_path: Path, worlds_of: list[tuple[int, dict[str, Any]]]

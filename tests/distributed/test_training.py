@@ -65,6 +65,14 @@ def test_every_kind_of_model(worlds: Worlds, kind: str, stage: int) -> None:
     trained(worlds, kind, 2, 4, stage=stage)
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_model_whose_ranks_stream_all_parameters(worlds: Worlds, kind: str, accumulation: int) -> None:
+    """Of 4 ranks some have nothing of a small unit, and of a large one several chunks."""
+    for stage in (1, 2):
+        trained(worlds, kind, 4, 3, stage=stage, param_tier="cpu", accumulation=accumulation, wire="late")
+
+
 @pytest.mark.parametrize("ranks", [3, 4])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_sums_over_ranks_are_in_their_order(worlds: Worlds, ranks: int, accumulation: int) -> None:
@@ -112,10 +120,12 @@ def test_a_rank_without_gradients_counts_as_zeros(worlds: Worlds, stage: int) ->
 
 
 @pytest.mark.parametrize("wire", ["plain", "late"])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_ranks_may_use_other_parameters_of_a_block(worlds: Worlds, stage: int, wire: str) -> None:
+@pytest.mark.parametrize(("stage", "param_tier"), [(2, None), (2, "cpu"), (3, None)])
+def test_ranks_may_use_other_parameters_of_a_block(
+    worlds: Worlds, stage: int, param_tier: str | None, wire: str
+) -> None:
     """Their buckets are full at other times, between other collectives: gathers of the next block, for one."""
-    trained(worlds, "turns", 2, 4, idle=True, stage=stage, wire=wire)
+    trained(worlds, "turns", 2, 4, idle=True, stage=stage, param_tier=param_tier, wire=wire)
 
 
 def _committing(path: str, every: int | None) -> list[torch.Tensor]:
@@ -152,9 +162,9 @@ def test_collectives_at_the_last_moment_give_the_same_bits(worlds: Worlds, stage
 @pytest.mark.parametrize("bucket", [4096, "32MiB"])
 @pytest.mark.parametrize("split_master", [False, True])
 def test_bucket_size_and_split_masters_change_no_bit(worlds: Worlds, bucket: int | str, split_master: bool) -> None:
-    for stage in (2, 3):
+    for stage, param_tier in ((2, None), (2, "cpu"), (3, None)):
         tuning = Tuning(chunk=8192, threads=1, bucket=bucket, split_master=split_master)
-        trained(worlds, "mlp", 3, 4, stage=stage, tuning=tuning)
+        trained(worlds, "mlp", 3, 4, stage=stage, param_tier=param_tier, tuning=tuning)
 
 
 TIERS: dict[str, dict[str, Any]] = {
@@ -173,10 +183,8 @@ def _on(tier: str, path: Path, stage: int, ranks: int) -> dict[str, Any]:
     return options
 
 
-@pytest.mark.parametrize(
-    ("stage", "tier"),
-    [(stage, tier) for stage in (1, 2, 3) for tier in TIERS if stage == 3 or "resident" in tier],
-)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("tier", TIERS)
 def test_every_tier(worlds: Worlds, tmp_path: Path, stage: int, tier: str) -> None:
     path = tmp_path / "run"
     runs = trained(worlds, "mlp", 2, 3, **_on(tier, path, stage, 2))
@@ -189,7 +197,13 @@ def test_every_tier(worlds: Worlds, tmp_path: Path, stage: int, tier: str) -> No
 
 @pytest.mark.parametrize("wire", ["plain", "late"])
 @pytest.mark.parametrize(
-    ("stage", "tier"), [(1, "cpu, resident"), (2, "cpu, resident"), *((3, tier) for tier in TIERS if "stream" in tier)]
+    ("stage", "tier"),
+    [
+        (1, "cpu, resident"),
+        (2, "cpu, resident"),
+        (2, "nvme, streaming"),
+        *((3, tier) for tier in TIERS if "stream" in tier),
+    ],
 )
 def test_replicas_of_shards_have_the_bits_of_as_many_ranks(
     worlds: Worlds, tmp_path: Path, stage: int, tier: str, wire: str
@@ -217,10 +231,8 @@ def test_a_data_parallel_group_inside_a_larger_mesh(worlds: Worlds, along: str, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize(
-    ("stage", "tier"),
-    [(stage, tier) for stage in (1, 2, 3) for tier in TIERS if stage == 3 or "resident" in tier],
-)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_twenty_steps(
@@ -230,13 +242,13 @@ def test_twenty_steps(
     trained(worlds, kind, ranks, 20, accumulation=accumulation, **options)
 
 
-def _wander(stage: int, wanders: bool) -> tuple[list[torch.Tensor], list[float]]:
+def _wander(stage: int, param_tier: str, wanders: bool) -> tuple[list[torch.Tensor], list[float]]:
     """Forwards of its own on each rank, between steps, if it `wanders`."""
     model = models.build("gpt")
     rank = torch.distributed.get_rank()
     batches = sharded.batches_of("gpt", model, rank, 2)
     norms = []
-    with OffloadZero(model, stage=stage, tuning=TUNING) as optimizer:
+    with OffloadZero(model, stage=stage, param_tier=param_tier, tuning=TUNING) as optimizer:
         for _ in range(3):
             if not wanders:
                 next(batches)
@@ -254,14 +266,19 @@ def _wander(stage: int, wanders: bool) -> tuple[list[torch.Tensor], list[float]]
             optimizer.step()
             optimizer.zero_grad()
         optimizer.synchronize()
-        return [param.detach().clone() for param in model.parameters()], norms
+        with optimizer.gathered(model):
+            return [param.detach().clone() for param in model.parameters()], norms
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_ranks_may_run_other_forwards_before_whole_parameters(worlds: Worlds, stage: int) -> None:
+WHOLE = [(1, "device"), (2, "device"), (2, "cpu")]
+"""Stages and tiers of parameters of which every rank has all."""
+
+
+@pytest.mark.parametrize(("stage", "param_tier"), WHOLE)
+def test_ranks_may_run_other_forwards_before_whole_parameters(worlds: Worlds, stage: int, param_tier: str) -> None:
     """Landings are collectives: their order may not depend on what a rank enters first."""
-    straight, straight_norms = worlds(2).run(_wander, stage, False)[0]
-    for wandered, norms in worlds(2).run(_wander, stage, True, timeout_s=100):
+    straight, straight_norms = worlds(2).run(_wander, stage, param_tier, False)[0]
+    for wandered, norms in worlds(2).run(_wander, stage, param_tier, True, timeout_s=100):
         assert norms == straight_norms
         for one, other in zip(wandered, straight, strict=True):
             assert torch.equal(one, other)
@@ -295,11 +312,11 @@ def test_what_is_on_its_way_is_not_seen_before_all_of_it_is_there(worlds: Worlds
     assert worlds(2).run(_read_in_between, stage) == [[False, True, False, True]] * 2
 
 
-def _without_forward(stage: int) -> list[torch.Tensor]:
+def _without_forward(stage: int, param_tier: str) -> list[torch.Tensor]:
     model = models.build("gpt")
     rank = torch.distributed.get_rank()
     batches = sharded.batches_of("gpt", model, rank, 2)
-    with OffloadZero(model, stage=stage, tuning=TUNING) as optimizer:
+    with OffloadZero(model, stage=stage, param_tier=param_tier, tuning=TUNING) as optimizer:
         for step in range(3):
             if step != 1 or rank == 0:
                 next(batches)().backward()
@@ -307,21 +324,22 @@ def _without_forward(stage: int) -> list[torch.Tensor]:
             optimizer.step()
             optimizer.zero_grad()
         optimizer.synchronize()
-        return [param.detach().clone() for param in model.parameters()]
+        with optimizer.gathered(model):
+            return [param.detach().clone() for param in model.parameters()]
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_rank_may_have_a_step_without_forward(worlds: Worlds, stage: int) -> None:
-    first, second = worlds(2).run(_without_forward, stage, timeout_s=50)
+@pytest.mark.parametrize(("stage", "param_tier"), WHOLE)
+def test_a_rank_may_have_a_step_without_forward(worlds: Worlds, stage: int, param_tier: str) -> None:
+    first, second = worlds(2).run(_without_forward, stage, param_tier, timeout_s=50)
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other)
 
 
-def _gathered_over_a_step() -> bool:
+def _gathered_over_a_step(stage: int) -> bool:
     """Whether what is held over a step has its new value, of all ranks, as it is when it is gathered again."""
     model = models.build("gpt")
     batches = sharded.batches_of("gpt", model, torch.distributed.get_rank(), 2)
-    with OffloadZero(model, stage=3, tuning=TUNING) as optimizer:
+    with OffloadZero(model, stage=stage, param_tier="cpu", tuning=TUNING) as optimizer:
         next(batches)().backward()
         with optimizer.gathered(model):
             old = [param.detach().clone() for param in model.parameters()]
@@ -335,5 +353,6 @@ def _gathered_over_a_step() -> bool:
     return changed and all(torch.equal(one, other) for one, other in zip(held, now, strict=True))
 
 
-def test_what_is_gathered_over_a_step_gets_the_other_ranks_new_values(worlds: Worlds) -> None:
-    assert worlds(2).run(_gathered_over_a_step) == [True, True]
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_is_gathered_over_a_step_gets_the_other_ranks_new_values(worlds: Worlds, stage: int) -> None:
+    assert worlds(2).run(_gathered_over_a_step, stage) == [True, True]

@@ -186,7 +186,7 @@ def test_a_kept_chunk_at_the_end_of_the_order_does_not_begin_it_again(engine: Fa
 
 @pytest.mark.parametrize("buffers", [3, 4, 6])
 def test_what_is_overwritten_before_it_is_read_is_read_once(engine: FaultyEngine, tmp_path: Path, buffers: int) -> None:
-    """As streamed parameters: new in a forward, read in a backward. What is read ahead leaves buffers to the new ones."""
+    """As parameters that stream: new in a forward, read in a backward. Reading ahead leaves buffers to new ones."""
     timeline = Timeline()
     size = sum(Record(numel).nbytes for numel in NUMELS)
     with store_on(engine, tmp_path / "run", buffers=buffers, timeline=timeline) as store:
