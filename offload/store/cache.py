@@ -9,7 +9,7 @@ with something that is used before it, so it costs no byte.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 
 
 def residents(order: Sequence[int], sizes: Sequence[int], budget: int) -> frozenset[int]:
@@ -59,6 +59,21 @@ def stays(order: Sequence[int], waiting: int, fresh: Collection[int] = ()) -> fr
 def fetches(order: Sequence[int], kept: Collection[int], fresh: Collection[int] = ()) -> int:
     """How often something is brought to RAM on `order`, beginning with nothing, if it stays after positions `kept`."""
     return len(order) - len(kept) - len(fresh)
+
+
+def announced(ahead: Iterable[tuple[int, bool]], in_ram: Container[int]) -> Iterator[tuple[int, bool, int]]:
+    """For each use to come: the chunk, whether reading it now is of use, and how many buffers go to those before it.
+
+    Args: ahead: chunks, and whether the use overwrites all of it; in_ram: chunks that have a buffer.
+    What is overwritten before it is read is not read, and takes a buffer before what is read after it.
+    """
+    overwritten: set[int] = set()
+    taken = 0
+    for chunk, is_fresh in ahead:
+        if is_fresh:
+            overwritten.add(chunk)
+            taken += chunk not in in_ram
+        yield chunk, chunk not in overwritten, taken
 
 
 def victim(candidates: Iterable[int], ahead: Iterable[int]) -> int | None:

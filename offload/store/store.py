@@ -26,7 +26,7 @@ from offload.errors import ClosedError
 from offload.io.engine import IOFuture
 from offload.io.interrupts import Deferred, Held, wait_until
 from offload.store.arena import Arena
-from offload.store.cache import stays, victim
+from offload.store.cache import announced, stays, victim
 from offload.store.residency import Residency, ResidencyTable
 from offload.store.slots import STATE_KINDS, Record
 from offload.store.stripes import Stripes
@@ -358,19 +358,15 @@ class Store:
         # Drives are faster where reads and writes are under way at once: a step that found all buffers read could only
         # write at first, and the one before could only read at last.
         left_free = self._in_flight // 2 if self._is_between else 0
-        # What is overwritten before it is read need not be read, and takes a buffer before what is read after it.
-        overwritten: set[int] = set()
-        for chunk, _, is_fresh in self._ahead:
-            if len(self._free) <= left_free or self._failure is not None:
+        uses = ((use.chunk, use.is_fresh) for use in self._ahead)
+        for chunk, is_read, taken in announced(uses, self._buffers):
+            if len(self._free) <= left_free + taken or self._failure is not None:
                 return
-            if is_fresh:
-                overwritten.add(chunk)
-                left_free += chunk not in self._buffers
             state = self._table[chunk]
             if state in (Residency.WRITING, Residency.LEASED):
                 # Still busy with the step before. What follows it can wait: it is used later.
                 return
-            if state is Residency.STORED and chunk not in overwritten:
+            if state is Residency.STORED and is_read:
                 self._read(chunk)
 
     def _read(self, chunk: int) -> None:
