@@ -230,8 +230,8 @@ class Store:
 
     def check(self) -> None:
         """Raises the failure of a transfer in the background, if there was one."""
-        with Held(self._changed):
-            self._check()
+        if self._failure is not None:
+            raise self._failure
 
     def close(self) -> None:
         """Waits for transfers under way, successful or not; every later lease raises ClosedError."""
