@@ -8,6 +8,10 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("offload", deadline=None)  # machines are shared: how long an example takes says nothing
+settings.load_profile("offload")
 
 RANKS = "tests/distributed/"
 
