@@ -50,7 +50,8 @@ bench-peers: $(VENV)/installed .venv-peers/installed
 	PATH="$(CURDIR)/.venv-peers/bin:$$PATH" DS_ACCELERATOR=cpu \
 		$(BIN)/python bench/io.py --deepspeed .venv-peers/bin/python $(or $(ARGS),.)
 
-# Whole training steps beside DeepSpeed's; some ten minutes.
+# Whole training steps beside DeepSpeed's; some ten minutes. ARGS="--params nvme --models 368m": with the parameters on
+# NVMe, too.
 bench-peers-step: $(VENV)/installed .venv-peers/installed
 	$(BIN)/python bench/peers.py --deepspeed .venv-peers/bin/python $(ARGS)
 

@@ -1,10 +1,11 @@
 """Whole training steps beside DeepSpeed's: `python bench/peers.py --deepspeed PYTHON` (`make bench-peers-step`).
 
 The same GPT, initial values and batches of text for everyone: offload and DeepSpeed with the optimizer states on NVMe;
-both with them in RAM, and plain torch with resident fp32 masters, as points of reference. Each is a process of its
-own, one runs at a time, and they take turns block by block; what is timed is said in bench/trainer.py. PYTHON is an
-interpreter that has DeepSpeed (`make .venv-peers/installed` makes one); its extensions are compiled at their first use
-(minutes; needs a C++ compiler and libaio's headers).
+both with them in RAM, and plain torch with resident fp32 masters, as points of reference. With `--params nvme` the
+parameters are on NVMe, too, and the gradients. Each is a process of its own, one runs at a time, and they take turns
+block by block; what is timed is said in bench/trainer.py. PYTHON is an interpreter that has DeepSpeed
+(`make .venv-peers/installed` makes one); its extensions are compiled at their first use (minutes; needs a C++ compiler
+and libaio's headers).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import shlex
 import signal
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -42,21 +43,22 @@ from bench.contest import (
     turns,
     versions_of,
 )
-from offload.models.gpt import GPTConfig
+from offload.models.gpt import GPT, GPTConfig
 from offload.planner.machine import free_memory
 from offload.sizes import MIB, format_bytes
 
 OURS = "offload, NVMe"
 CHUNK_BYTES = 16 * MIB
-BUFFERS = 1
-"""Chunks in RAM beyond the least that works, as in bench/step.py."""
+BUFFERS = {"device": 1, "nvme": 2}
+"""Chunks in RAM beyond the least that works, by where parameters are; as `offload bench step` has it."""
+AIO: dict[str, Any] = {"queue_depth": 32, "single_submit": False, "overlap_events": True}
 BASE_BYTES = 600 * MIB
 """Of RAM, about: a process without its states."""
 LOSS_MARGIN = 0.02
 """Of a loss: more than roundings at another place bring about in so few steps."""
 STEP_TARGET, OPTIMIZER_TARGET = 1.5, 2.0
 
-HEAD = """# Beside peers
+HEAD = """# {title}
 
 {hardware}; {versions}.
 
@@ -71,7 +73,7 @@ HEAD = """# Beside peers
 - **peak RSS**: of the process in the timed steps, and from its start on (building the model in fp32 takes part).
 - Same initial values (rounded to bf16), same text, AdamW without clipping, bf16. One process runs at a time, everyone
   in turn.
-
+{note}
 """
 
 
@@ -136,13 +138,12 @@ def entries(job: Job, deepspeed: str | None) -> Iterator[Entry]:
     parameters, which takes it little RAM. Large requests: larger than any gradient, which it then keeps in RAM
     and does not swap; all parameters in one sub-group, its default (it crashes on sub-groups smaller than a request).
     """
-    yield Entry(OURS, "offload", {"tier": "nvme", "chunk": CHUNK_BYTES, "buffers": BUFFERS}, param_bytes=10)
+    yield Entry(OURS, "offload", {"tier": "nvme", "chunk": CHUNK_BYTES, "buffers": BUFFERS["device"]}, param_bytes=10)
     if deepspeed:
         largest = 4 * job.model.width**2  # elements of a parameter
-        shared: dict[str, Any] = {"queue_depth": 32, "single_submit": False, "overlap_events": True}
         zero: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "nvme"}}
-        small = {"zero": zero | {"sub_group_size": 4 * largest}, "aio": shared | {"block_size": MIB}}
-        large = {"zero": zero, "aio": shared | {"block_size": (4 * largest // MIB + 1) * MIB}}
+        small = {"zero": zero | {"sub_group_size": 4 * largest}, "aio": AIO | {"block_size": MIB}}
+        large = {"zero": zero, "aio": AIO | {"block_size": (4 * largest // MIB + 1) * MIB}}
         yield Entry("DeepSpeed 3, NVMe, small groups", "deepspeed", small, deepspeed)
         yield Entry("DeepSpeed 3, NVMe, large requests", "deepspeed", large, deepspeed, param_bytes=40)
     yield Entry("torch, fp32 masters in RAM", "torch")
@@ -150,6 +151,56 @@ def entries(job: Job, deepspeed: str | None) -> Iterator[Entry]:
     if deepspeed:
         in_ram = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
         yield Entry("DeepSpeed 2, RAM", "deepspeed", {"zero": in_ram, "aio": {}}, deepspeed, param_bytes=30)
+
+
+def entries_with_params(job: Job, deepspeed: str | None) -> Iterator[Entry]:
+    """Everyone whose parameters and gradients are on NVMe, ours first.
+
+    DeepSpeed twice, with requests of a MiB (parameters smaller than that, or than a request, it leaves in RAM) and with
+    sub-groups and buckets as take it least RAM; of 50M elements each, a step took it longer. Few buffers: its default
+    number of them. Pipelined: states read and written while others are computed, and parameters of more than two layers
+    read ahead. What it keeps for reuse would hold buffers, which run out; so it keeps none.
+    """
+    tiers = {"tier": "nvme", "param_tier": "nvme", "grad_tier": "nvme"}
+    yield Entry(OURS, "offload", tiers | {"chunk": CHUNK_BYTES, "buffers": BUFFERS["nvme"]}, param_bytes=10)
+    if deepspeed:
+        largest = max(param.numel() for param in GPT(job.model, device="meta").parameters())
+        pipelined = {"pipeline_read": True, "pipeline_write": True, "buffer_count": 12}  # it crashes on its default, 4
+        for name, optimizer, buffers, ahead in (("few buffers", {}, 5, 1), ("pipelined", pipelined, 16, 12)):
+            params = {"device": "nvme", "buffer_count": buffers, "buffer_size": largest, "max_in_cpu": 0}
+            zero = {
+                "stage": 3,
+                "offload_optimizer": {"device": "nvme"} | optimizer,
+                "offload_param": params,
+                "sub_group_size": 4 * largest,
+                "reduce_bucket_size": largest,
+                "stage3_prefetch_bucket_size": ahead * largest,
+                "stage3_max_live_parameters": 3 * ahead * largest,
+                "stage3_max_reuse_distance": 0,
+            }
+            options = {"zero": zero, "aio": AIO | {"block_size": MIB}}
+            yield Entry(f"DeepSpeed 3, NVMe, {name}", "deepspeed", options, deepspeed)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of race. on_nvme: what offload and DeepSpeed have there; title, file, note: of its page."""
+
+    on_nvme: str
+    title: str
+    file: str
+    entries: Callable[[Job, str | None], Iterator[Entry]]
+    note: str = ""
+
+
+NOTE = "- Gradients are on NVMe as well, ours in bf16, DeepSpeed's in fp32; it leaves parameters below a MiB in RAM.\n"
+KINDS = {
+    "device": Kind("states", "Beside peers", "peers", entries),
+    "nvme": Kind(
+        "states and parameters", "Beside peers, with parameters on NVMe", "peers-params", entries_with_params, NOTE
+    ),
+}
+"""By the tier of parameters."""
 
 
 def heats(found: list[Entry], count: int, room: int) -> list[list[Entry]]:
@@ -166,7 +217,7 @@ def heats(found: list[Entry], count: int, room: int) -> list[list[Entry]]:
             heat = [ours]
             parted.append(heat)
         heat.append(entry)
-    return parted
+    return parted or [[ours]]
 
 
 def race(job: Job, contestants: list[Contestant], rounds: int, say: Say) -> list[Score]:
@@ -192,6 +243,7 @@ class Result:
     losses: dict[str, list[float]]
     versions: str
     left_out: list[str]
+    kind: Kind = KINDS["device"]
 
     def met(self) -> Iterator[str]:
         """Who came to another loss, and how far ours is from the targets, against DeepSpeed's best on NVMe."""
@@ -201,17 +253,17 @@ class Result:
                 yield f"{row['contestant']} trains otherwise: its last loss is {row['loss_last']:.3f}"
         theirs = [row for row in self.rows if row["contestant"].startswith("DeepSpeed 3, NVMe")]
         if not theirs:
-            yield "no DeepSpeed with states on NVMe to compare with: give --deepspeed"
+            yield f"no DeepSpeed with {self.kind.on_nvme} on NVMe to compare with: give --deepspeed"
             return
         step, optimizer = (min(row[key] for row in theirs) for key in ("step_x_ours", "optimizer_x_ours"))
-        rss = min(row["peak_rss_bytes"] for row in theirs)
+        rss, best = min(row["peak_rss_bytes"] for row in theirs), f"DeepSpeed's best with {self.kind.on_nvme} on NVMe"
         for what, reached, wanted in (
             ("whole step", step, STEP_TARGET),
             ("optimizer phase", optimizer, OPTIMIZER_TARGET),
             ("peak RSS", rss / ours["peak_rss_bytes"], 1.0),
         ):
             word = "met" if reached >= wanted else "NOT met"
-            yield f"{what}: {reached:.2f} x less than DeepSpeed's best with states on NVMe, wanted {wanted:g}: {word}"
+            yield f"{what}: {reached:.2f} x less than {best}, wanted {wanted:g}: {word}"
 
     def grid(self) -> Grid:
         headings = ("contestant", "step s", "spread", "x ours", "f + b s", "optimizer s", "x ours", "read", "written")
@@ -263,14 +315,14 @@ def row_of(score: Score, ours: Score, count: int) -> dict[str, Any]:
     }
 
 
-def measure(job: Job, path: Path, rounds: int, deepspeed: str | None, say: Say) -> Result:
+def measure(job: Job, path: Path, rounds: int, deepspeed: str | None, say: Say, kind: Kind) -> Result:
     """Raises: ContestError."""
     count = parameters(job.model)
     rows: list[dict[str, Any]] = []
     losses: dict[str, list[float]] = {}
     versions: dict[str, None] = {}
     left_out: list[str] = []
-    for heat in heats(list(entries(job, deepspeed)), count, free_memory() * 9 // 10):
+    for heat in heats(list(kind.entries(job, deepspeed)), count, free_memory() * 9 // 10):
         shape = (job.batch, job.seq)
         with scratch(path) as folder, started(heat, job.model, shape, folder, say) as (contestants, missing):
             left_out += missing
@@ -279,7 +331,7 @@ def measure(job: Job, path: Path, rounds: int, deepspeed: str | None, say: Say) 
         found = [row_of(score, scores[0], count) for score in scores]
         rows += found[1:] if rows else found
         losses = {score.one.name: score.losses for score in scores} | losses
-    return Result(job, count, rows, losses, ", ".join(versions), left_out)
+    return Result(job, count, rows, losses, ", ".join(versions), left_out, kind)
 
 
 def draw(results: list[Result], picture: Path) -> None:
@@ -303,11 +355,15 @@ def draw(results: list[Result], picture: Path) -> None:
 def markdown(results: list[Result], command: str) -> str:
     found = dict.fromkeys(part for result in results for part in result.versions.split(", "))
     steps = " or ".join(f"{result.job.steps} steps ({result.job.name})" for result in results)
-    text = HEAD.format(hardware=hardware(), versions=", ".join(found), command=command, ours=OURS, steps=steps)
+    kind = results[0].kind
+    about = {"title": kind.title, "note": kind.note, "steps": steps, "ours": OURS}
+    text = HEAD.format(hardware=hardware(), versions=", ".join(found), command=command, **about)
     for result in results:
         lines = [f"## {result.title}", "", *result.grid().markdown(), "", *(f"- {line}" for line in result.met())]
+        for words in result.left_out:
+            lines += ["", "Left out:", "", *(f"    {line}" for line in words.splitlines())]
         text += "\n".join(lines) + "\n\n"
-    return text + "![loss by step](peers.png)\n"
+    return text + f"![loss by step]({kind.file}.png)\n"
 
 
 def main(
@@ -315,16 +371,18 @@ def main(
     rounds: Annotated[int, typer.Option(min=1)] = 5,
     path: Annotated[Path, typer.Option(help="A folder on the disk to measure.")] = Path(),
     deepspeed: Annotated[str | None, typer.Option(help="A Python that has DeepSpeed.")] = None,
+    params: Annotated[str, typer.Option(help=f"Tier of parameters: {' or '.join(KINDS)}.")] = "device",
     as_json: Annotated[bool, typer.Option("--json")] = False,
     out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("out"),
-    save: Annotated[bool, typer.Option(help="Write bench/results/peers.md and peers.png.")] = False,
+    save: Annotated[bool, typer.Option(help="Write the page and the picture in bench/results.")] = False,
 ) -> None:
     """Race, print the tables, draw the losses."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     console, stderr = Console(width=170), Console(stderr=True)
     chosen = [JOBS[name] for name in models.split(",")]
-    results = [measure(job, path, rounds, deepspeed, stderr.print) for job in chosen]
-    draw(results, (RESULTS if save else out) / "peers.png")
+    kind = KINDS[params]
+    results = [measure(job, path, rounds, deepspeed, stderr.print, kind) for job in chosen]
+    draw(results, (RESULTS if save else out) / f"{kind.file}.png")
     if as_json:
         print(
             json.dumps(
@@ -338,7 +396,8 @@ def main(
             for line in result.met():
                 console.print(line, highlight=False)
     if save:
-        (RESULTS / "peers.md").write_text(markdown(results, "python bench/peers.py " + shlex.join(sys.argv[1:])))
+        command = "python bench/peers.py " + shlex.join(sys.argv[1:])
+        (RESULTS / f"{kind.file}.md").write_text(markdown(results, command))
 
 
 if __name__ == "__main__":

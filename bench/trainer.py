@@ -139,7 +139,8 @@ class Torch(Trainer):
 
 
 class Offload(Trainer):
-    """options: tier; chunk, bytes; buffers, chunks in RAM beyond the least that works."""
+    """options: tier, and param_tier and grad_tier if given; chunk, bytes; buffers, chunks in RAM beyond the least that
+    works."""
 
     def __init__(self, model: nn.Module, spec: Spec) -> None:
         from offload import OffloadZero, Tuning
@@ -148,9 +149,10 @@ class Offload(Trainer):
         options = spec["options"]
         adamw = torch.optim.AdamW(model.parameters(), lr=spec["lr"], betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
         tuning = Tuning(chunk=options["chunk"])
-        places: dict[str, Any] = {"tier": options["tier"], "tuning": tuning}
+        tiers: dict[str, Any] = {name: options.get(name) for name in ("param_tier", "grad_tier")}
+        places: dict[str, Any] = {"tier": options["tier"], "tuning": tuning} | tiers
         if options["tier"] == "nvme":
-            least = least_cpu_memory(model, adamw, tuning=tuning)
+            least = least_cpu_memory(model, adamw, tuning=tuning, **tiers)
             room = options["buffers"] * (3 * options["chunk"] + SLOT_MARGIN)
             places |= {"path": spec["path"], "cpu_memory": least + room, "commit_every": None}
         self._optimizer = OffloadZero(model, adamw, **places)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from bench import contest, hiding, peers
 from bench.contest import Block, ContestError, Entry, started
-from offload.models.gpt import GPTConfig
+from offload.models.gpt import GPT, GPTConfig
 from offload.sizes import GIB, KIB
 from tests.support.processes import ROOT
 
@@ -75,6 +76,16 @@ def test_peer_that_cannot_run_is_left_out_with_its_words(tmp_path: Path) -> None
     assert "No module named 'deepspeed'" in left_out[0]
 
 
+def test_page_has_the_words_of_who_is_left_out() -> None:
+    row: dict[str, Any] = dict.fromkeys(("step_x_ours", "optimizer_x_ours", "step_s", "compute_s", "optimizer_s"), 1.0)
+    row |= dict.fromkeys(("read_bytes_per_param", "written_bytes_per_param", "loss_first", "loss_last"), 1.0)
+    row |= {"contestant": peers.OURS, "step_spread_s": (1.0, 1.0), "peak_rss_bytes": 1, "most_rss_bytes": 1}
+    kind = peers.KINDS["nvme"]
+    text = peers.markdown([peers.Result(peers.JOBS["tiny"], 1, [row], {}, "", ["it ended;\nits words"], kind)], "")
+    assert "    it ended;\n    its words\n" in text
+    assert "no DeepSpeed with states and parameters on NVMe" in text
+
+
 def test_contestant_of_ours_that_cannot_run_ends_the_contest(tmp_path: Path) -> None:
     wrong = Entry("offload", "offload", {"tier": "tape", "chunk": 64 * KIB, "buffers": 1})
     with pytest.raises(ContestError, match="tape"), started([wrong], TINY, (1, 8), tmp_path, print):
@@ -87,6 +98,17 @@ def test_heats_fit_the_memory_and_all_have_ours() -> None:
     parted = peers.heats(found, 10**6, 0)
     assert [heat[0].name for heat in parted] == [peers.OURS] * (len(found) - 1)
     assert [heat[1] for heat in parted] == found[1:]
+
+
+@pytest.mark.parametrize("name", list(peers.JOBS))
+def test_peers_buffers_hold_every_parameter(name: str) -> None:
+    job = peers.JOBS[name]
+    ours, *theirs = peers.entries_with_params(job, "python")
+    assert (ours.options["param_tier"], ours.options["grad_tier"]) == ("nvme", "nvme")
+    for entry in theirs:
+        place = entry.options["zero"]["offload_param"]
+        assert (place["device"], place["max_in_cpu"]) == ("nvme", 0)
+        assert place["buffer_size"] == max(param.numel() for param in GPT(job.model, device="meta").parameters())
 
 
 def test_targets_are_judged_against_the_best_peer() -> None:
@@ -122,20 +144,46 @@ def test_peers_without_deepspeed_save_a_table_and_losses(
     assert sorted(file.name for file in tmp_path.iterdir()) == ["peers.md", "peers.png"]
 
 
+def test_parameters_of_ours_are_on_nvme_if_peers_are_to_have_them_there(
+    tmp_path: Path, small_chunks: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(peers, "RESULTS", tmp_path)
+    peers.main(models="tiny", rounds=1, path=tmp_path, params="nvme", as_json=True, out=tmp_path, save=True)
+    ((ours,),) = (found["rows"] for found in json.loads(capsys.readouterr().out))
+    # Of states 12 bytes each way, of parameters and gradients 2, parameters read twice; some buffers' worth stays.
+    assert ours["read_bytes_per_param"] > 14
+    assert ours["written_bytes_per_param"] > 14
+    text = (tmp_path / "peers-params.md").read_text()
+    assert text.startswith("# Beside peers, with parameters on NVMe\n")
+    assert "![loss by step](peers-params.png)" in text
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["peers-params.md", "peers-params.png"]
+
+
 @pytest.mark.peers
 @pytest.mark.timeout(1200)  # DeepSpeed compiles its extensions at their first use
 @pytest.mark.skipif(not PEERS_PYTHON.exists(), reason="needs .venv-peers (make .venv-peers/installed)")
-def test_deepspeed_trains_alike_on_both_tiers(
-    tmp_path: Path, small_chunks: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("params", list(peers.KINDS))
+def test_deepspeed_trains_alike_on_all_tiers(
+    params: str,
+    tmp_path: Path,
+    small_chunks: None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")  # where the compiled extensions are
+    # DeepSpeed leaves parameters below a MiB in RAM, and crashes where it reads ahead in fewer layers.
+    wide = GPTConfig(layers=6, width=512, heads=8, context=64)
+    monkeypatch.setitem(peers.JOBS, "tiny", replace(peers.JOBS["tiny"], model=wide))
     python = str(PEERS_PYTHON)
-    peers.main(models="tiny", rounds=1, path=tmp_path, deepspeed=python, as_json=True, out=tmp_path, save=False)
+    peers.main(
+        models="tiny", rounds=1, path=tmp_path, deepspeed=python, params=params, as_json=True, out=tmp_path, save=False
+    )
     (found,) = json.loads(capsys.readouterr().out)
-    assert len(found["rows"]) == len(list(peers.entries(peers.JOBS["tiny"], python)))
+    assert len(found["rows"]) == len(list(peers.KINDS[params].entries(peers.JOBS["tiny"], python)))
     for row in found["rows"]:
         assert row["loss_last"] == pytest.approx(found["rows"][0]["loss_last"], abs=0.05)
-        assert (row["written_bytes_per_param"] > 11) == ("NVMe" in row["contestant"])
+        least = 14 if params == "nvme" else 11
+        assert (row["written_bytes_per_param"] > least) == ("NVMe" in row["contestant"])
 
 
 def test_predicted_step_is_compute_adam_and_what_forward_does_not_hide() -> None:
