@@ -203,6 +203,7 @@ def test_shapes_have_the_tokens_asked_for(tokens: float) -> None:
     assert shape.seq <= 1.5 * hiding.SEQ
 
 
+@pytest.mark.slow
 def test_hiding_measures_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hiding, "RESULTS", tmp_path / "results")
     monkeypatch.setitem(hiding.PRESETS, "tiny", GPTConfig(layers=2, width=128, heads=2))
