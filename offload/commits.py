@@ -203,23 +203,25 @@ class Commits:
         part = Snapshot(self._record, manifest, self._config.paths, slots.paths, resuming.FILES)
         with ExitStack() as held:
             with all_or_none(comm, _not_kept()):
-                own: tuple[list[str], list[str], bool] = (part.decided(), [], False)
+                own: tuple[list[str], list[str], list[str], bool] = (part.decided(), [], [], False)
                 if comm.rank == 0:
-                    own = (own[0], [] if keep is None else part.superseded(keep, held), part.is_kept())
+                    surplus = [] if keep is None else part.superseded(keep, held)
+                    own = (own[0], surplus, [name for name in part.kept() if name not in surplus], part.is_kept())
             told = [json.loads(data) for data in bytes_of_all(comm, json.dumps(own).encode())]
-            _, surplus, is_kept = told[0]
+            _, surplus, others, is_kept = told[0]
             with all_or_none(comm, _not_kept()):
                 part.clear(decided={name for decided, *_ in told for name in decided})
             if not is_kept:
                 self._keep(part)
             with suppress(TierIOError, OtherRankError):  # the next one clears away what is left
                 with all_or_none(comm, _not_kept()):
-                    part.settle()
+                    part.settle([part.name])
                     part.retire(surplus)
                 with all_or_none(comm, _not_kept()):
                     if comm.rank == 0:
                         part.withdraw(surplus)
                 part.clear(surplus)
+                part.settle(others)
         return part.directories
 
     def _keep(self, part: Snapshot) -> None:

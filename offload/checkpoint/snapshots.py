@@ -7,10 +7,11 @@ slots where they lay and holes for the rest, the manifest and the tensors of `ex
 directory of rank 0 the record, which says that it is a snapshot. So whoever reads a run's directories reads these.
 
 The record decides, and is written last, when the parts of all ranks are durable. Until then the swap files in it are
-called `.new`, and the rename follows the decision; to take a snapshot away they are called so again, then the record
-goes, and then the rest. So a directory with such a name and such a file, whose record lies in no directory of the run,
-was cut off or is half gone, and is cleared away by the next snapshot; nothing else ever is. Somebody who resumes in a
-snapshot's directory makes its record that of a run, which is no snapshot any more.
+called `.new`, and the rename follows the decision; where it was cut off, the next snapshot makes up for it. To take a
+snapshot away they are called so again, then the record goes, and then the rest. So a directory with such a name and
+such a file, whose record lies in no directory of the run, was cut off or is half gone, and is cleared away by the next
+snapshot; nothing else ever is. Somebody who resumes in a snapshot's directory makes its record that of a run, which is
+no snapshot any more.
 """
 
 from __future__ import annotations
@@ -116,12 +117,9 @@ class Snapshot:
             pass
         raise PathError(errno.EEXIST, "is there already, and is another snapshot or a run: move it", str(home))
 
-    def superseded(self, keep: int, held: ExitStack) -> list[str]:
-        """For rank 0: names of snapshots of this run that are too many when this one is there, the oldest.
-
-        Args: held: gets their locks. One that is being read, or resumed in, is not among them.
-        """
-        steps = {self.name: self.commit.step}
+    def kept(self) -> dict[str, int]:
+        """For rank 0: names of the snapshots of this run that are there, and their steps."""
+        steps = {}
         for name in self._snapshots(self.paths[0]):
             with suppress(OffloadError):  # a damaged record: not known to be one of ours
                 found = read_commit(self.paths[0] / name, self.files)
@@ -129,6 +127,14 @@ class Snapshot:
                     continue
                 if name == name_of(found):
                     steps[name] = found.step
+        return steps
+
+    def superseded(self, keep: int, held: ExitStack) -> list[str]:
+        """For rank 0: names of snapshots of this run that are too many when this one is there, the oldest.
+
+        Args: held: gets their locks. One that is being read, or resumed in, is not among them.
+        """
+        steps = self.kept() | {self.name: self.commit.step}
         newest = sorted(steps, key=lambda name: (name == self.name, steps[name]), reverse=True)
         return [name for name in newest[keep:] if self._is_free(self.paths[0] / name, held)]
 
@@ -172,10 +178,13 @@ class Snapshot:
         """For rank 0, when all have made their part."""
         write_commit(self.directories[0], self.record, self.files)
 
-    def settle(self) -> None:
-        """When it is decided."""
-        for directory in self.directories:
-            self._rename(directory, to_aside=False)
+    def settle(self, names: Iterable[str]) -> None:
+        """When these are decided, but for what somebody is reading. One that is settled already stays as it is."""
+        for path in self.paths:
+            for name in names:
+                with ExitStack() as held:
+                    if self._claims(path / name / (swap_name(self.manifest.rank) + ASIDE), held):
+                        self._rename(path / name, to_aside=False)
 
     def retire(self, names: Iterable[str]) -> None:
         """Before the records of these snapshots go: when that is cut off, they are still whole."""
@@ -221,7 +230,9 @@ class Snapshot:
         place = directory / swap_name(self.manifest.rank)
         aside = place.with_name(place.name + ASIDE)
         old, new = (place, aside) if to_aside else (aside, place)
-        if old.name in self._names(directory):
+        names = self._names(directory)
+        # With a file in place, the one aside is of a run in another layout that began inside, and did not get far.
+        if old.name in names and (to_aside or new.name not in names):
             with failing("rename", old):
                 self.files.rename(old, new)
             sync_directory(self.files, directory)
@@ -242,14 +253,17 @@ class Snapshot:
             self.files.remove_directory(directory)
 
     def _is_free(self, directory: Path, held: ExitStack) -> bool:
-        for name in self._names(directory):
-            if _SWAP.fullmatch(name.removesuffix(ASIDE)):
-                try:
-                    held.callback(claimed(directory / name).close)
-                except PathInUseError:
-                    return False
-                except PathError:  # gone or damaged: nobody can use it
-                    continue
+        names = [name for name in self._names(directory) if _SWAP.fullmatch(name.removesuffix(ASIDE))]
+        return all(self._claims(directory / name, held) for name in names)
+
+    def _claims(self, swap: Path, held: ExitStack) -> bool:
+        """Whether nobody uses it. Args: held: gets its lock."""
+        try:
+            held.callback(claimed(swap).close)
+        except PathInUseError:
+            return False
+        except PathError:  # gone or damaged: nobody can use it
+            pass
         return True
 
     def _snapshots(self, path: Path) -> list[str]:

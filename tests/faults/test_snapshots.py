@@ -341,6 +341,49 @@ def test_what_has_a_record_is_never_cleared(make: Make, path: Path) -> None:
     assert not directory.exists()
 
 
+def test_what_a_run_inside_it_left_does_not_take_its_place(make: Make, path: Path) -> None:
+    """A run in another layout writes beside the committed file until its first commit, and was killed."""
+    _, optimizer = committed(make)
+    (directory,) = optimizer.snapshot()
+    (directory / f"{SWAP_NAME}.new").write_bytes(bytes(4096))
+    assert optimizer.snapshot() == (directory,)
+    assert is_whole([directory])
+
+
+def test_one_that_was_cut_off_when_it_was_there_is_put_in_place_by_the_next(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part without the record, as where the other directory was taken elsewhere, is known by its file's name."""
+    places = [tmp_path / "a", tmp_path / "b"]
+    model, optimizer = committed(make, path=places)
+
+    def cut(*args: Any) -> None:
+        raise PowerCut
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Snapshot, "settle", cut)
+        with pytest.raises(PowerCut):
+            optimizer.snapshot()
+    first = [place / next(place.glob("snapshot-*")).name for place in places]
+    assert is_whole(first)
+    one_step(model, optimizer, 3)
+    optimizer.commit()
+    reading = SwapFile(first[0] / f"{SWAP_NAME}.new")
+    optimizer.snapshot()  # not while somebody reads
+    assert [names_in(one) for one in first] == [[f"{SWAP_NAME}.new"], [SWAP_NAME]]
+    reading.close()
+    optimizer.snapshot()
+    assert [names_in(one) for one in first] == [[SWAP_NAME], [SWAP_NAME]]
+    first[0].rename(tmp_path / "elsewhere")
+    optimizer.snapshot()
+    assert is_whole([tmp_path / "elsewhere", first[1]])
+
+
+def names_in(directory: Path) -> list[str]:
+    """Of swap files."""
+    return [file.name for file in directory.glob("*.swap*")]
+
+
 def test_one_that_is_being_read_stays_this_time(make: Make, path: Path) -> None:
     model, optimizer = committed(make)
     first = optimizer.snapshot()[0]
