@@ -161,30 +161,36 @@ class Cuts:
             if number + 1 < len(self.expected) and chance.random() < 0.5:
                 optimizer.commit({"step": number + 1})
                 self.least = number + 1
+            self._after_step(optimizer, chance)
             if number + 2 >= len(self.expected):
                 return
 
+    def _after_step(self, optimizer: OffloadZero, chance: random.Random) -> None:
+        pass
 
-def cut_power(make: Make, path: Path, monkeypatch: pytest.MonkeyPatch, cuts: int, seed: int) -> None:
+    def begin_anew(self) -> None:
+        self.files, self.least = SimulatedFiles(), 0
+
+
+def cut_power(training: Cuts, cuts: int, seed: int) -> None:
     chance = random.Random(seed)
-    training = Cuts(make, path, monkeypatch)
     begun = 0
     for number in range(cuts):
         if training.least >= 50:
-            training.files, training.least = SimulatedFiles(), 0
+            training.begin_anew()
             begun += 1
         training.until_cut(random.Random(chance.random() + number))
     assert begun or training.least, "nothing was ever committed"
 
 
 def test_power_cuts_lose_nothing_that_was_committed(make: Make, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut_power(make, path, monkeypatch, 60, seed=1)
+    cut_power(Cuts(make, path, monkeypatch), 60, seed=1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_two_thousand_power_cuts(make: Make, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut_power(make, path, monkeypatch, 2000, seed=2)
+    cut_power(Cuts(make, path, monkeypatch), 2000, seed=2)
 
 
 # A disk that fails.

@@ -15,7 +15,9 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,6 +30,9 @@ from offload.planner import least_cpu_memory
 STEPS = 24
 ACCUMULATION = 2
 LR = 1e-2
+EVERY = 3
+"""Steps between commits."""
+AfterStep = Callable[[int, nn.Module, OffloadZero], None]
 
 
 def build() -> nn.Module:
@@ -53,8 +58,8 @@ def another(paths: list[Path], chance: random.Random) -> Layout:
     return Layout(chosen, f"{4 * chance.randint(1, 8)}KiB", paths if begun else "auto")
 
 
-def train(layout: Layout, result: Path, steps: int = STEPS, every: int = 3) -> None:
-    """Resumes or begins; writes the states after `steps` to `result`. Commits every second time by `commit_every`."""
+def begin(layout: Layout) -> tuple[nn.Module, OffloadZero]:
+    """Resumes or begins."""
     torch.set_num_threads(1)
     model = build()
     plain = torch.optim.AdamW(model.parameters(), lr=LR)
@@ -62,16 +67,35 @@ def train(layout: Layout, result: Path, steps: int = STEPS, every: int = 3) -> N
     budget = int(1.3 * least_cpu_memory(model, plain, accumulation=ACCUMULATION, tuning=tuning))
     if layout.resume != "auto":
         budget += 2 * 3 * (32 + 4) * 1024  # reads slots of the largest chunks
-    with OffloadZero(
+    return model, OffloadZero(
         model,
         plain,
         path=layout.paths,
         cpu_memory=budget,
         accumulation=ACCUMULATION,
-        commit_every=2 * every,
+        commit_every=2 * EVERY,
         resume=layout.resume,
         tuning=tuning,
-    ) as optimizer:
+    )
+
+
+def states(model: nn.Module, optimizer: OffloadZero) -> dict[str, Tensor]:
+    """Everything that training changes."""
+    optimizer.synchronize()
+    found: dict[str, Tensor] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name, param in model.named_parameters():
+        state = optimizer.state_of(param)
+        found |= {f"{name}.{kind}": torch.as_tensor(value).clone() for kind, value in state.items()}
+    return found
+
+
+def train(layout: Layout, result: Path, after_step: AfterStep | None = None) -> None:
+    """Writes the states after the last step to `result`. Commits every second time by `commit_every`.
+
+    Args: after_step: called after each step, and the commit made then, with its number from 1 on.
+    """
+    model, optimizer = begin(layout)
+    with optimizer:
         begun = 0 if optimizer.resumed is None else optimizer.resumed.step
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: 0.5 * (1 + math.cos(math.pi * at / STEPS)))
         if begun:
@@ -79,7 +103,7 @@ def train(layout: Layout, result: Path, steps: int = STEPS, every: int = 3) -> N
             for _ in range(begun):
                 scheduler.step()
         generator = torch.Generator()
-        for step in range(begun, steps):
+        for step in range(begun, STEPS):
             for micro in range(ACCUMULATION):
                 x = torch.randn(4, 32, generator=generator.manual_seed(ACCUMULATION * step + micro))
                 (model(x.bfloat16()).float().square().mean() / ACCUMULATION).backward()
@@ -87,24 +111,23 @@ def train(layout: Layout, result: Path, steps: int = STEPS, every: int = 3) -> N
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            if (step + 1) % (2 * every) == every:
+            if (step + 1) % (2 * EVERY) == EVERY:
                 optimizer.commit({"scheduler": scheduler.state_dict()})
-        optimizer.synchronize()
-        found: dict[str, Tensor] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        for name, param in model.named_parameters():
-            state = optimizer.state_of(param)
-            found |= {f"{name}.{kind}": torch.as_tensor(value).clone() for kind, value in state.items()}
+            if after_step is not None:
+                after_step(step + 1, model, optimizer)
+        found = states(model, optimizer)
     save_file(found, str(result))
 
 
-def fork(layout: Layout, result: Path) -> int:
+def fork(work: Callable[[], None]) -> int:
+    """A process that does `work`; it ends with 1 if that raises."""
     child = os.fork()
     if child:
         return child
     code = 1
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2) if os.environ.get("QUIET") else None
-        train(layout, result)
+        work()
         code = 0
     except BaseException:
         traceback.print_exc(file=sys.stdout)
@@ -113,10 +136,10 @@ def fork(layout: Layout, result: Path) -> int:
         os._exit(code)
 
 
-def finish(layout: Layout, result: Path) -> float:
-    """One training left alone; returns the seconds it took."""
+def finish(work: Callable[[], None]) -> float:
+    """One training, or what looks after one, left alone; returns the seconds it took."""
     start = time.monotonic()
-    _, status = os.waitpid(fork(layout, result), 0)
+    _, status = os.waitpid(fork(work), 0)
     if os.waitstatus_to_exitcode(status):
         raise SystemExit("an uninterrupted training failed")
     return time.monotonic() - start
@@ -133,14 +156,15 @@ def main(seed: int, kills: int, scratch: Path, count: int, layouts: bool) -> Non
     chance = random.Random(seed)
     expected = scratch / "expected.safetensors"
     alone = scratch / "alone"
-    whole_s = max(finish(Layout([alone]), expected), 0.05)
+    whole_s = max(finish(lambda: train(Layout([alone]), expected)), 0.05)
     done = resumed = rounds = 0
     while done < kills:
         rounds += 1
         paths = [scratch / f"round{rounds}-{number}" for number in range(count)]
         result = scratch / f"round{rounds}.safetensors"
         while done < kills:
-            child = fork(another(paths, chance) if layouts else Layout(paths), result)
+            layout = another(paths, chance) if layouts else Layout(paths)
+            child = fork(partial(train, layout, result))
             time.sleep(chance.uniform(0, 0.6 * whole_s))
             os.kill(child, signal.SIGKILL)
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -150,7 +174,7 @@ def main(seed: int, kills: int, scratch: Path, count: int, layouts: bool) -> Non
                 break
             done += 1
             resumed += any((path / "COMMIT").exists() for path in paths)
-        finish(another(paths, chance) if layouts else Layout(paths), result)
+        finish(partial(train, another(paths, chance) if layouts else Layout(paths), result))
         require_same(result, expected)
         for path in paths:
             shutil.rmtree(path, ignore_errors=True)

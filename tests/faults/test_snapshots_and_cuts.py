@@ -1,0 +1,120 @@
+"""Snapshots of trainings that are killed, or lose power, at random instants."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offload import OffloadZero, assembly
+from offload.checkpoint.files import LOCAL
+from offload.checkpoint.reader import Reader
+from offload.store.directories import ASIDE, COMMIT_NAME
+from tests.faults.conftest import Make, Tiny, assert_same, bits
+from tests.faults.test_commits import Cuts, cut_power
+from tests.support.processes import ROOT
+
+KEEP = 2
+
+# Kills.
+
+
+def kill(tmp_path: Path, kills: int, paths: int, seed: int) -> None:
+    command = [sys.executable, "-m", "tests.support.killed_snapshots", str(seed), str(kills), str(tmp_path), str(paths)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60 + 20 * kills)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_killed_at_any_instant_snapshots_are_whole_or_cleared_away(tmp_path: Path) -> None:
+    kill(tmp_path, 3, 2, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("paths", [1, 2])
+def test_a_hundred_kills_of_trainings_that_take_snapshots(tmp_path: Path, paths: int) -> None:
+    kill(tmp_path, 100, paths, seed=100 + paths)
+
+
+# Power cuts.
+
+
+class KeepingCuts(Cuts):
+    """Takes snapshots, too, and looks at them when the power is back. Attributes: found: how many it looked at."""
+
+    def __init__(self, make: Make, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._engine = assembly.open_engine
+        self._taken: list[int] = []
+        self.found = 0
+        super().__init__(make, path, monkeypatch)
+
+    def begin_anew(self) -> None:
+        super().begin_anew()
+        self._taken = []
+
+    def until_cut(self, chance: random.Random) -> None:
+        super().until_cut(chance)
+        self._look(chance.random() < 0.2)
+
+    def _after_step(self, optimizer: OffloadZero, chance: random.Random) -> None:
+        if not self.least or chance.random() < 0.5:
+            return
+        (directory,) = optimizer.snapshot(keep=KEEP)
+        self._taken = [*dict.fromkeys([*self._taken, int(directory.name.split("-")[1])])]
+        there = [name for name in self.files.names(self._path) if name.startswith("snapshot-")]
+        assert len(there) <= KEEP
+        for name in there:
+            files = self.files.names(self._path / name)
+            assert COMMIT_NAME in files
+            assert not [file for file in files if file.endswith(ASIDE)]
+
+    def _look(self, resumes: bool) -> None:
+        steps = set()
+        folder = self._path.with_name("looked")
+        for name in self.files.names(self._path):
+            directory = self._path / name
+            if name.startswith("snapshot-") and COMMIT_NAME in self.files.names(directory):
+                (folder / name).mkdir(parents=True)
+                for file in self.files.names(directory):
+                    (folder / name / file).write_bytes(self.files.read(directory / file, 1 << 30))
+                steps.add(self._look_at(folder / name, resumes))
+        shutil.rmtree(folder, ignore_errors=True)
+        newest = sorted(steps)[-KEEP:]  # calls that were cut off may have made newer ones
+        assert not self._taken or self._taken[-1] in steps or self._taken[-1] < newest[0], "the last one is gone"
+        assert min(KEEP, len(self._taken)) <= len(steps)
+
+    def _look_at(self, place: Path, resumes: bool) -> int:
+        self.found += 1
+        with Reader([place]) as reader:
+            step = reader.commit.step
+            assert reader.commit.is_snapshot
+            assert all(slot.error is None for slot in reader.verify())
+        if resumes:
+            self._patch.setattr("offload.assembly.open_engine", self._engine)
+            self._patch.setattr("offload.resuming.FILES", LOCAL)
+            model = Tiny()
+            with self._make(
+                model, path=place.with_name(f"own{step}"), commit_every=0, resume=[place], cpu_memory="1MiB"
+            ) as optimizer:
+                assert_same(self.expected[step], bits(model, optimizer))
+        return step
+
+
+def test_power_cuts_leave_whole_snapshots(make: Make, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = KeepingCuts(make, path, monkeypatch)
+    cut_power(training, 40, seed=1)
+    assert training.found > 20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_thousand_power_cuts_of_trainings_that_take_snapshots(
+    make: Make, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = KeepingCuts(make, path, monkeypatch)
+    cut_power(training, 1000, seed=3)
+    assert training.found > 500
