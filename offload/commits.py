@@ -9,7 +9,8 @@ Every rank flushes and syncs its own slots and writes its own manifest, durable;
 went, and the digests of the manifests. If all went well rank 0 writes the COMMIT record, and tells how that went: until
 it has heard, no rank writes over a slot that the commit before names. What fails on one rank fails on all, before any
 goes on. A rank that dies meanwhile is a RankError on the others, and final: they write to no slot any more, and a
-resume finds the one commit or the other, on all ranks the same, for one record names all manifests.
+resume finds the one commit or the other, on all ranks the same, for one record names all manifests. Not all of them
+need to see it: [Note: disks of machines] in meeting.py.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from offload.checkpoint.commit import Commit, remove_superseded, write_commit, w
 from offload.checkpoint.files import sync_directory
 from offload.checkpoint.manifest import ChunkFacts, Digest, Manifest, Option
 from offload.checkpoint.moves import moves
-from offload.checkpoint.places import settle
 from offload.checkpoint.snapshots import Need, Snapshot, require_space
 from offload.config import Config
 from offload.errors import ConfigError, OffloadError, OtherRankError, RankError, ResumeError, TierIOError
@@ -183,9 +183,7 @@ class Commits:
             self.commit(_nothing, step, ages, groups, found.extra)
             self._replaces = None
             assert self._record is not None
-            with all_or_none(self._comm, _not_restored()):
-                if self._comm.rank == 0:
-                    settle(found.settled, self._config.paths[0], self._record, resuming.FILES, locked=True)
+            found.settle(self._record, self._comm, _not_restored())
             slots.took_place()
         reader.close()
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,9 +15,13 @@ from offload.checkpoint.commit import Commit, read_commit
 from offload.checkpoint.describe import differences, flats_of, parameters_of
 from offload.checkpoint.files import LOCAL, Files
 from offload.checkpoint.manifest import Manifest
+from offload.checkpoint.moves import moves
 from offload.checkpoint.places import (
     directories_of,
-    last_commit,
+    foreign,
+    holds_record,
+    is_settled,
+    last_of,
     listed,
     require_free,
     require_no_other,
@@ -27,32 +29,20 @@ from offload.checkpoint.places import (
     swaps,
 )
 from offload.checkpoint.reader import Reader
+from offload.checkpoint.visible import ON_OTHER_MACHINES, hidden_ranks, ranks_named
 from offload.collectives import Communicator
 from offload.config import Config
-from offload.errors import ResumeError
+from offload.errors import CorruptionError, OffloadError, ResumeError
 from offload.layout import Layout
+from offload.meeting import Places, Seen, in_turns, look_together, manifests_of_all, meet
 from offload.module.parameters import is_dense
-from offload.module.sharing import all_or_none, bytes_of_all
+from offload.module.sharing import all_or_none
 from offload.store.directories import check_directory
-from offload.store.slots import new_run_id
 
 FILES: Files = LOCAL
 """Where commits are written; the tests have one that loses power."""
 SHOWN = 5
 """Differences that an error lists."""
-
-
-class Places(NamedTuple):
-    """Directories of all ranks. own: this rank's; others: other ranks'; named: in `resume`, and in nobody's `path`."""
-
-    own: tuple[Path, ...]
-    others: tuple[Path, ...]
-    named: tuple[Path, ...]
-
-    @property
-    def runs(self) -> tuple[Path, ...]:
-        """In which a run goes on."""
-        return self.own + self.others
 
 
 class Resumed(NamedTuple):
@@ -68,21 +58,24 @@ class Found:
 
     reader: of it; paths: this run's directories, in the order of its swap files; manifest: this rank's part if its
     slots are used where they lie; None: the layout is another one, and what this rank needs is read by `reader`;
-    settled: the directories in which the files of no other run stay; here: what is committed in these, and where; None:
-    nothing is, and `reader` reads a snapshot that lies elsewhere.
+    settled: of the directories in which the files of no other run stay, those that were given to this rank; here: what
+    is committed in all of them; None: nothing is, and `reader` reads a snapshot that lies elsewhere; is_elsewhere:
+    whether it is such a snapshot, which stays what it is; looked: the directories that were given to this rank, and
+    records: in these, but for those of runs that were replaced; extra: what was committed along, for this rank;
+    without: ranks whose slots this one neither needs nor sees.
     """
 
     reader: Reader
-    extra: object
     paths: tuple[Path, ...]
     manifest: Manifest | None
     settled: tuple[Path, ...]
-    here: tuple[Path, Commit] | None
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether it is a snapshot, which stays what it is."""
-        return self.settled != self.reader.paths
+    here: Commit | None
+    is_elsewhere: bool
+    looked: tuple[Path, ...]
+    replaced: frozenset[str | None]
+    records: tuple[tuple[Path, Commit], ...]
+    extra: object = None
+    without: frozenset[int] = field(default=frozenset())
 
     @property
     def commit(self) -> Commit:
@@ -100,20 +93,42 @@ class Found:
         """Of the RAM in which slots are read that do not lie where they are used."""
         return 0 if self.manifest is not None else self.reader.slots_bytes()
 
-    def clear_up(self) -> None:
-        """After a run that was cut off; for one rank, before any locks what is to be read.
+    def clear_up(self, comm: Communicator) -> None:
+        """After a run that was cut off, before any rank locks what is to be read.
 
-        Raises: PathInUseError (a live run), PathError, TierIOError, ResumeError (another run has just committed).
+        Raises: PathInUseError (a live run), PathError, TierIOError, ResumeError (another run has just committed);
+        on ranks where nothing was wrong ConfigError; RankError.
         """
-        require_free(self.paths, self.commit)
-        home, commit = self.here or (self.reader.home, self.commit)
-        settle(self.settled, home, commit, FILES, locked=False)
-        self.require_last()
+        commit = self.here or self.commit
+
+        def left() -> int:
+            return self._left(commit) or int(bool(foreign(self.paths, self.commit)))
+
+        def work() -> None:
+            require_free(self.paths, self.commit)
+            self.require_last()
+            settle(self.settled, commit, FILES, locked=False)
+
+        in_turns(comm, left, work)
+
+    def settle(self, commit: Commit, comm: Communicator, elsewhere: OffloadError) -> None:
+        """Makes the files those of `commit` alone, when it is durable and this run holds them. Raises: TierIOError."""
+
+        def work() -> None:
+            settle(self.settled, commit, FILES, locked=True)
+
+        in_turns(comm, lambda: self._left(commit), work, elsewhere)
+
+    def _left(self, commit: Commit) -> int:
+        """What there is to settle: a record that was replaced goes first of all, on whatever rank."""
+        if holds_record(self.settled, commit.replaces, FILES):
+            return 2
+        return int(not is_settled(self.settled, commit, FILES))
 
     def claim(self, *, alone: bool) -> None:
         """Locks what is to be read, and replaced. Args: alone: no other rank reads it. Raises: as `clear_up`."""
         if self.manifest is None:
-            self.reader.lock(exclusive=alone and not self.is_elsewhere)
+            self.reader.lock(exclusive=alone and not self.is_elsewhere, without=self.without)
             if self.is_elsewhere:
                 found = (swap for place in self.settled for swap in swaps(place))
                 replaced = [swap.path for swap in found if swap.run_id == self.commit.run_id]
@@ -122,8 +137,8 @@ class Found:
 
     def require_last(self) -> None:
         """It was read before any lock was taken. Raises: ResumeError."""
-        if not self.reader.is_last() or last_commit(self.settled, FILES) != self.here:
-            raise ResumeError(f"{self.reader.home}: another run has just committed here: try again")
+        if _standing(self.looked, self.replaced) != self.records:
+            raise _just_committed(self.reader.home)
 
 
 def describe(config: Config, layout: Layout, params: Sequence[nn.Parameter]) -> Manifest:
@@ -152,105 +167,147 @@ def find_together(
 ) -> tuple[Config, Found | None, bytes]:
     """The commit that all ranks resume, locked as far as it is only read; None for a run that begins anew.
 
-    Args: wanted, groups: as `find`; undo: gets the closing of what is opened.
+    See [Note: disks of machines] in meeting.py.
+    Args: wanted: from `describe`; groups: how many param groups there are; undo: gets the closing of what is opened.
     Returns: also the config with the directories in the order of their files, and 16 bytes, the id of a new run.
-    Raises: as `find`; PathInUseError; on ranks where nothing was wrong ConfigError; RankError.
+    Raises: ResumeError (there is a commit and nobody asked for it, or none; it is of another model; a rank does not see
+    what it needs of it), CorruptionError, PathError, TierIOError, PathInUseError, before anything is changed but
+    leftovers; on ranks where nothing was wrong ConfigError; RankError.
     """
-    places, run_id = _meet(config, comm)
+    places, run_id = meet(config, comm)
+    own = places.own + places.origins
     with all_or_none(comm):
-        found = find(config, places, layout, wanted, groups)
-    found = _agree_on(found, comm)
-    if found is not None:
-        config = replace(config, paths=found.paths)
-        undo.callback(found.reader.close)
-        with all_or_none(comm):
-            if comm.rank == 0:
-                found.clear_up()
-        with all_or_none(comm):
-            found.claim(alone=comm.size == 1)
-    return config, found, run_id
-
-
-def _meet(config: Config, comm: Communicator) -> tuple[Places, bytes]:
-    """What ranks have to know of each other before they look for a commit: all directories, and the id of a new run.
-
-    Returns: also 16 bytes, of rank 0. Raises: RankError.
-    """
-    own = [[str(path.absolute()) for path in paths] for paths in (config.paths, config.origins)]
-    told = [json.loads(data) for data in bytes_of_all(comm, json.dumps([new_run_id().hex(), *own]).encode())]
-    known = {os.path.realpath(path) for path in config.paths}
-    found: list[tuple[Path, ...]] = []
-    for which in (1, 2):
-        new = dict.fromkeys(path for one in told for path in one[which] if os.path.realpath(path) not in known)
-        known |= {os.path.realpath(path) for path in new}
-        found.append(tuple(map(Path, new)))
-    return Places(config.paths, *found), bytes.fromhex(told[0][0])
-
-
-def _agree_on(found: Found | None, comm: Communicator) -> Found | None:
-    """`found`, if all ranks found the same; used where it lies by all of them, or by none.
-
-    Raises: ResumeError if they did not; RankError.
-    """
-    if not comm.all_agree("" if found is None else f"{found.commit}"):
-        raise ResumeError("the ranks found different commits: give each of them the directories as that run had them")
-    if comm.any_true(found is not None and found.manifest is None) and found is not None:
-        return replace(found, manifest=None)
-    return found
-
-
-def find(config: Config, places: Places, layout: Layout, wanted: Manifest, groups: int) -> Found | None:
-    """The commit to resume from; None for a run that begins anew. Writes nothing, and locks nothing.
-
-    Args: places: from `_meet`; wanted: from `describe`; groups: how many param groups there are.
-    Raises: ResumeError (there is one and nobody asked for it, or none; it is of another model), CorruptionError,
-    PathError, TierIOError.
-    """
-    for path in config.paths:
-        check_directory(path, resumes=bool(config.resume))
+        for path in config.paths:
+            check_directory(path, resumes=bool(config.resume))
+        before = _standing(own) if config.resume else ()
     if not config.resume:
-        return None
-    meant, settled = _meant(places)
-    if last_commit(meant, FILES) is None:
+        return config, None, run_id
+    seen = look_together(places, comm, FILES)
+    with all_or_none(comm):
+        meant = _meant(seen, places)
+    if meant is None:
         if config.resume == "auto":
-            return None
-        raise ResumeError(f'{listed(meant)}: no commit to resume from: give resume="auto" to begin anew where none is')
-    reader = Reader(meant, FILES)
-    found = differences(reader.manifests[0], replace(wanted, groups=({},) * groups))
-    if found:
-        more = f"\n... and {len(found) - SHOWN} more differences" if len(found) > SHOWN else ""
-        raise ResumeError(f"{reader.home} holds a commit of something else:\n" + "\n".join(found[:SHOWN]) + more)
-    require_no_other(config.paths, reader.commit)
-    here = last_commit(settled, FILES)
-    as_it_lies = _directories_in_order(config, layout, wanted, reader) if settled == meant else None
-    if as_it_lies is not None:
-        manifest = reader.manifests[wanted.rank]
-        return Found(reader, reader.extra(wanted.rank), as_it_lies, manifest, settled, here)
-    # The record stays where it is, if it can: then replacing it is one rename.
-    paths = tuple(sorted(config.paths, key=lambda path: here is None or path != here[0]))
-    rank = wanted.rank if len(reader.manifests) == wanted.world else 0
-    return Found(reader, reader.extra(rank), paths, None, settled, here)
+            return config, None, run_id
+        where = listed(places.runs + places.named)
+        raise ResumeError(f'{where}: no commit to resume from: give resume="auto" to begin anew where none is')
+    try:
+        manifests = manifests_of_all(meant.places, *meant.last, comm, FILES)
+    except (CorruptionError, ResumeError) as error:
+        # A live run clears away what its next commit has replaced.
+        if _standing(own) != before:
+            raise _just_committed(meant.last[0]) from error
+        raise
+    with all_or_none(comm):
+        found = _find(config, places, seen, meant, manifests, layout, wanted, groups)
+    # Used where it lies by all ranks, or by none.
+    if comm.any_true(found.manifest is None):
+        found = replace(found, manifest=None)
+    undo.callback(found.reader.close)
+    with all_or_none(comm):
+        found = _reach(found, layout, wanted)
+    found.clear_up(comm)
+    with all_or_none(comm):
+        found.claim(alone=comm.size == 1)
+    return replace(config, paths=found.paths), found, run_id
 
 
-def _meant(places: Places) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    """The directories of the commit to resume, and those in which the run goes on, where the files of no other stay.
+class Meant(NamedTuple):
+    """The commit to resume. last: it, and where its record is; places: where its files may be; else as in Found."""
+
+    last: tuple[Path, Commit]
+    is_elsewhere: bool
+    here: Commit | None
+    places: tuple[Path, ...]
+    settled: tuple[Path, ...]
+
+
+def _meant(seen: Seen, places: Places) -> Meant | None:
+    """The commit to resume; None for a run that begins anew.
 
     A snapshot that `resume` names comes before what its run committed later, and stays what it is.
-    Raises: ResumeError if another run is committed where it is to go on; as `last_commit`.
+    Raises: ResumeError if another run is committed where it is to go on; as `last_of`.
     """
-    records = ((place, read_commit(place, FILES)) for place in places.named)
-    kept = next(((place, record) for place, record in records if record is not None and record.is_snapshot), None)
+    kept = next(((place, record) for place, record in seen.named.records if record.is_snapshot), None)
     if kept is None:
-        return places.runs + places.named, places.runs + places.named
-    here = last_commit(places.runs, FILES)
+        everywhere = places.runs + places.named
+        last = last_of(seen.runs + seen.named, everywhere)
+        return None if last is None else Meant(last, False, last[1], everywhere, places.own + places.origins)
+    here = last_of(seen.runs, places.runs)
     if here is None or (here[1].run_id == kept[1].run_id and not here[1].is_snapshot):
-        return places.named, places.runs
+        last = last_of(seen.named, places.named)
+        assert last is not None
+        return Meant(last, True, None if here is None else here[1], places.named, places.own)
     if here[1].replaces == kept[1].run_id:  # it has begun from there, and was cut off
-        return places.runs, places.runs
+        return Meant(here, False, here[1], places.runs, places.own)
     raise ResumeError(
         f"{here[0]} holds a commit, of step {here[1].step}, that is not of the run of which {kept[0]} is a snapshot: "
         f"give resume=True to continue it, choose another path, or remove it with `offload remove {here[0]}`"
     )
+
+
+def _find(
+    config: Config,
+    places: Places,
+    seen: Seen,
+    meant: Meant,
+    manifests: tuple[Manifest, ...],
+    layout: Layout,
+    wanted: Manifest,
+    groups: int,
+) -> Found:
+    """What is meant, if it is of this model. Writes nothing, and locks nothing.
+
+    Raises: ResumeError (it is of another model), CorruptionError, PathError, TierIOError.
+    """
+    home, commit = meant.last
+    reader = Reader(meant.places, FILES, (home, commit, manifests))
+    found = differences(manifests[0], replace(wanted, groups=({},) * groups))
+    if found:
+        more = f"\n... and {len(found) - SHOWN} more differences" if len(found) > SHOWN else ""
+        raise ResumeError(f"{home} holds a commit of something else:\n" + "\n".join(found[:SHOWN]) + more)
+    require_no_other(config.paths, commit)
+    replaced = frozenset(record.replaces for _, record in seen.runs.records + seen.named.records)
+    looked = places.own + places.origins
+    records = _standing(looked, replaced)
+    paths = None if meant.is_elsewhere else _directories_in_order(config, layout, wanted, reader)
+    manifest = None if paths is None else manifests[wanted.rank]
+    if paths is None:
+        # The record stays where it is, if it can: then replacing it is one rename.
+        homes = {place for place, record in records if record == meant.here}
+        paths = tuple(sorted(config.paths, key=lambda path: path not in homes))
+    return Found(reader, paths, manifest, meant.settled, meant.here, meant.is_elsewhere, looked, replaced, records)
+
+
+def _just_committed(place: Path) -> ResumeError:
+    return ResumeError(f"{place}: another run has just committed here: try again")
+
+
+def _standing(places: Sequence[Path], replaced: frozenset[str | None] = frozenset()) -> tuple[tuple[Path, Commit], ...]:
+    """The records in `places`, but for those of runs that were replaced."""
+    records = ((place, read_commit(place, FILES)) for place in places)
+    return tuple((place, one) for place, one in records if one is not None and one.run_id not in replaced)
+
+
+def _reach(found: Found, layout: Layout, wanted: Manifest) -> Found:
+    """With all that this rank needs of the commit. Changes nothing.
+
+    Raises: ResumeError if a part of it lies where this rank does not see it; CorruptionError, PathError, TierIOError.
+    """
+    reader = found.reader
+    extra = wanted.rank if len(reader.manifests) == wanted.world else 0
+    alone = wanted.world == len(reader.manifests) == 1
+    if found.manifest is None and not alone and (hidden := hidden_ranks(reader.paths, reader.manifests)):
+        needed = {rank for rank, _ in moves(reader.manifests, layout)}
+        if reader.manifests[extra].tensors is not None:
+            needed.add(extra)
+        if those := needed & hidden:
+            raise ResumeError(
+                f"rank {wanted.rank} needs slots of {ranks_named(those)} of the {len(reader.manifests)} that committed "
+                f"step {found.commit.step}, and does not see all their swap files in {listed(reader.paths)}: "
+                f"{ON_OTHER_MACHINES}"
+            )
+        found = replace(found, without=hidden)
+    return replace(found, extra=reader.extra(extra))
 
 
 def _directories_in_order(config: Config, layout: Layout, wanted: Manifest, reader: Reader) -> tuple[Path, ...] | None:

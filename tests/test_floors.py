@@ -15,7 +15,7 @@ FLOORS = [
     ["native", "ring", "copies", "collectives", "comm", "io"],
     ["store"],
     ["optim", "checkpoint"],
-    ["module"],
+    ["module", "meeting"],
     ["planner", "assembly", "attachment", "resuming", "commits", "zero_commits", "zero_looks", "zero_scaling", "zero"],
     ["models", "integrations", "cli"],
 ]

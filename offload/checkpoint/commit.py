@@ -163,11 +163,22 @@ def read_manifest(directory: Path, commit: Commit, rank: int, files: Files = LOC
     Raises: CorruptionError if it is missing or another, ResumeError, PathError, TierIOError.
     """
     path = directory / manifest_name(commit, rank)
-    data = _read_exactly(files, path, commit.manifests[rank], MAX_BYTES)
-    manifest = parse(data, str(path))
+    return _manifest_of(_read_exactly(files, path, commit.manifests[rank], MAX_BYTES), commit, rank, str(path))
+
+
+def manifest_told(data: bytes, commit: Commit, rank: int) -> Manifest:
+    """The same, where another rank has read it and sent its bytes. Raises: CorruptionError, ResumeError."""
+    expected, name = commit.manifests[rank], manifest_name(commit, rank)
+    if len(data) != expected.size or digest(data) != expected.xxh3:
+        raise CorruptionError("is not the file that was committed", file=name)
+    return _manifest_of(data, commit, rank, name)
+
+
+def _manifest_of(data: bytes, commit: Commit, rank: int, file: str) -> Manifest:
+    manifest = parse(data, file)
     found = (manifest.run_id, manifest.step, manifest.rank, manifest.world)
     if found != (commit.run_id, commit.step, rank, len(commit.manifests)):
-        raise CorruptionError("is of another run, step or rank than its name and the COMMIT record say", file=str(path))
+        raise CorruptionError("is of another run, step or rank than its name and the COMMIT record say", file=file)
     return manifest
 
 
@@ -206,14 +217,19 @@ def remove_superseded(directory: Path, commit: Commit, rank: int | None, files: 
 
     Everything else in `directory` stays, whatever its name. Returns: whether there was anything. Raises: TierIOError.
     """
+    found = superseded(directory, commit, rank, files)
+    for name in found:
+        with failing("remove", directory / name):
+            files.remove(directory / name)
+    return bool(found)
+
+
+def superseded(directory: Path, commit: Commit, rank: int | None, files: Files = LOCAL) -> list[str]:
+    """The names of what `remove_superseded` clears away; none if there is no such directory. Raises: TierIOError."""
     names: list[str] = []
     with failing("read", directory), suppress(FileNotFoundError):
         names = files.names(directory)
-    superseded = [name for name in names if _is_superseded(name, commit, rank)]
-    for name in superseded:
-        with failing("remove", directory / name):
-            files.remove(directory / name)
-    return bool(superseded)
+    return [name for name in names if _is_superseded(name, commit, rank)]
 
 
 def _is_superseded(name: str, commit: Commit, rank: int | None) -> bool:

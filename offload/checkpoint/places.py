@@ -5,7 +5,8 @@ A run that is resumed in another layout (chunks, directories, ranks, split maste
 swap files beside the old ones, under their names with `.new`. Then it commits the same step; the record says which run
 id it `replaces`, and decides. What follows is `settle`, which only clears up and may be cut off anywhere: a record of
 the old run in another directory goes first, for the old files mean nothing without it; then the `.new` files get their
-names, and what is left of the old run is removed. Files are known by the run id in them, never by the name alone: a
+names, and what is left of the old run is removed. Over ranks each does so in its own directories, one rank after the
+other, and those with the old record first. Files are known by the run id in them, never by the name alone: a
 `.new` file that no record names was left by a run that was cut off, and goes.
 """
 
@@ -22,7 +23,7 @@ from itertools import chain
 from pathlib import Path
 
 from offload.checkpoint.blocks import Superblock, parse_superblock
-from offload.checkpoint.commit import Commit, read_commit, remove_superseded
+from offload.checkpoint.commit import Commit, read_commit, remove_superseded, superseded
 from offload.checkpoint.files import Files, failing, sync_directory
 from offload.errors import CorruptionError, PathError, ResumeError
 from offload.io.engine import IOFile
@@ -75,19 +76,67 @@ def directories_of(run_id: str, rank: int, places: Sequence[Path]) -> dict[int, 
     }
 
 
+@dataclass(frozen=True)
+class Looked:
+    """What some directories say of commits, without judging it: several ranks may each see a part of a run's.
+
+    records: of COMMIT, and where; begun: runs whose first file, beside which their record would be, lies there without
+    one; held: directories with a file of a committed run and no record, and the runs of which they have files.
+    """
+
+    records: tuple[tuple[Path, Commit], ...] = ()
+    begun: frozenset[str] = frozenset()
+    held: tuple[tuple[Path, frozenset[str]], ...] = ()
+
+    def __add__(self, other: Looked) -> Looked:
+        return Looked(self.records + other.records, self.begun | other.begun, self.held + other.held)
+
+
+def look(places: Sequence[Path], files: Files) -> Looked:
+    """Raises: CorruptionError (a record), ResumeError (a newer version's), PathError, TierIOError."""
+    records = tuple((place, commit) for place in places if (commit := read_commit(place, files)) is not None)
+    if records:
+        return Looked(records)
+    runs = {place: [(swap.rank, swap.block) for swap in swaps(place) if swap.block is not None] for place in places}
+    begun = {block.run_id for those in runs.values() for rank, block in those if (rank, block.stripe[0]) == (0, 0)}
+    ids = {place: frozenset(block.run_id for _, block in those) for place, those in runs.items()}
+    return Looked((), frozenset(begun), tuple((place, ids[place]) for place in places if holds_commit(place)))
+
+
+def together(looks: Sequence[Looked]) -> Looked:
+    """What ranks see together, by rank: a record that several see, in a shared directory, counts once."""
+    found = Looked()
+    for rank, one in enumerate(looks):
+        known = {commit for _, commit in found.records}
+        names = {place for place, _ in found.records}
+        # Where machines have disks of their own, other directories have the same name there.
+        new = [
+            (Path(f"{place} (of rank {rank})") if place in names else place, commit)
+            for place, commit in one.records
+            if commit not in known
+        ]
+        found += Looked(tuple(new), one.begun, one.held)
+    return found
+
+
 def last_commit(places: Sequence[Path], files: Files) -> tuple[Path, Commit] | None:
     """The last commit in the directories of a run, and in which its record lies; None if there is none.
 
-    Raises: ResumeError (a directory of a committed run, whose record is in none; several runs'; a newer version's),
-    CorruptionError, PathError, TierIOError.
+    Raises: as `last_of` and `look`.
     """
-    found = [(place, commit) for place in places if (commit := read_commit(place, files)) is not None]
+    return last_of(look(places, files), places)
+
+
+def last_of(looked: Looked, places: Sequence[Path]) -> tuple[Path, Commit] | None:
+    """The last commit, and where its record lies; None if there is none. Args: places: that were looked at.
+
+    Raises: ResumeError (a directory of a committed run, whose record is in none; several runs').
+    """
+    found = looked.records
     if not found:
-        first = (swap for place in places for swap in swaps(place) if swap.block is not None and swap.rank == 0)
-        begun = {swap.run_id for swap in first if swap.block is not None and not swap.block.stripe[0]}
-        for place in places:
+        for place, runs in looked.held:
             # Where the first file of a run is and no record, nothing was ever committed.
-            if holds_commit(place) and not begun & {swap.run_id for swap in swaps(place)}:
+            if not looked.begun & runs:
                 raise ResumeError(
                     f"{place} belongs to a committed run whose COMMIT record is not in {listed(places)}: give all the "
                     "directories of that run"
@@ -119,16 +168,37 @@ def require_free(directories: Sequence[Path], commit: Commit) -> None:
 
     Raises: PathInUseError, PathError.
     """
-    for directory in directories:
-        for swap in swaps(directory):
-            if not swap.is_aside and swap.run_id not in (commit.run_id, commit.replaces):
-                claimed(swap.path).close()
+    for swap in foreign(directories, commit):
+        claimed(swap.path).close()
 
 
-def settle(places: Sequence[Path], home: Path, commit: Commit, files: Files, *, locked: bool) -> None:
+def foreign(directories: Sequence[Path], commit: Commit) -> list[Swap]:
+    """Swap files of other runs, which are in the way. Raises: PathError."""
+    ours = (commit.run_id, commit.replaces)
+    return [swap for place in directories for swap in swaps(place) if not swap.is_aside and swap.run_id not in ours]
+
+
+def holds_record(places: Sequence[Path], run_id: str | None, files: Files) -> bool:
+    """Whether one of `places` has the record of this run. Raises: as `read_commit`."""
+    records = (read_commit(place, files) for place in places)
+    return run_id is not None and any(record is not None and record.run_id == run_id for record in records)
+
+
+def is_settled(places: Sequence[Path], commit: Commit, files: Files) -> bool:
+    """Whether `settle` would change nothing. Raises: PathError, TierIOError, CorruptionError."""
+    if holds_record(places, commit.replaces, files):
+        return False
+    for place in places:
+        new, stale = _astray([*swaps(place)], commit)
+        if new or stale or superseded(place, commit, None, files):
+            return False
+    return True
+
+
+def settle(places: Sequence[Path], commit: Commit, files: Files, *, locked: bool) -> None:
     """Makes the files in `places` those of `commit` alone, under their names. See [Note: another layout].
 
-    Args: home: where the record lies; locked: this process holds the files that are moved or removed.
+    Args: locked: this process holds the files that are moved or removed.
     Raises: PathInUseError (a live run holds one of them), PathError, TierIOError.
     """
     before = commit.replaces
@@ -137,29 +207,32 @@ def settle(places: Sequence[Path], home: Path, commit: Commit, files: Files, *, 
         for swap in () if locked else chain(*found.values()):
             if swap.is_aside or swap.run_id in (commit.run_id, before):
                 undo.callback(claimed(swap.path).close)
-        _remove_record(places, home, before, files)
+        _remove_record(places, before, files)
         for place, those in found.items():
             if _put_in_place(those, commit) | remove_superseded(place, commit, None, files):
                 sync_directory(files, place)
 
 
-def _remove_record(places: Sequence[Path], home: Path, run_id: str | None, files: Files) -> None:
+def _remove_record(places: Sequence[Path], run_id: str | None, files: Files) -> None:
     """Removes the record of another run, durably: without it that run's files mean nothing."""
     for place in places:
-        if run_id is None or place == home:
-            continue
-        other = read_commit(place, files)
-        if other is not None and other.run_id == run_id:
+        if holds_record([place], run_id, files):
             with failing("remove", place / COMMIT_NAME):
                 files.remove(place / COMMIT_NAME)
             sync_directory(files, place)
 
 
-def _put_in_place(found: Sequence[Swap], commit: Commit) -> bool:
-    """Gives the swap files of `commit` in a directory their names, and removes what is in their way; whether any."""
+def _astray(found: Sequence[Swap], commit: Commit) -> tuple[list[Swap], list[Swap]]:
+    """Of the swap files in a directory those of `commit` that lack their names, and those that are to go."""
     new = [swap for swap in found if swap.run_id == commit.run_id and swap.is_aside]
     others = [swap for swap in found if swap.run_id != commit.run_id]
     stale = [swap for swap in others if swap.is_aside or swap.run_id == commit.replaces]
+    return new, [swap for swap in stale if swap.run_id is not None or _is_blank(swap.path)]
+
+
+def _put_in_place(found: Sequence[Swap], commit: Commit) -> bool:
+    """Gives the swap files of `commit` in a directory their names, and removes what is in their way; whether any."""
+    new, stale = _astray(found, commit)
     renamed = set()
     for swap in new:
         place = swap.path.with_name(swap_name(swap.rank))
@@ -167,7 +240,7 @@ def _put_in_place(found: Sequence[Swap], commit: Commit) -> bool:
             os.rename(swap.path, place)
         renamed.add(place)
     for swap in stale:
-        if swap.path not in renamed and (swap.run_id is not None or _is_blank(swap.path)):
+        if swap.path not in renamed:
             with failing("remove", swap.path):
                 os.unlink(swap.path)
     return bool(new or stale)

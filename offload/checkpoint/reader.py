@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,11 +23,12 @@ import xxhash
 from torch import Tensor
 
 from offload.checkpoint.blocks import Slot, committed_slots, header_problem, parse_header, superblock_problem
-from offload.checkpoint.commit import Commit, agree, manifest_name, read_extra, read_manifest
+from offload.checkpoint.commit import Commit, agree, manifest_name, read_extra
 from offload.checkpoint.files import LOCAL, Files
 from offload.checkpoint.manifest import Manifest, ParameterFacts
 from offload.checkpoint.places import last_commit, listed, swaps
 from offload.checkpoint.swapfile import SwapFile, aligned_memory
+from offload.checkpoint.visible import directory_of, ranks_in, read_manifests, require_manifests
 from offload.errors import ConfigError, CorruptionError, OffloadError, ResumeError
 from offload.native import Kernels, load
 from offload.sizes import MIB, PAGE_BYTES
@@ -76,29 +77,29 @@ class Reader:
     COMMIT and manifests are read at once. The swap files are opened and locked (shared: several readers may, but no
     run can write meanwhile) when the first slot is asked for. Not for several threads at a time.
 
+    Args: told: the last commit, where its record is, and its manifests, by rank, where not all of it may be seen here.
     Attributes: paths; commit; home, the directory of its record; manifests, by rank.
     Raises: ResumeError (no commit, a directory is missing, a newer version's), CorruptionError, PathError,
     PathInUseError (a live run, from `verify` and `read` on), TierIOError.
     """
 
-    def __init__(self, paths: Sequence[Path], files: Files = LOCAL) -> None:
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        files: Files = LOCAL,
+        told: tuple[Path, Commit, tuple[Manifest, ...]] | None = None,
+    ) -> None:
         self.paths = tuple(paths)
         self._disk = files
         self._files: dict[tuple[int, int], SwapFile] = {}
         self._undo = ExitStack()
+        self._without: Collection[int] = ()
         # One for states, one for the 16-bit parameters beside them: which slot each holds.
         self._buffers = [aligned_memory(0), aligned_memory(0)]
         self._loaded: list[tuple[int, int] | None] = [None, None]
         self._kernels: Kernels | None = None
-        self.home, self.commit = self._find_commit()
-        try:
-            self.manifests = self._read_manifests()
-        except CorruptionError:
-            # A live run may have committed since, and have cleared the manifests away that this was to read.
-            if self.is_last():
-                raise
-            self.home, self.commit = self._find_commit()
-            self.manifests = self._read_manifests()
+        self.home, self.commit, self.manifests = self._look() if told is None else told
+        agree(self.manifests, str(self.home))
         self._slots = [committed_slots(manifest) for manifest in self.manifests]
         self._chunks = [len(manifest.chunks) for manifest in self.manifests]
         self._names = {param.name: number for number, param in enumerate(self.manifests[0].parameters)}
@@ -122,10 +123,6 @@ class Reader:
         self._files.clear()
         self._loaded = [None, None]
         self._undo.close()
-
-    def is_last(self) -> bool:
-        """Whether no other commit has been made since."""
-        return self._find_commit() == (self.home, self.commit)
 
     def extra(self, rank: int = 0) -> object:
         """What the user committed along with `rank`."""
@@ -344,8 +341,13 @@ class Reader:
         if file.size < slot.offset + slot.size:
             _refuse(file, slot, f"the file ends before this slot of {slot.size} bytes does")
 
-    def lock(self, *, exclusive: bool = False) -> None:
-        """Opens and locks the swap files, if they are not; `exclusive`: against other readers, too."""
+    def lock(self, *, exclusive: bool = False, without: Collection[int] | None = None) -> None:
+        """Opens and locks the swap files, if they are not.
+
+        Args: exclusive: against other readers, too; without: ranks of which some may be missing, from now on: they are
+        not read.
+        """
+        self._without = self._without if without is None else without
         if self._files:
             return
         with ExitStack() as undo:
@@ -361,7 +363,7 @@ class Reader:
                     else:
                         files[rank, file.block.stripe[0]] = file
                 for number in sorted({slot.path for slot in manifest.slots}):
-                    if (rank, number) not in files:
+                    if (rank, number) not in files and rank not in self._without:
                         raise ResumeError(
                             f"directory {number} of the {manifest.paths} that rank {rank} of this run lies in is not "
                             f"among {listed(self.paths)}: name all of them"
@@ -389,18 +391,25 @@ class Reader:
             raise ResumeError(f"no commit in {listed(self.paths)}: name all directories of a run that has committed")
         return found
 
-    def _read_manifests(self) -> tuple[Manifest, ...]:
-        manifests = []
-        for rank in range(len(self.commit.manifests)):
-            directory = self._directory_of(manifest_name(self.commit, rank))
-            manifests.append(read_manifest(directory, self.commit, rank, self._disk))
-        agree(manifests, str(self.home))
-        return tuple(manifests)
+    def _look(self) -> tuple[Path, Commit, tuple[Manifest, ...]]:
+        home, commit = self._find_commit()
+        try:
+            return home, commit, self._read_manifests(home, commit)
+        except (CorruptionError, ResumeError):
+            # A live run may have committed since, and have cleared the manifests away that this was to read.
+            again = self._find_commit()
+            if again == (home, commit):
+                raise
+            return *again, self._read_manifests(*again)
+
+    def _read_manifests(self, home: Path, commit: Commit) -> tuple[Manifest, ...]:
+        found = read_manifests(self.paths, commit, self._disk)
+        require_manifests(commit, found, ranks_in(self.paths, commit), self.paths, home)
+        return tuple(found[rank] for rank in sorted(found))
 
     def _directory_of(self, name: str) -> Path:
         """The directory with this file; the COMMIT record's if there is none, where it is then reported missing."""
-        found = (path for path in self.paths if path.is_dir() and name in self._disk.names(path))
-        return next(found, self.home)
+        return directory_of(name, self.paths, self._disk) or self.home
 
     def _number(self, name: str) -> int:
         if name not in self._names:

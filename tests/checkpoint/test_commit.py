@@ -16,6 +16,7 @@ from offload.checkpoint.commit import (
     Commit,
     agree,
     manifest_name,
+    manifest_told,
     parse_commit,
     read_commit,
     read_extra,
@@ -280,6 +281,18 @@ def test_a_manifest_under_another_name_is_refused(tmp_path: Path) -> None:
     write_commit(tmp_path, Commit(RUN, 8, (digest,)))
     with pytest.raises(CorruptionError, match="another run, step or rank"):
         committed_step(commits.LOCAL, tmp_path)
+
+
+def test_a_manifest_that_another_rank_tells_is_the_committed_one_or_refused() -> None:
+    files = SimulatedFiles()
+    commit(files, 1, world=2)
+    record = read_commit(HERE, files)
+    assert record is not None
+    data = files.read(HERE / manifest_name(record, 1), 1 << 20)
+    assert manifest_told(data, record, 1) == read_manifest(HERE, record, 1, files)
+    for other in (data[:-1], data.replace(b"1", b"2", 1), files.read(HERE / manifest_name(record, 0), 1 << 20)):
+        with pytest.raises(CorruptionError, match="is not the file that was committed"):
+            manifest_told(other, record, 1)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from offload.checkpoint.reader import Reader
 from offload.errors import ConfigError, OffloadError, RankError, ResumeError, TierIOError
 from offload.planner import least_cpu_memory
 from tests.support import models
+from tests.support.machines import RUN, on
 from tests.support.ranks import World, Worlds
 from tests.support.sharded import batches_of, communicators
 from tests.support.training import LR, schedule
@@ -55,7 +56,7 @@ class Training:
         self.model = models.build("gpt")
         plain = torch.optim.AdamW(models.groups(self.model), lr=LR)
         self.accumulation = accumulation
-        made = Tuning(chunk="4KiB", threads=1, **tuning or {})
+        made = Tuning(**{"chunk": "4KiB", "threads": 1} | (tuning or {}))
         if options.get("cpu_memory") == "least":
             asked = {name: options.get(name) for name in ("param_tier", "stage")}
             options["cpu_memory"] = least_cpu_memory(
@@ -419,10 +420,15 @@ def test_a_rank_that_dies_at_a_commit_leaves_one_of_the_two(
     assert worlds(4).run(_resumed_at, path) == [step] * 4
 
 
-def _train(path: str, steps: int) -> dict[str, Tensor]:
+def _train(path: str, steps: int, own_disks: bool = False) -> dict[str, Tensor]:
     """Commits every second step, by itself or by hand."""
+    with on(path, range(dist.get_world_size())) if own_disks else nullcontext():
+        return _train_at(RUN if own_disks else path, path, steps)
+
+
+def _train_at(place: str, path: str, steps: int) -> dict[str, Tensor]:
     with _patient(20.0):
-        training = Training(path, stage=2, commit_every=4, resume="auto", cpu_memory="least")
+        training = Training(place, stage=2, commit_every=4, resume="auto", cpu_memory="least")
     while training.step < steps:
         training.go_to(training.step + 1)
         Path(f"{path}.step").write_text(f"{training.step:04}")
@@ -432,8 +438,11 @@ def _train(path: str, steps: int) -> dict[str, Tensor]:
         return training.bits()
 
 
-def kill_all(tmp_path: Path, kills: int, seed: int) -> None:
-    """Kills all ranks at random instants, starts them again, and compares with a training that was left alone."""
+def kill_all(tmp_path: Path, kills: int, seed: int, *, own_disks: bool = False) -> None:
+    """Kills all ranks at random instants, starts them again, and compares with a training that was left alone.
+
+    Args: own_disks: each rank is on a machine of its own.
+    """
     chance = random.Random(seed)
     steps, ranks = 24, 2
     with World(ranks) as world:
@@ -443,22 +452,23 @@ def kill_all(tmp_path: Path, kills: int, seed: int) -> None:
     while done < kills:
         with World(ranks) as world:
             last = least + chance.randint(2, 9)
-            world.start(_train, str(path), steps)
+            world.start(_train, str(path), steps, own_disks)
             wait_for(Path(f"{path}.step"), min(last, steps - 1))
             time.sleep(chance.uniform(0, 0.05))
             for rank in chance.sample(range(ranks), ranks):
                 world.signal(rank, signal.SIGKILL)
                 time.sleep(chance.choice([0, 0, 0.002]))
         done += 1
-        if (found := read_commit(path) if path.exists() else None) is not None:
+        home = path / "machine0" / "run" if own_disks else path
+        if (found := read_commit(home) if home.exists() else None) is not None:
             assert found.step >= least, "a durable commit is gone"
             least, decided = found.step, decided + 1
             if least >= steps - 2:  # little is left to be killed
                 with World(ranks) as world:
-                    assert all(same(bits, expected) for bits in world.run(_train, str(path), steps))
+                    assert all(same(bits, expected) for bits in world.run(_train, str(path), steps, own_disks))
                 path, least = tmp_path / f"run{done}", 0
     with World(ranks) as world:
-        assert all(same(bits, expected) for bits in world.run(_train, str(path), steps))
+        assert all(same(bits, expected) for bits in world.run(_train, str(path), steps, own_disks))
     assert decided, "no kill came after a commit"
     print(f"{done} kills, {decided} after a commit")
 
