@@ -15,6 +15,7 @@ from offload.checkpoint import commit as commits
 from offload.checkpoint.commit import (
     Commit,
     agree,
+    copy_manifest,
     manifest_name,
     manifest_told,
     parse_commit,
@@ -26,7 +27,7 @@ from offload.checkpoint.commit import (
     write_manifest,
 )
 from offload.checkpoint.files import Files
-from offload.checkpoint.manifest import Digest, Manifest
+from offload.checkpoint.manifest import MAX_BYTES, Digest, Manifest
 from offload.errors import ConfigError, CorruptionError, OffloadError, PathError, ResumeError, TierIOError
 from offload.store.directories import COMMIT_NAME
 from tests.support.committed import RUN, STEP, manifest_of
@@ -275,6 +276,40 @@ def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
     assert caught.value.file == str(tmp_path / name)
 
 
+def test_what_belongs_to_a_record_that_was_cut_off_goes_with_what_all_ranks_left(tmp_path: Path) -> None:
+    record = Commit(RUN, 7, (write_manifest(tmp_path, at(7)),))
+    aside = tmp_path / f"{COMMIT_NAME}.new"
+    aside.write_text("x")
+    assert not remove_superseded(tmp_path, record, 0)
+    assert aside.exists()
+    assert remove_superseded(tmp_path, record, None)
+    assert not aside.exists()
+
+
+def test_what_was_copied_is_durable() -> None:
+    files, there = SimulatedFiles(), Path("/there")
+    record = Commit(RUN, 7, (write_manifest(HERE, at(7), extra_at(7), files),))
+    copy_manifest(HERE, there, record, 0, files)
+    for seed in range(20):
+        found = files.after_cut(seed)
+        assert str(read_extra(there, read_manifest(there, record, 0, found), found)) == str(extra_at(7))
+
+
+def test_a_manifest_of_another_run_or_world_is_refused(tmp_path: Path) -> None:
+    digest = write_manifest(tmp_path, at(7))
+    other = "f" * 32
+    os.link(tmp_path / manifest_name(at(7), 0), tmp_path / f"manifest-{other}-7-rank0.json")
+    for wrong in (Commit(other, 7, (digest,)), Commit(RUN, 7, (digest, digest))):
+        with pytest.raises(CorruptionError, match="another run, step or rank"):
+            read_manifest(tmp_path, wrong, 0)
+
+
+def test_a_manifest_that_is_said_to_be_too_large_is_not_read(tmp_path: Path) -> None:
+    write_manifest(tmp_path, at(7))
+    with pytest.raises(CorruptionError, match=f"{MAX_BYTES + 1} bytes are too many"):
+        read_manifest(tmp_path, Commit(RUN, 7, (Digest(MAX_BYTES + 1, "0" * 32),)), 0)
+
+
 def test_a_manifest_under_another_name_is_refused(tmp_path: Path) -> None:
     digest = write_manifest(tmp_path, at(7))
     (tmp_path / manifest_name(at(7), 0)).rename(tmp_path / manifest_name(at(8), 0))
@@ -354,6 +389,7 @@ def test_a_record_of_a_newer_version_says_so() -> None:
         {"manifests": [[-5, "0" * 32]]},
         {"manifests": [[5, "0" * 32]] * 65537},
         {"more": 1},
+        {"schema": "offload snapshot", "replaces": "a" * 32},
     ],
     ids=str,
 )
@@ -374,6 +410,10 @@ def test_a_record_spelled_otherwise_is_refused() -> None:
 CHANGES: list[tuple[str, Callable[[Manifest], dict[str, object]]]] = [
     ("different models", lambda made: {"compute_dtype": "float16"}),
     ("different models", lambda made: {"parameters": made.parameters[:-1]}),
+    ("different models", lambda made: {"groups": made.groups[:-1]}),
+    ("different models", lambda made: {"split_master": not made.split_master}),
+    ("different models", lambda made: {"flats": (dataclasses.replace(made.flats[0], numel=1), *made.flats[1:])}),
+    ("different models", lambda made: {"flats": (dataclasses.replace(made.flats[0], offsets=(1,)), *made.flats[1:])}),
     ("do not own it all", lambda made: {"flats": manifest_of(0, 2).flats}),
     ("nobody owns", lambda made: {"flats": manifest_of(1, 3).flats}),
 ]
