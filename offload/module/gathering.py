@@ -14,7 +14,7 @@ is back. As in FSDP2, identity, names and shapes of parameters stay. Which unit 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from itertools import chain
 
@@ -71,6 +71,7 @@ class Gathering:
             for part in layout.parts
         }
         self._where = dict.fromkeys(self._parts_of, Where.RELEASED)
+        self._allocated: dict[str, None] = {}  # the units that are not released
         self._coming: deque[tuple[str, Copy, ExitStack]] = deque()
         # Chunks that an opened unit still lacks.
         self._missing: dict[str, set[int]] = {}
@@ -79,6 +80,11 @@ class Gathering:
     def units(self) -> Iterable[str]:
         """Those that have parameters."""
         return self._where
+
+    @property
+    def allocated(self) -> Collection[str]:
+        """Those that have device memory now, in the order in which they got it."""
+        return tuple(self._allocated)
 
     def is_at(self, unit: str, where: Where) -> bool:
         """Whether a unit is there; one without parameters is nowhere."""
@@ -321,6 +327,10 @@ class Gathering:
     def _move(self, unit: str, to: Where) -> None:
         require_legal(unit, self._where[unit], to)
         self._where[unit] = to
+        if to is Where.RELEASED:
+            del self._allocated[unit]
+        else:
+            self._allocated[unit] = None
 
     def _on_device(self, part: Part, chunk: Chunk) -> Tensor:
         start = chunk.start - part.start

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from offload.errors import ConfigError
 from offload.layout import Layout
 from offload.module.released import ReleasedParameter, release, restore
-from offload.native.library import advise_huge_pages
+from offload.module.spares import Spares
 
 
 def line_of(tensor: Tensor) -> Tensor:
@@ -69,6 +69,7 @@ class Parameters:
         self._released: dict[int, type[ReleasedParameter]] = {}
         self._bytes = 0
         self.peak_bytes = 0
+        self._spares = Spares()
         self.tiles: dict[int, nn.Parameter] = {
             part.index: nn.Parameter(torch.empty(0, dtype=layout.flats[part.flat].dtype, device=device))
             for part in layout.parts
@@ -93,11 +94,11 @@ class Parameters:
         info = self._layout.flats[flat]
         is_tiled = self._layout.tile_of(flat) > 0  # the device has no room for all of it
         device = torch.device("cpu") if is_tiled else self._device
+        self._count(flat, self._layout.padded_numel(flat) * info.dtype.itemsize)
+        self._spares.keep(self.peak_bytes - self._bytes)
         memory = torch.zeros(self._layout.padded_numel(flat), dtype=info.dtype, device=device)
         if is_tiled:
             self._attach_tiles(flat)
-        else:
-            self._count(memory.untyped_storage().nbytes())
         for number, offset in zip(info.params, info.offsets, strict=True):
             param = self.params[number]
             view = shaped_like(param, memory[offset : offset + param.numel()])
@@ -133,9 +134,8 @@ class Parameters:
     def allocate(self, part: int) -> None:
         """Gives a part that was freed memory again, its values undefined."""
         memory = self.memory_of(part)
-        self._resize(part, memory.numel() * memory.element_size())
-        if memory.is_cpu:
-            advise_huge_pages(memory)
+        self._count(part, memory.numel() * memory.element_size())
+        self._spares.give(memory, self.peak_bytes - self._bytes)
 
     def unite(self) -> None:
         """Moves tiled parameters, which are here as a whole, to the device; they are not attached any more."""
@@ -161,17 +161,14 @@ class Parameters:
             numbers = self._layout.flats[flat].params
             release([self.params[n] for n in numbers], [self._released.get(n, ReleasedParameter) for n in numbers])
             self._freed.add(flat)
-        self._resize(flat, 0)
+        memory = self.memory_of(flat)
+        self._count(flat, -memory.untyped_storage().nbytes())
+        self._spares.take(memory)
 
-    def _resize(self, part: int, nbytes: int) -> None:
-        storage = self.memory_of(part).untyped_storage()
-        if part >= len(self.flats) or not self._layout.tile_of(part):
-            self._count(nbytes - storage.nbytes())
-        storage.resize_(nbytes)
-
-    def _count(self, change: int) -> None:
-        self._bytes += change
-        self.peak_bytes = max(self.peak_bytes, self._bytes)
+    def _count(self, part: int, change: int) -> None:
+        if part >= len(self.flats) or not self._layout.tile_of(part):  # else it is not on the device
+            self._bytes += change
+            self.peak_bytes = max(self.peak_bytes, self._bytes)
 
     def require_attached(self, numbers: Iterable[int] | None = None) -> None:
         """Raises: ConfigError if a parameter (None: any) no longer lies where it was put (`.to()`, `p.data = ...`)."""

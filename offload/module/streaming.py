@@ -207,7 +207,7 @@ class Streaming:
 
     def release_all(self) -> None:
         """Releases what nobody uses."""
-        for unit in self.gathering.units:
+        for unit in self.gathering.allocated:
             if not self._is_in_use(unit):
                 self._release(unit)
 
@@ -257,7 +257,7 @@ class Streaming:
                 self.gathering.start(other)
 
     def _release_others(self, *wanted: str) -> None:
-        for unit in self.gathering.units:
+        for unit in self.gathering.allocated:
             if unit == ROOT or self._is_in_use(unit):
                 continue
             # Brought ahead, and now it comes later than thought, or not at all.

@@ -781,3 +781,23 @@ def test_memory_on_the_device_is_bounded_when_the_order_is_never_the_same(
             finish(optimizer)
         assert len(gauge.most) <= 2 + 2 + 1
         assert not gauge.here
+
+
+def test_units_come_into_the_memory_that_others_left(streams: Streams) -> None:
+    model, addresses = Net(12), set()
+    for block in model.blocks[8:]:
+        block.larger = nn.Linear(WIDTH, WIDTH)
+    with streams.optimizer(model, tuning=Tuning(chunk="4KiB", prefetch=2, threads=1)) as optimizer:
+        parameters = optimizer._parts.parameters
+
+        def note(block: nn.Module, args: object) -> None:
+            addresses.add(block.before.data_ptr())
+            assert parameters._bytes + parameters._spares.nbytes <= parameters.peak_bytes
+
+        for block in model.blocks:
+            block.register_forward_pre_hook(note)
+        for count in range(3):
+            squares(model, batch(count), count).backward()
+            finish(optimizer)
+        assert parameters._spares.nbytes > 0
+        assert len(addresses) <= 2 * (2 + 2 + 1)  # of both sizes, the one after the other
