@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,7 +118,7 @@ def assemble(
     Args: resumed: the run whose files are there; is_aside: it continues another one; run_id: of a new one; see Stripes.
     Raises: BudgetError, PathError, PathInUseError, ResumeError, ConfigError; the model is not touched.
     """
-    arena = Arena(placement.arena_bytes, copier)
+    arena = Arena(placement.arena_bytes, copier, at_once=False)
     undo.callback(_end, comm, arena)
     slots, io_engine = _open_files(
         undo, config, layout, placement, arena, timeline, comm.rank, resumed, is_aside, run_id
@@ -186,10 +187,12 @@ def _open_files(
 ) -> tuple[Stripes | None, str | None]:
     """The swap files and the name of their engine, if there are any."""
     if not config.paths:
+        arena.touch(lambda: None)
         return None, None
     engine = open_engine(config.io_engine, config.paths)
     undo.callback(engine.close)
-    engine.register(arena.memory)
+    arena.touch(partial(engine.register, arena.memory))
+    undo.callback(arena.settle)
     slots = Stripes(
         engine,
         config.paths,

@@ -24,7 +24,7 @@ _NONE = 3
 
 
 _HUGE_PAGE = 2 << 20
-_MADV_HUGEPAGE = 14
+_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 
 
 LARGE_BYTES = 4 << 20
@@ -62,6 +62,15 @@ def advise_huge_pages(memory: Tensor) -> None:
     start = -(-memory.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
     end = (memory.data_ptr() + size) // _HUGE_PAGE * _HUGE_PAGE
     ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_HUGEPAGE)
+
+
+def populate(memory: Tensor) -> bool:
+    """Puts pages behind a page-aligned CPU tensor, without writing to it: what is there stays, what others write
+    meanwhile, too. Returns: whether the kernel could (Linux 5.14)."""
+    if not sys.platform.startswith("linux"):
+        return False
+    size = ctypes.c_size_t(memory.numel() * memory.element_size())
+    return bool(ctypes.CDLL(None).madvise(ctypes.c_void_p(memory.data_ptr()), size, _MADV_POPULATE_WRITE) == 0)
 
 
 class Library:

@@ -9,24 +9,31 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import threading
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from offload.copies import Copier
 from offload.errors import BudgetError
-from offload.sizes import PAGE_BYTES, format_bytes, round_up
+from offload.native.library import populate
+from offload.sizes import MIB, PAGE_BYTES, format_bytes, round_up
+
+_PIECE_BYTES = 16 * MIB
+"""Page faults of other threads may have to wait for one such piece, and so may who closes the arena."""
 
 
 class Arena:
     """Lends page-aligned pieces of one slab, in order, for good.
 
-    Args: size: bytes, rounded up to whole pages; copier: page-locks the slab where that helps.
+    Args: size: bytes, rounded up to whole pages; copier: page-locks the slab where that helps; at_once: whether all
+    pages are there from the beginning; if not, they come as they are used, or by `touch`.
     Raises: BudgetError if the machine refuses the memory.
     """
 
-    def __init__(self, size: int, copier: Copier) -> None:
+    def __init__(self, size: int, copier: Copier, *, at_once: bool = True) -> None:
         self.size = max(round_up(size, PAGE_BYTES), PAGE_BYTES)
         self._used = 0
         try:
@@ -43,9 +50,11 @@ class Arena:
             with contextlib.suppress(OSError, AttributeError):
                 self._map.madvise(getattr(mmap, advice))
         self._slab = torch.frombuffer(self._map, dtype=torch.uint8)
-        # Touched now: a machine that promised more than it has shows it here, and the first step is not slower.
-        self._slab.zero_()
+        if at_once:
+            self._slab.zero_()
         copier.pin(self._slab)
+        self._toucher: threading.Thread | None = None
+        self._is_closing = False
         # Also for an arena that nobody closes: memory must not go while it is page-locked.
         self._unpin = weakref.finalize(self, copier.unpin, self._slab)
 
@@ -68,8 +77,33 @@ class Arena:
         self._used = end
         return self._slab[start : start + nbytes]
 
+    def touch(self, then: Callable[[], None]) -> None:
+        """Gets the pages that are not there yet, in the background, and calls `then` there.
+
+        The system clears them, and a virtual machine may have to get them from its host, at 1 to 3 GB/s: what is read
+        from a disk into the first of them need not wait for the last. A machine that promised more than it has shows
+        it now, and not in the first step.
+        """
+        self._toucher = threading.Thread(target=self._touch, args=(then,), name="offload-arena")
+        self._toucher.start()
+
+    def _touch(self, then: Callable[[], None]) -> None:
+        for piece in self._slab.split(_PIECE_BYTES):
+            if self._is_closing:
+                return
+            if not populate(piece):
+                break
+        then()
+
+    def settle(self) -> None:
+        """Ends what `touch` began; what `then` has begun ends first."""
+        self._is_closing = True
+        if self._toucher is not None:
+            self._toucher.join()
+
     def close(self) -> None:
         """Gives the memory back; tensors lent read zeros from then on."""
+        self.settle()
         self._unpin()
         with contextlib.suppress(OSError, AttributeError):
             self._map.madvise(mmap.MADV_DONTNEED)

@@ -134,7 +134,7 @@ def test_a_budget_beyond_what_the_machine_has_free_is_refused(
 def test_memory_that_the_machine_refuses_leaves_nothing(
     model: Tiny, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offload.assembly, "Arena", lambda size, copier: Arena(1 << 60, copier))
+    monkeypatch.setattr(offload.assembly, "Arena", lambda size, copier, **options: Arena(1 << 60, copier))
     with pytest.raises(BudgetError) as caught:
         make(model)
     assert caught.value.needed == 1 << 60

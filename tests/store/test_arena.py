@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import mmap
 import re
+import threading
 
 import pytest
 import torch
@@ -58,3 +59,57 @@ def test_close_gives_the_memory_back() -> None:
     arena.close()
     assert resident_bytes(buffer.data_ptr()) < MIB
     assert torch.equal(buffer[:8], torch.zeros(8, dtype=torch.uint8))
+
+
+def test_pages_come_in_the_background_and_what_is_written_meanwhile_stays() -> None:
+    arena, is_there = Arena(64 * MIB, HostCopier(), at_once=False), threading.Event()
+    buffer = arena.carve(64 * MIB)
+    assert resident_bytes(buffer.data_ptr()) < MIB
+    arena.touch(is_there.set)
+    for start in range(0, 64 * MIB, MIB):
+        buffer[start] = 7
+    assert is_there.wait(30)
+    assert resident_bytes(buffer.data_ptr()) >= 64 * MIB
+    assert buffer[::MIB].eq(7).all()
+    assert buffer.sum() == 7 * 64
+    arena.close()
+
+
+def test_what_follows_the_pages_comes_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    arena = Arena(40 * MIB, HostCopier(), at_once=False)
+    address = arena.carve(40 * MIB).data_ptr()
+    arena.touch(lambda: told.append(resident_bytes(address)))
+    arena._toucher.join()
+    assert told
+    assert told[0] >= 40 * MIB
+
+    # Where the kernel cannot, they come as they are used.
+    monkeypatch.setattr("offload.store.arena.populate", lambda piece: False)
+    other = Arena(40 * MIB, HostCopier(), at_once=False)
+    other.touch(lambda: told.append(-1))
+    other._toucher.join()
+    assert told[1:] == [-1]
+
+
+def test_closing_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces: list[int] = []
+    was_called: list[bool] = []
+    goes_on = threading.Event()
+
+    def populate(piece: torch.Tensor) -> bool:
+        pieces.append(piece.numel())
+        return goes_on.wait(30)
+
+    monkeypatch.setattr("offload.store.arena.populate", populate)
+    arena = Arena(64 * MIB, HostCopier(), at_once=False)
+    arena.touch(lambda: was_called.append(True))
+    closing = threading.Thread(target=arena.close)
+    closing.start()
+    while not arena._is_closing:
+        pass
+    goes_on.set()
+    closing.join()
+    assert not arena._toucher.is_alive()
+    assert len(pieces) <= 1
+    assert not was_called
