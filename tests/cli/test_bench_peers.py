@@ -69,6 +69,7 @@ def test_timeline_of_a_block_is_recorded(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
 
 
+@pytest.mark.slow
 def test_peer_that_cannot_run_is_left_out_with_its_words(tmp_path: Path) -> None:
     absent = Entry("DeepSpeed", "deepspeed", {"zero": {}, "aio": {}})
     with started([absent, Entry("torch", "torch")], TINY, (1, 8), tmp_path, print) as (contestants, left_out):
@@ -86,6 +87,7 @@ def test_page_has_the_words_of_who_is_left_out() -> None:
     assert "no DeepSpeed with states and parameters on NVMe" in text
 
 
+@pytest.mark.slow
 def test_contestant_of_ours_that_cannot_run_ends_the_contest(tmp_path: Path) -> None:
     wrong = Entry("offload", "offload", {"tier": "tape", "chunk": 64 * KIB, "buffers": 1})
     with pytest.raises(ContestError, match="tape"), started([wrong], TINY, (1, 8), tmp_path, print):
@@ -144,6 +146,7 @@ def test_peers_without_deepspeed_save_a_table_and_losses(
     assert sorted(file.name for file in tmp_path.iterdir()) == ["peers.md", "peers.png"]
 
 
+@pytest.mark.slow
 def test_parameters_of_ours_are_on_nvme_if_peers_are_to_have_them_there(
     tmp_path: Path, small_chunks: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

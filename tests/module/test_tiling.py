@@ -45,8 +45,11 @@ BUILDS = {"": Net, "saved": lambda: Checkpointed(False), "reentrant": lambda: Ch
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize(
+    ("build", "accumulation"),
+    [("", 1), ("", 2), *(pytest.param(kind, 2, marks=pytest.mark.slow) for kind in BUILDS if kind)]
+    + [(kind, 1) for kind in BUILDS if kind],
+)
 def test_tiled_runs_have_the_same_bits_on_every_tier(
     streams: Streams, build: str, accumulation: int, tmp_path: Path
 ) -> None:

@@ -25,8 +25,7 @@ def blocking(kind: str, accumulation: int) -> Run:
     return train(kind, steps=STEPS, accumulation=accumulation, each_step=OffloadZero.synchronize)
 
 
-@settings(max_examples=200, deadline=None)
-@given(
+SCHEDULES = given(
     kind=st.sampled_from([*models.KINDS, "mlp", "mlp"]),
     accumulation=st.integers(1, 2),
     seed=st.integers(0, 1 << 20),
@@ -37,8 +36,24 @@ def blocking(kind: str, accumulation: int) -> Run:
     prefetch=st.integers(0, 4),
     looks=st.sets(st.integers(0, STEPS - 1)),
 )
+
+
+@settings(max_examples=60)
+@SCHEDULES
 @pytest.mark.timeout(300)
-def test_any_schedule_gives_the_bits_of_a_blocking_step(
+def test_any_schedule_gives_the_bits_of_a_blocking_step(**schedule: Any) -> None:
+    run_in(**schedule)
+
+
+@pytest.mark.slow
+@settings(max_examples=600)
+@SCHEDULES
+@pytest.mark.timeout(900)
+def test_many_schedules_give_the_bits_of_a_blocking_step(**schedule: Any) -> None:
+    run_in(**schedule)
+
+
+def run_in(
     kind: str,
     accumulation: int,
     seed: int,
