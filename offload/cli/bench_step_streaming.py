@@ -49,7 +49,8 @@ CHUNKS_A_LAYER = 3
 BUFFERS = 2
 """Chunks in RAM beyond the least that works."""
 HEADINGS = (
-    "tokens", "iteration", "fastest-slowest", "resident", "drive alone", "x limit", "x phases", "bytes a parameter",
+    "tokens", "iteration", "fastest-slowest", "resident", "drive alone", "x limit", "x phases", "x CPU",
+    "bytes a parameter",
     "in forward", "peak RAM",
     "forward", "backward", "step", "waiting",
 )  # fmt: skip
@@ -112,10 +113,10 @@ class Subject:
     def run(self, tokens: Tensor) -> Block:
         """Times ITERATIONS iterations."""
         spent = {"forward": 0.0, "backward": 0.0, "step": 0.0}
-        before, start, in_forward = self.optimizer.stats(), time.perf_counter(), 0.0
+        before, start, cpu, in_forward = self.optimizer.stats(), time.perf_counter(), time.process_time(), 0.0
         for number in range(1 + ITERATIONS):
             if number == 1:
-                before, start, in_forward = self.optimizer.stats(), time.perf_counter(), 0.0
+                before, start, cpu, in_forward = self.optimizer.stats(), time.perf_counter(), time.process_time(), 0.0
                 spent = dict.fromkeys(spent, 0.0)
             moved = _moved(self.optimizer)
             at = time.perf_counter()
@@ -129,7 +130,7 @@ class Subject:
             self.optimizer.step()
             self.optimizer.zero_grad()
             spent["step"] += time.perf_counter() - at
-        seconds, after = time.perf_counter() - start, self.optimizer.stats()
+        seconds, cpu_s, after = time.perf_counter() - start, time.process_time() - cpu, self.optimizer.stats()
         self.optimizer.synchronize()
 
         def counted(name: str) -> float:
@@ -138,6 +139,7 @@ class Subject:
         parts = {name: taken / ITERATIONS for name, taken in spent.items()}
         return Block(
             seconds=seconds / ITERATIONS,
+            cpu_s=cpu_s / ITERATIONS,
             moved_bytes=counted("nvme_read_bytes") + counted("nvme_written_bytes"),
             forward_bytes=in_forward / ITERATIONS,
             wait_s=counted("wait_nvme_s"),
@@ -162,9 +164,11 @@ def _moved(optimizer: OffloadZero) -> float:
 
 @dataclass(frozen=True)
 class Block:
-    """Of an iteration: seconds, bytes moved on the disk, in forward, seconds of waiting for it, and of its parts."""
+    """Of an iteration: seconds, CPU seconds, bytes moved on the disk, in forward, seconds of waiting for it, and of its
+    parts."""
 
     seconds: float
+    cpu_s: float
     moved_bytes: float
     forward_bytes: float
     wait_s: float
@@ -220,6 +224,11 @@ class Result:
     @property
     def x_phases(self) -> float:
         return median(self.rounds, lambda one: one.streamed.seconds / one.phases_s)
+
+    @property
+    def x_cpu(self) -> float:
+        """CPU time that it takes, of the resident model's."""
+        return median(self.rounds, lambda one: one.streamed.cpu_s / one.resident.cpu_s)
 
     @property
     def forward_share(self) -> float:
@@ -289,11 +298,13 @@ def _transfers(job: Job) -> Transfers:
 
 
 def _round(job: Job, streamed: Subject, resident: Subject, disk: Disk, text: Tensor, *, streamed_first: bool) -> Round:
-    one = streamed.run(text) if streamed_first else None
-    other = resident.run(text)
+    other = None if streamed_first else resident.run(text)
     transfers = _transfers(job)
-    disk_s = disk.run(transfers, EACH_WAY[1])
-    one = streamed.run(text) if one is None else one
+    # A drive drifts within seconds: what it takes before and after.
+    before = disk.run(transfers, EACH_WAY[1])
+    one = streamed.run(text)
+    disk_s = (before + disk.run(transfers, EACH_WAY[1])) / 2
+    other = resident.run(text) if other is None else other
     return Round(one, other, disk_s * one.moved_bytes / transfers.nbytes)
 
 
@@ -320,6 +331,7 @@ def _run_json(result: Result) -> dict[str, Any]:
         "disk_s": result.disk_s,
         "x_limit": result.x_limit,
         "x_phases": result.x_phases,
+        "x_cpu": result.x_cpu,
         "forward_share": result.forward_share,
         "bytes_per_param": result.bytes_per_param,
         "peak_cpu_bytes": result.peak_cpu_bytes,
@@ -358,6 +370,7 @@ def _row(result: Result) -> tuple[str, ...]:
         f"{result.disk_s:.2f} s",
         f"{result.x_limit:.3f}",
         f"{result.x_phases:.3f}",
+        f"{result.x_cpu:.2f}",
         f"{result.bytes_per_param:.2f} of {result.job.allowed_bytes}",
         f"{result.forward_share:.0%}",
         format_bytes(result.peak_cpu_bytes),
@@ -383,9 +396,10 @@ def markdown(report: Report, command: str) -> str:
         f"{_title(report)}, with the least `cpu_memory` that works and {BUFFERS} chunks more. An iteration: forward, "
         "backward and step, from where one step() returns to where the next does. `resident`: the same model with all "
         "of it in RAM, its Adam included; `drive alone`: the bytes that the streamed iteration moved, through the same "
-        "engine, reading and writing at once; `x limit`: of the larger of both, median over the rounds; `x phases`: of "
-        "the larger of both in forward plus the larger of both after it. `forward`, `backward`, `step`: until these "
-        "return; the states of a layer are stepped when the next forward enters it, where the share `in forward` of "
-        "the bytes moves. `waiting`: for the disk. Times are medians."
+        "engine, reading and writing at once, before and after it; `x limit`: of the larger of both, median over the "
+        "rounds; `x phases`: of the larger of both in forward plus the larger of both after it; `x CPU`: the CPU time "
+        "it takes, of the resident model's: here layers, Adam and I/O share the CPUs. `forward`, `backward`, `step`: "
+        "until these return; the states of a layer are stepped when the next forward enters it, where the share `in "
+        "forward` of the bytes moves. `waiting`: for the disk. Times are medians."
     )
     return _sheet(report).page("Iterations with streamed parameters", command, about, shortfalls(report))

@@ -52,7 +52,7 @@ def test_iterations_move_states_parameters_and_gradients_beside_a_resident_model
         # Of so few chunks some stay in RAM.
         assert least < run["bytes_per_param"] < 1.02 * most
         assert run["peak_cpu_bytes"] <= found["cpu_memory"]
-        assert min(run["iteration_s"], run["resident_s"], run["disk_s"]) > 0
+        assert min(run["iteration_s"], run["resident_s"], run["disk_s"], run["x_cpu"]) > 0
         assert run["forward_share"] > 0.5
         parts = run["forward_s"] + run["backward_s"] + run["step_s"]
         assert 0.9 * run["iteration_s"] < parts <= run["iteration_s"]
@@ -67,7 +67,7 @@ def case(*rounds: tuple[float, float, float], moved: float = 30.0) -> Case:
     parts = {"forward": 0.5, "backward": 0.25, "step": 0.125}
 
     def block(seconds: float) -> Block:
-        return Block(seconds, moved * job.n, 0.8 * moved * job.n, seconds / 4, parts)
+        return Block(seconds, 1.5 * seconds, moved * job.n, 0.8 * moved * job.n, seconds / 4, parts)
 
     found = [Round(block(streamed), block(resident), disk) for streamed, resident, disk in rounds]
     return Case(job, 16, found, MIB)
@@ -88,9 +88,10 @@ def test_figures_are_medians_of_the_rounds_and_the_limit_is_the_larger() -> None
     assert slow.rounds[0].phases_s == pytest.approx(1.6 + 0.5)
     assert [run["x_phases"] for run in as_json(report)["runs"]] == pytest.approx([2 / 2.3, 3 / 2.1])
     assert good.forward_share == pytest.approx(0.8)
+    assert (good.x_cpu, slow.x_cpu) == (1.25, 3.0)
     assert table(report).row_count == 2
-    row = f"| 16 | 5.00 s | 2.00-9.00 | 3.00 s | 1.00 s | 1.000 | {good.x_phases:.3f} | 30.00 of 30 | 80% | 1 MiB |"
-    row += " 0.50 s | 0.25 s | 0.12 s | 25% |"
+    row = f"| 16 | 5.00 s | 2.00-9.00 | 3.00 s | 1.00 s | 1.000 | {good.x_phases:.3f} | 1.25 |"
+    row += " 30.00 of 30 | 80% | 1 MiB | 0.50 s | 0.25 s | 0.12 s | 25% |"
     assert row in markdown(report, "python bench/step.py --param-tier nvme")
 
 
