@@ -172,7 +172,7 @@ def larger(
     margin: Annotated[str, typer.Option(help="Bytes beyond the budget that the cgroup allows.")] = "1.5GiB",
     steps: Annotated[int, typer.Option(min=1)] = 6,
     batch: Annotated[int, typer.Option(min=1)] = 32,
-    seq: Annotated[int, typer.Option(min=1)] = 32,
+    seq: Annotated[int, typer.Option(min=1)] = 8,
     lr: Annotated[float, typer.Option(help="At its peak, which so short a run reaches in its first step.")] = 1e-5,
     path: Annotated[Path, typer.Option(help="A folder on the disk.")] = Path(),
     save: Annotated[bool, typer.Option(help="Write bench/results/larger.md.")] = False,
@@ -206,7 +206,7 @@ def larger(
         "needs more. `forward`, `backward`, `step`: a step. `bytes a parameter and step`: read and written, those of "
         "validation and sample included, which read all parameters again. `loss`: of the first and of the last step. "
         "At the lr of 1e-3 of longer runs it rises in the first steps, which have no warm-up to speak of, as it does "
-        "with torch's AdamW."
+        "with torch's AdamW. The activations of all layers are saved: those of 1,024 tokens do not fit beside."
     )
     if save:
         _save("larger.md", "Larger than memory", text, grid)
