@@ -20,9 +20,9 @@ lint: $(VENV)/installed
 types: $(VENV)/installed
 	$(BIN)/mypy
 
-# In two processes: half of a test's time is spent waiting for disks, and for Pythons that start.
+# In more processes than CI has cores: half of a test's time is spent waiting for disks, and for Pythons that start.
 unit: $(VENV)/installed
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 3 $(ARGS)
 
 test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -68,7 +68,7 @@ def kill(tmp_path: Path, kills: int, paths: int, seed: int, *, layouts: bool = F
 
 @pytest.mark.parametrize("paths", [1, 2])
 def test_killed_at_any_instant_it_goes_on_with_the_same_bits(tmp_path: Path, paths: int) -> None:
-    kill(tmp_path, 6, paths, seed=paths)
+    kill(tmp_path, 4, paths, seed=paths)
 
 
 @pytest.mark.slow
