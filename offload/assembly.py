@@ -191,8 +191,8 @@ def _open_files(
         return None, None
     engine = open_engine(config.io_engine, config.paths)
     undo.callback(engine.close)
-    arena.touch(partial(engine.register, arena.memory))
     undo.callback(arena.settle)
+    arena.touch(partial(engine.register, arena.memory))
     slots = Stripes(
         engine,
         config.paths,

@@ -119,6 +119,7 @@ class Attachment:
         """Lets go of the model; what is under way ends first."""
         if self.streaming is not None:
             self.streaming.gathering.close()
+        self._parts.parameters.return_spares()
         self.hooks.remove()
 
     def synchronize(self) -> None:

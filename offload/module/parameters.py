@@ -137,6 +137,10 @@ class Parameters:
         self._count(part, memory.numel() * memory.element_size())
         self._spares.give(memory, self.peak_bytes - self._bytes)
 
+    def return_spares(self) -> None:
+        """Gives memory that parts have left, and nobody has now, back to the system."""
+        self._spares.keep(0)
+
     def unite(self) -> None:
         """Moves tiled parameters, which are here as a whole, to the device; they are not attached any more."""
         for param in self.params:

@@ -801,3 +801,14 @@ def test_units_come_into_the_memory_that_others_left(streams: Streams) -> None:
             finish(optimizer)
         assert parameters._spares.nbytes > 0
         assert len(addresses) <= 2 * (2 + 2 + 1)  # of both sizes, the one after the other
+
+
+def test_closing_gives_back_what_lies_spare(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net()
+    with streams.optimizer(model) as optimizer:
+        squares(model, batch(0), 0).backward()
+        finish(optimizer)
+        monkeypatch.setattr(optimizer, "_room_at_end", lambda: 0)
+        spares = optimizer._parts.parameters._spares
+        assert spares.nbytes > 0
+    assert spares.nbytes == 0
