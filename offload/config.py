@@ -15,8 +15,7 @@ from torch import nn
 from offload.errors import ConfigError
 from offload.sizes import PAGE_BYTES, parse_bytes
 
-Tier = Literal["cpu", "nvme"]
-ParamTier = Literal["device", "cpu", "nvme"]
+Tier = Literal["device", "cpu", "nvme"]
 PathLike = str | os.PathLike[str]
 
 MASTER_ITEM_BYTES = 4
@@ -77,7 +76,7 @@ class Config:
     threads: int | None
     io_engine: str
     split_master: bool
-    param_tier: ParamTier = "device"
+    param_tier: Tier = "device"
     depth: int = 1
     stage: int | None = None
     bucket_bytes: int = 32 << 20
@@ -145,6 +144,11 @@ def check(
         )
     if nonfinite not in ("raise", "skip"):
         raise ConfigError(f'nonfinite={nonfinite!r}: choose "raise" or "skip"')
+    if tuning.split_master and chosen == "device":
+        raise ConfigError(
+            'Tuning.split_master=True with tier="device": it saves bytes of a step over the disk, and there are none; '
+            "leave it out"
+        )
     prefetch = _whole("Tuning.prefetch", tuning.prefetch, least=0)
     return Config(
         tier=chosen,
@@ -171,8 +175,8 @@ def check(
         origins=_origins(resume, directories),
         units=_units(tuning.units),
         tile_bytes=None if tuning.tile is None else parse_bytes(tuning.tile, "Tuning.tile"),
-        chooses_params=param_tier is None,
-        chooses_grads=grad_tier is None,
+        chooses_params=param_tier is None and chosen != "device",
+        chooses_grads=grad_tier is None and chosen != "device",
     )
 
 
@@ -205,7 +209,7 @@ def over_ranks(config: Config, *, ranks: int, ranks_on_node: int, device: torch.
             "gradients in RAM; choose stage=2, or leave grad_tier out"
         )
     # A rank's partition of the parameters rests in RAM, which is the device's memory, too.
-    tier: ParamTier = "cpu" if stage == 3 and not streams else config.param_tier
+    tier: Tier = "cpu" if stage == 3 and not streams else config.param_tier
     return replace(config, stage=stage, param_tier=tier)
 
 
@@ -268,19 +272,24 @@ def _tier(tier: str | None, paths: tuple[Path, ...], *, commits: bool) -> Tier:
         if not paths:
             raise ConfigError('tier="nvme" needs path="...", the directory for its swap files')
         return "nvme"
-    if tier == "cpu":
-        if paths and not commits:
-            raise ConfigError(
-                f'path={str(paths[0])!r} has no use with tier="cpu" and no commits: drop it, drop '
-                'commit_every=None, or choose tier="nvme"'
-            )
-        return "cpu"
-    raise ConfigError(f'tier={tier!r} is not a tier for the optimizer states: choose "cpu" or "nvme"')
+    if tier not in ("device", "cpu"):
+        raise ConfigError(f'tier={tier!r} is not a tier for the optimizer states: choose "device", "cpu" or "nvme"')
+    if paths and not commits:
+        raise ConfigError(
+            f'path={str(paths[0])!r} has no use with tier="{tier}" and no commits: drop it, drop '
+            'commit_every=None, or choose tier="nvme"'
+        )
+    return "device" if tier == "device" else "cpu"
 
 
-def _param_tier(tier: str | None, states: Tier) -> ParamTier:
+def _param_tier(tier: str | None, states: Tier) -> Tier:
     if tier is None or tier == "device":
         return "device"
+    if tier in ("cpu", "nvme") and states == "device":
+        raise ConfigError(
+            f'param_tier="{tier}" with tier="device": states take six times what parameters take, and would stay '
+            'there; leave param_tier out, or choose tier="cpu" or "nvme"'
+        )
     if tier == "nvme" and states == "cpu":
         raise ConfigError('param_tier="nvme" needs tier="nvme" and path="...", the directory for the swap files')
     if tier == "cpu":
@@ -297,13 +306,22 @@ def _stage(stage: int | None) -> int | None:
 
 
 def _grad_tier(tier: str | None, states: Tier) -> Tier:
+    if states == "device":
+        if tier not in (None, "device"):
+            raise ConfigError(
+                f'grad_tier={tier!r} with tier="device": gradients wait beside the states that they change; leave '
+                "grad_tier out"
+            )
+        return "device"
     if tier is None or tier == "cpu":
         return "cpu"
     if tier == "nvme" and states == "cpu":
         raise ConfigError('grad_tier="nvme" needs tier="nvme" and path="...", the directory for the swap files')
     if tier == "nvme":
         return "nvme"
-    raise ConfigError(f'grad_tier={tier!r} is not a tier for gradients: choose "cpu" or "nvme"')
+    raise ConfigError(
+        f'grad_tier={tier!r} is not a tier for gradients with tier="{states}": choose "cpu" or "nvme", or leave it out'
+    )
 
 
 def _commit_every(value: int | str | None, paths: tuple[Path, ...]) -> int | None:

@@ -57,7 +57,7 @@ class _Plan(NamedTuple):
 
 
 class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
-    """Trains `model` with Adam or AdamW, the fp32 masters and moments in RAM or in NVMe swap files.
+    """Trains `model` with Adam or AdamW, the fp32 masters and moments on the device, in RAM or in NVMe swap files.
 
     The model is hooked in place: its parameters become `compute_dtype` on the device they are on, and its class,
     names and `state_dict` keys stay. Masters are taken from the uncast values. The training loop stays ordinary
@@ -68,7 +68,7 @@ class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
         model: any nn.Module with dense floating parameters on one device.
         optimizer: a fresh torch.optim.Adam or AdamW, whose param groups are adopted (the same dicts) and whose own
             `step()` raises from then on; None: AdamW(model.parameters()).
-        tier: where the optimizer states live, "cpu" or "nvme"; None: "nvme" if `path` is given, else "cpu".
+        tier: where the optimizer states live: "device", "cpu" or "nvme"; None: "nvme" if `path` is given, else "cpu".
         path: the directory for this run's swap files and commits, or several; made (0700) if their parents exist.
         cpu_memory: bytes, or such as "48GiB", for everything this library holds in RAM; None: half of what is free.
         compute_dtype: of the parameters in the model: torch.bfloat16, torch.float32, or torch.float16, which needs a
@@ -82,7 +82,8 @@ class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
         tuning: what only tunes speed.
         param_tier: where the parameters live outside their unit's forward and backward: "device", "cpu" or "nvme"; see
             docs/guide.md for what is different then. None: the fastest that fits the budgets.
-        grad_tier: where gradients wait for the step: "cpu" or "nvme"; None: the fastest that fits.
+        grad_tier: where gradients wait for the step: "cpu" or "nvme"; None: the fastest that fits. On the device if the
+            states are there.
         commit_every: steps between commits, each made where the next step begins; 0: only `commit()`; None: no commits,
             one slot a chunk and half the space. "auto": 100 where a `path` is given, else None.
         resume: True: continue the committed run in `path`; "auto": if there is one; or the directories of the run, as a
@@ -91,8 +92,9 @@ class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
         stage: of ZeRO, with several ranks of torch.distributed: 1, 2 or 3; None: 3 if parameters stream, else 2.
         process_group: the ranks that hold one partition each, a ProcessGroup or a DeviceMesh; None: all. Of a mesh of
             two dimensions the second is that over which stage 3 gathers parameters, and the first is of replicas.
-        device_memory: bytes, or such as "48GiB", for parameters and buffers on the device at once, activations and
-            gradients on their way not included; None: half of what is free there, beside what the model has already.
+        device_memory: bytes, or such as "48GiB", for parameters and buffers on the device at once, and what `tier`
+            puts there; activations and gradients on their way not included; None: half of what is free there, beside
+            what the model has already.
 
     Raises: ConfigError, BudgetError, PathError, PathInUseError, ResumeError; before the model is changed. RankError.
 

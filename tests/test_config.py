@@ -66,14 +66,14 @@ WRONG: list[tuple[str, Any, str]] = [
     ("resume", [], "names no directory"),
     ("resume", "yes", 'True, False, "auto"'),
     ("tier", "nvme", 'needs path="..."'),
-    ("tier", "disk", 'choose "cpu" or "nvme"'),
+    ("tier", "disk", 'choose "device", "cpu" or "nvme"'),
     ("grad_tier", "disk", 'choose "cpu" or "nvme"'),
     ("grad_tier", "nvme", 'needs tier="nvme" and path="..."'),
     ("stage", 0, "choose 1, 2 or 3"),
     ("stage", True, "choose 1, 2 or 3"),
     ("param_tier", "disk", 'choose "device", "cpu" or "nvme"'),
     ("param_tier", "nvme", 'needs tier="nvme" and path="..."'),
-    ("tier", 3, 'choose "cpu" or "nvme"'),
+    ("tier", 3, 'choose "device", "cpu" or "nvme"'),
     ("path", "", "the directory for the swap files"),
     ("path", "a\0b", "the directory for the swap files"),
     ("path", 5, "the directory for the swap files"),
@@ -142,6 +142,24 @@ def test_wrong_tuning_is_refused_with_its_name_value_and_what_is_allowed(
         check(tuning=Tuning(**{option: value}))
     for part in (f"Tuning.{option}", str(value), allowed):
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({"param_tier": "cpu"}, "states take six times"),
+        ({"param_tier": "nvme"}, "states take six times"),
+        ({"grad_tier": "cpu"}, "gradients wait beside"),
+        ({"grad_tier": "nvme"}, "gradients wait beside"),
+        ({"tuning": Tuning(split_master=True)}, "leave it out"),
+        ({"path": ".", "commit_every": None}, "has no use"),
+    ],
+    ids=str,
+)
+def test_what_makes_no_sense_with_states_on_the_device_is_refused(options: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ConfigError, match=fault):
+        check(tier="device", **options)
+    check(tier="device", param_tier="device", grad_tier="device", path=".")
 
 
 def test_a_path_has_no_use_with_the_cpu_tier_but_for_commits(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from offload.errors import ConfigError
 from offload.sizes import parse_bytes
 
-TIERS = ("nvme", "cpu")
+TIERS = ("nvme", "cpu", "device")
 PARAM_TIERS = ("device", "cpu", "nvme", "auto")
 GRAD_TIERS = ("cpu", "nvme", "auto")
 
@@ -78,7 +78,9 @@ class TrainOptions:
 
     @property
     def given_grad_tier(self) -> str | None:
-        return None if self.grad_tier == "auto" else self.grad_tier
+        """Beside states on the device there is one place for gradients, whatever the default here is."""
+        is_default = self.tier == "device" and self.grad_tier == "cpu"
+        return None if is_default or self.grad_tier == "auto" else self.grad_tier
 
     @property
     def timeline_file(self) -> Path:

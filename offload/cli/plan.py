@@ -43,7 +43,7 @@ def plan(
     layers: Annotated[int | None, typer.Option(help="Blocks.", show_default="the preset's")] = None,
     width: Annotated[int | None, typer.Option(help="Width of the model.", show_default="the preset's")] = None,
     accumulation: Annotated[int, typer.Option(help="Micro-batches a step.")] = 1,
-    tier: Annotated[str, typer.Option(help="Where the optimizer states live: nvme or cpu.")] = "nvme",
+    tier: Annotated[str, typer.Option(help="Where the optimizer states live: nvme, cpu or device.")] = "nvme",
     param_tier: Annotated[
         str,
         typer.Option(help="Where the parameters live outside their use: device, cpu, nvme, or auto: what fits."),
@@ -271,7 +271,8 @@ def _lines(summary: dict[str, Any]) -> Iterator[str]:
     )
     kept, chunks = summary["kept_chunks"], summary["chunks"]
     if not summary["written_bytes"]:
-        yield f"All {chunks} chunks stay in RAM: nothing is read or written in a step."
+        where = "on the device" if summary["tier"] == "device" else "in RAM"
+        yield f"All {chunks} chunks stay {where}: nothing is read or written in a step."
         return
     yield (
         f"{chunks - kept} of {chunks} chunks stream through {summary['buffers']} buffers. "

@@ -29,7 +29,7 @@ def train(
     seq: Annotated[int, typer.Option(help="Bytes of text a sequence.")] = 256,
     lr: Annotated[float, typer.Option(help="Learning rate at its peak: warm-up, then cosine.")] = 1e-3,
     accumulation: Annotated[int, typer.Option(help="Micro-batches a step.")] = 1,
-    tier: Annotated[str, typer.Option(help="Where the optimizer states live: nvme or cpu.")] = "nvme",
+    tier: Annotated[str, typer.Option(help="Where the optimizer states live: nvme, cpu or device.")] = "nvme",
     param_tier: Annotated[
         str,
         typer.Option(help="Where the parameters live outside their use: device, cpu, nvme, or auto: what fits."),
@@ -168,7 +168,7 @@ def _take(stack: contextlib.ExitStack, model: GPT, options: TrainOptions) -> Off
     from offload.cli.workspace import Workspace, removed_at_end
     from offload.store.directories import SWAP_NAME
 
-    if options.tier == "cpu" or options.keep or options.commit_every:
+    if options.tier != "nvme" or options.keep or options.commit_every:
         return stack.enter_context(build_optimizer(model, options))
     space = Workspace(options.path)
     try:

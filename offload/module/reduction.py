@@ -33,7 +33,7 @@ from offload.module import waiting
 from offload.module.stages import Bucket, Buckets, cut_buckets, splits_of
 from offload.native import Kernels
 from offload.optim.sink import AS_HELD, Gradients, too_often
-from offload.store.arena import Arena, carved_bytes
+from offload.store.arena import Lender, carved_bytes
 from offload.store.store import Store
 from offload.timeline import GRADIENTS, SUMS, Timeline
 
@@ -105,7 +105,7 @@ class ReducedGradients(Gradients):
         stage: int,
         accumulation: int,
         bucket_bytes: int,
-        arena: Arena,
+        arena: Lender,
         kernels: Kernels,
         comm: Communicator,
         timeline: Timeline,

@@ -22,14 +22,14 @@ from offload.layout import Chunk, Layout
 from offload.module.stages import Bucket
 from offload.native import Kernels, sum_blocks
 from offload.sizes import round_up
-from offload.store.arena import Arena, carved_bytes
+from offload.store.arena import Lender, carved_bytes
 from offload.store.store import Store
 
 
 class Waiting(ABC):
     """Args: dtypes: of the gradients, by flat. Attribute: sums: by parameter, of the squares of what is here of it."""
 
-    def __init__(self, layout: Layout, dtypes: list[torch.dtype], arena: Arena, kernels: Kernels) -> None:
+    def __init__(self, layout: Layout, dtypes: list[torch.dtype], arena: Lender, kernels: Kernels) -> None:
         self._layout = layout
         self._dtypes = dtypes
         self._kernels = kernels
@@ -87,7 +87,7 @@ def _carried_bytes(dtypes: list[torch.dtype]) -> int:
 class InRam(Waiting):
     """All of them."""
 
-    def __init__(self, layout: Layout, dtypes: list[torch.dtype], arena: Arena, kernels: Kernels) -> None:
+    def __init__(self, layout: Layout, dtypes: list[torch.dtype], arena: Lender, kernels: Kernels) -> None:
         super().__init__(layout, dtypes, arena, kernels)
         self._parts = [
             arena.carve(layout.part_numel(flat.index) * dtypes[flat.index].itemsize).view(dtypes[flat.index])
@@ -134,7 +134,9 @@ class _Carried(NamedTuple):
 class InSlots(Waiting):
     """See [Note: averages in slots]. Args: store: of them."""
 
-    def __init__(self, layout: Layout, dtypes: list[torch.dtype], arena: Arena, kernels: Kernels, store: Store) -> None:
+    def __init__(
+        self, layout: Layout, dtypes: list[torch.dtype], arena: Lender, kernels: Kernels, store: Store
+    ) -> None:
         super().__init__(layout, dtypes, arena, kernels)
         self._store = store
         self._memory = arena.carve(_carried_bytes(dtypes))

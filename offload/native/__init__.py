@@ -5,8 +5,9 @@ numeric contract through separate torch operations, variant "torch") and a pool 
 that share each call's range; ctypes drops the GIL, so that they truly run side by side. No choice of
 variant, thread count or split changes a bit of any result: `optim/reference.py` says what it is.
 
-All tensors are one-dimensional, contiguous and on the CPU, and no two of a call overlap but where a
-method says that they may be the very same memory. Nothing is allocated that grows with them.
+All tensors are one-dimensional, contiguous and on the CPU (those of `load_on` on its device), and no
+two of a call overlap but where a method says that they may be the very same memory. Nothing is
+allocated that grows with them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 from offload.config import SUM_BLOCK
 from offload.errors import ClosedError, ConfigError
 from offload.native.contract import AdamScalars, Backend, Part, sum_blocks
+from offload.native.device import DeviceKernels
 from offload.native.fallback import TorchKernels
 from offload.native.library import Library, c_variants, library_path, open_library
 from offload.native.threads import Pool, usable_cpus
@@ -35,6 +37,7 @@ __all__ = [
     "fallback_reason",
     "library_path",
     "load",
+    "load_on",
     "sum_blocks",
     "usable_cpus",
 ]
@@ -55,12 +58,13 @@ class Kernels:
     Every method raises ValueError for a tensor of a wrong dtype, shape or device, and ClosedError
     after `close()`. Zero elements are fine. Tensors written to get their version counter bumped.
 
-    Attributes: variant (one of VARIANTS), threads (how many share a call, the caller among them).
+    Attributes: variant (one of VARIANTS, or "device"), threads (how many share a call, the caller among them).
     """
 
-    def __init__(self, variant: str, threads: int, backend: Backend) -> None:
+    def __init__(self, variant: str, threads: int, backend: Backend, device: torch.device | None = None) -> None:
         self.variant = variant
         self.threads = threads
+        self._device = device or torch.device("cpu")
         self._backend = backend
         self._pool: Pool | None = None
         self._closed = False
@@ -82,10 +86,10 @@ class Kernels:
         """
         n = master.numel()
         for name, x in (("master", master), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
-            _check(name, x, n, _FP32)
-        _check("grad", grad, n, _FLOATS)
+            self._check(name, x, n, _FP32)
+        self._check("grad", grad, n, _FLOATS)
         if out is not None:
-            _check("out", out, n, _HALVES)
+            self._check("out", out, n, _HALVES)
         self._run(self._backend.adam(master, exp_avg, exp_avg_sq, grad, out, scalars), n)
         _written((master, exp_avg, exp_avg_sq) if out is None else (master, exp_avg, exp_avg_sq, out))
 
@@ -106,10 +110,10 @@ class Kernels:
             param or as a bf16 grad.
         """
         n = param.numel()
-        _check_split(n, param, low, exp_avg_sq)
-        _check("exp_avg", exp_avg, n, _FP32)
-        _check("grad", grad, n, (*_FP32, *_BF16))
-        _check("out", out, n, _BF16)
+        self._check_split(n, param, low, exp_avg_sq)
+        self._check("exp_avg", exp_avg, n, _FP32)
+        self._check("grad", grad, n, (*_FP32, *_BF16))
+        self._check("out", out, n, _BF16)
         self._run(self._backend.adam_split(param, low, exp_avg, exp_avg_sq, grad, out, scalars), n)
         _written((low, exp_avg, exp_avg_sq, out))
 
@@ -121,8 +125,8 @@ class Kernels:
             sign, which it gets. param: bf16, written.
         """
         n = master.numel()
-        _check("master", master, n, _FP32)
-        _check_split(n, param, low, exp_avg_sq)
+        self._check("master", master, n, _FP32)
+        self._check_split(n, param, low, exp_avg_sq)
         self._run(self._backend.split(master, low, exp_avg_sq, param), n)
         _written((low, exp_avg_sq, param))
 
@@ -133,9 +137,9 @@ class Kernels:
             exp_avg_sq_out: fp32, written; exp_avg_sq_out may be the very same memory as exp_avg_sq.
         """
         n = param.numel()
-        _check_split(n, param, low, exp_avg_sq)
-        _check("master_out", master_out, n, _FP32)
-        _check("exp_avg_sq_out", exp_avg_sq_out, n, _FP32)
+        self._check_split(n, param, low, exp_avg_sq)
+        self._check("master_out", master_out, n, _FP32)
+        self._check("exp_avg_sq_out", exp_avg_sq_out, n, _FP32)
         self._run(self._backend.join(param, low, exp_avg_sq, master_out, exp_avg_sq_out), n)
         _written((master_out, exp_avg_sq_out))
 
@@ -148,8 +152,8 @@ class Kernels:
             out: fp64, sum_blocks(first, n) elements, written.
         """
         n = x.numel()
-        _check("x", x, n, _FLOATS)
-        _check("out", out, sum_blocks(first, n), _FP64)
+        self._check("x", x, n, _FLOATS)
+        self._check("out", out, sum_blocks(first, n), _FP64)
         if first < 0:
             raise ValueError(f"first {first}: positions are counted from 0")
         self._run(self._backend.sum_squares(x, first, out), n, SUM_BLOCK, -first % SUM_BLOCK)
@@ -158,8 +162,8 @@ class Kernels:
     def accumulate(self, acc: Tensor, x: Tensor) -> None:
         """acc += x. Args: acc: n elements of fp32, read and written. x: fp32, bf16 or fp16, n."""
         n = acc.numel()
-        _check("acc", acc, n, _FP32)
-        _check("x", x, n, _FLOATS)
+        self._check("acc", acc, n, _FP32)
+        self._check("x", x, n, _FLOATS)
         self._run(self._backend.accumulate(acc, x), n)
         _written((acc,))
 
@@ -167,8 +171,8 @@ class Kernels:
         """dst = src rounded to nearest even, as torch casts. fp32 to fp32, bf16 or fp16 and back, or
         like to like; n elements each."""
         n = src.numel()
-        _check("src", src, n, _FLOATS)
-        _check("dst", dst, n, _FLOATS)
+        self._check("src", src, n, _FLOATS)
+        self._check("dst", dst, n, _FLOATS)
         if src.dtype != dst.dtype and torch.float32 not in (src.dtype, dst.dtype):
             raise ValueError(f"cast from {src.dtype} to {dst.dtype}: one of them has to be float32")
         self._run(self._backend.cast(src, dst), n)
@@ -177,7 +181,7 @@ class Kernels:
     def scale(self, x: Tensor, factor: float) -> None:
         """x *= factor, rounded once to fp32. Args: x: n elements of fp32, read and written."""
         n = x.numel()
-        _check("x", x, n, _FP32)
+        self._check("x", x, n, _FP32)
         self._run(self._backend.scale(x, factor), n)
         _written((x,))
 
@@ -191,10 +195,10 @@ class Kernels:
             raise ValueError("the limit is one of the C kernels: there is none in the variant torch")
         n = master.numel()
         for name, x in (("master", master), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
-            _check(name, x, n, _FP32)
-        _check("grad", grad, n, _FP32 if out is None else _HALVES)
+            self._check(name, x, n, _FP32)
+        self._check("grad", grad, n, _FP32 if out is None else _HALVES)
         if out is not None:
-            _check("out", out, n, _HALVES)
+            self._check("out", out, n, _HALVES)
             if out.data_ptr() % _LINE:
                 raise ValueError("out has to start at a multiple of 64 bytes")
         self._run(self._backend.limit(master, exp_avg, exp_avg_sq, grad, out), n)
@@ -205,6 +209,18 @@ class Kernels:
         if self._pool is not None:
             self._pool.stop()
             self._pool = None
+
+    def _check(self, name: str, x: Tensor, n: int, dtypes: tuple[torch.dtype, ...]) -> None:
+        if x.dtype not in dtypes:
+            raise ValueError(f"{name} is {x.dtype}, not {' or '.join(map(str, dtypes))}")
+        if x.device != self._device or x.dim() != 1 or x.numel() != n or not x.is_contiguous():
+            where = "CPU" if self._device.type == "cpu" else str(self._device)
+            raise ValueError(f"{name} has to be a contiguous 1-D {where} tensor of {n} elements, not {_describe(x)}")
+
+    def _check_split(self, n: int, param: Tensor, low: Tensor, exp_avg_sq: Tensor) -> None:
+        self._check("param", param, n, _BF16)
+        self._check("low", low, n, _INT16)
+        self._check("exp_avg_sq", exp_avg_sq, n, _FP32)
 
     def _run(self, part: Part, n: int, cut: int = _LINE, offset: int = 0) -> None:
         """Runs `part` on 0 .. n, split where an index is `offset` past a multiple of `cut`."""
@@ -234,19 +250,6 @@ _BF16 = (torch.bfloat16,)
 _INT16 = (torch.int16,)
 _HALVES = (torch.bfloat16, torch.float16)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def _check(name: str, x: Tensor, n: int, dtypes: tuple[torch.dtype, ...]) -> None:
-    if x.dtype not in dtypes:
-        raise ValueError(f"{name} is {x.dtype}, not {' or '.join(map(str, dtypes))}")
-    if not x.is_cpu or x.dim() != 1 or x.numel() != n or not x.is_contiguous():
-        raise ValueError(f"{name} has to be a contiguous 1-D CPU tensor of {n} elements, not {_describe(x)}")
-
-
-def _check_split(n: int, param: Tensor, low: Tensor, exp_avg_sq: Tensor) -> None:
-    _check("param", param, n, _BF16)
-    _check("low", low, n, _INT16)
-    _check("exp_avg_sq", exp_avg_sq, n, _FP32)
 
 
 def _describe(x: Tensor) -> str:
@@ -300,6 +303,14 @@ def load(threads: int | None = None, variant: str | None = None) -> Kernels:
     _log_choice(chosen, reason)
     backend: Backend = TorchKernels() if chosen == "torch" or library is None else Library(library, chosen)
     return Kernels(chosen, usable_cpus() if threads is None else threads, backend)
+
+
+def load_on(scratch: Tensor) -> Kernels:
+    """Kernels for tensors on the device of `scratch`, which its current stream runs in their order; they split no
+    masters. Args: scratch: uint8, of `device.scratch_bytes(n)` for tensors of about n elements; larger ones take
+    several rounds.
+    """
+    return Kernels("device", 1, DeviceKernels(scratch), scratch.device)
 
 
 @functools.cache

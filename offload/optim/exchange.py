@@ -11,7 +11,7 @@ from torch import Tensor
 from offload.collectives import Communicator, Work
 from offload.errors import RankError
 from offload.layout import Chunk, Layout
-from offload.store.arena import Arena, carved_bytes
+from offload.store.arena import Lender, carved_bytes
 from offload.store.store import Store
 
 
@@ -94,7 +94,7 @@ class Exchange:
     """
 
     def __init__(
-        self, layout: Layout, store: Store, arena: Arena, comm: Communicator, lands: Callable[[Chunk, Tensor], None]
+        self, layout: Layout, store: Store, arena: Lender, comm: Communicator, lands: Callable[[Chunk, Tensor], None]
     ) -> None:
         self._layout = layout
         self._store = store

@@ -31,7 +31,7 @@ from offload.copies import Copier
 from offload.layout import Chunk, Layout, Piece
 from offload.native import Kernels, sum_blocks
 from offload.optim.sink import AS_HELD, Gradients, too_often
-from offload.store.arena import Arena, carved_bytes
+from offload.store.arena import Lender, carved_bytes
 from offload.store.slots import Record
 from offload.store.store import Store
 from offload.timeline import GRADIENTS, SUMS, TO_HOST, Timeline
@@ -73,7 +73,7 @@ class GradientSink(Gradients):
         self,
         layout: Layout,
         accumulation: int,
-        arena: Arena,
+        arena: Lender,
         kernels: Kernels,
         copier: Copier,
         timeline: Timeline,
@@ -91,7 +91,8 @@ class GradientSink(Gradients):
             self._flats.append(arena.carve(flat.numel * dtype.itemsize).view(dtype))
         # By parameter, of each of its tiles; a parameter without tiles is one.
         self._tiles = [layout.tiles_of(param) for param in range(len(layout.specs))]
-        self._sums = self._split_sums(arena.carve(8 * _sums_numel(layout)).view(torch.float64))
+        self._all_sums = arena.carve(8 * _sums_numel(layout)).view(torch.float64)
+        self._sums = self._split_sums(self._all_sums)
         self.scale = AS_HELD
         self._arrived = self._none()
         # Counts what arrived; the sums are of the count noted with them.
@@ -214,7 +215,9 @@ class GradientSink(Gradients):
         return list(params)
 
     def norm(self, params: Collection[int]) -> float:
-        sums = (blocks.numpy() for param in params for blocks in self._sums[param])
+        # From another device they come at once.
+        held = self._sums if self._all_sums.is_cpu else self._split_sums(self._all_sums.cpu())
+        sums = (blocks.numpy() for param in params for blocks in held[param])
         return math.sqrt(math.fsum(chain.from_iterable(sums)))
 
     def not_finite(self, params: Collection[int]) -> list[int]:

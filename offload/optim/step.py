@@ -30,7 +30,7 @@ from offload.layout import Chunk, Layout, Segment, segments
 from offload.native import AdamScalars, Kernels
 from offload.optim.exchange import Exchange, Staging
 from offload.optim.sink import Gradients
-from offload.store.arena import Arena, carved_bytes
+from offload.store.arena import Lender, carved_bytes
 from offload.store.store import Lease, Store
 from offload.timeline import ADAM, TO_DEVICE, Event, Timeline
 
@@ -64,7 +64,7 @@ class ParameterReturn:
         layout: Layout,
         flats: Sequence[Tensor],
         gradients: Gradients,
-        arena: Arena,
+        arena: Lender,
         copier: Copier,
         timeline: Timeline,
         *,

@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 
-from offload.config import SUM_BLOCK, Config, ParamTier, Tier
+from offload.config import SUM_BLOCK, Config, Tier
 from offload.errors import BudgetError
 from offload.layout import Layout
 from offload.planner.device import Room
 from offload.planner.placement import Placement, place
 
 # Read and written a parameter and step by streamed 16-bit parameters, and by gradients in slots.
-_BYTES_OF_PARAM: dict[ParamTier, int] = {"device": 0, "cpu": 0, "nvme": 6}
-_BYTES_OF_GRAD: dict[Tier, int] = {"cpu": 0, "nvme": 4}
+_BYTES_OF_PARAM: dict[Tier, int] = {"device": 0, "cpu": 0, "nvme": 6}
+_BYTES_OF_GRAD: dict[Tier, int] = {"device": 0, "cpu": 0, "nvme": 4}
 
 
 MOST_HALVINGS = 8
@@ -43,7 +43,7 @@ def choose(
 
 
 def _tiers(config: Config, *, direct: bool) -> Iterator[Config]:
-    params: list[ParamTier] = [config.param_tier]
+    params: list[Tier] = [config.param_tier]
     grads: list[Tier] = [config.grad_tier]
     if config.chooses_params:
         params = ["device", "cpu", "nvme"] if config.tier == "nvme" else ["device", "cpu"]

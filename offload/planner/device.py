@@ -1,5 +1,5 @@
-"""What parameters take on the device, and the room there is for them. Activations and gradients on their way are not in
-it."""
+"""What parameters take on the device, and with `tier="device"` states and gradients, and the room there is for them.
+Activations and gradients on their way are not in it."""
 
 from __future__ import annotations
 
@@ -60,13 +60,16 @@ def unit_bytes(layout: Layout) -> dict[str, int]:
     return sizes
 
 
-def require_room(layout: Layout, config: Config, room: Room) -> int:
-    """What the device holds at most. Raises: BudgetError if it is more than there is room for."""
-    needed, limit = room.resident_bytes + peak_bytes(layout, config), room.limit(config)
+def require_room(layout: Layout, config: Config, room: Room, beside: int = 0) -> int:
+    """What the device holds at most. Args: beside: bytes of it that are no parameters and no buffers of the model.
+    Raises: BudgetError if it is more than there is room for."""
+    needed, limit = room.resident_bytes + peak_bytes(layout, config) + beside, room.limit(config)
     if limit is None or needed <= limit:
         return needed
     origin = "half of what is free on the device allows" if config.device_memory is None else "device_memory allows"
-    if config.param_tier == "device":
+    if config.tier == "device":
+        others = ', or choose tier="cpu", or "nvme" with a path'
+    elif config.param_tier == "device":
         others = ', or param_tier="cpu" or "nvme"'
     else:
         sizes = unit_bytes(layout)

@@ -7,7 +7,9 @@ state kind (param, grad, master, exp_avg, exp_avg_sq), or one of
     buffers   what streamed chunks pass through, and new parameters between ranks that keep the same ones
     slots     reserved on the disk, and not written in every step: those of chunks that are kept in RAM, and with
               commits the second place of each, and of parameters that live elsewhere both
-    rest      headers, padding, and what copies to and from a device pass through
+    rest      headers, padding, what copies to and from a device pass through, and temporaries of a device's kernels
+
+With `tier="device"` what else is in RAM is on the device, and in RAM are the buffers of commits.
 
 `grad` holds the gradients' sums of squares and bounce buffers, too, and the buffers in which they travel between ranks.
 """
@@ -16,13 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from offload import config as configuration
-from offload.config import Config
+from offload.config import Config, Tier
 from offload.errors import BudgetError
 from offload.layout import Layout, build, tiled
 from offload.module.parameters import untrained_bytes
@@ -33,8 +35,6 @@ from offload.planner.choice import choose
 from offload.planner.device import Room
 from offload.planner.placement import IN_FLIGHT, TYPICAL_TBW, Placement, committed_slots, place, slot_records
 from offload.store.slots import STATE_KINDS, Record, records_of
-
-Tier = Literal["device", "cpu", "nvme"]
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Planned:
 
     def largest_share(self, cpu_memory: int) -> float | None:
         """The share of the states that `cpu_memory` keeps in RAM with tier="nvme"; None: not even the least fits."""
-        if cpu_memory < self._on_nvme().least():
+        if cpu_memory < self._on("nvme").least():
             return None
         if cpu_memory >= self._all_in_ram():
             return 1.0
@@ -101,10 +101,13 @@ class Planned:
         return max(0.0, min(1.0, room / self.state_bytes))
 
     def _all_in_ram(self) -> int:
-        return replace(self, config=replace(self.config, tier="cpu", paths=())).least()
+        in_ram = self._on("cpu")
+        return replace(in_ram, config=replace(in_ram.config, paths=())).least()
 
-    def _on_nvme(self) -> Planned:
-        return replace(self, config=replace(self.config, tier="nvme"))
+    def _on(self, tier: Tier) -> Planned:
+        """The same with states elsewhere, off the device."""
+        grads: Tier = "cpu" if self.config.grad_tier == "device" else self.config.grad_tier
+        return replace(self, config=replace(self.config, tier=tier, grad_tier=grads))
 
     def _buffer_bytes(self) -> int:
         records = self.records
@@ -165,24 +168,29 @@ def sent_numel(planned: Planned) -> dict[str, int]:
 def explain(placement: Placement, planned: Planned) -> list[Row]:
     """Every byte of `placement`, by state kind and tier; see [Note: rows]. Rows without bytes are left out."""
     rows = [
-        Row("param", "device", placement.device_bytes),
-        *_in_ram(placement, planned),
+        Row("param", "device", placement.device_bytes - placement.slab_bytes),
+        *_in_memory(placement, planned),
         *_on_disk(placement, planned),
     ]
     return [row for row in rows if row.nbytes]
 
 
-def _in_ram(placement: Placement, planned: Planned) -> Iterator[Row]:
+def _in_memory(placement: Placement, planned: Planned) -> Iterator[Row]:
+    """In RAM, or on the device."""
+    where: Tier = "device" if planned.config.tier == "device" else "cpu"
+    total = placement.slab_bytes if where == "device" else placement.arena_bytes
     records = planned.records
     streamed = [record.nbytes for chunk, record in enumerate(records) if chunk not in placement.kept]
     rows = [
-        Row("grad", "cpu", _gradient_bytes(planned)),
-        *_states([records[chunk] for chunk in placement.kept], "cpu"),
-        Row("param", "cpu", placement.params.kept_bytes if placement.params else 0),
-        Row("buffers", "cpu", placement.in_flight * max(streamed, default=0) + _param_buffers(placement, planned)),
+        Row("grad", where, _gradient_bytes(planned)),
+        *_states([records[chunk] for chunk in placement.kept], where),
+        Row("param", where, placement.params.kept_bytes if placement.params else 0),
+        Row("buffers", where, placement.in_flight * max(streamed, default=0) + _param_buffers(placement, planned)),
     ]
     yield from rows
-    yield Row("rest", "cpu", placement.arena_bytes - sum(row.nbytes for row in rows))
+    yield Row("rest", where, total - sum(row.nbytes for row in rows))
+    if placement.staged is not None:
+        yield Row("buffers", "cpu", placement.staged.nbytes)
 
 
 def _gradient_bytes(planned: Planned) -> int:
@@ -192,7 +200,8 @@ def _gradient_bytes(planned: Planned) -> int:
         assert config.stage is not None
         reduction = Reduction(layout, config.stage, config.accumulation, config.bucket_bytes, stored=stored)
         return reduction.arena_bytes
-    return gradients.arena_bytes(planned.layout, config.accumulation, direct=planned.direct, stored=stored)
+    direct = planned.direct or config.tier == "device"
+    return gradients.arena_bytes(planned.layout, config.accumulation, direct=direct, stored=stored)
 
 
 def _param_buffers(placement: Placement, planned: Planned) -> int:
@@ -225,7 +234,7 @@ def _second_places(planned: Planned) -> int:
 
 
 def _stored_gradient_bytes(planned: Planned) -> int:
-    if planned.config.grad_tier == "cpu":
+    if planned.config.grad_tier != "nvme":
         return 0
     records = gradients.records_of(planned.layout, planned.config.accumulation)
     return sum(record.numel * record.itemsizes[0] for record in records)

@@ -1,7 +1,8 @@
 """Where the bytes go: computed from the same layout and cache code that training runs on, before anything runs.
 
 With `tier="cpu"` every chunk is kept in RAM; with `tier="nvme"` as many as the budget has room for beside the
-buffers that the others stream through. It is one computation with different budgets.
+buffers that the others stream through. It is one computation with different budgets. With `tier="device"` all that
+would be in RAM is on the device, and in RAM are only the buffers through which commits go.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from offload.errors import BudgetError, ConfigError
 from offload.layout import Layout, build, tiled
 from offload.module.reduction import Reduction
 from offload.module.units import rows_of, specs_of
+from offload.native.device import scratch_bytes
 from offload.optim import exchange, gradients, step
 from offload.planner.device import Room, require_room
 from offload.planner.machine import free_memory
 from offload.sizes import format_bytes
+from offload.store.arena import carved_bytes
 from offload.store.cache import residents
 from offload.store.slots import STATE_KINDS, Record, file_bytes, param_records_of, records_of
 
@@ -32,7 +35,7 @@ TYPICAL_TBW = 600e12
 """Bytes a common 1 TB consumer drive is warranted for."""
 
 
-_SHOWN = {"cpu": "RAM", "nvme": "NVMe"}
+_SHOWN = {"device": "the device", "cpu": "RAM", "nvme": "NVMe"}
 
 
 @dataclass(frozen=True)
@@ -53,13 +56,14 @@ class Pool:
 class Placement:
     """Bytes by tier, fixed before the first step.
 
-    kept: chunks whose states stay in RAM; in_flight: buffers for the others; arena_bytes: all that this library
+    kept: chunks whose states stay where they are; in_flight: buffers for the others; arena_bytes: all that this library
     holds in RAM; budget_bytes: what it may hold; read_bytes, written_bytes: of the disk, a step; disk_bytes: the swap
     file; device_bytes: the most that parameters and buffers take on the model's device at once, resident_bytes of it by
     those that nobody trains; device_budget_bytes: what they may take, None: anything; streamed_chunks: those not kept;
     utilisation: the share of the chunks' buffers that chunks fill; params: of 16-bit parameters that are streamed, or
-    brought here only to be committed, None where they stay on the device; held_bytes: what this rank holds of each
-    state kind, wherever it lies, gaps between parameters included.
+    brought here only to be committed, None where they stay on the device; staged: the same of states that are on the
+    device; held_bytes: what this rank holds of each state kind, wherever it lies, gaps between parameters included;
+    slab_bytes: of device_bytes, those of states, gradients and what works on them, with tier="device".
     """
 
     kept: frozenset[int]
@@ -77,6 +81,8 @@ class Placement:
     held_bytes: Mapping[str, int] = field(default_factory=dict)
     device_budget_bytes: int | None = None
     resident_bytes: int = 0
+    slab_bytes: int = 0
+    staged: Pool | None = None
 
     def describe(self, layout: Layout, config: Config) -> str:
         """One line for people."""
@@ -86,14 +92,15 @@ class Placement:
         where = "" if config.param_tier == "device" else f", streamed from {_SHOWN[config.param_tier]}"
         tiled = sum(spec.tile > 0 for spec in layout.specs)
         where += f", {tiled} layers run in tiles of {format_bytes(config.tile_bytes or 0)}" if tiled else ""
-        where += "" if config.grad_tier == "cpu" else f", gradients on {_SHOWN[config.grad_tier]}"
+        where += f", gradients on {_SHOWN[config.grad_tier]}" if config.grad_tier == "nvme" else ""
         text = (
             f"offload: {layout.numel:,} parameters{where}; peak on the device "
             f"{format_bytes(self.device_bytes)}{at_most}; "
             f"peak RAM {format_bytes(self.arena_bytes)} of {format_bytes(self.budget_bytes)} allowed; "
         )
         if not self.written_bytes:
-            text += f"optimizer states stay in RAM ({len(self.kept)} chunks)"
+            text += f"optimizer states stay {'in' if config.tier == 'cpu' else 'on'} {_SHOWN[config.tier]}"
+            text += f" ({len(self.kept)} chunks)"
             if config.commit_every is None:
                 return text
             return f"{text}, and are written to {places} ({format_bytes(self.disk_bytes)}) at a commit{_every(config)}"
@@ -122,15 +129,20 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
         # New parameters rest in the memory of their gradients until they land.
         raise ConfigError('grad_tier="nvme" needs param_tier="cpu" or "nvme" where the device has memory of its own')
     room = Room() if room is None else room
-    device_bytes = require_room(layout, config, room)
+    slab_bytes = _slab_bytes(layout, config, direct=direct)
+    device_bytes = require_room(layout, config, room, slab_bytes)
     given = config.cpu_memory
     budget = free_memory() // 2 // config.ranks_on_node if given is None else given
     records = records_of(layout, split_master=config.split_master)
     sizes = [record.nbytes for record in records]
-    fixed = _fixed_bytes(layout, config, direct=direct) + beside
-    if config.tier == "cpu":
-        if fixed + sum(sizes) > budget:
-            raise _too_small(fixed + sum(sizes), budget, given, 'or tier="nvme" with a path')
+    staged = _few(sizes, config) if config.tier == "device" and config.paths else None
+    fixed = beside + (0 if config.tier == "device" else _fixed_bytes(layout, config, direct=direct))
+    fixed += 0 if staged is None else staged.nbytes
+    states = 0 if config.tier == "device" else sum(sizes)
+    if config.tier != "nvme":
+        if fixed + states > budget:
+            other = 'or tier="nvme" with a path' if config.tier == "cpu" else "or a smaller Tuning(chunk=...)"
+            raise _too_small(fixed + states, budget, given, other)
         kept, in_flight = frozenset(range(len(sizes))), 0
     else:
         least = fixed + min(LEAST_IN_FLIGHT * max(sizes, default=0), sum(sizes))
@@ -139,7 +151,7 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
         kept, in_flight = _keep_and_stream(sizes, budget - fixed, config.in_flight)
     streamed = [size for chunk, size in enumerate(sizes) if chunk not in kept]
     kept_bytes, largest = sum(sizes) - sum(streamed), max(streamed, default=0)
-    arena_bytes = fixed - beside + kept_bytes + in_flight * largest
+    arena_bytes = fixed - beside + (kept_bytes if states else 0) + in_flight * largest
     filled = kept_bytes + (in_flight * sum(streamed) / len(streamed) if streamed else 0)
     read, written = _moved_beside(layout, config)
     if given is not None and arena_bytes + beside > (free := free_memory()):
@@ -165,9 +177,20 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
         params=_params_pool(layout, config),
         grads=_grads_pool(layout, config),
         held_bytes=_held_bytes(layout, config),
+        slab_bytes=slab_bytes,
+        staged=staged,
         streamed_chunks=len(streamed),
         utilisation=filled / max(kept_bytes + in_flight * largest, 1),
     )
+
+
+def _slab_bytes(layout: Layout, config: Config, *, direct: bool) -> int:
+    """Of the device, for all but parameters, with tier="device". Nothing has to be copied there."""
+    if config.tier != "device":
+        return 0
+    states = sum(record.nbytes for record in records_of(layout, split_master=config.split_master))
+    largest = max((spec.numel for spec in layout.specs), default=0)
+    return _fixed_bytes(layout, config, direct=True) + states + (0 if direct else carved_bytes(scratch_bytes(largest)))
 
 
 def _held_bytes(layout: Layout, config: Config) -> dict[str, int]:
@@ -217,7 +240,7 @@ def _params_pool(layout: Layout, config: Config) -> Pool | None:
 
 def _grads_pool(layout: Layout, config: Config) -> Pool | None:
     """None where the sink has them all in RAM."""
-    if config.grad_tier == "cpu":
+    if config.grad_tier != "nvme":
         return None
     return _few([record.nbytes for record in gradients.records_of(layout, config.accumulation)], config)
 

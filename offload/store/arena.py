@@ -12,6 +12,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +24,17 @@ from offload.sizes import MIB, PAGE_BYTES, format_bytes, round_up
 
 _PIECE_BYTES = 16 * MIB
 """Page faults of other threads may have to wait for one such piece, and so may who closes the arena."""
+
+
+class Lender(Protocol):
+    """Memory of which pieces are lent for good: an Arena, or one on the model's device."""
+
+    @property
+    def used(self) -> int:
+        """Bytes lent."""
+
+    def carve(self, nbytes: int) -> Tensor:
+        """The next `nbytes` as a uint8 tensor of shape (nbytes,), page-aligned and zero."""
 
 
 class Arena:

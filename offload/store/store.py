@@ -25,7 +25,7 @@ from offload.config import LEAST_IN_FLIGHT
 from offload.errors import ClosedError
 from offload.io.engine import IOFuture
 from offload.io.interrupts import Deferred, Held, wait_until
-from offload.store.arena import Arena
+from offload.store.arena import Lender
 from offload.store.cache import announced, stays, victim
 from offload.store.residency import Residency, ResidencyTable
 from offload.store.slots import STATE_KINDS, Record
@@ -106,7 +106,7 @@ class Store:
         records: Sequence[Record],
         kept: frozenset[int],
         in_flight: int,
-        arena: Arena,
+        arena: Lender,
         slots: Stripes | None,
         timeline: Timeline,
         first: int = 0,

@@ -48,6 +48,7 @@ def with_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
         {"chunk": "256KiB", "accumulation": 2},
         {"tier": "cpu"},
         {"tier": "cpu", "accumulation": 3},
+        {"tier": "device", "accumulation": 2},
         {"chunk": "256KiB", "split_master": True},
         {"chunk": "256KiB", "split_master": True, "accumulation": 2, "cpu_memory": "9MiB"},
         {"chunk": "256KiB", "commit_every": 50},
@@ -74,6 +75,7 @@ def test_peak_and_disk_are_those_of_a_run_with_the_same_options(options: dict[st
         stats = optimizer.stats()
         files = [Path(file).stat().st_size for file in optimizer.files]
     assert planned["peak_cpu_bytes"] == stats["peak_cpu_bytes"]
+    assert tier != "device" or planned["device_bytes"] == stats["peak_device_bytes"] > 16 * stats["parameters"]
     assert planned["disk_bytes"] == sum(files)
     assert planned["chunks"] - planned["kept_chunks"] == stats["streamed_chunks"]
     assert planned["parameters"] == stats["parameters"]
@@ -113,6 +115,24 @@ def test_rows_of_a_tier_add_up_to_what_is_placed_there(
     assert {row.tier for row in rows if row.kind == "master"} == {0.0: {"nvme"}, 1.0: {"cpu"}}.get(
         share, {"cpu", "nvme"}
     )
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("commit_every", [None, 0])
+def test_rows_of_states_on_the_device_add_up(direct: bool, commit_every: int | None) -> None:
+    path = None if commit_every is None else "."
+    planned = planned_of(direct, tier="device", commit_every=commit_every, path=path)
+    placed = planned.place()
+    rows = explain(placed, planned)
+    totals = {"device": placed.device_bytes, "cpu": placed.arena_bytes, "nvme": placed.disk_bytes}
+    assert {tier: sum(row.nbytes for row in rows if row.tier == tier) for tier in totals} == totals
+    by_kind = {row.kind: row.nbytes for row in rows if row.tier == "device"}
+    n = planned.layout.numel
+    assert [by_kind[kind] for kind in ("master", "exp_avg", "exp_avg_sq")] == [4 * n] * 3
+    assert [row.kind for row in rows if row.tier == "cpu"] == ([] if path is None else ["buffers"])
+    # The kernels of a device that is not the CPU have their temporaries there.
+    assert (by_kind["rest"] > MIB) is not direct
+    assert planned.largest_share(placed.device_bytes) == 1.0
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

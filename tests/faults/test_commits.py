@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -376,8 +377,7 @@ def test_no_committed_slot_is_written_before_the_next_commit(make: Make, path: P
         optimizer.commit()
 
 
-@pytest.mark.parametrize("split_master", [False, True])
-@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+@pytest.mark.parametrize(("tier", "split_master"), [*product(["cpu", "nvme"], [False, True]), ("device", False)])
 def test_what_only_ram_has_goes_to_the_disk_at_commits_only(make: Make, tier: str, split_master: bool) -> None:
     model = Tiny()
     tuning = Tuning(chunk="4KiB", threads=1, split_master=split_master)

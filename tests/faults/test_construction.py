@@ -34,6 +34,7 @@ from offload.store.arena import Arena
 from offload.store.directories import COMMIT_NAME, SWAP_NAME
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, bits, one_step
 from tests.support.faulty_engine import FaultyEngine
+from tests.support.late_copier import LateCopier
 from tests.support.processes import arena_bytes, open_files, start_python
 
 AdamW = torch.optim.AdamW
@@ -115,6 +116,32 @@ def test_too_little_ram_is_refused_and_the_advice_works(
         one_step(model, optimizer)
         assert optimizer.stats()["peak_cpu_bytes"] == caught.value.needed
         assert optimizer._parts.arena.size == caught.value.needed
+
+
+@pytest.mark.parametrize("path", [False, True], ids=["without commits", "with commits"])
+@pytest.mark.parametrize("is_apart", [False, True], ids=["on the CPU", "on a device of its own"])
+def test_too_little_device_memory_for_the_states_is_refused_and_the_advice_works(
+    is_apart: bool, path: bool, model: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_apart:
+        monkeypatch.setattr("offload.zero.copier_for", lambda device: LateCopier(0))
+    options: dict[str, Any] = {"tier": "device", "tuning": SMALL} | ({"path": tmp_path / "run"} if path else {})
+    with pytest.raises(BudgetError, match='choose tier="cpu"') as caught:
+        OffloadZero(model, device_memory="1KiB", **options)
+    assert (caught.value.available, caught.value.option) == (1024, "device_memory")
+    with pytest.raises(BudgetError):
+        OffloadZero(model, device_memory=caught.value.needed - 1, **options)
+    if path:
+        with pytest.raises(BudgetError, match="smaller Tuning") as without_buffers:
+            OffloadZero(model, cpu_memory=1, **options)
+        options["cpu_memory"] = without_buffers.value.needed
+    assert not (tmp_path / "run").exists()
+    assert model.first.weight.dtype is torch.float32
+    with OffloadZero(model, device_memory=caught.value.needed, **options) as optimizer:
+        one_step(model, optimizer)
+        stats = optimizer.stats()
+        assert stats["peak_device_bytes"] == stats["device_budget_bytes"] == caught.value.needed
+        assert stats["peak_cpu_bytes"] == (options["cpu_memory"] if path else 0)
 
 
 @pytest.mark.usefixtures("unchanged")

@@ -6,10 +6,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from offload import Tuning
+from offload.native import SUM_BLOCK, AdamScalars, load_on, sum_blocks
+from offload.native.device import scratch_bytes
+from offload.optim import reference
 from tests.support import models
 from tests.support.training import LossScale, NumpyAdam, Run, train
 
@@ -56,6 +60,37 @@ def test_training_from_disk_equals_training_in_ram(kind: str, chunk: str, accumu
     run.assert_same_bits(in_ram(kind, accumulation))
     assert run.stats["streamed_chunks"] == run.stats["chunks"]
     assert run.stats["peak_cpu_bytes"] <= run.stats["cpu_budget_bytes"]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("kind", models.KINDS)
+def test_training_with_states_on_the_device_equals_training_in_ram(
+    kind: str, accumulation: int, tmp_path: Path
+) -> None:
+    run = train(kind, accumulation=accumulation, device="cuda", tier="device", path=tmp_path / "run", commit_every=5)
+    run.assert_same_bits(in_ram(kind, accumulation))
+    assert run.stats["kernel"] == "device"
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+@pytest.mark.parametrize("n", [1, 4095, SUM_BLOCK + 1, 5 * SUM_BLOCK - 3])
+def test_a_devices_kernels_equal_the_reference(n: int, is_deterministic: bool) -> None:
+    torch.use_deterministic_algorithms(is_deterministic)
+    rng = np.random.default_rng(n)
+    p, m, v, g = (torch.from_numpy(rng.standard_normal(n).astype(np.float32)) for _ in range(4))
+    v = v.square()
+    hyper: dict[str, Any] = {"step": 3, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+    hyper |= {"decoupled": True, "scale": 0.37}
+    wanted = reference.adam(p.numpy(), m.numpy(), v.numpy(), g.numpy(), **hyper)
+    kernels = load_on(torch.zeros(scratch_bytes(1), dtype=torch.uint8, device="cuda"))
+    states = [x.cuda() for x in (p, m, v)]
+    kernels.adam(*states, g.cuda(), None, AdamScalars.at(**hyper))
+    for state, expected in zip(states, wanted, strict=True):
+        assert torch.equal(state.cpu(), torch.from_numpy(expected))
+    for first in (0, 77):
+        sums = torch.zeros(sum_blocks(first, n), dtype=torch.float64, device="cuda")
+        kernels.sum_squares(g.cuda(), first, sums)
+        assert torch.equal(sums.cpu(), torch.from_numpy(reference.sum_squares(g.numpy(), first)))
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -30,7 +30,7 @@ USUAL: dict[str, Any] = {
     "scale": 0.37,
 }
 
-every_variant = pytest.mark.parametrize("variant", VARIANTS)
+every_variant = pytest.mark.parametrize("variant", [*VARIANTS, "device"])
 every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 every_half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 whole_inputs = settings(max_examples=100, deadline=None)
@@ -203,6 +203,19 @@ def test_sum_squares_over_blocks_is_the_same_on_any_number_of_threads_and_split(
     assert_same_bits(out, wanted)
 
 
+@every_dtype
+def test_sum_squares_on_a_device_is_the_same_with_torchs_deterministic_algorithms(dtype: torch.dtype) -> None:
+    x = halves(np.random.default_rng(5), 100_003, dtype, wild=False)
+    wanted = torch.from_numpy(reference.sum_squares(widened(x), 77))
+    out = torch.zeros(2, dtype=torch.float64)
+    torch.use_deterministic_algorithms(True)
+    try:
+        kernels("device").sum_squares(x, 77, out)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_same_bits(out, wanted)
+
+
 @every_variant
 @every_dtype
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -307,7 +320,7 @@ def test_reference_is_torchs_adam_but_for_the_last_bits(decoupled: bool) -> None
     np.testing.assert_allclose(ours[0], p.detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
-@every_variant
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_denormals_are_kept_when_the_caller_flushes_them_and_its_choice_comes_back(variant: str, threads: int) -> None:
     n = 140_000

@@ -12,6 +12,7 @@ import torch
 
 from offload import OffloadZero, Tuning
 from tests.support import models, training
+from tests.support.late_copier import LateCopier
 from tests.support.training import LR, Run, train
 
 STEPS = 12
@@ -22,6 +23,8 @@ PLACES: dict[str, dict[str, Any]] = {
     "all through the disk": {"cpu_memory": "least"},
     "all in RAM": {},
     "the CPU tier": {"tier": "cpu"},
+    "the device, which is the CPU": {"tier": "device"},
+    "a device of its own": {"tier": "device"},
     "parameters in RAM": {"cpu_memory": "least", "param_tier": "cpu"},
     "parameters on disk": {"cpu_memory": "least", "param_tier": "nvme"},
     "split": {"cpu_memory": "least", "tuning": SPLIT},
@@ -29,6 +32,12 @@ PLACES: dict[str, dict[str, Any]] = {
     "split, parameters in RAM": {"cpu_memory": "least", "param_tier": "cpu", "tuning": SPLIT},
     "split, parameters on disk": {"cpu_memory": "least", "param_tier": "nvme", "tuning": SPLIT},
 }
+
+
+@pytest.fixture(autouse=True)
+def _a_device_of_its_own(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "a device of its own" in request.node.name:
+        monkeypatch.setattr("offload.zero.copier_for", lambda device: LateCopier(1))
 
 
 @cache

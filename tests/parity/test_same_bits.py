@@ -96,6 +96,21 @@ def test_late_copies_in_any_order_change_no_bit(
     run.assert_same_bits(in_ram(kind, accumulation))
 
 
+@pytest.mark.parametrize("is_apart", [False, True], ids=["on the CPU", "on a device of its own"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("kind", models.KINDS)
+def test_training_with_states_on_the_device_equals_training_in_ram(
+    kind: str, accumulation: int, is_apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_apart:
+        monkeypatch.setattr("offload.zero.copier_for", lambda device: LateCopier(0))
+    run = train(kind, accumulation=accumulation, tier="device", tuning=Tuning(chunk="4KiB"))
+    run.assert_same_bits(in_ram(kind, accumulation))
+    assert (run.stats["kernel"] == "device") is is_apart
+    assert run.stats["peak_cpu_bytes"] == 0
+    assert run.stats["peak_device_bytes"] >= 16 * run.stats["parameters"]
+
+
 def test_whole_model_in_fp32_equals_the_numpy_reference() -> None:
     reference = NumpyAdam(1)
     run = train("mlp", prepare=reference.watch, each_step=reference.step, compute_dtype=torch.float32)

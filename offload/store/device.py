@@ -1,0 +1,140 @@
+"""States on the model's own device (`tier="device"`): a store of which nothing is ever streamed, and its memory.
+
+Training never moves them. A commit brings those that changed down into the buffers of a store beneath, which streams
+them to the swap files as it does those of `tier="nvme"`; a resume or a rollback brings them up the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from offload.errors import BudgetError
+from offload.io.interrupts import Held
+from offload.sizes import PAGE_BYTES, format_bytes, round_up
+from offload.store.arena import Lender
+from offload.store.residency import Residency
+from offload.store.slots import Record
+from offload.store.store import Lease, Store, Version
+from offload.timeline import Timeline
+
+
+class DeviceArena:
+    """Lends pieces of one slab of the device's memory, as an Arena lends RAM: its size is fixed before the first step.
+
+    Args: size: bytes. Raises: BudgetError if the device has not that much.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        try:
+            self._slab = torch.zeros(max(round_up(size, PAGE_BYTES), PAGE_BYTES), dtype=torch.uint8, device=device)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            raise BudgetError(
+                f'{device} refuses {format_bytes(size)} ({error}): choose tier="cpu", or "nvme" with a path',
+                needed=size,
+                available=0,
+                option="device_memory",
+            ) from error
+        self._used = 0
+
+    @property
+    def used(self) -> int:
+        return self._used
+
+    def carve(self, nbytes: int) -> Tensor:
+        start = self._used
+        end = start + round_up(nbytes, PAGE_BYTES)
+        if end > len(self._slab):
+            raise AssertionError(f"device memory of {len(self._slab)} bytes asked for {end}: the plan was wrong")
+        self._used = end
+        return self._slab[start : start + nbytes]
+
+    def close(self) -> None:
+        """Gives the memory back; what was lent must not be used any more."""
+        storage = self._slab.untyped_storage()
+        if storage.resizable():  # not on the CPU, once NumPy has seen it
+            storage.resize_(0)
+
+
+class DeviceStore(Store):
+    """The states of all chunks on the device.
+
+    Args: arena: of the device's memory; beneath: the store in RAM that commits go through, of the same records, None
+    without commits. Leases hold tensors on the device.
+    """
+
+    def __init__(self, records: Sequence[Record], arena: Lender, beneath: Store | None, timeline: Timeline) -> None:
+        super().__init__(records, frozenset(range(len(records))), 0, arena, None, timeline)
+        self._beneath = beneath
+
+    def flush(self) -> dict[int, Version]:
+        beneath = self._committing
+        self.drain()
+        with Held(self._changed):
+            newer = dict(self._newer)
+        for chunk, step in newer.items():
+            with self._both(chunk, step) as (here, there):
+                for held, into in zip(here.arrays, there.arrays, strict=True):
+                    into.copy_(held)
+        versions = beneath.flush()
+        with Held(self._changed):  # not before: what was interrupted is brought down again
+            self._now_in_slots(versions)
+        return versions
+
+    def settle(self, versions: Mapping[int, Version]) -> None:
+        self._committing.settle(versions)
+
+    def reset(self, versions: Mapping[int, Version]) -> None:
+        if self._beneath is None:
+            assert not versions
+            super().reset({})
+            return
+        self._beneath.reset(versions)
+        super().reset({})
+        self._beneath.expect(versions)
+        for chunk, version in versions.items():
+            with (
+                self._beneath.lease(chunk, step=version.step) as there,
+                self.lease(chunk, step=version.step, is_fresh=True) as here,
+            ):
+                for held, into in zip(there.arrays, here.arrays, strict=True):
+                    into.copy_(held)
+                here.dirty = True
+        self._beneath.expect(())
+        with Held(self._changed):
+            self._now_in_slots(versions)
+
+    def drain(self) -> None:
+        super().drain()
+        if self._beneath is not None:
+            self._beneath.drain()
+
+    def check(self) -> None:
+        super().check()
+        if self._beneath is not None:
+            self._beneath.check()
+
+    @property
+    def _committing(self) -> Store:
+        if self._beneath is None:
+            raise AssertionError("states on the device are to be committed, but there is no swap file")
+        return self._beneath
+
+    @contextmanager
+    def _both(self, chunk: int, step: int) -> Iterator[tuple[Lease, Lease]]:
+        """A chunk's states here, and its buffer on the way to the slot, all of which is about to be written."""
+        with (
+            self.lease(chunk, step=step) as here,
+            self._committing.lease(chunk, step=step, is_fresh=True) as there,
+        ):
+            yield here, there
+            there.dirty = True
+
+    def _now_in_slots(self, versions: Mapping[int, Version]) -> None:
+        self._newer.clear()
+        self._at = dict(versions)
+        for chunk in versions:
+            self._table.reset(chunk, Residency.CLEAN)
