@@ -85,7 +85,7 @@ def build_model(config: GPTConfig, options: TrainOptions) -> GPT:
     """The model in fp32, or, where its parameters stream, on the meta device. Raises: BudgetError, before anything is
     allocated, if RAM has no room for that."""
     if options.param_tier != "device":
-        return GPT(config, device="meta")
+        return GPT(config, device="meta", checkpoint_activations=options.checkpoint_activations)
     parameters = sum(parameter.numel() for parameter in GPT(config, device="meta").parameters())
     needed, free = 4 * parameters, free_memory()
     if needed > free:
@@ -96,7 +96,7 @@ def build_model(config: GPTConfig, options: TrainOptions) -> GPT:
             available=free,
             option="--preset",
         )
-    return GPT(config, options.seed)
+    return GPT(config, options.seed, checkpoint_activations=options.checkpoint_activations)
 
 
 def build_optimizer(model: GPT, options: TrainOptions) -> OffloadZero:

@@ -44,6 +44,7 @@ class TrainOptions:
     commit_every: int | None = None
     resume: bool = False
     device_memory: str | None = None
+    checkpoint_activations: bool = False
 
     def __post_init__(self) -> None:
         for option in ("steps", "batch", "seq", "accumulation", "threads"):

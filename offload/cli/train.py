@@ -39,6 +39,13 @@ def train(
         str | None,
         typer.Option(help="Memory on the device for parameters, such as 2GiB.", show_default="half of what is free"),
     ] = None,
+    checkpoint_activations: Annotated[
+        bool,
+        typer.Option(
+            "--checkpoint-activations",
+            help="Keep only what enters each block, and compute the rest again in backward: less memory, more time.",
+        ),
+    ] = False,
     path: Annotated[Path, typer.Option(help="Directory of the swap files.")] = Path("scratch"),
     keep: Annotated[bool, typer.Option("--keep", help="Leave the swap files there at the end.")] = False,
     cpu_memory: Annotated[
@@ -103,6 +110,7 @@ def train(
         commit_every=commit_every,
         resume=resume,
         device_memory=device_memory,
+        checkpoint_activations=checkpoint_activations,
     )
     _run(options, as_json=json)
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 import xxhash
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from offload.errors import ConfigError
 
@@ -111,11 +112,16 @@ class GPT(nn.Module):
         seed: of the initial values: the same seed gives the same bits, and torch's global
             generator is neither read nor moved.
         device: "cpu", or "meta" for shapes without memory.
+        checkpoint_activations: whether training keeps what enters each block, (B, T, W), for about
+            16 times as many activations, and runs the block once more in its backward. The same bits.
     """
 
-    def __init__(self, config: GPTConfig, seed: int = 0, device: str = "cpu") -> None:
+    def __init__(
+        self, config: GPTConfig, seed: int = 0, device: str = "cpu", *, checkpoint_activations: bool = False
+    ) -> None:
         super().__init__()
         self.config = config
+        self.checkpoint_activations = checkpoint_activations
         # On the meta device first: torch's own initial values would cost time and global random numbers.
         with torch.device("meta"):
             self.embed = nn.Embedding(VOCABULARY, config.width)
@@ -145,8 +151,10 @@ class GPT(nn.Module):
         if length > self.config.context:
             raise ConfigError(f"{length} tokens in a sequence: this model's context is {self.config.context}")
         x = self.embed(tokens) + self.positions(torch.arange(length, device=tokens.device))
+        recomputes = self.checkpoint_activations and torch.is_grad_enabled()
         for block in self.blocks:
-            x = block(x)
+            # A block draws no random numbers, so there are none to draw again.
+            x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False) if recomputes else block(x)
         logits: Tensor = self.head(self.norm(x))
         if targets is None:
             return logits, None

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typer.testing import CliRunner, Result
 import offload
 from offload.cli import loop, text
 from offload.cli.main import app
+from offload.models import gpt
 from offload.store.directories import SWAP_NAME
 
 FIELDS = {
@@ -79,11 +81,28 @@ def test_tiers_give_the_same_losses() -> None:
     assert (cpu["nvme_read_bytes"], cpu["nvme_written_bytes"], cpu["files"]) == (0, 0, [])
 
 
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+def test_checkpointed_activations_give_the_same_losses(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, real = Counter[bool](), gpt.checkpoint
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        runs.update([torch.is_grad_enabled()])
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(gpt, "checkpoint", counted)
+    kept = run_json("--param-tier", tier, "--accumulation", "2")
+    assert not runs
+    again = run_json("--param-tier", tier, "--accumulation", "2", "--checkpoint-activations")
+    assert runs == {True: 3 * 2 * 4}  # steps, micro-batches, blocks
+    for name in ("losses", "validation", "sample"):
+        assert again[name] == kept[name]
+
+
 def test_seed_changes_the_initial_values_and_the_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [run_json("--tier", "cpu", "--seed", seed) for seed in "01"]
     assert runs[0]["val_loss_first"] != runs[1]["val_loss_first"]
     made = loop.GPT
-    monkeypatch.setattr(loop, "GPT", lambda config, seed=0, device="cpu": made(config, 0, device))
+    monkeypatch.setattr(loop, "GPT", lambda config, seed=0, **options: made(config, 0, **options))
     other = run_json("--tier", "cpu", "--seed", "1")
     assert runs[0]["val_loss_first"] == other["val_loss_first"]
     assert runs[0]["loss_first"] != other["loss_first"]

@@ -1,8 +1,15 @@
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
+from offload import OffloadZero, Tuning
 from offload.errors import ConfigError
 from offload.models import GPT, PRESETS, GPTConfig
+from offload.models.gpt import initial_values
 
 TINY = GPTConfig(layers=2, width=32, heads=2, context=16)
 
@@ -86,6 +93,73 @@ def test_loss_falls_in_plain_torch() -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < 1 < 5 < losses[0]
+
+
+def kept_bytes(model: GPT) -> int:
+    """By autograd from a forward of 16 tokens, parameters not counted."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    storages: dict[int, int] = {}
+    tensors: list[Tensor] = []  # alive, or the next one could lie in its place
+
+    def keep(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    tokens = torch.arange(16)[None]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(tokens, tokens)
+    return sum(size for address, size in storages.items() if address not in parameters)
+
+
+@pytest.mark.parametrize(("checkpointed", "widths"), [(False, 16), (True, 1)])
+def test_checkpointing_keeps_of_a_block_only_what_enters_it(checkpointed: bool, widths: int) -> None:
+    two, five = (
+        kept_bytes(GPT(GPTConfig(layers, width=32, heads=2, context=16), checkpoint_activations=checkpointed))
+        for layers in (2, 5)
+    )
+    assert (five - two) / 3 == pytest.approx(widths * 16 * 32 * 4, rel=0.02)  # tokens, width, bytes; norms' statistics
+
+
+def test_checkpointing_runs_a_block_again_in_backward_and_only_there() -> None:
+    model = GPT(TINY, checkpoint_activations=True)
+    calls = Counter[bool]()
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda module, inputs: calls.update([torch.is_grad_enabled()]))
+    tokens = torch.arange(16)[None]
+    model.generate(tokens[0], 1, temperature=0)
+    assert calls == {False: 2}
+    model(tokens, tokens)[1].backward()
+    assert calls == {False: 2, True: 4}
+
+
+STREAMED = {"param_tier": "nvme", "grad_tier": "nvme"}
+
+
+def trained(path: Path, tier: dict[str, Any], checkpointed: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Losses of three steps, masters after them."""
+    is_streamed = bool(tier)
+    model = GPT(TINY, 3, "meta" if is_streamed else "cpu", checkpoint_activations=checkpointed)
+    options = tier | {"init": initial_values(TINY, 3)} if is_streamed else {}
+    losses = []
+    text = torch.randint(256, (3, 2, 17), generator=torch.Generator().manual_seed(0))
+    with OffloadZero(model, path=path, tuning=Tuning(chunk="256KiB"), **options) as optimizer:
+        for batch in text:
+            loss = model(batch[:, :-1], batch[:, 1:])[1]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return losses, {name: optimizer.state_of(param)["master"] for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("tier", [{}, STREAMED], ids=["resident", "streamed"])
+def test_checkpointing_changes_no_bit(tier: dict[str, Any], tmp_path: Path) -> None:
+    losses, masters = trained(tmp_path / "kept", {}, checkpointed=False)
+    found, weights = trained(tmp_path / "again", tier, checkpointed=True)
+    assert all(torch.equal(one, other) for one, other in zip(losses, found, strict=True))
+    assert [name for name in masters if not torch.equal(masters[name], weights[name])] == []
+    assert len({loss.item() for loss in losses}) == 3
 
 
 def test_generate_keeps_the_prompt_and_repeats_itself_under_a_seed() -> None:
