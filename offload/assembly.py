@@ -42,10 +42,12 @@ from offload.timeline import Timeline
 class Parts:
     """What a run is made of. arena: RAM; slab: memory of the device, with tier="device"; store: of the states; params:
     of the parameters, stored: of the gradients, if they are there; streamed: params, if these are on the device only
-    around their use; slots: the swap files; io_engine: its name, None without files."""
+    around their use; slots: the swap files; io_engine: its name, None without files; copier: between the model's
+    device and where parameters and gradients wait."""
 
     arena: Arena
     slab: Lender | None
+    copier: Copier
     kernels: Kernels
     sink: Gradients
     store: Store
@@ -166,6 +168,7 @@ def assemble(
     return Parts(
         arena=arena,
         slab=slab,
+        copier=moves,
         kernels=kernels,
         sink=sink,
         store=store,

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from offload.assembly import Parts
 from offload.collectives import Work
 from offload.config import Config
-from offload.copies import Copier
 from offload.errors import OffloadError
 from offload.layout import Layout
 from offload.module.access import Access
@@ -41,7 +40,6 @@ class Attachment:
         config: Config,
         layout: Layout,
         placement: Placement,
-        copier: Copier,
         source: Source,
         *,
         resumes: bool,
@@ -57,7 +55,7 @@ class Attachment:
         run = (layout, parts.step, parts.parameters, parts.timeline)
         streams = parts.streamed is not None
         self.landing = Landing(*run, usable, failed, self._landed, self._opens, streams=streams)
-        self.streaming = self._new_streaming(config, placement, copier, usable)
+        self.streaming = self._new_streaming(config, placement, usable)
         self._take_model(config, layout, source, resumes=resumes)
         units = units_of(model, config.units)
         units |= {param: spec.unit for param, spec in zip(parts.parameters.params, layout.specs, strict=True)}
@@ -129,9 +127,7 @@ class Attachment:
         for store in self._parts.stores:
             store.drain()
 
-    def _new_streaming(
-        self, config: Config, placement: Placement, copier: Copier, usable: Callable[[], None]
-    ) -> Streaming | None:
+    def _new_streaming(self, config: Config, placement: Placement, usable: Callable[[], None]) -> Streaming | None:
         store, pool = self._parts.streamed, placement.params
         if store is None or pool is None:
             return None
@@ -139,7 +135,7 @@ class Attachment:
             self._layout,
             self._parts.parameters,
             store,
-            copier,
+            self._parts.copier,
             self._parts.timeline,
             leases=max(pool.in_flight - 1, 1) if pool.in_flight else len(self._layout.param_chunks),
             usable=usable,

@@ -167,7 +167,7 @@ class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
                 self._assemble(undo, plan, found, run_id)
             super().__init__(given.param_groups, dict(given.defaults))
             self._adopted = True
-            self._attached = self._attach(plan.copier, source, resumes=found is not None)
+            self._attached = self._attach(source, resumes=found is not None)
             self._resumed = None if found is None else Resumed(found.commit.step, found.extra)
             if found is not None:
                 self._begin_at(found)
@@ -229,14 +229,13 @@ class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
         limit = self._placement.device_budget_bytes
         return free if limit is None else min(free, limit - self._placement.resident_bytes)
 
-    def _attach(self, copier: Copier, source: Source, *, resumes: bool) -> Attachment:
+    def _attach(self, source: Source, *, resumes: bool) -> Attachment:
         return Attachment(
             self._model,
             self._parts,
             self._config,
             self._layout,
             self._placement,
-            copier,
             source,
             resumes=resumes,
             step=lambda: self._step,

@@ -163,7 +163,7 @@ class Gathering:
             for piece in chunk.pieces:
                 if piece.param == number:
                     part = slice(piece.chunk_offset, piece.chunk_offset + piece.numel)
-                    copy = torch.empty(piece.numel, dtype=stored.dtype, device="cpu")
+                    copy = torch.empty(piece.numel, dtype=stored.dtype, device=stored.device)
                     on_device = self._on_device(self._layout.parts[chunk.flat], chunk)
                     self._copier.to_host(on_device[part], copy).wait()
                     if not torch.equal(copy.view(torch.uint8), stored[part].view(torch.uint8)):

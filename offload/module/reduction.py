@@ -126,7 +126,6 @@ class ReducedGradients(Gradients):
             _Buffer(arena.carve(plan.full_bytes), arena.carve(plan.full_bytes), arena.carve(plan.part_bytes))
             for _ in range(plan.buffers)
         ]
-        self._sums = self._waiting.sums
         self._buckets = Buckets(plan.buckets, _order(layout, plan.buckets))
         self._buckets_of = Counter(param for bucket in plan.buckets for param in bucket.params)
         self._arrived = [0] * len(layout.specs)
@@ -214,7 +213,8 @@ class ReducedGradients(Gradients):
         """Over all ranks."""
         key = tuple(params)
         if key not in self._norms:
-            own = chain.from_iterable(self._sums[param].tolist() for param in params)
+            sums = self._waiting.sums_here()
+            own = chain.from_iterable(sums[param].tolist() for param in params)
             self._norms[key] = math.sqrt(self._comm.exact_sum(own))
         return self._norms[key]
 
@@ -222,7 +222,8 @@ class ReducedGradients(Gradients):
         """On any rank."""
         if math.isfinite(self.norm(params)):
             return []
-        bad = [not bool(self._sums[param].isfinite().all()) for param in params]
+        sums = self._waiting.sums_here()
+        bad = [not bool(sums[param].isfinite().all()) for param in params]
         flags = self._comm.gather(torch.tensor(bad, device="cpu")).any(0).tolist()
         return [param for param, flag in zip(params, flags, strict=True) if flag]
 

@@ -34,7 +34,12 @@ class Waiting(ABC):
         self._dtypes = dtypes
         self._kernels = kernels
         blocks = sums_of(layout)
-        self.sums = list(arena.carve(8 * sum(blocks)).view(torch.float64).split(blocks))
+        self._all_sums = arena.carve(8 * sum(blocks)).view(torch.float64)
+        self.sums = list(self._all_sums.split(blocks))
+
+    def sums_here(self) -> list[Tensor]:
+        """The `sums` on the CPU; from another device they come at once."""
+        return self.sums if self._all_sums.is_cpu else list(self._all_sums.cpu().split(sums_of(self._layout)))
 
     @abstractmethod
     def place(self, bucket: Bucket) -> Tensor | None:

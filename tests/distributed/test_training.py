@@ -169,6 +169,7 @@ def test_bucket_size_and_split_masters_change_no_bit(worlds: Worlds, bucket: int
 
 TIERS: dict[str, dict[str, Any]] = {
     "device, resident": {"tier": "device"},
+    "a device of its own, resident": {"tier": "device", "apart": True},
     "cpu, resident": {"tier": "cpu"},
     "nvme, resident": {"tier": "nvme"},
     "nvme, streaming from cpu": {"tier": "nvme", "param_tier": "cpu"},

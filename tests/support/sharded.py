@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -26,6 +26,7 @@ from offload.optim import reference
 from offload.planner import least_cpu_memory
 from tests.support import models
 from tests.support.communicators import Late
+from tests.support.late_copier import LateCopier
 from tests.support.training import CLIP, LR, SPOILS, LossScale, Run, schedule
 
 
@@ -62,11 +63,12 @@ def train(
     along: str | None = None,
     scale: LossScale | None = None,
     spoilt: int | None = None,
+    apart: bool = False,
     **options: Any,
 ) -> Run:
     """As tests.support.training.train, on this rank.
 
-    Args: idle, spoilt: see `Reference`; mesh: of all ranks, replicas by shards; along: the dimension to train along,
+    Args: apart: as if the device had memory of its own; idle, spoilt: see `Reference`; mesh: of all ranks, replicas by shards; along: the dimension to train along,
     each row or column of it for itself; None: both.
     """
     model = models.build(kind)
@@ -99,6 +101,7 @@ def train(
         )
     with (
         communicators(wire),
+        patch("offload.zero.copier_for", lambda device: LateCopier(rank)) if apart else nullcontext(),
         OffloadZero(model, plain, accumulation=accumulation, keep_fp32=models.keep_fp32(kind), **options) as optimizer,
     ):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
