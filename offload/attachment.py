@@ -135,7 +135,7 @@ class Attachment:
             self._layout,
             self._parts.parameters,
             store,
-            self._parts.copier,
+            self._parts.memory.copier,
             self._parts.timeline,
             leases=max(pool.in_flight - 1, 1) if pool.in_flight else len(self._layout.param_chunks),
             usable=usable,

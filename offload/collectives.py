@@ -130,6 +130,9 @@ class Communicator(ABC):
     def check(self) -> None:  # noqa: B027
         """Raises: RankError if a collective failed before."""
 
+    def require_device(self, device: torch.device) -> None:  # noqa: B027
+        """Raises: ConfigError if tensors on `device` cannot travel."""
+
     def barrier(self) -> None:
         """Returns when every rank has called it. Raises: RankError."""
         self.gather(torch.zeros(1, dtype=torch.uint8, device="cpu"))

@@ -111,7 +111,8 @@ class Group(Communicator):
             self.check()
             began = time.monotonic()
             try:
-                made = _another(self._ranks, dist.get_backend(self._group), self._timeout_s + _GRACE_S)
+                backends = dist.get_backend_config(self._group)
+                made = _another(self._ranks, backends, self._timeout_s + _GRACE_S)
             except RuntimeError as error:
                 raise self.fail("new_group", time.monotonic() - began, str(error)) from error
             self._own, self._beside = made, self._part(made)
@@ -181,6 +182,10 @@ class Group(Communicator):
         """Raises: RankError if a collective failed before."""
         if self._shared.failure is not None:
             raise self._shared.failure
+
+    def require_device(self, device: torch.device) -> None:
+        current = torch.cuda.current_device() if device.type == "cuda" else None
+        require_backend(dist.get_backend_config(self._group), device, current)
 
     def fail(self, name: str, waited_s: float, why: str) -> RankError:
         """Remembers that no collective is possible any more; returns the error that says so."""
@@ -361,6 +366,30 @@ def place_on_node(environ: Mapping[str, str], rank: int, size: int) -> tuple[int
                 raise ConfigError(f"{name}={local_rank} and {count}={ranks_on_node}: the first counts from 0")
             return local_rank, ranks_on_node
     return rank, size
+
+
+def require_backend(backends: str, device: torch.device, current: int | None) -> None:
+    """Args: backends: of a group, by type of device, as in "cpu:gloo,cuda:nccl"; current: number of the CUDA device.
+
+    Raises: ConfigError if tensors on `device` cannot travel in that group.
+    """
+    by_type = dict(part.split(":") for part in backends.split(","))
+    backend = by_type.get(device.type)
+    if device.type == "cuda" and backend in (None, "gloo"):
+        raise ConfigError(
+            f"the model is on {device}, and the process group has {backends}: gradients travel by all-to-all, which "
+            'gloo has on the CPU only; call init_process_group("cpu:gloo,cuda:nccl")'
+        )
+    if backend is None:
+        raise ConfigError(
+            f"the model is on {device}, and the process group has {backends} only: call "
+            'init_process_group("gloo"), or move the model to the device of this rank'
+        )
+    if device.type == "cuda" and device.index not in (None, current):
+        raise ConfigError(
+            f"the model is on {device}, and the current device is cuda:{current}: call "
+            f"torch.cuda.set_device({device.index}) before init_process_group()"
+        )
 
 
 def _number(environ: Mapping[str, str], name: str, *, least: int, default: int | None = None) -> int:

@@ -180,7 +180,7 @@ def check(
     )
 
 
-def over_ranks(config: Config, *, ranks: int, ranks_on_node: int, device: torch.device) -> Config:
+def over_ranks(config: Config, *, ranks: int, ranks_on_node: int) -> Config:
     """What `config` means for one of several ranks; with one rank it is what it is.
 
     Args: ranks: that hold a partition each; ranks_on_node: that share this machine.
@@ -196,11 +196,6 @@ def over_ranks(config: Config, *, ranks: int, ranks_on_node: int, device: torch.
             "whole; leave it out"
         )
     config = replace(config, chooses_params=False, chooses_grads=False, tile_bytes=0)
-    if device.type == "cuda":
-        raise ConfigError(
-            f"the model is on {device} and there are {ranks} ranks: over several ranks this version trains on the CPU "
-            "only; start one process, or move the model there"
-        )
     streams = config.param_tier != "device"
     stage = config.stage or (3 if streams else 2)
     if config.grad_tier == "nvme" and stage == 1 and config.accumulation > 1:
@@ -208,7 +203,7 @@ def over_ranks(config: Config, *, ranks: int, ranks_on_node: int, device: torch.
             f'grad_tier="nvme" with stage=1 and accumulation={config.accumulation}: at stage 1 each rank sums whole '
             "gradients in RAM; choose stage=2, or leave grad_tier out"
         )
-    # A rank's partition of the parameters rests in RAM, which is the device's memory, too.
+    # A rank's partition of the parameters rests where its gradients wait, and comes to the device around its use.
     tier: Tier = "cpu" if stage == 3 and not streams else config.param_tier
     return replace(config, stage=stage, param_tier=tier)
 

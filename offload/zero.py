@@ -188,9 +188,8 @@ class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
         self._ages = [0] * len(specs)
         device = device_for(device, params[0].device)
         source.check(model)
-        self._config = configuration.over_ranks(
-            self._config, ranks=ranks.size, ranks_on_node=ranks.ranks_on_node, device=device
-        )
+        ranks.require_device(device)
+        self._config = configuration.over_ranks(self._config, ranks=ranks.size, ranks_on_node=ranks.ranks_on_node)
         replicas = configuration.replicas_of(self._config, ranks=ranks.size, rows=ranks.across.size)
         copier = self._copier = copier_for(device)
         rows = rows_of(model, params)

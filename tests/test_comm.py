@@ -51,6 +51,28 @@ def test_launchers_tell_a_process_its_place(environ: dict[str, str], place: tupl
     assert comm.place_on_node(environ, 5, 8) == place
 
 
+@pytest.mark.parametrize(
+    ("backends", "device", "fault"),
+    [
+        ("cpu:gloo,cuda:gloo", "cpu", None),
+        ("cpu:gloo,cuda:nccl", "cpu", None),
+        ("cpu:gloo,cuda:nccl", "cuda:1", None),
+        ("cuda:nccl", "cuda:1", None),
+        ("cuda:nccl", "cuda", None),
+        ("cpu:gloo,cuda:gloo", "cuda:1", "cpu:gloo,cuda:nccl"),
+        ("cpu:gloo", "cuda:1", "cpu:gloo,cuda:nccl"),
+        ("cuda:nccl", "cpu", "gloo"),
+        ("cuda:nccl", "cuda:0", r"set_device\(0\)"),
+    ],
+)
+def test_a_group_has_to_carry_tensors_of_the_models_device(backends: str, device: str, fault: str | None) -> None:
+    if fault is None:
+        comm.require_backend(backends, torch.device(device), 1)
+        return
+    with pytest.raises(ConfigError, match=fault):
+        comm.require_backend(backends, torch.device(device), 1)
+
+
 @pytest.mark.parametrize(("rank", "count"), [("x", "2"), ("0", "0"), ("-1", "2"), ("2", "2"), ("0", "")])
 def test_a_place_that_cannot_be_is_refused(rank: str, count: str) -> None:
     with pytest.raises(ConfigError, match="LOCAL_"):

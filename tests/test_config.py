@@ -175,8 +175,8 @@ def test_tuning_is_frozen_and_unknown_tuning_is_refused() -> None:
         Tuning(chunks=5)  # type: ignore[call-arg]
 
 
-def _over_ranks(ranks: int = 2, device: str = "cpu", **options: Any) -> Config:
-    return over_ranks(check(**options), ranks=ranks, ranks_on_node=2, device=torch.device(device))
+def _over_ranks(ranks: int = 2, **options: Any) -> Config:
+    return over_ranks(check(**options), ranks=ranks, ranks_on_node=2)
 
 
 def test_the_stage_follows_from_where_parameters_live() -> None:
@@ -185,7 +185,7 @@ def test_the_stage_follows_from_where_parameters_live() -> None:
     assert _over_ranks(stage=1).param_tier == "device"
     for stage in (1, 2, 3):
         assert _over_ranks(stage=stage, param_tier="cpu").param_tier == "cpu"
-    # A partition of the parameters rests in RAM, the CPU's own memory.
+    # A partition of the parameters rests in RAM.
     assert _over_ranks(stage=3).param_tier == "cpu"
     alone = check(stage=3)
     assert dataclasses.replace(_over_ranks(ranks=1, stage=3), ranks_on_node=1) == alone
@@ -193,10 +193,7 @@ def test_the_stage_follows_from_where_parameters_live() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ({"grad_tier": "nvme", "path": "/a", "stage": 1, "accumulation": 2}, "leave grad_tier out"),
-        ({"device": "cuda"}, "trains on the CPU only"),
-    ],
+    [({"grad_tier": "nvme", "path": "/a", "stage": 1, "accumulation": 2}, "leave grad_tier out")],
 )
 def test_what_several_ranks_cannot_do_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -16,7 +16,18 @@ FLOORS = [
     ["store"],
     ["optim", "checkpoint"],
     ["module", "meeting"],
-    ["planner", "assembly", "attachment", "resuming", "commits", "zero_commits", "zero_looks", "zero_scaling", "zero"],
+    [
+        "planner",
+        "memory",
+        "assembly",
+        "attachment",
+        "resuming",
+        "commits",
+        "zero_commits",
+        "zero_looks",
+        "zero_scaling",
+        "zero",
+    ],
     ["models", "integrations", "cli"],
 ]
 """Files and folders of offload/, from the ground up; in a floor, each may import those before it."""

@@ -4,7 +4,8 @@
 A rank holds the gradients of its own partitions only. A hook hands over each parameter's gradient; when those of all
 parameters in a bucket are there (module/stages.py), they are copied into a buffer of constant size and sent; what comes
 back is the average over the ranks of the bucket's part of this rank's partition, which goes into RAM, or to its slots
-(module/waiting.py). Until then the gradients lie where autograd made them.
+(module/waiting.py). Until then the gradients lie where autograd made them. On a device with memory of its own they
+travel and are averaged there, and the averages are copied down.
 
 A *round* sends each bucket once, all ranks in the same order, with zeros where a rank has no gradient. A step is one
 round; with accumulation at stages 2 and 3 one a micro-batch, summed in fp32: a round ends when a gradient comes that
@@ -19,7 +20,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain
 
@@ -27,57 +28,28 @@ import torch
 from torch import Tensor
 
 from offload.collectives import Communicator, Work
-from offload.errors import AccumulationError
+from offload.copies import Copier, Copy
+from offload.errors import AccumulationError, OffloadError
 from offload.layout import Chunk, Layout
 from offload.module import waiting
-from offload.module.stages import Bucket, Buckets, cut_buckets, splits_of
+from offload.module.reduction_plan import Reduction
+from offload.module.stages import Bucket, Buckets
 from offload.native import Kernels
 from offload.optim.sink import AS_HELD, Gradients, too_often
-from offload.store.arena import Lender, carved_bytes
+from offload.store.arena import Lender
 from offload.store.store import Store
-from offload.timeline import GRADIENTS, SUMS, Timeline
-
-BUFFERS = 3
-"""Buckets under way at a time: one is filled while one travels and one is averaged."""
-
-
-class Reduction:
-    """The sizes of what is reduced, for the plan and for the run.
-
-    Attributes: sums_locally: micro-batches are summed before they are sent; rounds: see the note above; wire, held:
-    by flat, the dtypes of what travels and of what stays.
-    """
-
-    def __init__(
-        self, layout: Layout, stage: int, accumulation: int, bucket_bytes: int, *, stored: bool = False
-    ) -> None:
-        self.sums_locally = stage == 1 and accumulation > 1
-        self.rounds = 1 if self.sums_locally else accumulation
-        dtypes = [flat.dtype for flat in layout.flats]
-        self.wire = [torch.float32 if self.sums_locally else dtype for dtype in dtypes]
-        self.held = [torch.float32 if accumulation > 1 else dtype for dtype in dtypes]
-        self.buckets = cut_buckets(layout, splits_of(layout, layout.ranks), bucket_bytes // 4)
-        self.full_bytes = max((layout.ranks * b.numel * self.wire[b.flat].itemsize for b in self.buckets), default=0)
-        averages = (b.numel * self.held[b.flat].itemsize for b in self.buckets)
-        self.part_bytes = max(averages, default=0) if self.rounds > 1 or stored else 0
-        self.buffers = min(BUFFERS, len(self.buckets))
-        self.whole = [4 * flat.numel for flat in layout.flats] if self.sums_locally else []
-        self._waiting = waiting.arena_bytes(layout, self.held, stored=stored)
-
-    @property
-    def arena_bytes(self) -> int:
-        """What the sink takes from the arena."""
-        buffer = 2 * carved_bytes(self.full_bytes) + carved_bytes(self.part_bytes)
-        return self._waiting + sum(map(carved_bytes, self.whole)) + self.buffers * buffer
+from offload.timeline import GRADIENTS, SUMS, TO_HOST, Event, Timeline
 
 
 @dataclass
 class _Buffer:
-    """Bytes: full, what is sent; scratch, what comes; part, the averages if they are to be added."""
+    """Bytes: full, what is sent; scratch, what comes; part, the averages, if they are to be added or copied; landed,
+    these in RAM, if they are to be added after they were copied."""
 
     full: Tensor
     scratch: Tensor
     part: Tensor
+    landed: Tensor
 
 
 @dataclass
@@ -93,8 +65,19 @@ class _Travelling:
     round: int
 
 
+@dataclass
+class _Landing:
+    """An average on its way from the device."""
+
+    copy: Copy
+    moving: Event | None
+    travelled: _Travelling
+
+
 class ReducedGradients(Gradients):
     """See [Note: the way of a gradient over ranks]. Parameters are named by their index in `layout.specs`.
+
+    Args: arena: memory where gradients wait; device: where they are made, which may be the same; copier: from there.
 
     Every rank has to call `collect`, `norm`, `not_finite`, `forget_all` and `reset` alike. All raise RankError.
     """
@@ -102,39 +85,43 @@ class ReducedGradients(Gradients):
     def __init__(
         self,
         layout: Layout,
-        stage: int,
+        plan: Reduction,
         accumulation: int,
-        bucket_bytes: int,
         arena: Lender,
+        device: Lender,
+        copier: Copier,
         kernels: Kernels,
         comm: Communicator,
         timeline: Timeline,
         store: Store | None = None,
     ) -> None:
         self._layout = layout
-        self._plan = Reduction(layout, stage, accumulation, bucket_bytes, stored=store is not None)
+        self._plan = plan
+        self._copier = copier
         self.accumulation = accumulation
         self.scale = AS_HELD
         self._kernels = kernels
         self._comm = comm
         self._timeline = timeline
-        plan = self._plan
         held = (layout, plan.held, arena, kernels)
         self._waiting: waiting.Waiting = waiting.InRam(*held) if store is None else waiting.InSlots(*held, store)
-        self._whole = [arena.carve(n).view(torch.float32) for n in plan.whole]
-        self._free = [
-            _Buffer(arena.carve(plan.full_bytes), arena.carve(plan.full_bytes), arena.carve(plan.part_bytes))
-            for _ in range(plan.buffers)
-        ]
+        self._whole = [device.carve(n).view(torch.float32) for n in plan.whole]
+        self._free = [self._new_buffer(arena, device) for _ in range(plan.buffers)]
         self._buckets = Buckets(plan.buckets, _order(layout, plan.buckets))
         self._buckets_of = Counter(param for bucket in plan.buckets for param in bucket.params)
         self._arrived = [0] * len(layout.specs)
         self._lines: dict[int, Tensor] = {}
         self._uses: dict[int, int] = {}
         self._under_way: deque[_Travelling] = deque()
+        self._landing: deque[_Landing] = deque()
         self._round = 0
         self._active: list[int] | None = None
         self._norms: dict[tuple[int, ...], float] = {}
+
+    def _new_buffer(self, arena: Lender, device: Lender) -> _Buffer:
+        plan = self._plan
+        full, scratch = device.carve(plan.full_bytes), device.carve(plan.full_bytes)
+        return _Buffer(full, scratch, device.carve(plan.part_bytes), arena.carve(plan.landing_bytes))
 
     def line(self, param: int) -> Tensor:
         """What this rank holds of the gradient of `param`: elements `layout.held_of(param)`, on the CPU."""
@@ -176,6 +163,8 @@ class ReducedGradients(Gradients):
                 self._ready(param, grad)
             while self._under_way and self._under_way[0].work.done():
                 self._finish_one()
+            while self._landing and self._landing[0].copy.done():
+                self._land_one()
 
     def forget(self, param: int) -> None:
         """Raises: AccumulationError if a gradient of `param` has arrived: the other ranks have it by now."""
@@ -208,6 +197,8 @@ class ReducedGradients(Gradients):
     def drain(self) -> None:
         while self._under_way:
             self._finish_one()
+        while self._landing:
+            self._land_one()
 
     def norm(self, params: Collection[int]) -> float:
         """Over all ranks."""
@@ -234,7 +225,11 @@ class ReducedGradients(Gradients):
         self._begin_anew()
 
     def close(self) -> None:
-        """What is under way is not waited for here: the communicator says when nobody writes any more."""
+        """Copies are waited for. The communicator says when nobody else writes any more."""
+        for landing in self._landing:
+            with suppress(OffloadError):
+                landing.copy.wait()
+        self._landing.clear()
         self._under_way.clear()
         self._lines.clear()
 
@@ -268,7 +263,13 @@ class ReducedGradients(Gradients):
         """Adds a micro-batch's gradient; returns the sum."""
         flat, offset = self._layout.places[param]
         total = self._whole[flat][offset : offset + self._layout.specs[param].numel]
-        if self._arrived[param]:
+        if not self._copier.direct:
+            with torch.no_grad():
+                if self._arrived[param]:
+                    total.add_(grad)  # each rounds once, as the kernels do
+                else:
+                    total.copy_(grad)
+        elif self._arrived[param]:
             self._kernels.accumulate(total, grad)
         else:
             self._kernels.cast(grad, total)
@@ -301,7 +302,10 @@ class ReducedGradients(Gradients):
     @torch.no_grad()
     def _send(self, bucket: Bucket) -> None:
         while not self._free:
-            self._finish_one()
+            if self._landing:
+                self._land_one()
+            else:
+                self._finish_one()
         buffer = self._free.pop()
         numel, wire = self._layout.ranks * bucket.numel, self._plan.wire[bucket.flat]
         full = buffer.full[: numel * wire.itemsize].view(wire)
@@ -318,7 +322,7 @@ class ReducedGradients(Gradients):
             self._uses[param] -= 1
             if not self._uses[param]:
                 del self._lines[param]
-        place = self._waiting.place(bucket) if self._round == 0 else None
+        place = self._waiting.place(bucket) if self._round == 0 and self._copier.direct else None
         held = self._plan.held[bucket.flat]
         average = buffer.part[: held.itemsize * bucket.numel].view(held) if place is None else place
         scratch = buffer.scratch[: numel * wire.itemsize].view(wire)
@@ -330,10 +334,37 @@ class ReducedGradients(Gradients):
         first = self._under_way[0]
         first.work.wait()
         self._under_way.popleft()
-        if first.is_beside:
-            is_last = first.round + 1 == self._plan.rounds
-            self._waiting.put(first.bucket, first.average, is_first=first.round == 0, is_last=is_last)
-        self._free.append(first.buffer)
+        if self._copier.direct:
+            self._take_in(first)
+        else:
+            self._bring_down(first)
+
+    def _bring_down(self, travelled: _Travelling) -> None:
+        """Starts copying an average to where it belongs, or to where it is added from."""
+        average = travelled.average
+        size = average.numel() * average.element_size()
+        target = self._waiting.place(travelled.bucket) if travelled.round == 0 else None
+        travelled.is_beside = target is None
+        if target is None:
+            target = travelled.buffer.landed[:size].view(average.dtype)
+        travelled.average = target
+        moving = self._timeline.begin(TO_HOST, "copy", size=size, tier="device")
+        self._timeline.count("device_to_host_bytes", size)
+        self._landing.append(_Landing(self._copier.to_host(average, target), moving, travelled))
+
+    def _land_one(self) -> None:
+        first = self._landing[0]
+        with nullcontext() if first.copy.done() else self._timeline.waiting("wait for gradient", tier="device"):
+            first.copy.wait()
+        self._timeline.end(first.moving)
+        self._landing.popleft()
+        self._take_in(first.travelled)
+
+    def _take_in(self, travelled: _Travelling) -> None:
+        if travelled.is_beside:
+            is_last = travelled.round + 1 == self._plan.rounds
+            self._waiting.put(travelled.bucket, travelled.average, is_first=travelled.round == 0, is_last=is_last)
+        self._free.append(travelled.buffer)
 
     def _event(self, lane: str, name: str, param: int) -> AbstractContextManager[None]:
         return self._timeline.event(lane, name, parameter=self._layout.specs[param].name)

@@ -55,7 +55,8 @@ class ParameterReturn:
 
     Args: flats: the model's parameters on its device, one tensor a flat of the layout; streamed: the store of all
     parameters, if they are on the device only around their use: then the new ones go there; comm: over which flats
-    are put together from all ranks' partitions, or those of replicas, None for one rank; device: of the flats.
+    are put together from all ranks' partitions, or those of replicas; device: of the flats; travelling: its memory,
+    through which they go between these.
     Attribute: lands: called with each chunk and its new values, on their way to that store, other ranks' too.
     """
 
@@ -67,11 +68,12 @@ class ParameterReturn:
         arena: Lender,
         copier: Copier,
         timeline: Timeline,
+        comm: Communicator,
+        device: torch.device,
+        travelling: Lender,
         *,
         split_master: bool,
         streamed: Store | None = None,
-        comm: Communicator | None = None,
-        device: torch.device | None = None,
     ) -> None:
         self._layout = layout
         self._flats = flats
@@ -86,12 +88,11 @@ class ParameterReturn:
         self._copies: list[tuple[Chunk, Copy, Event | None]] = []
         self._staging: Staging | None = None
         self._exchange: Exchange | None = None
-        if comm is not None and comm.size > 1 and streamed is None:
-            self._staging = Staging(layout, flats, comm, device or torch.device("cpu"))
-        elif comm is not None and streamed is not None and layout.replicas > 1:
-            assert copier.direct  # a worker's collectives would be in no order with others
+        if comm.size > 1 and streamed is None:
+            self._staging = Staging(layout, flats, comm, device)
+        elif streamed is not None and layout.replicas > 1:
             keepers = comm if layout.shards == 1 else comm.across
-            self._exchange = Exchange(layout, streamed, arena, keepers, lambda *new: self.lands(*new))
+            self._exchange = Exchange(layout, streamed, travelling, keepers, lambda *new: self.lands(*new))
 
     @property
     def direct(self) -> bool:
@@ -117,7 +118,8 @@ class ParameterReturn:
                 values = self._in(lease.arrays[0].view(torch.uint8), chunk)
                 yield values
                 self.lands(chunk, values)
-                if self._exchange is not None:
+                # A worker's collectives would be in no order with others: there `put_together` sends it.
+                if self._exchange is not None and self.direct:
                     self._exchange.send(chunk, values, step)
         elif self.direct:
             yield self._target(chunk)

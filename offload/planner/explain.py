@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from offload import config as configuration
@@ -28,7 +27,7 @@ from offload.config import Config, Tier
 from offload.errors import BudgetError
 from offload.layout import Layout, build, tiled
 from offload.module.parameters import untrained_bytes
-from offload.module.reduction import Reduction
+from offload.module.reduction_plan import Reduction
 from offload.module.units import ROOT, compute_dtypes, rows_of, specs_of
 from offload.optim import exchange, gradients
 from offload.planner.choice import choose
@@ -127,8 +126,7 @@ def plan_of(model: nn.Module, *, direct: bool, ranks: int = 1, **options: Any) -
     dtypes = compute_dtypes(model, config.keep_fp32, config.compute_dtype)
     room = Room(untrained_bytes(model, params, dtypes))
     rows = rows_of(model, params)
-    device = torch.device("cpu" if direct else "cuda")
-    config = configuration.over_ranks(config, ranks=ranks, ranks_on_node=1, device=device)
+    config = configuration.over_ranks(config, ranks=ranks, ranks_on_node=1)
     replicas = configuration.replicas_of(config, ranks=ranks, rows=1)
 
     def laid_out(chosen: Config) -> Layout:
@@ -191,23 +189,28 @@ def _in_memory(placement: Placement, planned: Planned) -> Iterator[Row]:
     yield Row("rest", where, total - sum(row.nbytes for row in rows))
     if placement.staged is not None:
         yield Row("buffers", "cpu", placement.staged.nbytes)
+    if where == "cpu":
+        yield Row("buffers", "device", placement.slab_bytes)
 
 
 def _gradient_bytes(planned: Planned) -> int:
     config, layout = planned.config, planned.layout
     stored = config.grad_tier == "nvme"
+    direct = planned.direct or config.tier == "device"
     if layout.ranks > 1:
         assert config.stage is not None
-        reduction = Reduction(layout, config.stage, config.accumulation, config.bucket_bytes, stored=stored)
-        return reduction.arena_bytes
-    direct = planned.direct or config.tier == "device"
+        reduction = Reduction(
+            layout, config.stage, config.accumulation, config.bucket_bytes, direct=direct, stored=stored
+        )
+        return reduction.waiting_bytes + (reduction.travelling_bytes if direct else 0)
     return gradients.arena_bytes(planned.layout, config.accumulation, direct=direct, stored=stored)
 
 
 def _param_buffers(placement: Placement, planned: Planned) -> int:
     """What streamed parameters and gradients pass through."""
     pools = sum(pool.in_flight * pool.largest for pool in (placement.params, placement.grads) if pool)
-    return pools + exchange.arena_bytes(planned.layout)
+    direct = planned.direct or planned.config.tier == "device"
+    return pools + (exchange.arena_bytes(planned.layout) if direct else 0)
 
 
 def _on_disk(placement: Placement, planned: Planned) -> Iterator[Row]:

@@ -17,7 +17,7 @@ from offload import config as configuration
 from offload.config import LEAST_IN_FLIGHT, MASTER_ITEM_BYTES, Config, Tuning
 from offload.errors import BudgetError, ConfigError
 from offload.layout import Layout, build, tiled
-from offload.module.reduction import Reduction
+from offload.module.reduction_plan import Reduction
 from offload.module.units import rows_of, specs_of
 from offload.native.device import scratch_bytes
 from offload.optim import exchange, gradients, step
@@ -63,7 +63,8 @@ class Placement:
     utilisation: the share of the chunks' buffers that chunks fill; params: of 16-bit parameters that are streamed, or
     brought here only to be committed, None where they stay on the device; staged: the same of states that are on the
     device; held_bytes: what this rank holds of each state kind, wherever it lies, gaps between parameters included;
-    slab_bytes: of device_bytes, those of states, gradients and what works on them, with tier="device".
+    slab_bytes: of device_bytes, those of states, gradients and what works on them, with tier="device"; with others, of
+    what goes between ranks, if the device has memory of its own.
     """
 
     kept: frozenset[int]
@@ -185,9 +186,10 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
 
 
 def _slab_bytes(layout: Layout, config: Config, *, direct: bool) -> int:
-    """Of the device, for all but parameters, with tier="device". Nothing has to be copied there."""
+    """Of the device, for all but parameters: with tier="device" nothing has to be copied there; else what goes between
+    ranks."""
     if config.tier != "device":
-        return 0
+        return 0 if direct or layout.ranks == 1 else _travelling_bytes(layout, config, direct=False)
     states = sum(record.nbytes for record in records_of(layout, split_master=config.split_master))
     largest = max((spec.numel for spec in layout.specs), default=0)
     return _fixed_bytes(layout, config, direct=True) + states + (0 if direct else carved_bytes(scratch_bytes(largest)))
@@ -270,11 +272,6 @@ def _few(sizes: list[int], config: Config) -> Pool:
 def _fixed_bytes(layout: Layout, config: Config, *, direct: bool) -> int:
     """All but the states."""
     pools = [pool.nbytes for pool in (_params_pool(layout, config), _grads_pool(layout, config)) if pool is not None]
-    if layout.ranks > 1:
-        assert config.stage is not None
-        stored = config.grad_tier == "nvme"
-        reduction = Reduction(layout, config.stage, config.accumulation, config.bucket_bytes, stored=stored)
-        return reduction.arena_bytes + exchange.arena_bytes(layout) + sum(pools)
     stored = config.grad_tier == "nvme"
     returned = step.arena_bytes(
         layout,
@@ -282,7 +279,21 @@ def _fixed_bytes(layout: Layout, config: Config, *, direct: bool) -> int:
         direct=direct or config.param_tier != "device",
         split_master=config.split_master,
     )
+    if layout.ranks > 1:
+        travelling = _travelling_bytes(layout, config, direct=True) if direct else 0
+        return _reduction(layout, config, direct=direct).waiting_bytes + travelling + returned + sum(pools)
     return gradients.arena_bytes(layout, config.accumulation, direct=direct, stored=stored) + returned + sum(pools)
+
+
+def _reduction(layout: Layout, config: Config, *, direct: bool) -> Reduction:
+    assert config.stage is not None
+    stored = config.grad_tier == "nvme"
+    return Reduction(layout, config.stage, config.accumulation, config.bucket_bytes, direct=direct, stored=stored)
+
+
+def _travelling_bytes(layout: Layout, config: Config, *, direct: bool) -> int:
+    """Of the device's memory, in which gradients and parameters go between ranks."""
+    return _reduction(layout, config, direct=direct).travelling_bytes + exchange.arena_bytes(layout)
 
 
 def _keep_and_stream(sizes: list[int], room: int, in_flight: int | None) -> tuple[frozenset[int], int]:
@@ -342,7 +353,7 @@ def least_cpu_memory(
     groups = [{"params": list(model.parameters())}] if optimizer is None else optimizer.param_groups
     specs, params = specs_of(model, groups, config.keep_fp32, config.compute_dtype, chosen=config.units, planned=True)
     device = params[0].device
-    config = configuration.over_ranks(config, ranks=ranks, ranks_on_node=1, device=device)
+    config = configuration.over_ranks(config, ranks=ranks, ranks_on_node=1)
     copies = configuration.replicas_of(config, ranks=ranks, rows=replicas)
     if config.param_tier != "device":
         specs = tiled(specs, rows_of(model, params), config.tile_bytes or 0)

@@ -178,6 +178,14 @@ TIERS: dict[str, dict[str, Any]] = {
 }
 
 
+APART: dict[str, dict[str, Any]] = {
+    "cpu, resident": {"tier": "cpu"},
+    "nvme, resident": {"tier": "nvme"},
+    "nvme, streaming from cpu": {"tier": "nvme", "param_tier": "cpu"},
+    "nvme, streaming, gradients too": {"tier": "nvme", "param_tier": "nvme", "grad_tier": "nvme"},
+}
+
+
 def _on(tier: str, path: Path, stage: int, ranks: int) -> dict[str, Any]:
     options = TIERS[tier] | {"stage": stage, "tuning": TUNING}
     if options["tier"] == "nvme":
@@ -229,6 +237,31 @@ def test_a_data_parallel_group_inside_a_larger_mesh(worlds: Worlds, along: str, 
         runs: list[Run] = worlds(4).run(_train, "mlp", 3, False, options, timeout_s=100)
         for row in rows:
             wanted("mlp", 2, 3, 1, 2, False).assert_same_bits([runs[rank] for rank in row])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("tier", APART)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_devices_with_memory_of_their_own(
+    worlds: Worlds, tmp_path: Path, stage: int, tier: str, accumulation: int
+) -> None:
+    if "gradients" in tier and stage == 1 and accumulation == 2:
+        pytest.skip("whole gradients do not go to slots")
+    options = APART[tier] | {"stage": stage, "apart": True, "accumulation": accumulation, "tuning": TUNING}
+    if options["tier"] == "nvme":
+        options |= {"path": str(tmp_path / "run")}
+    if "gradients" in tier:
+        options["tuning"] = Tuning(chunk="256KiB", threads=1, bucket=4096)
+    for run in trained(worlds, "mlp", 2, 3, wire="late", **options):
+        assert run.stats["device_to_host_bytes"] > 0
+        assert run.stats["peak_device_bytes"] > 2 * run.stats["parameters"]
+
+
+@pytest.mark.parametrize("kind", ["gpt", "conv", "sums"])
+def test_every_kind_of_model_on_devices_with_memory_of_their_own(worlds: Worlds, kind: str) -> None:
+    for stage, param_tier, mesh in ((1, None, None), (2, "cpu", None), (3, None, (2, 2)), (3, "cpu", (4, 1))):
+        options = {"param_tier": param_tier, "mesh": mesh, "apart": True, "accumulation": 2}
+        trained(worlds, kind, 4, 3, stage=stage, **options)
 
 
 @pytest.mark.slow

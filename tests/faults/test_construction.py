@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import offload.assembly
+import offload.memory
 from offload import (
     BudgetError,
     ConfigError,
@@ -115,7 +116,7 @@ def test_too_little_ram_is_refused_and_the_advice_works(
     with OffloadZero(model, cpu_memory=caught.value.needed, **options) as optimizer:
         one_step(model, optimizer)
         assert optimizer.stats()["peak_cpu_bytes"] == caught.value.needed
-        assert optimizer._parts.arena.size == caught.value.needed
+        assert optimizer._parts.memory.ram.size == caught.value.needed
 
 
 @pytest.mark.parametrize("path", [False, True], ids=["without commits", "with commits"])
@@ -161,7 +162,7 @@ def test_a_budget_beyond_what_the_machine_has_free_is_refused(
 def test_memory_that_the_machine_refuses_leaves_nothing(
     model: Tiny, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offload.assembly, "Arena", lambda size, copier, **options: Arena(1 << 60, copier))
+    monkeypatch.setattr(offload.memory, "Arena", lambda size, copier, **options: Arena(1 << 60, copier))
     with pytest.raises(BudgetError) as caught:
         make(model)
     assert caught.value.needed == 1 << 60
@@ -487,7 +488,7 @@ def test_a_disk_that_fails_while_masters_are_written_leaves_nothing_held(
     one_step(fresh, make(fresh))
 
 
-@pytest.mark.parametrize("culprit", ["load", "GradientSink", "Store", "Parameters", "Masters", "Step"])
+@pytest.mark.parametrize("culprit", ["kernels_for", "GradientSink", "Store", "Parameters", "Masters", "Step"])
 def test_whatever_fails_half_way_leaves_nothing(
     culprit: str, model: Tiny, unchanged: None, make: Make, monkeypatch: pytest.MonkeyPatch, path: Path
 ) -> None:

@@ -408,7 +408,7 @@ def test_forked_data_loaders_change_no_bit(make: Make) -> None:
 def test_forked_workers_do_not_double_the_memory(tmp_path: Path) -> None:
     model = nn.Linear(2048, 4096)
     optimizer = OffloadZero(model, tier="cpu", tuning=Tuning(threads=1))
-    state = optimizer._parts.arena.used
+    state = optimizer._parts.memory.ram.used
     assert state > 100 * MIB
 
     def step() -> None:
@@ -417,7 +417,7 @@ def test_forked_workers_do_not_double_the_memory(tmp_path: Path) -> None:
         optimizer.zero_grad()
 
     step()
-    address = optimizer._parts.arena._slab.data_ptr()
+    address = optimizer._parts.memory.ram._slab.data_ptr()
     assert region_of(address)
     assert holds_in_child(lambda: region_of(address) == "")
     before = proportional_bytes(os.getpid())

@@ -68,8 +68,8 @@ def train(
 ) -> Run:
     """As tests.support.training.train, on this rank.
 
-    Args: apart: as if the device had memory of its own; idle, spoilt: see `Reference`; mesh: of all ranks, replicas by shards; along: the dimension to train along,
-    each row or column of it for itself; None: both.
+    Args: apart: as if the device had memory of its own; idle, spoilt: see `Reference`; mesh: of all ranks, replicas by
+    shards; along: the dimension to train along, each row or column of it for itself; None: both.
     """
     model = models.build(kind)
     rank, ranks, replicas = torch.distributed.get_rank(), torch.distributed.get_world_size(), 1

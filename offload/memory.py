@@ -1,0 +1,81 @@
+"""What a run reserves before its first step: RAM, and memory of the model's device beside its parameters."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from offload.collectives import Communicator
+from offload.config import Config
+from offload.copies import Copier, HostCopier
+from offload.layout import Layout
+from offload.native import Kernels, load, load_on
+from offload.native.device import scratch_bytes
+from offload.native.threads import usable_cpus
+from offload.planner.placement import Placement
+from offload.store.arena import Arena, Lender
+from offload.store.device import DeviceArena
+
+
+@dataclass(frozen=True)
+class Memory:
+    """ram: also of buffers on the way to and from swap files; device: None: nothing of it; states: where states and
+    gradients wait, one of the two; travelling: in what gradients and parameters go between ranks, the device's if it is
+    apart; copier: between the model and `states`."""
+
+    ram: Arena
+    device: Lender | None
+    states: Lender
+    travelling: Lender
+    copier: Copier
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes lent of the device's."""
+        return 0 if self.device is None else self.device.used
+
+
+def reserve(
+    undo: ExitStack, config: Config, placement: Placement, device: torch.device, copier: Copier, comm: Communicator
+) -> Memory:
+    """`undo` gets the end of it. The pages of `ram` do not come before they are touched. Raises: BudgetError."""
+    ram = Arena(placement.arena_bytes, copier, at_once=False)
+    undo.callback(_end, comm, ram)
+    if config.tier != "device" and not placement.slab_bytes:
+        return Memory(ram, None, ram, ram, copier)
+    slab = _slab(placement.slab_bytes, device, copier)
+    undo.callback(_end, comm, slab)
+    if config.tier == "device":
+        return Memory(ram, slab, slab, slab, HostCopier())  # nothing leaves it in a step
+    return Memory(ram, slab, ram, slab, copier)
+
+
+def kernels_for(undo: ExitStack, config: Config, layout: Layout, memory: Memory) -> Kernels:
+    """Those that work where the states are."""
+    if isinstance(memory.states, DeviceArena):
+        largest = max((spec.numel for spec in layout.specs), default=0)
+        kernels = load_on(memory.states.carve(scratch_bytes(largest)))
+    else:
+        kernels = load(config.threads or max(usable_cpus() // config.ranks_on_node, 1))
+    undo.callback(kernels.close)
+    return kernels
+
+
+def _slab(nbytes: int, device: torch.device, copier: Copier) -> Arena | DeviceArena:
+    if not copier.direct:
+        return DeviceArena(nbytes, device)
+    arena = Arena(nbytes, copier, at_once=False)
+    arena.touch(lambda: None)
+    return arena
+
+
+_abandoned: list[Arena | DeviceArena] = []
+"""Into which a rank that is stuck may still make this one write: they stay mapped."""
+
+
+def _end(comm: Communicator, arena: Arena | DeviceArena) -> None:
+    if not comm.close():
+        _abandoned.append(arena)
+    arena.close()
