@@ -32,7 +32,6 @@ WARM_UP = 0.05
 LAST_LR = 0.1
 PROMPT_BYTES = 64
 PROMPT_SEARCH = 1024
-VALIDATION_WINDOWS = 32
 EXIT_TERMINATED = 143  # 128 + SIGTERM
 TIMELINE_STEPS = 3
 """The last steps, recorded with --timeline and not validated between."""
@@ -163,6 +162,13 @@ def evaluate(model: GPT, windows: tuple[Tensor, Tensor], batch: int) -> float:
     return total / len(tokens)
 
 
+def _more_at_once(model: GPT) -> int:
+    """How many micro-batches validation takes in one pass, which brings all parameters that stream. Not so many that it
+    takes more memory than training: at its peak it holds 10 widths a token, where training holds one of every block and
+    16 of one block even with checkpoints, without which validation has the same bits."""
+    return 1 + model.config.layers // 10
+
+
 def train_loop(
     model: GPT,
     optimizer: OffloadZero,
@@ -179,7 +185,8 @@ def train_loop(
     clock = Clock(record.seconds, device)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, options.steps))
     batches = Batches(text.train, options.batch, options.seq, options.seed, device)
-    starts = even_starts(text.validation, VALIDATION_WINDOWS, options.seq)
+    starts = even_starts(text.validation, options.validation, options.seq)
+    at_once = options.batch * _more_at_once(model)
     held_out = cut_windows(text.validation, starts, options.seq, device)
     # A short run would validate as long as it trains, above all where parameters stream.
     between = options.steps // VALIDATION_POINTS if options.steps >= 2 * VALIDATION_POINTS else options.steps
@@ -188,7 +195,7 @@ def train_loop(
         with clock("step"):
             optimizer.synchronize()  # or validation would pay for the step under way
         with clock("evaluate"):
-            record.validation.append((done, evaluate(model, held_out, options.batch)))
+            record.validation.append((done, evaluate(model, held_out, at_once)))
 
     record.begun = _continue(optimizer, scheduler, batches, options.steps)
     recorded_from = max(1, options.steps - TIMELINE_STEPS + 1) if options.timeline else math.inf

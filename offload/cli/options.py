@@ -13,6 +13,8 @@ from offload.sizes import parse_bytes
 TIERS = ("nvme", "cpu", "device")
 PARAM_TIERS = ("device", "cpu", "nvme", "auto")
 GRAD_TIERS = ("cpu", "nvme", "auto")
+SAMPLE, STREAMED_SAMPLE = 200, 20
+"""Bytes that the model writes at the end: each is a pass through all parameters."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +42,15 @@ class TrainOptions:
     timeline: bool
     param_tier: str = "device"
     grad_tier: str = "cpu"
-    sample: int = 200
+    validation: int = 32
+    sample: int | None = None
     commit_every: int | None = None
     resume: bool = False
     device_memory: str | None = None
     checkpoint_activations: bool = False
 
     def __post_init__(self) -> None:
-        for option in ("steps", "batch", "seq", "accumulation", "threads"):
+        for option in ("steps", "batch", "seq", "accumulation", "validation", "threads"):
             value = getattr(self, option)
             if value is not None and value < 1:
                 raise ConfigError(f"--{option} {value}: give a whole number, at least 1")
@@ -61,7 +64,7 @@ class TrainOptions:
             raise ConfigError(f"--lr {self.lr}: give a learning rate above 0, such as 1e-3")
         if not 0 <= self.seed < 1 << 63:
             raise ConfigError(f"--seed {self.seed}: give a whole number from 0 to 2**63 - 1")
-        if self.sample < 0:
+        if self.sample is not None and self.sample < 0:
             raise ConfigError(f"--sample {self.sample}: give a whole number, at least 0")
         for option, tiers in (("tier", TIERS), ("param_tier", PARAM_TIERS), ("grad_tier", GRAD_TIERS)):
             if getattr(self, option) not in tiers:
@@ -71,6 +74,12 @@ class TrainOptions:
             value = getattr(self, option)
             if value is not None:
                 parse_bytes(_number(value), f"--{option.replace('_', '-')}")
+
+    @property
+    def sample_bytes(self) -> int:
+        if self.sample is not None:
+            return self.sample
+        return SAMPLE if self.param_tier == "device" else STREAMED_SAMPLE
 
     @property
     def given_param_tier(self) -> str | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from offload.cli.console import print_json
-from offload.cli.options import TrainOptions
+from offload.cli.options import SAMPLE, STREAMED_SAMPLE, TrainOptions
 from offload.errors import ConfigError
 from offload.sizes import format_bytes
 
@@ -71,7 +71,14 @@ def train(
     timeline: Annotated[
         bool, typer.Option("--timeline", help="Record the last 3 steps, for ui.perfetto.dev and as a picture.")
     ] = False,
-    sample: Annotated[int, typer.Option(help="Bytes that the model writes at the end.")] = 200,
+    validation: Annotated[int, typer.Option(help="Sequences to validate with.")] = 32,
+    sample: Annotated[
+        int | None,
+        typer.Option(
+            help="Bytes that the model writes at the end.",
+            show_default=f"{SAMPLE}, or {STREAMED_SAMPLE} where parameters stream: each takes all of them once",
+        ),
+    ] = None,
     commit_every: Annotated[
         int | None,
         typer.Option(help="Steps between commits; the files stay, and --resume goes on.", show_default="none"),
@@ -106,6 +113,7 @@ def train(
         timeline=timeline,
         param_tier=param_tier,
         grad_tier=grad_tier,
+        validation=validation,
         sample=sample,
         commit_every=commit_every,
         resume=resume,
@@ -145,7 +153,7 @@ def _run(options: TrainOptions, *, as_json: bool) -> None:
         with progress(stderr, options.steps) as bar:
             record = train_loop(model, optimizer, text, options, device, bar)
         stats = optimizer.stats()
-        prompt, continuation = write(model, text, options.sample, options.seed, device)
+        prompt, continuation = write(model, text, options.sample_bytes, options.seed, device)
         kept = list(optimizer.files) if options.keep or options.commit_every else []
     picture = options.out / "loss.png"
     summary = summarise(record, stats, options) | {"device": str(device), "text": text.source, "files": kept}

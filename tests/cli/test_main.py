@@ -19,7 +19,7 @@ OPTIONS = {
         "--preset", "--steps", "--batch", "--seq", "--lr", "--accumulation", "--tier", "--path", "--keep",
         "--cpu-memory", "--chunk", "--threads", "--seed", "--data", "--out", "--timeline", "--json",
         "--param-tier", "--grad-tier", "--sample", "--commit-every", "--resume", "--device-memory",
-        "--checkpoint-activations",
+        "--checkpoint-activations", "--validation",
     },
     "plan": {
         "--preset", "--layers", "--width", "--accumulation", "--tier", "--cpu-memory", "--chunk", "--split-master",

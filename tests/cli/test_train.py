@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 import offload
 from offload.cli import loop, text
 from offload.cli.main import app
-from offload.models import gpt
+from offload.models import PRESETS, GPTConfig, gpt
 from offload.store.directories import SWAP_NAME
 
 FIELDS = {
@@ -200,6 +200,7 @@ def test_path_of_a_live_run_is_refused_and_untouched(folder: Path) -> None:
         (["--seq", "0"], "--seq 0: "),
         (["--seq", "1025"], "--seq 1025: this preset's context is 1024 bytes"),
         (["--accumulation", "0"], "--accumulation 0: "),
+        (["--validation", "0"], "--validation 0: "),
         (["--threads", "0"], "--threads 0: "),
         (["--lr", "0"], "--lr 0.0: "),
         (["--lr", "nan"], "--lr nan: "),
@@ -331,13 +332,17 @@ def test_learning_rate_rises_then_falls_to_a_tenth() -> None:
     assert loop.lr_factor(0, 1) == 1
 
 
-def test_only_matrices_decay() -> None:
-    options = loop.TrainOptions(
+def options_of(**more: Any) -> loop.TrainOptions:
+    return loop.TrainOptions(
         preset="1m", steps=1, batch=1, seq=16, lr=0.5, accumulation=1, tier="cpu", path=Path("scratch"), keep=False,
         cpu_memory=None, chunk=None, threads=None, seed=0, data=None, out=Path("out"),
-        timeline=False,
+        timeline=False, **more,
     )  # fmt: skip
-    model = loop.GPT(loop.GPTConfig(layers=1, width=16, heads=1))
+
+
+def test_only_matrices_decay() -> None:
+    options = options_of()
+    model = loop.GPT(GPTConfig(layers=1, width=16, heads=1))
     names = {parameter: name for name, parameter in model.named_parameters()}
     with loop.build_optimizer(model, options) as optimizer:
         for group in optimizer.param_groups:
@@ -346,6 +351,27 @@ def test_only_matrices_decay() -> None:
                 is_norm = "norm" in names.pop(parameter)
                 assert group["weight_decay"] == (0.0 if is_norm else loop.WEIGHT_DECAY)
     assert not names
+
+
+def test_validation_of_deep_models_takes_few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PRESETS, "1m", GPTConfig(layers=20, width=32, heads=2))
+    passes: list[int] = []
+    forward = loop.GPT.forward
+
+    def counted(self: loop.GPT, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
+        if targets is not None and not torch.is_grad_enabled():
+            passes.append(len(tokens))
+        return forward(self, tokens, targets)
+
+    monkeypatch.setattr(loop.GPT, "forward", counted)
+    run_json("--tier", "cpu", "--validation", "14")
+    assert passes == [6, 6, 2] * 2
+
+
+@pytest.mark.parametrize(("tier", "count"), [("device", 200), ("auto", 20), ("nvme", 20)])
+def test_fewer_bytes_are_written_where_each_brings_all_parameters(tier: str, count: int) -> None:
+    assert options_of(param_tier=tier).sample_bytes == count
+    assert options_of(param_tier=tier, sample=0).sample_bytes == 0
 
 
 def test_validation_reads_only_held_out_text(monkeypatch: pytest.MonkeyPatch) -> None:
