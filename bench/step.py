@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from offload.cli import bench_step, bench_step_commits, bench_step_report, bench_step_streaming
+from offload.cli import bench_step_streaming_report as streaming_report
 from offload.cli.bench_step_plots import draw
 from offload.cli.bench_step_sheet import WIDTH
 
@@ -45,9 +46,9 @@ def main(
         bench_step_streaming.check_place(path, job)
         counts = bench_step.numbers_of_tokens(tokens)
         iterations = bench_step_streaming.measure(job, counts, path, rounds, Console(stderr=True))
-        _show(console, bench_step_streaming.table(iterations), bench_step_streaming.shortfalls(iterations))
+        _show(console, streaming_report.table(iterations), streaming_report.shortfalls(iterations))
         if save:
-            (RESULTS / "iterations.md").write_text(bench_step_streaming.markdown(iterations, command))
+            (RESULTS / "iterations.md").write_text(streaming_report.markdown(iterations, command))
         return
     budget_shares = bench_step.shares(budgets)
     cases = bench_step.cases_of(

@@ -156,14 +156,15 @@ def _iterations(
     from rich.console import Console
 
     from offload.cli import bench_step_streaming as streaming
+    from offload.cli import bench_step_streaming_report as report
 
     job = streaming.job_of(n, *tiers)
     streaming.check_place(path, job)
     found = streaming.measure(job, tokens, path, rounds, Console(stderr=True))
     if as_json:
-        print_json(streaming.as_json(found))
+        print_json(report.as_json(found))
     else:
-        _show(streaming.table(found), streaming.shortfalls(found))
+        _show(report.table(found), report.shortfalls(found))
 
 
 def _show(table: Table, lines: Iterable[str]) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import gc
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from offload import OffloadZero, Tuning
@@ -33,12 +32,11 @@ from offload.cli import bench_step
 from offload.cli.bench_io_progress import progress
 from offload.cli.bench_step import SEQUENCE
 from offload.cli.bench_step_contestants import EACH_WAY, Disk, Transfers
-from offload.cli.bench_step_sheet import Sheet, hardware, median, spread
+from offload.cli.bench_step_sheet import hardware, median
 from offload.models.gpt import GPT, VOCABULARY, GPTConfig, initial_values
 from offload.planner import least_cpu_memory
-from offload.sizes import PAGE_BYTES, format_bytes, round_up
+from offload.sizes import PAGE_BYTES, round_up
 
-TARGET = 1.15
 STATE_BYTES, PARAM_BYTES, GRAD_BYTES = 24, 6, 4
 """A parameter and iteration, at most."""
 LAYER_WIDTHS = (1024, 512, 256)
@@ -48,12 +46,6 @@ ITERATIONS = 3
 CHUNKS_A_LAYER = 3
 BUFFERS = 2
 """Chunks in RAM beyond the least that works."""
-HEADINGS = (
-    "tokens", "iteration", "fastest-slowest", "resident", "drive alone", "x limit", "x phases", "x CPU",
-    "bytes a parameter",
-    "in forward", "peak RAM",
-    "forward", "backward", "step", "waiting",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -306,100 +298,3 @@ def _round(job: Job, streamed: Subject, resident: Subject, disk: Disk, text: Ten
     disk_s = (before + disk.run(transfers, EACH_WAY[1])) / 2
     other = resident.run(text) if other is None else other
     return Round(one, other, disk_s * one.moved_bytes / transfers.nbytes)
-
-
-def as_json(report: Report) -> dict[str, Any]:
-    job = report.results[0].job
-    return {
-        "parameters": job.n,
-        "layers": job.layers,
-        "width": job.width,
-        "param_tier": job.param_tier,
-        "grad_tier": job.grad_tier,
-        "chunk_bytes": job.tuning.chunk,
-        "cpu_memory": job.cpu_memory,
-        "hardware": report.hardware,
-        "runs": [_run_json(result) for result in report.results],
-    }
-
-
-def _run_json(result: Result) -> dict[str, Any]:
-    return {
-        "tokens": result.tokens,
-        "iteration_s": result.streamed_s,
-        "resident_s": result.resident_s,
-        "disk_s": result.disk_s,
-        "x_limit": result.x_limit,
-        "x_phases": result.x_phases,
-        "x_cpu": result.x_cpu,
-        "forward_share": result.forward_share,
-        "bytes_per_param": result.bytes_per_param,
-        "peak_cpu_bytes": result.peak_cpu_bytes,
-        **{f"{name}_s": result.part_s(name) for name in ("forward", "backward", "step")},
-        "wait_share": result.wait_share,
-        "rounds": [
-            {"iteration_s": one.streamed.seconds, "resident_s": one.resident.seconds, "disk_s": one.disk_s}
-            for one in result.rounds
-        ],
-    }
-
-
-def _title(report: Report) -> str:
-    job = report.results[0].job
-    return (
-        f"Iterations of a GPT of {job.n:,} parameters ({job.layers} x {job.width}), states on nvme, parameters on "
-        f"{job.param_tier}, gradients on {job.grad_tier}"
-    )
-
-
-def table(report: Report) -> Table:
-    """For people."""
-    return _sheet(report).table()
-
-
-def _sheet(report: Report) -> Sheet:
-    return Sheet(_title(report), report.hardware, HEADINGS, [_row(result) for result in report.results])
-
-
-def _row(result: Result) -> tuple[str, ...]:
-    return (
-        str(result.tokens),
-        f"{result.streamed_s:.2f} s",
-        spread([one.streamed.seconds for one in result.rounds], 2),
-        f"{result.resident_s:.2f} s",
-        f"{result.disk_s:.2f} s",
-        f"{result.x_limit:.3f}",
-        f"{result.x_phases:.3f}",
-        f"{result.x_cpu:.2f}",
-        f"{result.bytes_per_param:.2f} of {result.job.allowed_bytes}",
-        f"{result.forward_share:.0%}",
-        format_bytes(result.peak_cpu_bytes),
-        *(f"{result.part_s(name):.2f} s" for name in ("forward", "backward", "step")),
-        f"{result.wait_share:.0%}",
-    )
-
-
-def shortfalls(report: Report) -> Iterator[str]:
-    """Where an iteration takes longer, or moves more, than we want."""
-    for result in report.results:
-        what = f"an iteration of {result.tokens} tokens"
-        # Headers and padding are not the parameters'.
-        if result.bytes_per_param > 1.01 * result.job.allowed_bytes:
-            yield f"off target: {what} moves {result.bytes_per_param:.2f} bytes, wanted {result.job.allowed_bytes}"
-        if result.x_limit > TARGET:
-            yield f"off target: {what} takes {result.x_limit:.3f} of its limit, wanted {TARGET}"
-
-
-def markdown(report: Report, command: str) -> str:
-    """For bench/results."""
-    about = (
-        f"{_title(report)}, with the least `cpu_memory` that works and {BUFFERS} chunks more. An iteration: forward, "
-        "backward and step, from where one step() returns to where the next does. `resident`: the same model with all "
-        "of it in RAM, its Adam included; `drive alone`: the bytes that the streamed iteration moved, through the same "
-        "engine, reading and writing at once, before and after it; `x limit`: of the larger of both, median over the "
-        "rounds; `x phases`: of the larger of both in forward plus the larger of both after it; `x CPU`: the CPU time "
-        "it takes, of the resident model's: here layers, Adam and I/O share the CPUs. `forward`, `backward`, `step`: "
-        "until these return; the states of a layer are stepped when the next forward enters it, where the share `in "
-        "forward` of the bytes moves. `waiting`: for the disk. Times are medians."
-    )
-    return _sheet(report).page("Iterations with streamed parameters", command, about, shortfalls(report))

@@ -11,8 +11,9 @@ from typer.testing import CliRunner, Result
 
 from offload import OffloadZero
 from offload.cli import bench_step_streaming
-from offload.cli.bench_step_streaming import Block, Job, Report, Round, as_json, job_of, markdown, shortfalls, table
+from offload.cli.bench_step_streaming import Block, Job, Report, Round, job_of
 from offload.cli.bench_step_streaming import Result as Case
+from offload.cli.bench_step_streaming_report import as_json, markdown, shortfalls, table
 from offload.cli.main import app
 from offload.sizes import MIB
 from tests.support.processes import arena_bytes, open_files, own_threads
