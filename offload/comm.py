@@ -112,7 +112,9 @@ class Group(Communicator):
             began = time.monotonic()
             try:
                 backends = dist.get_backend_config(self._group)
-                made = _another(self._ranks, backends, self._timeout_s + _GRACE_S)
+                names = {backend.split(":")[1] for backend in backends.split(",")}
+                # One for all devices is called by its name: torch warns about others.
+                made = _another(self._ranks, names.pop() if len(names) == 1 else backends, self._timeout_s + _GRACE_S)
             except RuntimeError as error:
                 raise self.fail("new_group", time.monotonic() - began, str(error)) from error
             self._own, self._beside = made, self._part(made)
