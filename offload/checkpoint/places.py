@@ -62,7 +62,7 @@ def swaps(directory: Path) -> Iterator[Swap]:
     for name in names:
         match = _SWAP.fullmatch(name)
         path = directory / name
-        if match is not None and stat.S_ISREG(os.lstat(path).st_mode):
+        if match is not None and _is_file(path):
             yield Swap(path, int(match[1]), match[2] is not None, _block_of(path))
 
 
@@ -259,6 +259,15 @@ def claimed(path: Path) -> IOFile:
         file.close()
         raise
     return file
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except FileNotFoundError:  # a run that ends removes what is beside its files
+        return False
+    except OSError as error:
+        raise PathError(error.errno, f"cannot be looked at: {error.strerror}", str(path)) from error
 
 
 def _block_of(path: Path) -> Superblock | None:

@@ -1,0 +1,259 @@
+"""Which files in a run's directories are whose, and what happens to them, in which order."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from offload.checkpoint import places as placing
+from offload.checkpoint.commit import Commit, manifest_name, read_commit, write_commit, write_manifest
+from offload.checkpoint.files import LOCAL, LocalFiles
+from offload.checkpoint.manifest import Digest
+from offload.checkpoint.places import claimed, foreign, is_settled, last_commit, require_free, settle, swaps
+from offload.errors import PathError, PathInUseError, ResumeError
+from offload.sizes import PAGE_BYTES
+from offload.store import slots
+from offload.store.directories import COMMIT_NAME
+from tests.support.committed import manifest_of, superblock, superblock_of
+
+OLD, NEW, OTHER = "a" * 32, "b" * 32, "c" * 32
+"""The run that was, the one that replaces it, and one that has nothing to do with them."""
+BEFORE = Commit(OLD, 7, (Digest(1, "0" * 32),))
+AFTER = Commit(NEW, 7, (Digest(1, "0" * 32),), OLD)
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> list[Path]:
+    found = [tmp_path / name for name in "ab"]
+    for place in found:
+        place.mkdir()
+    return found
+
+
+def swap(directory: Path, name: str, run_id: str, path: int = 0, paths: int = 1) -> Path:
+    file = directory / f"offload-{name}"
+    file.write_bytes(superblock(manifest_of(run_id=run_id, paths=paths), path))
+    return file
+
+
+def names(directory: Path) -> set[str]:
+    return {file.name.removeprefix("offload-") for file in directory.iterdir()}
+
+
+class Logged(LocalFiles):
+    """What was asked of the file system, in order, with the operations of places.py itself."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+
+        def rename(old: Path, new: Path) -> None:
+            self.log.append(f"rename {old.name}")
+            os.rename(old, new)
+
+        def unlink(path: Path) -> None:
+            self.log.append(f"remove {path.name}")
+            os.unlink(path)
+
+        patch.setattr(placing, "os", SimpleNamespace(**{**vars(os), "rename": rename, "unlink": unlink}))
+
+    def remove(self, path: Path) -> None:
+        self.log.append(f"remove {path.name}")
+        super().remove(path)
+
+    def sync_directory(self, path: Path) -> None:
+        self.log.append(f"sync {path.name}")
+        super().sync_directory(path)
+
+
+# What is a swap file.
+
+
+def test_what_is_no_regular_file_is_no_swap_file(places: list[Path]) -> None:
+    real = swap(places[1], "rank0.swap", NEW)
+    (places[0] / "offload-rank0.swap").symlink_to(real)
+    os.mkfifo(places[0] / "offload-rank1.swap")
+    (places[0] / "offload-rank2.swap").mkdir()
+    swap(places[0], "rank03.swap", NEW)
+    swap(places[0], "rank3.swap.new", NEW)
+    assert [(one.rank, one.is_aside, one.run_id) for one in swaps(places[0])] == [(3, True, NEW)]
+    assert not [*swaps(places[0] / "missing")]
+    assert not [*swaps(real)]
+
+
+def test_a_directory_that_cannot_be_read_is_not_taken_for_an_empty_one(
+    places: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> list[str]:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(placing, "os", SimpleNamespace(**{**vars(os), "listdir": refuse}))
+    with pytest.raises(PathError) as caught:
+        [*swaps(places[0])]
+    assert (caught.value.errno, caught.value.filename) == (errno.EACCES, str(places[0]))
+
+
+@pytest.mark.parametrize("gone", ["lstat", "open"])
+def test_a_file_that_goes_meanwhile_is_no_error(places: list[Path], monkeypatch: pytest.MonkeyPatch, gone: str) -> None:
+    """A run that ends in order removes what it has beside its files, while others look."""
+    first, second = (swap(places[0], f"rank{rank}.swap", NEW) for rank in range(2))
+
+    def look(path: Path, *args: Any) -> Any:
+        if path == first:
+            first.unlink(missing_ok=True)
+        return getattr(os, gone)(path, *args)
+
+    monkeypatch.setattr(placing, "os", SimpleNamespace(**{**vars(os), gone: look}))
+    assert [one.path for one in swaps(places[0]) if one.block is not None] == [second]
+
+
+def test_a_swap_file_of_a_newer_version_is_of_no_run(places: list[Path]) -> None:
+    (places[0] / "offload-rank0.swap").write_bytes(superblock_of(b"{}", slots.FORMAT + 1))
+    assert [one.run_id for one in swaps(places[0])] == [None]
+
+
+# Whose they are.
+
+
+def test_a_directory_whose_record_is_missed_is_refused_whatever_else_was_begun(places: list[Path]) -> None:
+    """Nothing is known of the run in the second one by a run that never committed in the first."""
+    manifest = manifest_of(run_id=OLD, paths=2)
+    swap(places[1], "rank0.swap", OLD, path=1, paths=2)
+    write_manifest(places[1], manifest)
+    swap(places[0], "rank0.swap", OTHER)
+    with pytest.raises(ResumeError, match="b belongs to a committed run whose COMMIT record is not in"):
+        last_commit(places, LOCAL)
+    swap(places[0], "rank0.swap", OLD, paths=2)
+    assert last_commit(places, LOCAL) is None
+
+
+def test_a_record_that_replaces_itself_is_refused(places: list[Path]) -> None:
+    write_commit(places[0], Commit(NEW, 7, AFTER.manifests, NEW))
+    with pytest.raises(ResumeError):
+        last_commit(places, LOCAL)
+
+
+def test_only_files_under_their_names_and_of_neither_run_are_in_the_way(places: list[Path]) -> None:
+    swap(places[0], "rank0.swap", OLD)
+    swap(places[0], "rank1.swap", NEW)
+    swap(places[0], "rank2.swap.new", OTHER)
+    assert not foreign(places, AFTER)
+    others = [swap(places[1], "rank3.swap", OTHER), places[1] / "offload-rank4.swap"]
+    others[1].write_bytes(b"")
+    assert [one.path for one in foreign(places, AFTER)] == others
+    require_free(places, AFTER)
+    with open(others[0], "rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(PathInUseError):
+            require_free(places, AFTER)
+
+
+# Settling.
+
+
+def settled(places: Sequence[Path], files: LocalFiles = LOCAL) -> None:
+    settle(places, AFTER, files, locked=False)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_old_record_is_gone_for_good_before_anything_else_is_done(
+    places: list[Path], monkeypatch: pytest.MonkeyPatch, order: int
+) -> None:
+    write_commit(places[0], BEFORE)
+    swap(places[0], "rank0.swap", OLD)
+    write_commit(places[1], AFTER)
+    swap(places[1], "rank0.swap.new", NEW)
+    swap(places[1], "rank0.swap", OLD)
+    files = Logged(monkeypatch)
+    settled(places[::order], files)
+    assert files.log[:2] == ["remove COMMIT", "sync a"]
+    rest = [["remove offload-rank0.swap", "sync a"], ["rename offload-rank0.swap.new", "sync b"]][::order]
+    assert files.log[2:] == rest[0] + rest[1]
+    assert (read_commit(places[0]), read_commit(places[1])) == (None, AFTER)
+    assert (names(places[0]), names(places[1])) == (set(), {COMMIT_NAME, "rank0.swap"})
+
+
+LEFT: dict[str, tuple[str, bytes | str]] = {
+    "of this run aside": ("rank5.swap.new", NEW),
+    "of the run before": ("rank5.swap", OLD),
+    "of the run before aside": ("rank5.swap.new", OLD),
+    "of another run aside": ("rank5.swap.new", OTHER),
+    "that did not begin": ("rank5.swap.new", bytes(2 * PAGE_BYTES)),
+    "that is empty": ("rank5.swap.new", b""),
+}
+STAYS: dict[str, tuple[str, bytes | str]] = {
+    "of this run": ("rank5.swap", NEW),
+    "of another run": ("rank5.swap", OTHER),
+    "of somebody else aside": ("rank5.swap.new", b"mine".rjust(PAGE_BYTES, b"\0")),
+    "of somebody else": ("rank5.swap", bytes(PAGE_BYTES)),
+}
+
+
+@pytest.mark.parametrize("what", LEFT | STAYS)
+def test_what_was_left_goes_and_what_others_have_stays(places: list[Path], what: str) -> None:
+    write_commit(places[0], AFTER)
+    swap(places[0], "rank0.swap", NEW)
+    assert is_settled(places, AFTER, LOCAL)
+    name, content = (LEFT | STAYS)[what]
+    if isinstance(content, str):
+        swap(places[1], name, content)
+    else:
+        (places[1] / f"offload-{name}").write_bytes(content)
+    assert is_settled(places, AFTER, LOCAL) == (what in STAYS)
+    settled(places)
+    expected = {name} if what in STAYS else {"rank5.swap"} if content == NEW else set()
+    assert (names(places[0]), names(places[1])) == ({COMMIT_NAME, "rank0.swap"}, expected)
+    assert is_settled(places, AFTER, LOCAL)
+
+
+def test_what_older_commits_left_goes_along_with_what_is_astray(places: list[Path]) -> None:
+    manifest = manifest_of(run_id=OLD)
+    write_manifest(places[0], manifest)
+    assert manifest_name(BEFORE, 0) in names(places[0])
+    assert not is_settled(places, AFTER, LOCAL)
+    swap(places[0], "rank0.swap.new", NEW)
+    settled(places)
+    assert names(places[0]) == {"rank0.swap"}
+
+
+@pytest.mark.parametrize("name", ["rank0.swap.new", "rank0.swap"])
+@pytest.mark.parametrize("run_id", [OLD, NEW, OTHER])
+def test_nothing_is_settled_under_a_live_run(places: list[Path], name: str, run_id: str) -> None:
+    write_commit(places[0], BEFORE)
+    file = swap(places[1], name, run_id)
+    if run_id == OTHER and name == "rank0.swap":
+        swap(places[1], "rank1.swap.new", OTHER)
+        file = places[1] / "offload-rank1.swap.new"
+    before = [names(place) for place in places]
+    with open(file, "rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(PathInUseError):
+            settled(places)
+        assert [names(place) for place in places] == before
+    settled(places)
+    assert not (places[0] / COMMIT_NAME).exists()
+
+
+def test_a_file_to_be_claimed_is_no_link_and_a_held_one_leaves_no_descriptor(places: list[Path]) -> None:
+    file = swap(places[0], "rank0.swap", NEW)
+    link = places[1] / "offload-rank0.swap"
+    link.symlink_to(file)
+    with pytest.raises(PathError) as caught:
+        claimed(link)
+    assert caught.value.errno == errno.ELOOP
+    with open(file, "rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(PathInUseError):
+            claimed(file)
+        assert len(os.listdir("/proc/self/fd")) == before
+    shutil.rmtree(places[0])
+    with pytest.raises(PathError):
+        claimed(file)
