@@ -114,6 +114,22 @@ def test_a_file_that_goes_meanwhile_is_no_error(places: list[Path], monkeypatch:
     assert [one.path for one in swaps(places[0]) if one.block is not None] == [second]
 
 
+def test_a_link_that_is_put_in_a_files_place_is_not_followed(
+    places: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, other = swap(places[0], "rank0.swap", OLD), swap(places[1], "rank0.swap", NEW)
+
+    def swapped(path: Path, *args: Any) -> int:
+        file.unlink()
+        file.symlink_to(other)
+        return os.open(path, *args)
+
+    monkeypatch.setattr(placing, "os", SimpleNamespace(**{**vars(os), "open": swapped}))
+    with pytest.raises(PathError) as caught:
+        [*swaps(places[0])]
+    assert caught.value.errno == errno.ELOOP
+
+
 def test_a_swap_file_of_a_newer_version_is_of_no_run(places: list[Path]) -> None:
     (places[0] / "offload-rank0.swap").write_bytes(superblock_of(b"{}", slots.FORMAT + 1))
     assert [one.run_id for one in swaps(places[0])] == [None]
@@ -251,9 +267,9 @@ def test_a_file_to_be_claimed_is_no_link_and_a_held_one_leaves_no_descriptor(pla
     with open(file, "rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         before = len(os.listdir("/proc/self/fd"))
-        with pytest.raises(PathInUseError):
+        with pytest.raises(PathInUseError) as busy:
             claimed(file)
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) == before, busy
     shutil.rmtree(places[0])
     with pytest.raises(PathError):
         claimed(file)
