@@ -126,14 +126,16 @@ class Found:
         return int(not is_settled(self.settled, commit, FILES))
 
     def claim(self, *, alone: bool) -> None:
-        """Locks what is to be read, and replaced. Args: alone: no other rank reads it. Raises: as `clear_up`."""
+        """Locks what is to be read, and replaced; `require_last` when all is locked, also what is used where it lies.
+
+        Args: alone: no other rank reads it. Raises: as `clear_up`.
+        """
         if self.manifest is None:
             self.reader.lock(exclusive=alone and not self.is_elsewhere, without=self.without)
             if self.is_elsewhere:
                 found = (swap for place in self.settled for swap in swaps(place))
                 replaced = [swap.path for swap in found if swap.run_id == self.commit.run_id]
                 self.reader.hold(replaced, exclusive=alone)
-        self.require_last()
 
     def require_last(self) -> None:
         """It was read before any lock was taken. Raises: ResumeError."""

@@ -1,0 +1,120 @@
+"""Another run that goes on from a commit while this one is about to: whoever is late changes nothing and says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload import OffloadZero, Tuning, commits, resuming
+from offload.checkpoint.reader import Reader
+from offload.errors import CorruptionError, PathInUseError, ResumeError
+from offload.resuming import Found
+from offload.store.directories import SWAP_NAME
+from tests.faults.conftest import SMALL, Make, Tiny, one_step
+from tests.faults.test_commits import committed
+from tests.faults.test_resharding import LARGER, contents
+
+
+def once(patch: pytest.MonkeyPatch, owner: Any, name: str, work: Callable[[], None], *, after: bool) -> None:
+    """Calls `work` before or after the next call of this function, and only then."""
+    real = getattr(owner, name)
+
+    def call(*args: Any, **options: Any) -> Any:
+        patch.setattr(owner, name, real)
+        if not after:
+            work()
+        found = real(*args, **options)
+        if after:
+            work()
+        return found
+
+    patch.setattr(owner, name, call)
+
+
+def another(path: Path, tuning: Tuning) -> None:
+    """A whole run, from the last commit to the next one."""
+    model = Tiny()
+    with OffloadZero(model, path=path, resume=True, commit_every=0, tuning=tuning, cpu_memory="1MiB") as optimizer:
+        one_step(model, optimizer, 3)
+        optimizer.commit({"seen": 4})
+
+
+MOMENTS = [
+    (resuming, "manifests_of_all", False),
+    (resuming, "_find", True),
+    (Found, "clear_up", True),
+    (Found, "claim", True),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "after"), MOMENTS, ids=[name for _, name, _ in MOMENTS])
+@pytest.mark.parametrize("other", [SMALL, LARGER], ids=["same chunks", "other chunks"])
+@pytest.mark.parametrize("own", [SMALL, LARGER], ids=["used where it lies", "read"])
+def test_what_another_run_commits_meanwhile_is_not_touched(
+    make: Make,
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    after: bool,
+    other: Tuning,
+    own: Tuning,
+) -> None:
+    committed(make)[1].close()
+    late: list[dict[str, bytes]] = []
+
+    def meanwhile() -> None:
+        another(path, other)
+        late.append(contents(path))
+
+    once(monkeypatch, owner, name, meanwhile, after=after)
+    is_held = (name, own) == ("claim", LARGER)
+    with pytest.raises(PathInUseError if is_held else ResumeError):
+        make(Tiny(), resume=True, commit_every=0, tuning=own, cpu_memory="1MiB")
+    if not is_held:
+        assert late == [contents(path)]
+    with Reader([path]) as reader:
+        assert reader.commit.step == (3 if is_held else 4)
+        assert all(slot.error is None for slot in reader.verify())
+
+
+def test_damage_is_not_taken_for_a_run_that_committed_meanwhile(make: Make, path: Path) -> None:
+    committed(make)[1].close()
+    for manifest in path.glob("manifest-*"):
+        manifest.unlink()
+    with pytest.raises(CorruptionError, match="is missing"):
+        make(Tiny(), resume=True, commit_every=0)
+
+
+def test_a_live_run_that_has_committed_nothing_is_not_joined(make: Make, path: Path, tmp_path: Path) -> None:
+    committed(make)[1].close()
+    there = tmp_path / "there"
+    make(Tiny(), path=there, commit_every=0)
+    (there / SWAP_NAME).rename(there / "offload-rank1.swap")  # its other rank is on another machine
+    before = contents(tmp_path)
+    with pytest.raises(PathInUseError):
+        make(Tiny(), path=there, resume=[path], commit_every=0, cpu_memory="1MiB")
+    assert contents(tmp_path) == before
+
+
+def test_what_a_live_run_has_beside_the_commit_is_not_cleared_away(
+    make: Make, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads the commit, and writes it anew in its own chunks."""
+    committed(make)[1].close()
+    refused: list[bool] = []
+
+    def meanwhile() -> None:
+        before = contents(path)
+        with pytest.raises(PathInUseError):
+            make(Tiny(), resume=True, commit_every=0)
+        refused.append(contents(path) == before and f"{SWAP_NAME}.new" in before)
+
+    once(monkeypatch, commits, "moves", meanwhile, after=False)
+    make(Tiny(), resume=True, commit_every=0, tuning=LARGER, cpu_memory="1MiB").close()
+    assert refused == [True]
+    with Reader([path]) as reader:
+        assert all(slot.error is None for slot in reader.verify())
