@@ -131,11 +131,11 @@ class Found:
         Args: alone: no other rank reads it. Raises: as `clear_up`.
         """
         if self.manifest is None:
-            self.reader.lock(exclusive=alone and not self.is_elsewhere, without=self.without)
+            self.reader.swap_files.lock(exclusive=alone and not self.is_elsewhere, without=self.without)
             if self.is_elsewhere:
                 found = (swap for place in self.settled for swap in swaps(place))
                 replaced = [swap.path for swap in found if swap.run_id == self.commit.run_id]
-                self.reader.hold(replaced, exclusive=alone)
+                self.reader.swap_files.hold(replaced, exclusive=alone)
 
     def require_last(self) -> None:
         """It was read before any lock was taken. Raises: ResumeError."""

@@ -7,32 +7,29 @@ A split master needs the slot of its 16-bit parameters beside.
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn, Self
+from typing import Self
 
 import torch
-import xxhash
 from torch import Tensor
 
-from offload.checkpoint.blocks import Slot, committed_slots, header_problem, parse_header, superblock_problem
+from offload.checkpoint.blocks import Slot, committed_slots
 from offload.checkpoint.commit import Commit, agree, manifest_name, read_extra
 from offload.checkpoint.files import LOCAL, Files
 from offload.checkpoint.manifest import Manifest, ParameterFacts
-from offload.checkpoint.places import last_commit, listed, swaps
-from offload.checkpoint.swapfile import SwapFile, aligned_memory
+from offload.checkpoint.places import last_commit, listed
+from offload.checkpoint.swapfile import aligned_memory
+from offload.checkpoint.swapfiles import SwapFiles
 from offload.checkpoint.visible import directory_of, ranks_in, read_manifests, require_manifests
 from offload.errors import ConfigError, CorruptionError, OffloadError, ResumeError
 from offload.native import Kernels, load
-from offload.sizes import MIB, PAGE_BYTES
-from offload.store.directories import swap_name
+from offload.sizes import MIB
 from offload.store.slots import STATE_KINDS
 
 BLOCK = 1 << 20
@@ -78,7 +75,7 @@ class Reader:
     run can write meanwhile) when the first slot is asked for. Not for several threads at a time.
 
     Args: told: the last commit, where its record is, and its manifests, by rank, where not all of it may be seen here.
-    Attributes: paths; commit; home, the directory of its record; manifests, by rank.
+    Attributes: paths; commit; home, the directory of its record; manifests, by rank; swap_files.
     Raises: ResumeError (no commit, a directory is missing, a newer version's), CorruptionError, PathError,
     PathInUseError (a live run, from `verify` and `read` on), TierIOError.
     """
@@ -91,15 +88,13 @@ class Reader:
     ) -> None:
         self.paths = tuple(paths)
         self._disk = files
-        self._files: dict[tuple[int, int], SwapFile] = {}
-        self._undo = ExitStack()
-        self._without: Collection[int] = ()
         # One for states, one for the 16-bit parameters beside them: which slot each holds.
         self._buffers = [aligned_memory(0), aligned_memory(0)]
         self._loaded: list[tuple[int, int] | None] = [None, None]
         self._kernels: Kernels | None = None
         self.home, self.commit, self.manifests = self._look() if told is None else told
         agree(self.manifests, str(self.home))
+        self.swap_files = SwapFiles(self.paths, self.manifests)
         self._slots = [committed_slots(manifest) for manifest in self.manifests]
         self._chunks = [len(manifest.chunks) for manifest in self.manifests]
         self._names = {param.name: number for number, param in enumerate(self.manifests[0].parameters)}
@@ -120,9 +115,11 @@ class Reader:
 
     def close(self) -> None:
         """Closes the files, which frees their lock. May be called again."""
-        self._files.clear()
         self._loaded = [None, None]
-        self._undo.close()
+        self.swap_files.close()
+        if self._kernels is not None:
+            self._kernels.close()
+            self._kernels = None
 
     def extra(self, rank: int = 0) -> object:
         """What the user committed along with `rank`."""
@@ -184,7 +181,6 @@ class Reader:
     def _join(self, *tensors: Tensor) -> None:
         if self._kernels is None:
             self._kernels = load()
-            self._undo.callback(self._kernels.close)
         self._kernels.join(*tensors)
 
     def _view(self, rank: int, number: int, kind: str, buffer: Tensor) -> Tensor:
@@ -215,11 +211,11 @@ class Reader:
         Args: wanted: (rank, chunk) of each. One is read ahead. Memory: `slots_bytes`.
         Raises: as `Reader`.
         """
-        self.lock()
+        self.swap_files.lock()
         wanted = list(wanted)
         for rank, chunk in wanted:
             for number in self._needed(rank, chunk):
-                self._require_whole(rank, self._slots[rank][number])
+                self.swap_files.require_whole(rank, self._slots[rank][number])
         pairs = deque([aligned_memory(size) for size in self._largest()] for _ in range(2))
         joined = aligned_memory(self._joined_bytes()).view(torch.float32)
         with ThreadPoolExecutor(1, thread_name_prefix="offload-read") as pool:
@@ -263,7 +259,7 @@ class Reader:
         """Reads and checks the slots that hold a chunk."""
         for number, buffer in zip(self._needed(rank, chunk), pair, strict=False):
             slot = self._slots[rank][number]
-            self._check_slot(rank, slot, buffer[: slot.size])
+            self.swap_files.check(rank, slot, buffer[: slot.size])
         return pair
 
     def _states(self, rank: int, chunk: int, pair: list[Tensor], joined: Tensor) -> dict[str, Tensor]:
@@ -280,7 +276,7 @@ class Reader:
 
         Goes on after an error: what it yields says what is wrong with a slot. Memory: `threads` x PIECE_BYTES.
         """
-        self.lock()
+        self.swap_files.lock()
         work = ((rank, slot) for rank, slots in enumerate(self._slots) for slot in slots)
         buffers = deque(aligned_memory(PIECE_BYTES) for _ in range(threads))
         with ThreadPoolExecutor(threads, thread_name_prefix="offload-verify") as pool:
@@ -295,95 +291,27 @@ class Reader:
     def _verify_one(self, rank: int, slot: Slot, buffers: deque[Tensor]) -> Verified:
         buffer = buffers.pop()
         try:
-            self._check_slot(rank, slot, buffer)
+            self.swap_files.check(rank, slot, buffer)
         except OffloadError as error:
             return Verified(rank, slot.chunk, slot.size, error)
         finally:
             buffers.append(buffer)
         return Verified(rank, slot.chunk, slot.size, None)
 
-    def _check_slot(self, rank: int, slot: Slot, buffer: Tensor) -> None:
-        """Reads a slot through `buffer`, whatever its size; what fits into it stays in it. Raises: as `Reader`."""
-        file = self._files[rank, slot.path]
-        manifest = self.manifests[rank]
-        hasher = xxhash.xxh3_64()
-        for start in range(0, slot.size, len(buffer)):
-            data = memoryview(buffer[: min(len(buffer), slot.size - start)].numpy().data)
-            if file.read(data, slot.offset + start) < len(data):
-                _refuse(file, slot, f"the file ends before this slot of {slot.size} bytes does")
-            if start == 0:
-                header = parse_header(bytes(data[:PAGE_BYTES]), file.path, slot.offset, slot.chunk)
-                if problem := header_problem(header, manifest, slot.chunk):
-                    _refuse(file, slot, problem)
-                data = data[PAGE_BYTES:]
-            hasher.update(data)
-        if hasher.intdigest() != manifest.slots[slot.chunk].checksum:
-            _refuse(file, slot, "the slot's data does not match its checksum")
-
     def _load(self, rank: int, number: int) -> Tensor:
         """Brings a slot into its buffer, and checks it."""
         role = int(number >= self._chunks[rank])
         if self._loaded[role] == (rank, number):
             return self._buffers[role]
-        self.lock()
+        self.swap_files.lock()
         self._loaded[role] = None
         slot = self._slots[rank][number]
-        self._require_whole(rank, slot)
+        self.swap_files.require_whole(rank, slot)
         if len(self._buffers[role]) < slot.size:
             self._buffers[role] = aligned_memory(slot.size)
-        self._check_slot(rank, slot, self._buffers[role][: slot.size])
+        self.swap_files.check(rank, slot, self._buffers[role][: slot.size])
         self._loaded[role] = rank, number
         return self._buffers[role]
-
-    def _require_whole(self, rank: int, slot: Slot) -> None:
-        """Before memory is taken for a slot: a manifest may say anything."""
-        file = self._files[rank, slot.path]
-        if file.size < slot.offset + slot.size:
-            _refuse(file, slot, f"the file ends before this slot of {slot.size} bytes does")
-
-    def lock(self, *, exclusive: bool = False, without: Collection[int] | None = None) -> None:
-        """Opens and locks the swap files, if they are not.
-
-        Args: exclusive: against other readers, too; without: ranks of which some may be missing, from now on: they are
-        not read.
-        """
-        self._without = self._without if without is None else without
-        if self._files:
-            return
-        with ExitStack() as undo:
-            files: dict[tuple[int, int], SwapFile] = {}
-            for rank, manifest in enumerate(self.manifests):
-                for path in self._names_of(rank, manifest.run_id):
-                    file = SwapFile(path, exclusive=exclusive)
-                    undo.callback(file.close)
-                    if file.block.run_id != manifest.run_id:
-                        file.close()  # and is free for others
-                    elif problem := superblock_problem(file.block, manifest):
-                        raise CorruptionError(problem, file=file.path)
-                    else:
-                        files[rank, file.block.stripe[0]] = file
-                for number in sorted({slot.path for slot in manifest.slots}):
-                    if (rank, number) not in files and rank not in self._without:
-                        raise ResumeError(
-                            f"directory {number} of the {manifest.paths} that rank {rank} of this run lies in is not "
-                            f"among {listed(self.paths)}: name all of them"
-                        )
-            self._files = files
-            self._undo.push(undo.pop_all())
-
-    def hold(self, paths: Iterable[Path], *, exclusive: bool) -> None:
-        """Locks swap files beside those that are read, until `close`. Raises: as `lock`."""
-        for path in paths:
-            self._undo.callback(SwapFile(path, exclusive=exclusive).close)
-
-    def _names_of(self, rank: int, run_id: str) -> Iterator[Path]:
-        """Where the swap files of `rank` may be: what is there under its name is looked at closely."""
-        for path in self.paths:
-            if os.path.lexists(path / swap_name(rank)):
-                yield path / swap_name(rank)
-            for swap in swaps(path):
-                if swap.is_aside and (swap.rank, swap.run_id) == (rank, run_id):
-                    yield swap.path
 
     def _find_commit(self) -> tuple[Path, Commit]:
         found = last_commit(self.paths, self._disk)
@@ -415,10 +343,6 @@ class Reader:
         if name not in self._names:
             raise ConfigError(f"{name!r} is no parameter of this run")
         return self._names[name]
-
-
-def _refuse(file: SwapFile, slot: Slot, problem: str) -> NoReturn:
-    raise CorruptionError(problem, chunk=slot.chunk, file=file.path, offset=slot.offset)
 
 
 def in_shape(line: Tensor, facts: ParameterFacts) -> Tensor:

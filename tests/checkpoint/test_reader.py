@@ -19,7 +19,8 @@ from offload.checkpoint.commit import Commit, read_commit, write_commit, write_m
 from offload.checkpoint.export import export
 from offload.checkpoint.files import Files
 from offload.checkpoint.manifest import Manifest
-from offload.checkpoint.reader import Reader, swap_name
+from offload.checkpoint.reader import Reader
+from offload.checkpoint.swapfile import SwapFile
 from offload.checkpoint.weights import entries
 from offload.copies import HostCopier
 from offload.errors import (
@@ -33,7 +34,7 @@ from offload.errors import (
 from offload.io.threads import ThreadEngine
 from offload.sizes import PAGE_BYTES
 from offload.store.arena import Arena
-from offload.store.directories import SWAP_NAME
+from offload.store.directories import SWAP_NAME, swap_name
 from offload.store.slots import STATE_KINDS, Record, SlotFile, file_bytes
 from tests.support.committed import FLATS, PARAMETERS, RUN, STEP, header, manifest_of, superblock, value_of, write_run
 
@@ -140,14 +141,14 @@ def test_the_table_has_every_parameter(places: list[Path], split_master: bool) -
 def test_slots_are_read_once_in_the_order_of_the_flats(places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = write_run(places[:1])[0]
     read: list[int] = []
-    real = reading.SwapFile.read
+    real = SwapFile.read
 
-    def counted(file: reading.SwapFile, data: memoryview, offset: int) -> int:
+    def counted(file: SwapFile, data: memoryview, offset: int) -> int:
         read.append(len(data))
         return real(file, data, offset)
 
     with Reader(places[:1]) as reader:
-        monkeypatch.setattr(reading.SwapFile, "read", counted)
+        monkeypatch.setattr(SwapFile, "read", counted)
         export(places[1], entries(reader))
     assert sum(read) == PAGE_BYTES + sum(slot.size for slot in committed_slots(manifest))
 

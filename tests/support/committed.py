@@ -16,11 +16,10 @@ from torch import Tensor
 from offload.checkpoint.blocks import committed_slots, described_chunks
 from offload.checkpoint.commit import Commit, write_commit, write_manifest
 from offload.checkpoint.manifest import ChunkFacts, FlatFacts, Manifest, ParameterFacts
-from offload.checkpoint.reader import swap_name
 from offload.optim import reference
 from offload.sizes import PAGE_BYTES
 from offload.store import slots
-from offload.store.directories import MAGIC, SUPERBLOCK
+from offload.store.directories import MAGIC, SUPERBLOCK, swap_name
 
 RUN = "0123456789abcdef" * 2
 STEP = 7
