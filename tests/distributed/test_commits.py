@@ -28,7 +28,7 @@ from offload.planner import least_cpu_memory
 from tests.support import models
 from tests.support.machines import RUN, on
 from tests.support.ranks import World, Worlds
-from tests.support.sharded import batches_of, communicators
+from tests.support.sharded import batches_of, communicators, devices_apart
 from tests.support.training import LR, schedule
 
 TIMEOUT_S = 2.0
@@ -45,6 +45,9 @@ PLACES: list[tuple[int, int, str, dict[str, Any]]] = [
     (2, 3, "plain", {"param_tier": "nvme", "cpu_memory": "least", "tuning": SPLIT, "accumulation": 2}),
     pytest.param(4, 3, "late", {"tuning": SPLIT}, marks=pytest.mark.slow),
     (4, 3, "late", {"mesh": (2, 2)}),
+    (2, 3, "plain", {"tier": "device"}),
+    (2, 2, "late", {"tier": "device", "apart": True, "accumulation": 2}),
+    (2, 2, "late", {"apart": True, "tuning": SPLIT}),
 ]
 pytestmark = pytest.mark.timeout(120)
 
@@ -114,11 +117,12 @@ def _uninterrupted(path: Any, options: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _interrupted(base: str, options: dict[str, Any], wire: str) -> None:
-    expected = _uninterrupted(f"{base}/alone", options)
+    common = {name: value for name, value in options.items() if name != "apart"}
+    expected = _uninterrupted(f"{base}/alone", common)
     # With several directories each rank has two manifests; the last rank's are its own.
     last = dist.get_rank() == dist.get_world_size() - 1
     paths = [f"{base}/run-{'last' if last else 'all'}{number}" for number in range(2)]
-    with communicators(wire):
+    with communicators(wire), devices_apart(options.pop("apart", False)):
         training = Training(paths, **options)
         training.go_to(AT)
         training.optimizer.commit({"rank": dist.get_rank(), "x": torch.arange(dist.get_rank())})

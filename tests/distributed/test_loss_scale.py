@@ -70,6 +70,12 @@ def test_every_stage_has_the_bits_of_one_process(worlds: Worlds, stage: int, acc
     trained(worlds, "mlp", stage=stage, accumulation=accumulation)
 
 
+@pytest.mark.parametrize("tier", ["device", "cpu"])
+def test_devices_with_memory_of_their_own(worlds: Worlds, tier: str) -> None:
+    for stage in (1, 2, 3):
+        trained(worlds, "mlp", stage=stage, accumulation=2, tier=tier, apart=True, wire="late")
+
+
 @pytest.mark.parametrize("wire", ["plain", "late"])
 def test_streamed_from_disk(worlds: Worlds, tmp_path: Path, wire: str) -> None:
     options: dict[str, Any] = {"tier": "nvme", "param_tier": "nvme", "path": str(tmp_path), "cpu_memory": "least"}

@@ -257,6 +257,15 @@ def test_devices_with_memory_of_their_own(
         assert run.stats["peak_device_bytes"] > 2 * run.stats["parameters"]
 
 
+def test_split_masters_and_idle_ranks_on_devices_with_memory_of_their_own(worlds: Worlds, tmp_path: Path) -> None:
+    split = Tuning(chunk=8192, threads=1, bucket=4096, split_master=True)
+    for number, (stage, param_tier) in enumerate(((1, None), (2, "cpu"), (3, None), (3, "nvme"))):
+        options: dict[str, Any] = {"stage": stage, "param_tier": param_tier, "apart": True, "wire": "late"}
+        options |= {"path": str(tmp_path / str(number)), "commit_every": 2, "tuning": split}
+        trained(worlds, "mlp", 3, 4, **options)
+        trained(worlds, "turns", 2, 4, idle=True, stage=stage, apart=True, wire="late")
+
+
 @pytest.mark.parametrize("kind", ["gpt", "conv", "sums"])
 def test_every_kind_of_model_on_devices_with_memory_of_their_own(worlds: Worlds, kind: str) -> None:
     for stage, param_tier, mesh in ((1, None, None), (2, "cpu", None), (3, None, (2, 2)), (3, "cpu", (4, 1))):

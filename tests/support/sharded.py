@@ -53,6 +53,14 @@ def communicators(kind: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def devices_apart(is_so: bool) -> Iterator[None]:
+    """Whether devices count as having memory of their own."""
+    rank = torch.distributed.get_rank()
+    with patch("offload.zero.copier_for", lambda device: LateCopier(rank)) if is_so else nullcontext():
+        yield
+
+
 def train(
     kind: str,
     steps: int,
@@ -101,7 +109,7 @@ def train(
         )
     with (
         communicators(wire),
-        patch("offload.zero.copier_for", lambda device: LateCopier(rank)) if apart else nullcontext(),
+        devices_apart(apart),
         OffloadZero(model, plain, accumulation=accumulation, keep_fp32=models.keep_fp32(kind), **options) as optimizer,
     ):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
