@@ -172,8 +172,8 @@ def larger(
     margin: Annotated[str, typer.Option(help="Bytes beyond the budget that the cgroup allows.")] = "1.5GiB",
     steps: Annotated[int, typer.Option(min=1)] = 6,
     batch: Annotated[int, typer.Option(min=1)] = 32,
-    seq: Annotated[int, typer.Option(min=1)] = 8,
-    lr: Annotated[float, typer.Option(help="At its peak, which so short a run reaches in its first step.")] = 1e-5,
+    seq: Annotated[int, typer.Option(min=1)] = 32,
+    lr: Annotated[float, typer.Option(help="At its peak, which so short a run reaches in its first step.")] = 1e-6,
     path: Annotated[Path, typer.Option(help="A folder on the disk.")] = Path(),
     save: Annotated[bool, typer.Option(help="Write bench/results/larger.md.")] = False,
 ) -> None:
@@ -186,7 +186,7 @@ def larger(
             options = {"preset": preset, "cpu-memory": budget, "steps": steps, "batch": batch, "seq": seq, "lr": lr}
             options["sample"] = 8
             options |= {"param-tier": "nvme", "grad-tier": "nvme", "path": folder / "swap", "out": folder / "out"}
-            words = [f"--{name}={value}" for name, value in options.items()]
+            words = ["--checkpoint-activations", *(f"--{name}={value}" for name, value in options.items())]
             start = time.perf_counter()
             done = group.run(
                 [sys.executable, "-c", "from offload.cli.main import run; run()", "train", "--json", *words]
@@ -201,12 +201,14 @@ def larger(
     grid = Grid(headings, rows)
     grid.show(Console(width=190), "Larger than memory")
     text = (
-        f"`offload train --param-tier nvme --grad-tier nvme --steps {steps} --batch {batch} --seq {seq} --lr {lr:g}` "
+        "`offload train --checkpoint-activations --param-tier nvme --grad-tier nvme "
+        f"--steps {steps} --batch {batch} --seq {seq} --lr {lr:g}` "
         f"with the `--cpu-memory` of the table, in a memory cgroup of {margin} more, in which the kernel kills what "
         "needs more. `forward`, `backward`, `step`: a step. `bytes a parameter and step`: read and written, those of "
         "validation and sample included, which read all parameters again. `loss`: of the first and of the last step. "
         "At the lr of 1e-3 of longer runs it rises in the first steps, which have no warm-up to speak of, as it does "
-        "with torch's AdamW. The activations of all layers are saved: those of 1,024 tokens do not fit beside."
+        "with torch's AdamW. Without checkpoints the activations of all layers are saved: those of 1,024 "
+        "tokens did not fit beside."
     )
     if save:
         _save("larger.md", "Larger than memory", text, grid)
