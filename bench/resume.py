@@ -2,9 +2,9 @@
 
 A run of n parameters in chunks of 16 MiB is committed on the NVMe tier. In every round its slots are read once, through
 the library's own engine with the number of buffers that is fastest, and then it is resumed: with no share of the states
-in RAM, with half of them, and with all. As much RAM as stays taken then is taken for the reading, too: the system
-clears it page by page, and a virtual machine may have to get it from its host first, to which it gives back what has
-been free for some seconds: so both begin after as long a rest. The clock runs from the call of
+in RAM, with half of them, and with all. As much RAM as stays taken then (states, buffers, 16-bit parameters) is taken for
+the reading, too: the system clears it page by page, and a virtual machine may have to get it from its host first, to
+which it gives back what has been free for some seconds: so both begin after as long a rest. The clock runs from the call of
 `OffloadZero(..., resume=True)` until it returns, with the 16-bit parameters in the model; building the model is not in
 it.
 """
@@ -103,12 +103,12 @@ def take(nbytes: int) -> float:
 
 @dataclass
 class Case:
-    """What is measured beside reading. nbytes: that stay in RAM; seconds: of each round, and in the same of reading and
-    of taking RAM for it."""
+    """What is measured beside reading. resume: returns seconds and the bytes of RAM that stay taken, nbytes; seconds: of
+    each round, and in the same of reading and of taking RAM for it."""
 
     name: str
-    nbytes: int
-    resume: Callable[[], float]
+    resume: Callable[[], tuple[float, int]]
+    nbytes: int = 0
     seconds: list[float] = field(default_factory=list)
     reading: list[float] = field(default_factory=list)
     taking: list[float] = field(default_factory=list)
@@ -119,6 +119,11 @@ class Case:
         rounds = zip(self.seconds, self.reading, self.taking, strict=True)
         return statistics.median(own / (read + taken) for own, read, taken in rounds)
 
+    @property
+    def of_reading(self) -> float:
+        """The same of reading alone, into memory that is there."""
+        return statistics.median(own / read for own, read in zip(self.seconds, self.reading, strict=True))
+
     def row(self) -> tuple[str, ...]:
         own = sorted(self.seconds)
         return (
@@ -128,11 +133,12 @@ class Case:
             f"{statistics.median(self.reading):.3f} s",
             f"{statistics.median(self.taking):.3f} s",
             f"{self.ratio:.3f}",
+            f"{self.of_reading:.3f}",
         )
 
 
-def resume(folder: Path, count: int, share: float) -> float:
-    """Seconds of a resume with `share` of the states in RAM."""
+def resume(folder: Path, count: int, share: float) -> tuple[float, int]:
+    """Seconds of a resume with `share` of the states in RAM, and bytes of RAM that stay taken."""
     model = layers(count, WIDTH, "cpu")
     tuning = Tuning(chunk=CHUNK)
     memory = least_cpu_memory(model, tuning=tuning, commit_every=0) + int(share * 12.01 * count * WIDTH * WIDTH)
@@ -141,10 +147,11 @@ def resume(folder: Path, count: int, share: float) -> float:
     start = time.perf_counter()
     optimizer = OffloadZero(model, path=folder, cpu_memory=memory, commit_every=0, resume=True, tuning=tuning)
     seconds = time.perf_counter() - start
+    nbytes = optimizer.stats()["peak_cpu_bytes"] + sum(p.numel() * p.element_size() for p in model.parameters())
     optimizer.close()
     del optimizer, model
     gc.collect()
-    return seconds
+    return seconds, nbytes
 
 
 def commit(folder: Path, count: int) -> list[Slot]:
@@ -173,7 +180,6 @@ def main(n: str = "3e8", rounds: int = 5, path: Path = Path(), save: bool = Fals
         cases = [
             Case(
                 f"{share:.0%} of the states in RAM",
-                int(share * sum(slot.size for slot in slots)),
                 lambda share=share: resume(run, count, share),  # type: ignore[misc]
             )
             for share in (0.0, 0.5, 1.0)
@@ -181,7 +187,7 @@ def main(n: str = "3e8", rounds: int = 5, path: Path = Path(), save: bool = Fals
         for number in range(-1, rounds):  # the first one warms up
             for case in cases[number % len(cases) :] + cases[: number % len(cases)]:
                 reading, taking = drive.read(), take(case.nbytes)
-                seconds = case.resume()
+                seconds, case.nbytes = case.resume()
                 if number >= 0:
                     case.taking.append((taking + take(case.nbytes)) / 2)
                     case.reading.append((reading + drive.read()) / 2)
@@ -190,7 +196,7 @@ def main(n: str = "3e8", rounds: int = 5, path: Path = Path(), save: bool = Fals
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     grid = Grid(
-        ("resumed with", "seconds", "fastest-slowest", "reading once", "RAM for it", "ratio"),
+        ("resumed with", "seconds", "fastest-slowest", "reading once", "RAM for it", "ratio", "of reading alone"),
         [case.row() for case in cases],
     )
     nbytes = sum(slot.size for slot in slots)

@@ -175,9 +175,10 @@ class Attachment:
                 self._parts.masters.take_flat(flat)
                 if self.streaming is not None:
                     self.streaming.gathering.take(flat)
-            self._parts.store.expect(chunk.index for chunk in layout.chunks)
-            for store in self._parts.stores:
-                store.drain()
+            if not resumes:
+                self._parts.store.expect(chunk.index for chunk in layout.chunks)
+                for store in self._parts.stores:
+                    store.drain()
         except OffloadError as error:
             error.add_note("some of the model's parameters are already in compute_dtype: build the model again")
             raise

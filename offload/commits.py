@@ -64,6 +64,7 @@ class Commits:
         self._versions: list[dict[int, Version]] = []
         self._record: Commit | None = None
         self._replaces: str | None = None
+        self._is_coming = False
         if found is not None:
             found.require_last()
             self.last = found.manifest
@@ -277,7 +278,20 @@ class Commits:
             if store is not self._parts.store or self._config.split_master:
                 store.drain()
 
+    def read_ahead(self) -> None:
+        """Begins to read the last commit, for a `restore` to come; nothing is leased in between. Raises: TierIOError."""
+        if self.last is not None:
+            self._go_to(self.last)
+            self._is_coming = True
+
     def _restore_own(self, manifest: Manifest) -> None:
+        if not self._is_coming:
+            self._go_to(manifest)
+        self._is_coming = False
+        self._parts.masters.give_back(manifest.step)
+
+    def _go_to(self, manifest: Manifest) -> None:
+        """Everything in the stores is what `manifest` names."""
         self._versions = [
             {number: Version(slot.step, slot.place, slot.checksum) for number, slot in enumerate(slots)}
             for slots in (manifest.chunks, manifest.copies)[: len(self._stores)]
@@ -287,7 +301,6 @@ class Commits:
         for store, versions in zip(self._stores, self._versions, strict=True):
             store.reset(versions)
         self._parts.store.expect(chunk.index for chunk in self._layout.chunks)
-        self._parts.masters.give_back(manifest.step)
 
     @property
     def _stores(self) -> list[Store]:

@@ -212,6 +212,7 @@ class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
         run = (self._config, self._layout, self._placement, plan.params, plan.device, plan.copier)
         self._parts = assemble(undo, *run, self._timeline, self._comm, slots, is_aside=is_aside, run_id=run_id)
         self._commits = Commits(self._config, self._layout, self._parts, plan.wanted, found)
+        self._commits.read_ahead()
 
     def _room(self, copier: Copier, params: Sequence[nn.Parameter]) -> Room:
         """On the device: what the model has there now, and half of what is free."""

@@ -89,23 +89,27 @@ class Parameters:
     def attach(self, flat: int, *, with_values: bool = True) -> None:
         """Moves the parameters of a flat, whose masters have been taken, into one tensor of its dtype.
 
-        Args: with_values: False leaves the values behind, and zeros in the parameters.
+        Args: with_values: False leaves the values behind; those of the parameters are undefined then.
         """
         info = self._layout.flats[flat]
         is_tiled = self._layout.tile_of(flat) > 0  # the device has no room for all of it
         device = torch.device("cpu") if is_tiled else self._device
         self._count(flat, self._layout.padded_numel(flat) * info.dtype.itemsize)
         self._spares.keep(self.peak_bytes - self._bytes)
-        memory = torch.zeros(self._layout.padded_numel(flat), dtype=info.dtype, device=device)
+        memory = torch.empty(self._layout.padded_numel(flat), dtype=info.dtype, device=device)
         if is_tiled:
             self._attach_tiles(flat)
+        end = 0
         for number, offset in zip(info.params, info.offsets, strict=True):
             param = self.params[number]
-            view = shaped_like(param, memory[offset : offset + param.numel()])
+            memory[end:offset] = 0  # gaps are computed along
+            end = offset + param.numel()
+            view = shaped_like(param, memory[offset:end])
             if with_values:
                 view.copy_(param)
             param.data = view
             self._versions[number] = param._version
+        memory[end:] = 0
         self.flats[flat] = memory
 
     def _attach_tiles(self, flat: int) -> None:
