@@ -36,7 +36,8 @@ from offload.errors import ConfigError, OffloadError, OtherRankError, RankError,
 from offload.layout import Layout
 from offload.module.sharing import all_or_none, bytes_of_all
 from offload.resuming import Found
-from offload.store.store import Store, Version
+from offload.store.lease import Version
+from offload.store.store import Store
 
 AMBIGUOUS = ("sync", "rename")
 """Operations after whose failure nobody knows what is on the disk."""

@@ -19,8 +19,9 @@ from offload.errors import StaleParameterError
 from offload.layout import Chunk, Layout, Piece
 from offload.module.parameters import Parameters, line_of
 from offload.native import Kernels
+from offload.store.lease import Lease
 from offload.store.slots import STATE_KINDS
-from offload.store.store import Lease, Store
+from offload.store.store import Store
 
 BLOCK = 1 << 20
 """Elements that are worked on at once, so that temporaries stay small."""

@@ -31,7 +31,8 @@ from offload.native import AdamScalars, Kernels
 from offload.optim.exchange import Exchange, Staging
 from offload.optim.sink import Gradients
 from offload.store.arena import Lender, carved_bytes
-from offload.store.store import Lease, Store
+from offload.store.lease import Lease
+from offload.store.store import Store
 from offload.timeline import ADAM, TO_DEVICE, Event, Timeline
 
 StepKey = tuple[int, int]

@@ -16,9 +16,10 @@ from offload.errors import BudgetError
 from offload.io.interrupts import Held
 from offload.sizes import PAGE_BYTES, format_bytes, round_up
 from offload.store.arena import Lender
+from offload.store.lease import Lease, Version
 from offload.store.residency import Residency
 from offload.store.slots import Record
-from offload.store.store import Lease, Store, Version
+from offload.store.store import Store
 from offload.timeline import Timeline
 
 

@@ -19,8 +19,9 @@ from offload.io.engine import IOEngine
 from offload.sizes import MIB, PAGE_BYTES
 from offload.store.arena import Arena
 from offload.store.device import DeviceArena, DeviceStore
+from offload.store.lease import Lease, Version
 from offload.store.slots import Record
-from offload.store.store import Lease, Store, Version
+from offload.store.store import Store
 from offload.store.stripes import Stripes
 from offload.timeline import Timeline
 from tests.support.faulty_engine import FaultyEngine

@@ -23,8 +23,9 @@ from offload.io.engine import IOEngine
 from offload.io.threads import ThreadEngine
 from offload.sizes import MIB, PAGE_BYTES
 from offload.store.arena import Arena
+from offload.store.lease import Lease
 from offload.store.slots import Record
-from offload.store.store import Lease, Store
+from offload.store.store import Store
 from offload.store.stripes import Stripes
 from offload.timeline import Timeline
 from tests.support.faulty_engine import FaultyEngine
