@@ -1,12 +1,12 @@
 """Resuming against reading the same bytes once: `python bench/resume.py [--n 3e8] [--rounds 5] [--path DIR] [--save]`.
 
-A run of n parameters in chunks of 16 MiB is committed on the NVMe tier. In every round its slots are read once, through
-the library's own engine with the number of buffers that is fastest, and then it is resumed: with no share of the states
-in RAM, with half of them, and with all. As much RAM as stays taken then (states, buffers, 16-bit parameters) is taken for
-the reading, too: the system clears it page by page, and a virtual machine may have to get it from its host first, to
-which it gives back what has been free for some seconds: so both begin after as long a rest. The clock runs from the call of
-`OffloadZero(..., resume=True)` until it returns, with the 16-bit parameters in the model; building the model is not in
-it.
+A run of n parameters in chunks of 16 MiB is committed on the NVMe tier. In every round its slots are read once,
+through the library's own engine with the number of buffers that is fastest, and then it is resumed: with no share of
+the states in RAM, with half of them, and with all. As much RAM as stays taken then (states, buffers, 16-bit
+parameters) is taken for the reading, too: the system clears it page by page, and a virtual machine may have to get it
+from its host first, to which it gives back what has been free for some seconds: so both begin after as long a rest.
+The clock runs from the call of `OffloadZero(..., resume=True)` until it returns, with the 16-bit parameters in the
+model; building the model is not in it.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def take(nbytes: int) -> float:
 
 @dataclass
 class Case:
-    """What is measured beside reading. resume: returns seconds and the bytes of RAM that stay taken, nbytes; seconds: of
-    each round, and in the same of reading and of taking RAM for it."""
+    """What is measured beside reading. resume: returns seconds, and the bytes of RAM that stay taken, nbytes;
+    seconds: of each round, and in the same of reading and of taking RAM for it."""
 
     name: str
     resume: Callable[[], tuple[float, int]]

@@ -280,7 +280,7 @@ class Commits:
                 store.drain()
 
     def read_ahead(self) -> None:
-        """Begins to read the last commit, for a `restore` to come; nothing is leased in between. Raises: TierIOError."""
+        """Begins to read the last commit, for a `restore` before anything is leased. Raises: TierIOError."""
         if self.last is not None:
             self._go_to(self.last)
             self._is_coming = True
