@@ -1,0 +1,221 @@
+"""What a commit does, one thing after the other, and what it lets be."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload.checkpoint.commit import read_commit
+from offload.checkpoint.files import LocalFiles
+from offload.checkpoint.reader import Reader
+from offload.checkpoint.snapshots import Snapshot
+from offload.checkpoint.swapfile import SwapFile
+from offload.errors import ConfigError, PathInUseError, TierIOError
+from offload.io.engine import IOFile, IOFuture
+from offload.store.directories import ASIDE, COMMIT_NAME, SWAP_NAME
+from offload.store.slots import SlotFile
+from tests.faults.conftest import Make, Tiny, assert_same, bits, one_step
+from tests.faults.test_commits import committed
+from tests.faults.test_resharding import LARGER
+from tests.support.faulty_engine import FaultyEngine
+
+
+class Logged(LocalFiles):
+    """What was asked of the file system; `fail` raises instead."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.fails = ""
+        self._open: dict[int, str] = {}
+
+    def _note(self, what: str, path: Path) -> None:
+        name = "manifest" if path.name.startswith("manifest") else path.name
+        self.log.append(f"{what} {name}")
+        if self.log[-1] == self.fails:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def create(self, path: Path) -> int:
+        fd = super().create(path)
+        self._open[fd] = path.name.removesuffix(ASIDE).partition("-")[0]
+        return fd
+
+    def sync(self, fd: int) -> None:
+        self.log.append(f"sync {self._open[fd]}")
+        super().sync(fd)
+
+    def rename(self, old: Path, new: Path) -> None:
+        self._note("rename", new)
+        super().rename(old, new)
+
+    def remove(self, path: Path) -> None:
+        if not path.name.endswith(ASIDE):
+            self._note("remove", path)
+        super().remove(path)
+
+    def sync_directory(self, path: Path) -> None:
+        self._note("sync directory", path)
+        super().sync_directory(path)
+
+
+@pytest.fixture
+def files(monkeypatch: pytest.MonkeyPatch) -> Logged:
+    made = Logged()
+    monkeypatch.setattr("offload.resuming.FILES", made)
+    return made
+
+
+def test_nothing_is_decided_before_all_that_it_names_is_durable(
+    make: Make, tmp_path: Path, files: Logged, disk: FaultyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync, keep = disk.sync, SlotFile.keep
+
+    def noted(file: IOFile) -> IOFuture:
+        future = sync(file)
+        future.result()
+        files.log.append("sync swap")
+        return future
+
+    def kept(file: SlotFile) -> None:
+        files.log.append("keep")
+        keep(file)
+
+    monkeypatch.setattr(disk, "sync", noted)
+    monkeypatch.setattr(SlotFile, "keep", kept)
+    model = Tiny()
+    (tmp_path / "x").mkdir()
+    optimizer = make(model, path=[tmp_path / "x" / "first", tmp_path / "second"], commit_every=0)
+    for step in range(2):
+        files.log.clear()
+        one_step(model, optimizer, step)
+        optimizer.commit()
+        manifests = [
+            what
+            for name in ("first", "second")
+            for what in ("sync manifest", "rename manifest", f"sync directory {name}")
+        ]
+        assert files.log == [
+            *["sync swap"] * 2,
+            *([f"sync directory {name}" for name in ("x", tmp_path.name)] if not step else []),
+            *manifests,
+            *["keep"] * 2,
+            f"sync {COMMIT_NAME}",
+            f"rename {COMMIT_NAME}",
+            "sync directory first",
+            *(["remove manifest"] * 2 if step else []),
+        ]  # fmt: skip
+
+
+def test_what_cannot_be_cleared_away_waits_for_the_next_commit(make: Make, path: Path, files: Logged) -> None:
+    model, optimizer = committed(make)
+    files.fails = "remove manifest"
+    one_step(model, optimizer, 3)
+    optimizer.commit()
+    found = read_commit(path)
+    assert found is not None
+    assert found.step == 4
+    assert len([*path.glob("manifest-*")]) == 2
+    files.fails = ""
+    one_step(model, optimizer, 4)
+    optimizer.commit()
+    assert len([*path.glob("manifest-*")]) == 1
+
+
+def test_what_another_rank_is_writing_is_not_cleared_away(make: Make, path: Path) -> None:
+    """It may be a commit ahead: it has heard of the decision, and this rank has not got further."""
+    model, optimizer = committed(make)
+    found = read_commit(path)
+    assert found is not None
+    for step in (2, 9):
+        (path / f"manifest-{found.run_id}-{step}-rank1.json").touch()
+    (path / f"{COMMIT_NAME}{ASIDE}").touch()
+    one_step(model, optimizer, 3)
+    optimizer.commit()
+    assert len([*path.glob("manifest-*-rank1.json")]) == 2
+
+
+def test_other_states_at_a_committed_step_are_not_taken_for_committed(make: Make, path: Path) -> None:
+    model, optimizer = committed(make)
+    expected = bits(model, optimizer)
+    with torch.no_grad():
+        model.load_state_dict({name: torch.ones_like(value) for name, value in model.state_dict().items()})
+    with pytest.raises(ConfigError, match="committed already"):
+        optimizer.commit()
+    optimizer.rollback()
+    assert_same(expected, bits(model, optimizer))
+
+
+def test_only_the_first_commit_in_another_layout_says_what_it_replaces(make: Make, path: Path) -> None:
+    committed(make)[1].close()
+    before = read_commit(path)
+    model = Tiny()
+    optimizer = make(model, resume=True, commit_every=0, tuning=LARGER, cpu_memory="1MiB")
+    found = [read_commit(path)]
+    (directory,) = optimizer.snapshot()  # of the file that was made beside the other one
+    assert (directory / SWAP_NAME).exists()
+    one_step(model, optimizer, 3)
+    optimizer.commit()
+    found.append(read_commit(path))
+    assert before is not None
+    assert [one and one.replaces for one in found] == [before.run_id, None]
+
+
+def test_what_nobody_changed_since_it_was_read_is_committed_as_it_is(make: Make, path: Path) -> None:
+    committed(make)[1].close()
+    model = Tiny()
+    with make(model, resume=True, commit_every=0) as optimizer:
+        model.last(torch.randn(4, 32).to(torch.bfloat16)).square().mean().backward()
+        optimizer.step()
+        optimizer.commit()
+    with Reader([path]) as reader:
+        assert {chunk.step for chunk in reader.manifests[0].chunks} == {3, 4}
+        assert all(slot.error is None for slot in reader.verify())
+
+
+def test_a_snapshot_that_fails_gives_its_space_back_at_once(make: Make, path: Path, files: Logged) -> None:
+    _, optimizer = committed(make)
+    files.fails = "rename manifest"
+    with pytest.raises(TierIOError):
+        optimizer.snapshot()
+    assert not [*path.glob("snapshot-*")]
+
+
+def test_a_snapshot_on_its_way_out_is_held(make: Make, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = committed(make)
+    (old,) = optimizer.snapshot()
+    one_step(model, optimizer, 3)
+    optimizer.commit()
+    withdraw, held = Snapshot.withdraw, []
+
+    def meanwhile(part: Snapshot, names: list[str]) -> None:
+        with pytest.raises(PathInUseError):
+            SwapFile(old / f"{SWAP_NAME}{ASIDE}")
+        held.append(names)
+        withdraw(part, names)
+
+    monkeypatch.setattr(Snapshot, "withdraw", meanwhile)
+    optimizer.snapshot(keep=1)
+    assert held == [[old.name]]
+    assert not old.exists()
+
+
+def test_a_commit_that_is_due_is_made_once_and_none_before_the_first_step(
+    make: Make, files: Logged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    model = Tiny()
+    optimizer = make(model, commit_every=1)
+    real = optimizer._commits.commit
+    monkeypatch.setattr(optimizer._commits, "commit", lambda *args: calls.append(args[1]) or real(*args))
+    for step in range(2):
+        optimizer.zero_grad()
+        one_step(model, optimizer, step)
+        optimizer.zero_grad()
+    optimizer.close()
+    assert calls == [1, 2]
+    again = make(Tiny(), commit_every=1, resume=True)
+    assert [again._commits.is_due(step) for step in (2, 3)] == [False, True]
