@@ -126,6 +126,8 @@ def assemble(
     )
     kernels = kernels_for(undo, config, layout, memory)
     records = records_of(layout, split_master=config.split_master)
+    # First of all in memory, for a resume reads into it while the rest comes.
+    store = _states(undo, layout, placement, memory, slots, records, timeline)
     stored = None
     if placement.grads is not None:
         first = len(slot_records(layout, config)) - len(layout.chunks)
@@ -134,7 +136,6 @@ def assemble(
         undo.callback(stored.close)
     sink = _sink(config, layout, memory, kernels, timeline, stored, comm)
     undo.callback(sink.close)
-    store = _states(undo, layout, placement, memory, slots, records, timeline)
     parameters = Parameters(layout, params, device)
     params_store = None
     if placement.params is not None:
