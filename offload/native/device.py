@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from offload.config import SUM_BLOCK
-from offload.native.contract import AdamScalars, AdamStruct, Part, sum_blocks
+from offload.native.contract import AdamScalars, Part, sum_blocks
+from offload.native.fallback import adam_steps
 
 BLOCK = 64 * SUM_BLOCK
 """Elements at a time at most: enough that a device is busy with one operation for longer than it takes to launch it."""
@@ -53,24 +54,13 @@ class DeviceKernels:
 
         def block(low: int, high: int) -> None:
             p = master[low:high]
-            self._adam(p, exp_avg[low:high], exp_avg_sq[low:high], grad[low:high], c, divisor)
+            states = p, exp_avg[low:high], exp_avg_sq[low:high]
+            with np.errstate(invalid="ignore"):
+                adam_steps(*states, grad[low:high], c, divisor, self._g, self._t)
             if out is not None:
                 out[low:high].copy_(p)
 
         return self._in_blocks(block)
-
-    def _adam(self, p: Tensor, m: Tensor, v: Tensor, grad: Tensor, c: AdamStruct, divisor: Tensor) -> None:
-        g, t = self._g[: p.numel()], self._t[: p.numel()]
-        g.copy_(grad).mul_(c.scale)
-        if c.add_decay:
-            g.add_(torch.mul(p, c.weight_decay, out=t))
-        else:
-            p.mul_(c.decay)
-        m.add_(torch.sub(g, m, out=t).mul_(c.one_minus_beta1))
-        v.mul_(c.beta2).add_(torch.mul(g, c.one_minus_beta2, out=t).mul_(g))
-        _root(v, g)
-        g.div_(divisor).add_(c.eps)
-        p.add_(torch.mul(m, c.neg_step_size, out=t).div_(g))
 
     def sum_squares(self, x: Tensor, first: int, out: Tensor) -> Part:
         x, out = x.detach(), out.detach()
@@ -155,14 +145,6 @@ def _add_rows(rows: Tensor, sums: Tensor) -> Tensor:
     for row in range(1, rows.shape[1]):
         total += rows[:, row]
     return total
-
-
-def _root(v: Tensor, out: Tensor) -> None:
-    if v.is_cpu:
-        with np.errstate(invalid="ignore"):
-            np.sqrt(v.numpy(), out=out.numpy())  # torch's own, through a vector library, is an ulp off there
-    else:
-        torch.sqrt(v, out=out)
 
 
 def _no_split() -> AssertionError:

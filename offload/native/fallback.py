@@ -46,9 +46,8 @@ class _KeepDenormals:
 
 
 class TorchKernels:
-    """The kernels as separate operations on blocks that stay in the cache. addcmul_, addcdiv_,
-    lerp_ and alpha= are not used: they may contract to FMA. Torch runs blocks of this size on the
-    calling thread alone, so the pool splits here too."""
+    """The kernels as separate operations on blocks that stay in the cache. Torch runs blocks of this
+    size on the calling thread alone, so the pool splits here too."""
 
     def __init__(self) -> None:
         self._scratch = _Scratch()
@@ -75,17 +74,7 @@ class TorchKernels:
         return _in_blocks(block)
 
     def _adam(self, p: Tensor, m: Tensor, v: Tensor, grad: Tensor, c: AdamStruct) -> None:
-        g, t = self._scratch.a[: p.numel()], self._scratch.b[: p.numel()]
-        g.copy_(grad).mul_(c.scale)
-        if c.add_decay:
-            g.add_(torch.mul(p, c.weight_decay, out=t))
-        else:
-            p.mul_(c.decay)
-        m.add_(torch.sub(g, m, out=t).mul_(c.one_minus_beta1))
-        v.mul_(c.beta2).add_(torch.mul(g, c.one_minus_beta2, out=t).mul_(g))
-        np.sqrt(v.numpy(), out=g.numpy())  # torch's own, through a vector library, is an ulp off
-        g.div_(c.sqrt_bias_correction2).add_(c.eps)
-        p.add_(torch.mul(m, c.neg_step_size, out=t).div_(g))
+        adam_steps(p, m, v, grad, c, c.sqrt_bias_correction2, self._scratch.a, self._scratch.b)
 
     def adam_split(
         self,
@@ -207,6 +196,27 @@ class TorchKernels:
             x[low:high].mul_(once)
 
         return _in_blocks(block)
+
+
+def adam_steps(
+    p: Tensor, m: Tensor, v: Tensor, grad: Tensor, c: AdamStruct, divisor: float | Tensor, a: Tensor, b: Tensor
+) -> None:
+    """Adam on any device, each operation rounded once. addcmul_, addcdiv_, lerp_ and alpha= are not used: they may
+    contract to FMA. Args: divisor: c.sqrt_bias_correction2; a, b: fp32 temporaries, at least as long as p."""
+    g, t = a[: p.numel()], b[: p.numel()]
+    g.copy_(grad).mul_(c.scale)
+    if c.add_decay:
+        g.add_(torch.mul(p, c.weight_decay, out=t))
+    else:
+        p.mul_(c.decay)
+    m.add_(torch.sub(g, m, out=t).mul_(c.one_minus_beta1))
+    v.mul_(c.beta2).add_(torch.mul(g, c.one_minus_beta2, out=t).mul_(g))
+    if v.is_cpu:
+        np.sqrt(v.numpy(), out=g.numpy())  # torch's own, through a vector library, is an ulp off there
+    else:
+        torch.sqrt(v, out=g)
+    g.div_(divisor).add_(c.eps)
+    p.add_(torch.mul(m, c.neg_step_size, out=t).div_(g))
 
 
 def _bits(x: Tensor) -> _Bits:

@@ -12,7 +12,6 @@ import mmap
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,19 +25,30 @@ _PIECE_BYTES = 16 * MIB
 """Page faults of other threads may have to wait for one such piece, and so may who closes the arena."""
 
 
-class Lender(Protocol):
-    """Memory of which pieces are lent for good: an Arena, or one on the model's device."""
+class Lender:
+    """Lends page-aligned pieces of one slab of memory, in order, for good. Args: slab: uint8, zeros."""
+
+    def __init__(self, slab: Tensor) -> None:
+        self._slab = slab
+        self._used = 0
 
     @property
     def used(self) -> int:
         """Bytes lent."""
+        return self._used
 
     def carve(self, nbytes: int) -> Tensor:
         """The next `nbytes` as a uint8 tensor of shape (nbytes,), page-aligned and zero."""
+        start = self._used
+        end = start + round_up(nbytes, PAGE_BYTES)
+        if end > len(self._slab):
+            raise AssertionError(f"arena of {len(self._slab)} bytes asked for {end}: the plan was wrong")
+        self._used = end
+        return self._slab[start : start + nbytes]
 
 
-class Arena:
-    """Lends page-aligned pieces of one slab, in order, for good.
+class Arena(Lender):
+    """RAM.
 
     Args: size: bytes, rounded up to whole pages; copier: page-locks the slab where that helps; at_once: whether all
     pages are there from the beginning; if not, they come as they are used, or by `touch`.
@@ -47,7 +57,6 @@ class Arena:
 
     def __init__(self, size: int, copier: Copier, *, at_once: bool = True) -> None:
         self.size = max(round_up(size, PAGE_BYTES), PAGE_BYTES)
-        self._used = 0
         try:
             self._map = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as error:
@@ -61,7 +70,7 @@ class Arena:
             # A kernel built without huge pages refuses the second; both are absent off Linux.
             with contextlib.suppress(OSError, AttributeError):
                 self._map.madvise(getattr(mmap, advice))
-        self._slab = torch.frombuffer(self._map, dtype=torch.uint8)
+        super().__init__(torch.frombuffer(self._map, dtype=torch.uint8))
         if at_once:
             self._slab.zero_()
         copier.pin(self._slab)
@@ -74,20 +83,6 @@ class Arena:
     def memory(self) -> memoryview:
         """The whole slab, for I/O engines that want to know it beforehand."""
         return memoryview(self._map)
-
-    @property
-    def used(self) -> int:
-        """Bytes lent."""
-        return self._used
-
-    def carve(self, nbytes: int) -> Tensor:
-        """The next `nbytes` as a uint8 tensor of shape (nbytes,), page-aligned and zero."""
-        start = self._used
-        end = start + round_up(nbytes, PAGE_BYTES)
-        if end > self.size:
-            raise AssertionError(f"arena of {self.size} bytes asked for {end}: the plan was wrong")
-        self._used = end
-        return self._slab[start : start + nbytes]
 
     def touch(self, then: Callable[[], None]) -> None:
         """Gets the pages that are not there yet, in the background, and calls `then` there.

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from offload.errors import BudgetError
 from offload.io.interrupts import Held
@@ -23,15 +22,15 @@ from offload.store.store import Store
 from offload.timeline import Timeline
 
 
-class DeviceArena:
-    """Lends pieces of one slab of the device's memory, as an Arena lends RAM: its size is fixed before the first step.
+class DeviceArena(Lender):
+    """Memory of the device, of a size that is fixed before the first step.
 
     Args: size: bytes. Raises: BudgetError if the device has not that much.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
         try:
-            self._slab = torch.zeros(max(round_up(size, PAGE_BYTES), PAGE_BYTES), dtype=torch.uint8, device=device)
+            slab = torch.zeros(max(round_up(size, PAGE_BYTES), PAGE_BYTES), dtype=torch.uint8, device=device)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             raise BudgetError(
                 f'{device} refuses {format_bytes(size)} ({error}): choose tier="cpu", or "nvme" with a path',
@@ -39,19 +38,7 @@ class DeviceArena:
                 available=0,
                 option="device_memory",
             ) from error
-        self._used = 0
-
-    @property
-    def used(self) -> int:
-        return self._used
-
-    def carve(self, nbytes: int) -> Tensor:
-        start = self._used
-        end = start + round_up(nbytes, PAGE_BYTES)
-        if end > len(self._slab):
-            raise AssertionError(f"device memory of {len(self._slab)} bytes asked for {end}: the plan was wrong")
-        self._used = end
-        return self._slab[start : start + nbytes]
+        super().__init__(slab)
 
     def close(self) -> None:
         """Gives the memory back; what was lent must not be used any more."""
