@@ -4,9 +4,10 @@ A run of n parameters in chunks of 16 MiB is committed on the NVMe tier. In ever
 through the library's own engine with the number of buffers that is fastest, and then it is resumed: with no share of
 the states in RAM, with half of them, and with all. As much RAM as stays taken then (states, buffers, 16-bit
 parameters) is taken for the reading, too: the system clears it page by page, and a virtual machine may have to get it
-from its host first, to which it gives back what has been free for some seconds: so both begin after as long a rest.
-The clock runs from the call of `OffloadZero(..., resume=True)` until it returns, with the 16-bit parameters in the
-model; building the model is not in it.
+from its host first, to which it gives back what has been free for some seconds: so both begin after as long a rest,
+and the ratio is to the larger of the two, for pages come while the drive reads. The clock runs from the call of
+`OffloadZero(..., resume=True)` until it returns, with the 16-bit parameters in the model; building the model is not
+in it.
 """
 
 from __future__ import annotations
@@ -114,9 +115,9 @@ class Case:
 
     @property
     def ratio(self) -> float:
-        """The median of the rounds' ratios."""
+        """To the larger of both, for they overlap: the median of the rounds' ratios."""
         rounds = zip(self.seconds, self.reading, self.taking, strict=True)
-        return statistics.median(own / (read + taken) for own, read, taken in rounds)
+        return statistics.median(own / max(read, taken) for own, read, taken in rounds)
 
     @property
     def of_reading(self) -> float:
