@@ -22,7 +22,7 @@ types: $(VENV)/installed
 
 # In more processes than CI has cores: half of a test's time is spent waiting for disks, and for Pythons that start.
 unit: $(VENV)/installed
-	$(BIN)/python -m pytest -n 3 $(ARGS)
+	$(BIN)/python -m pytest -n 4 $(ARGS)
 
 test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -m slow $(ARGS)

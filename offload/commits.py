@@ -280,10 +280,11 @@ class Commits:
                 store.drain()
 
     def read_ahead(self) -> None:
-        """Begins to read the last commit, for a `restore` before anything is leased. Raises: TierIOError."""
+        """Begins to read the last commit, for a `restore` before anything is leased, which says what goes wrong."""
         if self.last is not None:
-            self._go_to(self.last)
-            self._is_coming = True
+            with suppress(OffloadError):  # then `restore` begins anew, and all ranks hear of it
+                self._go_to(self.last)
+                self._is_coming = True
 
     def _restore_own(self, manifest: Manifest) -> None:
         if not self._is_coming:

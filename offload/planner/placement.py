@@ -91,6 +91,8 @@ class Placement:
         places = " and ".join(map(str, config.paths))
         at_most = f" of {format_bytes(config.device_memory)} allowed" if config.device_memory is not None else ""
         where = "" if config.param_tier == "device" else f", streamed from {_SHOWN[config.param_tier]}"
+        if config.tier == "device" and where:
+            where = ", gathered from the ranks"
         tiled = sum(spec.tile > 0 for spec in layout.specs)
         where += f", {tiled} layers run in tiles of {format_bytes(config.tile_bytes or 0)}" if tiled else ""
         where += f", gradients on {_SHOWN[config.grad_tier]}" if config.grad_tier == "nvme" else ""

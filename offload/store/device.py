@@ -1,7 +1,8 @@
 """States on the model's own device (`tier="device"`): a store of which nothing is ever streamed, and its memory.
 
 Training never moves them. A commit brings those that changed down into the buffers of a store beneath, which streams
-them to the swap files as it does those of `tier="nvme"`; a resume or a rollback brings them up the same way.
+them to the swap files as it does those of `tier="nvme"`; after a resume or a rollback the first lease of each brings it
+up the same way.
 """
 
 from __future__ import annotations
@@ -57,6 +58,29 @@ class DeviceStore(Store):
     def __init__(self, records: Sequence[Record], arena: Lender, beneath: Store | None, timeline: Timeline) -> None:
         super().__init__(records, frozenset(range(len(records))), 0, arena, None, timeline)
         self._beneath = beneath
+        self._below: dict[int, Version] = {}  # chunks that have to be brought up
+
+    @contextmanager
+    def lease(self, chunk: int, *, step: int, is_fresh: bool = False) -> Iterator[Lease]:
+        if chunk in self._below:
+            self._bring_up(chunk)
+        with super().lease(chunk, step=step, is_fresh=is_fresh) as lent:
+            yield lent
+
+    def _bring_up(self, chunk: int) -> None:
+        version = self._below[chunk]
+        with (
+            self._committing.lease(chunk, step=version.step) as there,
+            super().lease(chunk, step=version.step, is_fresh=True) as here,
+        ):
+            for held, into in zip(there.arrays, here.arrays, strict=True):
+                into.copy_(held)
+            here.dirty = True
+        with Held(self._changed):
+            del self._below[chunk]
+            self._now_in_slots({chunk: version})
+        if not self._below:
+            self._committing.expect(())
 
     def flush(self) -> dict[int, Version]:
         beneath = self._committing
@@ -69,31 +93,18 @@ class DeviceStore(Store):
                     into.copy_(held)
         versions = beneath.flush()
         with Held(self._changed):  # not before: what was interrupted is brought down again
-            self._now_in_slots(versions)
+            self._now_in_slots({chunk: at for chunk, at in versions.items() if chunk not in self._below})
         return versions
 
     def settle(self, versions: Mapping[int, Version]) -> None:
         self._committing.settle(versions)
 
     def reset(self, versions: Mapping[int, Version]) -> None:
-        if self._beneath is None:
-            assert not versions
-            super().reset({})
-            return
-        self._beneath.reset(versions)
         super().reset({})
-        self._beneath.expect(versions)
-        for chunk, version in versions.items():
-            with (
-                self._beneath.lease(chunk, step=version.step) as there,
-                self.lease(chunk, step=version.step, is_fresh=True) as here,
-            ):
-                for held, into in zip(there.arrays, here.arrays, strict=True):
-                    into.copy_(held)
-                here.dirty = True
-        self._beneath.expect(())
-        with Held(self._changed):
-            self._now_in_slots(versions)
+        self._below = dict(versions)
+        if self._beneath is not None:
+            self._beneath.reset(versions)
+            self._beneath.expect(versions)
 
     def drain(self) -> None:
         super().drain()
@@ -122,7 +133,7 @@ class DeviceStore(Store):
             there.dirty = True
 
     def _now_in_slots(self, versions: Mapping[int, Version]) -> None:
-        self._newer.clear()
-        self._at = dict(versions)
-        for chunk in versions:
+        for chunk, version in versions.items():
+            self._newer.pop(chunk, None)
+            self._at[chunk] = version
             self._table.reset(chunk, Residency.CLEAN)
