@@ -127,7 +127,7 @@ def assemble(
     kernels = kernels_for(undo, config, layout, memory)
     records = records_of(layout, split_master=config.split_master)
     # First of all in memory, for a resume reads into it while the rest comes.
-    store = _states(undo, layout, placement, memory, slots, records, timeline)
+    store = _states(undo, config, placement, memory, slots, records, timeline)
     stored = None
     if placement.grads is not None:
         first = len(slot_records(layout, config)) - len(layout.chunks)
@@ -176,7 +176,7 @@ def assemble(
 
 def _states(
     undo: ExitStack,
-    layout: Layout,
+    config: Config,
     placement: Placement,
     memory: Memory,
     slots: Stripes | None,
@@ -189,7 +189,7 @@ def _states(
     if beneath is not None:
         undo.callback(beneath.close)
     if memory.states is memory.ram:
-        store = Store(records, placement.kept, placement.in_flight, memory.ram, slots, timeline)
+        store = Store(records, placement.kept, placement.in_flight, memory.ram, slots, timeline, is_due=config.is_due)
     else:
         store = DeviceStore(records, memory.states, beneath, timeline)
     undo.callback(store.close)

@@ -72,11 +72,8 @@ class Commits:
             self._record = None if found.manifest is None else found.commit
 
     def is_due(self, step: int) -> bool:
-        """Whether `commit_every` wants a commit of `step`."""
-        every = self._config.commit_every
-        if not every or not step or step % every:
-            return False
-        return self.last is None or self.last.step != step
+        """Whether `commit_every` wants a commit of `step`, and it is not there."""
+        return self._config.is_due(step) and (self.last is None or self.last.step != step)
 
     def commit(
         self,

@@ -99,6 +99,11 @@ class Config:
         """Slots a chunk of states."""
         return 1 if self.commit_every is None else 2
 
+    def is_due(self, step: int) -> bool:
+        """Whether `commit_every` wants a commit of `step`."""
+        every = self.commit_every or 0
+        return every > 0 and step > 0 and step % every == 0
+
     @property
     def commits_parameters(self) -> bool:
         """Whether a commit holds the 16-bit parameters, too: they are the upper halves of a split master."""

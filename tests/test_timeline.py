@@ -277,12 +277,16 @@ def test_without_a_recording_nothing_is_allocated_that_stays() -> None:
             with timeline.event(ADAM, "Adam", chunk=chunk):
                 timeline.end(timeline.begin(TO_HOST, "copy", chunk=chunk, size=1))
 
+    def peak() -> int:
+        tracemalloc.start()
+        work()
+        found = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return found
+
     work()
-    tracemalloc.start()
-    work()
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 1000  # bytes, for 2000 events: frames that come and go
+    # Bytes, for 2000 events: frames that come and go. Other threads of this process may allocate meanwhile.
+    assert min(peak() for _ in range(5)) < 1000
 
 
 @pytest.mark.parametrize("place", ["missing/t.json", ".", "folder", "pipe", "link", "t" * 300, "a\0b"])

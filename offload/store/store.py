@@ -4,8 +4,9 @@ A chunk is used through a lease. Chunks that the plan keeps in RAM have buffers 
 others pass through a few constant-size buffers: announced with `expect`, read ahead while there are free buffers,
 leased, released dirty, written behind. When the announced order has been used up it is expected to come again, so
 what a step begins with is read while the one before it ends: into half of the buffers, so that the next step reads and
-writes from its first chunk on. Which copies exist is written in residency.py, what to drop is decided in cache.py, and
-nowhere else.
+writes from its first chunk on. Kept chunks are written for commits only: behind the step that is to be committed, if
+that is known beforehand, so that the commit finds them written, else by `flush`. Which copies exist is written in
+residency.py, what to drop is decided in cache.py, and nowhere else.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -52,7 +53,8 @@ class Store:
     """One kind of thing for all chunks: their states, or their parameters.
 
     Args: records: what each chunk holds; kept: chunks that stay in RAM; in_flight: buffers for the others; slots:
-    their swap file, None if all are kept, in which chunk 0 has slot `first`. The first lease of a chunk finds zeros.
+    their swap file, None if all are kept, in which chunk 0 has slot `first`; is_due: whether the results of a
+    step are known to be committed, so that kept chunks are written behind it. The first lease of a chunk finds zeros.
     A slot that `settle` or `reset` named is never written to: a chunk's new versions go to its other place.
     A failure of the disk is raised by the call that meets it and by every later one.
     """
@@ -66,9 +68,11 @@ class Store:
         slots: Stripes | None,
         timeline: Timeline,
         first: int = 0,
+        is_due: Callable[[int], bool] = lambda step: False,
     ) -> None:
         self._records = tuple(records)
         self._first = first
+        self._is_due = is_due
         self._kept = kept
         self._slots = slots
         self._timeline = timeline
@@ -280,6 +284,8 @@ class Store:
             if lease.dirty or chunk not in self._at:
                 self._newer[chunk] = step
             self._table.move(chunk, Residency.DIRTY if chunk in self._newer else Residency.CLEAN)
+            if lease.dirty and not lease.is_unfinished and self._is_due(step):
+                self._write(chunk, step, Residency.CLEAN)
         elif not (lease.dirty or is_owed) and chunk in self._at:
             self._table.move(chunk, Residency.CLEAN)
             if not is_staying:

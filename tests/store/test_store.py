@@ -7,7 +7,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -44,11 +44,12 @@ def store_on(
     buffers: int = 3,
     kept: frozenset[int] = frozenset(),
     timeline: Timeline | None = None,
+    due: Collection[int] = (),
 ) -> Iterator[Store]:
     records = [Record(numel) for numel in NUMELS]
     slots = Stripes(engine, [path], [1.0], records)
     arena = Arena(MIB, HostCopier())
-    store = Store(records, kept, buffers, arena, slots, timeline or Timeline())
+    store = Store(records, kept, buffers, arena, slots, timeline or Timeline(), is_due=due.__contains__)
     try:
         yield store
     finally:
@@ -92,10 +93,11 @@ actions = st.one_of(
     script=st.lists(actions, max_size=25),
     buffers=st.integers(1, len(NUMELS)),
     kept=st.frozensets(chunk, max_size=4),
+    due=st.frozensets(st.integers(1, 25)),
     seed=st.integers(0, 1000),
 )
 def test_any_use_under_any_timing_equals_a_plain_dict(
-    script: list[tuple[str, object]], buffers: int, kept: frozenset[int], seed: int
+    script: list[tuple[str, object]], buffers: int, kept: frozenset[int], due: frozenset[int], seed: int
 ) -> None:
     engine = FaultyEngine(seed=seed, delay_s=0.0005)
     values = dict.fromkeys(range(len(NUMELS)), 0.0)
@@ -114,7 +116,10 @@ def test_any_use_under_any_timing_equals_a_plain_dict(
                 put(lease, clock)
                 values[index] = clock
 
-    with tempfile.TemporaryDirectory() as folder, store_on(engine, Path(folder), buffers=buffers, kept=kept) as store:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        store_on(engine, Path(folder), buffers=buffers, kept=kept, due=due) as store,
+    ):
         for action, argument in script:
             match action, argument:
                 case "dirty" | "clean", int(index):
@@ -215,6 +220,46 @@ def test_kept_chunks_never_move(engine: FaultyEngine, tmp_path: Path) -> None:
                     put(lease, step)
         store.drain()
         assert (engine.reads, engine.writes) == (0, written)
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["known", "unknown"])
+def test_kept_chunks_are_written_once_for_a_commit_and_behind_the_step_if_it_is_known(
+    engine: FaultyEngine, tmp_path: Path, is_known: bool
+) -> None:
+    kept = frozenset(range(len(NUMELS)))
+    with store_on(engine, tmp_path / "run", buffers=0, kept=kept, due=[2, 4] if is_known else []) as store:
+        before = engine.writes
+        for step in (1, 2, 3, 4):
+            for index in sorted(kept):
+                with store.lease(index, step=step) as lease:
+                    assert value_in(lease) == step - 1
+                    put(lease, step)
+            store.drain()
+            commits, is_commit = step // 2, step % 2 == 0
+            if is_known and is_commit:
+                assert engine.writes - before == commits * len(NUMELS)
+            if is_commit:
+                versions = store.flush()
+                assert {version.step for version in versions.values()} == {step}
+                assert engine.writes - before == commits * len(NUMELS)
+        store.reset(versions)
+        for index in kept:
+            with store.lease(index, step=4) as lease:
+                assert value_in(lease) == 4
+
+
+def test_what_is_left_unfinished_at_a_step_that_is_committed_is_not_written_yet(
+    engine: FaultyEngine, tmp_path: Path
+) -> None:
+    with store_on(engine, tmp_path / "run", buffers=0, kept=frozenset(range(len(NUMELS))), due=[1]) as store:
+        before = engine.writes
+        with store.lease(0, step=1) as lease:
+            put(lease, 1)
+            lease.is_unfinished = True
+        store.drain()
+        assert engine.writes == before
+        assert store.flush()[0].step == 1
+        assert engine.writes == before + 1
 
 
 def test_reading_begins_when_the_order_is_announced(store: Store, engine: FaultyEngine) -> None:
