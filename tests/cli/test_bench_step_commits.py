@@ -65,10 +65,10 @@ def test_commits_fall_into_the_steps_and_flush_what_stays_in_ram_and_split_param
         assert run["flushed_bytes_per_param"] == pytest.approx(flushed / every, rel=1e-6)
         assert (run["flush_s"] > 0) is (flushed > 0)
         assert len(run["rounds"]) == 2
-    # The first case: a round to warm up, and two in turns; a commit is made where the next step begins.
-    with_commit = [["with", f"commit {number * every}", *["with"] * (every - 1)] for number in (1, 2)]
-    without, warm = ["without"] * every, ["with"] * every
-    expected = [*without, *warm, *with_commit[0], *without, *without, *with_commit[1]]
+    # The first case: two rounds to warm up, and two that count; a commit is made where the next step begins.
+    with_commit = [["with", f"commit {number * every}", *["with"] * (every - 1)] for number in (1, 2, 3)]
+    without, first = ["without"] * every, ["with"] * every
+    expected = [*first, *without, *without, *with_commit[0], *with_commit[1], *without, *without, *with_commit[2]]
     assert order[: len(expected)] == expected
     assert list(drive.iterdir()) == []
     assert open_files() == before
