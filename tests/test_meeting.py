@@ -1,8 +1,11 @@
-"""Ranks that take turns in what they clear up: the old record goes first of all, whoever has it."""
+"""Ranks that tell each other what they see, and take turns in what they clear up."""
 
 from __future__ import annotations
 
+import json
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,11 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.checkpoint.commit import Commit, write_commit
+from offload import meeting
+from offload.checkpoint.commit import Commit, write_commit, write_manifest
+from offload.checkpoint.files import LOCAL
 from offload.checkpoint.manifest import Digest
 from offload.collectives import Communicator
-from offload.meeting import in_turns
+from offload.meeting import Places, Seen, in_turns, look_together, manifests_of_all
+from offload.module.sharing import bytes_of_all
 from offload.resuming import Found
+from tests.support.committed import RUN, STEP, manifest_of
 
 
 class Threads:
@@ -36,26 +43,35 @@ class Threads:
         def any_true(flag: bool) -> bool:
             return bool(gather(torch.tensor([flag])).any())
 
-        return cast(Communicator, SimpleNamespace(rank=number, gather=gather, any_true=any_true))
+        def broadcast(values: Tensor, source: int = 0) -> None:
+            if number == source:
+                self._sent = values
+            self._barrier.wait()
+            values.copy_(self._sent)
+            self._barrier.wait()
+
+        known = {"rank": number, "size": len(self._rows), "broadcast": broadcast}
+        return cast(Communicator, SimpleNamespace(**known, gather=gather, any_true=any_true))
+
+    def run(self, work: Callable[[Communicator], Any]) -> list[Any]:
+        """What `work` returns on each rank."""
+        with ThreadPoolExecutor(len(self._rows)) as pool:
+            return list(pool.map(lambda number: work(self.rank(number)), range(len(self._rows))))
 
 
 def turns(pressing: list[int], *, stays: bool = False) -> list[int]:
     """In which order the ranks worked. Args: pressing: how pressing it is for each; stays: also when it has worked."""
-    ranks, left, worked = Threads(len(pressing)), [*pressing], cast(list[int], [])
+    left, worked = [*pressing], cast(list[int], [])
 
-    def run(rank: int) -> None:
+    def run(comm: Communicator) -> None:
         def work() -> None:
-            worked.append(rank)
+            worked.append(comm.rank)
             assert len(worked) <= len(pressing), "some rank never ends"
-            left[rank] = left[rank] if stays else 0
+            left[comm.rank] = left[comm.rank] if stays else 0
 
-        in_turns(ranks.rank(rank), lambda: left[rank], work)
+        in_turns(comm, lambda: left[comm.rank], work)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(pressing))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    Threads(len(pressing)).run(run)
     return worked
 
 
@@ -74,3 +90,47 @@ def test_a_record_that_was_replaced_is_what_presses_most(tmp_path: Path) -> None
     write_commit(tmp_path, before)
     (tmp_path / "COMMIT.new").touch()
     assert Found._left(found, after) == 2
+
+
+def test_a_manifest_that_some_rank_lacks_is_sent_once_by_the_first_that_sees_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        folder.mkdir()
+    manifests = [manifest_of(rank, world=3) for rank in range(3)]
+    # Rank 0's lies in all of them, rank 1's in the last two, rank 2's in the middle.
+    lying = [folders, folders[1:], folders[1:2]]
+    digests = [{write_manifest(place, manifest) for place in lying[manifest.rank]} for manifest in manifests]
+    commit = Commit(RUN, STEP, tuple(digest for (digest,) in digests))
+    sent: dict[int, list[str]] = {}
+
+    def noted(comm: Communicator, data: bytes) -> list[bytes]:
+        sent[comm.rank] = sorted(json.loads(data))
+        return bytes_of_all(comm, data)
+
+    monkeypatch.setattr(meeting, "bytes_of_all", noted)
+
+    def work(comm: Communicator) -> object:
+        return manifests_of_all([folders[comm.rank]], folders[0], commit, comm, LOCAL)
+
+    assert Threads(3).run(work) == [tuple(manifests)] * 3
+    assert sent == {0: [], 1: ["1", "2"], 2: []}
+    sent.clear()
+    everything = [tuple(manifests)] * 3
+    assert Threads(3).run(lambda comm: manifests_of_all(folders, folders[0], commit, comm, LOCAL)) == everything
+    assert not sent
+
+
+def test_what_one_rank_resumes_from_and_another_goes_on_in_is_no_directory_beside_the_run(tmp_path: Path) -> None:
+    """Only a record that lies in nobody's `path` is one that `resume` names."""
+    run, kept = tmp_path / "run", tmp_path / "kept"
+    ours, theirs = (Commit(letter * 32, 7, (Digest(1, "0" * 32),)) for letter in "ab")
+    for folder, commit in ((run, ours), (kept, theirs)):
+        folder.mkdir()
+        write_commit(folder, commit)
+    places = [Places((tmp_path / "none",), (), (), (run, kept)), Places((run,), (), (), ())]
+    for seen in Threads(2).run(lambda comm: look_together(places[comm.rank], comm, LOCAL)):
+        assert isinstance(seen, Seen)
+        assert seen.runs.records == ((run, ours),)
+        assert seen.named.records == ((kept, theirs),)
