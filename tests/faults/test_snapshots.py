@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +18,11 @@ from torch import Tensor
 
 from offload import OffloadZero, Tuning, commits
 from offload.checkpoint import files as local
-from offload.checkpoint.commit import read_commit
+from offload.checkpoint.commit import read_commit, write_commit
 from offload.checkpoint.files import LocalFiles
+from offload.checkpoint.manifest import Digest
 from offload.checkpoint.reader import Reader
-from offload.checkpoint.snapshots import Snapshot
+from offload.checkpoint.snapshots import Need, Snapshot, require_space
 from offload.checkpoint.swapfile import SwapFile
 from offload.errors import (
     BudgetError,
@@ -312,6 +315,64 @@ def test_snapshots_of_other_runs_stay(make: Make, path: Path) -> None:
     assert not second[0].exists()
 
 
+@pytest.mark.parametrize("other", ["under another name", "the record of a run"])
+def test_what_only_looks_like_a_snapshot_of_this_run_stays(make: Make, path: Path, other: str) -> None:
+    """A copy that somebody made and named, and one that somebody went on in."""
+    model, optimizer = committed(make)
+    (first,) = optimizer.snapshot()
+    if other == "under another name":
+        left = path / "snapshot-2-00000000"
+        shutil.copytree(first, left)
+    else:
+        left = first
+        record = read_commit(first)
+        assert record is not None
+        write_commit(first, replace(record, is_snapshot=False))
+    before = contents(left)
+    one_step(model, optimizer, 3)
+    optimizer.commit()
+    optimizer.snapshot(keep=1)
+    assert contents(left) == before
+    assert steps_of(path) == ([2, 4] if left != first else [3, 4])
+
+
+def test_the_one_that_is_made_stays_also_where_later_ones_are(make: Make, path: Path, tmp_path: Path) -> None:
+    """As in a run whose directory was brought back from an older copy."""
+    model, optimizer = committed(make)
+    shutil.copytree(path, tmp_path / "older")
+    one_step(model, optimizer, 3)
+    optimizer.commit()
+    (later,) = optimizer.snapshot()
+    optimizer.close()
+    later.rename(tmp_path / "older" / later.name)
+    shutil.rmtree(path)
+    (tmp_path / "older").rename(path)
+    found = make(Tiny(), commit_every=0, resume=True).snapshot(keep=1)
+    assert [*path.glob("snapshot-*")] == [*found]
+    assert is_whole(found)
+
+
+def test_nobody_can_begin_to_read_one_that_is_about_to_go(
+    make: Make, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = committed(make)
+    first = optimizer.snapshot()[0]
+    one_step(model, optimizer, 3)
+    optimizer.commit()
+    retire, tried = Snapshot.retire, []
+
+    def read_first(part: Snapshot, names: Iterable[str]) -> None:
+        with pytest.raises(PathInUseError):
+            SwapFile(first / SWAP_NAME)
+        tried.append(1)
+        retire(part, names)
+
+    monkeypatch.setattr(Snapshot, "retire", read_first)
+    optimizer.snapshot(keep=1)
+    assert tried
+    assert steps_of(path) == [4]
+
+
 def test_what_was_taken_elsewhere_is_no_leftover(make: Make, tmp_path: Path) -> None:
     places = [tmp_path / "a", tmp_path / "b"]
     _, directories, _, optimizer = kept(make, path=places)
@@ -414,12 +475,17 @@ def test_what_cannot_be_kept_is_refused(make: Make, path: Path) -> None:
     assert steps_of(path) == []
 
 
-@pytest.mark.parametrize("what", ["file", "folder", "run"])
+@pytest.mark.parametrize("what", ["file", "folder", "run", "snapshot"])
 def test_what_has_its_name_already_is_left_alone(make: Make, path: Path, what: str) -> None:
     _, optimizer = committed(make)
     directory = optimizer.snapshot()[0]
-    shutil.rmtree(directory)
-    if what == "file":
+    record = read_commit(directory)
+    assert record is not None
+    if what != "snapshot":
+        shutil.rmtree(directory)
+    if what == "snapshot":
+        write_commit(directory, replace(record, manifests=(Digest(1, "0" * 32),)))
+    elif what == "file":
         directory.write_text("mine")
     elif what == "folder":
         directory.mkdir()
@@ -431,6 +497,15 @@ def test_what_has_its_name_already_is_left_alone(make: Make, path: Path, what: s
         optimizer.snapshot()
     assert contents(path) == before
     optimizer.close()
+
+
+def test_only_what_lies_on_one_device_of_one_machine_is_added() -> None:
+    apart = [Need(host, device, 60, 100, "x") for host, device in (("a", 1), ("a", 2), ("b", 1))]
+    require_space(apart)
+    for need in apart:
+        with pytest.raises(BudgetError) as caught:
+            require_space([*apart, need])
+        assert (caught.value.needed, caught.value.available) == (120, 100)
 
 
 @pytest.mark.parametrize("paths", [1, 2])
