@@ -26,6 +26,7 @@ from offload.collectives import (
     describe,
 )
 from offload.errors import ConfigError, RankError
+from offload.launch import launched, place_on_node
 from offload.timeline import COLLECTIVES, Event, Timeline
 
 TIMEOUT_S = 600.0
@@ -35,13 +36,6 @@ _SHORTEST_SLEEP_S = 2e-5
 _LONGEST_SLEEP_S = 1e-3
 _GRACE_S = 1.0
 """For what is under way at the end: what another rank began it will complete, unless that one failed."""
-_LOCAL = (
-    ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ("SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
-)
-"""How torchrun, Open MPI, MPICH and Slurm tell a process its place on the node."""
 
 
 class _Shared:
@@ -309,7 +303,7 @@ def connect(
     if not (dist.is_available() and dist.is_initialized()):
         if process_group is not None:
             raise ConfigError(f"process_group={process_group!r}: call torch.distributed.init_process_group() first")
-        if _number(os.environ, "WORLD_SIZE", least=1, default=1) > 1:
+        if launched(os.environ) > 1:
             raise ConfigError(
                 f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but torch.distributed is not initialized, so each process "
                 "would train alone: call torch.distributed.init_process_group() before OffloadZero(...)"
@@ -354,22 +348,6 @@ def _members_of(mesh: DeviceMesh) -> list[dist.ProcessGroup | None]:
     return [everyone, mesh.get_group(0), mesh.get_group(1)]
 
 
-def place_on_node(environ: Mapping[str, str], rank: int, size: int) -> tuple[int, int]:
-    """(local_rank, ranks_on_node) as torchrun, Open MPI, MPICH or Slurm tell them.
-
-    Where nobody does, all `size` processes count as on this node: budgets divided by too many still hold.
-    Raises: ConfigError for what is no number, or cannot be.
-    """
-    for name, count in _LOCAL:
-        if name in environ and count in environ:
-            ranks_on_node = _number(environ, count, least=1)
-            local_rank = _number(environ, name, least=0)
-            if local_rank >= ranks_on_node:
-                raise ConfigError(f"{name}={local_rank} and {count}={ranks_on_node}: the first counts from 0")
-            return local_rank, ranks_on_node
-    return rank, size
-
-
 def require_backend(backends: str, device: torch.device, current: int | None) -> None:
     """Args: backends: of a group, by type of device, as in "cpu:gloo,cuda:nccl"; current: number of the CUDA device.
 
@@ -392,17 +370,6 @@ def require_backend(backends: str, device: torch.device, current: int | None) ->
             f"the model is on {device}, and the current device is cuda:{current}: call "
             f"torch.cuda.set_device({device.index}) before init_process_group()"
         )
-
-
-def _number(environ: Mapping[str, str], name: str, *, least: int, default: int | None = None) -> int:
-    text = environ.get(name, default)
-    try:
-        number = int(text)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        number = least - 1
-    if number < least:
-        raise ConfigError(f"the environment says {name}={text!r}: it has to be a number, at least {least}")
-    return number
 
 
 def _another(ranks: list[int], backend: str, timeout_s: float) -> dist.ProcessGroup:

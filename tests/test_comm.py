@@ -36,22 +36,6 @@ def test_a_group_without_torch_distributed_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "place"),
-    [
-        ({}, (5, 8)),
-        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, (1, 4)),
-        ({"LOCAL_RANK": "1"}, (5, 8)),
-        ({"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, (0, 2)),
-        ({"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, (1, 2)),
-        ({"SLURM_LOCALID": "3", "SLURM_NTASKS_PER_NODE": "4"}, (3, 4)),
-        ({"SLURM_LOCALID": "3", "SLURM_NTASKS_PER_NODE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, (1, 2)),
-    ],
-)
-def test_launchers_tell_a_process_its_place(environ: dict[str, str], place: tuple[int, int]) -> None:
-    assert comm.place_on_node(environ, 5, 8) == place
-
-
-@pytest.mark.parametrize(
     ("backends", "device", "fault"),
     [
         ("cpu:gloo,cuda:gloo", "cpu", None),
@@ -71,12 +55,6 @@ def test_a_group_has_to_carry_tensors_of_the_models_device(backends: str, device
         return
     with pytest.raises(ConfigError, match=fault):
         comm.require_backend(backends, torch.device(device), 1)
-
-
-@pytest.mark.parametrize(("rank", "count"), [("x", "2"), ("0", "0"), ("-1", "2"), ("2", "2"), ("0", "")])
-def test_a_place_that_cannot_be_is_refused(rank: str, count: str) -> None:
-    with pytest.raises(ConfigError, match="LOCAL_"):
-        comm.place_on_node({"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count}, 0, 4)
 
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=64), max_size=50))

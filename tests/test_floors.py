@@ -12,7 +12,7 @@ ROOT = Path(offload.__file__).parent
 FLOORS = [
     ["errors", "sizes", "timeline"],
     ["config", "layout"],
-    ["native", "ring", "copies", "collectives", "comm", "io"],
+    ["native", "ring", "copies", "collectives", "launch", "comm", "io"],
     ["store"],
     ["optim", "checkpoint"],
     ["module", "meeting"],
