@@ -30,14 +30,6 @@ BEFORE = Commit(OLD, 7, (Digest(1, "0" * 32),))
 AFTER = Commit(NEW, 7, (Digest(1, "0" * 32),), OLD)
 
 
-@pytest.fixture
-def places(tmp_path: Path) -> list[Path]:
-    found = [tmp_path / name for name in "ab"]
-    for place in found:
-        place.mkdir()
-    return found
-
-
 def swap(directory: Path, name: str, run_id: str, path: int = 0, paths: int = 1) -> Path:
     file = directory / f"offload-{name}"
     file.write_bytes(superblock(manifest_of(run_id=run_id, paths=paths), path))

@@ -16,14 +16,6 @@ COMMIT = Commit(RUN, 7, (Digest(1, "0" * 32),) * 2)
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> list[Path]:
-    found = [tmp_path / name for name in "ab"]
-    for place in found:
-        place.mkdir()
-    return found
-
-
-@pytest.fixture
 def manifests() -> list[Manifest]:
     """Of two ranks, each with slots on two paths."""
     return [manifest_of(rank, world=2, paths=2) for rank in range(2)]
