@@ -1,0 +1,166 @@
+"""Idioms of other people's training loops, run as plain torch and on a held model: the oracle is plain torch.
+
+An idiom is a function that trains a small model for a few steps as its source does. It asks its `Run` for one thing,
+`run.hold(model, optimizer)`, where a user would construct `OffloadZero`, and logs what has to be the same. In the plain
+run `hold` returns the optimizer it was given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload import OffloadZero, Tuning
+from offload.errors import OffloadError
+from offload.planner import least_cpu_memory
+from tests.oracle.masters import MasterAdamW
+
+STEPS = 6
+TOLERANCE = 1e-5
+
+PLACEMENTS: Mapping[str, Mapping[str, Any]] = {
+    "cpu": {"tier": "cpu"},
+    "nvme": {"tier": "nvme"},
+    "device": {"tier": "device"},
+    "streamed from cpu": {"tier": "cpu", "param_tier": "cpu"},
+    "streamed from nvme": {"tier": "nvme", "param_tier": "nvme"},
+}
+"""Options of `OffloadZero`: three with resident parameters, by where the states live, and two with streamed ones."""
+
+RESIDENT = ("cpu", "nvme", "device")
+STREAMED = ("streamed from cpu", "streamed from nvme")
+
+
+@dataclass(frozen=True)
+class Idiom:
+    """One way to use parameters or gradients.
+
+    Attributes: source: the upstream place it was taken from, "owner/repository path:line"; refused: by placement, why
+    it cannot be served, which a typed error says; bf16: whether it makes sense with bf16 parameters.
+    """
+
+    name: str
+    summary: str
+    source: str
+    train: Callable[[Run], None]
+    refused: Mapping[str, str] = field(default_factory=dict)
+    bf16: bool = True
+
+
+IDIOMS: dict[str, Idiom] = {}
+"""All of them, by name."""
+
+
+def idiom(
+    summary: str, *, source: str, refused: Mapping[str, str] | None = None, bf16: bool = True
+) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
+    """Registers the function it decorates. Args: see Idiom."""
+
+    def register(train: Callable[[Run], None]) -> Callable[[Run], None]:
+        name = train.__name__
+        assert name not in IDIOMS, f"two idioms are called {name}"
+        IDIOMS[name] = Idiom(name, summary, source, train, refused or {}, bf16)
+        return train
+
+    return register
+
+
+class Run:
+    """One run of an idiom. Args: options: of OffloadZero; None: plain torch; path: for swap files."""
+
+    def __init__(
+        self, options: Mapping[str, Any] | None, path: Path, *, compute_dtype: torch.dtype = torch.float32
+    ) -> None:
+        self._options = options
+        self._path = path
+        self._dtype = compute_dtype
+        self._logged: list[tuple[str, Tensor]] = []
+        self._ending = ExitStack()
+        self._held = 0
+
+    def hold(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> Any:
+        """The optimizer to train `model` with, in place of `optimizer` (None: AdamW with torch's defaults)."""
+        if self._options is None:
+            plain = torch.optim.AdamW(model.parameters()) if optimizer is None else optimizer
+            return plain if self._dtype is torch.float32 else MasterAdamW(model, plain, self._dtype)
+        chosen: dict[str, Any] = {"tuning": Tuning(chunk="4KiB"), **self._options, **options}
+        if chosen["tier"] == "nvme":
+            self._held += 1
+            chosen["path"] = self._path / str(self._held)
+            known = ("param_tier", "tuning", "accumulation", "keep_fp32")
+            # As little as works: chunks come from the disk at every step.
+            chosen["cpu_memory"] = least_cpu_memory(
+                model,
+                optimizer,
+                compute_dtype=self._dtype,
+                commit_every=None,
+                **{name: chosen[name] for name in known if name in chosen},
+            )
+        held = OffloadZero(model, optimizer, compute_dtype=self._dtype, commit_every=None, **chosen)
+        self._ending.callback(held.close)
+        return held
+
+    def log(self, *values: Any) -> None:
+        """Notes losses, tensors, or all parameters and buffers of a module, as they are now."""
+        for value in values:
+            if isinstance(value, nn.Module):
+                for name, tensor in value.state_dict().items():
+                    self._note(name, tensor)
+            elif isinstance(value, Mapping):
+                for name, tensor in value.items():
+                    self._note(str(name), tensor)
+            else:
+                self._note("value", value)
+
+    def _note(self, name: str, value: Any) -> None:
+        tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
+        self._logged.append((name, tensor.detach().to("cpu", torch.float64, copy=True)))
+
+    def close(self) -> None:
+        self._ending.close()
+
+    def assert_like(self, plain: Run) -> None:
+        """Raises: AssertionError naming the first value that differs from the plain run's."""
+        assert [name for name, _ in self._logged] == [name for name, _ in plain._logged]
+        assert plain._logged, "the idiom logs nothing"
+        for number, ((name, mine), (_, theirs)) in enumerate(zip(self._logged, plain._logged, strict=True)):
+            assert mine.shape == theirs.shape, (number, name, mine.shape, theirs.shape)
+            scale = max(theirs.abs().max().item(), 1.0) if theirs.numel() else 1.0
+            difference = (mine - theirs).abs().max().item() if theirs.numel() else 0.0
+            assert difference <= TOLERANCE * scale and math.isfinite(scale), (number, name, difference)
+
+    def differences(self, other: Run) -> Iterator[str]:
+        """The names of what does not have the same bits."""
+        for (name, mine), (_, theirs) in zip(self._logged, other._logged, strict=True):
+            if not torch.equal(mine, theirs):
+                yield name
+
+
+def run(idiom: Idiom, options: Mapping[str, Any] | None, path: Path, **how: Any) -> Run:
+    """Runs an idiom to its end."""
+    torch.manual_seed(0)
+    one = Run(options, path, **how)
+    try:
+        idiom.train(one)
+    finally:
+        one.close()
+    return one
+
+
+def check(idiom: Idiom, placement: str, path: Path, **how: Any) -> None:
+    """Raises: AssertionError unless an idiom is as in plain torch, or refused where that is documented."""
+    plain = run(idiom, None, path, **how)
+    if placement in idiom.refused:
+        try:
+            run(idiom, PLACEMENTS[placement], path, **how)
+        except OffloadError:
+            return
+        raise AssertionError(f"{idiom.name} is documented as refused when {placement}, and was not")
+    run(idiom, PLACEMENTS[placement], path, **how).assert_like(plain)
