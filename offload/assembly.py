@@ -136,7 +136,7 @@ def assemble(
         undo.callback(stored.close)
     sink = _sink(config, layout, memory, kernels, timeline, stored, comm)
     undo.callback(sink.close)
-    parameters = Parameters(layout, params, device)
+    parameters = Parameters(layout, params, device, streams=config.param_tier != "device")
     params_store = None
     if placement.params is not None:
         pool = placement.params
@@ -149,8 +149,7 @@ def assemble(
         return_large_blocks()  # units come and go: without it RSS would grow with depth
     split_master = config.split_master
     run = (layout, parameters.flats, sink, memory.states, memory.copier, timeline)
-    between = (comm, device, memory.travelling)
-    returned = ParameterReturn(*run, *between, split_master=split_master, streamed=streamed)
+    returned = ParameterReturn(*run, comm, memory.travelling, split_master=split_master, streamed=streamed)
     step = Step(layout, store, sink, returned, kernels, timeline, split_master=split_master)
     undo.callback(step.close)
     return Parts(

@@ -93,6 +93,7 @@ class Config:
     chooses_grads: bool = False
     # Weights larger than this are tiled; None: to be chosen.
     tile_bytes: int | None = None
+    cast_forward_inputs: bool = True
 
     @property
     def places(self) -> int:
@@ -125,6 +126,7 @@ def check(
     grad_tier: str | None = None,
     commit_every: int | str | None = "auto",
     resume: bool | str | PathLike | Sequence[PathLike] = False,
+    cast_forward_inputs: bool = True,
     tuning: Tuning | None = None,
     **reserved: Any,
 ) -> Config:
@@ -154,6 +156,8 @@ def check(
             'Tuning.split_master=True with tier="device": it saves bytes of a step over the disk, and there are none; '
             "leave it out"
         )
+    if not isinstance(cast_forward_inputs, bool):
+        raise ConfigError(f"cast_forward_inputs={cast_forward_inputs!r}: choose True or False")
     prefetch = _whole("Tuning.prefetch", tuning.prefetch, least=0)
     return Config(
         tier=chosen,
@@ -180,6 +184,7 @@ def check(
         origins=_origins(resume, directories),
         units=_units(tuning.units),
         tile_bytes=None if tuning.tile is None else parse_bytes(tuning.tile, "Tuning.tile"),
+        cast_forward_inputs=cast_forward_inputs,
         chooses_params=param_tier is None and chosen != "device",
         chooses_grads=grad_tier is None and chosen != "device",
     )
@@ -224,6 +229,10 @@ def replicas_of(config: Config, *, ranks: int, rows: int) -> int:
     return 1 if config.param_tier == "device" else ranks
 
 
+HYPER_PARAMETERS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "fused", "capturable")
+"""What users give to Adam or AdamW, and not to OffloadZero."""
+
+
 def _refuse_reserved(reserved: dict[str, Any], tuning: Tuning) -> None:
     """Options that DESIGN.md names and this version cannot do yet: refused, never silently accepted."""
     options = {*(check.__kwdefaults__ or ()), "device", "process_group"}
@@ -233,6 +242,11 @@ def _refuse_reserved(reserved: dict[str, Any], tuning: Tuning) -> None:
     }
     given = {name: getattr(tuning, name.removeprefix("Tuning.")) for name in taken}
     for name, value in reserved.items():
+        if name in HYPER_PARAMETERS:
+            raise ConfigError(
+                f"{name}={value!r} is an option of the optimizer that OffloadZero takes over: give "
+                f"OffloadZero(model, torch.optim.AdamW(model.parameters(), {name}={value!r}))"
+            )
         if name not in options:
             near = get_close_matches(name, options, 1)
             hint = f"did you mean {near[0]}?" if near else f"the options are {', '.join(sorted(options))}"

@@ -31,8 +31,9 @@ from offload.module.hooks import require_free
 from offload.module.materialise import Init, Source, is_meta, source_of
 from offload.module.parameters import device_for, untrained_bytes
 from offload.module.sharing import all_or_none, require_alike
-from offload.module.units import compute_dtypes, rows_of, specs_of
-from offload.optim.adopt import require_adoptable, require_supported, retire
+from offload.module.units import compute_dtypes, rows_of, specs_of, unwrapped
+from offload.optim.adopt import NoStates, require_adoptable, require_supported, retire
+from offload.optim.adopt import unwrapped as unwrapped_optimizer
 from offload.optim.step import StepKey
 from offload.planner.choice import choose
 from offload.planner.device import Room
@@ -61,19 +62,22 @@ class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
 
     The model is hooked in place: its parameters become `compute_dtype` on the device they are on, and its class,
     names and `state_dict` keys stay. Masters are taken from the uncast values. The training loop stays ordinary
-    PyTorch, with two exceptions: clip with `optimizer.clip_grad_norm_`, and read gradients with `optimizer.grad(p)`,
-    for they leave the device as backward makes them.
+    PyTorch: whoever reads a parameter or a gradient gets its current value, and what is written in place counts, also
+    where they are in another tier. docs/compatibility.md lists the exceptions.
 
     Args:
-        model: any nn.Module with dense floating parameters on one device.
+        model: any nn.Module with dense floating parameters on one device. Of a DistributedDataParallel the model in it
+            is taken, and its own reduction of gradients switched off.
         optimizer: a fresh torch.optim.Adam or AdamW, whose param groups are adopted (the same dicts) and whose own
-            `step()` raises from then on; None: AdamW(model.parameters()).
+            `step()` raises from then on, also one that Accelerate or Lightning has wrapped; None:
+            AdamW(model.parameters()).
         tier: where the optimizer states live: "device", "cpu" or "nvme"; None: "nvme" if `path` is given, else "cpu".
         path: the directory for this run's swap files and commits, or several; made (0700) if their parents exist.
         cpu_memory: bytes, or such as "48GiB", for everything this library holds in RAM; None: half of what is free.
         compute_dtype: of the parameters in the model: torch.bfloat16, torch.float32, or torch.float16, which needs a
             torch.amp.GradScaler.
-        keep_fp32: modules, or module types, that stay fp32.
+        keep_fp32: modules, or module types, that stay fp32. Those with running statistics (BatchNorm, spectral norm)
+            do in any case.
         accumulation: backward passes a step; with more than one, gradients are summed in fp32.
         nonfinite: "raise" NonFiniteGradientError on NaN or Inf, or "skip" the step and count it.
         device: where a model built on the meta device is to train; None: "cpu". Of any other it is the model's own.
@@ -92,6 +96,8 @@ class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
         stage: of ZeRO, with several ranks of torch.distributed: 1, 2 or 3; None: 3 if parameters stream, else 2.
         process_group: the ranks that hold one partition each, a ProcessGroup or a DeviceMesh; None: all. Of a mesh of
             two dimensions the second is that over which stage 3 gathers parameters, and the first is of replicas.
+        cast_forward_inputs: whether floating inputs of the model's forward are cast to `compute_dtype`. False leaves
+            them as they are, for models that cast where they have to (time steps, positions).
         device_memory: bytes, or such as "48GiB", for parameters and buffers on the device at once, and what `tier`
             puts there; activations and gradients on their way not included; None: half of what is free there, beside
             what the model has already.
@@ -123,6 +129,7 @@ class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
         init: Init = None,
         stage: int | None = None,
         process_group: object | None = None,
+        cast_forward_inputs: bool = True,
         tuning: Tuning | None = None,
         **unknown: Never,
     ) -> None:
@@ -141,9 +148,10 @@ class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
             commit_every=commit_every,
             resume=resume,
             stage=stage,
+            cast_forward_inputs=cast_forward_inputs,
             **unknown,
         )
-        self._model = model
+        self._model = model = unwrapped(model)
         self._pid = os.getpid()
         self._timeline = Timeline()
         self._failure: BaseException | None = None
@@ -151,7 +159,7 @@ class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
         self._skipped = 0
         self._adopted = False
         self._comm = comm.connect(process_group, timeline=self._timeline)
-        given = optimizer
+        given = unwrapped_optimizer(optimizer)
         with ExitStack() as undo:
             with all_or_none(self._comm):
                 require_free(model)
@@ -166,6 +174,7 @@ class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
             with all_or_none(self._comm):
                 self._assemble(undo, plan, found, run_id)
             super().__init__(given.param_groups, dict(given.defaults))
+            self.state = NoStates()  # type: ignore[assignment]
             self._adopted = True
             self._attached = self._attach(source, resumes=found is not None)
             self._resumed = None if found is None else Resumed(found.commit.step, found.extra)
@@ -241,6 +250,7 @@ class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
             step=lambda: self._step,
             usable=self._require_usable,
             failed=self._cut_off,
+            collects=self._collect,
             unscales=self._unscale,
         )
 
@@ -258,9 +268,9 @@ class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One step of Adam over every parameter whose gradient has arrived; consumes the gradients.
 
-        It fixes the gradients, their scale and the hyper-parameters, queues the work, and returns. The new values are
-        in a parameter when a forward enters its unit, when a state_dict is made or loaded, after `synchronize()`, and
-        at the latest in the next step; until then it has its old value.
+        It fixes the gradients, their scale and the hyper-parameters, queues the work, and returns. Whoever uses a
+        parameter then gets its new value: what is pending is applied by the first use. Where states are in RAM and the
+        model is on the CPU, all is done when it returns.
 
         A GradScaler's `scaler.step(optimizer)` calls it, and then it skips a step whose gradients are not finite,
         whatever `nonfinite` says.
@@ -285,24 +295,23 @@ class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
                     self._skipped += 1
                 else:
                     self._begin(active, factor)
-                self._consume()
+                self._consume(active)
+                self._attached.step_ends()
         return loss
 
     def _collect(self) -> list[int]:
         """Waits for the gradients; returns the parameters that have one."""
-        self._parts.parameters.require_attached()
-        self._parts.parameters.require_in(self._model)
-        self._parts.parameters.require_all_of(self._model, self.param_groups)
-        self._attached.hooks.take_assigned()
-        # A rank without a gradient has not landed, or not all, when others send theirs.
-        self._attached.landing.before_gradients()
-        active = [n for n in range(len(self._ages)) if self._parts.sink.has(n) and self._attached.hooks.is_marked(n)]
-        return self._parts.sink.collect(active)
+        with torch._C.DisableTorchFunctionSubclass():
+            self._parts.parameters.require_in(self._model)
+            self._parts.parameters.require_all_of(self._model, self.param_groups)
+        self._attached.answers.take_changes()
+        return self._parts.sink.collect(self._attached.answers.active)
 
     def _begin(self, active: Sequence[int], factor: float) -> None:
         require_supported(self.param_groups)
         self._attached.take_outside_writes()
-        keys: dict[int, StepKey] = {n: (self._layout.specs[n].group, self._ages[n] + 1) for n in active}
+        specs, factors = self._layout.specs, self._parts.sink.factors
+        keys: dict[int, StepKey] = {n: (specs[n].group, self._ages[n] + 1, factors.get(n, 1.0)) for n in active}
         try:
             flats = self._attached.landing.begins(active)
             self._parts.step.begin(self._step + 1, keys, self.param_groups, factor, flats)
@@ -314,10 +323,15 @@ class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
             self._ages[number] += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients since the last step. `p.grad` becomes None, whatever `set_to_none` says."""
-        super().zero_grad(set_to_none=True)
+        """Drops the gradients since the last step; with `set_to_none=False` they become zeros, which the step uses."""
+        with torch._C.DisableTorchFunctionSubclass():
+            zeros = (
+                [] if set_to_none else [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+            )
+            super().zero_grad(set_to_none=True)
         if self._adopted:
             self._consume()
+            self._attached.answers.become_zeros(zeros)
 
     # Torch's optimizer interface.
 

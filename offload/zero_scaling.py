@@ -3,7 +3,7 @@
 [Note: a loss scale]
 A GradScaler works on an optimizer in two ways, and both come here:
 
-- `scaler.unscale_(optimizer)` calls one torch function on all `p.grad`. The markers there (module/marker.py) answer it
+- `scaler.unscale_(optimizer)` calls one torch function on all `p.grad`. The stand-ins there (module/gradient.py) answer
   with `_unscale`: it says whether a gradient is not finite, and notes the inverse of the loss scale. The gradients stay
   as they are held; the step multiplies them, in fp32, as it does with the factor of clipping.
 - `scaler.step(optimizer)` calls the same function with an inverse of 1, if nobody called `unscale_`, for the sake of
@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from offload.assembly import Parts
+from offload.attachment import Attachment
 from offload.collectives import Communicator
 from offload.config import Config
 from offload.errors import ConfigError, NonFiniteGradientError
 from offload.layout import Layout
 from offload.module.sharing import require_same_step
-from offload.optim.sink import AS_HELD
 
 CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
@@ -45,6 +45,7 @@ class Scaling:
     _config: Config
     _layout: Layout
     _parts: Parts
+    _attached: Attachment
     _comm: Communicator
     _skipped: int
     param_groups: list[dict[str, Any]]
@@ -79,6 +80,9 @@ class Scaling:
                 )
             self._all_finite(active)
         norm = sink.norm(active) * sink.scale.factor
+        if sink.factors:
+            each = zip(active, sink.norms(active), strict=True)
+            norm = math.sqrt(math.fsum((sink.factor_of(number) * one) ** 2 for number, one in each))
         factor = min(1.0, float(max_norm) / (norm + CLIP_EPSILON)) if norm == norm else 1.0
         clip = 1.0 if sink.scale.clip is None else sink.scale.clip
         sink.scale = replace(sink.scale, clip=clip * factor)
@@ -126,7 +130,8 @@ class Scaling:
         return self._all_finite(active)
 
     def _all_finite(self, active: Sequence[int]) -> bool:
-        bad = self._parts.sink.not_finite(active)
+        sink = self._parts.sink
+        bad = sink.not_finite(active) or [number for number in active if not math.isfinite(sink.factor_of(number))]
         if bad and not self._config.skip_nonfinite:
             name = self._layout.specs[bad[0]].name
             others = f" and in {len(bad) - 1} more parameters" if len(bad) > 1 else ""
@@ -148,8 +153,27 @@ class Scaling:
         except ConfigError as error:
             fault = error
         skips = bool(vars(self).get("found_inf", 0.0))
+        factor = self._with_factors(active, factor)
         require_same_step(self._comm, self.param_groups, factor, skips=skips, fault=fault)
         return None if skips else factor
+
+    def _with_factors(self, active: Sequence[int], factor: float) -> float:
+        """Over several ranks the factors by which users multiplied gradients are one, for all parameters and ranks: a
+        rank that has no gradient of its own has none. Returns `factor` with it. Raises: ConfigError on all ranks."""
+        sink = self._parts.sink
+        if self._comm.size == 1:
+            return factor
+        own = [sink.factors.get(number, 1.0) for number in self._attached.answers.active]
+        row = (1.0, min(own), max(own)) if own else (0.0, 1.0, 1.0)
+        told = self._comm.gather(torch.tensor(row, dtype=torch.float64, device="cpu"))
+        known = {value for row in told.tolist() if row[0] for value in row[1:]}
+        sink.factors.clear()
+        if len(known) > 1:
+            raise ConfigError(
+                f"gradients were multiplied by {sorted(known)} on the ranks, or for different parameters: over several "
+                "ranks multiply all of them by the same number on every rank; nothing was changed, call zero_grad()"
+            )
+        return factor * known.pop() if known else factor
 
     def _factor(self, active: Sequence[int]) -> float:
         scale, handed = self._parts.sink.scale, vars(self).get("grad_scale")
@@ -165,8 +189,13 @@ class Scaling:
             raise _unscaled_twice()
         return scale.factor * inverse
 
-    def _consume(self) -> None:
-        self._parts.sink.scale = AS_HELD
+    def _consume(self, used: Sequence[int] | None = None) -> None:
+        """The next gradients begin anew. Args: used: of which parameters a step used them; None: they are dropped."""
+        if used is None:
+            self._attached.answers.dropped()
+        else:
+            self._attached.answers.consumed(used)
+        self._parts.sink.as_held()
         self._parts.sink.forget_all()
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from offload.errors import BudgetError, ConfigError, StaleParameterError
+from offload.errors import BudgetError, ConfigError
 from offload.module.landing import Landing
 from offload.module.parameters import Parameters
+from offload.module.running import Running
 from offload.module.streaming import Streaming
 from offload.sizes import format_bytes
 
@@ -42,12 +43,14 @@ class Access:
         units: Mapping[Tensor, str],
         landing: Landing,
         streaming: Streaming | None,
+        running: Running,
         budget_bytes: int,
     ) -> None:
         self._parameters = parameters
         self._units = units
         self._landing = landing
         self._streaming = streaming
+        self._running = running
         self._budget_bytes = budget_bytes
         self._copies: dict[int, weakref.ref[Tensor]] = {}
 
@@ -66,21 +69,16 @@ class Access:
             for unit in units:
                 streaming.hold(unit)
                 held.callback(streaming.let_go, unit)
-            try:
+            if not writable:
                 yield
-            except BaseException:
-                if not writable:
-                    self._undo_writes(units)
-                raise
-            if writable:
-                for unit in units:
-                    self._landing.unit(unit)
-                streaming.gathering.find_writes([self._parameters.index[param] for param in params])
-            elif changed := self._undo_writes(units):
-                raise StaleParameterError(
-                    f"{changed} parameters were written to inside gathered(), and are as they were before: "
-                    "use gathered(..., writable=True)"
-                )
+                return
+            for unit in units:
+                self._running.enter(unit)
+                held.callback(self._running.leave, unit)
+            yield
+            for unit in units:
+                self._landing.unit(unit)
+            streaming.gathering.find_writes([self._parameters.index[param] for param in params])
 
     def hooks_of(self, module: nn.Module, *, ends: bool) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
         """The registration and the hook of all that saves or loads `module`'s own parameters.
@@ -141,17 +139,6 @@ class Access:
                 available=self._budget_bytes,
                 option="cpu_memory",
             )
-
-    def _undo_writes(self, units: Collection[str]) -> int:
-        """Makes parameters that were written to what they were before; returns how many."""
-        assert self._streaming is not None
-        numbers = [number for number, param in enumerate(self._parameters.params) if self._units[param] in units]
-        changed = self._parameters.written_outside(numbers)
-        # With new versions: a graph may have saved what was written.
-        self._parameters.written_here(changed)
-        for flat in sorted({self._parameters.flat_of(number) for number in changed}):
-            self._streaming.gathering.refresh(flat)
-        return len(changed)
 
     def _params_of(self, target: Target) -> Iterator[nn.Parameter]:
         if isinstance(target, nn.Module):

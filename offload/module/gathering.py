@@ -94,6 +94,11 @@ class Gathering:
         parts = (part for part in self._parts_of[unit] if not part.is_tile)
         return [number for part in parts for number in self._layout.flats[part.flat].params]
 
+    def bytes_of(self, unit: str) -> int:
+        """What a unit takes on the device. A weight that has tiles is never there as a whole."""
+        parts = [p for p in self._parts_of.get(unit, ()) if p.is_tile or not self._layout.tile_of(p.flat)]
+        return sum(part.numel * self._layout.flats[part.flat].dtype.itemsize for part in parts)
+
     def home_of(self, unit: str) -> str:
         """The unit itself; of a tile the one that it is a part of."""
         return self._layout.flats[self._parts_of[unit][0].flat].unit

@@ -1,9 +1,8 @@
-"""New parameters land in the model only inside waits.
+"""Applying a pending step to the model, unit by unit, when somebody uses it.
 
-A step that was queued is brought into the model a unit at a time, when the next forward enters the unit, and as a whole
-by whatever has to see all of it: the next `step()`, `synchronize()`, saving or loading a state_dict. In between a
-parameter has its whole old value; who wrote to it then, or made a gradient from it, would get a wrong number, and gets
-a StaleParameterError.
+A step that was queued is applied a unit at a time: when a forward enters the unit, or when anybody uses one of its
+parameters (guard.py); and as a whole by the next `step()`, `synchronize()` and closing. Where all of it is in RAM and
+the kernels write into the model it is applied inside `step()`, and nothing is ever pending.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from offload.errors import StaleParameterError
 from offload.layout import Layout
+from offload.module.hiding import hidden
 from offload.module.parameters import Parameters
 from offload.module.units import ROOT
 from offload.optim.step import Step
@@ -21,11 +21,10 @@ from offload.timeline import Timeline
 
 class Landing:
     """Args: usable: raises if the optimizer cannot go on; failed: called with what cut a landing off; landed: called
-    with each flat whose new values are there; opens: called with a unit that is about to land ahead of its use;
-    streams: whether parameters are on the device around their use only.
+    with each flat whose new values are there.
 
-    Over several ranks a landing is a collective, and which units a forward enters may differ among them: so flats land
-    in the order of the layout, the root's first, and with a flat all before it.
+    Over several ranks applying takes collectives. They are launched in the order of the layout, the root's first, by
+    `launch` inside `step()`, and whoever uses a unit waits for its own.
     """
 
     def __init__(
@@ -37,9 +36,6 @@ class Landing:
         usable: Callable[[], None],
         failed: Callable[[BaseException], None],
         landed: Callable[[int], None],
-        opens: Callable[[str], None],
-        *,
-        streams: bool,
     ) -> None:
         self._layout = layout
         self._step = step
@@ -48,15 +44,12 @@ class Landing:
         self._usable = usable
         self._failed = failed
         self._on_device = landed
-        self._opens = opens
-        self._streams = streams
         self._flats_of: dict[str, list[int]] = {flat.unit: [] for flat in layout.flats}
         for flat in layout.flats:
             self._flats_of[flat.unit].append(flat.index)
         self._active: dict[int, list[int]] = {}
         self._order: list[int] = [flat.index for flat in layout.flats]
         self._landed: list[int] = []
-        self._ahead: str | None = None  # the unit that was begun ahead, and has not been entered yet
         self._lock = threading.RLock()
 
     def begins(self, active: Sequence[int]) -> Sequence[int]:
@@ -67,67 +60,39 @@ class Landing:
         first = dict.fromkeys(self._landed)
         self._order = [*first, *(flat for flat in self._order if flat not in first)]
         self._landed = []
-        self._ahead = None
         if self._layout.ranks > 1:
             self._order = sorted(range(len(self._layout.flats)), key=lambda flat: self._layout.flats[flat].unit != ROOT)
         return self._order
 
+    def launch(self) -> None:
+        """Makes all new values of this rank and sends them to the others; use waits for theirs."""
+        self._usable()
+        with self._lock, self._timeline.span("landing_s"), hidden():
+            try:
+                for flat in list(self._step.pending):
+                    self._step.begin_landing(flat)
+            except BaseException as error:
+                self._failed(error)
+                raise
+
     def is_pending(self, number: int) -> bool:
-        """Whether the new value of parameter `number` is still to land."""
+        """Whether the new value of parameter `number` is still to be applied."""
         flat = self._layout.places[number][0]
         return flat in self._step.pending and number in self._active[flat]
 
     def is_unit_pending(self, name: str) -> bool:
-        """Whether new values of a unit are still to land."""
+        """Whether new values of a unit are still to be applied."""
         return any(flat in self._step.pending for flat in self._flats_of.get(name, ()))
 
     def unit(self, name: str) -> None:
-        """Lands the parameters of a unit. Raises what went wrong with the step, and StaleParameterError."""
-        if name == self._ahead:
-            self._ahead = None
+        """Applies what is pending of a unit. Raises what went wrong with the step, and StaleParameterError."""
         if self._step.pending:
-            self._land(self._up_to(name))
-
-    def _up_to(self, name: str) -> list[int]:
-        """What has to land so that a unit does."""
-        wanted = [flat for flat in self._flats_of.get(name, ()) if flat in self._step.pending]
-        if wanted and self._layout.ranks > 1:
-            queue = list(self._step.pending)
-            wanted = queue[: 1 + max(map(queue.index, wanted))]
-        return wanted
+            self._land([flat for flat in self._flats_of.get(name, ()) if flat in self._step.pending])
 
     def everything(self) -> None:
-        """Lands what is left."""
+        """Applies what is left."""
         if self._step.pending:
             self._land(list(self._step.pending))
-
-    def ahead(self) -> bool:
-        """Over several ranks, begins to land what comes next, which then travels beside the forward of what has landed.
-
-        Returns: whether streamed parameters of another unit have their new values.
-        """
-        if self._layout.ranks == 1 or not self._step.pending or self._ahead is not None:
-            return False
-        flat = next(iter(self._step.pending))
-        self._ahead = self._layout.flats[flat].unit
-        if self._streams:
-            self._opens(self._ahead)
-            self._land(self._up_to(self._ahead))
-        else:
-            self._usable()
-            with self._lock, self._timeline.span("landing_s"):
-                self._require_unwritten(self._active[flat])
-                try:
-                    self._step.begin_landing(flat)
-                except BaseException as error:
-                    self._failed(error)
-                    raise
-        return self._streams
-
-    def before_gradients(self) -> None:
-        """Over several ranks gradients go, others' too, to where the last ones are until their step has landed."""
-        if self._layout.ranks > 1:
-            self.everything()
 
     def require_landed(self, number: int) -> None:
         """Raises: StaleParameterError if a gradient of `number` was made from its old value."""
@@ -135,14 +100,15 @@ class Landing:
             name = self._layout.specs[number].name
             raise StaleParameterError(
                 f"a gradient reached {name} that was made from its value before the last step(): by a graph older than "
-                "that, or by using it without the forward of a module that holds it; call optimizer.synchronize() "
-                "after step()"
+                "that step; run the forward again after step(), as torch asks for too"
             )
 
     def _land(self, flats: Collection[int]) -> None:
+        if not flats:
+            return
         self._usable()
         # A forward in another thread waits for this one, and then finds nothing left to do.
-        with self._lock, self._timeline.span("landing_s"):
+        with self._lock, self._timeline.span("landing_s"), hidden():
             for flat in flats:
                 if flat not in self._step.pending:
                     continue
@@ -162,6 +128,7 @@ class Landing:
         for number in self._parameters.written_outside(numbers):
             name = self._layout.specs[number].name
             raise StaleParameterError(
-                f"{name} was written to between step() and the moment its new value landed, which would overwrite "
-                "that: call optimizer.synchronize() after step(), before writing to parameters"
+                f"{name} was written to after step(), through a view of it that was taken before, and its new value, "
+                "which is still to be applied, would overwrite that: take views and .data anew after step(), or call "
+                "optimizer.synchronize() before writing through old ones"
             )

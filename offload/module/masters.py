@@ -188,7 +188,7 @@ class Masters:
                         with self._copies_of(chunk.index) as copies:
                             for block in _blocks(pieces):
                                 self._take(lease, block, copies)
-            self._parameters.written_here(changed)
+            self._parameters.note_writes(changed)
         self._before.clear()
 
     def states(self, number: int, step: int) -> dict[str, Tensor]:
@@ -256,6 +256,10 @@ class Masters:
         self._kernels.split(values.contiguous(), master, exp_avg_sq, copy)
 
     def _of_model(self, piece: Piece) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._line_of_model(piece)
+
+    def _line_of_model(self, piece: Piece) -> Tensor:
         return line_of(self._parameters.params[piece.param])[piece.param_offset : piece.param_offset + piece.numel]
 
 

@@ -100,6 +100,7 @@ class ReducedGradients(Gradients):
         self._copier = copier
         self.accumulation = accumulation
         self.scale = AS_HELD
+        self.factors = {}
         self._kernels = kernels
         self._comm = comm
         self._timeline = timeline
@@ -126,6 +127,9 @@ class ReducedGradients(Gradients):
     def line(self, param: int) -> Tensor:
         """What this rank holds of the gradient of `param`: elements `layout.held_of(param)`, on the CPU."""
         return self._waiting.line(param)
+
+    def put(self, param: int, line: Tensor) -> None:
+        raise AssertionError("no rank has all of a gradient")
 
     def taken(self, index: int) -> AbstractContextManager[Tensor]:
         return self._waiting.taken(index)
@@ -208,6 +212,22 @@ class ReducedGradients(Gradients):
             own = chain.from_iterable(sums[param].tolist() for param in params)
             self._norms[key] = math.sqrt(self._comm.exact_sum(own))
         return self._norms[key]
+
+    def norms(self, params: Sequence[int], order: float = 2.0) -> list[float]:
+        """Over all ranks, in one collective."""
+        own = torch.zeros(len(params), dtype=torch.float64, device="cpu")
+        sums = self._waiting.sums_here() if order == 2.0 else []
+        for at, param in enumerate(params):
+            if order == 2.0:
+                own[at] = math.fsum(sums[param].tolist())
+            elif (line := self.line(param)).numel():
+                norm = float(torch.linalg.vector_norm(line.float(), order))
+                own[at] = norm if math.isinf(order) else norm**order
+        told = self._comm.gather(own)
+        if math.isinf(order):
+            return (told.amax(0) if order > 0 else told.amin(0)).tolist()
+        total = torch.tensor([math.fsum(column) for column in told.T.tolist()], dtype=torch.float64, device="cpu")
+        return (total ** (1 / order)).tolist()
 
     def not_finite(self, params: Collection[int]) -> list[int]:
         """On any rank."""

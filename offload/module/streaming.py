@@ -6,6 +6,10 @@ gradient of what that forward returned is there. Entering one releases the other
 the one whose backward began last (recomputation inside it enters others, and it goes on afterwards), the root and what
 `gathered` holds. So the root, the unit in use, the one around it and `depth` to come are on the device at most. Of
 nested units the outer ones stay as long as an inner one: they go on after it.
+
+Whoever else uses a parameter (guard.py) has its unit fetched for that operation, and again when the gradient of its
+result arrives. A unit that used others remembers them: they are fetched with it from then on. In a backward that makes
+a graph (`create_graph`) what was fetched stays until the next step, for the nodes of that graph announce nothing.
 """
 
 from __future__ import annotations
@@ -13,19 +17,22 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
-from offload.errors import ConfigError
+from offload.errors import BudgetError, ConfigError, ReleasedParameterError
 from offload.module.gathering import Gathering
 from offload.module.graphs import call_alive, in_backward
 from offload.module.parameters import Parameters
+from offload.module.running import Running
 from offload.module.tensors import tensors_in
 from offload.module.units import ROOT, encloses
 from offload.module.where import Where
+from offload.sizes import format_bytes
 from offload.store.store import Store
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
@@ -38,8 +45,9 @@ class Streaming:
     """See the top of this file.
 
     Args: store: the 16-bit parameters of all chunks; gathering: what moves them; depth: units brought ahead of the one
-    in use; is_pending: whether a unit's new values are still to be made, by name; take_writes: takes over what was
-    written to parameters that are here, calling `gathering.write_back`.
+    in use; is_pending: whether a unit's new values are still to be made, by name; apply: makes them; take_writes: takes
+    over what was written to parameters that are here, calling `gathering.write_back`; limit: bytes that parameters may
+    take on the device; is_collective: whether fetching needs all ranks.
     """
 
     def __init__(
@@ -50,7 +58,11 @@ class Streaming:
         *,
         depth: int,
         is_pending: Callable[[str], bool],
+        apply: Callable[[str], None],
         take_writes: Callable[[], None],
+        running: Running,
+        limit: int | None = None,
+        is_collective: bool = False,
     ) -> None:
         self._parameters = parameters
         self._store = store
@@ -58,8 +70,13 @@ class Streaming:
         self._depth = depth
         self._is_pending = is_pending
         self._take_writes = take_writes
+        self._apply = apply
+        self._limit = limit
+        self._is_collective = is_collective
         self._held: list[str] = []
-        self._running: list[str] = []
+        self._running = running
+        self._guests: dict[str, dict[str, None]] = {}
+        self._makes_graph = False
         self._backward: str | None = None
         self._tasks: set[int] = set()
         self._thread: threading.Thread | None = None
@@ -95,12 +112,12 @@ class Streaming:
             self._note_task()
         else:
             self._require_one_thread()
-        self._running.append(unit)
         self._enter(unit)
+        self._running.enter(unit)
 
     def _require_one_thread(self) -> None:
         thread = threading.current_thread()
-        if self._running and self._thread is not None and self._thread is not thread and self._thread.is_alive():
+        if self._running.units and self._thread is not None and self._thread is not thread and self._thread.is_alive():
             raise ConfigError(
                 f"a forward of the model runs in thread {self._thread.name!r} and another began in {thread.name!r}: "
                 "with streamed parameters one thread at a time may run it"
@@ -109,8 +126,7 @@ class Streaming:
 
     def forward_ends(self, unit: str, output: Any) -> None:
         """After it, also if it raised; then there is no output."""
-        if unit in self._running:
-            self._running.remove(unit)
+        self._running.leave(unit)
         # Graphs outlive optimizers, and what they hold is not found by the collector of garbage.
         begins = partial(call_alive, weakref.WeakMethod(self._backward_begins), unit)
         for tensor in tensors_in(output):
@@ -122,6 +138,7 @@ class Streaming:
     def _backward_begins(self, unit: str) -> None:
         self.gathering.require_usable()
         self._note_task()
+        self._makes_graph = self._makes_graph or torch.is_grad_enabled()
         if unit != ROOT:
             self._backward = unit
         self._enter(unit)
@@ -140,6 +157,7 @@ class Streaming:
 
     def step_begins(self) -> None:
         """The order of this step is expected to come again."""
+        self._makes_graph = False
         self._forget_calls()
         self._begin_pass()
         self.release_all()
@@ -149,7 +167,7 @@ class Streaming:
     def _forget_calls(self) -> None:
         """What raised, or was interrupted, never said its end."""
         self._tasks.clear()
-        self._running.clear()
+        self._running.reset()
         self._backward = None
 
     def _begin_pass(self) -> None:
@@ -163,7 +181,74 @@ class Streaming:
             # What was announced are the reads of a pass without gradients, and not of any backward.
             self.gathering.expect((ROOT, *order))
 
-    # Gathering and releasing.
+    # What guards call.
+
+    @contextmanager
+    def used(self, units: Sequence[str]) -> Iterator[None]:
+        """The current values of `units` are on the device inside, for whoever uses them outside of their forward.
+
+        Raises: ReleasedParameterError where fetching needs all ranks and this one may be alone; BudgetError.
+        """
+        missing = [unit for unit in units if not self.gathering.is_at(unit, Where.HERE)]
+        is_outside = not self._running.units and not self._tasks and not in_backward()
+        if self._is_collective and is_outside and missing:
+            raise ReleasedParameterError(
+                f"parameters of {missing[0] or 'the root unit'} are sharded over the ranks, and fetching them takes "
+                "all ranks: use them inside `with optimizer.gathered(module_or_params):`, on every rank"
+            )
+        fresh = [unit for unit in units if unit not in self._held]
+        self._held.extend(fresh)  # by one another they are not released
+        try:
+            self._fetch(units)
+            yield
+        finally:
+            for unit in fresh:
+                self._held.remove(unit)
+
+    def _fetch(self, units: Sequence[str]) -> None:
+        guests = [unit for unit in units if unit != ROOT and not self._running.runs(unit)]
+        if guests and not self._makes_graph:
+            self._release_others(*guests)
+        self._require_room(units)
+        for unit in units:
+            self._apply(unit)
+            self.gathering.bring(unit)
+        host = next(reversed(self._running.units), ROOT)
+        if host != ROOT:
+            self._guests.setdefault(host, {}).update(dict.fromkeys(guests))
+
+    def fetch_before(self, node: torch.autograd.graph.Node, units: Sequence[str]) -> None:
+        """Fetches `units` again each time that `node`, of a graph, is about to run."""
+        node.register_prehook(partial(call_alive, weakref.WeakMethod(self._node_runs), tuple(units)))
+
+    def _node_runs(self, units: Sequence[str]) -> None:
+        self.gathering.require_usable()
+        self._note_task()
+        self._makes_graph = self._makes_graph or torch.is_grad_enabled()
+        with self.used(units):
+            pass
+
+    def _missing_room(self, units: Iterable[str]) -> int:
+        """Bytes that are missing on the device for `units` beside what is there."""
+        together = {*units, *self.gathering.allocated}
+        return 0 if self._limit is None else sum(map(self.gathering.bytes_of, together)) - self._limit
+
+    def _require_room(self, units: Sequence[str]) -> None:
+        """Raises: BudgetError if these units do not fit beside what is in use."""
+        missing = self._missing_room(units)
+        if missing > 0:
+            assert self._limit is not None
+            why = "a backward with create_graph=True keeps" if self._makes_graph else "one operation uses"
+            raise BudgetError(
+                f"{why} more streamed parameters together than device_memory leaves room for: "
+                f"{format_bytes(self._limit + missing)}, and there are {format_bytes(self._limit)}; give more "
+                "device_memory, or use them one after the other",
+                needed=self._limit + missing,
+                available=self._limit,
+                option="device_memory",
+            )
+
+    # Fetching and releasing.
 
     def visit(self, units: Iterable[str]) -> None:
         """Brings units for whoever reads or writes them now; they are released when others come."""
@@ -174,7 +259,7 @@ class Streaming:
 
     def leave(self, unit: str) -> None:
         """Ends a visit."""
-        if not self._is_in_use(unit) and not self._tasks:
+        if not self._is_in_use(unit) and not self._tasks and not self._makes_graph:
             self._release(unit)
 
     def hold(self, unit: str) -> None:
@@ -207,6 +292,8 @@ class Streaming:
 
     def release_all(self) -> None:
         """Releases what nobody uses."""
+        if self._makes_graph:
+            return
         for unit in self.gathering.allocated:
             if not self._is_in_use(unit):
                 self._release(unit)
@@ -225,7 +312,7 @@ class Streaming:
 
     def _is_in_use(self, unit: str) -> bool:
         goes_on = self._backward is not None and encloses(unit, self._backward)
-        return goes_on or unit in self._running or unit in self._held
+        return goes_on or self._running.runs(unit) or unit in self._held
 
     def _follow(self, unit: str) -> list[str]:
         """Notes that a unit is entered; returns those expected next."""
@@ -244,9 +331,14 @@ class Streaming:
             self.gathering.bring(unit)
             return
         following = self._follow(unit)
+        guests = self._guests.get(unit, ())
         # One that is here already, and not on its way, is not brought ahead: it comes anew.
-        self._release_others(unit, *(one for one in following if self.gathering.is_at(one, Where.COMING)))
+        self._release_others(unit, *guests, *(one for one in following if self.gathering.is_at(one, Where.COMING)))
         self.gathering.bring(unit)
+        for guest in guests:
+            is_to_come = self.gathering.is_at(guest, Where.RELEASED) and not self._is_pending(guest)
+            if is_to_come and self._missing_room((guest,)) <= 0:
+                self.gathering.start(guest)
         self.bring_ahead()
 
     def bring_ahead(self) -> None:
@@ -257,6 +349,8 @@ class Streaming:
                 self.gathering.start(other)
 
     def _release_others(self, *wanted: str) -> None:
+        if self._makes_graph:
+            return
         for unit in self.gathering.allocated:
             if unit == ROOT or self._is_in_use(unit):
                 continue
@@ -267,7 +361,7 @@ class Streaming:
     def _release(self, unit: str) -> None:
         if self.gathering.is_at(unit, Where.HERE):
             numbers = self.gathering.params_of(unit)
-            self._parameters.require_attached(numbers)
+            self._parameters.take_back(numbers)
             if self._parameters.written_outside(numbers):
                 self._take_writes()
         self.gathering.release(unit)

@@ -3,15 +3,14 @@
 Its weight is never on the device as a whole. `F.linear` with it runs tile by tile: a *tile* is a run of output rows,
 and a unit of its own, gathered and released as any other, forward and backward, and a leaf of autograd, so that its
 gradient leaves as it is made. The layer stays the module it is: what stands in the weight's place outside of
-`gathered` is a released parameter that knows how to be multiplied with. Gathered as a whole it is in RAM, and an
-ordinary parameter.
+`gathered` is a guarded parameter (guard.py), with which `F.linear` multiplies tile by tile. As a whole it is in RAM,
+for any other use.
 
 The gradient of the input is a sum over tiles, taken in fp32 and rounded once: see docs/exactness.md.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from offload.module.released import ReleasedParameter
 from offload.module.streaming import Streaming
 
 
@@ -62,26 +60,6 @@ class Tiling:
                 self._streaming.forward_ends(unit, output)
             outputs.append(output)
         return torch.cat(outputs, -1)
-
-
-def class_of(tiling: Tiling) -> type[ReleasedParameter]:
-    """That of the released weights of `tiling`."""
-    alive = weakref.ref(tiling)
-
-    class TiledParameter(ReleasedParameter):
-        """A weight that is on the device tile by tile: `F.linear` takes it; any other use raises."""
-
-        @classmethod
-        def __torch_function__(
-            cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-        ) -> Any:
-            given = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(kwargs or {})
-            tiling = alive()
-            if func is F.linear and tiling is not None and tiling.has(given["weight"]):
-                return tiling.linear(given["input"], given["weight"], given.get("bias"))
-            return super().__torch_function__(func, types, args, kwargs)
-
-    return TiledParameter
 
 
 class _Widen(torch.autograd.Function):

@@ -9,6 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from offload.errors import ConfigError
 from offload.layout import ParamSpec
@@ -113,15 +117,25 @@ def _join(name: str, key: str) -> str:
 
 
 def kept_modules(model: nn.Module, keep: Keep) -> list[nn.Module]:
-    """The outermost modules that `keep` names, by instance or type. Raises: ConfigError if it names none."""
+    """The outermost modules that `keep` names, by instance or type, and those that have running statistics, which are
+    of fp32 values. Raises: ConfigError if it names none."""
     types = tuple(one for one in keep if isinstance(one, type))
     chosen = {one for one in keep if isinstance(one, nn.Module)}
-    found = [module for module in model.modules() if module in chosen or isinstance(module, types)]
+    found = [m for m in model.modules() if m in chosen or isinstance(m, types) or has_statistics(m)]
     for one in keep:
         if not any(module is one or (isinstance(one, type) and isinstance(module, one)) for module in found):
             raise ConfigError(f"keep_fp32 names {one!r}, which is not in the model")
     below = {inner for module in found for inner in module.modules() if inner is not module}
     return [module for module in found if module not in below]
+
+
+def has_statistics(module: nn.Module) -> bool:
+    """Whether a module calculates with floating buffers that it changes in its forward: batch norm, spectral norm."""
+    if isinstance(module, _NormBase):
+        return module.running_mean is not None
+    if isinstance(module, ParametrizationList):
+        return any(buffer.is_floating_point() for buffer in module.buffers())
+    return any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
 
 
 def compute_dtypes(model: nn.Module, keep: Keep, dtype: torch.dtype) -> dict[Tensor, torch.dtype]:
@@ -171,6 +185,34 @@ def specs_of(
         raise ConfigError("the optimizer trains no parameter of the model: give it model.parameters()")
     specs = [ParamSpec(names[p], p.numel(), units[p], dtypes[p], group_of[p]) for p in trained]
     return specs, trained
+
+
+def require_unwrapped(model: nn.Module) -> None:
+    """Raises: ConfigError if a held model runs inside DistributedDataParallel or has become one of FSDP's."""
+    wrapper = DistributedDataParallel._active_ddp_module
+    if wrapper is not None and wrapper.require_backward_grad_sync and _holds(wrapper, model):
+        raise ConfigError(
+            "the model was wrapped by DistributedDataParallel after OffloadZero took it, and both would average its "
+            "gradients: leave out DistributedDataParallel(model), and accelerator.prepare(model); OffloadZero averages "
+            "over the process group itself"
+        )
+    if any(cls.__name__ == "FSDPModule" for cls in type(model).__mro__):
+        raise ConfigError(
+            "the model was given to fully_shard() after OffloadZero took it: leave that out, stage=3 shards parameters"
+        )
+
+
+def _holds(wrapper: nn.Module, model: nn.Module) -> bool:
+    return any(module is model for module in wrapper.modules())
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model in a DistributedDataParallel, which does not reduce gradients any more; others as they are."""
+    if isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = False
+        inner: nn.Module = model.module
+        return inner
+    return model
 
 
 def _refuse_wrapped(model: nn.Module) -> None:

@@ -14,6 +14,32 @@ UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
 """Variants of Adam, by their option."""
 
 
+class NoStates(dict[Any, Any]):
+    """`optimizer.state`, which is empty: the states are in their tiers. To ask for one says how to get it."""
+
+    def __missing__(self, param: Any) -> NoReturn:
+        raise ConfigError(
+            "optimizer.state holds no tensors: they are in the tiers; call optimizer.state_of(p) for copies of the "
+            "master, exp_avg and exp_avg_sq of a parameter"
+        )
+
+    def __setitem__(self, param: Any, value: Any) -> None:
+        raise ConfigError(
+            "optimizer.state cannot be written to: the states are in the tiers; resume a commit (resume=True) instead "
+            "of loading states"
+        )
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside of what Accelerate's `prepare`, Lightning or Fabric made of it; others as they are."""
+    while not isinstance(optimizer, torch.optim.Adam):
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, torch.optim.Optimizer):
+            break
+        optimizer = inner
+    return optimizer
+
+
 def require_adoptable(optimizer: torch.optim.Optimizer) -> None:
     """Raises: ConfigError unless `optimizer` is a fresh Adam or AdamW, without the variants this library lacks."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):

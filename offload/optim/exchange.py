@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-import torch
 from torch import Tensor
 
 from offload.collectives import Communicator, Work
@@ -29,57 +28,37 @@ def _window(layout: Layout, flat: int) -> int:
     return min(layout.chunk_numel, layout.part_numel(flat))
 
 
-def staging_bytes(layout: Layout) -> int:
-    """What a Staging takes on the device."""
-    return max((layout.padded_numel(flat.index) * flat.dtype.itemsize for flat in layout.flats), default=0)
+class Gathers:
+    """Puts flats that stay on the device together, each in its place: use waits for it.
 
-
-class Staging:
-    """Where a flat that stays on the device is put together, one at a time: all of its old value is in the model until
-    all of the new one is here, so that it can travel beside a forward.
-
-    Args: flats: the model's parameters on `device`.
+    Args: flats: the model's parameters, of which this rank's partitions have their new values when they are launched.
     """
 
-    def __init__(self, layout: Layout, flats: Sequence[Tensor], comm: Communicator, device: torch.device) -> None:
+    def __init__(self, layout: Layout, flats: Sequence[Tensor], comm: Communicator) -> None:
         self._layout = layout
         self._flats = flats
         self._comm = comm
-        self._memory = torch.empty(staging_bytes(layout), dtype=torch.uint8, device=device)
-        self._work: Work | None = None
-
-    def begin(self, flat: int) -> None:
-        """Before new values of a flat are written here: what does not change is what it was."""
-        start, stop = self._layout.part_of(flat)
-        self._whole(flat)[start:stop] = self._flats[flat][start:stop]
-
-    def chunk(self, chunk: Chunk) -> Tensor:
-        """The place of a chunk."""
-        return self._whole(chunk.flat)[chunk.start : chunk.start + chunk.numel]
+        self._works: dict[int, Work] = {}
 
     def launch(self, flat: int) -> None:
-        """Sends this rank's partition, which is here, to the others, and gets theirs. Raises: RankError."""
-        whole, numel = self._whole(flat), self._layout.part_numel(flat)
+        """Sends this rank's partition to the others, and gets theirs. Raises: RankError."""
+        whole, numel = self._flats[flat], self._layout.part_numel(flat)
         if numel:
-            self._work = self._comm.all_gather(whole[self._comm.rank * numel : (self._comm.rank + 1) * numel], whole)
+            own = whole[self._comm.rank * numel : (self._comm.rank + 1) * numel]
+            self._works[flat] = self._comm.all_gather(own, whole)
 
     def finish(self, flat: int) -> None:
-        """Waits for the others' partitions; all of the flat changes. Raises: RankError."""
-        if self._work is not None:
-            self._work.wait()
-        self._work = None
-        self._flats[flat].copy_(self._whole(flat))
+        """Waits for the others' partitions. Raises: RankError."""
+        if flat in self._works:
+            self._works[flat].wait()
+            del self._works[flat]
 
     def abandon(self) -> None:
         """Waits for what is under way, successful or not."""
-        if self._work is not None:
+        for work in self._works.values():
             with suppress(RankError):
-                self._work.wait()
-        self._work = None
-
-    def _whole(self, flat: int) -> Tensor:
-        memory, dtype = self._flats[flat], self._layout.flats[flat].dtype
-        return self._memory[: memory.numel() * dtype.itemsize].view(dtype)
+                work.wait()
+        self._works.clear()
 
 
 class Exchange:

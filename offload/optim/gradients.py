@@ -17,7 +17,7 @@ order; on the CPU everything happens inside the hook.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
@@ -94,6 +94,7 @@ class GradientSink(Gradients):
         self._all_sums = arena.carve(8 * _sums_numel(layout)).view(torch.float64)
         self._sums = self._split_sums(self._all_sums)
         self.scale = AS_HELD
+        self.factors = {}
         self._arrived = self._none()
         # Counts what arrived; the sums are of the count noted with them.
         self._generation = self._none()
@@ -128,6 +129,22 @@ class GradientSink(Gradients):
                         part = lease.arrays[0].view(dtype)[piece.chunk_offset : piece.chunk_offset + piece.numel]
                         line[piece.param_offset : piece.param_offset + piece.numel] = part
         return line
+
+    def put(self, param: int, line: Tensor) -> None:
+        if self._store is None:
+            self._buffer(param).copy_(line)
+        else:
+            for index in self._layout.chunks_of[param]:
+                with self._store.lease(index, step=0) as lease:
+                    lease.dirty = True
+                    values = lease.arrays[0].view(line.dtype)
+                    for piece in self._layout.chunks[index].pieces:
+                        if piece.param == param:
+                            part = line[piece.param_offset : piece.param_offset + piece.numel]
+                            values[piece.chunk_offset : piece.chunk_offset + piece.numel] = part
+        for tile, (start, stop) in enumerate(self._tiles[param]):
+            self._kernels.sum_squares(line[start:stop], 0, self._sums[param][tile])
+            self._summed[param][tile] = self._generation[param][tile]
 
     @contextmanager
     def taken(self, index: int) -> Iterator[Tensor]:
@@ -220,6 +237,11 @@ class GradientSink(Gradients):
         sums = (blocks.numpy() for param in params for blocks in held[param])
         return math.sqrt(math.fsum(chain.from_iterable(sums)))
 
+    def norms(self, params: Sequence[int], order: float = 2.0) -> list[float]:
+        if order == 2.0:
+            return [self.norm([param]) for param in params]
+        return [float(torch.linalg.vector_norm(self.line(param).float(), order)) for param in params]
+
     def not_finite(self, params: Collection[int]) -> list[int]:
         if math.isfinite(self.norm(params)):
             return []
@@ -231,7 +253,7 @@ class GradientSink(Gradients):
         self._pending.clear()
         self._arrived = self._none()
         self._generation = [[generation + 1 for generation in tiles] for tiles in self._generation]
-        self.scale = AS_HELD
+        self.as_held()
 
     def close(self) -> None:
         if self._worker is not None:

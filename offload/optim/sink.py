@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -42,15 +42,38 @@ AS_HELD = GradientScale()
 class Gradients(ABC):
     """Where gradients go. Parameters are named by their index in `layout.specs`.
 
-    Attributes: accumulation, micro-batches a step; scale, by which the step multiplies what is held.
+    Attributes: accumulation, micro-batches a step; scale, by which the step multiplies what is held; factors, by which
+    it multiplies that of one parameter besides.
     """
 
     accumulation: int
     scale: GradientScale
+    factors: dict[int, float]
+
+    def factor_of(self, param: int) -> float:
+        """By what the step multiplies what is held of `param`."""
+        return self.scale.factor * self.factors.get(param, 1.0)
+
+    def set_factor(self, param: int, factor: float) -> None:
+        """Makes `factor` that by which the step multiplies what is held of `param`."""
+        own = factor / self.scale.factor if self.scale.factor else factor
+        if own == 1.0:
+            self.factors.pop(param, None)
+        else:
+            self.factors[param] = own
+
+    def as_held(self) -> None:
+        """Forgets all factors."""
+        self.scale = AS_HELD
+        self.factors.clear()
 
     @abstractmethod
     def line(self, param: int) -> Tensor:
         """What this rank holds of the gradient of `param`: 1-D, on the CPU, in the order of the parameter's memory."""
+
+    @abstractmethod
+    def put(self, param: int, line: Tensor) -> None:
+        """Makes `line` what is held of the gradient of `param`, as `line` gives it. After `collect`."""
 
     @abstractmethod
     def taken(self, index: int) -> AbstractContextManager[Tensor]:
@@ -111,6 +134,13 @@ class Gradients(ABC):
         """
 
     @abstractmethod
+    def norms(self, params: Sequence[int], order: float = 2.0) -> list[float]:
+        """The norms of each of `params`, as they are held, in fp64. After `collect`.
+
+        Args: order: 2, for which the sums are there; others are computed from the values.
+        """
+
+    @abstractmethod
     def not_finite(self, params: Collection[int]) -> list[int]:
         """Which of `params` hold NaN or Inf. After `collect`."""
 
@@ -122,10 +152,10 @@ class Gradients(ABC):
 def too_often(name: str, accumulation: int) -> AccumulationError:
     """A gradient came once more than was declared."""
     return AccumulationError(
-        f"{name} got its gradient a {_ordinal(accumulation + 1)} time before step(): "
-        f"declare it with OffloadZero(..., accumulation={accumulation + 1}), "
-        "or call step() or zero_grad() after each backward (with reentrant checkpointing, a module used twice "
-        "counts twice: set use_reentrant=False)"
+        f"{name} got its gradient a {_ordinal(accumulation + 1)} time before step(), and accumulation={accumulation}: "
+        "declare how many backward passes come before each step, OffloadZero(..., accumulation=N), or call step() or "
+        "zero_grad() after each (with reentrant checkpointing, a module used twice counts twice: set "
+        "use_reentrant=False)"
     )
 
 

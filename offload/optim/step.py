@@ -28,15 +28,15 @@ from offload.copies import Copier, Copy
 from offload.errors import OffloadError
 from offload.layout import Chunk, Layout, Segment, segments
 from offload.native import AdamScalars, Kernels
-from offload.optim.exchange import Exchange, Staging
+from offload.optim.exchange import Exchange, Gathers
 from offload.optim.sink import Gradients
 from offload.store.arena import Lender, carved_bytes
 from offload.store.lease import Lease
 from offload.store.store import Store
 from offload.timeline import ADAM, TO_DEVICE, Event, Timeline
 
-StepKey = tuple[int, int]
-"""(param group, how often its parameters were stepped, this step included)."""
+StepKey = tuple[int, int, float]
+"""(param group, how often its parameters were stepped, this step included, a factor of their gradients)."""
 
 
 def _bounce_bytes(layout: Layout) -> int:
@@ -56,8 +56,8 @@ class ParameterReturn:
 
     Args: flats: the model's parameters on its device, one tensor a flat of the layout; streamed: the store of all
     parameters, if they are on the device only around their use: then the new ones go there; comm: over which flats
-    are put together from all ranks' partitions, or those of replicas; device: of the flats; travelling: its memory,
-    through which they go between these.
+    are put together from all ranks' partitions, or those of replicas; travelling: memory through which they go between
+    these.
     Attribute: lands: called with each chunk and its new values, on their way to that store, other ranks' too.
     """
 
@@ -70,7 +70,6 @@ class ParameterReturn:
         copier: Copier,
         timeline: Timeline,
         comm: Communicator,
-        device: torch.device,
         travelling: Lender,
         *,
         split_master: bool,
@@ -87,10 +86,10 @@ class ParameterReturn:
         size = arena_bytes(layout, gradients.accumulation, direct=through_ram, split_master=split_master)
         self._bounce = arena.carve(size)
         self._copies: list[tuple[Chunk, Copy, Event | None]] = []
-        self._staging: Staging | None = None
+        self._gathers: Gathers | None = None
         self._exchange: Exchange | None = None
         if comm.size > 1 and streamed is None:
-            self._staging = Staging(layout, flats, comm, device)
+            self._gathers = Gathers(layout, flats, comm)
         elif streamed is not None and layout.replicas > 1:
             keepers = comm if layout.shards == 1 else comm.across
             self._exchange = Exchange(layout, streamed, travelling, keepers, lambda *new: self.lands(*new))
@@ -102,9 +101,7 @@ class ParameterReturn:
 
     def begin(self, flat: int) -> None:
         """Before new parameters of a flat are brought into the model."""
-        if self._staging is not None:
-            self._staging.begin(flat)
-        elif self._exchange is not None:
+        if self._exchange is not None:
             self._exchange.begin()
 
     @contextmanager
@@ -123,7 +120,7 @@ class ParameterReturn:
                 if self._exchange is not None and self.direct:
                     self._exchange.send(chunk, values, step)
         elif self.direct:
-            yield self._target(chunk)
+            yield self._on_device(chunk)
         elif self._in_place(chunk):
             yield self._resting(chunk)
         else:
@@ -151,7 +148,7 @@ class ParameterReturn:
         """Sends the `runs` of a chunk on their way into the model."""
         if self.direct or self._streamed is not None:
             return
-        resting, target = self._resting(chunk), self._target(chunk)
+        resting, target = self._resting(chunk), self._on_device(chunk)
         for run in runs:
             part = slice(run.start, run.stop)
             size = (run.stop - run.start) * resting.element_size()
@@ -179,8 +176,8 @@ class ParameterReturn:
             with suppress(OffloadError):
                 copy.wait()
         self._copies.clear()
-        if self._staging is not None:
-            self._staging.abandon()
+        if self._gathers is not None:
+            self._gathers.abandon()
         elif self._exchange is not None:
             self._exchange.abandon()
         if not self.direct and self._streamed is None:
@@ -191,13 +188,13 @@ class ParameterReturn:
         """Gets the other ranks' new parameters of a flat, made in step `step`, until `finish`. Raises: RankError."""
         if self._exchange is not None:
             self._exchange.finish(flat, step)
-        elif self._staging is not None:
-            self._staging.launch(flat)
+        elif self._gathers is not None:
+            self._gathers.launch(flat)
 
     def finish(self, flat: int) -> None:
         """Waits until all of a flat has its new value. Raises: RankError."""
-        if self._staging is not None:
-            self._staging.finish(flat)
+        if self._gathers is not None:
+            self._gathers.finish(flat)
 
     def gather(self, flat: int, step: int) -> None:
         """Gets the other ranks' parameters of a flat, of which this rank's own are in the model. Raises: RankError."""
@@ -221,9 +218,6 @@ class ParameterReturn:
     def _in(self, memory: Tensor, chunk: Chunk) -> Tensor:
         dtype = self._flats[chunk.flat].dtype
         return memory[: chunk.numel * dtype.itemsize].view(dtype)
-
-    def _target(self, chunk: Chunk) -> Tensor:
-        return self._on_device(chunk) if self._staging is None else self._staging.chunk(chunk)
 
     def _on_device(self, chunk: Chunk) -> Tensor:
         return self._flats[chunk.flat][chunk.start : chunk.start + chunk.numel]
@@ -264,7 +258,7 @@ class Step:
         self._timeline = timeline
         self._pending: dict[int, list[_Work]] = {}
         self._number = 0
-        self._begun: int | None = None
+        self._begun: set[int] = set()
         self._failure: BaseException | None = None
         self._worker = None if returned.direct else ThreadPoolExecutor(1, thread_name_prefix="offload-step")
 
@@ -287,7 +281,7 @@ class Step:
         param_groups; scale: of the gradients (clipping); flats: all of them, in the order in which they are needed.
         """
         self._number = step
-        scalars = {key: scalars_of(groups[key[0]], key[1], scale) for key in set(keys.values())}
+        scalars = {key: scalars_of(groups[key[0]], key[1], scale * key[2]) for key in set(keys.values())}
         queue: dict[int, list[_Work]] = {flat: [] for flat in flats}
         for chunk in self._layout.chunks:
             runs = segments(chunk, keys.get)
@@ -305,11 +299,8 @@ class Step:
                 work.done = self._worker.submit(self._run, work)
 
     def begin_landing(self, flat: int) -> None:
-        """Makes the new parameters of `flat`, which is pending, or waits for them, and sends them to the other ranks.
-
-        Over several ranks it has its old value until it lands, and no other begins to land before.
-        """
-        if flat == self._begun:
+        """Makes the new parameters of `flat`, which is pending, or waits for them, and sends them to other ranks."""
+        if flat in self._begun:
             return
         self._returned.begin(flat)
         for work in self._pending[flat]:
@@ -320,13 +311,13 @@ class Step:
             self._returned.send(work.chunk, work.runs)
         self._returned.wait()
         self._returned.put_together(flat, self._number)
-        self._begun = flat
+        self._begun.add(flat)
 
     def land(self, flat: int) -> None:
         """Brings the new parameters of `flat`, which is pending, into the model."""
         self.begin_landing(flat)
         self._returned.finish(flat)
-        self._begun = None
+        self._begun.discard(flat)
         del self._pending[flat]
 
     def _wait_for(self, done: Future[None], chunk: Chunk) -> None:
@@ -342,7 +333,7 @@ class Step:
             done.cancel()
         wait(works)
         self._pending = {}
-        self._begun = None
+        self._begun.clear()
         self._failure = None
         self._returned.abandon()
 

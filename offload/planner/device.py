@@ -10,7 +10,6 @@ from offload.config import Config
 from offload.errors import BudgetError
 from offload.layout import Layout
 from offload.module.units import ROOT, encloses
-from offload.optim.exchange import staging_bytes
 from offload.sizes import format_bytes
 
 
@@ -32,7 +31,7 @@ def peak_bytes(layout: Layout, config: Config) -> int:
     one around it, each with the units that it lies in, and of those brought ahead."""
     sizes = unit_bytes(layout)
     if config.param_tier == "device":
-        return sum(sizes.values()) + (staging_bytes(layout) if layout.ranks > 1 else 0)
+        return sum(sizes.values())
     root = sizes.pop(ROOT, 0)
     inner: dict[str, list[str]] = {unit: [] for unit in (ROOT, *sizes)}
     for unit in sizes:

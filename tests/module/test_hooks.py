@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from offload import OffloadZero, Tuning
 from offload.module.hooks import cast_floating
-from offload.module.marker import is_moved
+from offload.module.gradient import is_stand_in
 
 
 class Net(nn.Module):
@@ -74,15 +74,15 @@ def test_class_names_and_keys_stay() -> None:
         assert all(one is other for one, other in zip(model.parameters(), params, strict=True))
 
 
-def test_each_gradient_leaves_a_marker_as_soon_as_it_is_made() -> None:
+def test_each_gradient_leaves_a_stand_in_as_soon_as_it_is_made() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with wrap(model) as optimizer:
         early: list[bool] = []
         middle = model[0](torch.ones(1, 4, dtype=torch.bfloat16))
-        middle.register_hook(lambda grad: early.append(is_moved(model[1].weight.grad)))
+        middle.register_hook(lambda grad: early.append(is_stand_in(model[1].weight.grad)))
         model[1](middle).sum().backward()
         assert early == [True]
-        assert all(is_moved(param.grad) for param in model.parameters())
+        assert all(is_stand_in(param.grad) for param in model.parameters())
         optimizer.step()
     assert all(param.grad is None for param in model.parameters())
 
