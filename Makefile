@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 SOURCES := pyproject.toml constraints.txt $(wildcard kernels/*.c kernels/*.h kernels/CMakeLists.txt) \
 	$(wildcard offload/__init__.py offload/*/__init__.py)
 
-.PHONY: train test lint types unit test-slow test-faults test-gpu test-peers fuzz bench-peers bench-peers-step clean
+.PHONY: train test lint types unit test-slow test-oracle test-faults test-gpu test-peers fuzz bench-peers bench-peers-step clean
 
 train: $(VENV)/installed
 	$(BIN)/offload train $(ARGS)
@@ -26,6 +26,10 @@ unit: $(VENV)/installed
 
 test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# Each idiom of other people's training code in each placement, with fp32 and bf16 parameters, and on two ranks.
+test-oracle: $(VENV)/installed
+	$(BIN)/python -m pytest -n 2 -m "oracle or not oracle" tests/oracle tests/distributed/test_idioms.py $(ARGS)
 
 test-faults: $(VENV)/installed
 	$(BIN)/python -m pytest -m "slow or not slow" tests/faults $(ARGS)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import chain
 
+import torch
 from torch import Tensor, nn
 
 from offload.assembly import Parts
 from offload.collectives import Work
 from offload.config import Config
-from offload.errors import OffloadError
+from offload.errors import ConfigError, OffloadError
 from offload.layout import Layout
 from offload.module.access import Access
 from offload.module.gathering import Gathering
@@ -118,10 +119,22 @@ class Attachment:
             self._parts.parameters.take_back()
             self._parts.masters.take_outside_writes(self._step())
             return
-        flats = self._parts.parameters.flats_written_outside()
+        self._write_back()
+        self._parts.masters.take_outside_writes(self._step())
+
+    def _write_back(self) -> None:
+        """Takes over what was written to streamed parameters, which are here, into their store."""
+        assert self.streaming is not None
+        parameters, masters = self._parts.parameters, self._parts.masters
+        numbers = parameters.written_outside()
+        flats = sorted({parameters.flat_of(number) for number in numbers})
         for flat in flats:
             self.landing.unit(self._layout.flats[flat].unit)  # refuses what a landing would overwrite
-        self._parts.masters.take_outside_writes(self._step())
+        if masters.can_wait:
+            parameters.note_writes(numbers)
+            masters.owe(numbers)
+        else:
+            masters.take_outside_writes(self._step())
         for flat in flats:
             self.streaming.gathering.write_back(flat, step=self._step())
 
@@ -183,7 +196,7 @@ class Attachment:
             depth=config.depth,
             is_pending=self.landing.is_unit_pending,
             apply=self.landing.unit,
-            take_writes=self.take_outside_writes,
+            take_writes=self._write_back,
             running=self._running,
             limit=None if limit is None else limit - placement.resident_bytes - placement.slab_bytes,
             is_collective=self._layout.shards > 1,
@@ -264,7 +277,16 @@ class Attachment:
             self.landing.unit(ROOT)
             self._running.enter(ROOT)
             return
+        self._refuse_trace()
         unseen(self._streamed_model_begins, self.streaming)
+
+    def _refuse_trace(self) -> None:
+        """A trace keeps the parameters that it met, below Python, where nothing fetches them."""
+        if torch._C._get_tracing_state() is not None:
+            raise ConfigError(
+                "torch.jit.trace of a model with streamed parameters would keep memory that comes and goes: trace a "
+                "copy of it, torch.jit.trace(copy.deepcopy(model), ...)"
+            )
 
     def _streamed_model_begins(self, streaming: Streaming) -> None:
         if self.landing.is_unit_pending(ROOT):

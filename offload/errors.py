@@ -8,11 +8,11 @@ OffloadError
 ├── ResumeError            what lies at the path cannot be continued from, or must not be overwritten
 ├── CorruptionError        bytes that are not those written: names chunk, file and offset
 ├── TierIOError            the disk failed: errno, file, offset, length (also an OSError)
-├── GradientMovedError     a gradient used after it left the device: names the call to make instead
+├── GradientMovedError     values of a gradient that a step used, or that are sharded
 ├── AccumulationError      a second backward that was not declared with accumulation=N
 ├── NonFiniteGradientError NaN or Inf in a gradient: names the parameter (also an ArithmeticError)
-├── StaleParameterError    parameters used or written between step() and the moment their new values land
-├── ReleasedParameterError the values of a parameter that is in another tier just now: says how to bring it
+├── StaleParameterError    a gradient from values before the last step, or a write it would undo
+├── ReleasedParameterError a streamed parameter used where it cannot be fetched: says how to use it
 ├── InterruptedStepError   a step was cut off in its middle (Ctrl-C): some parameters are a step further than others
 ├── RankError              another rank is slow, stuck or dead: names the collective and the time waited
 ├── OtherRankError         another rank could not do its part of what all do or none: its own error says why
@@ -100,7 +100,7 @@ class TierIOError(OffloadError, OSError):
 
 
 class GradientMovedError(OffloadError, RuntimeError):
-    """`p.grad` was used after its gradient had left the device."""
+    """The values of `p.grad` are not to be had: a step has used them, or no rank has all of them."""
 
 
 class AccumulationError(OffloadError, RuntimeError):
@@ -120,11 +120,13 @@ class NonFiniteGradientError(OffloadError, ArithmeticError):
 
 
 class StaleParameterError(OffloadError, RuntimeError):
-    """A parameter was used for a gradient, or written to, before the new value of the last step had landed in it."""
+    """A gradient was made from a parameter's value before the last step, or a parameter was written to, through a view
+    from before that step, while its new value was pending."""
 
 
 class ReleasedParameterError(OffloadError, RuntimeError):
-    """The values of a streamed parameter were used outside its unit's forward and backward."""
+    """A streamed parameter was used where it cannot be fetched: after close(), on one rank alone at stage 3, or by
+    pointing it to other memory."""
 
 
 class InterruptedStepError(OffloadError, RuntimeError):

@@ -158,22 +158,37 @@ class Scaling:
         return None if skips else factor
 
     def _with_factors(self, active: Sequence[int], factor: float) -> float:
-        """Over several ranks the factors by which users multiplied gradients are one, for all parameters and ranks: a
-        rank that has no gradient of its own has none. Returns `factor` with it. Raises: ConfigError on all ranks."""
+        """Makes the factors by which users multiplied gradients alike on all ranks: one that has no gradient of a
+        parameter takes it from the others. Returns `factor`, with one that all have. Raises: ConfigError on all ranks.
+        """
         sink = self._parts.sink
         if self._comm.size == 1:
             return factor
-        own = [sink.factors.get(number, 1.0) for number in self._attached.answers.active]
+        mine = self._attached.answers.active
+        own = [sink.factors.get(number, 1.0) for number in mine]
         row = (1.0, min(own), max(own)) if own else (0.0, 1.0, 1.0)
         told = self._comm.gather(torch.tensor(row, dtype=torch.float64, device="cpu"))
         known = {value for row in told.tolist() if row[0] for value in row[1:]}
-        sink.factors.clear()
         if len(known) > 1:
-            raise ConfigError(
-                f"gradients were multiplied by {sorted(known)} on the ranks, or for different parameters: over several "
-                "ranks multiply all of them by the same number on every rank; nothing was changed, call zero_grad()"
-            )
+            self._share_factors(mine)
+            return factor
+        sink.factors.clear()
         return factor * known.pop() if known else factor
+
+    def _share_factors(self, mine: Sequence[int]) -> None:
+        sink = self._parts.sink
+        row = torch.full((len(self._layout.specs),), math.nan, dtype=torch.float64, device="cpu")
+        for number in mine:
+            row[number] = sink.factors.get(number, 1.0)
+        for number, column in enumerate(self._comm.gather(row).T.tolist()):
+            factors = {value for value in column if value == value}
+            if len(factors) > 1:
+                raise ConfigError(
+                    f"the gradient of {self._layout.specs[number].name} was multiplied by {sorted(factors)} on the "
+                    "ranks: multiply it by the same number on each; nothing was changed, call zero_grad()"
+                )
+            if factors:
+                sink.factors[number] = factors.pop()
 
     def _factor(self, active: Sequence[int]) -> float:
         scale, handed = self._parts.sink.scale, vars(self).get("grad_scale")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import AccumulationError, ConfigError, OffloadZero, ResumeError, StaleParameterError, Tuning
+from offload import AccumulationError, ConfigError, OffloadZero, ResumeError, Tuning
 from offload.planner import least_cpu_memory
 from tests.support import models
 
@@ -151,11 +151,6 @@ def test_autograd_notices_that_a_step_changed_what_a_graph_saved() -> None:
     with OffloadZero(model) as optimizer:
         backward(model)
         stale = model(torch.randn(8, 13)).sum()
-        optimizer.step()
-        with pytest.raises(StaleParameterError, match="before the last step"):
-            stale.backward()
-        optimizer.synchronize()
-        stale = model(torch.randn(8, 13)).sum()
         optimizer.zero_grad()
         backward(model)
         optimizer.step()
@@ -277,7 +272,7 @@ def test_declared_accumulation_sums_and_an_undeclared_backward_raises() -> None:
         assert two is not None
         assert torch.equal(seen[0], one + two)
         backward(model, 1)
-        with pytest.raises(AccumulationError, match=r"accumulation=3.*zero_grad"):
+        with pytest.raises(AccumulationError, match=r"3rd time.*accumulation=2.*accumulation=N.*zero_grad"):
             backward(model, 3)
 
 

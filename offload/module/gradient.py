@@ -43,7 +43,8 @@ _QUESTIONS = """
 """
 _METHODS = """
     size stride numel nelement dim ndimension element_size storage_offset is_contiguous is_complex is_floating_point
-    get_device __len__ __hash__ is_same_size is_signed dim_order
+    get_device __len__ __hash__ is_same_size is_signed dim_order _is_view is_inference is_conj is_neg has_names
+    untyped_storage is_coalesced _is_zerotensor
 """
 _NEEDS_NO_VALUES = frozenset(
     {

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from offload.module.hiding import unseen
+
 
 def in_backward() -> bool:
     """Whether autograd is running on this thread: a forward inside is recomputation."""
@@ -16,4 +18,4 @@ def in_backward() -> bool:
 
 def call_alive(method: weakref.WeakMethod[Callable[[Any], None]], argument: Any, *_: Any) -> None:
     if (alive := method()) is not None:
-        alive(argument)
+        unseen(alive, argument)

@@ -45,7 +45,7 @@ _QUESTIONS = """
 _METHODS = """
     requires_grad_ size stride numel nelement dim ndimension element_size storage_offset is_contiguous is_complex
     is_floating_point get_device register_hook register_post_accumulate_grad_hook __len__ __hash__ is_same_size
-    is_signed dim_order retain_grad is_inference has_names
+    is_signed dim_order retain_grad is_inference has_names _is_view is_conj is_neg _is_zerotensor
 """
 _GRAD: Any = Tensor.grad
 _REQUIRES_GRAD: Any = Tensor.requires_grad
@@ -160,7 +160,7 @@ class _Watched:
     @property
     def data(self) -> Tensor:
         guards = self._owner.guards()
-        made: Tensor = _DATA.__get__(self) if guards is None else guards.data_of(self)
+        made: Tensor = _DATA.__get__(self) if guards is None else guards.data_of(self, runs=True)
         return made
 
     @data.setter
@@ -228,7 +228,7 @@ class Guards:
     def class_for(self, kind: type[Tensor], *, runs: bool = False) -> type[Tensor]:
         """The guarded class of tensors that are `kind` otherwise. Args: runs: that of parameters whose unit runs."""
         if (kind, runs) not in self._classes:
-            names = {"_kind": kind, "_owner": self._owner, "__module__": kind.__module__, "__slots__": ()}
+            names = {"_kind": kind, "_owner": self._owner, "__module__": __name__, "__slots__": ()}
             name, base = ("Watched", _Watched) if runs else ("Guarded", _Guarded)
             self._classes[kind, runs] = type(f"{name}{kind.__name__}", (base, kind), names)
         return self._classes[kind, runs]
@@ -260,7 +260,7 @@ class Guards:
             return func(*_as_edges(args), **{key: _as_edges(value) for key, value in kwargs.items()})
         if func in _MOVES and self._is_there(func, args, kwargs):
             return args[0]
-        if func is Tensor.detach and self._parameters.is_held(args[0]) and _is_for_a_parameter():
+        if func is Tensor.detach and self._is_ours(args[0]) and _is_for_a_parameter():
             return self._detached(args[0])
         if self._streaming is not None:
             if func in _EXPORTS:
@@ -334,7 +334,7 @@ class Guards:
         finally:
             for tensor, kind in guarded:
                 number = self._parameters.number_of(tensor)
-                runs = number is not None and self._running.runs(self._units[number])
+                runs = number is not None and self._running.watches(self._units[number], number)
                 tensor.__class__ = self.class_for(kind._kind, runs=True) if runs else kind
 
     def _units_of(self, used: Iterable[Any]) -> list[str]:
@@ -373,15 +373,17 @@ class Guards:
                 continue
             if type(tensor) is Tensor and self._parameters.flat_at(tensor) is not None:
                 tensor.__class__ = self.class_for(Tensor)
+            if not units or not torch.is_grad_enabled():  # torch raises for that of a view which was written to
+                continue
             with torch._C.DisableTorchFunctionSubclass():
                 node = tensor.grad_fn
-            if node is not None and units:
+            if node is not None:
                 self._streaming.fetch_before(node, units)
 
     # What is special about some uses.
 
-    def data_of(self, tensor: Any) -> Tensor:
-        """`p.data`: a tensor of the same memory, writes to which are noticed."""
+    def data_of(self, tensor: Any, *, runs: bool = False) -> Tensor:
+        """`p.data`: a tensor of the same memory, writes to which are noticed. Args: runs: whether its unit runs."""
         number = self._parameters.number_of(tensor)
         if number is None:
             alias: Tensor = self._run(Tensor.detach, (tensor,), {})
@@ -390,7 +392,8 @@ class Guards:
             self._apply(self._units[number])
             return self._parameters.data_of(number)
         made = self._parameters.data_of(number)
-        made.__class__ = self.class_for(Tensor)
+        if not runs:
+            made.__class__ = self.class_for(Tensor)
         return made
 
     def point_to(self, tensor: Any, value: Tensor) -> None:

@@ -21,7 +21,7 @@ from offload.errors import ConfigError
 from offload.layout import ParamSpec
 from offload.module.access import Access
 from offload.module.gradient import Answers
-from offload.module.hiding import eagerly, unseen
+from offload.module.hiding import unseen
 from offload.module.landing import Landing
 from offload.module.parameters import Parameters
 from offload.module.running import Running
@@ -45,9 +45,10 @@ class _Enters:
         """Not so in a copy of the model."""
         return self._entered is not None
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model is cut in two here
     def __call__(self, *args: Any) -> None:
         if self._entered is not None:
-            eagerly(self._entered)
+            self._entered()
 
     def __reduce__(self) -> tuple[type[_Enters], tuple[()]]:
         return _Enters, ()
@@ -60,9 +61,10 @@ class _Leaves:
     def __init__(self, left: Callable[[Any], None] | None = None) -> None:
         self._left = left
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._left is not None:
-            eagerly(self._left, output)
+            self._left(output)
 
     def __reduce__(self) -> tuple[type[_Leaves], tuple[()]]:
         return _Leaves, ()

@@ -52,6 +52,18 @@ class Masters:
         self._params = params
         self._streamed = streamed
         self._before: dict[int, Tensor] = {}
+        # Streamed parameters that were written to: their masters are to follow before the next step.
+        self._owed: set[int] = set()
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether masters may follow writes later: those of a split master need the value before at once. Then a value
+        that is swapped out and in again keeps its master, as it does where it is resident."""
+        return self._streamed is not None and not self._split_master
+
+    def owe(self, numbers: Iterable[int]) -> None:
+        """What was written to these parameters is in their store, and the next `take_outside_writes` takes it over."""
+        self._owed.update(numbers)
 
     @torch.no_grad()
     def take_flat(self, flat: int) -> None:
@@ -73,6 +85,7 @@ class Masters:
             self._round_masters(step)
         self._parameters.written_here(range(len(self._parameters.params)))
         self._before.clear()
+        self._owed.clear()
 
     def _round_masters(self, step: int) -> None:
         for chunk in self._layout.chunks:
@@ -135,6 +148,7 @@ class Masters:
         assert not any(missing)
         self._parameters.written_here(range(len(self._parameters.params)))
         self._before.clear()
+        self._owed.clear()
 
     def _own_copies(self, leases: ExitStack, chunk: int, step: int) -> Lease | None:
         """The streamed parameters of a chunk; None where they are on the device."""
@@ -177,7 +191,7 @@ class Masters:
         An element whose copy is still what its master rounds to keeps its master.
         Raises: StaleParameterError with a split master, for a write that was not announced.
         """
-        changed = set(self._parameters.written_outside())
+        changed = self._owed if self.can_wait else set(self._parameters.written_outside())
         if changed:
             self._require_known(changed)
             for chunk in self._layout.chunks:
@@ -188,7 +202,9 @@ class Masters:
                         with self._copies_of(chunk.index) as copies:
                             for block in _blocks(pieces):
                                 self._take(lease, block, copies)
-            self._parameters.note_writes(changed)
+            if not self.can_wait:
+                self._parameters.note_writes(changed)
+        self._owed.clear()
         self._before.clear()
 
     def states(self, number: int, step: int) -> dict[str, Tensor]:
@@ -225,9 +241,9 @@ class Masters:
             yield lease.arrays[0].view(self._layout.flats[self._layout.chunks[chunk].flat].dtype)
 
     def _take(self, lease: Lease, block: Piece, copies: Tensor | None) -> None:
-        new = self._of_model(block).cpu()
+        new = _in_chunk(copies, block) if copies is not None and self.can_wait else self._of_model(block).cpu()
         old = self._before.get(block.param)
-        if copies is not None:
+        if copies is not None and not self.can_wait:
             old = _in_chunk(copies, block)
         elif old is not None:
             old = old[block.param_offset : block.param_offset + block.numel]

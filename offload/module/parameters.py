@@ -137,8 +137,8 @@ class Parameters:
 
     def _place_of(self, number: int, line: Tensor) -> Tensor:
         """The part of a flat where a parameter is to lie, in its shape; see [Note: storages]."""
-        if not self._streams and line.numel():
-            line = _from_dlpack(_to_dlpack(line))
+        if not self._streams:
+            line = _from_dlpack(_to_dlpack(line)) if line.numel() else torch.empty_like(line)
         return line.as_strided(self.params[number].shape, self._strides[number], line.storage_offset())
 
     def _attach_tiles(self, flat: int) -> None:

@@ -17,9 +17,12 @@ class Running:
     def __init__(self, layout: Layout, parameters: Parameters) -> None:
         self._parameters = parameters
         self._numbers: dict[str, list[int]] = {}
+        self._tiled: set[int] = set()
         for flat in layout.flats:
             # A tiled weight is multiplied with tile by tile, by its guard.
-            if not layout.tile_of(flat.index):
+            if layout.tile_of(flat.index):
+                self._tiled.update(flat.params)
+            else:
                 self._numbers.setdefault(flat.unit, []).extend(flat.params)
         self._depth: dict[str, int] = {}
         self._order: list[str] = []
@@ -43,6 +46,10 @@ class Running:
 
     def runs(self, unit: str) -> bool:
         return unit in self._depth
+
+    def watches(self, unit: str, number: int) -> bool:
+        """Whether operations on parameter `number` of `unit` go unseen now."""
+        return unit in self._depth and number not in self._tiled
 
     @property
     def units(self) -> Sequence[str]:

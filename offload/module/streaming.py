@@ -27,6 +27,7 @@ import torch
 from offload.errors import BudgetError, ConfigError, ReleasedParameterError
 from offload.module.gathering import Gathering
 from offload.module.graphs import call_alive, in_backward
+from offload.module.hiding import unseen
 from offload.module.parameters import Parameters
 from offload.module.running import Running
 from offload.module.tensors import tensors_in
@@ -199,7 +200,7 @@ class Streaming:
         fresh = [unit for unit in units if unit not in self._held]
         self._held.extend(fresh)  # by one another they are not released
         try:
-            self._fetch(units)
+            unseen(self._fetch, units)
             yield
         finally:
             for unit in fresh:
@@ -334,6 +335,8 @@ class Streaming:
         guests = self._guests.get(unit, ())
         # One that is here already, and not on its way, is not brought ahead: it comes anew.
         self._release_others(unit, *guests, *(one for one in following if self.gathering.is_at(one, Where.COMING)))
+        if self._makes_graph:
+            self._require_room((unit,))
         self.gathering.bring(unit)
         for guest in guests:
             is_to_come = self.gathering.is_at(guest, Where.RELEASED) and not self._is_pending(guest)
@@ -345,7 +348,8 @@ class Streaming:
         """Starts what is expected next, unless its new values are still to land."""
         for other in self._following():
             is_to_come = self.gathering.is_at(other, Where.RELEASED) or self.gathering.is_open(other)
-            if is_to_come and not self._is_pending(self.gathering.home_of(other)):
+            has_room = not self._makes_graph or self._missing_room((other,)) <= 0
+            if is_to_come and has_room and not self._is_pending(self.gathering.home_of(other)):
                 self.gathering.start(other)
 
     def _release_others(self, *wanted: str) -> None:

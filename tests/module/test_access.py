@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from offload import BudgetError, ReleasedParameterError, StaleParameterError
+from offload import BudgetError, ConfigError, ReleasedParameterError
 from offload.module.where import Where
 from tests.module.test_streaming import squares
 from tests.support.streamed import Net, Streams, Watched, batch, train
@@ -38,24 +38,22 @@ def test_a_write_through_data_is_kept(streams: Streams) -> None:
             assert model.blocks[2].up.weight.eq(3.0).all()
 
 
-def test_a_write_that_was_not_announced_is_undone(streams: Streams) -> None:
+@pytest.mark.parametrize("outer", [None, False, True], ids=["alone", "inside a reader", "inside a writer"])
+def test_a_write_that_was_not_announced_counts(streams: Streams, outer: bool | None) -> None:
     model = Net()
     with streams.optimizer(model) as optimizer:
         weight = model.blocks[1].after
-        with optimizer.gathered(weight, writable=True), optimizer.gathered(model.blocks[1]), torch.no_grad():
-            before = weight.clone()
-        for outer in (False, True):
-            with optimizer.gathered(weight, writable=outer):
-                with pytest.raises(StaleParameterError, match="writable=True"):  # noqa: SIM117
-                    with optimizer.gathered(model.blocks[1]), torch.no_grad():
-                        weight.fill_(2.0)
-                assert torch.equal(weight, before)
-        with suppress(ZeroDivisionError), optimizer.gathered(weight), torch.no_grad():
+        around = nullcontext() if outer is None else optimizer.gathered(weight, writable=outer)
+        with around, optimizer.gathered(model.blocks[1]), torch.no_grad():
             weight.fill_(2.0)
-            raise ZeroDivisionError
         with optimizer.gathered(weight):
-            assert torch.equal(weight, before)
-        assert torch.equal(optimizer.state_of(weight)["master"].bfloat16(), before)
+            assert weight.eq(2.0).all()
+        with suppress(ZeroDivisionError), optimizer.gathered(weight), torch.no_grad():
+            weight.data.mul_(2.0)
+            raise ZeroDivisionError
+        weight.detach().add_(1.0)  # also where nothing gathers
+        assert weight.eq(5.0).all()
+        assert optimizer.state_of(weight)["master"].eq(5.0).all()
 
 
 def test_a_write_outside_an_inner_reader_is_kept(streams: Streams) -> None:
@@ -117,20 +115,40 @@ def test_a_state_dict_beyond_the_budget(tmp_path: Path) -> None:
         model.blocks[3].state_dict()
 
 
-def test_replacing_a_gathered_parameter_is_refused(streams: Streams) -> None:
+def test_a_parameter_that_is_pointed_elsewhere_where_it_may_be_written_is_taken_over(streams: Streams) -> None:
     model = Net()
-    optimizer = streams.optimizer(model)
-    with pytest.raises(ValueError, match="moved or replaced"), optimizer.gathered(model.head, writable=True):
-        model.head.weight.data = torch.zeros_like(model.head.weight)
-    optimizer.close()
+    with streams.optimizer(model) as optimizer:
+        with optimizer.gathered(model.head, writable=True):
+            model.head.weight.data = torch.full_like(model.head.weight, 2.0)
+            assert model.head.weight.eq(2.0).all()
+        assert model.head.weight.eq(2.0).all()
+        assert optimizer.state_of(model.head.weight)["master"].eq(2.0).all()
+        train(squares, steps=1)(model, optimizer)
 
 
-def test_outside_nothing_is_readable_and_afterwards_training_goes_on(streams: Streams) -> None:
+def test_pointing_a_streamed_parameter_elsewhere_is_refused_and_changes_nothing(streams: Streams) -> None:
+    model = Net()
+    with streams.optimizer(model) as optimizer:
+        weight = model.blocks[1].after
+        before, released = weight.detach().clone(), (ReleasedParameterError, r"blocks\.1\.after is streamed.*p\.copy_")
+        for value, (error, match) in (
+            (torch.zeros_like(before), released),
+            (torch.zeros(3, dtype=before.dtype), (ConfigError, r"blocks\.1\.after is .* would become \(3,\)")),
+            (before.float(), (ConfigError, r"would become .*torch\.float32")),
+        ):
+            with pytest.raises(error, match=match):
+                weight.data = value
+            assert torch.equal(weight, before)
+        weight.data = weight.data
+        train(squares, steps=1)(model, optimizer)
+
+
+def test_outside_everything_is_readable_and_afterwards_training_goes_on(streams: Streams) -> None:
     def body(model: Net, optimizer: Watched) -> None:
-        if optimizer._attached.streaming is not None:
-            with pytest.raises(ReleasedParameterError, match="gathered"):
-                model.head.weight.sum()
-        train(squares)(model, optimizer)
+        for _ in range(2):
+            optimizer.losses += [param.float().sum().item() for param in model.parameters()]
+            optimizer.losses.append(torch.stack([block.after.norm() for block in model.blocks]).sum().item())
+            train(squares)(model, optimizer)
         assert [p.shape for p in model.parameters()] == [p.shape for p in Net().parameters()]
         assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in Net().parameters())
         assert batch(0).shape == (4, 5)

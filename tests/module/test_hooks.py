@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadZero, Tuning
-from offload.module.hooks import cast_floating
 from offload.module.gradient import is_stand_in
+from offload.module.hooks import cast_floating
 
 
 class Net(nn.Module):

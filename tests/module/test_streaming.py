@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from offload import ClosedError, ConfigError, NonFiniteGradientError, ReleasedParameterError, Tuning
+from offload import BudgetError, ClosedError, ConfigError, NonFiniteGradientError, ReleasedParameterError, Tuning
 from offload.planner import least_cpu_memory
 from tests.support.processes import holds_in_child
 from tests.support.streamed import WIDTH, Block, Net, Streams, Watched, batch, finish, state_of, train
@@ -192,13 +192,17 @@ def test_a_parameter_class_of_ones_own_is_kept(streams: Streams) -> None:
     kinds = []
 
     def loss(model: Net, x: Tensor, count: int) -> Tensor:
-        handle = model.blocks[1].register_forward_hook(lambda *_: kinds.append(type(model.blocks[1].after)))
+        handle = model.blocks[1].register_forward_hook(lambda *_: kinds.append(isinstance(model.blocks[1].after, Mine)))
         found = squares(model, x, count)
         handle.remove()
         return found
 
     streams.assert_same_bits(train(loss, steps=2), build)
-    assert kinds == [Mine] * 4
+    assert kinds == [True] * 4
+    model = build()
+    with streams.optimizer(model):
+        assert isinstance(model.blocks[1].after, Mine)
+    assert type(model.blocks[1].after) is Mine
 
 
 def test_convolutions_and_modules_kept_in_fp32(streams: Streams) -> None:
@@ -420,13 +424,40 @@ def test_a_model_that_differentiates_inside_its_forward(streams: Streams) -> Non
     streams.assert_same_bits(train(squares), Energy)
 
 
-def test_second_derivatives_are_refused_by_autograd(streams: Streams) -> None:
-    model = Net()
-    with streams.optimizer(model):
+def test_second_derivatives(streams: Streams) -> None:
+    def loss(model: Net, x: Tensor, count: int) -> Tensor:
+        x.requires_grad_()
+        found = squares(model, x, count)
+        (grad,) = torch.autograd.grad(found, x, create_graph=True)
+        return found + grad.square().sum()
+
+    streams.assert_same_bits(train(loss))
+
+
+def test_a_gradient_penalty_on_parameters(streams: Streams) -> None:
+    def loss(model: Net, x: Tensor, count: int) -> Tensor:
+        found = squares(model, x, count)
+        grads = torch.autograd.grad(found, [block.after for block in model.blocks], create_graph=True)
+        return found + sum(grad.float().square().sum() for grad in grads)
+
+    streams.assert_same_bits(train(loss))
+
+
+def test_second_derivatives_keep_units_until_the_step_and_say_what_does_not_fit(streams: Streams) -> None:
+    model = Net(12)
+    with streams.optimizer(model) as optimizer:
+        streaming = optimizer._attached.streaming
+        assert streaming is not None
         x = batch(0).requires_grad_()
         (grad,) = torch.autograd.grad(squares(model, x, 0), x, create_graph=True)
-        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|ReleasedParameter"):
-            grad.square().sum().backward()
+        assert len(streaming.gathering.allocated) >= 12
+        grad.square().sum().backward()
+        optimizer.step()
+        assert len(streaming.gathering.allocated) < 6
+        streaming._limit = 3 * streaming.gathering.bytes_of("blocks.0")
+        with pytest.raises(BudgetError, match="create_graph=True keeps more streamed parameters") as caught:
+            torch.autograd.grad(squares(model, x, 0), x, create_graph=True)
+        assert caught.value.option == "device_memory"
 
 
 def test_a_view_kept_from_a_forward_is_refused_by_autograd(streams: Streams) -> None:

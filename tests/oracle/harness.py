@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from offload import OffloadZero, Tuning
@@ -94,13 +95,14 @@ class Run:
         if chosen["tier"] == "nvme":
             self._held += 1
             chosen["path"] = self._path / str(self._held)
-            known = ("param_tier", "tuning", "accumulation", "keep_fp32")
+            known = ("param_tier", "tuning", "accumulation", "keep_fp32", "stage")
             # As little as works: chunks come from the disk at every step.
             chosen["cpu_memory"] = least_cpu_memory(
                 model,
                 optimizer,
                 compute_dtype=self._dtype,
                 commit_every=None,
+                ranks=dist.get_world_size() if dist.is_initialized() else 1,
                 **{name: chosen[name] for name in known if name in chosen},
             )
         held = OffloadZero(model, optimizer, compute_dtype=self._dtype, commit_every=None, **chosen)
@@ -126,15 +128,17 @@ class Run:
     def close(self) -> None:
         self._ending.close()
 
-    def assert_like(self, plain: Run) -> None:
-        """Raises: AssertionError naming the first value that differs from the plain run's."""
+    def assert_like(self, plain: Run, *, tolerance: float = TOLERANCE) -> None:
+        """Raises: AssertionError naming the first value that differs from the plain run's. Args: tolerance: relative to
+        the largest element of a value, or to 1."""
         assert [name for name, _ in self._logged] == [name for name, _ in plain._logged]
         assert plain._logged, "the idiom logs nothing"
         for number, ((name, mine), (_, theirs)) in enumerate(zip(self._logged, plain._logged, strict=True)):
             assert mine.shape == theirs.shape, (number, name, mine.shape, theirs.shape)
             scale = max(theirs.abs().max().item(), 1.0) if theirs.numel() else 1.0
             difference = (mine - theirs).abs().max().item() if theirs.numel() else 0.0
-            assert difference <= TOLERANCE * scale and math.isfinite(scale), (number, name, difference)
+            assert math.isfinite(scale), (number, name)
+            assert difference <= tolerance * scale, (number, name, difference)
 
     def differences(self, other: Run) -> Iterator[str]:
         """The names of what does not have the same bits."""

@@ -119,7 +119,6 @@ class _MaxNormPrototypes(nn.Module):
 @idiom(
     "a forward sets .data to the weight with its rows' norms bounded",
     source="braindecode/braindecode braindecode/models/sstdpn.py:337",
-    refused=REPOINTED,
 )
 def max_norm_in_forward(run: Run) -> None:
     model = _MaxNormPrototypes()

@@ -1,0 +1,40 @@
+"""Writes the table of idioms and placements into docs/compatibility.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.oracle import idioms
+from tests.oracle.harness import IDIOMS, PLACEMENTS
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
+BEGIN, END = "<!-- begin of the table of idioms -->\n", "<!-- end of the table of idioms -->\n"
+
+
+def table() -> str:
+    """In Markdown: a row an idiom, a column a placement, and why what is refused is."""
+    assert idioms.__all__
+    reasons: dict[str, int] = {}
+    lines = ["| idiom | taken from | " + " | ".join(PLACEMENTS) + " |", "|---|---|" + "---|" * len(PLACEMENTS)]
+    for idiom in IDIOMS.values():
+        cells = []
+        for placement in PLACEMENTS:
+            reason = idiom.refused.get(placement)
+            cells.append("equal" if reason is None else f"error {reasons.setdefault(reason, len(reasons) + 1)}")
+        lines.append(f"| {idiom.summary} | `{idiom.source}` | " + " | ".join(cells) + " |")
+    cases = len(IDIOMS) * len(PLACEMENTS)
+    refused = sum(len(idiom.refused) for idiom in IDIOMS.values())
+    head = f"{len(IDIOMS)} idioms in {len(PLACEMENTS)} placements: {cases - refused} equal, {refused} a typed error.\n"
+    errors = [f"- error {number}: {reason}" for reason, number in reasons.items()]
+    return "\n".join([head, *lines, "", *errors, ""])
+
+
+def document(text: str, rows: str) -> str:
+    """`text` with `rows` between its two marks."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{rows}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(document(DOCUMENT.read_text(), table()))
