@@ -259,14 +259,19 @@ def test_without_a_recording_no_event_is_made(
     def never(*args: object) -> None:
         raise AssertionError("an event, with nobody to ask for it")
 
+    def hooks() -> list[object]:
+        return [hook for module in model.modules() for hook in module._forward_hooks.values()]
+
     with open_optimizer(model, tmp_path) as optimizer:
+        before = hooks()
         with optimizer.timeline(tmp_path / "t.json"):
+            assert hooks() != before
             step(model, optimizer)
             optimizer.synchronize()
         monkeypatch.setattr(timelines, "Event", never)
         step(model, optimizer)
         optimizer.synchronize()
-        assert not any(hook for module in model.modules() for hook in module._forward_hooks.values())
+        assert hooks() == before
 
 
 def test_without_a_recording_nothing_is_allocated_that_stays() -> None:

@@ -51,9 +51,10 @@ _NEEDS_NO_VALUES = frozenset(
         *(getattr(Tensor, name).__get__ for name in _QUESTIONS.split() if hasattr(Tensor, name)),
         *(getattr(Tensor, name) for name in _METHODS.split() if hasattr(Tensor, name)),
         *(torch.is_floating_point, torch.is_complex, torch.numel, torch.get_device, torch.is_same_size),
-        *(torch._has_compatible_shallow_copy_type, torch.zeros_like, torch.ones_like, torch.empty_like),
+        torch._has_compatible_shallow_copy_type,
     }
 )
+_LIKE = frozenset({torch.zeros_like, torch.ones_like, torch.empty_like})
 _IS_ITSELF = frozenset({Tensor.detach, Tensor.detach_, Tensor.requires_grad_, _DATA.__get__})
 _MOVES = frozenset({Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double})
 _FACTORS = {"mul_": False, "__imul__": False, "div_": True, "__itruediv__": True, "__idiv__": True}
@@ -179,6 +180,7 @@ class Answers:
         self._unscales = unscales
         self._ranks = ranks
         self._pid = os.getpid()
+        self._is_removed = False
         self._stand_ins = [
             StandIn.of(p, n, name, self) for n, (p, name) in enumerate(zip(parameters.params, names, strict=True))
         ]
@@ -283,7 +285,9 @@ class Answers:
         self._norms.clear()
 
     def remove(self) -> None:
-        """Takes the stand-ins away."""
+        """Takes the stand-ins away; those that somebody has answer no more."""
+        self._is_removed = True
+        self.dropped()
         with torch._C.DisableTorchFunctionSubclass():
             for param in self._parameters.params:
                 if is_stand_in(param.grad):
@@ -293,12 +297,16 @@ class Answers:
 
     def is_live(self, number: int) -> bool:
         """Whether there is a gradient that no step has used."""
-        return number in self._zeroed or self._sink.has(number)
+        return not self._is_removed and (number in self._zeroed or self._sink.has(number))
 
     def answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What `func` gives for arguments of which some are stand-ins."""
         if func in _IS_ITSELF or (func in _MOVES and _is_there(func, args, kwargs)):
             return args[0]
+        if func in _LIKE and isinstance(args[0], StandIn):
+            one = args[0]
+            like = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
+            return func(like, *args[1:], **{**kwargs, "device": kwargs.get("device") or one.device})
         if func == _DATA.__set__:
             if args[1] is args[0]:
                 return None

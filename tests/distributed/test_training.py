@@ -329,31 +329,43 @@ def test_ranks_may_run_other_forwards_before_whole_parameters(worlds: Worlds, st
 
 
 def _read_in_between(stage: int) -> list[bool]:
-    """Whether what a forward finds in the block after the one that runs is the whole old value; and in it the new."""
+    """Whether what rank 0 finds in a forward of its own, and rank 1 by reading, is the whole new value; and no old."""
     model = models.build("gpt")
-    batches = sharded.batches_of("gpt", model, torch.distributed.get_rank(), 2)
-    seen: list[bool] = []
+    rank = torch.distributed.get_rank()
+    batches = sharded.batches_of("gpt", model, rank, 2)
+    seen: list[tuple[int, list[torch.Tensor]]] = []
     with sharded.communicators("late"), OffloadZero(model, stage=stage, tuning=TUNING) as optimizer:
         next(batches)().backward()
         before = [[param.detach().clone() for param in block.parameters()] for block in model.blocks]
 
-        def same(number: int) -> bool:
-            now = model.blocks[number].parameters()
-            return all(torch.equal(one, other) for one, other in zip(now, before[number], strict=True))
+        def look(number: int) -> None:
+            seen.append((number, [param.detach().clone() for param in model.blocks[number].parameters()]))
 
         for number in range(2):
-            model.blocks[number].register_forward_hook(
-                lambda *_, number=number: seen.extend([same(number), same(number + 1)])
-            )
+            model.blocks[number].register_forward_hook(lambda *_, number=number: (look(number), look(number + 1)))
         optimizer.step()
         optimizer.zero_grad()
-        next(batches)()
-    return seen
+        if rank == 0:
+            with torch.no_grad():
+                next(batches)()
+        else:
+            for number in (2, 0):
+                look(number)
+        optimizer.synchronize()
+        after = [[param.detach().clone() for param in block.parameters()] for block in model.blocks]
+    assert [number for number, _ in seen] == ([0, 1, 1, 2] if rank == 0 else [2, 0])
+    return [
+        all(
+            torch.equal(one, new) and not torch.equal(one, old)
+            for one, new, old in zip(found, after[n], before[n], strict=True)
+        )
+        for n, found in seen
+    ]
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_what_is_on_its_way_is_not_seen_before_all_of_it_is_there(worlds: Worlds, stage: int) -> None:
-    assert worlds(2).run(_read_in_between, stage) == [[False, True, False, True]] * 2
+def test_what_is_on_its_way_is_waited_for_by_whoever_uses_it_also_alone(worlds: Worlds, stage: int) -> None:
+    assert worlds(2).run(_read_in_between, stage, timeout_s=100) == [[True] * 4, [True] * 2]
 
 
 def _without_forward(stage: int, param_tier: str) -> list[torch.Tensor]:

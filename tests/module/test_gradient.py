@@ -23,7 +23,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "on the device": {"tier": "device"},
     "in RAM": {"tier": "cpu"},
     "summed in fp32": {"tier": "cpu", "accumulation": 2},
-    "on NVMe": {"tier": "nvme", "grad_tier": "nvme"},
+    "on NVMe": {"tier": "nvme", "grad_tier": "nvme", "tuning": Tuning(chunk="256KiB", prefetch=1, threads=1)},
     "streamed": {"tier": "cpu", "param_tier": "cpu"},
 }
 
@@ -53,18 +53,18 @@ class Made(NamedTuple):
         """What the step is going to use is what plain torch has. Args: rounds: it was multiplied in bf16."""
         for param, plain in self.pairs:
             assert plain.grad is not None
-            tolerance = {"rtol": 2**-7, "atol": 0.0} if rounds else {"rtol": 0.0, "atol": 0.0}
+            tolerance = {"rtol": 2**-6, "atol": 0.0} if rounds else {"rtol": 0.0, "atol": 0.0}
             torch.testing.assert_close(param.grad.clone(), plain.grad, **tolerance)
             torch.testing.assert_close(self.optimizer.grad(param), plain.grad.float(), **tolerance)
 
 
 @pytest.fixture(params=list(WAYS))
 def made(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Made]:
-    options = dict(WAYS[request.param])
+    options = {"tuning": Tuning(chunk="4KiB", prefetch=1, threads=1), **WAYS[request.param]}
     if options["tier"] == "nvme":
         options["path"] = tmp_path / "run"
     model, plain = Net(), Net().bfloat16()
-    with OffloadZero(model, tuning=Tuning(chunk="4KiB", prefetch=1, threads=1), **options) as optimizer:
+    with OffloadZero(model, **options) as optimizer:
         model(batch(0)).float().square().sum().backward()
         plain(batch(0).bfloat16()).float().square().sum().backward()
         yield Made(model, optimizer, plain)
@@ -154,8 +154,11 @@ def test_norms_are_in_fp32_and_also_there_after_the_step(
         found = norms(grads)
         assert {norm.dtype for norm in found} == {torch.float32}
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
-        made.optimizer.step()
-        made.optimizer.zero_grad()
+        if made.optimizer.stats()["step"] == 0:
+            made.optimizer.step()
+    made.optimizer.zero_grad()
+    with pytest.raises(GradientMovedError, match="used by step"):
+        norms(grads)
 
 
 @pytest.mark.parametrize("order", [1.0, 3.0, math.inf, 0.0])
@@ -313,15 +316,16 @@ def test_a_consumed_one_moves_and_prints_without_harm(made: Made) -> None:
     assert grad.shape == (12, 12)
 
 
-def test_that_of_an_optimizer_that_is_gone_says_so() -> None:
+def test_that_of_an_optimizer_that_is_closed_says_so() -> None:
     model = nn.Linear(2, 2)
     optimizer = OffloadZero(model, tier="cpu", tuning=Tuning(threads=1))
     model(torch.ones(1, 2)).sum().backward()
     grad = model.weight.grad
     optimizer.close()
-    del optimizer
-    with pytest.raises(GradientMovedError, match="weight"):
-        grad.sum()
+    for use in (grad.sum, grad.norm, lambda: grad.mul_(2), lambda: copy.deepcopy(grad)):
+        with pytest.raises(GradientMovedError, match="the gradient of weight"):
+            use()
+    assert "weight" in repr(grad)
 
 
 def test_a_grad_scaler_unscales_all_and_misses_none() -> None:
@@ -336,6 +340,6 @@ def test_a_grad_scaler_unscales_all_and_misses_none() -> None:
         scaler.step(optimizer)
         scaler.update()
         scaler.scale(model(torch.ones(1, 4)).sum()).backward()
-        model.bias.grad = torch.ones(4)
+        model.bias.grad = torch.ones(4).half()
         with pytest.raises(ConfigError, match="bias"):
             scaler.unscale_(optimizer)

@@ -27,9 +27,9 @@ def learn(optimizer: Any, loss: Tensor) -> None:
     optimizer.step()
 
 
-def train_tokens(run: Run, model: nn.Module) -> None:
-    """An ordinary loop: what is unusual is in the model."""
-    optimizer = run.hold(model, adamw(model))
+def train_tokens(run: Run, model: nn.Module, *, eps: float = 1e-8) -> None:
+    """An ordinary loop: what is unusual is in the model. Args: eps: large where a bias has no gradient but rounding."""
+    optimizer = run.hold(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=eps))
     for tokens, targets in token_batches():
         loss = token_loss(model, tokens, targets)
         learn(optimizer, loss)
@@ -477,6 +477,7 @@ def functional_attention(run: Run) -> None:
             _FunctionalAttention(),
             nn.Linear(WIDTH, VOCABULARY),
         ),
+        eps=1e-4,
     )
 
 
@@ -576,7 +577,7 @@ def checkpointed_blocks_reentrant(run: Run) -> None:
 )
 def checkpointed_segments(run: Run) -> None:
     model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)), nn.Linear(6, 3))
-    optimizer = run.hold(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4))
+    optimizer = run.hold(model, adamw(model))
     for x, target in vector_batches(6, 3):
         x = x.to(model[-1].weight.dtype)
         out = torch.utils.checkpoint.checkpoint_sequential(model, 2, x, use_reentrant=False)
