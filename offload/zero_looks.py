@@ -55,7 +55,7 @@ class Looking:
             return None
         first, last = self._layout.held_of(number)
         line = torch.empty(param.numel(), dtype=torch.float32, device="cpu")
-        line[first:last] = self._parts.sink.line(number).float() * self._parts.sink.scale.factor
+        line[first:last] = self._parts.sink.line(number).float() * self._parts.sink.factor_of(number)
         return shaped_like(param, whole_line(self._comm, self._layout, number, line))
 
     def gathered(

@@ -30,7 +30,7 @@ from offload.errors import AccumulationError, ClosedError, ConfigError, Gradient
 from offload.module.hiding import eagerly
 from offload.module.landing import Landing
 from offload.module.parameters import Parameters, line_like, shaped_like
-from offload.module.tensors import tensors_in
+from offload.module.tensors import is_where, tensors_in
 from offload.optim.sink import AS_HELD, Gradients
 
 _UNSCALE: Any = torch._amp_foreach_non_finite_check_and_unscale_
@@ -527,7 +527,7 @@ def _is_there(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
     with torch._C.DisableTorchFunctionSubclass():
         probe = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
         try:
-            return func(probe, *args[1:], **kwargs) is probe
+            return is_where(func(probe, *args[1:], **kwargs), probe, kwargs)
         except (RuntimeError, TypeError, ValueError):
             return False
 

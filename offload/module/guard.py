@@ -34,7 +34,7 @@ from offload.module.hiding import eagerly
 from offload.module.parameters import Parameters
 from offload.module.running import Running
 from offload.module.streaming import Streaming
-from offload.module.tensors import tensors_in
+from offload.module.tensors import is_where, tensors_in
 from offload.module.tiling import Tiling
 
 _QUESTIONS = """
@@ -437,7 +437,7 @@ class Guards:
         with torch._C.DisableTorchFunctionSubclass():
             probe = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
             try:
-                return func(probe, *args[1:], **kwargs) is probe
+                return is_where(func(probe, *args[1:], **kwargs), probe, kwargs)
             except (RuntimeError, TypeError, ValueError):
                 return False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +21,17 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
         elif id(node) not in seen:
             left.extend(_inside(node))
         seen.add(id(node))
+
+
+def is_where(moved: Tensor, tensor: Tensor, how: Mapping[str, Any]) -> bool:
+    """Whether `tensor`, moved and cast, is what it was. Torch copies from "cpu" to "cpu:0", which is no other device.
+
+    Args: how: the keywords of the move.
+    """
+    if moved is tensor:
+        return True
+    is_same = moved.dtype is tensor.dtype and moved.is_cpu and tensor.is_cpu and moved.layout is tensor.layout
+    return is_same and not how.get("copy", False)
 
 
 def _inside(node: Any) -> Iterable[Any]:

@@ -338,29 +338,26 @@ def _read_in_between(stage: int) -> list[bool]:
         next(batches)().backward()
         before = [[param.detach().clone() for param in block.parameters()] for block in model.blocks]
 
-        def look(number: int) -> None:
-            seen.append((number, [param.detach().clone() for param in model.blocks[number].parameters()]))
+        def look(*numbers: int) -> None:
+            seen.extend((n, [param.detach().clone() for param in model.blocks[n].parameters()]) for n in numbers)
 
         for number in range(2):
-            model.blocks[number].register_forward_hook(lambda *_, number=number: (look(number), look(number + 1)))
+            model.blocks[number].register_forward_hook(lambda *_, number=number: look(number, number + 1))
         optimizer.step()
         optimizer.zero_grad()
         if rank == 0:
             with torch.no_grad():
                 next(batches)()
         else:
-            for number in (2, 0):
-                look(number)
+            look(2, 0)
         optimizer.synchronize()
         after = [[param.detach().clone() for param in block.parameters()] for block in model.blocks]
     assert [number for number, _ in seen] == ([0, 1, 1, 2] if rank == 0 else [2, 0])
-    return [
-        all(
-            torch.equal(one, new) and not torch.equal(one, old)
-            for one, new, old in zip(found, after[n], before[n], strict=True)
-        )
-        for n, found in seen
-    ]
+
+    def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+        return all(map(torch.equal, one, other))
+
+    return [same(found, after[number]) and not same(found, before[number]) for number, found in seen]
 
 
 @pytest.mark.parametrize("stage", [1, 2])

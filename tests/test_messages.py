@@ -1,0 +1,109 @@
+"""What users meet first when a framework or a habit gets in the way: an error that names the way out, or no error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from offload import AccumulationError, ConfigError, OffloadZero
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+X = torch.ones(2, 3)
+
+
+class Prepared:
+    """An optimizer as Accelerate's `prepare` or Lightning wraps it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+def test_a_prepared_optimizer_is_unwrapped() -> None:
+    model = net()
+    inner = torch.optim.AdamW(model.parameters(), lr=0.25)
+    prepared: Any = Prepared(inner)
+    with OffloadZero(model, prepared) as optimizer:
+        assert optimizer.param_groups[0] is inner.param_groups[0]
+
+
+def test_hyper_parameters_belong_to_the_optimizer() -> None:
+    with pytest.raises(ConfigError, match=r"torch\.optim\.AdamW\(model\.parameters\(\), lr=0\.001\)"):
+        OffloadZero(net(), lr=0.001)  # type: ignore[call-overload]
+
+
+def test_states_are_asked_for_by_their_method() -> None:
+    model = net()
+    with OffloadZero(model) as optimizer:
+        assert len(optimizer.state) == 0
+        with pytest.raises(ConfigError, match=r"optimizer\.state_of\(p\)"):
+            optimizer.state[model[0].weight]
+        with pytest.raises(ConfigError, match="cannot be written to"):
+            optimizer.state[model[0].weight] = {}
+
+
+def test_an_undeclared_backward_says_how_to_declare_them_all() -> None:
+    model = net()
+    with OffloadZero(model) as optimizer:
+        model(X).sum().backward()
+        with pytest.raises(AccumulationError, match=r"accumulation=N"):
+            model(X).sum().backward()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("tier", ["device", "cpu"])
+def test_moving_elsewhere_is_refused_before_anything_moves(tier: str) -> None:
+    model = net()
+    with OffloadZero(model, param_tier=tier) as optimizer:
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        for move in (model.half, model.double, lambda: model.to(torch.float16)):
+            with pytest.raises(ConfigError, match=r"Leave out the call.*model\.to\(\)"):
+                move()
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        for move in (model.cpu, model.bfloat16, lambda: model.to("cpu"), lambda: model.to("cpu:0")):
+            assert move() is model
+        model(X).sum().backward()
+        assert model.cpu() is model
+        optimizer.step()
+        assert model.cpu() is model  # with stand-ins of gradients that the step has used
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_a_wrapped_model_is_unwrapped_and_not_reduced_twice() -> None:
+    model = net()
+    wrapper = DistributedDataParallel(model)
+    with OffloadZero(wrapper, torch.optim.AdamW(wrapper.parameters(), lr=1e-2)) as optimizer:
+        before = model[0].weight.detach().clone()
+        for _ in range(2):
+            wrapper(X).float().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not torch.equal(model[0].weight, before)
+
+
+@pytest.mark.usefixtures("group")
+def test_wrapping_a_held_model_names_the_call_to_leave_out() -> None:
+    model = net()
+    with OffloadZero(model):
+        wrapper = DistributedDataParallel(model)
+        with pytest.raises(ConfigError, match=r"leave out DistributedDataParallel\(model\)"):
+            wrapper(X)
+        model(X).float().sum().backward()
