@@ -11,28 +11,45 @@ it has heard, no rank writes over a slot that the commit before names. What fail
 goes on. A rank that dies meanwhile is a RankError on the others, and final: they write to no slot any more, and a
 resume finds the one commit or the other, on all ranks the same, for one record names all manifests. Not all of them
 need to see it: [Note: disks of machines] in meeting.py.
+
+[Note: a commit that is cut off]
+An interrupt, or whatever else another thread or a signal handler raises, may come between the rename of COMMIT and the
+moment this process has taken note of it. What is committed is then written on the disk only, and a step would overwrite
+it. So the commit is noted as pending first, in one assignment. Until that is cleared, whatever uses the last commit, or
+writes to a slot, first calls `know`: it reads the record. If that is the pending one, it is synced and taken over; if
+not, nothing was decided. With several ranks one cannot know alone what the others have heard: then it is final.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from offload import resuming
 from offload.assembly import Parts
-from offload.checkpoint.commit import Commit, remove_superseded, write_commit, write_manifest
+from offload.checkpoint.commit import Commit, read_commit, remove_superseded, write_commit, write_manifest
 from offload.checkpoint.files import sync_directory
 from offload.checkpoint.manifest import ChunkFacts, Digest, Manifest, Option
 from offload.checkpoint.moves import moves
 from offload.checkpoint.snapshots import Need, Snapshot, require_space
 from offload.config import Config
-from offload.errors import ConfigError, OffloadError, OtherRankError, RankError, ResumeError, TierIOError
+from offload.errors import (
+    ConfigError,
+    InterruptedStepError,
+    OffloadError,
+    OtherRankError,
+    RankError,
+    ResumeError,
+    TierIOError,
+)
 from offload.layout import Layout
 from offload.module.sharing import all_or_none, bytes_of_all
 from offload.resuming import Found
@@ -43,6 +60,14 @@ AMBIGUOUS = ("sync", "rename")
 """Operations after whose failure nobody knows what is on the disk."""
 _DONE, _FAILED, _FINAL = range(3)
 """How a rank's part went, in what ranks tell each other."""
+
+
+class _Pending(NamedTuple):
+    """A commit that this process may have decided; see [Note: a commit that is cut off]."""
+
+    manifest: Manifest
+    versions: list[dict[int, Version]]
+    record: Commit
 
 
 class Commits:
@@ -64,6 +89,7 @@ class Commits:
         # Of the last durable commit, by chunk, for each of `_stores`.
         self._versions: list[dict[int, Version]] = []
         self._record: Commit | None = None
+        self._pending: _Pending | None = None
         self._replaces: str | None = None
         self._is_coming = False
         if found is not None:
@@ -72,7 +98,8 @@ class Commits:
             self._record = None if found.manifest is None else found.commit
 
     def is_due(self, step: int) -> bool:
-        """Whether `commit_every` wants a commit of `step`, and it is not there."""
+        """Whether `commit_every` wants a commit of `step`, and it is not there. Raises: as `know`."""
+        self.know()
         return self._config.is_due(step) and (self.last is None or self.last.step != step)
 
     def commit(
@@ -93,23 +120,72 @@ class Commits:
         this one or the last. After a failed sync or rename nothing else can be done: `final` says so.
         """
         with self._together():
+            self.know()
             prepare()
             written = self._write(step, ages, groups, extra)
         if written is None:
             return
         manifest, versions, digest = written
         commit = Commit(manifest.run_id, step, self._digests(digest), self._replaces)
-        with self._together():
-            if self._comm.rank == 0:
-                home = self._config.paths[0]
-                self._final_if_ambiguous(lambda: write_commit(home, commit, resuming.FILES))
-        # Only now does this rank know.
-        for store, of in zip(self._stores, versions, strict=True):
-            store.settle(of)
-        self.last, self._versions, self._record = manifest, versions, commit
+        self._decide(_Pending(manifest, versions, commit))
         for path in self._config.paths:
             with suppress(TierIOError):  # they are cleared away next time
                 remove_superseded(path, commit, self._comm.rank, resuming.FILES)
+
+    def _decide(self, pending: _Pending) -> None:
+        """Makes `pending` the last commit. Whatever is raised, it is known whether it is, or final."""
+        self._pending = pending
+        try:
+            with self._together():
+                if self._comm.rank == 0:
+                    self._final_if_ambiguous(lambda: write_commit(self._home, pending.record, resuming.FILES))
+            # Only now does this rank know.
+            self._take_note(pending)
+        except BaseException as error:
+            if self._comm.size > 1 and isinstance(error, OffloadError):
+                self._pending = None  # all ranks know that it was not, or that this is final
+            with suppress(OffloadError):  # what is being raised says more; whoever comes next hears of this one
+                self.know()
+            raise
+
+    def _take_note(self, pending: _Pending) -> None:
+        """`pending` is the last commit. May be cut off anywhere and called again."""
+        for store, of in zip(self._stores, pending.versions, strict=True):
+            store.settle(of)
+        self.last, self._versions, self._record = pending
+        self._pending = None
+
+    def know(self) -> None:
+        """Finds out how a commit ended that was cut off; see [Note: a commit that is cut off].
+
+        Raises: what makes it impossible to go on, as `final`.
+        """
+        pending = self._pending
+        if pending is not None and self._final is None:
+            if self._comm.size > 1:
+                self._final = _cut_off()
+            else:
+                self._final_if_ambiguous(lambda: self._look(pending))
+        if self._final is not None:
+            raise self._final
+
+    def _look(self, pending: _Pending) -> None:
+        """Takes note of `pending` if it was decided."""
+        try:
+            is_decided = read_commit(self._home, resuming.FILES) == pending.record
+        except OffloadError as error:
+            self._final = error
+            raise
+        if is_decided:
+            sync_directory(resuming.FILES, self._home)
+            self._take_note(pending)
+        else:
+            self._pending = None
+
+    @property
+    def _home(self) -> Path:
+        """The directory of the COMMIT record."""
+        return self._config.paths[0]
 
     def _write(
         self, step: int, ages: Sequence[int], groups: Sequence[Mapping[str, Any]], extra: object
@@ -249,8 +325,7 @@ class Commits:
 
     def require_last(self) -> Manifest:
         """Raises: ResumeError if nothing was committed, or what made it impossible to go on."""
-        if self._final is not None:
-            raise self._final
+        self.know()
         self._comm.check()
         if self.last is None:
             raise ResumeError("nothing has been committed yet: there is nothing to go back to")
@@ -321,12 +396,20 @@ class Commits:
             versions.append({chunk: found[chunk] for chunk in own})
         return versions
 
-    def _final_if_ambiguous(self, work: Any) -> None:
+    def _final_if_ambiguous(self, work: Callable[[], None]) -> None:
+        """Notes as final what leaves it open what is on the disk, also where an interrupt followed it at once."""
+        before = sys.exception()  # is being handled by the caller
         try:
             work()
-        except OffloadError as error:
-            if not isinstance(error, TierIOError) or error.operation in AMBIGUOUS:
-                self._final = error
+        except BaseException as raised:
+            error = _cause(raised, before)
+            if isinstance(error, OffloadError):
+                is_known = isinstance(error, TierIOError) and error.operation not in AMBIGUOUS
+                self._final = self._final if is_known else error
+            elif error is not None:
+                self._final = TierIOError("sync", error.errno or errno.EIO, str(self._home), 0, 0, str(error))
+            if self._comm.size > 1 and not isinstance(raised, OffloadError) and self._final is None:
+                self._final = _cut_off()
             raise
 
     def _manifest(
@@ -362,6 +445,23 @@ def _option(value: Any) -> Option:
         return tuple(_option(item) for item in value)  # type: ignore[misc]
     # Tensors and NumPy's scalars: a learning rate may be either.
     return cast(Option, value.item() if hasattr(value, "item") else value)
+
+
+def _cause(raised: BaseException, before: BaseException | None) -> OffloadError | OSError | None:
+    """What went wrong, which an interrupt may have hidden. Args: before: was being handled already; not meant."""
+    error: BaseException | None = raised
+    while error is not None and error is not before:
+        if isinstance(error, OffloadError | OSError):
+            return error
+        error = error.__context__
+    return None
+
+
+def _cut_off() -> InterruptedStepError:
+    return InterruptedStepError(
+        "a commit was interrupted, and this rank cannot know what the others know of it: start again with resume=True, "
+        "which finds this commit or the last"
+    )
 
 
 def _not_restored() -> OtherRankError:

@@ -390,6 +390,7 @@ class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
                 "start again"
             ) from self._failure
         try:
+            self._commits.know()
             self._comm.check()
             for store in self._parts.stores:
                 store.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from offload.io.engine import IOEngine, IOFuture
+from offload.io.interrupts import Deferred
 from offload.store.directories import check_directory
 from offload.store.slots import Record, SlotFile, new_run_id
 from offload.timeline import Timeline
@@ -67,6 +69,7 @@ class Stripes:
         self.chosen = tuple(chosen)
         self._files: list[SlotFile] = []
         self._of: dict[int, SlotFile] = {}
+        self._syncs: list[IOFuture] = []
         with ExitStack() as undo:
             for number, directory in enumerate(directories):
                 # The chunks that move lie side by side: a drive reads on faster than it skips.
@@ -111,8 +114,16 @@ class Stripes:
         return self._of[chunk].checksum(chunk)
 
     def sync(self) -> None:
-        """Makes durable, in all files, what was written before. Raises: TierIOError; nothing after that is trusted."""
-        for future in [file.sync() for file in self._files]:
+        """Makes durable, in all files, what was written before.
+
+        Raises: TierIOError, also that of an earlier call which was interrupted, for a disk says it once; nothing after
+        that is trusted.
+        """
+        for future in self._syncs:
+            future.result()
+        with Deferred(signal.SIGINT), Deferred(signal.SIGTERM):
+            self._syncs = [file.sync() for file in self._files]
+        for future in self._syncs:
             future.result()
 
     def keep(self) -> None:
