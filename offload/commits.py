@@ -53,6 +53,7 @@ from offload.errors import (
 from offload.layout import Layout
 from offload.module.sharing import all_or_none, bytes_of_all
 from offload.resuming import Found
+from offload.store.files import Files
 from offload.store.lease import Version
 from offload.store.store import Store
 
@@ -115,12 +116,15 @@ class Commits:
         Every rank has to call it, and on each it does all or nothing: see [Note: commits over ranks].
 
         Args: prepare: called first; what it raises counts as the commit's failure.
-        Raises: ConfigError (one slot a chunk, extra cannot be stored, this step is committed already), TierIOError,
-        OtherRankError, RankError; the last commit stays what it was, but for a RankError, after which a resume finds
-        this one or the last. After a failed sync or rename nothing else can be done: `final` says so.
+        Raises: ConfigError (one slot a chunk, extra cannot be stored, this step is committed already), PathError (a
+        directory or a swap file was moved, removed or cut off), TierIOError, OtherRankError, RankError; the last commit
+        stays what it was, but for a RankError, after which a resume finds this one or the last. After a failed sync or
+        rename nothing else can be done: `final` says so.
         """
         with self._together():
             self.know()
+            if self._parts.slots is not None:
+                self._parts.slots.require_here()
             prepare()
             written = self._write(step, ages, groups, extra)
         if written is None:
@@ -130,7 +134,7 @@ class Commits:
         self._decide(_Pending(manifest, versions, commit))
         for path in self._config.paths:
             with suppress(TierIOError):  # they are cleared away next time
-                remove_superseded(path, commit, self._comm.rank, resuming.FILES)
+                remove_superseded(path, commit, self._comm.rank, self._files)
 
     def _decide(self, pending: _Pending) -> None:
         """Makes `pending` the last commit. Whatever is raised, it is known whether it is, or final."""
@@ -138,7 +142,7 @@ class Commits:
         try:
             with self._together():
                 if self._comm.rank == 0:
-                    self._final_if_ambiguous(lambda: write_commit(self._home, pending.record, resuming.FILES))
+                    self._final_if_ambiguous(lambda: write_commit(self._home, pending.record, self._files))
             # Only now does this rank know.
             self._take_note(pending)
         except BaseException as error:
@@ -172,15 +176,21 @@ class Commits:
     def _look(self, pending: _Pending) -> None:
         """Takes note of `pending` if it was decided."""
         try:
-            is_decided = read_commit(self._home, resuming.FILES) == pending.record
+            is_decided = read_commit(self._home, self._files) == pending.record
         except OffloadError as error:
             self._final = error
             raise
         if is_decided:
-            sync_directory(resuming.FILES, self._home)
+            sync_directory(self._files, self._home)
             self._take_note(pending)
         else:
             self._pending = None
+
+    @property
+    def _files(self) -> Files:
+        """What the directories of this run are reached through."""
+        slots = self._parts.slots
+        return resuming.FILES if slots is None else resuming.FILES.within(slots.within)
 
     @property
     def _home(self) -> Path:
@@ -203,8 +213,9 @@ class Commits:
         self._final_if_ambiguous(slots.sync)
         if self.last is None:
             for path in self._config.paths:
-                sync_directory(resuming.FILES, path.absolute().parent)  # the directory itself may be new
-        digests = [write_manifest(path, manifest, extra, resuming.FILES) for path in self._config.paths]
+                sync_directory(self._files, path.parent)  # the directory itself may be new
+        digests = [write_manifest(path, manifest, extra, self._files) for path in self._config.paths]
+        slots.require_here()
         slots.keep()
         return manifest, versions, digests[0]
 
@@ -273,9 +284,10 @@ class Commits:
         manifest, slots, comm = self.require_last(), self._parts.slots, self._comm
         assert slots is not None
         assert self._record is not None
-        part = Snapshot(self._record, manifest, self._config.paths, slots.paths, resuming.FILES)
+        part = Snapshot(self._record, manifest, self._config.paths, slots.paths, self._files)
         with ExitStack() as held:
             with all_or_none(comm, _not_kept()):
+                slots.require_here()
                 own: tuple[list[str], list[str], list[str], bool] = (part.decided(), [], [], False)
                 if comm.rank == 0:
                     surplus = [] if keep is None else part.superseded(keep, held)

@@ -29,7 +29,7 @@ from safetensors.torch import load as load_tensors
 from torch import Tensor
 
 from offload.checkpoint import extra as extra_state
-from offload.checkpoint.files import LOCAL, Files, failing, put_in_place, read_whole, sync_directory, write_aside
+from offload.checkpoint.files import failing, put_in_place, read_whole, sync_directory, write_aside
 from offload.checkpoint.manifest import (
     MAX_BYTES,
     MAX_WORLD,
@@ -43,6 +43,7 @@ from offload.checkpoint.strict import canonical, digest, load, require_schema
 from offload.checkpoint.tensors import Entry, stream
 from offload.errors import ConfigError, CorruptionError, OffloadError
 from offload.store.directories import ASIDE, COMMIT_NAME
+from offload.store.files import LOCAL, Files
 
 SCHEMA = "offload commit"
 SNAPSHOT_SCHEMA = "offload snapshot"

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from offload.checkpoint.blocks import Slot, committed_slots
 from offload.checkpoint.commit import Commit, agree, manifest_name, read_extra
-from offload.checkpoint.files import LOCAL, Files
 from offload.checkpoint.manifest import Manifest, ParameterFacts
 from offload.checkpoint.places import last_commit, listed
 from offload.checkpoint.swapfile import aligned_memory
@@ -30,6 +29,7 @@ from offload.checkpoint.visible import directory_of, ranks_in, read_manifests, r
 from offload.errors import ConfigError, CorruptionError, OffloadError, ResumeError
 from offload.native import Kernels, load
 from offload.sizes import MIB
+from offload.store.files import LOCAL, Files
 from offload.store.slots import STATE_KINDS
 
 BLOCK = 1 << 20
@@ -94,7 +94,7 @@ class Reader:
         self._kernels: Kernels | None = None
         self.home, self.commit, self.manifests = self._look() if told is None else told
         agree(self.manifests, str(self.home))
-        self.swap_files = SwapFiles(self.paths, self.manifests)
+        self.swap_files = SwapFiles(self.paths, self.manifests, files)
         self._slots = [committed_slots(manifest) for manifest in self.manifests]
         self._chunks = [len(manifest.chunks) for manifest in self.manifests]
         self._names = {param.name: number for number, param in enumerate(self.manifests[0].parameters)}
@@ -332,7 +332,7 @@ class Reader:
 
     def _read_manifests(self, home: Path, commit: Commit) -> tuple[Manifest, ...]:
         found = read_manifests(self.paths, commit, self._disk)
-        require_manifests(commit, found, ranks_in(self.paths, commit), self.paths, home)
+        require_manifests(commit, found, ranks_in(self.paths, commit, self._disk), self.paths, home)
         return tuple(found[rank] for rank in sorted(found))
 
     def _directory_of(self, name: str) -> Path:

@@ -11,11 +11,12 @@ from pathlib import Path
 
 from offload.checkpoint import commit as commits
 from offload.checkpoint.commit import SCHEMA, SNAPSHOT_SCHEMA
-from offload.checkpoint.files import LOCAL, failing, sync_directory
+from offload.checkpoint.files import failing, sync_directory
 from offload.errors import ConfigError
 from offload.io.engine import IOFile
 from offload.store.claim import lock
 from offload.store.directories import ASIDE, COMMIT_NAME, MAGIC
+from offload.store.files import LOCAL
 
 _SWAP = re.compile(rf"offload-rank\d+\.swap(?:{re.escape(ASIDE)})?")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,11 +12,12 @@ from torch import Tensor
 
 from offload.checkpoint.blocks import Slot, header_problem, parse_header, superblock_problem
 from offload.checkpoint.manifest import Manifest
-from offload.checkpoint.places import listed, swaps
+from offload.checkpoint.places import listed, names_in, swaps
 from offload.checkpoint.swapfile import SwapFile
 from offload.errors import CorruptionError, ResumeError
 from offload.sizes import PAGE_BYTES
 from offload.store.directories import swap_name
+from offload.store.files import Files
 
 
 class SwapFiles:
@@ -26,8 +26,9 @@ class SwapFiles:
     Raises: ResumeError (a directory is missing), CorruptionError, PathError, PathInUseError (a live run), TierIOError.
     """
 
-    def __init__(self, paths: Sequence[Path], manifests: Sequence[Manifest]) -> None:
+    def __init__(self, paths: Sequence[Path], manifests: Sequence[Manifest], files: Files) -> None:
         self._paths = tuple(paths)
+        self._disk = files
         self._manifests = tuple(manifests)
         self._files: dict[tuple[int, int], SwapFile] = {}
         self._without: Collection[int] = ()
@@ -51,7 +52,7 @@ class SwapFiles:
             files: dict[tuple[int, int], SwapFile] = {}
             for rank, manifest in enumerate(self._manifests):
                 for path in self._names_of(rank, manifest.run_id):
-                    file = SwapFile(path, exclusive=exclusive)
+                    file = SwapFile(path, self._disk, exclusive=exclusive)
                     undo.callback(file.close)
                     if file.block.run_id != manifest.run_id:
                         file.close()  # and is free for others
@@ -71,14 +72,14 @@ class SwapFiles:
     def hold(self, paths: Iterable[Path], *, exclusive: bool) -> None:
         """Locks swap files beside those that are read, until `close`. Raises: as `lock`."""
         for path in paths:
-            self._undo.callback(SwapFile(path, exclusive=exclusive).close)
+            self._undo.callback(SwapFile(path, self._disk, exclusive=exclusive).close)
 
     def _names_of(self, rank: int, run_id: str) -> Iterator[Path]:
         """Where the swap files of `rank` may be: what is there under its name is looked at closely."""
         for path in self._paths:
-            if os.path.lexists(path / swap_name(rank)):
+            if swap_name(rank) in names_in(path, self._disk):
                 yield path / swap_name(rank)
-            for swap in swaps(path):
+            for swap in swaps(path, self._disk):
                 if swap.is_aside and (swap.rank, swap.run_id) == (rank, run_id):
                     yield swap.path
 

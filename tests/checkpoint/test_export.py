@@ -14,9 +14,9 @@ from torch import Tensor
 
 from offload.checkpoint.export import export
 from offload.checkpoint.extra import memory_of
-from offload.checkpoint.files import LocalFiles
 from offload.checkpoint.tensors import DTYPES, Entry
 from offload.errors import BudgetError, ConfigError, PathError, TierIOError
+from offload.store.files import LocalFiles
 
 INDEX = "model.safetensors.index.json"
 

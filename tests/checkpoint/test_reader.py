@@ -17,7 +17,6 @@ from offload.checkpoint import reader as reading
 from offload.checkpoint.blocks import committed_slots, described_chunks, parse_header, parse_superblock
 from offload.checkpoint.commit import Commit, read_commit, write_commit, write_manifest
 from offload.checkpoint.export import export
-from offload.checkpoint.files import Files
 from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.swapfile import SwapFile
@@ -35,6 +34,7 @@ from offload.io.threads import ThreadEngine
 from offload.sizes import PAGE_BYTES
 from offload.store.arena import Arena
 from offload.store.directories import SWAP_NAME, swap_name
+from offload.store.files import Files
 from offload.store.slots import STATE_KINDS, Record, SlotFile, file_bytes
 from tests.support.committed import FLATS, PARAMETERS, RUN, STEP, header, manifest_of, superblock, value_of, write_run
 

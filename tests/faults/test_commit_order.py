@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from offload.checkpoint.commit import read_commit
-from offload.checkpoint.files import LocalFiles
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.snapshots import Snapshot
 from offload.checkpoint.swapfile import SwapFile
 from offload.errors import ConfigError, PathInUseError, TierIOError
 from offload.io.engine import IOFile, IOFuture
 from offload.store.directories import ASIDE, COMMIT_NAME, SWAP_NAME
+from offload.store.files import LocalFiles
 from offload.store.slots import SlotFile
 from tests.faults.conftest import Make, Tiny, assert_same, bits, one_step
 from tests.faults.test_commits import committed

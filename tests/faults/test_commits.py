@@ -20,7 +20,6 @@ from torch import Tensor
 
 from offload import OffloadZero, Tuning
 from offload.checkpoint.blocks import committed_slots
-from offload.checkpoint.files import LOCAL
 from offload.checkpoint.reader import Reader
 from offload.errors import (
     ConfigError,
@@ -35,6 +34,7 @@ from offload.io.engine import IOFile, IOFuture
 from offload.planner import least_cpu_memory
 from offload.planner.placement import slot_records
 from offload.store.directories import COMMIT_NAME, SWAP_NAME
+from offload.store.files import LOCAL
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, backward, bits, one_step
 from tests.support.faulty_engine import FaultyEngine, resolved
 from tests.support.processes import ROOT

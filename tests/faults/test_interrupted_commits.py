@@ -17,18 +17,19 @@ from torch import Tensor
 
 from offload import OffloadZero, commits
 from offload.checkpoint import commit as records
-from offload.checkpoint import files as local
-from offload.checkpoint.files import LocalFiles
+from offload.checkpoint import files as atomic
 from offload.checkpoint.reader import Reader
 from offload.errors import TierIOError
 from offload.io.engine import IOFile, IOFuture
+from offload.store import files as local
 from offload.store import stripes
 from offload.store.directories import COMMIT_NAME
+from offload.store.files import LocalFiles
 from tests.faults.conftest import Make, Tiny, assert_same, bits, one_step
 from tests.support.faulty_engine import FaultyEngine, resolved
 
 OPERATIONS = ("create", "write", "sync", "close", "rename", "remove", "copy", "sync_directory", "names", "read")
-TRACED = frozenset(module.__file__ for module in (commits, records, local, stripes))
+TRACED = frozenset(module.__file__ for module in (commits, records, atomic, local, stripes))
 """Where a commit is made."""
 
 
