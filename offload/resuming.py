@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from offload.checkpoint.blocks import committed_slots
 from offload.checkpoint.commit import Commit, read_commit
 from offload.checkpoint.describe import differences, flats_of, parameters_of
 from offload.checkpoint.manifest import Manifest
@@ -31,12 +33,12 @@ from offload.checkpoint.reader import Reader
 from offload.checkpoint.visible import ON_OTHER_MACHINES, hidden_ranks, ranks_named
 from offload.collectives import Communicator
 from offload.config import Config
-from offload.errors import CorruptionError, OffloadError, ResumeError
+from offload.errors import CorruptionError, OffloadError, PathError, ResumeError
 from offload.layout import Layout
 from offload.meeting import Places, Seen, in_turns, look_together, manifests_of_all, meet
 from offload.module.parameters import is_dense
 from offload.module.sharing import all_or_none
-from offload.store.directories import check_directory
+from offload.store.directories import check_directory, swap_name
 from offload.store.files import LOCAL, Directories, Files
 
 FILES: Files = LOCAL
@@ -135,12 +137,36 @@ class Found:
 
         Args: alone: no other rank reads it. Raises: as `clear_up`.
         """
-        if self.manifest is None:
+        if self.manifest is not None:
+            self._require_whole(self.manifest)
+        else:
             self.reader.swap_files.lock(exclusive=alone and not self.is_elsewhere, without=self.without)
             if self.is_elsewhere:
                 found = (swap for place in self.settled for swap in swaps(place, self.files))
                 replaced = [swap.path for swap in found if swap.run_id == self.commit.run_id]
                 self.reader.swap_files.hold(replaced, exclusive=alone)
+
+    def _require_whole(self, manifest: Manifest) -> None:
+        """Whether this rank's swap files hold all committed slots, before they get a run's size. Changes nothing.
+
+        Raises: CorruptionError, PathError.
+        """
+        sizes: dict[Path, int] = {}
+        for slot in committed_slots(manifest):
+            path = self.paths[slot.path] / swap_name(manifest.rank)
+            if path not in sizes:
+                try:
+                    with open(self.files.open(path, os.O_RDONLY), "rb", buffering=0) as file:
+                        sizes[path] = os.fstat(file.fileno()).st_size
+                except OSError as error:
+                    raise PathError(error.errno, f"cannot be opened: {error.strerror}", str(path)) from error
+            if sizes[path] < slot.offset + slot.size:
+                raise CorruptionError(
+                    f"the file ends before this slot of {slot.size} bytes does",
+                    chunk=slot.chunk,
+                    file=str(path),
+                    offset=slot.offset,
+                )
 
     def require_last(self) -> None:
         """It was read before any lock was taken. Raises: ResumeError."""

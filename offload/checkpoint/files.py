@@ -1,6 +1,6 @@
 """Files written whole and aside, and read whole, with nothing trusted that the disk did not confirm.
 
-A file is made beside its name (`name.new`), synced, and only then renamed to it. The rename is durable once the
+A file is made beside its name (`name.offload.new`), synced, and only then renamed to it. The rename is durable once the
 directory is synced. Whatever cuts in between leaves the old file, the new one, or none; never half of one.
 """
 
@@ -15,7 +15,7 @@ import xxhash
 
 from offload.checkpoint.manifest import Digest
 from offload.errors import CorruptionError, PathError, TierIOError
-from offload.store.directories import ASIDE
+from offload.store.directories import TEMPORARY
 from offload.store.files import Files
 
 
@@ -25,7 +25,7 @@ def write_aside(files: Files, path: Path, pieces: Iterable[bytes | memoryview]) 
     Returns: what was written. A leftover of an earlier attempt is replaced; after a failure there is none.
     Raises: TierIOError. A failed sync is final: it is not tried again.
     """
-    aside = path.with_name(path.name + ASIDE)
+    aside = temporary(path)
     with failing("remove", aside):
         files.remove(aside)
     with failing("write", aside):
@@ -51,10 +51,15 @@ def write_aside(files: Files, path: Path, pieces: Iterable[bytes | memoryview]) 
     return Digest(size, hasher.hexdigest())
 
 
+def temporary(path: Path) -> Path:
+    """Where a file is written that is going to be called `path`."""
+    return path.with_name(path.name + TEMPORARY)
+
+
 def put_in_place(files: Files, path: Path) -> None:
     """Renames what `write_aside` wrote to `path`. Not durable before `sync_directory`. Raises: TierIOError."""
     with failing("rename", path):
-        files.rename(path.with_name(path.name + ASIDE), path)
+        files.rename(temporary(path), path)
 
 
 def sync_directory(files: Files, directory: Path) -> None:

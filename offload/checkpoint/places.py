@@ -22,7 +22,7 @@ from itertools import chain
 from pathlib import Path
 
 from offload.checkpoint.blocks import Superblock, parse_superblock
-from offload.checkpoint.commit import Commit, read_commit, remove_superseded, superseded
+from offload.checkpoint.commit import FILE_NAME, Commit, read_commit, remove_superseded, superseded
 from offload.checkpoint.files import failing, sync_directory
 from offload.errors import CorruptionError, PathError, ResumeError
 from offload.io.engine import IOFile
@@ -159,7 +159,11 @@ def last_of(looked: Looked, places: Sequence[Path]) -> tuple[Path, Commit] | Non
 def require_no_other(directories: Sequence[Path], commit: Commit, files: Files) -> None:
     """Raises: ResumeError if one of `directories` has a file of a committed run that is not the one of `commit`."""
     for directory in directories:
-        runs = {swap.run_id for swap in swaps(directory, files)}
+        runs = {swap.run_id for swap in swaps(directory, files) if swap.run_id is not None}
+        if not runs:  # where the swap file is missing or damaged, other files say whose the directory is
+            runs = {match[1] for name in names_in(directory, files) if (match := FILE_NAME.fullmatch(name))}
+            record = read_commit(directory, files)
+            runs |= set() if record is None else {record.run_id}
         if holds_commit(directory, files) and not runs & {commit.run_id, commit.replaces}:
             raise ResumeError(
                 f"{directory} holds a file of another committed run: choose another directory, or remove that run "
@@ -283,9 +287,12 @@ def _block_of(page: bytes, path: Path) -> Superblock | None:
 
 
 def _is_blank(path: Path, files: Files) -> bool:
-    """Whether it was made, and then the run did not begin."""
-    page = _page_of(path, files)
-    return page is not None and not any(page)
+    """Whether it was made, and then the run did not begin: it has no more than a page before it has a superblock."""
+    try:
+        page = files.read(path, PAGE_BYTES)
+    except OSError:
+        return False
+    return len(page) <= PAGE_BYTES and not any(page)
 
 
 def listed(paths: Sequence[Path]) -> str:

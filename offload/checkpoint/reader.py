@@ -49,10 +49,13 @@ class Tensors:
 
 @dataclass(frozen=True)
 class Verified:
-    """One slot was looked at. nbytes: of the slot; error: what is wrong with it, None if nothing is."""
+    """One slot was looked at, or something else is damaged.
+
+    chunk: of the slot, else None; nbytes: of the slot; error: what is wrong with it, None if nothing is.
+    """
 
     rank: int
-    chunk: int
+    chunk: int | None
     nbytes: int
     error: OffloadError | None
 
@@ -272,11 +275,19 @@ class Reader:
         return found
 
     def verify(self, threads: int = 4) -> Iterator[Verified]:
-        """Reads every committed slot and compares it with its checksum, `threads` at a time, in the order of the run.
+        """Reads all that a resume reads, and compares it with its checksum: every committed slot, `threads` at a time,
+        in the order of the run; before them what is damaged of the ranks' `extra`, and of swap files beside slots.
 
-        Goes on after an error: what it yields says what is wrong with a slot. Memory: `threads` x PIECE_BYTES.
+        Goes on after an error: what it yields says what is wrong. Memory: `threads` x PIECE_BYTES; one rank's extra.
         """
-        self.swap_files.lock()
+        damage: list[tuple[int, OffloadError]] = []
+        self.swap_files.lock(damage=damage)
+        for rank in range(len(self.manifests)):
+            try:
+                self.extra(rank)
+            except OffloadError as error:
+                damage.append((rank, error))
+        yield from (Verified(rank, None, 0, error) for rank, error in damage)
         work = ((rank, slot) for rank, slots in enumerate(self._slots) for slot in slots)
         buffers = deque(aligned_memory(PIECE_BYTES) for _ in range(threads))
         with ThreadPoolExecutor(threads, thread_name_prefix="offload-verify") as pool:

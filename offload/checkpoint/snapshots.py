@@ -26,15 +26,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from offload.checkpoint import commit as commits
 from offload.checkpoint.blocks import committed_slots
-from offload.checkpoint.commit import Commit, copy_manifest, read_commit, read_manifest, write_commit
+from offload.checkpoint.commit import FILE_NAME, Commit, copy_manifest, read_commit, read_manifest, write_commit
 from offload.checkpoint.files import failing, sync_directory
 from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.places import claimed
 from offload.errors import BudgetError, OffloadError, PathError, PathInUseError
 from offload.sizes import PAGE_BYTES, format_bytes
-from offload.store.directories import ASIDE, COMMIT_NAME, swap_name
+from offload.store.directories import ASIDE, COMMIT_NAME, TEMPORARY, swap_name
 from offload.store.files import Files
 
 RUN_DIGITS = 8
@@ -243,7 +242,9 @@ class Snapshot:
         asides = [name for name in names if name.endswith(ASIDE) and _SWAP.fullmatch(name.removesuffix(ASIDE))]
         if COMMIT_NAME in names or (names and not asides):
             return
-        others = [name for name in names if commits._OURS.fullmatch(name) or name == COMMIT_NAME + ASIDE]
+        run = directory.name[-RUN_DIGITS:]
+        others = [name for name in names if (match := FILE_NAME.fullmatch(name)) and match[1].startswith(run)]
+        others += [name for name in names if name == COMMIT_NAME + TEMPORARY]
         # Where ranks share a directory another one may be doing the same.
         with failing("remove", directory), suppress(FileNotFoundError):
             for those in (others, asides):

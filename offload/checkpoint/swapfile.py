@@ -25,7 +25,7 @@ def aligned_memory(size: int) -> Tensor:
 
 
 class SwapFile:
-    """Attributes: path; block, its superblock; size in bytes.
+    """Attributes: path; page, the first one; block, the superblock in it; size in bytes.
 
     Holds a shared lock until `close()`: other readers may too, but no run starts on it meanwhile. `exclusive`: alone.
     Raises: PathError, PathInUseError (a live run), CorruptionError, ResumeError (a newer version's), TierIOError.
@@ -41,7 +41,8 @@ class SwapFile:
             self.size = info.st_size
             _lock(self._fd, self.path, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
             page = memoryview(aligned_memory(PAGE_BYTES).numpy().data)
-            self.block = parse_superblock(bytes(page[: self.read(page, 0)]), self.path)
+            self.page = bytes(page[: self.read(page, 0)])
+            self.block = parse_superblock(self.page, self.path)
         except BaseException:
             self.close()
             raise
@@ -77,7 +78,10 @@ def _open(path: Path, files: Files) -> int:
                 raise
             return files.open(path, os.O_RDONLY)
     except OSError as error:
-        raise PathError(error.errno, f"cannot open the swap file: {error.strerror}", str(path)) from error
+        why = "is a symlink: put the swap file itself in its place"
+        if error.errno != errno.ELOOP:
+            why = f"cannot open the swap file: {error.strerror}"
+        raise PathError(error.errno, why, str(path)) from error
 
 
 def _lock(fd: int, path: str, how: int) -> None:

@@ -15,11 +15,15 @@ from offload.sizes import PAGE_BYTES
 from offload.store.files import LOCAL, Files
 
 ASIDE = ".new"
-"""Ends the name of a file that is beside the one whose place it is going to take."""
+"""Ends the name of a swap file that is beside the one whose place it is going to take."""
+TEMPORARY = ".offload.new"
+"""Ends the name of a file that is being written. Nobody else has files of such names."""
 SWAP_NAME = "offload-rank0.swap"
 """Of the first rank, or the only one; `swap_name` of the others."""
 COMMIT_NAME = "COMMIT"
 
+RECORD_START = b'{"schema":"offload '
+"""How a COMMIT record begins, and a manifest."""
 MAGIC = b"offload swap\n\0\0\0"
 SUPERBLOCK = struct.Struct("<16sIIQ")
 """How a swap file begins, see slots.py: magic, format, length and checksum of the text that follows."""
@@ -59,9 +63,24 @@ def check_directory(path: Path, *, resumes: bool = False) -> None:
     if not os.access(path, os.W_OK | os.X_OK):
         raise PathError(errno.EACCES, "is not writable", str(path))
     if not resumes and holds_commit(path):
+        _require_own_record(path)
         raise ResumeError(
             f"{path} holds a committed run: give resume=True to continue it, choose another path, or remove it with "
             f"`offload remove {path}`"
+        )
+
+
+def _require_own_record(path: Path) -> None:
+    """Raises: ResumeError if what is called COMMIT there is none, or cannot be read."""
+    try:
+        is_own = LOCAL.read(path / COMMIT_NAME, len(RECORD_START)).startswith(RECORD_START)
+    except FileNotFoundError:
+        return
+    except OSError:
+        is_own = False
+    if not is_own:
+        raise ResumeError(
+            f"{path / COMMIT_NAME} is no record of a commit, or a damaged one: move it away, or choose another path"
         )
 
 

@@ -148,6 +148,7 @@ class SlotFile:
         self._is_left = is_aside
         self._within = Directories() if within is None else within
         self._nbytes = PAGE_BYTES + end
+        self._size_before: int | None = None
         path = self._place.with_name(self._place.name + ASIDE) if is_aside else self._place
         with ExitStack() as undo:
             if within is None:
@@ -163,12 +164,17 @@ class SlotFile:
             lock(self._file)
             if is_new:
                 undo.callback(self._remove)
-            _require_ours(self._file)
+            is_blank = _is_blank(self._file)
             block = self._superblock(places, stripe)
             if resumes:
                 _require_same(self._file, block)
+                self._size_before = os.fstat(self._file.fd).st_size
+            elif is_blank:
+                # Before it has more than this page: so a longer file of zeros is never one of this library's.
+                self._engine.write(self._file, 0, block).result()
+                self.sync().result()
             reserve(self._file, self._nbytes, self._nbytes - (places - 1) * self._place_bytes)
-            if not resumes:
+            if not (resumes or is_blank):
                 self._engine.write(self._file, 0, block).result()
             self._undo = undo.pop_all()
         # Checksums are taken beside the step and the transfers; XXH3 outruns any drive on one core.
@@ -190,6 +196,7 @@ class SlotFile:
         """
         written: IOFuture = IOFuture()
         written.set_running_or_notify_cancel()
+        self._size_before = None
         record = self._records[chunk]
 
         def seal() -> None:
@@ -257,9 +264,14 @@ class SlotFile:
     def close(self) -> None:
         """Waits for what is being sealed or checked. The engine's `close` frees the lock.
 
-        A file that is still beside another one, and was not kept, is removed: nobody could ever use it.
+        A file that is still beside another one, and was not kept, is removed: nobody could ever use it. One that was to
+        be resumed, and was not written to, gets the size back that it had.
         """
         self._sealer.shutdown(wait=True)
+        size, self._size_before = self._size_before, None
+        if size is not None and size < self._nbytes:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file.fd, size)
         if self._is_left:
             self._is_left = False
             with contextlib.suppress(OSError):
@@ -400,15 +412,23 @@ def _remove_if_empty(directory: Path) -> None:
         directory.rmdir()
 
 
-def _require_ours(file: IOFile) -> None:
-    """An empty or blank file is new; one with our magic was left by a run that committed nothing, and is reused."""
+def _is_blank(file: IOFile) -> bool:
+    """Whether nothing is in it. Raises: PathError if it is somebody else's. One with our magic was left by a run that
+    committed nothing, and is reused."""
     start = first_page(file)
-    if start[: len(MAGIC)] != MAGIC and any(start):
+    if start[: len(MAGIC)] == MAGIC:
+        return False
+    if any(start) or os.fstat(file.fd).st_size > PAGE_BYTES:
         raise PathError(errno.EEXIST, "is no swap file of this library: move it, or choose another path", file.path)
+    return True
 
 
 def _require_same(file: IOFile, block: memoryview) -> None:
-    if first_page(file) != block:
+    found = first_page(file)
+    end = len(bytes(block).rstrip(b"\0"))
+    if found[:end] == block[:end] and found != block:
+        raise CorruptionError("is damaged after the text of its superblock", file=file.path, offset=end)
+    if found != block:
         raise ResumeError(
             f"{file.path} is not the file that was committed here, or the directories are named in another order: give "
             "them as the run had them"
