@@ -32,6 +32,7 @@ from offload.optim.step import ParameterReturn, Step
 from offload.planner.placement import Placement, committed_slots, slot_records
 from offload.store.arena import Arena
 from offload.store.device import DeviceStore
+from offload.store.files import Directories
 from offload.store.slots import Record, param_records_of, records_of
 from offload.store.store import Store
 from offload.store.stripes import Stripes
@@ -111,18 +112,19 @@ def assemble(
     timeline: Timeline,
     comm: Communicator,
     resumed: tuple[bytes, Sequence[int]] | None = None,
-    *,
     is_aside: bool = False,
     run_id: bytes | None = None,
+    within: Directories | None = None,
 ) -> Parts:
     """Reserves memory and opens files; `undo` gets their closing, in reverse order. Calls nothing of the other ranks.
 
-    Args: resumed: the run whose files are there; is_aside: it continues another one; run_id: of a new one; see Stripes.
+    Args: resumed: the run whose files are there; is_aside: it continues another one; run_id: of a new one; within:
+    directories that are open already; see Stripes.
     Raises: BudgetError, PathError, PathInUseError, ResumeError, ConfigError; the model is not touched.
     """
     memory = reserve(undo, config, placement, device, copier, comm)
     slots, io_engine = _open_files(
-        undo, config, layout, placement, memory.ram, timeline, comm.rank, resumed, is_aside, run_id
+        undo, config, layout, placement, memory.ram, timeline, comm.rank, resumed, is_aside, run_id, within
     )
     kernels = kernels_for(undo, config, layout, memory)
     records = records_of(layout, split_master=config.split_master)
@@ -206,6 +208,7 @@ def _open_files(
     resumed: tuple[bytes, Sequence[int]] | None,
     is_aside: bool,
     run_id: bytes | None,
+    within: Directories | None,
 ) -> tuple[Stripes | None, str | None]:
     """The swap files and the name of their engine, if there are any."""
     if not config.paths:
@@ -229,6 +232,7 @@ def _open_files(
         rank=rank,
         is_aside=is_aside,
         run_id=run_id,
+        within=within,
     )
     undo.callback(slots.close)
     return slots, engine.name

@@ -11,31 +11,49 @@ it has heard, no rank writes over a slot that the commit before names. What fail
 goes on. A rank that dies meanwhile is a RankError on the others, and final: they write to no slot any more, and a
 resume finds the one commit or the other, on all ranks the same, for one record names all manifests. Not all of them
 need to see it: [Note: disks of machines] in meeting.py.
+
+[Note: a commit that is cut off]
+An interrupt, or whatever else another thread or a signal handler raises, may come between the rename of COMMIT and the
+moment this process has taken note of it. What is committed is then written on the disk only, and a step would overwrite
+it. So the commit is noted as pending first, in one assignment. Until that is cleared, whatever uses the last commit, or
+writes to a slot, first calls `know`: it reads the record. If that is the pending one, it is synced and taken over; if
+not, nothing was decided. With several ranks one cannot know alone what the others have heard: then it is final.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from offload import resuming
 from offload.assembly import Parts
-from offload.checkpoint.commit import Commit, remove_superseded, write_commit, write_manifest
+from offload.checkpoint.commit import Commit, read_commit, remove_superseded, write_commit, write_manifest
 from offload.checkpoint.files import sync_directory
 from offload.checkpoint.manifest import ChunkFacts, Digest, Manifest, Option
 from offload.checkpoint.moves import moves
 from offload.checkpoint.snapshots import Need, Snapshot, require_space
 from offload.config import Config
-from offload.errors import ConfigError, OffloadError, OtherRankError, RankError, ResumeError, TierIOError
+from offload.errors import (
+    ConfigError,
+    InterruptedStepError,
+    OffloadError,
+    OtherRankError,
+    RankError,
+    ResumeError,
+    TierIOError,
+)
 from offload.layout import Layout
 from offload.module.sharing import all_or_none, bytes_of_all
 from offload.resuming import Found
+from offload.store.files import Files
 from offload.store.lease import Version
 from offload.store.store import Store
 
@@ -43,6 +61,14 @@ AMBIGUOUS = ("sync", "rename")
 """Operations after whose failure nobody knows what is on the disk."""
 _DONE, _FAILED, _FINAL = range(3)
 """How a rank's part went, in what ranks tell each other."""
+
+
+class _Pending(NamedTuple):
+    """A commit that this process may have decided; see [Note: a commit that is cut off]."""
+
+    manifest: Manifest
+    versions: list[dict[int, Version]]
+    record: Commit
 
 
 class Commits:
@@ -64,6 +90,7 @@ class Commits:
         # Of the last durable commit, by chunk, for each of `_stores`.
         self._versions: list[dict[int, Version]] = []
         self._record: Commit | None = None
+        self._pending: _Pending | None = None
         self._replaces: str | None = None
         self._is_coming = False
         if found is not None:
@@ -72,7 +99,8 @@ class Commits:
             self._record = None if found.manifest is None else found.commit
 
     def is_due(self, step: int) -> bool:
-        """Whether `commit_every` wants a commit of `step`, and it is not there."""
+        """Whether `commit_every` wants a commit of `step`, and it is not there. Raises: as `know`."""
+        self.know()
         return self._config.is_due(step) and (self.last is None or self.last.step != step)
 
     def commit(
@@ -88,28 +116,86 @@ class Commits:
         Every rank has to call it, and on each it does all or nothing: see [Note: commits over ranks].
 
         Args: prepare: called first; what it raises counts as the commit's failure.
-        Raises: ConfigError (one slot a chunk, extra cannot be stored, this step is committed already), TierIOError,
-        OtherRankError, RankError; the last commit stays what it was, but for a RankError, after which a resume finds
-        this one or the last. After a failed sync or rename nothing else can be done: `final` says so.
+        Raises: ConfigError (one slot a chunk, extra cannot be stored, this step is committed already), PathError (a
+        directory or a swap file was moved, removed or cut off), TierIOError, OtherRankError, RankError; the last commit
+        stays what it was, but for a RankError, after which a resume finds this one or the last. After a failed sync or
+        rename nothing else can be done: `final` says so.
         """
         with self._together():
+            self.know()
+            if self._parts.slots is not None:
+                self._parts.slots.require_here()
             prepare()
             written = self._write(step, ages, groups, extra)
         if written is None:
             return
         manifest, versions, digest = written
         commit = Commit(manifest.run_id, step, self._digests(digest), self._replaces)
-        with self._together():
-            if self._comm.rank == 0:
-                home = self._config.paths[0]
-                self._final_if_ambiguous(lambda: write_commit(home, commit, resuming.FILES))
-        # Only now does this rank know.
-        for store, of in zip(self._stores, versions, strict=True):
-            store.settle(of)
-        self.last, self._versions, self._record = manifest, versions, commit
+        self._decide(_Pending(manifest, versions, commit))
         for path in self._config.paths:
             with suppress(TierIOError):  # they are cleared away next time
-                remove_superseded(path, commit, self._comm.rank, resuming.FILES)
+                remove_superseded(path, commit, self._comm.rank, self._files)
+
+    def _decide(self, pending: _Pending) -> None:
+        """Makes `pending` the last commit. Whatever is raised, it is known whether it is, or final."""
+        self._pending = pending
+        try:
+            with self._together():
+                if self._comm.rank == 0:
+                    self._final_if_ambiguous(lambda: write_commit(self._home, pending.record, self._files))
+            # Only now does this rank know.
+            self._take_note(pending)
+        except BaseException as error:
+            if self._comm.size > 1 and isinstance(error, OffloadError):
+                self._pending = None  # all ranks know that it was not, or that this is final
+            with suppress(OffloadError):  # what is being raised says more; whoever comes next hears of this one
+                self.know()
+            raise
+
+    def _take_note(self, pending: _Pending) -> None:
+        """`pending` is the last commit. May be cut off anywhere and called again."""
+        for store, of in zip(self._stores, pending.versions, strict=True):
+            store.settle(of)
+        self.last, self._versions, self._record = pending
+        self._pending = None
+
+    def know(self) -> None:
+        """Finds out how a commit ended that was cut off; see [Note: a commit that is cut off].
+
+        Raises: what makes it impossible to go on, as `final`.
+        """
+        pending = self._pending
+        if pending is not None and self._final is None:
+            if self._comm.size > 1:
+                self._final = _cut_off()
+            else:
+                self._final_if_ambiguous(lambda: self._look(pending))
+        if self._final is not None:
+            raise self._final
+
+    def _look(self, pending: _Pending) -> None:
+        """Takes note of `pending` if it was decided."""
+        try:
+            is_decided = read_commit(self._home, self._files) == pending.record
+        except OffloadError as error:
+            self._final = error
+            raise
+        if is_decided:
+            sync_directory(self._files, self._home)
+            self._take_note(pending)
+        else:
+            self._pending = None
+
+    @property
+    def _files(self) -> Files:
+        """What the directories of this run are reached through."""
+        slots = self._parts.slots
+        return resuming.FILES if slots is None else resuming.FILES.within(slots.within)
+
+    @property
+    def _home(self) -> Path:
+        """The directory of the COMMIT record."""
+        return self._config.paths[0]
 
     def _write(
         self, step: int, ages: Sequence[int], groups: Sequence[Mapping[str, Any]], extra: object
@@ -127,8 +213,9 @@ class Commits:
         self._final_if_ambiguous(slots.sync)
         if self.last is None:
             for path in self._config.paths:
-                sync_directory(resuming.FILES, path.absolute().parent)  # the directory itself may be new
-        digests = [write_manifest(path, manifest, extra, resuming.FILES) for path in self._config.paths]
+                sync_directory(self._files, path.parent)  # the directory itself may be new
+        digests = [write_manifest(path, manifest, extra, self._files) for path in self._config.paths]
+        slots.require_here()
         slots.keep()
         return manifest, versions, digests[0]
 
@@ -197,9 +284,10 @@ class Commits:
         manifest, slots, comm = self.require_last(), self._parts.slots, self._comm
         assert slots is not None
         assert self._record is not None
-        part = Snapshot(self._record, manifest, self._config.paths, slots.paths, resuming.FILES)
+        part = Snapshot(self._record, manifest, self._config.paths, slots.paths, self._files)
         with ExitStack() as held:
             with all_or_none(comm, _not_kept()):
+                slots.require_here()
                 own: tuple[list[str], list[str], list[str], bool] = (part.decided(), [], [], False)
                 if comm.rank == 0:
                     surplus = [] if keep is None else part.superseded(keep, held)
@@ -249,8 +337,7 @@ class Commits:
 
     def require_last(self) -> Manifest:
         """Raises: ResumeError if nothing was committed, or what made it impossible to go on."""
-        if self._final is not None:
-            raise self._final
+        self.know()
         self._comm.check()
         if self.last is None:
             raise ResumeError("nothing has been committed yet: there is nothing to go back to")
@@ -321,12 +408,20 @@ class Commits:
             versions.append({chunk: found[chunk] for chunk in own})
         return versions
 
-    def _final_if_ambiguous(self, work: Any) -> None:
+    def _final_if_ambiguous(self, work: Callable[[], None]) -> None:
+        """Notes as final what leaves it open what is on the disk, also where an interrupt followed it at once."""
+        before = sys.exception()  # is being handled by the caller
         try:
             work()
-        except OffloadError as error:
-            if not isinstance(error, TierIOError) or error.operation in AMBIGUOUS:
-                self._final = error
+        except BaseException as raised:
+            error = _cause(raised, before)
+            if isinstance(error, OffloadError):
+                is_known = isinstance(error, TierIOError) and error.operation not in AMBIGUOUS
+                self._final = self._final if is_known else error
+            elif error is not None:
+                self._final = TierIOError("sync", error.errno or errno.EIO, str(self._home), 0, 0, str(error))
+            if self._comm.size > 1 and not isinstance(raised, OffloadError) and self._final is None:
+                self._final = _cut_off()
             raise
 
     def _manifest(
@@ -362,6 +457,23 @@ def _option(value: Any) -> Option:
         return tuple(_option(item) for item in value)  # type: ignore[misc]
     # Tensors and NumPy's scalars: a learning rate may be either.
     return cast(Option, value.item() if hasattr(value, "item") else value)
+
+
+def _cause(raised: BaseException, before: BaseException | None) -> OffloadError | OSError | None:
+    """What went wrong, which an interrupt may have hidden. Args: before: was being handled already; not meant."""
+    error: BaseException | None = raised
+    while error is not None and error is not before:
+        if isinstance(error, OffloadError | OSError):
+            return error
+        error = error.__context__
+    return None
+
+
+def _cut_off() -> InterruptedStepError:
+    return InterruptedStepError(
+        "a commit was interrupted, and this rank cannot know what the others know of it: start again with resume=True, "
+        "which finds this commit or the last"
+    )
 
 
 def _not_restored() -> OtherRankError:

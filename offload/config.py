@@ -276,7 +276,8 @@ def _one_path(path: object, option: str) -> Path:
     name = os.fspath(path)
     if not isinstance(name, str) or not name or "\0" in name:
         raise ConfigError(f"{option}={path!r} names no directory: give the directory for the swap files")
-    return Path(name)
+    # Absolute now: where a relative one leads changes with the working directory.
+    return Path(name).absolute()
 
 
 def _tier(tier: str | None, paths: tuple[Path, ...], *, commits: bool) -> Tier:

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 
 from offload.checkpoint.commit import Commit, manifest_told, parse_commit, serialise_commit
-from offload.checkpoint.files import Files
 from offload.checkpoint.manifest import Manifest, serialise
 from offload.checkpoint.places import Looked, look, together
 from offload.checkpoint.visible import ranks_in, read_manifests, require_manifests
@@ -29,6 +28,7 @@ from offload.collectives import Communicator
 from offload.config import Config
 from offload.errors import OffloadError
 from offload.module.sharing import all_or_none, bytes_of_all
+from offload.store.files import Files
 from offload.store.slots import new_run_id
 
 
@@ -109,7 +109,7 @@ def manifests_of_all(
     """
     count = len(commit.manifests)
     with all_or_none(comm):
-        found, lying = read_manifests(places, commit, files), ranks_in(places, commit)
+        found, lying = read_manifests(places, commit, files), ranks_in(places, commit, files)
     flags = [[number in those for number in range(count)] for those in (found, lying)]
     told = comm.gather(torch.tensor(flags, dtype=torch.uint8, device="cpu").flatten()).view(comm.size, 2, count)
     anybody = [{number for number in range(count) if told[:, which, number].any()} for which in (0, 1)]

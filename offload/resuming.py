@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -11,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from offload.checkpoint.blocks import committed_slots
 from offload.checkpoint.commit import Commit, read_commit
 from offload.checkpoint.describe import differences, flats_of, parameters_of
-from offload.checkpoint.files import LOCAL, Files
 from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.moves import moves
 from offload.checkpoint.places import (
@@ -32,12 +33,13 @@ from offload.checkpoint.reader import Reader
 from offload.checkpoint.visible import ON_OTHER_MACHINES, hidden_ranks, ranks_named
 from offload.collectives import Communicator
 from offload.config import Config
-from offload.errors import CorruptionError, OffloadError, ResumeError
+from offload.errors import CorruptionError, OffloadError, PathError, ResumeError
 from offload.layout import Layout
 from offload.meeting import Places, Seen, in_turns, look_together, manifests_of_all, meet
 from offload.module.parameters import is_dense
 from offload.module.sharing import all_or_none
-from offload.store.directories import check_directory
+from offload.store.directories import check_directory, swap_name
+from offload.store.files import LOCAL, Directories, Files
 
 FILES: Files = LOCAL
 """Where commits are written; the tests have one that loses power."""
@@ -61,8 +63,8 @@ class Found:
     settled: of the directories in which the files of no other run stay, those that were given to this rank; here: what
     is committed in all of them; None: nothing is, and `reader` reads a snapshot that lies elsewhere; is_elsewhere:
     whether it is such a snapshot, which stays what it is; looked: the directories that were given to this rank, and
-    records: in these, but for those of runs that were replaced; extra: what was committed along, for this rank;
-    without: ranks whose slots this one neither needs nor sees.
+    records: in these, but for those of runs that were replaced; held: these directories; extra: what was committed
+    along, for this rank; without: ranks whose slots this one neither needs nor sees.
     """
 
     reader: Reader
@@ -74,12 +76,17 @@ class Found:
     looked: tuple[Path, ...]
     replaced: frozenset[str | None]
     records: tuple[tuple[Path, Commit], ...]
+    held: Directories
     extra: object = None
     without: frozenset[int] = field(default=frozenset())
 
     @property
     def commit(self) -> Commit:
         return self.reader.commit
+
+    @property
+    def files(self) -> Files:
+        return FILES.within(self.held)
 
     @property
     def slots(self) -> tuple[bytes, list[int]] | None:
@@ -102,12 +109,12 @@ class Found:
         commit = self.here or self.commit
 
         def left() -> int:
-            return self._left(commit) or int(bool(foreign(self.paths, self.commit)))
+            return self._left(commit) or int(bool(foreign(self.paths, self.commit, self.files)))
 
         def work() -> None:
-            require_free(self.paths, self.commit)
+            require_free(self.paths, self.commit, self.files)
             self.require_last()
-            settle(self.settled, commit, FILES, locked=False)
+            settle(self.settled, commit, self.files, locked=False)
 
         in_turns(comm, left, work)
 
@@ -115,31 +122,55 @@ class Found:
         """Makes the files those of `commit` alone, when it is durable and this run holds them. Raises: TierIOError."""
 
         def work() -> None:
-            settle(self.settled, commit, FILES, locked=True)
+            settle(self.settled, commit, self.files, locked=True)
 
         in_turns(comm, lambda: self._left(commit), work, elsewhere)
 
     def _left(self, commit: Commit) -> int:
         """What there is to settle: a record that was replaced goes first of all, on whatever rank."""
-        if holds_record(self.settled, commit.replaces, FILES):
+        if holds_record(self.settled, commit.replaces, self.files):
             return 2
-        return int(not is_settled(self.settled, commit, FILES))
+        return int(not is_settled(self.settled, commit, self.files))
 
     def claim(self, *, alone: bool) -> None:
         """Locks what is to be read, and replaced; `require_last` when all is locked, also what is used where it lies.
 
         Args: alone: no other rank reads it. Raises: as `clear_up`.
         """
-        if self.manifest is None:
+        if self.manifest is not None:
+            self._require_whole(self.manifest)
+        else:
             self.reader.swap_files.lock(exclusive=alone and not self.is_elsewhere, without=self.without)
             if self.is_elsewhere:
-                found = (swap for place in self.settled for swap in swaps(place))
+                found = (swap for place in self.settled for swap in swaps(place, self.files))
                 replaced = [swap.path for swap in found if swap.run_id == self.commit.run_id]
                 self.reader.swap_files.hold(replaced, exclusive=alone)
 
+    def _require_whole(self, manifest: Manifest) -> None:
+        """Whether this rank's swap files hold all committed slots, before they get a run's size. Changes nothing.
+
+        Raises: CorruptionError, PathError.
+        """
+        sizes: dict[Path, int] = {}
+        for slot in committed_slots(manifest):
+            path = self.paths[slot.path] / swap_name(manifest.rank)
+            if path not in sizes:
+                try:
+                    with open(self.files.open(path, os.O_RDONLY), "rb", buffering=0) as file:
+                        sizes[path] = os.fstat(file.fileno()).st_size
+                except OSError as error:
+                    raise PathError(error.errno, f"cannot be opened: {error.strerror}", str(path)) from error
+            if sizes[path] < slot.offset + slot.size:
+                raise CorruptionError(
+                    f"the file ends before this slot of {slot.size} bytes does",
+                    chunk=slot.chunk,
+                    file=str(path),
+                    offset=slot.offset,
+                )
+
     def require_last(self) -> None:
         """It was read before any lock was taken. Raises: ResumeError."""
-        if _standing(self.looked, self.replaced) != self.records:
+        if _standing(self.looked, self.files, self.replaced) != self.records:
             raise _just_committed(self.reader.home)
 
 
@@ -164,43 +195,61 @@ def describe(config: Config, layout: Layout, params: Sequence[nn.Parameter]) -> 
     )
 
 
+class Start(NamedTuple):
+    """What a run begins with.
+
+    config: with the directories in the order of their files; found: the commit that all ranks resume, locked as far as
+    it is only read, None: the run begins anew; run_id: 16 bytes, of a new run; held: this rank's directories, as far as
+    they are there.
+    """
+
+    config: Config
+    found: Found | None
+    run_id: bytes
+    held: Directories
+
+
 def find_together(
     undo: ExitStack, config: Config, comm: Communicator, layout: Layout, wanted: Manifest, groups: int
-) -> tuple[Config, Found | None, bytes]:
-    """The commit that all ranks resume, locked as far as it is only read; None for a run that begins anew.
+) -> Start:
+    """Looks for the commit to resume. See [Note: disks of machines] in meeting.py.
 
-    See [Note: disks of machines] in meeting.py.
     Args: wanted: from `describe`; groups: how many param groups there are; undo: gets the closing of what is opened.
-    Returns: also the config with the directories in the order of their files, and 16 bytes, the id of a new run.
     Raises: ResumeError (there is a commit and nobody asked for it, or none; it is of another model; a rank does not see
     what it needs of it), CorruptionError, PathError, TierIOError, PathInUseError, before anything is changed but
     leftovers; on ranks where nothing was wrong ConfigError; RankError.
     """
     places, run_id = meet(config, comm)
     own = places.own + places.origins
+    held = Directories()
+    undo.callback(held.close)
     with all_or_none(comm):
         for path in config.paths:
             check_directory(path, resumes=bool(config.resume))
-        before = _standing(own) if config.resume else ()
+        for path in own:
+            if path.is_dir():
+                held.hold(path)
+        files = FILES.within(held)
+        before = _standing(own, files) if config.resume else ()
     if not config.resume:
-        return config, None, run_id
-    seen = look_together(places, comm, FILES)
+        return Start(config, None, run_id, held)
+    seen = look_together(places, comm, files)
     with all_or_none(comm):
         meant = _meant(seen, places)
     if meant is None:
         if config.resume == "auto":
-            return config, None, run_id
+            return Start(config, None, run_id, held)
         where = listed(places.runs + places.named)
         raise ResumeError(f'{where}: no commit to resume from: give resume="auto" to begin anew where none is')
     try:
-        manifests = manifests_of_all(meant.places, *meant.last, comm, FILES)
+        manifests = manifests_of_all(meant.places, *meant.last, comm, files)
     except (CorruptionError, ResumeError) as error:
         # A live run clears away what its next commit has replaced.
-        if _standing(own) != before:
+        if _standing(own, files) != before:
             raise _just_committed(meant.last[0]) from error
         raise
     with all_or_none(comm):
-        found = _find(config, places, seen, meant, manifests, layout, wanted, groups)
+        found = _find(config, places, seen, meant, manifests, layout, wanted, groups, held)
     # Used where it lies by all ranks, or by none.
     if comm.any_true(found.manifest is None):
         found = replace(found, manifest=None)
@@ -210,7 +259,7 @@ def find_together(
     found.clear_up(comm)
     with all_or_none(comm):
         found.claim(alone=comm.size == 1)
-    return replace(config, paths=found.paths), found, run_id
+    return Start(replace(config, paths=found.paths), found, run_id, held)
 
 
 class Meant(NamedTuple):
@@ -256,37 +305,43 @@ def _find(
     layout: Layout,
     wanted: Manifest,
     groups: int,
+    held: Directories,
 ) -> Found:
     """What is meant, if it is of this model. Writes nothing, and locks nothing.
 
     Raises: ResumeError (it is of another model), CorruptionError, PathError, TierIOError.
     """
     home, commit = meant.last
-    reader = Reader(meant.places, FILES, (home, commit, manifests))
+    files = FILES.within(held)
+    reader = Reader(meant.places, files, (home, commit, manifests))
     found = differences(manifests[0], replace(wanted, groups=({},) * groups))
     if found:
         more = f"\n... and {len(found) - SHOWN} more differences" if len(found) > SHOWN else ""
         raise ResumeError(f"{home} holds a commit of something else:\n" + "\n".join(found[:SHOWN]) + more)
-    require_no_other(config.paths, commit)
+    require_no_other(config.paths, commit, files)
     replaced = frozenset(record.replaces for _, record in seen.runs.records + seen.named.records)
     looked = places.own + places.origins
-    records = _standing(looked, replaced)
-    paths = None if meant.is_elsewhere else _directories_in_order(config, layout, wanted, reader)
+    records = _standing(looked, files, replaced)
+    paths = None if meant.is_elsewhere else _directories_in_order(config, layout, wanted, reader, files)
     manifest = None if paths is None else manifests[wanted.rank]
     if paths is None:
         # The record stays where it is, if it can: then replacing it is one rename.
         homes = {place for place, record in records if record == meant.here}
         paths = tuple(sorted(config.paths, key=lambda path: path not in homes))
-    return Found(reader, paths, manifest, meant.settled, meant.here, meant.is_elsewhere, looked, replaced, records)
+    return Found(
+        reader, paths, manifest, meant.settled, meant.here, meant.is_elsewhere, looked, replaced, records, held
+    )
 
 
 def _just_committed(place: Path) -> ResumeError:
     return ResumeError(f"{place}: another run has just committed here: try again")
 
 
-def _standing(places: Sequence[Path], replaced: frozenset[str | None] = frozenset()) -> tuple[tuple[Path, Commit], ...]:
+def _standing(
+    places: Sequence[Path], files: Files, replaced: frozenset[str | None] = frozenset()
+) -> tuple[tuple[Path, Commit], ...]:
     """The records in `places`, but for those of runs that were replaced."""
-    records = ((place, read_commit(place, FILES)) for place in places)
+    records = ((place, read_commit(place, files)) for place in places)
     return tuple((place, one) for place, one in records if one is not None and one.run_id not in replaced)
 
 
@@ -298,7 +353,7 @@ def _reach(found: Found, layout: Layout, wanted: Manifest) -> Found:
     reader = found.reader
     extra = wanted.rank if len(reader.manifests) == wanted.world else 0
     alone = wanted.world == len(reader.manifests) == 1
-    if found.manifest is None and not alone and (hidden := hidden_ranks(reader.paths, reader.manifests)):
+    if found.manifest is None and not alone and (hidden := hidden_ranks(reader.paths, reader.manifests, found.files)):
         needed = {rank for rank, _ in moves(reader.manifests, layout)}
         if reader.manifests[extra].tensors is not None:
             needed.add(extra)
@@ -312,7 +367,9 @@ def _reach(found: Found, layout: Layout, wanted: Manifest) -> Found:
     return replace(found, extra=reader.extra(extra))
 
 
-def _directories_in_order(config: Config, layout: Layout, wanted: Manifest, reader: Reader) -> tuple[Path, ...] | None:
+def _directories_in_order(
+    config: Config, layout: Layout, wanted: Manifest, reader: Reader, files: Files
+) -> tuple[Path, ...] | None:
     """The directories by the number of the file in them, if the slots can be used where they lie; None if not."""
     if config.commit_every is None or len(reader.manifests) != wanted.world:
         return None
@@ -325,5 +382,5 @@ def _directories_in_order(config: Config, layout: Layout, wanted: Manifest, read
         or [param.name for param in manifest.parameters] != [param.name for param in wanted.parameters]
     ):
         return None
-    lying = directories_of(reader.commit.run_id, wanted.rank, config.paths)
+    lying = directories_of(reader.commit.run_id, wanted.rank, config.paths, files)
     return tuple(lying[number] for number in range(wanted.paths)) if len(lying) == wanted.paths else None

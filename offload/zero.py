@@ -39,7 +39,7 @@ from offload.planner.choice import choose
 from offload.planner.device import Room
 from offload.planner.machine import free_memory
 from offload.planner.placement import place
-from offload.resuming import Found, Resumed
+from offload.resuming import Resumed, Start
 from offload.timeline import PHASES, Timeline
 from offload.zero_commits import Committing
 from offload.zero_looks import Looking
@@ -168,11 +168,10 @@ class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
                 plan = self._plan(given, source, device)
             undo.callback(self._comm.close)
             require_alike(self._comm, self._layout, self._config)
-            self._config, found, run_id = resuming.find_together(
-                undo, self._config, self._comm, self._layout, plan.wanted, plan.groups
-            )
+            start = resuming.find_together(undo, self._config, self._comm, self._layout, plan.wanted, plan.groups)
+            self._config, found = start.config, start.found
             with all_or_none(self._comm):
-                self._assemble(undo, plan, found, run_id)
+                self._assemble(undo, plan, start)
             super().__init__(given.param_groups, dict(given.defaults))
             self.state = NoStates()  # type: ignore[assignment]
             self._adopted = True
@@ -212,14 +211,16 @@ class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
         wanted = resuming.describe(self._config, self._layout, params)
         return _Plan(params, device, copier, room, wanted, len(given.param_groups))
 
-    def _assemble(self, undo: ExitStack, plan: _Plan, found: Found | None, run_id: bytes) -> None:
+    def _assemble(self, undo: ExitStack, plan: _Plan, start: Start) -> None:
         """Reserves memory and opens files. Raises as the constructor does; the model is not touched."""
+        found = start.found
         beside = 0 if found is None else found.buffer_bytes
         self._placement = place(self._layout, self._config, direct=plan.copier.direct, room=plan.room, beside=beside)
         slots = None if found is None else found.slots
         is_aside = found is not None and slots is None
         run = (self._config, self._layout, self._placement, plan.params, plan.device, plan.copier)
-        self._parts = assemble(undo, *run, self._timeline, self._comm, slots, is_aside=is_aside, run_id=run_id)
+        beginning = (slots, is_aside, start.run_id, start.held)
+        self._parts = assemble(undo, *run, self._timeline, self._comm, *beginning)
         self._commits = Commits(self._config, self._layout, self._parts, plan.wanted, found)
         self._commits.read_ahead()
 
@@ -404,6 +405,7 @@ class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
                 "start again"
             ) from self._failure
         try:
+            self._commits.know()
             self._comm.check()
             for store in self._parts.stores:
                 store.check()

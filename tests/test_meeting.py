@@ -16,12 +16,12 @@ from torch import Tensor
 
 from offload import meeting
 from offload.checkpoint.commit import Commit, write_commit, write_manifest
-from offload.checkpoint.files import LOCAL
 from offload.checkpoint.manifest import Digest
 from offload.collectives import Communicator
 from offload.meeting import Places, Seen, in_turns, look_together, manifests_of_all
 from offload.module.sharing import bytes_of_all
 from offload.resuming import Found
+from offload.store.files import LOCAL
 from tests.support.committed import RUN, STEP, manifest_of
 
 
@@ -83,7 +83,7 @@ def test_each_rank_works_once_the_most_pressing_first(stays: bool) -> None:
 
 def test_a_record_that_was_replaced_is_what_presses_most(tmp_path: Path) -> None:
     before, after = (Commit(run * 32, 7, (Digest(1, "0" * 32),), old) for run, old in (("a", None), ("b", "a" * 32)))
-    found: Any = SimpleNamespace(settled=[tmp_path])
+    found: Any = SimpleNamespace(settled=[tmp_path], files=LOCAL)
     assert Found._left(found, after) == 0
     (tmp_path / "COMMIT.new").touch()
     assert Found._left(found, after) == 1

@@ -117,6 +117,12 @@ def header_problem(header: SlotHeader, manifest: Manifest, chunk: int) -> str | 
     return None
 
 
+def padding_problem(page: bytes) -> str | None:
+    """What is wrong with a superblock that can be parsed, after its text."""
+    length = SUPERBLOCK.unpack_from(page)[2]
+    return "is damaged after the text of its superblock" if any(page[HEAD_BYTES + length :]) else None
+
+
 def superblock_problem(block: Superblock, manifest: Manifest) -> str | None:
     """What is wrong with a swap file of the rank that `manifest` is of."""
     if not block.commits:

@@ -29,7 +29,7 @@ from safetensors.torch import load as load_tensors
 from torch import Tensor
 
 from offload.checkpoint import extra as extra_state
-from offload.checkpoint.files import LOCAL, Files, failing, put_in_place, read_whole, sync_directory, write_aside
+from offload.checkpoint.files import failing, put_in_place, read_whole, sync_directory, write_aside
 from offload.checkpoint.manifest import (
     MAX_BYTES,
     MAX_WORLD,
@@ -41,8 +41,9 @@ from offload.checkpoint.manifest import (
 )
 from offload.checkpoint.strict import canonical, digest, load, require_schema
 from offload.checkpoint.tensors import Entry, stream
-from offload.errors import ConfigError, CorruptionError, OffloadError
-from offload.store.directories import ASIDE, COMMIT_NAME
+from offload.errors import ConfigError, CorruptionError, OffloadError, PathError, ResumeError
+from offload.store.directories import ASIDE, COMMIT_NAME, RECORD_START, TEMPORARY
+from offload.store.files import LOCAL, Files
 
 SCHEMA = "offload commit"
 SNAPSHOT_SCHEMA = "offload snapshot"
@@ -52,8 +53,8 @@ MAX_COMMIT_BYTES = 4 << 20
 MAX_TENSORS_BYTES = 16 << 30
 """Of the tensors in the user's extra state: they are read as one."""
 
-_OURS = re.compile(
-    r"(?:manifest|extra)-([0-9a-f]{32})-(0|[1-9]\d{0,18})-rank(0|[1-9]\d{0,4})\.(?:json|safetensors)(?:\.new)?"
+FILE_NAME = re.compile(
+    r"(?:manifest|extra)-([0-9a-f]{32})-(0|[1-9]\d{0,18})-rank(0|[1-9]\d{0,4})\.(?:json|safetensors)(?:(?:\.offload)?\.new)?"
 )
 
 
@@ -215,7 +216,8 @@ def remove_superseded(directory: Path, commit: Commit, rank: int | None, files: 
     """Clears away what `rank` wrote for other commits than `commit`, which has to be durable; None: what all ranks did,
     and what is left of a record that was never put in place.
 
-    Everything else in `directory` stays, whatever its name. Returns: whether there was anything. Raises: TierIOError.
+    Everything else in `directory` stays, also what only has the name of such a file.
+    Returns: whether there was anything. Raises: TierIOError.
     """
     found = superseded(directory, commit, rank, files)
     for name in found:
@@ -229,16 +231,44 @@ def superseded(directory: Path, commit: Commit, rank: int | None, files: Files =
     names: list[str] = []
     with failing("read", directory), suppress(FileNotFoundError):
         names = files.names(directory)
-    return [name for name in names if _is_superseded(name, commit, rank)]
+    found = [name for name in names if rank is None and _is_left(directory / name, files)]
+    runs = {commit.run_id, commit.replaces}
+    # Manifests first: they say whose the tensors are. These go first.
+    for name in sorted(names, reverse=True):
+        match = FILE_NAME.fullmatch(name)
+        if match is None or rank not in (None, int(match[3])):
+            continue
+        if (match[1], int(match[2])) == (commit.run_id, commit.step) and not name.endswith(ASIDE):
+            continue
+        # Of a run that committed nothing, and began here before this one.
+        if match[1] not in runs and manifest_in(directory / name, files) is not None:
+            runs.add(match[1])
+        if match[1] in runs:
+            found.insert(0, name)
+    return found
 
 
-def _is_superseded(name: str, commit: Commit, rank: int | None) -> bool:
-    match = _OURS.fullmatch(name)
-    if match is None:
-        return rank is None and name == COMMIT_NAME + ASIDE
-    if rank not in (None, int(match[3])):
-        return False
-    return (match[1], int(match[2])) != (commit.run_id, commit.step) or name.endswith(ASIDE)
+def manifest_in(path: Path, files: Files = LOCAL) -> Manifest | None:
+    """The manifest that a file holds; None if it holds none, or another than its name says. Raises: TierIOError."""
+    match = FILE_NAME.fullmatch(path.name)
+    if match is None or not path.name.endswith(".json"):
+        return None
+    try:
+        data = read_whole(files, path, MAX_BYTES)
+        manifest = None if data is None else parse(data, str(path))
+    except (CorruptionError, PathError, ResumeError):
+        return None
+    named = (match[1], int(match[2]), int(match[3]))
+    return manifest if manifest and (manifest.run_id, manifest.step, manifest.rank) == named else None
+
+
+def _is_left(path: Path, files: Files) -> bool:
+    """Whether it was to become a COMMIT record. The version before called it so as others may call their own files."""
+    if path.name != COMMIT_NAME + ASIDE:
+        return path.name == COMMIT_NAME + TEMPORARY
+    with suppress(OSError):
+        return (files.read(path, len(RECORD_START)) + RECORD_START).startswith(RECORD_START)
+    return False
 
 
 def _check(manifest: Manifest) -> None:

@@ -14,12 +14,12 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from offload.checkpoint.files import LOCAL, Files, failing, put_in_place, sync_directory, write_aside
+from offload.checkpoint.files import failing, put_in_place, sync_directory, temporary, write_aside
 from offload.checkpoint.strict import canonical
 from offload.checkpoint.tensors import DTYPES, Entry, aligned, stream
 from offload.errors import BudgetError, ConfigError, PathError
 from offload.sizes import GIB, format_bytes
-from offload.store.directories import ASIDE
+from offload.store.files import LOCAL, Files
 
 SHARD_BYTES = 5 * GIB
 METADATA = {"format": "pt"}
@@ -63,8 +63,10 @@ def export(
             put_in_place(files, path)
             placed.append(path)
         sync_directory(files, directory)
+        if made:
+            sync_directory(files, directory.parent)
     except BaseException:
-        for path in (*placed, *(path.with_name(path.name + ASIDE) for path in done)):
+        for path in (*placed, *(temporary(path) for path in done)):
             with contextlib.suppress(OSError):
                 files.remove(path)
         if made:
@@ -137,8 +139,7 @@ def _require_free(directory: Path, stem: str) -> None:
 
 def _require_space(directory: Path, needed: int) -> None:
     with failing("read", directory):
-        disk = os.statvfs(directory)
-    available = disk.f_bavail * disk.f_frsize
+        _, available = LOCAL.space(directory)
     if needed > available:
         raise BudgetError(
             f"{directory} needs {format_bytes(needed)} of disk and {format_bytes(available)} are free: free some, or "

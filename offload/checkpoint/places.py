@@ -15,7 +15,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import stat
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,13 +22,14 @@ from itertools import chain
 from pathlib import Path
 
 from offload.checkpoint.blocks import Superblock, parse_superblock
-from offload.checkpoint.commit import Commit, read_commit, remove_superseded, superseded
-from offload.checkpoint.files import Files, failing, sync_directory
+from offload.checkpoint.commit import FILE_NAME, Commit, read_commit, remove_superseded, superseded
+from offload.checkpoint.files import failing, sync_directory
 from offload.errors import CorruptionError, PathError, ResumeError
 from offload.io.engine import IOFile
 from offload.sizes import PAGE_BYTES
 from offload.store.claim import lock
 from offload.store.directories import ASIDE, COMMIT_NAME, holds_commit, swap_name
+from offload.store.files import Files
 
 _SWAP = re.compile(rf"offload-rank(0|[1-9]\d*)\.swap({re.escape(ASIDE)})?")
 
@@ -48,30 +48,33 @@ class Swap:
         return None if self.block is None else self.block.run_id
 
 
-def swaps(directory: Path) -> Iterator[Swap]:
+def swaps(directory: Path, files: Files) -> Iterator[Swap]:
     """The regular files in `directory` with a swap file's name; none if there is no such directory.
 
     Raises: PathError.
     """
+    for name in names_in(directory, files):
+        match = _SWAP.fullmatch(name)
+        if match is not None and (page := _page_of(directory / name, files)) is not None:
+            yield Swap(directory / name, int(match[1]), match[2] is not None, _block_of(page, directory / name))
+
+
+def names_in(directory: Path, files: Files) -> list[str]:
+    """What lies there, sorted; nothing if there is no such directory. Raises: PathError."""
     try:
-        names = sorted(os.listdir(directory))
+        return sorted(files.names(directory))
     except (FileNotFoundError, NotADirectoryError):
-        return
+        return []
     except OSError as error:
         raise PathError(error.errno, f"cannot be read: {error.strerror}", str(directory)) from error
-    for name in names:
-        match = _SWAP.fullmatch(name)
-        path = directory / name
-        if match is not None and _is_file(path):
-            yield Swap(path, int(match[1]), match[2] is not None, _block_of(path))
 
 
-def directories_of(run_id: str, rank: int, places: Sequence[Path]) -> dict[int, Path]:
+def directories_of(run_id: str, rank: int, places: Sequence[Path], files: Files) -> dict[int, Path]:
     """By number of the stripe: which of `places` has a swap file of `rank` of this run."""
     return {
         swap.block.stripe[0]: place
         for place in places
-        for swap in swaps(place)
+        for swap in swaps(place, files)
         if swap.block is not None and swap.rank == rank and swap.run_id == run_id
     }
 
@@ -97,10 +100,11 @@ def look(places: Sequence[Path], files: Files) -> Looked:
     records = tuple((place, commit) for place in places if (commit := read_commit(place, files)) is not None)
     if records:
         return Looked(records)
-    runs = {place: [(swap.rank, swap.block) for swap in swaps(place) if swap.block is not None] for place in places}
+    found = {place: swaps(place, files) for place in places}
+    runs = {place: [(swap.rank, swap.block) for swap in those if swap.block] for place, those in found.items()}
     begun = {block.run_id for those in runs.values() for rank, block in those if (rank, block.stripe[0]) == (0, 0)}
     ids = {place: frozenset(block.run_id for _, block in those) for place, those in runs.items()}
-    return Looked((), frozenset(begun), tuple((place, ids[place]) for place in places if holds_commit(place)))
+    return Looked((), frozenset(begun), tuple((place, ids[place]) for place in places if holds_commit(place, files)))
 
 
 def together(looks: Sequence[Looked]) -> Looked:
@@ -152,30 +156,35 @@ def last_of(looked: Looked, places: Sequence[Path]) -> tuple[Path, Commit] | Non
     return last[0]
 
 
-def require_no_other(directories: Sequence[Path], commit: Commit) -> None:
+def require_no_other(directories: Sequence[Path], commit: Commit, files: Files) -> None:
     """Raises: ResumeError if one of `directories` has a file of a committed run that is not the one of `commit`."""
     for directory in directories:
-        runs = {swap.run_id for swap in swaps(directory)}
-        if holds_commit(directory) and not runs & {commit.run_id, commit.replaces}:
+        runs = {swap.run_id for swap in swaps(directory, files) if swap.run_id is not None}
+        if not runs:  # where the swap file is missing or damaged, other files say whose the directory is
+            runs = {match[1] for name in names_in(directory, files) if (match := FILE_NAME.fullmatch(name))}
+            record = read_commit(directory, files)
+            runs |= set() if record is None else {record.run_id}
+        if holds_commit(directory, files) and not runs & {commit.run_id, commit.replaces}:
             raise ResumeError(
                 f"{directory} holds a file of another committed run: choose another directory, or remove that run "
                 f"with `offload remove {directory}`"
             )
 
 
-def require_free(directories: Sequence[Path], commit: Commit) -> None:
+def require_free(directories: Sequence[Path], commit: Commit, files: Files) -> None:
     """Whether no live run of another kind than that of `commit` has a swap file in `directories`.
 
     Raises: PathInUseError, PathError.
     """
-    for swap in foreign(directories, commit):
-        claimed(swap.path).close()
+    for swap in foreign(directories, commit, files):
+        claimed(swap.path, files).close()
 
 
-def foreign(directories: Sequence[Path], commit: Commit) -> list[Swap]:
+def foreign(directories: Sequence[Path], commit: Commit, files: Files) -> list[Swap]:
     """Swap files of other runs, which are in the way. Raises: PathError."""
     ours = (commit.run_id, commit.replaces)
-    return [swap for place in directories for swap in swaps(place) if not swap.is_aside and swap.run_id not in ours]
+    found = (swap for place in directories for swap in swaps(place, files))
+    return [swap for swap in found if not swap.is_aside and swap.run_id not in ours]
 
 
 def holds_record(places: Sequence[Path], run_id: str | None, files: Files) -> bool:
@@ -187,7 +196,7 @@ def holds_record(places: Sequence[Path], run_id: str | None, files: Files) -> bo
 def is_settled(places: Sequence[Path], commit: Commit, files: Files) -> bool:
     """Whether `settle` would change nothing but a record that was replaced. Raises: PathError, TierIOError."""
     for place in places:
-        new, stale = _astray([*swaps(place)], commit)
+        new, stale = _astray([*swaps(place, files)], commit, files)
         if new or stale or superseded(place, commit, None, files):
             return False
     return True
@@ -201,13 +210,13 @@ def settle(places: Sequence[Path], commit: Commit, files: Files, *, locked: bool
     """
     before = commit.replaces
     with ExitStack() as undo:
-        found = {place: [*swaps(place)] for place in places}
+        found = {place: [*swaps(place, files)] for place in places}
         for swap in () if locked else chain(*found.values()):
             if swap.is_aside or swap.run_id in (commit.run_id, before):
-                undo.callback(claimed(swap.path).close)
+                undo.callback(claimed(swap.path, files).close)
         _remove_record(places, before, files)
         for place, those in found.items():
-            if _put_in_place(those, commit) | remove_superseded(place, commit, None, files):
+            if _put_in_place(those, commit, files) | remove_superseded(place, commit, None, files):
                 sync_directory(files, place)
 
 
@@ -220,34 +229,34 @@ def _remove_record(places: Sequence[Path], run_id: str | None, files: Files) -> 
             sync_directory(files, place)
 
 
-def _astray(found: Sequence[Swap], commit: Commit) -> tuple[list[Swap], list[Swap]]:
+def _astray(found: Sequence[Swap], commit: Commit, files: Files) -> tuple[list[Swap], list[Swap]]:
     """Of the swap files in a directory those of `commit` that lack their names, and those that are to go."""
     new = [swap for swap in found if swap.run_id == commit.run_id and swap.is_aside]
     others = [swap for swap in found if swap.run_id != commit.run_id]
     stale = [swap for swap in others if swap.is_aside or swap.run_id == commit.replaces]
-    return new, [swap for swap in stale if swap.run_id is not None or _is_blank(swap.path)]
+    return new, [swap for swap in stale if swap.run_id is not None or _is_blank(swap.path, files)]
 
 
-def _put_in_place(found: Sequence[Swap], commit: Commit) -> bool:
+def _put_in_place(found: Sequence[Swap], commit: Commit, files: Files) -> bool:
     """Gives the swap files of `commit` in a directory their names, and removes what is in their way; whether any."""
-    new, stale = _astray(found, commit)
+    new, stale = _astray(found, commit, files)
     renamed = set()
     for swap in new:
         place = swap.path.with_name(swap_name(swap.rank))
         with failing("rename", swap.path):
-            os.rename(swap.path, place)
+            files.rename(swap.path, place)
         renamed.add(place)
     for swap in stale:
         if swap.path not in renamed:
             with failing("remove", swap.path):
-                os.unlink(swap.path)
+                files.remove(swap.path)
     return bool(new or stale)
 
 
-def claimed(path: Path) -> IOFile:
+def claimed(path: Path, files: Files) -> IOFile:
     """Opens and locks a file that is to be moved or removed. Raises: PathInUseError, PathError."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = files.open(path, os.O_RDWR)
     except OSError as error:
         raise PathError(error.errno, f"cannot be opened: {error.strerror}", str(path)) from error
     file = IOFile(str(path), fd, direct=False)
@@ -259,31 +268,31 @@ def claimed(path: Path) -> IOFile:
     return file
 
 
-def _is_file(path: Path) -> bool:
+def _page_of(path: Path, files: Files) -> bytes | None:
+    """The first page of a regular file; None if it is something else, or gone. Raises: PathError."""
     try:
-        return stat.S_ISREG(os.lstat(path).st_mode)
-    except FileNotFoundError:  # a run that ends removes what is beside its files
-        return False
+        return files.read(path, PAGE_BYTES)[:PAGE_BYTES]
     except OSError as error:
-        raise PathError(error.errno, f"cannot be looked at: {error.strerror}", str(path)) from error
-
-
-def _block_of(path: Path) -> Superblock | None:
-    try:
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            return parse_superblock(file.read(PAGE_BYTES), str(path))
-    except (CorruptionError, ResumeError):
-        return None
-    except OSError as error:
-        if error.errno == errno.ENOENT:
+        # A run that ends removes what is beside its files. EINVAL: no regular file, as `Files.read` says.
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.EINVAL, errno.ENXIO):
             return None
         raise PathError(error.errno, f"cannot be read: {error.strerror}", str(path)) from error
 
 
-def _is_blank(path: Path) -> bool:
-    """Whether it was made, and then the run did not begin."""
-    with failing("read", path), open(path, "rb") as file:
-        return not any(file.read(PAGE_BYTES))
+def _block_of(page: bytes, path: Path) -> Superblock | None:
+    try:
+        return parse_superblock(page, str(path))
+    except (CorruptionError, ResumeError):
+        return None
+
+
+def _is_blank(path: Path, files: Files) -> bool:
+    """Whether it was made, and then the run did not begin: it has no more than a page before it has a superblock."""
+    try:
+        page = files.read(path, PAGE_BYTES)
+    except OSError:
+        return False
+    return len(page) <= PAGE_BYTES and not any(page)
 
 
 def listed(paths: Sequence[Path]) -> str:

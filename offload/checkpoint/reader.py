@@ -21,7 +21,6 @@ from torch import Tensor
 
 from offload.checkpoint.blocks import Slot, committed_slots
 from offload.checkpoint.commit import Commit, agree, manifest_name, read_extra
-from offload.checkpoint.files import LOCAL, Files
 from offload.checkpoint.manifest import Manifest, ParameterFacts
 from offload.checkpoint.places import last_commit, listed
 from offload.checkpoint.swapfile import aligned_memory
@@ -30,6 +29,7 @@ from offload.checkpoint.visible import directory_of, ranks_in, read_manifests, r
 from offload.errors import ConfigError, CorruptionError, OffloadError, ResumeError
 from offload.native import Kernels, load
 from offload.sizes import MIB
+from offload.store.files import LOCAL, Files
 from offload.store.slots import STATE_KINDS
 
 BLOCK = 1 << 20
@@ -49,10 +49,13 @@ class Tensors:
 
 @dataclass(frozen=True)
 class Verified:
-    """One slot was looked at. nbytes: of the slot; error: what is wrong with it, None if nothing is."""
+    """One slot was looked at, or something else is damaged.
+
+    chunk: of the slot, else None; nbytes: of the slot; error: what is wrong with it, None if nothing is.
+    """
 
     rank: int
-    chunk: int
+    chunk: int | None
     nbytes: int
     error: OffloadError | None
 
@@ -94,7 +97,7 @@ class Reader:
         self._kernels: Kernels | None = None
         self.home, self.commit, self.manifests = self._look() if told is None else told
         agree(self.manifests, str(self.home))
-        self.swap_files = SwapFiles(self.paths, self.manifests)
+        self.swap_files = SwapFiles(self.paths, self.manifests, files)
         self._slots = [committed_slots(manifest) for manifest in self.manifests]
         self._chunks = [len(manifest.chunks) for manifest in self.manifests]
         self._names = {param.name: number for number, param in enumerate(self.manifests[0].parameters)}
@@ -272,11 +275,19 @@ class Reader:
         return found
 
     def verify(self, threads: int = 4) -> Iterator[Verified]:
-        """Reads every committed slot and compares it with its checksum, `threads` at a time, in the order of the run.
+        """Reads all that a resume reads, and compares it with its checksum: every committed slot, `threads` at a time,
+        in the order of the run; before them what is damaged of the ranks' `extra`, and of swap files beside slots.
 
-        Goes on after an error: what it yields says what is wrong with a slot. Memory: `threads` x PIECE_BYTES.
+        Goes on after an error: what it yields says what is wrong. Memory: `threads` x PIECE_BYTES; one rank's extra.
         """
-        self.swap_files.lock()
+        damage: list[tuple[int, OffloadError]] = []
+        self.swap_files.lock(damage=damage)
+        for rank in range(len(self.manifests)):
+            try:
+                self.extra(rank)
+            except OffloadError as error:
+                damage.append((rank, error))
+        yield from (Verified(rank, None, 0, error) for rank, error in damage)
         work = ((rank, slot) for rank, slots in enumerate(self._slots) for slot in slots)
         buffers = deque(aligned_memory(PIECE_BYTES) for _ in range(threads))
         with ThreadPoolExecutor(threads, thread_name_prefix="offload-verify") as pool:
@@ -332,7 +343,7 @@ class Reader:
 
     def _read_manifests(self, home: Path, commit: Commit) -> tuple[Manifest, ...]:
         found = read_manifests(self.paths, commit, self._disk)
-        require_manifests(commit, found, ranks_in(self.paths, commit), self.paths, home)
+        require_manifests(commit, found, ranks_in(self.paths, commit, self._disk), self.paths, home)
         return tuple(found[rank] for rank in sorted(found))
 
     def _directory_of(self, name: str) -> Path:

@@ -1,50 +1,80 @@
-"""Taking a run's files away: this library's own, and only while no run holds them."""
+"""Taking a run's files away: this library's own, and only while no run holds them.
+
+A file is known by what is in it: a swap file by its first bytes, a record or a manifest by being one. Where damage
+makes that impossible, and for the tensors of `extra`, it is known by its run, if that has another file here. What only
+has such a name is somebody else's, and stays.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
-import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
-from offload.checkpoint import commit as commits
-from offload.checkpoint.commit import SCHEMA, SNAPSHOT_SCHEMA
-from offload.checkpoint.files import LOCAL, failing, sync_directory
-from offload.errors import ConfigError
-from offload.io.engine import IOFile
-from offload.store.claim import lock
-from offload.store.directories import ASIDE, COMMIT_NAME, MAGIC
+from offload.checkpoint.blocks import parse_superblock
+from offload.checkpoint.commit import FILE_NAME, MAX_COMMIT_BYTES, manifest_in, parse_commit
+from offload.checkpoint.files import failing, sync_directory
+from offload.checkpoint.places import claimed
+from offload.errors import ConfigError, CorruptionError, ResumeError
+from offload.sizes import PAGE_BYTES
+from offload.store.directories import ASIDE, COMMIT_NAME, MAGIC, RECORD_START, TEMPORARY
+from offload.store.files import LOCAL
 
 _SWAP = re.compile(rf"offload-rank\d+\.swap(?:{re.escape(ASIDE)})?")
+_NOT_KNOWN = "is none of this library's, or damaged"
+_RECORDS = (COMMIT_NAME, COMMIT_NAME + ASIDE, COMMIT_NAME + TEMPORARY)
 
 
-def ours(directory: Path) -> list[Path]:
-    """The files of this library in `directory`, COMMIT first.
+@dataclass(frozen=True)
+class Files:
+    """own: of this library, COMMIT first; strange: with a name of its, and somebody else's, or not to be told; why."""
 
-    Raises: ConfigError if it is no directory, TierIOError.
-    """
-    if not directory.is_dir() or directory.is_symlink():
-        raise ConfigError(f"{directory} is not a directory: give the directory of a run")
-    with failing("read", directory):
-        names = sorted(os.listdir(directory), key=lambda name: (name != COMMIT_NAME, name))
-    return [directory / name for name in names if _is_ours(directory / name)]
+    own: tuple[Path, ...]
+    strange: tuple[tuple[Path, str], ...]
+
+    @property
+    def refused(self) -> list[tuple[Path, str]]:
+        """Of the strange ones those that keep a run from beginning in their directory."""
+        return [(path, why) for path, why in self.strange if path.name == COMMIT_NAME]
+
+
+def find(directories: Sequence[Path]) -> Files:
+    """What lies in the directories of a run. Raises: ConfigError if one is no directory, TierIOError."""
+    paths = [path for directory in directories for path in _named(directory)]
+    runs: dict[Path, set[str]] = {}
+    unknown: dict[Path, str] = {}
+    for path in paths:
+        try:
+            found = _runs_in(path)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.ENOENT):
+                with failing("read", path):
+                    raise
+            unknown[path] = "is a link" if error.errno == errno.ELOOP else "is no regular file"
+            continue
+        if found is None:
+            unknown[path] = _NOT_KNOWN
+        else:
+            runs[path] = found
+    known = set().union(*runs.values())
+    by_run = {path for path, why in unknown.items() if why == _NOT_KNOWN and _is_of(path, known)}
+    own = tuple(path for path in paths if path in runs or path in by_run)
+    return Files(own, tuple((path, why) for path, why in unknown.items() if path not in by_run))
 
 
 def remove(files: Sequence[Path]) -> None:
-    """Deletes `files`, from `ours`, and their directories if nothing else is in them.
+    """Deletes `files`, from `find`, and their directories if nothing else is in them.
 
     Raises: PathInUseError (a live run holds one), before anything is deleted; PathError, TierIOError.
     """
     with ExitStack() as stack:
         for path in files:
             if _SWAP.fullmatch(path.name):
-                with failing("read", path):
-                    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-                file = IOFile(str(path), fd, direct=False)
-                stack.callback(file.close)
-                lock(file)
+                stack.callback(claimed(path, LOCAL).close)
         records = [path for path in files if path.name == COMMIT_NAME]
         # Without them the others mean nothing, in whatever directory they are.
         for those in (records, [path for path in files if path.name != COMMIT_NAME]):
@@ -54,26 +84,49 @@ def remove(files: Sequence[Path]) -> None:
             for directory in dict.fromkeys(path.parent for path in those):
                 sync_directory(LOCAL, directory)
     for directory in dict.fromkeys(path.parent for path in files):
-        if not os.listdir(directory):
-            directory.rmdir()
+        with failing("remove", directory):
+            LOCAL.remove_directory(directory)
 
 
-def _is_ours(path: Path) -> bool:
-    """By its name, and where the name is a common one by how it begins."""
-    if not stat.S_ISREG(os.lstat(path).st_mode):
-        return False
-    if commits._OURS.fullmatch(path.name):
-        return True
-    if path.name.removesuffix(ASIDE) == COMMIT_NAME:
-        begins = (b'{"schema":"%s"' % schema.encode() for schema in (SCHEMA, SNAPSHOT_SCHEMA))
-        return path.name != COMMIT_NAME or any(_begins(path, start) for start in begins)
-    if not _SWAP.fullmatch(path.name):
-        return False
-    # Blank, or empty: made, and then the run did not begin.
-    blank = _begins(path, bytes(len(MAGIC))) or not os.lstat(path).st_size
-    return blank or _begins(path, MAGIC)
+def _named(directory: Path) -> Iterator[Path]:
+    """What is called as files of this library are, COMMIT first."""
+    if not directory.is_dir() or directory.is_symlink():
+        raise ConfigError(f"{directory} is not a directory: give the directory of a run")
+    with failing("read", directory):
+        names = sorted(LOCAL.names(directory), key=lambda name: (name != COMMIT_NAME, name))
+    for name in names:
+        if name in _RECORDS or _SWAP.fullmatch(name) or FILE_NAME.fullmatch(name):
+            yield directory / name
 
 
-def _begins(path: Path, start: bytes) -> bool:
-    with failing("read", path), open(path, "rb") as file:
-        return file.read(len(start)) == start
+def _runs_in(path: Path) -> set[str] | None:
+    """The runs that a file of this library speaks of; None if it is not known to be one. Raises: OSError."""
+    if _SWAP.fullmatch(path.name):
+        page = LOCAL.read(path, PAGE_BYTES)
+        if page.startswith(MAGIC):
+            try:
+                return {parse_superblock(page[:PAGE_BYTES], str(path)).run_id}
+            except (CorruptionError, ResumeError):
+                return set()
+        # Made, and then the run did not begin: it has no more than a page before it has a superblock.
+        return None if len(page) > PAGE_BYTES or any(page) else set()
+    if path.name in _RECORDS:
+        data = LOCAL.read(path, MAX_COMMIT_BYTES)
+        if not data.startswith(RECORD_START) and (data or path.name == COMMIT_NAME):
+            return None
+        try:
+            commit = parse_commit(data, str(path))
+        except (CorruptionError, ResumeError):
+            return set()
+        return {commit.run_id} | ({commit.replaces} if commit.replaces else set())
+    if (manifest := manifest_in(path)) is not None:
+        return {manifest.run_id}
+    os.close(LOCAL.open(path, os.O_RDONLY))  # whether it is a link
+    return None
+
+
+def _is_of(path: Path, runs: set[str]) -> bool:
+    """Whether a file that cannot be read is of one of `runs`."""
+    if (match := FILE_NAME.fullmatch(path.name)) is not None:
+        return match[1] in runs
+    return path.name == COMMIT_NAME and any(run.encode() in LOCAL.read(path, MAX_COMMIT_BYTES) for run in runs)

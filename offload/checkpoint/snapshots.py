@@ -17,7 +17,6 @@ no snapshot any more.
 from __future__ import annotations
 
 import errno
-import os
 import re
 import socket
 from collections import defaultdict
@@ -27,15 +26,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from offload.checkpoint import commit as commits
 from offload.checkpoint.blocks import committed_slots
-from offload.checkpoint.commit import Commit, copy_manifest, read_commit, read_manifest, write_commit
-from offload.checkpoint.files import Files, failing, sync_directory
+from offload.checkpoint.commit import FILE_NAME, Commit, copy_manifest, read_commit, read_manifest, write_commit
+from offload.checkpoint.files import failing, sync_directory
 from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.places import claimed
 from offload.errors import BudgetError, OffloadError, PathError, PathInUseError
 from offload.sizes import PAGE_BYTES, format_bytes
-from offload.store.directories import ASIDE, COMMIT_NAME, swap_name
+from offload.store.directories import ASIDE, COMMIT_NAME, TEMPORARY, swap_name
+from offload.store.files import Files
 
 RUN_DIGITS = 8
 """Of the run's id, in the name: a run that began from a snapshot may come to the same step again."""
@@ -148,7 +147,7 @@ class Snapshot:
     def require_no_other(self) -> None:
         """Raises: PathError if after `clear` there is something of this name."""
         for directory in self.directories:
-            if self.name in self._snapshots(directory.parent):
+            if self.name in self._names(directory.parent):
                 raise PathError(errno.EEXIST, "is there already, and is no snapshot: move it", str(directory))
 
     def needs(self) -> list[Need]:
@@ -156,12 +155,12 @@ class Snapshot:
         found = []
         for number, path in enumerate(self.paths):
             with failing("read", path):
-                disk, device = os.statvfs(path), os.stat(path).st_dev
+                device, available = self.files.space(path)
             rank = self.manifest.rank
             nbytes = sum(length for _, length in self._ranges(number)) + self.commit.manifests[rank].size
             tensors = read_manifest(path, self.commit, rank, self.files).tensors
             nbytes += 0 if tensors is None else tensors.size
-            found.append(Need(socket.gethostname(), device, nbytes, disk.f_bavail * disk.f_frsize, str(path)))
+            found.append(Need(socket.gethostname(), device, nbytes, available, str(path)))
         return found
 
     def make(self) -> None:
@@ -243,7 +242,9 @@ class Snapshot:
         asides = [name for name in names if name.endswith(ASIDE) and _SWAP.fullmatch(name.removesuffix(ASIDE))]
         if COMMIT_NAME in names or (names and not asides):
             return
-        others = [name for name in names if commits._OURS.fullmatch(name) or name == COMMIT_NAME + ASIDE]
+        run = directory.name[-RUN_DIGITS:]
+        others = [name for name in names if (match := FILE_NAME.fullmatch(name)) and match[1].startswith(run)]
+        others += [name for name in names if name == COMMIT_NAME + TEMPORARY]
         # Where ranks share a directory another one may be doing the same.
         with failing("remove", directory), suppress(FileNotFoundError):
             for those in (others, asides):
@@ -259,7 +260,7 @@ class Snapshot:
     def _claims(self, swap: Path, held: ExitStack) -> bool:
         """Whether nobody uses it. Args: held: gets its lock."""
         try:
-            held.callback(claimed(swap).close)
+            held.callback(claimed(swap, self.files).close)
         except PathInUseError:
             return False
         except PathError:  # gone or damaged: nobody can use it
@@ -268,7 +269,7 @@ class Snapshot:
 
     def _snapshots(self, path: Path) -> list[str]:
         """The directories with a snapshot's name in `path`."""
-        return [name for name in self._names(path) if _NAME.fullmatch(name) and not (path / name).is_symlink()]
+        return [name for name in self._names(path) if _NAME.fullmatch(name) and self.files.is_directory(path / name)]
 
     def _names(self, directory: Path) -> list[str]:
         with failing("read", directory), suppress(FileNotFoundError, NotADirectoryError):

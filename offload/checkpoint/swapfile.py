@@ -16,6 +16,7 @@ from offload.checkpoint.blocks import parse_superblock
 from offload.errors import PathError, PathInUseError, TierIOError
 from offload.sizes import PAGE_BYTES
 from offload.store.claim import BUSY, take_lock
+from offload.store.files import LOCAL, Files
 
 
 def aligned_memory(size: int) -> Tensor:
@@ -24,15 +25,15 @@ def aligned_memory(size: int) -> Tensor:
 
 
 class SwapFile:
-    """Attributes: path; block, its superblock; size in bytes.
+    """Attributes: path; page, the first one; block, the superblock in it; size in bytes.
 
     Holds a shared lock until `close()`: other readers may too, but no run starts on it meanwhile. `exclusive`: alone.
     Raises: PathError, PathInUseError (a live run), CorruptionError, ResumeError (a newer version's), TierIOError.
     """
 
-    def __init__(self, path: Path, *, exclusive: bool = False) -> None:
+    def __init__(self, path: Path, files: Files = LOCAL, *, exclusive: bool = False) -> None:
         self.path = str(path)
-        self._fd = _open(self.path)
+        self._fd = _open(path, files)
         try:
             info = os.fstat(self._fd)
             if not stat.S_ISREG(info.st_mode):
@@ -40,7 +41,8 @@ class SwapFile:
             self.size = info.st_size
             _lock(self._fd, self.path, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
             page = memoryview(aligned_memory(PAGE_BYTES).numpy().data)
-            self.block = parse_superblock(bytes(page[: self.read(page, 0)]), self.path)
+            self.page = bytes(page[: self.read(page, 0)])
+            self.block = parse_superblock(self.page, self.path)
         except BaseException:
             self.close()
             raise
@@ -67,18 +69,19 @@ class SwapFile:
             os.close(fd)
 
 
-def _open(path: str) -> int:
-    # O_NONBLOCK: a FIFO put in the file's place must not hang us; it changes nothing for a regular file.
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+def _open(path: Path, files: Files) -> int:
     try:
         try:
-            return os.open(path, flags | getattr(os, "O_DIRECT", 0))
+            return files.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            return os.open(path, flags)
+            return files.open(path, os.O_RDONLY)
     except OSError as error:
-        raise PathError(error.errno, f"cannot open the swap file: {error.strerror}", path) from error
+        why = "is a symlink: put the swap file itself in its place"
+        if error.errno != errno.ELOOP:
+            why = f"cannot open the swap file: {error.strerror}"
+        raise PathError(error.errno, why, str(path)) from error
 
 
 def _lock(fd: int, path: str, how: int) -> None:

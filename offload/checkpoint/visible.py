@@ -6,10 +6,10 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from offload.checkpoint.commit import Commit, manifest_name, read_manifest
-from offload.checkpoint.files import Files
 from offload.checkpoint.manifest import Manifest
-from offload.checkpoint.places import listed, swaps
+from offload.checkpoint.places import listed, names_in, swaps
 from offload.errors import CorruptionError, ResumeError
+from offload.store.files import Files
 
 ON_OTHER_MACHINES = (
     "if disks of other machines have them, start as many ranks as committed, each on the machine where it ran, in the "
@@ -21,7 +21,7 @@ ON_OTHER_MACHINES = (
 
 def directory_of(name: str, places: Sequence[Path], files: Files) -> Path | None:
     """The first of `places` with a file of this name."""
-    return next((place for place in places if place.is_dir() and name in files.names(place)), None)
+    return next((place for place in places if name in names_in(place, files)), None)
 
 
 def read_manifests(places: Sequence[Path], commit: Commit, files: Files) -> dict[int, Manifest]:
@@ -33,9 +33,9 @@ def read_manifests(places: Sequence[Path], commit: Commit, files: Files) -> dict
     return found
 
 
-def ranks_in(places: Sequence[Path], commit: Commit) -> set[int]:
+def ranks_in(places: Sequence[Path], commit: Commit, files: Files) -> set[int]:
     """Those that have a swap file of the run of `commit` in `places`. Raises: PathError."""
-    return {swap.rank for place in places for swap in swaps(place) if swap.run_id == commit.run_id}
+    return {swap.rank for place in places for swap in swaps(place, files) if swap.run_id == commit.run_id}
 
 
 def require_manifests(
@@ -63,9 +63,9 @@ def ranks_named(ranks: Collection[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
 
 
-def hidden_ranks(places: Sequence[Path], manifests: Sequence[Manifest]) -> frozenset[int]:
+def hidden_ranks(places: Sequence[Path], manifests: Sequence[Manifest], files: Files) -> frozenset[int]:
     """Those of which a swap file with committed slots is in none of `places`. Raises: PathError."""
-    found = (swap for place in places for swap in swaps(place))
+    found = (swap for place in places for swap in swaps(place, files))
     blocks = [(swap.rank, swap.block) for swap in found if swap.block is not None]
     seen = {(rank, block.stripe[0]) for rank, block in blocks if block.run_id == manifests[0].run_id}
     return frozenset(

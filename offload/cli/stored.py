@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -73,7 +74,7 @@ def verify(
     threads: Annotated[int, typer.Option(help="Slots checked at once.")] = 4,
     json: Json = False,
 ) -> None:
-    """Read every committed slot and compare it with its checksum; exit status 1 if one is damaged."""
+    """Read all that a resume would read and compare it with its checksum; exit status 1 if something is damaged."""
     from rich.console import Console
     from rich.progress import track
 
@@ -86,16 +87,16 @@ def verify(
     with Reader(paths) as reader:
         total = sum(len(manifest.slots) for manifest in reader.manifests)
         found = reader.verify(threads)
-        for slot in track(found, "verifying", total, console=console, disable=not console.is_terminal):
-            nbytes += slot.nbytes
-            if slot.error is not None:
-                damaged.append({"rank": slot.rank, "chunk": slot.chunk, "error": str(slot.error)})
+        for one in track(found, "verifying", total, console=console, disable=not console.is_terminal):
+            nbytes += one.nbytes
+            if one.error is not None:
+                damaged.append({"rank": one.rank, "chunk": one.chunk, "error": str(one.error)})
         step = reader.commit.step
     if json:
         print_json({"step": step, "slots": total, "bytes": nbytes, "damaged": damaged})
     else:
-        for one in damaged:
-            print(one["error"])
+        for fault in damaged:
+            print(fault["error"])
         print(f"step {step}: {total} slots, {format_bytes(nbytes)}, {len(damaged)} damaged")
     if damaged:
         raise typer.Exit(EXIT_CORRUPT)
@@ -138,11 +139,15 @@ def remove(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     json: Json = False,
 ) -> None:
-    """Delete a run's files: this library's own, if no live run holds them; asks first."""
-    from offload.checkpoint.remove import ours
+    """Delete a run's files: this library's own, if no live run holds them; asks first.
+
+    Exit status 2 if a COMMIT stays that is somebody else's, or too damaged to be told from that.
+    """
+    from offload.checkpoint.remove import find
     from offload.checkpoint.remove import remove as delete
 
-    files = [file for path in paths for file in ours(path)]
+    found = find(paths)
+    files = found.own
     size = sum(file.stat().st_size for file in files)
     if files and not yes:
         if json:
@@ -153,6 +158,15 @@ def remove(
             raise typer.Exit(EXIT_ERROR)
     delete(files)
     if json:
-        print_json({"files": [str(file) for file in files], "bytes": size})
+        strange = [{"file": str(file), "reason": why} for file, why in found.strange]
+        print_json({"files": [str(file) for file in files], "bytes": size, "left": strange})
     else:
         print(f"{len(files)} files deleted, {format_bytes(size)}")
+        for file, why in found.strange:
+            print(f"left: {file} {why}")
+    for file, why in found.refused:
+        print(
+            f"{file} {why}: as long as it is there no run begins; move it away, or delete it yourself", file=sys.stderr
+        )
+    if found.refused:
+        raise typer.Exit(EXIT_ERROR)

@@ -190,7 +190,7 @@ def _take(stack: contextlib.ExitStack, model: GPT, options: TrainOptions) -> Off
     try:
         optimizer = stack.enter_context(build_optimizer(model, options))
     except BaseException:
-        space.remove_abandoned(options.path / SWAP_NAME)
+        space.remove_abandoned(SWAP_NAME)
         raise
     stack.enter_context(removed_at_end(space, optimizer.files))
     return optimizer

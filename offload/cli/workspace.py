@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -18,28 +19,44 @@ class Workspace:
         self._path = path.absolute()
         self._existed = self._path.exists()
         self._before = set(self._path.iterdir()) if self._path.is_dir() else set()
+        self._known: dict[Path, os.stat_result] = {}
         self.kept: tuple[Path, ...] = ()
+
+    def know(self, files: Sequence[str | Path]) -> None:
+        """From now on what has these names goes only as long as it is what has them now: a directory may be moved,
+        and another run begin under its name."""
+        for path in (self._path, *(Path(file).absolute() for file in files)):
+            with contextlib.suppress(FileNotFoundError):
+                self._known[path] = path.lstat()
 
     def remove_files(self, files: Sequence[str | Path]) -> None:
         """Deletes those of the run's files that it made."""
         paths = [Path(file).absolute() for file in files]
         self.kept = tuple(file for file in paths if file in self._before)
         for file in paths:
-            if file not in self._before:
+            if file not in self._before and self._is_known(file):
                 file.unlink(missing_ok=True)
 
-    def remove_abandoned(self, file: Path) -> None:
-        """Deletes what a run that could not begin left, unless a live run holds the lock of a file so named."""
+    def remove_abandoned(self, name: str) -> None:
+        """Deletes a file that a run that could not begin left, unless a live run holds its lock."""
+        file = self._path / name
         with contextlib.suppress(OSError), open(file, "r+b") as handle:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._known[file] = os.fstat(handle.fileno())
             self.remove_files([file])
         self.remove_directory()
 
     def remove_directory(self) -> None:
         """Deletes the directory if the run made it and nothing is left in it."""
-        if not self._existed:
+        if not self._existed and self._is_known(self._path):
             with contextlib.suppress(OSError):  # never made, or holds something of someone else's
                 self._path.rmdir()
+
+    def _is_known(self, path: Path) -> bool:
+        try:
+            return path not in self._known or os.path.samestat(path.lstat(), self._known[path])
+        except FileNotFoundError:
+            return False
 
 
 @contextlib.contextmanager
@@ -49,6 +66,7 @@ def removed_at_end(space: Workspace, files: Sequence[str | Path]) -> Iterator[No
     Enter it after the optimizer, so that it leaves before: as long as the optimizer holds its lock, no
     other run can have taken the files over.
     """
+    space.know(files)
     try:
         yield
     finally:

@@ -39,13 +39,15 @@ _log = logging.getLogger("offload")
 class IOFile:
     """A file opened for an engine.
 
-    Attributes: path; fd; direct (whether O_DIRECT is on).
+    Attributes: path; fd; direct (whether O_DIRECT is on); dir_fd: of the directory in which it was opened, None if it
+    was found by its path.
     """
 
-    def __init__(self, path: str, fd: int, direct: bool) -> None:
+    def __init__(self, path: str, fd: int, direct: bool, dir_fd: int | None = None) -> None:
         self.path = path
         self.fd = fd
         self.direct = direct
+        self.dir_fd = dir_fd
         self._pid = os.getpid()
         _OPEN.add(self)
 
@@ -81,23 +83,25 @@ os.register_at_fork(after_in_child=_close_in_child)
 _told_no_direct: set[int] = set()
 
 
-def open_file(path: str, *, buffered: bool = False) -> IOFile:
+def open_file(path: str, *, dir_fd: int | None = None, buffered: bool = False) -> IOFile:
     """Opens a regular file to read and write, made with mode 0600 if missing, past the page cache where the file
     system can, unless `buffered`. A link as last component is refused.
 
+    Args: dir_fd: of the directory that it is in, wherever the path leads by now; None: it is found by its path.
     Raises: PathError.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    name = path if dir_fd is None else os.path.basename(path)
     direct = 0 if buffered else getattr(os, "O_DIRECT", 0)
     try:
         try:
             # O_NONBLOCK: a FIFO put in the file's place must not hang us; it changes nothing for a regular file.
-            fd = os.open(path, flags | direct | os.O_NONBLOCK, 0o600)
+            fd = os.open(name, flags | direct | os.O_NONBLOCK, 0o600, dir_fd=dir_fd)
         except OSError as error:
             if not direct or error.errno != errno.EINVAL:
                 raise
             direct = 0
-            fd = os.open(path, flags | os.O_NONBLOCK, 0o600)
+            fd = os.open(name, flags | os.O_NONBLOCK, 0o600, dir_fd=dir_fd)
     except OSError as error:
         raise PathError(error.errno, f"cannot open the swap file: {error.strerror}", path) from error
     info = os.fstat(fd)
@@ -107,7 +111,18 @@ def open_file(path: str, *, buffered: bool = False) -> IOFile:
     if not (direct or buffered) and info.st_dev not in _told_no_direct:
         _told_no_direct.add(info.st_dev)
         _log.warning("%s: no O_DIRECT on this file system; swap files go through the page cache", path)
-    return IOFile(path, fd, bool(direct))
+    return IOFile(path, fd, bool(direct), dir_fd)
+
+
+def reopened(file: IOFile) -> IOFile:
+    """The same file once more, with a position of its own, through the page cache. Raises: OSError if it is gone."""
+    name = file.path if file.dir_fd is None else os.path.basename(file.path)
+    fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=file.dir_fd)
+    found = IOFile(file.path, fd, direct=False, dir_fd=file.dir_fd)
+    if not os.path.samestat(os.fstat(fd), os.fstat(file.fd)):
+        found.close()
+        raise OSError(errno.ESTALE, "another file has its name", file.path)
+    return found
 
 
 def require_aligned(offset: int, buffer: memoryview) -> None:
@@ -125,7 +140,7 @@ class IOEngine(ABC):
     name: str
 
     @abstractmethod
-    def open(self, path: str) -> IOFile:
+    def open(self, path: str, *, dir_fd: int | None = None) -> IOFile:
         """Opens `path` as `open_file` does and keeps it until `close()`. Raises: PathError."""
 
     def register(self, memory: memoryview) -> None:

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import aiofiles
 import aiofiles.os
 
-from offload.io.engine import IOFile, open_file
+from offload.io.engine import IOFile, open_file, reopened
 from offload.io.queue import DEPTH, REQUEST_BYTES, QueuedEngine, Request
 
 _fsync = aiofiles.os.wrap(os.fsync)
@@ -36,8 +36,8 @@ class PortableEngine(QueuedEngine):
         # Handles are files of their own, also to a forked child, which closes them.
         self._opened: list[IOFile] = []
 
-    def open(self, path: str) -> IOFile:
-        return self.adopt(open_file(path, buffered=True))
+    def open(self, path: str, *, dir_fd: int | None = None) -> IOFile:
+        return self.adopt(open_file(path, dir_fd=dir_fd, buffered=True))
 
     def _start(self, requests: list[Request]) -> None:
         for request in requests:
@@ -57,7 +57,7 @@ class PortableEngine(QueuedEngine):
             await _fsync(request.file.fd)
             return 0
         handles = self._handles.setdefault(request.file, [])
-        handle = handles.pop() if handles else await self._another(request.file.path)
+        handle = handles.pop() if handles else await self._another(request.file)
         try:
             await handle.seek(request.offset)
             moved = 0
@@ -70,8 +70,8 @@ class PortableEngine(QueuedEngine):
         finally:
             handles.append(handle)
 
-    async def _another(self, path: str) -> Any:
-        own = open_file(path, buffered=True)
+    async def _another(self, file: IOFile) -> Any:
+        own = reopened(file)
         self._opened.append(own)
         return await aiofiles.open(own.fd, "r+b", buffering=0, closefd=False)
 

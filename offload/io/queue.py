@@ -162,8 +162,8 @@ class QueuedEngine(IOEngine):
     def _stop(self) -> None:
         """Ends the engine's own threads; nothing is under way any more."""
 
-    def open(self, path: str) -> IOFile:
-        return self.adopt(open_file(path))
+    def open(self, path: str, *, dir_fd: int | None = None) -> IOFile:
+        return self.adopt(open_file(path, dir_fd=dir_fd))
 
     def adopt(self, file: IOFile) -> IOFile:
         """Uses a file that was opened elsewhere, and closes it in the end."""

@@ -12,13 +12,18 @@ from pathlib import Path
 
 from offload.errors import PathError, ResumeError
 from offload.sizes import PAGE_BYTES
+from offload.store.files import LOCAL, Files
 
 ASIDE = ".new"
-"""Ends the name of a file that is beside the one whose place it is going to take."""
+"""Ends the name of a swap file that is beside the one whose place it is going to take."""
+TEMPORARY = ".offload.new"
+"""Ends the name of a file that is being written. Nobody else has files of such names."""
 SWAP_NAME = "offload-rank0.swap"
 """Of the first rank, or the only one; `swap_name` of the others."""
 COMMIT_NAME = "COMMIT"
 
+RECORD_START = b'{"schema":"offload '
+"""How a COMMIT record begins, and a manifest."""
 MAGIC = b"offload swap\n\0\0\0"
 SUPERBLOCK = struct.Struct("<16sIIQ")
 """How a swap file begins, see slots.py: magic, format, length and checksum of the text that follows."""
@@ -58,33 +63,49 @@ def check_directory(path: Path, *, resumes: bool = False) -> None:
     if not os.access(path, os.W_OK | os.X_OK):
         raise PathError(errno.EACCES, "is not writable", str(path))
     if not resumes and holds_commit(path):
+        _require_own_record(path)
         raise ResumeError(
             f"{path} holds a committed run: give resume=True to continue it, choose another path, or remove it with "
             f"`offload remove {path}`"
         )
 
 
-def holds_commit(path: Path) -> bool:
-    """Whether a committed run has, or may have, a file here. Its COMMIT record is in rank 0's first directory only."""
-    if os.path.lexists(path / COMMIT_NAME):
-        return True
+def _require_own_record(path: Path) -> None:
+    """Raises: ResumeError if what is called COMMIT there is none, or cannot be read."""
     try:
-        found = {(match[1], int(match[2])) for name in os.listdir(path) if (match := _MANIFEST.fullmatch(name))}
+        is_own = LOCAL.read(path / COMMIT_NAME, len(RECORD_START)).startswith(RECORD_START)
+    except FileNotFoundError:
+        return
+    except OSError:
+        is_own = False
+    if not is_own:
+        raise ResumeError(
+            f"{path / COMMIT_NAME} is no record of a commit, or a damaged one: move it away, or choose another path"
+        )
+
+
+def holds_commit(path: Path, files: Files = LOCAL) -> bool:
+    """Whether a committed run has, or may have, a file here. Its COMMIT record is in rank 0's first directory only."""
+    try:
+        names = files.names(path)
     except OSError:
         return False
-    decided_here = _known(path, 0)
+    if COMMIT_NAME in names:
+        return True
+    found = {(match[1], int(match[2])) for name in names if (match := _MANIFEST.fullmatch(name))}
+    decided_here = _known(path, 0, files)
     own = None if decided_here is None or decided_here[1] else decided_here[0]
-    return any(run != own and (known := _known(path, rank)) is not None and known[0] == run for run, rank in found)
+    return any(
+        run != own and (known := _known(path, rank, files)) is not None and known[0] == run for run, rank in found
+    )
 
 
-def _known(path: Path, rank: int) -> tuple[str, int] | None:
+def _known(path: Path, rank: int, files: Files) -> tuple[str, int] | None:
     """Of whose run a rank's swap file is, and which of its stripes; nothing is relied on but to refuse."""
     try:
-        # O_NONBLOCK: a FIFO put in the file's place must not hang us.
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with open(os.open(path / swap_name(rank), flags), "rb") as file:
-            magic, _, length, _ = SUPERBLOCK.unpack(file.read(SUPERBLOCK.size))
-            known = json.loads(file.read(min(length, PAGE_BYTES)))
+        page = files.read(path / swap_name(rank), PAGE_BYTES)
+        magic, _, length, _ = SUPERBLOCK.unpack_from(page)
+        known = json.loads(page[SUPERBLOCK.size : SUPERBLOCK.size + length])
         return (str(known["run_id"]), int(known["stripe"][0])) if magic == MAGIC else None
     except (OSError, ValueError, TypeError, LookupError, struct.error):
         return None

@@ -40,6 +40,7 @@ from offload.layout import Layout
 from offload.sizes import PAGE_BYTES, round_up
 from offload.store.claim import first_page, lock, page, reserve
 from offload.store.directories import ASIDE, MAGIC, SUPERBLOCK, check_directory, swap_name
+from offload.store.files import LOCAL, Directories
 from offload.timeline import Event, Timeline, drive_lanes
 
 FORMAT = 1
@@ -105,7 +106,8 @@ class SlotFile:
     of the rank's files this is, of how many; committed: how many of the chunks, the first ones, are committed and have
     all the places; None: this run does not commit; resumes: the file is there, with this very superblock; rank: whose;
     is_aside: the directory may hold the run that this one continues, so it lies beside its name until `took_place`;
-    is_known: somebody has looked already whether the directory holds a commit.
+    is_known: somebody has looked already whether the directory holds a commit; within: directories that are held open,
+    to which this one is added; None: it alone.
     Raises: PathError, PathInUseError, BudgetError (disk space), ResumeError. Nothing of another run is lost then.
     """
 
@@ -125,6 +127,7 @@ class SlotFile:
         rank: int = 0,
         is_aside: bool = False,
         is_known: bool = False,
+        within: Directories | None = None,
     ) -> None:
         check_directory(directory, resumes=resumes or is_aside or is_known)
         self._records = tuple(records)
@@ -143,24 +146,35 @@ class SlotFile:
         self._run_id = run_id or new_run_id()
         self._place = directory / swap_name(rank)
         self._is_left = is_aside
+        self._within = Directories() if within is None else within
+        self._nbytes = PAGE_BYTES + end
+        self._size_before: int | None = None
         path = self._place.with_name(self._place.name + ASIDE) if is_aside else self._place
         with ExitStack() as undo:
-            if _made(directory):
+            if within is None:
+                undo.callback(self._within.close)
+            if directory not in self._within and _made(directory):
                 undo.callback(_remove_if_empty, directory)
-            is_new = not os.path.lexists(path)
+            dir_fd = self._within.hold(directory)
+            is_new = path.name not in LOCAL.within(self._within).names(directory)
             if is_new and resumes:
                 raise ResumeError(f"{path}, a file of the committed run, is missing: was it moved or removed?")
-            self._file = engine.open(str(path))
+            self._file = engine.open(str(path), dir_fd=dir_fd)
             undo.callback(self._file.close)
             lock(self._file)
             if is_new:
-                undo.callback(os.unlink, path)
-            _require_ours(self._file)
+                undo.callback(self._remove)
+            is_blank = _is_blank(self._file)
             block = self._superblock(places, stripe)
             if resumes:
                 _require_same(self._file, block)
-            reserve(self._file, PAGE_BYTES + end, PAGE_BYTES + end - (places - 1) * self._place_bytes)
-            if not resumes:
+                self._size_before = os.fstat(self._file.fd).st_size
+            elif is_blank:
+                # Before it has more than this page: so a longer file of zeros is never one of this library's.
+                self._engine.write(self._file, 0, block).result()
+                self.sync().result()
+            reserve(self._file, self._nbytes, self._nbytes - (places - 1) * self._place_bytes)
+            if not (resumes or is_blank):
                 self._engine.write(self._file, 0, block).result()
             self._undo = undo.pop_all()
         # Checksums are taken beside the step and the transfers; XXH3 outruns any drive on one core.
@@ -182,6 +196,7 @@ class SlotFile:
         """
         written: IOFuture = IOFuture()
         written.set_running_or_notify_cancel()
+        self._size_before = None
         record = self._records[chunk]
 
         def seal() -> None:
@@ -249,18 +264,57 @@ class SlotFile:
     def close(self) -> None:
         """Waits for what is being sealed or checked. The engine's `close` frees the lock.
 
-        A file that is still beside another one, and was not kept, is removed: nobody could ever use it.
+        A file that is still beside another one, and was not kept, is removed: nobody could ever use it. One that was to
+        be resumed, and was not written to, gets the size back that it had.
         """
         self._sealer.shutdown(wait=True)
+        size, self._size_before = self._size_before, None
+        if size is not None and size < self._nbytes:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file.fd, size)
         if self._is_left:
             self._is_left = False
             with contextlib.suppress(OSError):
-                os.unlink(self._file.path)
+                self._remove()
 
     def abandon(self) -> None:
         """Closes, and takes back what was made: for a run that did not begin."""
         self.close()
         self._undo.close()
+
+    def require_here(self) -> None:
+        """Whether directory and file are still what their names lead to, and the file has its size.
+
+        Raises: PathError if one was moved, removed or cut off: what is committed must be there to be found.
+        """
+        self._within.require_here(self._place.parent)
+        file = Path(self._file.path)
+        try:
+            name, dir_fd = self._within.at(file)
+            is_here = os.path.samestat(os.stat(name, dir_fd=dir_fd, follow_symlinks=False), os.fstat(self._file.fd))
+        except FileNotFoundError:
+            is_here = False
+        except OSError as error:
+            raise PathError(error.errno, f"cannot be looked at: {error.strerror}", str(file)) from error
+        if not is_here:
+            raise PathError(
+                errno.ESTALE,
+                "is not the file that this run opened, which was moved or removed: move it back and commit again, or "
+                "start again",
+                str(file),
+            )
+        if (size := os.fstat(self._file.fd).st_size) < self._nbytes:
+            raise PathError(
+                errno.ESTALE,
+                f"was cut off at {size} of {self._nbytes} bytes while this run used it: start again",
+                str(file),
+            )
+
+    def _remove(self) -> None:
+        """Removes the file, if it is still the one that has its name. Raises: OSError."""
+        name, dir_fd = self._within.at(Path(self._file.path))
+        if os.path.samestat(os.stat(name, dir_fd=dir_fd, follow_symlinks=False), os.fstat(self._file.fd)):
+            os.unlink(name, dir_fd=dir_fd)
 
     def _offset(self, chunk: int, place: int) -> int:
         return PAGE_BYTES + place * self._place_bytes + self._starts[chunk]
@@ -358,15 +412,23 @@ def _remove_if_empty(directory: Path) -> None:
         directory.rmdir()
 
 
-def _require_ours(file: IOFile) -> None:
-    """An empty or blank file is new; one with our magic was left by a run that committed nothing, and is reused."""
+def _is_blank(file: IOFile) -> bool:
+    """Whether nothing is in it. Raises: PathError if it is somebody else's. One with our magic was left by a run that
+    committed nothing, and is reused."""
     start = first_page(file)
-    if start[: len(MAGIC)] != MAGIC and any(start):
+    if start[: len(MAGIC)] == MAGIC:
+        return False
+    if any(start) or os.fstat(file.fd).st_size > PAGE_BYTES:
         raise PathError(errno.EEXIST, "is no swap file of this library: move it, or choose another path", file.path)
+    return True
 
 
 def _require_same(file: IOFile, block: memoryview) -> None:
-    if first_page(file) != block:
+    found = first_page(file)
+    end = len(bytes(block).rstrip(b"\0"))
+    if found[:end] == block[:end] and found != block:
+        raise CorruptionError("is damaged after the text of its superblock", file=file.path, offset=end)
+    if found != block:
         raise ResumeError(
             f"{file.path} is not the file that was committed here, or the directories are named in another order: give "
             "them as the run had them"

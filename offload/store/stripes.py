@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 from torch import Tensor
 
 from offload.io.engine import IOEngine, IOFuture
+from offload.io.interrupts import Deferred
 from offload.store.directories import check_directory
+from offload.store.files import Directories
 from offload.store.slots import Record, SlotFile, new_run_id
 from offload.timeline import Timeline
 
@@ -36,8 +39,9 @@ class Stripes:
     Args: directories: one or more, all different; weights: their bandwidths; records: what each chunk holds; kept:
     those that seldom move; places, committed: as SlotFile; resumed: the files of this run are there: its id, and the
     path of each committed chunk; rank: whose; is_aside: this run continues another one in files of its own; run_id: 16
-    bytes, of one that begins where somebody has looked that no commit is, or that continues another; None: a new one.
-    Attributes: run_id, 16 bytes; chosen: the number of each chunk's directory.
+    bytes, of one that begins where somebody has looked that no commit is, or that continues another; None: a new one;
+    within: as SlotFile.
+    Attributes: run_id, 16 bytes; chosen: the number of each chunk's directory; within.
     Raises: as SlotFile, naming the directory; then nothing is left behind in any of them.
     """
 
@@ -56,6 +60,7 @@ class Stripes:
         rank: int = 0,
         is_aside: bool = False,
         run_id: bytes | None = None,
+        within: Directories | None = None,
     ) -> None:
         is_known = is_aside or resumed is not None or run_id is not None
         for directory in directories:
@@ -65,8 +70,10 @@ class Stripes:
             chosen[: len(resumed[1])] = resumed[1]
         self.run_id = (run_id or new_run_id()) if resumed is None else resumed[0]
         self.chosen = tuple(chosen)
+        self.within = Directories() if within is None else within
         self._files: list[SlotFile] = []
         self._of: dict[int, SlotFile] = {}
+        self._syncs: list[IOFuture] = []
         with ExitStack() as undo:
             for number, directory in enumerate(directories):
                 # The chunks that move lie side by side: a drive reads on faster than it skips.
@@ -87,6 +94,7 @@ class Stripes:
                     rank=rank,
                     is_aside=is_aside,
                     is_known=is_known,
+                    within=self.within,
                 )
                 undo.callback(file.abandon)
                 self._files.append(file)
@@ -111,9 +119,22 @@ class Stripes:
         return self._of[chunk].checksum(chunk)
 
     def sync(self) -> None:
-        """Makes durable, in all files, what was written before. Raises: TierIOError; nothing after that is trusted."""
-        for future in [file.sync() for file in self._files]:
+        """Makes durable, in all files, what was written before.
+
+        Raises: TierIOError, also that of an earlier call which was interrupted, for a disk says it once; nothing after
+        that is trusted.
+        """
+        for future in self._syncs:
             future.result()
+        with Deferred(signal.SIGINT), Deferred(signal.SIGTERM):
+            self._syncs = [file.sync() for file in self._files]
+        for future in self._syncs:
+            future.result()
+
+    def require_here(self) -> None:
+        """See SlotFile.require_here."""
+        for file in self._files:
+            file.require_here()
 
     def keep(self) -> None:
         """See SlotFile.keep."""

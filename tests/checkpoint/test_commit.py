@@ -23,13 +23,14 @@ from offload.checkpoint.commit import (
     read_extra,
     read_manifest,
     remove_superseded,
+    serialise_commit,
     write_commit,
     write_manifest,
 )
-from offload.checkpoint.files import Files
 from offload.checkpoint.manifest import MAX_BYTES, Digest, Manifest
 from offload.errors import ConfigError, CorruptionError, OffloadError, PathError, ResumeError, TierIOError
 from offload.store.directories import COMMIT_NAME
+from offload.store.files import Files
 from tests.support.committed import RUN, STEP, manifest_of
 from tests.support.simulated_files import PowerCut, SimulatedFiles
 
@@ -206,20 +207,28 @@ def test_only_what_this_rank_committed_before_is_cleared_away(tmp_path: Path) ->
         f"extra-{RUN}-6-rank1.safetensors",
         "manifest-6-rank0.json",
         "COMMIT.bak",
+        "COMMIT.new",
+        f"manifest-{'2' * 32}-7-rank0.json",
+        f"manifest-{'1' * 32}-8-rank0.json.new.bak",
+        f"extra-{'2' * 32}-7-rank0.safetensors",
     ]
     mine = [f"manifest-{RUN}-6-rank0.json", f"extra-{RUN}-6-rank0.safetensors", f"manifest-{RUN}-9-rank0.json"]
-    mine += [f"manifest-{'0' * 32}-7-rank0.json"]  # of the same step, in another layout
-    mine += [f"manifest-{RUN}-7-rank0.json.new", f"extra-{RUN}-7-rank0.safetensors.new"]
+    mine += [f"manifest-{RUN}-7-rank0.json.new", f"extra-{RUN}-7-rank0.safetensors.offload.new"]
+    # Of the same step, by a run in another layout, and by one that committed nothing.
+    mine += [f"manifest-{'0' * 32}-7-rank0.json", f"manifest-{'1' * 32}-7-rank0.json"]
+    mine += [f"extra-{'1' * 32}-7-rank0.safetensors"]
     for name in others + mine:
         (tmp_path / name).write_text("x")
-    record = Commit(RUN, 7, (write_manifest(tmp_path, at(7)),))
+    write_manifest(tmp_path, dataclasses.replace(at(7), run_id="1" * 32))
+    record = Commit(RUN, 7, (write_manifest(tmp_path, at(7)),), "0" * 32)
     write_commit(tmp_path, record)
     remove_superseded(tmp_path, record, 0)
     assert {path.name for path in tmp_path.iterdir()} == {*others, COMMIT_NAME, f"manifest-{RUN}-7-rank0.json"}
 
 
 @pytest.mark.parametrize(
-    "name", ["COMMIT.new", f"manifest-{RUN}-7-rank0.json.new", f"manifest-{RUN}-7-rank0.json", COMMIT_NAME]
+    "name",
+    ["COMMIT.offload.new", f"manifest-{RUN}-7-rank0.json.offload.new", f"manifest-{RUN}-7-rank0.json", COMMIT_NAME],
 )
 def test_a_link_in_a_files_place_is_replaced_and_what_it_names_stays(tmp_path: Path, name: str) -> None:
     mine = tmp_path / "mine"
@@ -278,12 +287,17 @@ def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
 
 def test_what_belongs_to_a_record_that_was_cut_off_goes_with_what_all_ranks_left(tmp_path: Path) -> None:
     record = Commit(RUN, 7, (write_manifest(tmp_path, at(7)),))
-    aside = tmp_path / f"{COMMIT_NAME}.new"
-    aside.write_text("x")
-    assert not remove_superseded(tmp_path, record, 0)
-    assert aside.exists()
-    assert remove_superseded(tmp_path, record, None)
-    assert not aside.exists()
+    left = {"COMMIT.offload.new": b"x", "COMMIT.new": serialise_commit(record)[:50]}
+    for name, data in left.items():
+        aside = tmp_path / name
+        aside.write_bytes(data)
+        assert not remove_superseded(tmp_path, record, 0)
+        assert aside.exists()
+        assert remove_superseded(tmp_path, record, None)
+        assert not aside.exists()
+    (tmp_path / "COMMIT.new").write_text("somebody else's")
+    assert not remove_superseded(tmp_path, record, None)
+    assert (tmp_path / "COMMIT.new").exists()
 
 
 def test_what_was_copied_is_durable() -> None:

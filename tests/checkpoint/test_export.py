@@ -14,9 +14,9 @@ from torch import Tensor
 
 from offload.checkpoint.export import export
 from offload.checkpoint.extra import memory_of
-from offload.checkpoint.files import LocalFiles
 from offload.checkpoint.tensors import DTYPES, Entry
 from offload.errors import BudgetError, ConfigError, PathError, TierIOError
+from offload.store.files import LocalFiles
 
 INDEX = "model.safetensors.index.json"
 
@@ -164,9 +164,27 @@ def test_a_part_of_another_export_is_not_mixed_with_this_one(tmp_path: Path, nam
 
 
 def test_what_an_export_that_was_killed_left_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors.new").write_text("half")
+    (tmp_path / "model.safetensors.offload.new").write_text("half")
+    (tmp_path / "model.safetensors.new").write_text("mine")
     export(tmp_path, [entry("a", torch.ones(3))])
-    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors", "model.safetensors.new"}
+    assert (tmp_path / "model.safetensors.new").read_text() == "mine"
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_directory_that_was_made_is_durable_too(tmp_path: Path, is_new: bool) -> None:
+    synced = []
+
+    class Noted(LocalFiles):
+        def sync_directory(self, path: Path) -> None:
+            synced.append(path)
+            super().sync_directory(path)
+
+    out = tmp_path / "out"
+    if not is_new:
+        out.mkdir()
+    export(out, [entry("a", torch.ones(3))], files=Noted())
+    assert synced == [out, tmp_path][: 1 + is_new]
 
 
 @pytest.mark.parametrize("kind", ["file", "no parent", "dangling symlink"])

@@ -7,22 +7,21 @@ import fcntl
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from offload.checkpoint import places as placing
 from offload.checkpoint.commit import Commit, manifest_name, read_commit, write_commit, write_manifest
-from offload.checkpoint.files import LOCAL, LocalFiles
 from offload.checkpoint.manifest import Digest
 from offload.checkpoint.places import claimed, foreign, is_settled, last_commit, require_free, settle, swaps
 from offload.errors import PathError, PathInUseError, ResumeError
 from offload.sizes import PAGE_BYTES
 from offload.store import slots
-from offload.store.directories import COMMIT_NAME
+from offload.store.directories import COMMIT_NAME, SWAP_NAME
+from offload.store.files import LOCAL, LocalFiles
 from tests.support.committed import manifest_of, superblock, superblock_of
+from tests.support.simulated_files import PowerCut, SimulatedFiles
 
 OLD, NEW, OTHER = "a" * 32, "b" * 32, "c" * 32
 """The run that was, the one that replaces it, and one that has nothing to do with them."""
@@ -41,20 +40,14 @@ def names(directory: Path) -> set[str]:
 
 
 class Logged(LocalFiles):
-    """What was asked of the file system, in order, with the operations of places.py itself."""
+    """What was asked of the file system, in order."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.log: list[str] = []
 
-        def rename(old: Path, new: Path) -> None:
-            self.log.append(f"rename {old.name}")
-            os.rename(old, new)
-
-        def unlink(path: Path) -> None:
-            self.log.append(f"remove {path.name}")
-            os.unlink(path)
-
-        patch.setattr(placing, "os", SimpleNamespace(**{**vars(os), "rename": rename, "unlink": unlink}))
+    def rename(self, old: Path, new: Path) -> None:
+        self.log.append(f"rename {old.name}")
+        super().rename(old, new)
 
     def remove(self, path: Path) -> None:
         self.log.append(f"remove {path.name}")
@@ -75,56 +68,41 @@ def test_what_is_no_regular_file_is_no_swap_file(places: list[Path]) -> None:
     (places[0] / "offload-rank2.swap").mkdir()
     swap(places[0], "rank03.swap", NEW)
     swap(places[0], "rank3.swap.new", NEW)
-    assert [(one.rank, one.is_aside, one.run_id) for one in swaps(places[0])] == [(3, True, NEW)]
-    assert not [*swaps(places[0] / "missing")]
-    assert not [*swaps(real)]
+    assert [(one.rank, one.is_aside, one.run_id) for one in swaps(places[0], LOCAL)] == [(3, True, NEW)]
+    assert not [*swaps(places[0] / "missing", LOCAL)]
+    assert not [*swaps(real, LOCAL)]
 
 
-def test_a_directory_that_cannot_be_read_is_not_taken_for_an_empty_one(
-    places: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(path: Path) -> list[str]:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+def test_a_directory_that_cannot_be_read_is_not_taken_for_an_empty_one(places: list[Path]) -> None:
+    class Refusing(LocalFiles):
+        def names(self, directory: Path) -> list[str]:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr(placing, "os", SimpleNamespace(**{**vars(os), "listdir": refuse}))
     with pytest.raises(PathError) as caught:
-        [*swaps(places[0])]
+        [*swaps(places[0], Refusing())]
     assert (caught.value.errno, caught.value.filename) == (errno.EACCES, str(places[0]))
 
 
-@pytest.mark.parametrize("gone", ["lstat", "open"])
-def test_a_file_that_goes_meanwhile_is_no_error(places: list[Path], monkeypatch: pytest.MonkeyPatch, gone: str) -> None:
-    """A run that ends in order removes what it has beside its files, while others look."""
+@pytest.mark.parametrize("becomes", ["nothing", "a link"])
+def test_a_file_that_goes_meanwhile_is_no_error(places: list[Path], becomes: str) -> None:
+    """A run that ends in order removes what it has beside its files, while others look. A link is not followed."""
     first, second = (swap(places[0], f"rank{rank}.swap", NEW) for rank in range(2))
+    other = swap(places[1], "rank0.swap", NEW)
 
-    def look(path: Path, *args: Any) -> Any:
-        if path == first:
-            first.unlink(missing_ok=True)
-        return getattr(os, gone)(path, *args)
+    class Meanwhile(LocalFiles):
+        def read(self, path: Path, most: int) -> bytes:
+            if path == first:
+                first.unlink()
+                if becomes == "a link":
+                    first.symlink_to(other)
+            return super().read(path, most)
 
-    monkeypatch.setattr(placing, "os", SimpleNamespace(**{**vars(os), gone: look}))
-    assert [one.path for one in swaps(places[0]) if one.block is not None] == [second]
-
-
-def test_a_link_that_is_put_in_a_files_place_is_not_followed(
-    places: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, other = swap(places[0], "rank0.swap", OLD), swap(places[1], "rank0.swap", NEW)
-
-    def swapped(path: Path, *args: Any) -> int:
-        file.unlink()
-        file.symlink_to(other)
-        return os.open(path, *args)
-
-    monkeypatch.setattr(placing, "os", SimpleNamespace(**{**vars(os), "open": swapped}))
-    with pytest.raises(PathError) as caught:
-        [*swaps(places[0])]
-    assert caught.value.errno == errno.ELOOP
+    assert [one.path for one in swaps(places[0], Meanwhile())] == [second]
 
 
 def test_a_swap_file_of_a_newer_version_is_of_no_run(places: list[Path]) -> None:
     (places[0] / "offload-rank0.swap").write_bytes(superblock_of(b"{}", slots.FORMAT + 1))
-    assert [one.run_id for one in swaps(places[0])] == [None]
+    assert [one.run_id for one in swaps(places[0], LOCAL)] == [None]
 
 
 # Whose they are.
@@ -152,15 +130,15 @@ def test_only_files_under_their_names_and_of_neither_run_are_in_the_way(places: 
     swap(places[0], "rank0.swap", OLD)
     swap(places[0], "rank1.swap", NEW)
     swap(places[0], "rank2.swap.new", OTHER)
-    assert not foreign(places, AFTER)
+    assert not foreign(places, AFTER, LOCAL)
     others = [swap(places[1], "rank3.swap", OTHER), places[1] / "offload-rank4.swap"]
     others[1].write_bytes(b"")
-    assert [one.path for one in foreign(places, AFTER)] == others
-    require_free(places, AFTER)
+    assert [one.path for one in foreign(places, AFTER, LOCAL)] == others
+    require_free(places, AFTER, LOCAL)
     with open(others[0], "rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(PathInUseError):
-            require_free(places, AFTER)
+            require_free(places, AFTER, LOCAL)
 
 
 # Settling.
@@ -171,15 +149,13 @@ def settled(places: Sequence[Path], files: LocalFiles = LOCAL) -> None:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_the_old_record_is_gone_for_good_before_anything_else_is_done(
-    places: list[Path], monkeypatch: pytest.MonkeyPatch, order: int
-) -> None:
+def test_the_old_record_is_gone_for_good_before_anything_else_is_done(places: list[Path], order: int) -> None:
     write_commit(places[0], BEFORE)
     swap(places[0], "rank0.swap", OLD)
     write_commit(places[1], AFTER)
     swap(places[1], "rank0.swap.new", NEW)
     swap(places[1], "rank0.swap", OLD)
-    files = Logged(monkeypatch)
+    files = Logged()
     settled(places[::order], files)
     assert files.log[:2] == ["remove COMMIT", "sync a"]
     rest = [["remove offload-rank0.swap", "sync a"], ["rename offload-rank0.swap.new", "sync b"]][::order]
@@ -193,12 +169,13 @@ LEFT: dict[str, tuple[str, bytes | str]] = {
     "of the run before": ("rank5.swap", OLD),
     "of the run before aside": ("rank5.swap.new", OLD),
     "of another run aside": ("rank5.swap.new", OTHER),
-    "that did not begin": ("rank5.swap.new", bytes(2 * PAGE_BYTES)),
+    "that did not begin": ("rank5.swap.new", bytes(PAGE_BYTES)),
     "that is empty": ("rank5.swap.new", b""),
 }
 STAYS: dict[str, tuple[str, bytes | str]] = {
     "of this run": ("rank5.swap", NEW),
     "of another run": ("rank5.swap", OTHER),
+    "of somebody else, of zeros": ("rank5.swap.new", bytes(PAGE_BYTES + 1)),
     "of somebody else aside": ("rank5.swap.new", b"mine".rjust(PAGE_BYTES, b"\0")),
     "of somebody else": ("rank5.swap", bytes(PAGE_BYTES)),
 }
@@ -231,6 +208,30 @@ def test_what_older_commits_left_goes_along_with_what_is_astray(places: list[Pat
     assert names(places[0]) == {"rank0.swap"}
 
 
+def test_power_cuts_while_files_get_their_names_lose_none(places: list[Path]) -> None:
+    write_commit(places[0], BEFORE)
+    write_commit(places[1], AFTER)
+    for place in places:
+        swap(place, "rank0.swap", OLD)
+        swap(place, "rank0.swap.new", NEW)
+    seen = set()
+    for cut_at in range(12):
+        for seed in range(6):
+            files = SimulatedFiles(cut_at=cut_at).load(places[0].parent)
+            with suppress(PowerCut):
+                settle(places, AFTER, files, locked=True)
+            assert cut_at < 9 or {"rename offload-rank0.swap", "sync directory b"} < {*files.log}
+            after = files.after_cut(seed)
+            assert last_commit(places, after) == (places[1], AFTER)
+            names = [after.names(place) for place in places]
+            seen.add(str(names))
+            for place in places:
+                assert [one.run_id for one in swaps(place, after)] in ([OLD, NEW], [NEW])
+            settle(places, AFTER, after, locked=True)
+            assert [after.names(place) for place in places] == [[SWAP_NAME], [COMMIT_NAME, SWAP_NAME]]
+    assert len(seen) > 3
+
+
 @pytest.mark.parametrize("name", ["rank0.swap.new", "rank0.swap"])
 @pytest.mark.parametrize("run_id", [OLD, NEW, OTHER])
 def test_nothing_is_settled_under_a_live_run(places: list[Path], name: str, run_id: str) -> None:
@@ -254,14 +255,14 @@ def test_a_file_to_be_claimed_is_no_link_and_a_held_one_leaves_no_descriptor(pla
     link = places[1] / "offload-rank0.swap"
     link.symlink_to(file)
     with pytest.raises(PathError) as caught:
-        claimed(link)
+        claimed(link, LOCAL)
     assert caught.value.errno == errno.ELOOP
     with open(file, "rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         before = len(os.listdir("/proc/self/fd"))
         with pytest.raises(PathInUseError) as busy:
-            claimed(file)
+            claimed(file, LOCAL)
         assert len(os.listdir("/proc/self/fd")) == before, busy
     shutil.rmtree(places[0])
     with pytest.raises(PathError):
-        claimed(file)
+        claimed(file, LOCAL)

@@ -17,7 +17,6 @@ from offload.checkpoint import reader as reading
 from offload.checkpoint.blocks import committed_slots, described_chunks, parse_header, parse_superblock
 from offload.checkpoint.commit import Commit, read_commit, write_commit, write_manifest
 from offload.checkpoint.export import export
-from offload.checkpoint.files import Files
 from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.swapfile import SwapFile
@@ -35,6 +34,7 @@ from offload.io.threads import ThreadEngine
 from offload.sizes import PAGE_BYTES
 from offload.store.arena import Arena
 from offload.store.directories import SWAP_NAME, swap_name
+from offload.store.files import Files
 from offload.store.slots import STATE_KINDS, Record, SlotFile, file_bytes
 from tests.support.committed import FLATS, PARAMETERS, RUN, STEP, header, manifest_of, superblock, value_of, write_run
 
@@ -269,8 +269,42 @@ def test_a_truncated_file_is_found_wherever_it_ends(places: list[Path]) -> None:
                 with pytest.raises(CorruptionError, match="ends before this slot"):
                     reader.read("embed.weight", "master")
     path.write_bytes(whole[:100])
-    with pytest.raises(CorruptionError, match="in its superblock"), Reader(places[:1]) as reader:
-        list(reader.verify())
+    with Reader(places[:1]) as reader:
+        with pytest.raises(CorruptionError, match="in its superblock"):
+            reader.read("embed.weight", "master")
+        first, *others = reader.verify()
+        assert (first.rank, first.chunk) == (0, None)
+        assert "in its superblock" in str(first.error)
+        assert [found.chunk for found in others if "swap file that is damaged" in str(found.error)] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("offset", [-1, -2000])
+def test_damage_after_the_text_of_a_superblock_is_found(places: list[Path], offset: int) -> None:
+    """A resume compares the whole page."""
+    write_run(places[:1])
+    flip(places[0] / swap_name(0), PAGE_BYTES + offset)
+    with Reader(places[:1]) as reader:
+        with pytest.raises(CorruptionError, match="after the text of its superblock"):
+            reader.read("embed.weight", "master")
+        errors = [(found.chunk, found.error) for found in reader.verify() if found.error]
+    assert [chunk for chunk, _ in errors] == [None]
+    assert "after the text of its superblock" in str(errors[0][1])
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut short", "missing"])
+def test_damage_of_the_tensors_of_extra_is_found(places: list[Path], damage: str) -> None:
+    write_run(places[:1], world=2, extra={"seen": torch.ones(5)})
+    (file,) = places[0].glob("extra-*-rank1.safetensors")
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-1] + (b"" if damage == "cut short" else b"\xff"))
+    with Reader(places[:1]) as reader:
+        errors = [(found.rank, found.chunk, found.error) for found in reader.verify() if found.error]
+        with pytest.raises(CorruptionError):
+            reader.extra(1)
+    assert [at for *at, _ in errors] == [[1, None]]
+    assert str(file) in str(errors[0][2])
 
 
 def test_a_manifest_that_asks_for_a_huge_slot_takes_no_memory(places: list[Path]) -> None:
@@ -293,7 +327,7 @@ CHANGES: list[tuple[str, Callable[[Manifest], bytes]]] = [
     ("other places or paths", lambda made: superblock(made, 0, places=1)),
     ("other chunks", lambda made: superblock(made, 0, chunks={"held": [0], "numels": [1000]})),
     ("other chunks", lambda made: superblock(made, 0, chunks={"xxh3": "0" * 16})),
-    ("not among", lambda made: superblock(made, 0, run_id="0" * 32)),
+    ("or is another run's", lambda made: superblock(made, 0, run_id="0" * 32)),
 ]
 
 
@@ -305,7 +339,7 @@ def test_a_swap_file_of_another_run_or_layout_is_refused(
     path = places[0] / swap_name(0)
     path.write_bytes(change(made) + path.read_bytes()[PAGE_BYTES:])
     with pytest.raises((CorruptionError, ResumeError), match=match), Reader(places[:1]) as reader:
-        list(reader.verify())
+        reader.swap_files.lock()
 
 
 def test_an_io_error_is_one_slots_error(places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

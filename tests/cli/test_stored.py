@@ -16,6 +16,8 @@ from offload import OffloadZero
 from offload.checkpoint.blocks import committed_slots
 from offload.checkpoint.reader import Reader
 from offload.cli.main import app
+from offload.errors import CorruptionError, PathError, ResumeError
+from offload.sizes import PAGE_BYTES
 from offload.store.directories import SWAP_NAME
 
 
@@ -93,11 +95,133 @@ def test_remove_takes_only_its_own_and_asks_first(run: tuple[Path, dict[str, Ten
     assert sorted(file.name for file in path.iterdir()) == ["manifest.json", "notes.txt"]
 
 
-def test_remove_leaves_a_stranger_s_files_of_the_same_name(tmp_path: Path) -> None:
-    for name in ("COMMIT", SWAP_NAME):
-        (tmp_path / name).write_text("this is somebody else's, and longer than a magic number")
-    assert json.loads(call("remove", tmp_path, "--yes", "--json").stdout)["files"] == []
-    assert len(list(tmp_path.iterdir())) == 2
+STRANGE: dict[str, bytes] = {
+    "COMMIT.new": b"this is somebody else's",
+    f"manifest-{'0' * 32}-7-rank0.json": b"{}",
+    f"manifest-{'0' * 32}-7-rank0.json.new": b"{}",
+    f"extra-{'0' * 32}-7-rank0.safetensors": b"x",
+    "offload-rank3.swap": bytes(3 * PAGE_BYTES),
+    "offload-rank4.swap": b"this is somebody else's, and longer than a magic number",
+    "offload-rank5.swap.new": bytes(3 * PAGE_BYTES),
+}
+
+
+def test_remove_leaves_a_stranger_s_files_of_the_same_name(run: tuple[Path, dict[str, Tensor]]) -> None:
+    path, _ = run
+    for name, data in STRANGE.items():
+        (path / name).write_bytes(data)
+    found = call("remove", path, "--yes", "--json")
+    assert found.exit_code == 0
+    assert {Path(one["file"]).name for one in json.loads(found.stdout)["left"]} == STRANGE.keys()
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == STRANGE
+    assert "left: " in call("remove", path, "--yes").stdout
+
+
+def test_commits_leave_a_stranger_s_files_of_the_same_name(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    for name, data in STRANGE.items():
+        (tmp_path / "run" / name).write_bytes(data)
+    _, optimizer = trained(tmp_path / "run")
+    optimizer.close()
+    assert call("verify", tmp_path / "run").exit_code == 0
+    assert {name: (tmp_path / "run" / name).read_bytes() for name in STRANGE} == STRANGE
+
+
+def test_a_longer_file_of_zeros_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / SWAP_NAME).write_bytes(bytes(3 * PAGE_BYTES))
+    with pytest.raises(PathError, match="is no swap file of this library"):
+        trained(tmp_path)
+    assert (tmp_path / SWAP_NAME).read_bytes() == bytes(3 * PAGE_BYTES)
+
+
+@pytest.mark.parametrize("damage", ["a byte at the start", "a byte at the end", "half of it", "newer"])
+def test_remove_takes_a_damaged_record_along(run: tuple[Path, dict[str, Tensor]], damage: str) -> None:
+    path, _ = run
+    record = (path / "COMMIT").read_bytes()
+    damaged = {
+        "a byte at the start": b"[" + record[1:],
+        "a byte at the end": record[:-2] + b"x\n",
+        "half of it": record[: len(record) // 2],
+        "newer": record.replace(b'"version":1', b'"version":9'),
+    }[damage]
+    (path / "COMMIT").write_bytes(damaged)
+    assert call("remove", path, "--yes").exit_code == 0
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("kind", ["another's", "empty", "link", "directory"])
+def test_a_record_that_stays_is_said_and_the_path_refused_with_a_way_out(
+    run: tuple[Path, dict[str, Tensor]], kind: str
+) -> None:
+    path, _ = run
+    record = path / "COMMIT"
+    record.rename(path.with_name("elsewhere"))
+    if kind == "link":
+        record.symlink_to(path.with_name("elsewhere"))
+    elif kind == "directory":
+        record.mkdir()
+    else:
+        record.write_text("mine" if kind == "another's" else "")
+    found = call("remove", path, "--yes", "--json")
+    assert found.exit_code == 2
+    assert str(record) in found.stderr
+    assert "move it away" in found.stderr
+    assert [one["file"] for one in json.loads(found.stdout)["left"]] == [str(record)]
+    assert [*path.iterdir()] == [record]
+    with pytest.raises(ResumeError, match="move it away"):
+        trained(path)
+    record.rename(path.with_name("away"))
+    trained(path)[1].close()
+
+
+@pytest.mark.parametrize("kind", ["missing", "link", "damaged"])
+def test_resuming_without_the_swap_file_does_not_advise_to_remove_the_run(
+    run: tuple[Path, dict[str, Tensor]], kind: str
+) -> None:
+    path, _ = run
+    swap = path / SWAP_NAME
+    swap.rename(path.with_name("elsewhere"))
+    if kind == "link":
+        swap.symlink_to(path.with_name("elsewhere"))
+    elif kind == "damaged":
+        data = path.with_name("elsewhere").read_bytes()
+        swap.write_bytes(b"x" + data[1:])
+    before = sorted(path.iterdir())
+    model = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
+    with pytest.raises((ResumeError, PathError, CorruptionError)) as caught:
+        OffloadZero(model, path=path, commit_every=0, resume=True)
+    verified = call("verify", path)
+    for says in (str(caught.value), verified.stderr + verified.stdout):
+        assert "remove" not in says
+        assert SWAP_NAME in says
+    assert verified.exit_code
+    assert sorted(path.iterdir()) == before
+    swap.unlink(missing_ok=True)
+    path.with_name("elsewhere").rename(swap)
+    OffloadZero(model, path=path, commit_every=0, resume=True).close()
+
+
+def test_verify_finds_damaged_tensors_of_extra_and_padding(run: tuple[Path, dict[str, Tensor]]) -> None:
+    path, _ = run
+    model = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
+    with OffloadZero(model, path=path, commit_every=0, resume=True) as optimizer:
+        model(torch.randn(4, 40).bfloat16()).square().mean().backward()
+        optimizer.step()
+        optimizer.commit({"seen": torch.ones(3)})
+    (extra,) = path.glob("extra-*")
+    for file, offset in ((extra, extra.stat().st_size - 1), (path / SWAP_NAME, PAGE_BYTES - 1)):
+        whole = file.read_bytes()
+        file.write_bytes(whole[:offset] + b"\xaa" + whole[offset + 1 :])
+        found = call("verify", path)
+        assert found.exit_code == 1
+        assert str(file) in found.stdout
+        assert "1 damaged" in found.stdout
+        damaged = file.read_bytes()
+        with pytest.raises(CorruptionError):
+            OffloadZero(model, path=path, commit_every=0, resume=True)
+        assert file.read_bytes() == damaged
+        file.write_bytes(whole)
+    assert call("verify", path).exit_code == 0
 
 
 def test_a_live_run_is_neither_removed_nor_verified(tmp_path: Path) -> None:

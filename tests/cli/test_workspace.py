@@ -60,14 +60,30 @@ def test_relative_and_absolute_names_are_the_same_file(tmp_path: Path, monkeypat
     assert (tmp_path / "old").exists()
 
 
+def test_what_another_run_made_under_the_same_names_stays(tmp_path: Path) -> None:
+    path = tmp_path / "scratch"
+    space = Workspace(path)
+    path.mkdir()
+    (path / "swap").write_text("mine")
+    with removed_at_end(space, [path / "swap"]):
+        path.rename(tmp_path / "moved")
+        path.mkdir()
+        (path / "swap").write_text("another's")
+    assert (path / "swap").read_text() == "another's"
+    path.rename(tmp_path / "other")
+    path.mkdir()
+    space.remove_directory()
+    assert path.exists()
+
+
 def test_abandoned_file_goes_but_never_that_of_a_live_run(tmp_path: Path) -> None:
     space = Workspace(tmp_path)
     file = tmp_path / "swap"
     file.touch()
     with file.open() as live:
         fcntl.flock(live, fcntl.LOCK_EX)
-        space.remove_abandoned(file)
+        space.remove_abandoned(file.name)
         assert file.exists()
-    space.remove_abandoned(file)
+    space.remove_abandoned(file.name)
     assert not file.exists()
-    space.remove_abandoned(file)  # where nothing was left, nothing happens
+    space.remove_abandoned(file.name)  # where nothing was left, nothing happens

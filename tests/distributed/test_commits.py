@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from offload import OffloadZero, Tuning, comm, resuming
 from offload.checkpoint.commit import read_commit
-from offload.checkpoint.files import LocalFiles
 from offload.checkpoint.reader import Reader
 from offload.errors import ConfigError, OffloadError, RankError, ResumeError, TierIOError
 from offload.planner import least_cpu_memory
+from offload.store.files import LocalFiles
 from tests.support import models
 from tests.support.machines import RUN, on
 from tests.support.ranks import World, Worlds

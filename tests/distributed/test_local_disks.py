@@ -18,6 +18,7 @@ from offload.checkpoint.commit import read_commit, write_commit
 from offload.checkpoint.places import swaps
 from offload.checkpoint.reader import Reader
 from offload.errors import OffloadError, PathInUseError, ResumeError, TierIOError
+from offload.store.files import LOCAL
 from tests.cli.test_stored import call
 from tests.distributed.test_commits import AT, MORE, SPLIT, STEPS, Training, _uninterrupted, kill_all, same
 from tests.support.machines import RUN, needs_proc, on
@@ -34,7 +35,7 @@ def content(base: Path) -> dict[str, bytes]:
 
 
 def run_ids(base: Path) -> set[str | None]:
-    return {swap.run_id for place in base.glob("machine*/run") for swap in swaps(place)}
+    return {swap.run_id for place in base.glob("machine*/run") for swap in swaps(place, LOCAL)}
 
 
 def extra_of_rank() -> dict[str, Any]:

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload import resuming
-from offload.checkpoint.files import LocalFiles
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.snapshots import Need
 from offload.errors import BudgetError, OffloadError, RankError
+from offload.store.files import LocalFiles
 from tests.distributed.test_commits import AT, MORE, TIMEOUT_S, Failing, Training, _patient, same
 from tests.support.ranks import World, Worlds
 

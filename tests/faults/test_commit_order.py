@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from offload.checkpoint.commit import read_commit
-from offload.checkpoint.files import LocalFiles
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.snapshots import Snapshot
 from offload.checkpoint.swapfile import SwapFile
 from offload.errors import ConfigError, PathInUseError, TierIOError
 from offload.io.engine import IOFile, IOFuture
-from offload.store.directories import ASIDE, COMMIT_NAME, SWAP_NAME
+from offload.store.directories import ASIDE, COMMIT_NAME, SWAP_NAME, TEMPORARY
+from offload.store.files import LocalFiles
 from offload.store.slots import SlotFile
 from tests.faults.conftest import Make, Tiny, assert_same, bits, one_step
 from tests.faults.test_commits import committed
@@ -41,7 +41,7 @@ class Logged(LocalFiles):
 
     def create(self, path: Path) -> int:
         fd = super().create(path)
-        self._open[fd] = path.name.removesuffix(ASIDE).partition("-")[0]
+        self._open[fd] = path.name.removesuffix(TEMPORARY).partition("-")[0]
         return fd
 
     def sync(self, fd: int) -> None:
@@ -53,7 +53,7 @@ class Logged(LocalFiles):
         super().rename(old, new)
 
     def remove(self, path: Path) -> None:
-        if not path.name.endswith(ASIDE):
+        if not path.name.endswith(TEMPORARY):
             self._note("remove", path)
         super().remove(path)
 

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from offload import OffloadZero, Tuning
 from offload.checkpoint.blocks import committed_slots
-from offload.checkpoint.files import LOCAL
 from offload.checkpoint.reader import Reader
 from offload.errors import (
     ConfigError,
@@ -35,6 +34,7 @@ from offload.io.engine import IOFile, IOFuture
 from offload.planner import least_cpu_memory
 from offload.planner.placement import slot_records
 from offload.store.directories import COMMIT_NAME, SWAP_NAME
+from offload.store.files import LOCAL
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, backward, bits, one_step
 from tests.support.faulty_engine import FaultyEngine, resolved
 from tests.support.processes import ROOT
@@ -320,6 +320,28 @@ def test_a_corrupt_slot_is_found_at_resume(make: Make, path: Path, chunk: int) -
     with pytest.raises(CorruptionError) as caught:
         make(Tiny(), commit_every=0, resume=True)
     assert (caught.value.chunk, caught.value.offset) == (chunk, slot.offset)
+
+
+@pytest.mark.parametrize("is_snapshot", [False, True])
+@pytest.mark.parametrize("damage", ["cut short", "a flipped bit"])
+def test_a_resume_that_is_refused_leaves_the_files_as_they_are(
+    make: Make, path: Path, damage: str, is_snapshot: bool
+) -> None:
+    """A snapshot's file ends with its last slot, and gets a run's size only when a run goes on in it."""
+    _, optimizer = committed(make)
+    folder = optimizer.snapshot()[0] if is_snapshot else path
+    optimizer.close()
+    with Reader([folder]) as reader:
+        last = max(committed_slots(reader.manifests[0]), key=lambda slot: slot.offset)
+    if damage == "cut short":
+        os.truncate(folder / SWAP_NAME, last.offset + 4096)
+    else:
+        flip(folder / SWAP_NAME, last.offset + 5000)
+    before = {name: (folder / name).read_bytes() for name in os.listdir(folder) if (folder / name).is_file()}
+    with pytest.raises(CorruptionError) as caught:
+        make(Tiny(), path=folder, commit_every=0, resume=True)
+    assert (caught.value.chunk, caught.value.offset) == (last.chunk, last.offset)
+    assert {name: (folder / name).read_bytes() for name in before} == before
 
 
 def test_two_resumes_at_once_are_refused(make: Make) -> None:

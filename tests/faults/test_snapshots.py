@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +16,7 @@ import torch
 from torch import Tensor
 
 from offload import OffloadZero, Tuning, commits
-from offload.checkpoint import files as local
 from offload.checkpoint.commit import read_commit, write_commit
-from offload.checkpoint.files import LocalFiles
 from offload.checkpoint.manifest import Digest
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.snapshots import Need, Snapshot, require_space
@@ -34,7 +31,9 @@ from offload.errors import (
     ResumeError,
     TierIOError,
 )
+from offload.store import files as local
 from offload.store.directories import COMMIT_NAME, SWAP_NAME
+from offload.store.files import LocalFiles
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, bits, one_step
 from tests.faults.test_commits import committed, flip
 from tests.faults.test_resharding import LARGER, contents, cut_off
@@ -520,12 +519,7 @@ def test_too_little_disk_is_refused_before_anything_is_written(
     manifest = sum(file.stat().st_size for kind in ("manifest", "extra") for file in path.glob(f"{kind}-*"))
     needed = slots + paths * (4096 + manifest)
     free = [needed - 1]
-    real = os.statvfs
-
-    def small(place: Path) -> Any:
-        return SimpleNamespace(f_bavail=free[0], f_frsize=1) if Path(place) in optimizer._config.paths else real(place)
-
-    monkeypatch.setattr("offload.checkpoint.snapshots.os.statvfs", small)
+    monkeypatch.setattr(LocalFiles, "space", lambda files, directory: (directory.stat().st_dev, free[0]))
     before = contents(tmp_path)
     with pytest.raises(BudgetError, match="a snapshot needs") as caught:
         optimizer.snapshot()

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from offload import OffloadZero, assembly
-from offload.checkpoint.files import LOCAL
 from offload.checkpoint.reader import Reader
 from offload.store.directories import ASIDE, COMMIT_NAME
+from offload.store.files import LOCAL
 from tests.faults.conftest import Make, Tiny, assert_same, bits
 from tests.faults.test_commits import Cuts, cut_power
 from tests.support.processes import ROOT

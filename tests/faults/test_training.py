@@ -619,10 +619,10 @@ def test_a_memory_file_system_without_o_direct_trains_to_the_same_bits(
     place = Path(f"/dev/shm/offload-test-{os.getpid()}")
     real = os.open
 
-    def refuse(path: str, flags: int, mode: int = 0o777) -> int:
+    def refuse(path: str, flags: int, mode: int = 0o777, **more: int | None) -> int:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "no O_DIRECT here")
-        return real(path, flags, mode)
+        return real(path, flags, mode, **more)
 
     monkeypatch.setattr(os, "open", refuse)
     try:

@@ -17,6 +17,7 @@ import pytest
 from offload import ring
 from offload.errors import PathError, TierIOError
 from offload.io.engine import IOEngine
+from offload.io.portable import PortableEngine
 from offload.io.queue import REQUEST_BYTES, QueuedEngine, Request
 from offload.io.threads import ThreadEngine
 from offload.io.uring import UringEngine
@@ -235,10 +236,10 @@ def test_a_refused_o_direct_falls_back_and_says_so_once(
 ) -> None:
     real = os.open
 
-    def refuse(path: str, flags: int, mode: int = 0o777) -> int:
+    def refuse(path: str, flags: int, mode: int = 0o777, **more: int | None) -> int:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "no O_DIRECT here")
-        return real(path, flags, mode)
+        return real(path, flags, mode, **more)
 
     monkeypatch.setattr(os, "open", refuse)
     with caplog.at_level(logging.WARNING, "offload"):
@@ -544,3 +545,27 @@ def test_an_interrupt_while_requests_are_started_leaves_none_that_never_ends(
     queued._drives.clear()  # or this test could never end
     assert not is_stuck
     assert operation == "sync" or Path(place).read_bytes() == data
+
+
+def test_the_portable_engine_opens_the_same_file_again_or_none(tmp_path: Path) -> None:
+    """It opens a handle for each request under way, when it first needs one."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    within = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    engine = PortableEngine()
+    try:
+        named = engine.open(str(folder / "named"))
+        held = engine.open(str(folder / "held"), dir_fd=within)
+        folder.rename(tmp_path / "moved")
+        folder.mkdir()
+        (folder / "named").write_bytes(b"another's")
+        engine.write(held, 0, noise(PAGE_BYTES)).result(WAIT_S)
+        for _ in range(2):
+            with pytest.raises(TierIOError):
+                engine.write(named, 0, noise(PAGE_BYTES)).result(WAIT_S)
+            (folder / "named").unlink(missing_ok=True)
+    finally:
+        engine.close()
+        os.close(within)
+    assert not [*folder.iterdir()]
+    assert (tmp_path / "moved" / "held").stat().st_size == PAGE_BYTES

@@ -120,8 +120,8 @@ class FaultyEngine(IOEngine):
 
     # The contract.
 
-    def open(self, path: str) -> IOFile:
-        return self._inner.open(path)
+    def open(self, path: str, *, dir_fd: int | None = None) -> IOFile:
+        return self._inner.open(path, dir_fd=dir_fd)
 
     def read(self, file: IOFile, offset: int, buffer: memoryview) -> IOFuture:
         return self._submit("read", self._inner.read, file, offset, buffer)

@@ -3,6 +3,9 @@
 Contents are lost by sectors, and a file's length among those it had since its last sync. Of what was made, renamed
 and removed since a directory's last sync, any subset may have happened. A failed sync loses what it was to keep, for
 good, and a second one does not say so: as Linux does.
+
+Swap files may really be there, written through an engine that is simulated on its own. They are seen here, too, unless
+their directory was loaded.
 """
 
 from __future__ import annotations
@@ -10,11 +13,13 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from offload.store.files import LOCAL, Directories
 from tests.support.simulated_disk import SECTOR_BYTES
 
 
@@ -41,12 +46,14 @@ class _Inode:
         return b"".join(sectors)
 
 
+_SWAP = re.compile(r"offload-rank\d+\.swap(\.new)?")
+
 Names = dict[str, _Inode]
 Change = Callable[[Names], None]
 
 
 class SimulatedFiles:
-    """Implements checkpoint.files.Files. Attributes: operations: those made so far; log: their names.
+    """Implements store.files.Files. Attributes: operations: those made so far; log: their names.
 
     Args: cut_at: the operation, from 0 on, in whose place the power is cut; fail_at: the one that fails, with `code`.
     """
@@ -62,6 +69,7 @@ class SimulatedFiles:
         self._pending: dict[Path, list[Change]] = {}
         self._open: dict[int, _Inode] = {}
         self._next = 3
+        self._loaded: set[Path] = set()
 
     # What commits use.
 
@@ -95,8 +103,14 @@ class SimulatedFiles:
     def close(self, fd: int) -> None:
         del self._open[fd]
 
+    def within(self, held: Directories) -> SimulatedFiles:
+        return self
+
     def rename(self, old: Path, new: Path) -> None:
         self._operation("rename", new)
+        if old.name in self._real(old.parent):
+            os.rename(old, new)
+            return
         inode = self._names(old.parent)[old.name]
 
         def change(names: Names) -> None:
@@ -107,6 +121,9 @@ class SimulatedFiles:
 
     def remove(self, path: Path) -> None:
         self._operation("remove", path)
+        if path.name in self._real(path.parent):
+            os.unlink(path)
+            return
         self._change(path.parent, lambda names: names.pop(path.name, None))
 
     def copy(self, source: Path, fd: int, offset: int, length: int) -> None:
@@ -137,9 +154,22 @@ class SimulatedFiles:
         self._pending[path] = []
 
     def names(self, directory: Path) -> list[str]:
-        return sorted(self._names(directory))
+        return sorted([*self._names(directory), *self._real(directory)])
+
+    def is_directory(self, path: Path) -> bool:
+        inode = self._names(path.parent).get(path.name)
+        return inode is not None and inode.is_directory
+
+    def open(self, path: Path, flags: int) -> int:
+        """Of a real file."""
+        return LOCAL.open(path, flags)
+
+    def space(self, path: Path) -> tuple[int, int]:
+        return LOCAL.space(path)
 
     def read(self, path: Path, most: int) -> bytes:
+        if path.name in self._real(path.parent):
+            return LOCAL.read(path, most)
         if path.name not in self._names(path.parent):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         return self._names(path.parent)[path.name].content[: most + 1]
@@ -152,10 +182,12 @@ class SimulatedFiles:
             contents = {file: b"" if file.is_dir() else file.read_bytes() for file in place.iterdir()}
             names = {file.name: _Inode(data, data, is_directory=file.is_dir()) for file, data in contents.items()}
             self._seen[place], self._durable[place], self._pending[place] = names, dict(names), []
+            self._loaded.add(place)
         return self
 
     def move(self, old: Path, new: Path) -> SimulatedFiles:
         """What was in one folder is in another; returns itself."""
+        self._loaded = {new / place.relative_to(old) for place in self._loaded}
         for known in (self._seen, self._durable, self._pending):
             for place in [*known]:
                 known[new / place.relative_to(old)] = known.pop(place)  # type: ignore[index]
@@ -175,6 +207,7 @@ class SimulatedFiles:
         chance = random.Random(seed)
         keep = chance.choice([0.0, 0.2, 0.5, 0.8, 1.0])
         found = SimulatedFiles()
+        found._loaded = set(self._loaded)
         for directory, durable in self._durable.items():
             names = dict(durable)
             for change in self._pending[directory]:
@@ -192,6 +225,7 @@ class SimulatedFiles:
     def killed(self) -> SimulatedFiles:
         """What is found when only the process ended."""
         found = SimulatedFiles()
+        found._loaded = set(self._loaded)
         for directory, names in self._seen.items():
             found._seen[directory] = {
                 name: _Inode(inode.content, inode.content, is_directory=inode.is_directory)
@@ -205,6 +239,13 @@ class SimulatedFiles:
         if directory not in self._seen:
             self._seen[directory], self._durable[directory], self._pending[directory] = {}, {}, []
         return self._seen[directory]
+
+    def _real(self, directory: Path) -> list[str]:
+        """Swap files that are really there."""
+        if directory in self._loaded or not directory.is_dir():
+            return []
+        simulated = self._names(directory)
+        return [name for name in os.listdir(directory) if _SWAP.fullmatch(name) and name not in simulated]
 
     def _change(self, directory: Path, change: Change) -> None:
         change(self._names(directory))

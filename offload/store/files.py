@@ -1,0 +1,267 @@
+"""The files of this machine, reached through directories that are held open.
+
+A name may lead elsewhere later: a relative one when the working directory changes, any when a directory is moved or
+another takes its place. So a run opens each of its directories once (`Directories`), and whatever it does in one from
+then on is relative to that descriptor (`LocalFiles.within`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from offload.errors import PathError
+from offload.io.engine import IOFile
+from offload.sizes import MIB
+
+COPIED_BYTES = 64 * MIB
+"""Asked of the kernel at once, so that a copy can be interrupted."""
+PIECE_BYTES = 4 * MIB
+"""Copied at once where the kernel does not."""
+_NOT_IN_THE_KERNEL = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
+
+
+class Directories:
+    """Directories that are held open; see the top of this file. A forked child holds none of its parent's."""
+
+    def __init__(self) -> None:
+        self._held: dict[Path, IOFile] = {}
+
+    def hold(self, path: Path) -> int:
+        """Opens the directory, if it is not. Returns its descriptor. Raises: PathError."""
+        path = path.absolute()
+        if path not in self._held:
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except OSError as error:
+                raise PathError(error.errno, f"cannot be opened: {error.strerror}", str(path)) from error
+            self._held[path] = IOFile(str(path), fd, direct=False)
+        return self._held[path].fd
+
+    def __contains__(self, path: Path) -> bool:
+        return path.absolute() in self._held
+
+    def at(self, path: Path) -> tuple[str, int | None]:
+        """The name of `path`, and the `dir_fd` to which it is relative, as the functions of `os` take them."""
+        path = path.absolute()
+        for directory in (path, *path.parents):
+            if directory in self._held:
+                return str(path.relative_to(directory)), self._held[directory].fd
+        return str(path), None
+
+    def require_here(self, path: Path) -> None:
+        """Whether the name of a directory that is held still leads to it. Raises: PathError."""
+        path = path.absolute()
+        try:
+            is_here = os.path.samestat(os.stat(path), os.fstat(self._held[path].fd))
+        except FileNotFoundError:
+            is_here = False
+        except OSError as error:
+            raise PathError(error.errno, f"cannot be looked at: {error.strerror}", str(path)) from error
+        if not is_here:
+            raise PathError(
+                errno.ESTALE,
+                "is not the directory that this run opened, which was moved or removed: move it back and commit again; "
+                "what was committed is still in it",
+                str(path),
+            )
+
+    def close(self) -> None:
+        """May be called again."""
+        for file in self._held.values():
+            file.close()
+
+
+class Files(Protocol):
+    """What committing asks of a file system. Every method raises OSError; no effect is durable before a sync."""
+
+    def within(self, held: Directories) -> Self:
+        """The same, with what is in directories that are held reached through these."""
+
+    def create(self, path: Path) -> int:
+        """Makes a file of mode 0600 where there is none, follows no link; returns a descriptor to write to."""
+
+    def write(self, fd: int, data: memoryview) -> None:
+        """Appends all of `data`."""
+
+    def sync(self, fd: int) -> None:
+        """Makes the file's content durable. If it fails, the content is lost, whatever a second call says."""
+
+    def close(self, fd: int) -> None: ...
+
+    def rename(self, old: Path, new: Path) -> None: ...
+
+    def remove(self, path: Path) -> None:
+        """Removes a file, not what it links to; one that is not there is fine."""
+
+    def copy(self, source: Path, fd: int, offset: int, length: int) -> None:
+        """Writes a range of the file `source` to the same place of the file `fd`, of which it has to be no part yet.
+
+        Where the file system can, both share the blocks until one of them is written to.
+        """
+
+    def make_directory(self, path: Path) -> None:
+        """Of mode 0700; one that is there is fine."""
+
+    def remove_directory(self, path: Path) -> None:
+        """If nothing is in it; one that is not there, or not empty, is fine."""
+
+    def sync_directory(self, path: Path) -> None:
+        """Makes what was made, renamed and removed in `path` durable."""
+
+    def names(self, directory: Path) -> list[str]: ...
+
+    def is_directory(self, path: Path) -> bool:
+        """Whether it is one, and not a link to one."""
+
+    def read(self, path: Path, most: int) -> bytes:
+        """The content of a regular file, or the first `most + 1` bytes of it; follows no link."""
+
+    def open(self, path: Path, flags: int) -> int:
+        """Opens a file that is there; follows no link and waits for nobody. Returns: its descriptor."""
+
+    def space(self, path: Path) -> tuple[int, int]:
+        """The device that a directory is on, and bytes that are free there."""
+
+
+class LocalFiles:
+    """The files of this machine."""
+
+    # What a subclass has besides is shared by all that `within` makes of it.
+    __slots__ = ("__dict__", "_held")
+    _held: Directories | None
+
+    def __new__(cls, *args: Any, **named: Any) -> Self:
+        made = super().__new__(cls)
+        made._held = None
+        return made
+
+    def within(self, held: Directories) -> Self:
+        made = type(self).__new__(type(self))
+        made.__dict__ = self.__dict__
+        made._held = held
+        return made
+
+    def _at(self, path: Path) -> tuple[str, int | None]:
+        return (str(path), None) if self._held is None else self._held.at(path)
+
+    def create(self, path: Path) -> int:
+        name, within = self._at(path)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(name, flags, 0o600, dir_fd=within)
+
+    def write(self, fd: int, data: memoryview) -> None:
+        while data:
+            data = data[os.write(fd, data) :]
+
+    def sync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def rename(self, old: Path, new: Path) -> None:
+        (source, source_fd), (target, target_fd) = self._at(old), self._at(new)
+        os.rename(source, target, src_dir_fd=source_fd, dst_dir_fd=target_fd)
+
+    def remove(self, path: Path) -> None:
+        name, within = self._at(path)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=within)
+
+    def copy(self, source: Path, fd: int, offset: int, length: int) -> None:
+        # O_DIRECT or not, what a swap file's engine has written is seen here: it was synced.
+        with open(self.open(source, os.O_RDONLY), "rb", buffering=0) as file:
+            end = offset + length
+            while offset < end:
+                done = _copy_some(file.fileno(), fd, offset, min(end - offset, COPIED_BYTES))
+                if not done:
+                    raise OSError(errno.EIO, f"{source} ends at {offset}, before what is to be copied does")
+                offset += done
+
+    def make_directory(self, path: Path) -> None:
+        name, within = self._at(path)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=within)
+
+    def remove_directory(self, path: Path) -> None:
+        name, within = self._at(path)
+        try:
+            os.rmdir(name, dir_fd=within)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                raise
+
+    def sync_directory(self, path: Path) -> None:
+        fd = self._open_directory(path)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def names(self, directory: Path) -> list[str]:
+        fd = self._open_directory(directory)
+        try:
+            return os.listdir(fd)
+        finally:
+            os.close(fd)
+
+    def is_directory(self, path: Path) -> bool:
+        name, within = self._at(path)
+        try:
+            return stat.S_ISDIR(os.stat(name, dir_fd=within, follow_symlinks=False).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def read(self, path: Path, most: int) -> bytes:
+        fd = self.open(path, os.O_RDONLY)
+        try:
+            info = os.fstat(fd)
+            if not stat.S_ISREG(info.st_mode):
+                raise OSError(errno.EINVAL, "is no regular file", str(path))
+            with open(fd, "rb", closefd=False) as file:
+                return file.read(min(info.st_size, most + 1))
+        finally:
+            os.close(fd)
+
+    def open(self, path: Path, flags: int) -> int:
+        name, within = self._at(path)
+        # O_NONBLOCK: a FIFO put in the file's place must not hang us; it changes nothing for a regular file.
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=within)
+
+    def space(self, path: Path) -> tuple[int, int]:
+        fd = self._open_directory(path)
+        try:
+            disk = os.fstatvfs(fd)
+            return os.fstat(fd).st_dev, disk.f_bavail * disk.f_frsize
+        finally:
+            os.close(fd)
+
+    def _open_directory(self, path: Path) -> int:
+        name, within = self._at(path)
+        return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=within)
+
+
+def _copy_some(source: int, target: int, offset: int, length: int) -> int:
+    """Copies up to `length` bytes, in the kernel if that can. Returns: how many; 0 at the end of the source."""
+    done = 0
+    if hasattr(os, "copy_file_range"):
+        try:
+            done = os.copy_file_range(source, target, length, offset, offset)
+        except OSError as error:
+            if error.errno not in _NOT_IN_THE_KERNEL:
+                raise
+    if not done:  # also some file systems' word for "not here"
+        data = os.pread(source, min(length, PIECE_BYTES), offset)
+        done = os.pwrite(target, data, offset) if data else 0
+    if hasattr(os, "posix_fadvise"):
+        # It was read once, and pushes nothing else out of the page cache.
+        os.posix_fadvise(source, offset, done, os.POSIX_FADV_DONTNEED)
+    return done
+
+
+LOCAL = LocalFiles()

@@ -1,0 +1,236 @@
+"""A commit that is cut off by an exception at any point, and a loop that goes on: nothing committed is overwritten."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from offload import OffloadZero, commits
+from offload.checkpoint import commit as records
+from offload.checkpoint import files as atomic
+from offload.checkpoint.reader import Reader
+from offload.errors import TierIOError
+from offload.io.engine import IOFile, IOFuture
+from offload.store import files as local
+from offload.store import stripes
+from offload.store.directories import COMMIT_NAME
+from offload.store.files import LocalFiles
+from tests.faults.conftest import Make, Tiny, assert_same, bits, one_step
+from tests.support.faulty_engine import FaultyEngine, resolved
+
+OPERATIONS = ("create", "write", "sync", "close", "rename", "remove", "copy", "sync_directory", "names", "read")
+TRACED = frozenset(module.__file__ for module in (commits, records, atomic, local, stripes))
+"""Where a commit is made."""
+
+
+class Interrupted(LocalFiles):
+    """Raises KeyboardInterrupt at one call of the file system, before it does anything, or after."""
+
+    def __init__(self, at: int, *, is_done: bool) -> None:
+        self.left = at
+        self._is_done = is_done
+
+    def __getattribute__(self, name: str) -> Any:
+        method = super().__getattribute__(name)
+        return self._interrupted(method) if name in OPERATIONS else method
+
+    def _interrupted(self, method: Any) -> Any:
+        def call(*args: Any) -> Any:
+            self.left -= 1
+            if self.left == -1:
+                if self._is_done:
+                    method(*args)
+                raise KeyboardInterrupt
+            return method(*args)
+
+        return call
+
+
+@contextmanager
+def interrupted_at(opcode: int) -> Iterator[list[int]]:
+    """Raises KeyboardInterrupt at an opcode of TRACED. Gives: as many elements as there were opcodes, at most."""
+    seen: list[int] = []
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        if frame.f_code.co_filename not in TRACED:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            seen.append(opcode)
+            if len(seen) > opcode:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield seen
+    finally:
+        sys.settrace(before)
+
+
+class Loop:
+    """A training in which commits are cut off, and that goes on. Attributes: committed: steps that were found."""
+
+    def __init__(self, make: Make, path: Path) -> None:
+        self._path = path
+        self.model = Tiny()
+        self.optimizer: OffloadZero = make(self.model, commit_every=0)
+        self._step = 0
+        self._expected: dict[int, dict[str, Tensor]] = {}
+        self.committed: list[int] = []
+        self.go_on()
+        self.optimizer.commit()
+
+    def go_on(self) -> None:
+        one_step(self.model, self.optimizer, self._step)
+        self._step += 1
+        self._expected[self._step] = bits(self.model, self.optimizer)
+
+    def check(self, *, goes_back: bool) -> None:
+        """After a commit of the last step that may have been cut off: whatever is on the disk, it stays whole."""
+        self.go_on()
+        self.optimizer.synchronize()
+        folder = self._path.with_name("copy")
+        shutil.copytree(self._path, folder)
+        with Reader([folder]) as reader:
+            step = reader.commit.step
+            assert step in (self._step - 1, *self.committed[-1:], 1)
+            self.committed.append(step)
+            for row in reader.tensors():
+                for kind in ("master", "exp_avg", "exp_avg_sq"):
+                    name = f"{row.facts.name}.{kind}"
+                    assert reader.read(row.facts.name, kind).equal(self._expected[step][name]), name
+        shutil.rmtree(folder)
+        if goes_back:
+            self.optimizer.rollback()
+            assert_same(self._expected[step], bits(self.model, self.optimizer))
+            self._step = step
+            self.go_on()
+
+
+@pytest.mark.parametrize("is_done", [False, True], ids=["before", "after"])
+def test_interrupted_at_any_call_of_the_file_system_no_commit_is_overwritten(
+    make: Make, path: Path, monkeypatch: pytest.MonkeyPatch, is_done: bool
+) -> None:
+    loop = Loop(make, path)
+    kept = []
+    for at in range(200):
+        loop.go_on()
+        files = Interrupted(at, is_done=is_done)
+        with monkeypatch.context() as patch:
+            patch.setattr("offload.resuming.FILES", files)
+            try:
+                loop.optimizer.commit()
+            except KeyboardInterrupt:
+                pass
+            else:
+                assert files.left >= 0
+        step = loop._step
+        loop.check(goes_back=at % 3 == 0)
+        kept.append(loop.committed[-1] == step)
+        if files.left >= 0:
+            break
+    # Some were cut off before the decision, some between it and the end.
+    assert kept[-1]
+    assert kept.count(False) > 5
+    assert kept.count(True) > 2
+
+
+def at_opcodes(loop: Loop, opcodes: range) -> int:
+    """How many of them a commit has."""
+    for count, opcode in enumerate(opcodes):
+        loop.go_on()
+        try:
+            with interrupted_at(opcode) as seen:
+                loop.optimizer.commit()
+        except KeyboardInterrupt:
+            pass
+        loop.check(goes_back=count % 3 == 0)
+        if len(seen) <= opcode:
+            return opcode
+    raise AssertionError("a commit never ended")
+
+
+def test_interrupted_between_any_two_opcodes_no_commit_is_overwritten(make: Make, path: Path) -> None:
+    loop = Loop(make, path)
+    assert at_opcodes(loop, range(5, 100_000, 131)) > 1000
+    assert len({*loop.committed}) > 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_interrupted_at_every_opcode_no_commit_is_overwritten(make: Make, path: Path) -> None:
+    print(at_opcodes(Loop(make, path), range(100_000)), "opcodes")
+
+
+def test_a_sync_that_failed_while_it_was_interrupted_is_still_final(
+    make: Make, disk: FaultyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk says once that it lost something."""
+    model = Tiny()
+    optimizer = make(model, commit_every=0)
+    one_step(model, optimizer)
+    lost = TierIOError("sync", errno.EIO, "swap", 0, 0)
+
+    class Interrupting(IOFuture):
+        def result(self, timeout: float | None = None) -> int:
+            if self.calls.pop():
+                raise KeyboardInterrupt
+            raise lost
+
+    failing = Interrupting()
+    failing.calls = [False, False, True]  # type: ignore[attr-defined]
+    answers = [failing]
+
+    def sync(file: IOFile) -> IOFuture:
+        return answers.pop() if answers else resolved()
+
+    monkeypatch.setattr(disk, "sync", sync)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.commit()
+    for call in (optimizer.commit, optimizer.synchronize):
+        with pytest.raises(TierIOError):
+            call()
+
+
+def test_an_interrupt_right_after_a_failed_sync_of_the_directory_is_final(
+    make: Make, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Tiny()
+    optimizer = make(model, commit_every=0)
+    one_step(model, optimizer)
+    optimizer.commit()
+    one_step(model, optimizer)
+
+    class Failing(LocalFiles):
+        is_decided = False
+
+        def rename(self, old: Path, new: Path) -> None:
+            super().rename(old, new)
+            self.is_decided = new.name == COMMIT_NAME
+
+        def sync_directory(self, path: Path) -> None:
+            if self.is_decided:
+                try:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                finally:
+                    raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("offload.resuming.FILES", Failing())
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.commit()
+    for call in (optimizer.commit, optimizer.rollback, optimizer.synchronize):
+        with pytest.raises(TierIOError):
+            call()
