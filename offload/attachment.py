@@ -27,6 +27,7 @@ from offload.module.sharing import take_from_first
 from offload.module.streaming import Streaming
 from offload.module.tiling import Tiling
 from offload.module.units import ROOT, compute_dtypes, kept_modules, require_unwrapped, units_of
+from offload.module.where import Where
 from offload.planner.placement import Placement
 
 
@@ -65,7 +66,7 @@ class Attachment:
         self._running = Running(layout, parts.parameters)
         self.streaming = self._new_streaming(config, placement, usable)
         self._finishes = _finishes(config, placement, direct=parts.memory.copier.direct)
-        self._launches = layout.ranks > 1 and (self.streaming is None or layout.replicas > 1)
+        self._launches = layout.ranks > 1 and self.streaming is None
         self._take_model(config, layout, source, resumes=resumes)
         units = units_of(model, config.units)
         units |= {param: spec.unit for param, spec in zip(parts.parameters.params, layout.specs, strict=True)}
@@ -108,9 +109,9 @@ class Attachment:
 
     def step_ends(self) -> None:
         """Applies at once what would not be hidden by being applied later, and sends what other ranks need."""
-        if self._launches and self.streaming is None:
+        if self._launches:
             self.landing.launch()
-        elif self._launches or self._finishes:
+        elif self._finishes:
             self.landing.everything()
 
     def take_outside_writes(self) -> None:
@@ -199,8 +200,14 @@ class Attachment:
             take_writes=self._write_back,
             running=self._running,
             limit=None if limit is None else limit - placement.resident_bytes - placement.slab_bytes,
-            is_collective=self._layout.shards > 1,
+            needs_all_ranks=self._needs_all_ranks,
         )
+
+    def _needs_all_ranks(self, unit: str) -> bool:
+        """Whether the current values of a streamed unit come from other ranks."""
+        assert self.streaming is not None
+        is_sharded = self._layout.shards > 1 and not self.streaming.gathering.is_at(unit, Where.HERE)
+        return is_sharded or (self._layout.replicas > 1 and self.landing.is_unit_pending(unit))
 
     def _gather(self, flat: int) -> list[Work]:
         """Puts a flat that is streamed together, from the ranks that keep all of it; what this one keeps is there."""

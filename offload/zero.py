@@ -305,6 +305,7 @@ class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
         with torch._C.DisableTorchFunctionSubclass():
             self._parts.parameters.require_in(self._model)
             self._parts.parameters.require_all_of(self._model, self.param_groups)
+        self._attached.landing.before_gradients()
         self._attached.answers.take_changes()
         return self._parts.sink.collect(self._attached.answers.active)
 

@@ -199,6 +199,7 @@ class Answers:
             param = self._parameters.params[number]
             self._arriving()
             self._landing.require_landed(number)
+            self._landing.before_gradients()
             self._norms.clear()
             self._used.pop(number, None)
             # The stand-in says: accumulate. No gradient says that the user dropped what was there: begin anew.

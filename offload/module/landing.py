@@ -23,8 +23,9 @@ class Landing:
     """Args: usable: raises if the optimizer cannot go on; failed: called with what cut a landing off; landed: called
     with each flat whose new values are there.
 
-    Over several ranks applying takes collectives. They are launched in the order of the layout, the root's first, by
-    `launch` inside `step()`, and whoever uses a unit waits for its own.
+    Over several ranks applying takes collectives, in the order of the layout, the root's first. Of resident ones
+    all are launched by `launch` inside `step()`, and whoever uses a unit waits for its own. Streamed ones are applied by
+    forwards, which ranks run alike, a flat with all before it.
     """
 
     def __init__(
@@ -87,12 +88,25 @@ class Landing:
     def unit(self, name: str) -> None:
         """Applies what is pending of a unit. Raises what went wrong with the step, and StaleParameterError."""
         if self._step.pending:
-            self._land([flat for flat in self._flats_of.get(name, ()) if flat in self._step.pending])
+            self._land(self._up_to(name))
+
+    def _up_to(self, name: str) -> list[int]:
+        """The flats to apply so that a unit has its new values."""
+        wanted = [flat for flat in self._flats_of.get(name, ()) if flat in self._step.pending]
+        if wanted and self._layout.replicas > 1:
+            queue = list(self._step.pending)
+            wanted = queue[: 1 + max(map(queue.index, wanted))]
+        return wanted
 
     def everything(self) -> None:
         """Applies what is left."""
         if self._step.pending:
             self._land(list(self._step.pending))
+
+    def before_gradients(self) -> None:
+        """Over several ranks gradients go, others' too, to where the last ones are until their step is applied."""
+        if self._layout.ranks > 1:
+            self.everything()
 
     def require_landed(self, number: int) -> None:
         """Raises: StaleParameterError if a gradient of `number` was made from its old value."""

@@ -48,7 +48,7 @@ class Streaming:
     Args: store: the 16-bit parameters of all chunks; gathering: what moves them; depth: units brought ahead of the one
     in use; is_pending: whether a unit's new values are still to be made, by name; apply: makes them; take_writes: takes
     over what was written to parameters that are here, calling `gathering.write_back`; limit: bytes that parameters may
-    take on the device; is_collective: whether fetching needs all ranks.
+    take on the device; needs_all_ranks: whether fetching a unit does, by name.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Streaming:
         take_writes: Callable[[], None],
         running: Running,
         limit: int | None = None,
-        is_collective: bool = False,
+        needs_all_ranks: Callable[[str], bool] = lambda unit: False,
     ) -> None:
         self._parameters = parameters
         self._store = store
@@ -73,7 +73,7 @@ class Streaming:
         self._take_writes = take_writes
         self._apply = apply
         self._limit = limit
-        self._is_collective = is_collective
+        self._needs_all_ranks = needs_all_ranks
         self._held: list[str] = []
         self._running = running
         self._guests: dict[str, dict[str, None]] = {}
@@ -190,12 +190,11 @@ class Streaming:
 
         Raises: ReleasedParameterError where fetching needs all ranks and this one may be alone; BudgetError.
         """
-        missing = [unit for unit in units if not self.gathering.is_at(unit, Where.HERE)]
         is_outside = not self._running.units and not self._tasks and not in_backward()
-        if self._is_collective and is_outside and missing:
+        if is_outside and (missing := [unit for unit in units if self._needs_all_ranks(unit)]):
             raise ReleasedParameterError(
-                f"parameters of {missing[0] or 'the root unit'} are sharded over the ranks, and fetching them takes "
-                "all ranks: use them inside `with optimizer.gathered(module_or_params):`, on every rank"
+                f"current values of {missing[0] or 'the root unit'} come from all ranks, and this one may be alone: "
+                "use them inside `with optimizer.gathered(module_or_params):`, on every rank"
             )
         fresh = [unit for unit in units if unit not in self._held]
         self._held.extend(fresh)  # by one another they are not released

@@ -182,8 +182,8 @@ class _Blocks(nn.Module):
 
 
 def _phases_s(stage: int, kind: type[Delayed], delay_s: float) -> tuple[float, float]:
-    """Seconds of a step's forward, with the landing of the one before, and of its backward, with what is left of the
-    reductions: the least of three, for a machine that does other things, too."""
+    """Seconds of a step and the forward after it, and of its backward, with what is left of reductions: the least of
+    three, for a machine that does other things, too."""
     made = comm.connect
 
     def connect(*args: Any, **options: Any) -> Communicator:
@@ -193,16 +193,18 @@ def _phases_s(stage: int, kind: type[Delayed], delay_s: float) -> tuple[float, f
     model = _Blocks(2.4 * delay_s)
     with patch.object(comm, "connect", connect), OffloadZero(model, stage=stage) as optimizer:
         found = []
-        for _ in range(4):
+        for number in range(4):
             optimizer._comm.barrier()
             began = time.monotonic()
+            if number:
+                optimizer.step()
+                optimizer.zero_grad()
             loss = model(torch.ones(4, 32)).float().sum()
             between = time.monotonic()
             loss.backward()
             optimizer._parts.sink.drain()
             found.append((between - began, time.monotonic() - between))
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer.zero_grad()
     return min(forward for forward, _ in found[1:]), min(backward for _, backward in found[1:])
 
 
