@@ -80,6 +80,7 @@ class Ring:
         # Written by the one thread that waits.
         self._completions = ctypes.create_string_buffer(_MOST_COMPLETIONS * _COMPLETION.size)
         self._view = memoryview(self._completions)
+        self._handed_out = 0
 
     def register_buffers(self, buffers: Sequence[memoryview | tuple[int, int]]) -> bool:
         """Pins writable memory, given as such or as (address, length in bytes), in place of what was registered
@@ -126,15 +127,17 @@ class Ring:
     def wait(self) -> list[Completion]:
         """Sleeps until there is a completion; returns those there are, at least one.
 
+        What is raised once the kernel has handed some out, MemoryError for one, loses none: the next call returns them.
         Raises: OSError(EBUSY) when another thread is in it.
         """
-        while True:
+        while not self._handed_out:
             count: int = self._library.offload_ring_wait(self._handle, self._completions, _MOST_COMPLETIONS)
             # Back in Python, a signal that came first has been handled, and Ctrl-C has raised.
             if count != -errno.EINTR:
-                break
-        self._check(count)
-        return list(_COMPLETION.iter_unpack(self._view[: count * _COMPLETION.size]))
+                self._handed_out = self._check(count)
+        completions = _unpacked(self._view[: self._handed_out * _COMPLETION.size])
+        self._handed_out = 0
+        return completions
 
     def close(self) -> None:
         """Frees descriptor, mappings, registered buffers and files. May be called again.
@@ -212,6 +215,10 @@ def _library() -> ctypes.CDLL:
     except (OSError, AttributeError) as error:
         raise OSError(errno.ENOSYS, f"{path} has no io_uring: {error}") from error
     return library
+
+
+def _unpacked(completions: memoryview) -> list[Completion]:
+    return list(_COMPLETION.iter_unpack(completions))
 
 
 def _require(status: int) -> int:

@@ -24,7 +24,6 @@ import os
 import secrets
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
@@ -35,7 +34,9 @@ import xxhash
 from torch import Tensor
 
 from offload.errors import CorruptionError, PathError, ResumeError
+from offload.interrupts import result_of
 from offload.io.engine import IOEngine, IOFile, IOFuture
+from offload.io.workers import Workers
 from offload.layout import Layout
 from offload.sizes import PAGE_BYTES, round_up
 from offload.store.claim import first_page, lock, page, reserve
@@ -161,10 +162,10 @@ class SlotFile:
                 _require_same(self._file, block)
             reserve(self._file, PAGE_BYTES + end, PAGE_BYTES + end - (places - 1) * self._place_bytes)
             if not resumes:
-                self._engine.write(self._file, 0, block).result()
+                result_of(self._engine.write(self._file, 0, block))
             self._undo = undo.pop_all()
         # Checksums are taken beside the step and the transfers; XXH3 outruns any drive on one core.
-        self._sealer = ThreadPoolExecutor(1, thread_name_prefix="offload-seal")
+        self._sealer = Workers(1, "offload-seal")
 
     @property
     def path(self) -> str:

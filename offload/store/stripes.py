@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from offload.interrupts import result_of
 from offload.io.engine import IOEngine, IOFuture
 from offload.store.directories import check_directory
 from offload.store.slots import Record, SlotFile, new_run_id
@@ -113,7 +114,7 @@ class Stripes:
     def sync(self) -> None:
         """Makes durable, in all files, what was written before. Raises: TierIOError; nothing after that is trusted."""
         for future in [file.sync() for file in self._files]:
-            future.result()
+            result_of(future)
 
     def keep(self) -> None:
         """See SlotFile.keep."""
