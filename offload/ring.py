@@ -26,6 +26,9 @@ READ, WRITE, FDATASYNC, NOP = 0, 1, 2, 3
 Completion = tuple[int, int]
 """(user_data, result): the result is the bytes transferred, or -errno."""
 
+RSRC_TAGS = 1 << 10
+"""IORING_FEAT_RSRC_TAGS: Linux 5.13 and later; see `Ring.register_buffers`."""
+
 _REQUEST = struct.Struct("=IiiiQQQQ")
 _COMPLETION = struct.Struct("=Qq")
 _MOST_COMPLETIONS = 256  # handed out by one wait(); the rest by the next
@@ -65,15 +68,17 @@ class Ring:
     The kernel may hold a file a moment longer than its last completion (after a sync: up to 20 ms were seen), so a
     flock ends for certain with LOCK_UN, not with the close of the descriptor.
 
+    Args: entries: how many requests one `submit` has to take; without: features of this kernel (IORING_FEAT_*) to do
+    without, as on an older one.
     Attributes: entries (how many requests one `submit` may take; twice as many may be under way).
     Raises: OSError with the errno that says why there is no io_uring here; see `is_available`.
     """
 
-    def __init__(self, entries: int) -> None:
+    def __init__(self, entries: int, *, without: int = 0) -> None:
         self._handle = 0  # what __del__ looks at, also after an error below
         self._library = _library()
         handle = ctypes.c_void_p()
-        _require(self._library.offload_ring_open(entries, ctypes.byref(handle)))
+        _require(self._library.offload_ring_open(entries, without, ctypes.byref(handle)))
         self._handle = handle.value or 0
         _OPEN.add(self)
         self.entries: int = self._library.offload_ring_entries(self._handle)
@@ -85,7 +90,8 @@ class Ring:
     def register_buffers(self, buffers: Sequence[memoryview | tuple[int, int]]) -> bool:
         """Pins writable memory, given as such or as (address, length in bytes), in place of what was registered
         before; `Request.buffer_index` counts from 0 in this list. False where the system refuses (RLIMIT_MEMLOCK, for
-        one): then nothing is registered, and everything works without an index.
+        one), or is older than Linux 5.13, where it would wait for the thread that is in `wait`: then nothing is
+        registered, and everything works without an index.
 
         Raises: ValueError for a buffer of more than 1 GiB, the kernel's limit.
         """
@@ -203,7 +209,7 @@ def _library() -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
         pointer, number = ctypes.c_void_p, ctypes.c_int
-        library.offload_ring_open.argtypes = (ctypes.c_uint, pointer)
+        library.offload_ring_open.argtypes = (ctypes.c_uint, ctypes.c_uint, pointer)
         library.offload_ring_close.argtypes = (pointer,)
         library.offload_ring_free.argtypes = (pointer,)
         library.offload_ring_entries.argtypes = (pointer,)
