@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import nn
 from offload.checkpoint.commit import Commit, read_commit
 from offload.checkpoint.describe import differences, flats_of, parameters_of
 from offload.checkpoint.files import LOCAL, Files
-from offload.checkpoint.manifest import Manifest
+from offload.checkpoint.manifest import Manifest, Option
 from offload.checkpoint.moves import moves
 from offload.checkpoint.places import (
     directories_of,
@@ -143,8 +143,10 @@ class Found:
             raise _just_committed(self.reader.home)
 
 
-def describe(config: Config, layout: Layout, params: Sequence[nn.Parameter]) -> Manifest:
-    """The manifest of this run as far as it is known before it begins: no chunks, no groups."""
+def describe(
+    config: Config, layout: Layout, params: Sequence[nn.Parameter], groups: Sequence[Mapping[str, Option]]
+) -> Manifest:
+    """The manifest of this run as far as it is known before it begins: no chunks, of groups what must not change."""
     shapes = [tuple(param.shape) for param in params]
     # What has holes gets memory of its own, row-major.
     strides = [(p if is_dense(p) else torch.empty(p.shape, device="meta")).stride() for p in params]
@@ -157,7 +159,7 @@ def describe(config: Config, layout: Layout, params: Sequence[nn.Parameter]) -> 
         places=config.places,
         compute_dtype=str(config.compute_dtype).removeprefix("torch."),
         split_master=config.split_master,
-        groups=(),
+        groups=tuple(groups),
         parameters=parameters_of(layout, shapes, strides, [0] * len(params)),
         flats=flats_of(layout, [layout.part_of(flat.index) for flat in layout.flats]),
         chunks=(),
@@ -165,12 +167,12 @@ def describe(config: Config, layout: Layout, params: Sequence[nn.Parameter]) -> 
 
 
 def find_together(
-    undo: ExitStack, config: Config, comm: Communicator, layout: Layout, wanted: Manifest, groups: int
+    undo: ExitStack, config: Config, comm: Communicator, layout: Layout, wanted: Manifest
 ) -> tuple[Config, Found | None, bytes]:
     """The commit that all ranks resume, locked as far as it is only read; None for a run that begins anew.
 
     See [Note: disks of machines] in meeting.py.
-    Args: wanted: from `describe`; groups: how many param groups there are; undo: gets the closing of what is opened.
+    Args: wanted: from `describe`; undo: gets the closing of what is opened.
     Returns: also the config with the directories in the order of their files, and 16 bytes, the id of a new run.
     Raises: ResumeError (there is a commit and nobody asked for it, or none; it is of another model; a rank does not see
     what it needs of it), CorruptionError, PathError, TierIOError, PathInUseError, before anything is changed but
@@ -200,7 +202,7 @@ def find_together(
             raise _just_committed(meant.last[0]) from error
         raise
     with all_or_none(comm):
-        found = _find(config, places, seen, meant, manifests, layout, wanted, groups)
+        found = _find(config, places, seen, meant, manifests, layout, wanted)
     # Used where it lies by all ranks, or by none.
     if comm.any_true(found.manifest is None):
         found = replace(found, manifest=None)
@@ -255,7 +257,6 @@ def _find(
     manifests: tuple[Manifest, ...],
     layout: Layout,
     wanted: Manifest,
-    groups: int,
 ) -> Found:
     """What is meant, if it is of this model. Writes nothing, and locks nothing.
 
@@ -263,7 +264,7 @@ def _find(
     """
     home, commit = meant.last
     reader = Reader(meant.places, FILES, (home, commit, manifests))
-    found = differences(manifests[0], replace(wanted, groups=({},) * groups))
+    found = differences(manifests[0], wanted)
     if found:
         more = f"\n... and {len(found) - SHOWN} more differences" if len(found) > SHOWN else ""
         raise ResumeError(f"{home} holds a commit of something else:\n" + "\n".join(found[:SHOWN]) + more)

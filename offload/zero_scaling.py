@@ -26,11 +26,13 @@ import torch
 from torch import Tensor
 
 from offload.assembly import Parts
+from offload.checkpoint.options import stored
 from offload.collectives import Communicator
 from offload.config import Config
 from offload.errors import ConfigError, NonFiniteGradientError
 from offload.layout import Layout
 from offload.module.sharing import require_same_step
+from offload.optim.adopt import require_sound
 from offload.optim.sink import AS_HELD
 
 CLIP_EPSILON = 1e-6
@@ -144,6 +146,9 @@ class Scaling:
         """
         factor, fault = math.nan, None
         try:
+            require_sound(self.param_groups)
+            if self._config.commit_every is not None:
+                stored(self.param_groups)  # now, and not when the commit is due
             factor = self._factor(active)
         except ConfigError as error:
             fault = error

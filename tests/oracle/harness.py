@@ -134,7 +134,8 @@ class Run:
             assert mine.shape == theirs.shape, (number, name, mine.shape, theirs.shape)
             scale = max(theirs.abs().max().item(), 1.0) if theirs.numel() else 1.0
             difference = (mine - theirs).abs().max().item() if theirs.numel() else 0.0
-            assert difference <= TOLERANCE * scale and math.isfinite(scale), (number, name, difference)
+            assert math.isfinite(scale), (number, name)
+            assert difference <= TOLERANCE * scale, (number, name, difference)
 
     def differences(self, other: Run) -> Iterator[str]:
         """The names of what does not have the same bits."""
