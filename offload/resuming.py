@@ -14,7 +14,7 @@ from torch import nn
 from offload.checkpoint.commit import Commit, read_commit
 from offload.checkpoint.describe import differences, flats_of, parameters_of
 from offload.checkpoint.files import LOCAL, Files
-from offload.checkpoint.manifest import Manifest, Option
+from offload.checkpoint.manifest import Manifest, Option, require_room
 from offload.checkpoint.moves import moves
 from offload.checkpoint.places import (
     directories_of,
@@ -146,11 +146,14 @@ class Found:
 def describe(
     config: Config, layout: Layout, params: Sequence[nn.Parameter], groups: Sequence[Mapping[str, Option]]
 ) -> Manifest:
-    """The manifest of this run as far as it is known before it begins: no chunks, of groups what must not change."""
+    """The manifest of this run as far as it is known before it begins: no chunks, of groups what must not change.
+
+    Raises: ConfigError if there are more chunks than a manifest can name.
+    """
     shapes = [tuple(param.shape) for param in params]
     # What has holes gets memory of its own, row-major.
     strides = [(p if is_dense(p) else torch.empty(p.shape, device="meta")).stride() for p in params]
-    return Manifest(
+    manifest = Manifest(
         run_id="0" * 32,
         step=0,
         rank=layout.rank,
@@ -164,6 +167,9 @@ def describe(
         flats=flats_of(layout, [layout.part_of(flat.index) for flat in layout.flats]),
         chunks=(),
     )
+    if config.commit_every is not None:
+        require_room(manifest, len(layout.chunks) * (2 if config.commits_parameters else 1))
+    return manifest
 
 
 def find_together(

@@ -47,7 +47,7 @@ def _scalar(value: Any) -> Scalar:
         raise ValueError(plain)
     if isinstance(plain, float) and not math.isfinite(plain):
         raise ValueError(plain)
-    if isinstance(plain, int) and abs(plain) >= 1 << 63:
+    if isinstance(plain, int) and not -(1 << 63) <= plain < 1 << 63:
         raise ValueError(plain)
     if plain is None or isinstance(plain, bool | int | float | str):
         return plain

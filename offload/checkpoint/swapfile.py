@@ -32,7 +32,7 @@ class SwapFile:
 
     def __init__(self, path: Path, *, exclusive: bool = False) -> None:
         self.path = str(path)
-        self._fd = _open(self.path)
+        self._fd = _open(self.path, os.O_RDWR if exclusive else os.O_RDONLY)
         try:
             info = os.fstat(self._fd)
             if not stat.S_ISREG(info.st_mode):
@@ -67,9 +67,10 @@ class SwapFile:
             os.close(fd)
 
 
-def _open(path: str) -> int:
+def _open(path: str, access: int) -> int:
+    """Args: access: O_RDWR for an exclusive lock, which NFS gives to nobody else, though nothing is written."""
     # O_NONBLOCK: a FIFO put in the file's place must not hang us; it changes nothing for a regular file.
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    flags = access | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         try:
             return os.open(path, flags | getattr(os, "O_DIRECT", 0))
