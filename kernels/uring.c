@@ -32,6 +32,10 @@
 #define IORING_SETUP_SUBMIT_ALL (1U << 7)
 #endif
 
+#ifndef IORING_FEAT_RSRC_TAGS
+#define IORING_FEAT_RSRC_TAGS (1U << 10)
+#endif
+
 /* READ and WRITE came with RW_CUR_POS (5.6); with NODROP a full completion ring loses nothing. */
 #define NEEDED (IORING_FEAT_SINGLE_MMAP | IORING_FEAT_NODROP | IORING_FEAT_RW_CUR_POS)
 
@@ -46,7 +50,7 @@ struct offload_ring {
     int state;             /* IDLE, WAITED_ON, CLOSED: changed by compare-and-swap */
     unsigned under_way;    /* taken, and not handed out by wait yet */
     pthread_mutex_t mutex; /* for all below but the completion ring, which is the waiting thread's */
-    unsigned entries, most_under_way;
+    unsigned features, entries, most_under_way;
     unsigned *sq_head, *sq_tail, sq_mask;
     unsigned *cq_head, *cq_tail, cq_mask;
     struct io_uring_cqe *cqes;
@@ -117,7 +121,7 @@ static int map(struct offload_ring *ring, const struct io_uring_params *p) {
     return 0;
 }
 
-OFFLOAD_EXPORT int offload_ring_open(unsigned entries, struct offload_ring **out) {
+OFFLOAD_EXPORT int offload_ring_open(unsigned entries, unsigned without, struct offload_ring **out) {
     /* No COOP_TASKRUN: a completion is finished by the thread that submitted it, and with that flag one that computes
      * keeps it back until its next system call or clock tick. No SINGLE_ISSUER: any thread may submit. */
     static const unsigned preferred[] = {IORING_SETUP_CLAMP | IORING_SETUP_SUBMIT_ALL, IORING_SETUP_CLAMP};
@@ -130,11 +134,13 @@ OFFLOAD_EXPORT int offload_ring_open(unsigned entries, struct offload_ring **out
         fd = ring_setup(entries, &p);
     }
     if (fd < 0) return fd;
-    struct offload_ring *ring = (p.features & NEEDED) == NEEDED ? calloc(1, sizeof *ring) : 0;
+    unsigned features = p.features & ~without;
+    struct offload_ring *ring = (features & NEEDED) == NEEDED ? calloc(1, sizeof *ring) : 0;
     if (!ring) {
         close(fd);
-        return (p.features & NEEDED) == NEEDED ? -ENOMEM : -ENOSYS;
+        return (features & NEEDED) == NEEDED ? -ENOMEM : -ENOSYS;
     }
+    ring->features = features;
     ring->fd = fd;
     ring->pid = getpid();
     ring->entries = p.sq_entries;
@@ -193,6 +199,8 @@ OFFLOAD_EXPORT int offload_ring_register_buffers(struct offload_ring *ring, cons
     int error = unusable(ring);
     if (error) return error;
     if (n < 0) return -EINVAL;
+    /* Before 5.13 the kernel first waits until nobody is in the ring, which the waiting thread does not leave. */
+    if (!(ring->features & IORING_FEAT_RSRC_TAGS)) return -EOPNOTSUPP;
     struct iovec *vectors = calloc((size_t)n + 1, sizeof *vectors);
     if (!vectors) return -ENOMEM;
     for (int i = 0; i < n; i++) {
@@ -359,8 +367,9 @@ OFFLOAD_EXPORT int offload_ring_wait(struct offload_ring *ring, struct offload_r
 
 #else /* no io_uring where this was compiled */
 
-OFFLOAD_EXPORT int offload_ring_open(unsigned entries, struct offload_ring **ring) {
+OFFLOAD_EXPORT int offload_ring_open(unsigned entries, unsigned without, struct offload_ring **ring) {
     (void)entries;
+    (void)without;
     *ring = 0;
     return -ENOSYS;
 }

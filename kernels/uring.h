@@ -29,8 +29,9 @@ struct offload_ring_completion {
     int64_t result; /* bytes, or -errno */
 };
 
-/* Room for at least `entries` requests in one batch, and twice as many under way, up to the kernel's limits. */
-int offload_ring_open(unsigned entries, struct offload_ring **ring);
+/* Room for at least `entries` requests in one batch, and twice as many under way, up to the kernel's limits. `without`:
+ * features of this kernel (IORING_FEAT_*) to do without, as on an older one. */
+int offload_ring_open(unsigned entries, unsigned without, struct offload_ring **ring);
 
 /* Frees descriptor, mappings and what is registered. -EBUSY while a thread waits or anything is under way: a transfer
  * would go on into memory that its owner believes to be free. May be called again. */
@@ -43,7 +44,8 @@ int offload_ring_free(struct offload_ring *ring);
 int offload_ring_entries(struct offload_ring *ring);
 
 /* Pins the buffers, each at most 1 GiB, in place of those registered before. An error, such as -ENOMEM over
- * RLIMIT_MEMLOCK, leaves none registered. */
+ * RLIMIT_MEMLOCK, leaves none registered. -EOPNOTSUPP before Linux 5.13 (IORING_FEAT_RSRC_TAGS): there it would wait for
+ * the thread that waits. */
 int offload_ring_register_buffers(struct offload_ring *ring, const uint64_t *addresses, const uint64_t *lengths, int n);
 
 /* The slot; the ring then holds the open file (and so its flock) until the slot is given back or the ring closed. */

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload import interrupts
 from offload.collectives import Communicator
 from offload.config import Config
 from offload.copies import Copier
@@ -122,6 +123,8 @@ def assemble(
     directories that are open already; see Stripes.
     Raises: BudgetError, PathError, PathInUseError, ResumeError, ConfigError; the model is not touched.
     """
+    interrupts.hold()
+    undo.callback(interrupts.give_back)
     memory = reserve(undo, config, placement, device, copier, comm)
     slots, io_engine = _open_files(
         undo, config, layout, placement, memory.ram, timeline, comm.rank, resumed, is_aside, run_id, within

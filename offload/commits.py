@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,8 +37,9 @@ from offload import resuming
 from offload.assembly import Parts
 from offload.checkpoint.commit import Commit, read_commit, remove_superseded, write_commit, write_manifest
 from offload.checkpoint.files import sync_directory
-from offload.checkpoint.manifest import ChunkFacts, Digest, Manifest, Option
+from offload.checkpoint.manifest import ChunkFacts, Digest, Manifest
 from offload.checkpoint.moves import moves
+from offload.checkpoint.options import stored
 from offload.checkpoint.snapshots import Need, Snapshot, require_space
 from offload.config import Config
 from offload.errors import (
@@ -52,6 +53,7 @@ from offload.errors import (
 )
 from offload.layout import Layout
 from offload.module.sharing import all_or_none, bytes_of_all
+from offload.optim.adopt import require_sound
 from offload.resuming import Found
 from offload.store.files import Files
 from offload.store.lease import Version
@@ -204,6 +206,8 @@ class Commits:
         slots = self._parts.slots
         if self._config.commit_every is None or slots is None:
             raise ConfigError("commit() needs a path, and commit_every: 0 for commit() alone, or a number of steps")
+        require_sound(groups)
+        stored(groups)
         versions = self._flush()
         if self.last is not None and self.last.step == step:
             if extra is None and versions == self._versions:
@@ -445,18 +449,11 @@ class Commits:
             self._wanted,
             run_id=slots.run_id.hex(),
             step=step,
-            groups=tuple({key: _option(group[key]) for key in group if key != "params"} for group in groups),
+            groups=stored(groups),
             parameters=tuple(replace(facts, age=age) for facts, age in zip(self._wanted.parameters, ages, strict=True)),
             chunks=tuple(found[:chunks]),
             copies=tuple(found[chunks:]),
         )
-
-
-def _option(value: Any) -> Option:
-    if isinstance(value, list | tuple):
-        return tuple(_option(item) for item in value)  # type: ignore[misc]
-    # Tensors and NumPy's scalars: a learning rate may be either.
-    return cast(Option, value.item() if hasattr(value, "item") else value)
 
 
 def _cause(raised: BaseException, before: BaseException | None) -> OffloadError | OSError | None:

@@ -119,10 +119,12 @@ def manifests_of_all(
         # The first rank that sees one sends it, if one does not.
         mine = [number for number in found if has[:, number].tolist().index(1) == comm.rank]
         sent = {number: serialise(found[number]).decode() for number in mine if not has[:, number].all()}
-        for data in bytes_of_all(comm, json.dumps(sent).encode()):
-            for number, text in json.loads(data).items():
-                if int(number) not in found:
-                    found[int(number)] = manifest_told(text.encode(), commit, int(number))
+        told_of = bytes_of_all(comm, json.dumps(sent).encode())
+        with all_or_none(comm):  # the others would wait for a rank that has given up
+            for data in told_of:
+                for number, text in json.loads(data).items():
+                    if int(number) not in found:
+                        found[int(number)] = manifest_told(text.encode(), commit, int(number))
     return tuple(found[number] for number in range(count))
 
 

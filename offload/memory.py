@@ -58,9 +58,14 @@ def kernels_for(undo: ExitStack, config: Config, layout: Layout, memory: Memory)
         largest = max((spec.numel for spec in layout.specs), default=0)
         kernels = load_on(memory.states.carve(scratch_bytes(largest)))
     else:
-        kernels = load(config.threads or max(usable_cpus() // config.ranks_on_node, 1))
+        kernels = load(kernel_threads(config.threads, ranks_on_node=config.ranks_on_node))
     undo.callback(kernels.close)
     return kernels
+
+
+def kernel_threads(wanted: int | None, *, ranks_on_node: int) -> int:
+    """How many threads this rank's kernels take. Args: wanted: `Tuning.threads`; None: a share of the usable CPUs."""
+    return wanted or max(usable_cpus() // ranks_on_node, 1)
 
 
 def _slab(nbytes: int, device: torch.device, copier: Copier) -> Arena | DeviceArena:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import nn
 from offload.checkpoint.blocks import committed_slots
 from offload.checkpoint.commit import Commit, read_commit
 from offload.checkpoint.describe import differences, flats_of, parameters_of
-from offload.checkpoint.manifest import Manifest
+from offload.checkpoint.manifest import Manifest, Option, require_room
 from offload.checkpoint.moves import moves
 from offload.checkpoint.places import (
     directories_of,
@@ -174,12 +174,17 @@ class Found:
             raise _just_committed(self.reader.home)
 
 
-def describe(config: Config, layout: Layout, params: Sequence[nn.Parameter]) -> Manifest:
-    """The manifest of this run as far as it is known before it begins: no chunks, no groups."""
+def describe(
+    config: Config, layout: Layout, params: Sequence[nn.Parameter], groups: Sequence[Mapping[str, Option]]
+) -> Manifest:
+    """The manifest of this run as far as it is known before it begins: no chunks, of groups what must not change.
+
+    Raises: ConfigError if there are more chunks than a manifest can name.
+    """
     shapes = [tuple(param.shape) for param in params]
     # What has holes gets memory of its own, row-major.
     strides = [(p if is_dense(p) else torch.empty(p.shape, device="meta")).stride() for p in params]
-    return Manifest(
+    manifest = Manifest(
         run_id="0" * 32,
         step=0,
         rank=layout.rank,
@@ -188,11 +193,14 @@ def describe(config: Config, layout: Layout, params: Sequence[nn.Parameter]) -> 
         places=config.places,
         compute_dtype=str(config.compute_dtype).removeprefix("torch."),
         split_master=config.split_master,
-        groups=(),
+        groups=tuple(groups),
         parameters=parameters_of(layout, shapes, strides, [0] * len(params)),
         flats=flats_of(layout, [layout.part_of(flat.index) for flat in layout.flats]),
         chunks=(),
     )
+    if config.commit_every is not None:
+        require_room(manifest, len(layout.chunks) * (2 if config.commits_parameters else 1))
+    return manifest
 
 
 class Start(NamedTuple):
@@ -209,12 +217,10 @@ class Start(NamedTuple):
     held: Directories
 
 
-def find_together(
-    undo: ExitStack, config: Config, comm: Communicator, layout: Layout, wanted: Manifest, groups: int
-) -> Start:
+def find_together(undo: ExitStack, config: Config, comm: Communicator, layout: Layout, wanted: Manifest) -> Start:
     """Looks for the commit to resume. See [Note: disks of machines] in meeting.py.
 
-    Args: wanted: from `describe`; groups: how many param groups there are; undo: gets the closing of what is opened.
+    Args: wanted: from `describe`; undo: gets the closing of what is opened.
     Raises: ResumeError (there is a commit and nobody asked for it, or none; it is of another model; a rank does not see
     what it needs of it), CorruptionError, PathError, TierIOError, PathInUseError, before anything is changed but
     leftovers; on ranks where nothing was wrong ConfigError; RankError.
@@ -249,7 +255,7 @@ def find_together(
             raise _just_committed(meant.last[0]) from error
         raise
     with all_or_none(comm):
-        found = _find(config, places, seen, meant, manifests, layout, wanted, groups, held)
+        found = _find(config, places, seen, meant, manifests, layout, wanted, held)
     # Used where it lies by all ranks, or by none.
     if comm.any_true(found.manifest is None):
         found = replace(found, manifest=None)
@@ -304,7 +310,6 @@ def _find(
     manifests: tuple[Manifest, ...],
     layout: Layout,
     wanted: Manifest,
-    groups: int,
     held: Directories,
 ) -> Found:
     """What is meant, if it is of this model. Writes nothing, and locks nothing.
@@ -314,7 +319,7 @@ def _find(
     home, commit = meant.last
     files = FILES.within(held)
     reader = Reader(meant.places, files, (home, commit, manifests))
-    found = differences(manifests[0], replace(wanted, groups=({},) * groups))
+    found = differences(manifests[0], wanted)
     if found:
         more = f"\n... and {len(found) - SHOWN} more differences" if len(found) > SHOWN else ""
         raise ResumeError(f"{home} holds a commit of something else:\n" + "\n".join(found[:SHOWN]) + more)

@@ -26,6 +26,9 @@ READ, WRITE, FDATASYNC, NOP = 0, 1, 2, 3
 Completion = tuple[int, int]
 """(user_data, result): the result is the bytes transferred, or -errno."""
 
+RSRC_TAGS = 1 << 10
+"""IORING_FEAT_RSRC_TAGS: Linux 5.13 and later; see `Ring.register_buffers`."""
+
 _REQUEST = struct.Struct("=IiiiQQQQ")
 _COMPLETION = struct.Struct("=Qq")
 _MOST_COMPLETIONS = 256  # handed out by one wait(); the rest by the next
@@ -65,26 +68,30 @@ class Ring:
     The kernel may hold a file a moment longer than its last completion (after a sync: up to 20 ms were seen), so a
     flock ends for certain with LOCK_UN, not with the close of the descriptor.
 
+    Args: entries: how many requests one `submit` has to take; without: features of this kernel (IORING_FEAT_*) to do
+    without, as on an older one.
     Attributes: entries (how many requests one `submit` may take; twice as many may be under way).
     Raises: OSError with the errno that says why there is no io_uring here; see `is_available`.
     """
 
-    def __init__(self, entries: int) -> None:
+    def __init__(self, entries: int, *, without: int = 0) -> None:
         self._handle = 0  # what __del__ looks at, also after an error below
         self._library = _library()
         handle = ctypes.c_void_p()
-        _require(self._library.offload_ring_open(entries, ctypes.byref(handle)))
+        _require(self._library.offload_ring_open(entries, without, ctypes.byref(handle)))
         self._handle = handle.value or 0
         _OPEN.add(self)
         self.entries: int = self._library.offload_ring_entries(self._handle)
         # Written by the one thread that waits.
         self._completions = ctypes.create_string_buffer(_MOST_COMPLETIONS * _COMPLETION.size)
         self._view = memoryview(self._completions)
+        self._handed_out = 0
 
     def register_buffers(self, buffers: Sequence[memoryview | tuple[int, int]]) -> bool:
         """Pins writable memory, given as such or as (address, length in bytes), in place of what was registered
         before; `Request.buffer_index` counts from 0 in this list. False where the system refuses (RLIMIT_MEMLOCK, for
-        one): then nothing is registered, and everything works without an index.
+        one), or is older than Linux 5.13, where it would wait for the thread that is in `wait`: then nothing is
+        registered, and everything works without an index.
 
         Raises: ValueError for a buffer of more than 1 GiB, the kernel's limit.
         """
@@ -126,15 +133,17 @@ class Ring:
     def wait(self) -> list[Completion]:
         """Sleeps until there is a completion; returns those there are, at least one.
 
+        What is raised once the kernel has handed some out, MemoryError for one, loses none: the next call returns them.
         Raises: OSError(EBUSY) when another thread is in it.
         """
-        while True:
+        while not self._handed_out:
             count: int = self._library.offload_ring_wait(self._handle, self._completions, _MOST_COMPLETIONS)
             # Back in Python, a signal that came first has been handled, and Ctrl-C has raised.
             if count != -errno.EINTR:
-                break
-        self._check(count)
-        return list(_COMPLETION.iter_unpack(self._view[: count * _COMPLETION.size]))
+                self._handed_out = self._check(count)
+        completions = _unpacked(self._view[: self._handed_out * _COMPLETION.size])
+        self._handed_out = 0
+        return completions
 
     def close(self) -> None:
         """Frees descriptor, mappings, registered buffers and files. May be called again.
@@ -200,7 +209,7 @@ def _library() -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
         pointer, number = ctypes.c_void_p, ctypes.c_int
-        library.offload_ring_open.argtypes = (ctypes.c_uint, pointer)
+        library.offload_ring_open.argtypes = (ctypes.c_uint, ctypes.c_uint, pointer)
         library.offload_ring_close.argtypes = (pointer,)
         library.offload_ring_free.argtypes = (pointer,)
         library.offload_ring_entries.argtypes = (pointer,)
@@ -212,6 +221,10 @@ def _library() -> ctypes.CDLL:
     except (OSError, AttributeError) as error:
         raise OSError(errno.ENOSYS, f"{path} has no io_uring: {error}") from error
     return library
+
+
+def _unpacked(completions: memoryview) -> list[Completion]:
+    return list(_COMPLETION.iter_unpack(completions))
 
 
 def _require(status: int) -> int:

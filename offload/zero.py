@@ -17,6 +17,7 @@ from offload import config as configuration
 from offload.assembly import assemble
 from offload.attachment import Attachment
 from offload.checkpoint.manifest import Manifest
+from offload.checkpoint.options import stored
 from offload.commits import Commits
 from offload.config import Config, PathLike, Tuning
 from offload.copies import Copier, copier_for
@@ -32,7 +33,7 @@ from offload.module.materialise import Init, Source, is_meta, source_of
 from offload.module.parameters import device_for, untrained_bytes
 from offload.module.sharing import all_or_none, require_alike
 from offload.module.units import compute_dtypes, rows_of, specs_of, unwrapped
-from offload.optim.adopt import NoStates, require_adoptable, require_supported, retire
+from offload.optim.adopt import NoStates, require_adoptable, retire
 from offload.optim.adopt import unwrapped as unwrapped_optimizer
 from offload.optim.step import StepKey
 from offload.planner.choice import choose
@@ -47,14 +48,13 @@ from offload.zero_scaling import Scaling
 
 
 class _Plan(NamedTuple):
-    """What is fixed before anything is allocated. groups: how many param groups there are."""
+    """What is fixed before anything is allocated."""
 
     params: Sequence[nn.Parameter]
     device: torch.device
     copier: Copier
     room: Room
     wanted: Manifest
-    groups: int
 
 
 class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
@@ -168,7 +168,7 @@ class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
                 plan = self._plan(given, source, device)
             undo.callback(self._comm.close)
             require_alike(self._comm, self._layout, self._config)
-            start = resuming.find_together(undo, self._config, self._comm, self._layout, plan.wanted, plan.groups)
+            start = resuming.find_together(undo, self._config, self._comm, self._layout, plan.wanted)
             self._config, found = start.config, start.found
             with all_or_none(self._comm):
                 self._assemble(undo, plan, start)
@@ -189,6 +189,9 @@ class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
     def _plan(self, given: torch.optim.Optimizer, source: Source, device: torch.device | str | None) -> _Plan:
         """Decides what lies where. Raises as the constructor does; nothing is allocated."""
         require_adoptable(given)
+        kinds = tuple({"decoupled_weight_decay": group["decoupled_weight_decay"]} for group in given.param_groups)
+        if self._config.commit_every is not None:
+            stored(given.param_groups)
         keep, dtype, model, ranks = self._config.keep_fp32, self._config.compute_dtype, self._model, self._comm
         specs, params = specs_of(
             model, given.param_groups, keep, dtype, chosen=self._config.units, planned=is_meta(model)
@@ -208,8 +211,8 @@ class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
 
         room = self._room(copier, params)
         self._config, self._layout, _ = choose(self._config, laid_out, direct=copier.direct, room=room)
-        wanted = resuming.describe(self._config, self._layout, params)
-        return _Plan(params, device, copier, room, wanted, len(given.param_groups))
+        wanted = resuming.describe(self._config, self._layout, params, kinds)
+        return _Plan(params, device, copier, room, wanted)
 
     def _assemble(self, undo: ExitStack, plan: _Plan, start: Start) -> None:
         """Reserves memory and opens files. Raises as the constructor does; the model is not touched."""
@@ -310,7 +313,6 @@ class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
         return self._parts.sink.collect(self._attached.answers.active)
 
     def _begin(self, active: Sequence[int], factor: float) -> None:
-        require_supported(self.param_groups)
         self._attached.take_outside_writes()
         specs, factors = self._layout.specs, self._parts.sink.factors
         keys: dict[int, StepKey] = {n: (specs[n].group, self._ages[n] + 1, factors.get(n, 1.0)) for n in active}

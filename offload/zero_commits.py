@@ -20,6 +20,7 @@ from offload.collectives import Communicator
 from offload.commits import Commits
 from offload.errors import ClosedError, ConfigError, ResumeError
 from offload.layout import Layout
+from offload.optim.adopt import require_sound
 from offload.resuming import Found, Resumed
 
 
@@ -58,6 +59,11 @@ def load_groups(groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any],
             f"the state dict is of step {state_dict.get('step')}, this optimizer is at step {step}, and masters and "
             "moments are not in a state dict: commit to a path, and give resume=True, for that"
         )
+    for number, (group, other) in enumerate(zip(groups, theirs, strict=True)):
+        kind = "decoupled_weight_decay"
+        if other.get(kind, group[kind]) != group[kind]:
+            raise ResumeError(f"param group {number} of the state dict is of {'AdamW' if other[kind] else 'Adam'}")
+    require_sound([{**group, **other} for group, other in zip(groups, theirs, strict=True)])
     for group, other in zip(groups, theirs, strict=True):
         group.update({key: value for key, value in other.items() if key != "params"})
 

@@ -63,9 +63,8 @@ class Looking:
     ) -> AbstractContextManager[None]:
         """`with optimizer.gathered(model.head):` the parameters' values are there, the last step's, streamed or not.
 
-        Args: writable: what is written to them inside is kept, by the masters too.
-        Raises: ConfigError for a tensor that is no parameter of the model; StaleParameterError at the end if a streamed
-        parameter was written to without `writable`, which is undone.
+        Args: writable: also what is written to them past torch (NumPy) is found at the end; other writes count anyway.
+        Raises: ConfigError for a tensor that is no parameter of the model.
         """
         self._require_usable()
         return self._attached.access.gathered(module_or_params, writable=writable)

@@ -27,11 +27,13 @@ from torch import Tensor
 
 from offload.assembly import Parts
 from offload.attachment import Attachment
+from offload.checkpoint.options import stored
 from offload.collectives import Communicator
 from offload.config import Config
 from offload.errors import ConfigError, NonFiniteGradientError
 from offload.layout import Layout
 from offload.module.sharing import require_same_step
+from offload.optim.adopt import require_sound
 
 CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
@@ -149,6 +151,9 @@ class Scaling:
         """
         factor, fault = math.nan, None
         try:
+            require_sound(self.param_groups)
+            if self._config.commit_every is not None:
+                stored(self.param_groups)  # now, and not when the commit is due
             factor = self._factor(active)
         except ConfigError as error:
             fault = error

@@ -10,7 +10,7 @@ import offload
 ROOT = Path(offload.__file__).parent
 
 FLOORS = [
-    ["errors", "sizes", "timeline"],
+    ["errors", "sizes", "timeline", "interrupts"],
     ["config", "layout"],
     ["native", "ring", "copies", "collectives", "launch", "comm", "io"],
     ["store"],

@@ -56,6 +56,11 @@ def differences(committed: Manifest, wanted: Manifest) -> list[str]:
         found.append(f"compute_dtype is {wanted.compute_dtype}, and {committed.compute_dtype} was committed")
     if len(committed.groups) != len(wanted.groups):
         found.append(f"there are {len(wanted.groups)} param groups, and {len(committed.groups)} were committed")
+    for number, (group, before) in enumerate(zip(wanted.groups, committed.groups, strict=False)):
+        is_adamw, was_adamw = (bool(of.get("decoupled_weight_decay")) for of in (group, before))
+        if is_adamw != was_adamw:
+            kinds = ("Adam", "AdamW")
+            found.append(f"param group {number} is of {kinds[is_adamw]}, and one of {kinds[was_adamw]} was committed")
     old = {param.name: param for param in committed.parameters}
     new = {param.name: param for param in wanted.parameters}
     found += [f"{name} is in the model, and was not committed" for name in new if name not in old]

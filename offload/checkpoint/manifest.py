@@ -35,12 +35,13 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from offload.checkpoint.strict import Json, Node, canonical, load, require_schema, short
+from offload.errors import ConfigError
 
 SCHEMA = "offload manifest"
 VERSION = 2
 DTYPES = ("bfloat16", "float16", "float32")
 
-MAX_BYTES = 32 << 20
+MAX_BYTES = 128 << 20
 MAX_WORLD = 1 << 16
 MAX_PATHS = 1 << 10
 MAX_PLACES = 2
@@ -49,6 +50,8 @@ MAX_PARAMETERS = 1 << 20
 MAX_GROUPS = 1 << 12
 MAX_OPTIONS = 1 << 8
 MAX_CHUNKS = 1 << 20
+ROW_BYTES = 96
+"""The most that a chunk takes: seven fields, of which five are short numbers, a step and a checksum."""
 MAX_NUMEL = 1 << 48
 """Elements of a run: 256 times the largest model anybody has spoken of, and no product of two overflows 128 bits."""
 
@@ -171,6 +174,21 @@ def serialise(manifest: Manifest) -> bytes:
             "tensors": None if manifest.tensors is None else [manifest.tensors.size, manifest.tensors.xxh3],
         }
     )
+
+
+def require_room(manifest: Manifest, slots: int) -> None:
+    """Args: manifest: of a run that begins, without slots.
+
+    Raises: ConfigError if it would be too large with so many.
+    """
+    needed = slots * ROW_BYTES
+    if slots > MAX_CHUNKS // 8:  # with fewer, all but the parameters' names is far below
+        needed += len(serialise(manifest))
+    if slots > MAX_CHUNKS or needed > MAX_BYTES:
+        raise ConfigError(
+            f"a commit would have to name {slots} chunks in {needed >> 20} MiB of manifest, and {MAX_CHUNKS} chunks "
+            f"and {MAX_BYTES >> 20} MiB are allowed: choose a larger Tuning(chunk=...)"
+        )
 
 
 def _rows(slots: Sequence[ChunkFacts]) -> Json:

@@ -28,6 +28,11 @@ _HEX = frozenset("0123456789abcdef")
 _CONTROL = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\ud800-\\udfff]")
 
 
+def is_text(value: str) -> bool:
+    """Whether it is short enough, and without control characters and halves of characters."""
+    return len(value) <= MAX_TEXT and not _CONTROL.search(value)
+
+
 def canonical(value: Json) -> bytes:
     """The one spelling of `value`: ASCII, keys in the order they have, no blanks, a newline at the end."""
     return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode() + b"\n"

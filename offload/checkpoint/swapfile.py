@@ -33,7 +33,7 @@ class SwapFile:
 
     def __init__(self, path: Path, files: Files = LOCAL, *, exclusive: bool = False) -> None:
         self.path = str(path)
-        self._fd = _open(path, files)
+        self._fd = _open(path, files, os.O_RDWR if exclusive else os.O_RDONLY)
         try:
             info = os.fstat(self._fd)
             if not stat.S_ISREG(info.st_mode):
@@ -69,14 +69,15 @@ class SwapFile:
             os.close(fd)
 
 
-def _open(path: Path, files: Files) -> int:
+def _open(path: Path, files: Files, access: int) -> int:
+    """Args: access: O_RDWR for an exclusive lock, which NFS gives to nobody else, though nothing is written."""
     try:
         try:
-            return files.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+            return files.open(path, access | getattr(os, "O_DIRECT", 0))
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            return files.open(path, os.O_RDONLY)
+            return files.open(path, access)
     except OSError as error:
         why = "is a symlink: put the swap file itself in its place"
         if error.errno != errno.ELOOP:

@@ -10,6 +10,8 @@ import asyncio
 import errno
 import os
 import threading
+import weakref
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,7 +19,8 @@ import aiofiles
 import aiofiles.os
 
 from offload.io.engine import IOFile, open_file, reopened
-from offload.io.queue import DEPTH, REQUEST_BYTES, QueuedEngine, Request
+from offload.io.queue import DEPTH, REQUEST_BYTES, QueuedEngine, Refused, Request
+from offload.io.workers import Workers
 
 _fsync = aiofiles.os.wrap(os.fsync)
 
@@ -30,22 +33,36 @@ class PortableEngine(QueuedEngine):
     def __init__(self, request_bytes: int = REQUEST_BYTES, depth: int = DEPTH) -> None:
         super().__init__(request_bytes, depth)
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="offload-portable", daemon=True)
-        self._thread.start()
-        self._handles: WeakKeyDictionary[IOFile, list[Any]] = WeakKeyDictionary()
+        self._workers = Workers(depth, "offload-portable-io")
         # Handles are files of their own, also to a forked child, which closes them.
         self._opened: list[IOFile] = []
+        self._handles: WeakKeyDictionary[IOFile, list[Any]] = WeakKeyDictionary()
+        self._thread = threading.Thread(
+            target=_serve, args=(self._loop, self._opened), name="offload-portable", daemon=True
+        )
+        self._thread.start()
+        # The thread does not hold the engine: one that is forgotten ends it, too.
+        self._end = weakref.finalize(self, _stop_serving, self._loop, self._thread, os.getpid())
 
     def open(self, path: str, *, dir_fd: int | None = None) -> IOFile:
         return self.adopt(open_file(path, dir_fd=dir_fd, buffered=True))
 
-    def _start(self, requests: list[Request]) -> None:
+    def _start(self, requests: list[Request]) -> Sequence[Refused]:
+        refused = []
         for request in requests:
-            asyncio.run_coroutine_threadsafe(self._run(request), self._loop)
+            coroutine = self._run(request)
+            try:
+                asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            except BaseException as error:
+                coroutine.close()
+                refused.append((request, error))
+        return refused
 
     async def _run(self, request: Request) -> None:
         try:
             result = await self._move(request)
+        except MemoryError:
+            result = -errno.ENOMEM
         except Exception as error:
             # Whatever it was, the transfer has ended: nobody may wait for it forever.
             result = -(getattr(error, "errno", None) or errno.EIO)
@@ -54,7 +71,7 @@ class PortableEngine(QueuedEngine):
     async def _move(self, request: Request) -> int:
         """Bytes moved."""
         if request.operation == "sync":
-            await _fsync(request.file.fd)
+            await _fsync(request.file.fd, executor=self._workers)
             return 0
         handles = self._handles.setdefault(request.file, [])
         handle = handles.pop() if handles else await self._another(request.file)
@@ -73,14 +90,24 @@ class PortableEngine(QueuedEngine):
     async def _another(self, file: IOFile) -> Any:
         own = reopened(file)
         self._opened.append(own)
-        return await aiofiles.open(own.fd, "r+b", buffering=0, closefd=False)
+        return await aiofiles.open(own.fd, "r+b", buffering=0, closefd=False, executor=self._workers)
 
     def _stop(self) -> None:
-        if self._loop.is_closed():
-            return
-        asyncio.run_coroutine_threadsafe(self._loop.shutdown_default_executor(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-        for own in self._opened:
-            own.close()
+        self._end()
+        self._workers.shutdown()
+
+
+def _serve(loop: asyncio.AbstractEventLoop, opened: list[IOFile]) -> None:
+    """The thread's life."""
+    loop.run_forever()
+    loop.close()
+    for own in opened:
+        own.close()
+
+
+def _stop_serving(loop: asyncio.AbstractEventLoop, thread: threading.Thread, pid: int) -> None:
+    if os.getpid() != pid:
+        return
+    loop.call_soon_threadsafe(loop.stop)
+    if threading.current_thread() is not thread:
+        thread.join()

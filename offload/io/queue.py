@@ -9,18 +9,17 @@ from its last whole page.
 from __future__ import annotations
 
 import errno
-import signal
 import threading
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 from weakref import WeakKeyDictionary
 
 from offload.errors import TierIOError
+from offload.interrupts import uninterrupted, wait_until
 from offload.io.engine import IOEngine, IOFile, IOFuture, open_file, require_aligned
-from offload.io.interrupts import Deferred
 from offload.sizes import MIB, PAGE_BYTES
 
 REQUEST_BYTES = 4 * MIB
@@ -29,12 +28,15 @@ Operation = Literal["read", "write", "sync"]
 
 
 class Transfer:
-    """What one call of `read` or `write` asked for: resolves when the last of its pieces is done."""
+    """What one call of `read` or `write` asked for: resolves when the last of its pieces is done.
 
-    def __init__(self, length: int) -> None:
+    Args: length: bytes; result: of the future, None: all of them.
+    """
+
+    def __init__(self, length: int, result: int | None = None) -> None:
         self.future: IOFuture = IOFuture()
         self.future.set_running_or_notify_cancel()
-        self._length = length
+        self._result = length if result is None else result
         self._left = length
         self._error: BaseException | None = None
         self._lock = threading.Lock()
@@ -47,17 +49,29 @@ class Transfer:
             if self._left:
                 return
         if self._error is None:
-            self.future.set_result(self._length)
+            self.future.set_result(self._result)
         else:
             self.future.set_exception(self._error)
 
 
 @dataclass
 class Piece:
-    """A part of a transfer, of at most a request's size."""
+    """A part of a transfer, of at most a request's size. is_over: it has been counted as not under way."""
 
     view: memoryview
     transfer: Transfer
+    is_over: bool = False
+
+    def end(self, error: BaseException | None = None) -> None:
+        """It is not under way any more. Once for each piece, whoever calls it again."""
+        if not self.is_over:
+            self.is_over = True
+            self.transfer.piece_done(self.counts, error)
+
+    @property
+    def counts(self) -> int:
+        """Of a sync, which moves nothing, 1."""
+        return max(len(self.view), 1)
 
 
 @dataclass(eq=False)
@@ -79,25 +93,42 @@ class Request:
 
     def after(self, count: int) -> Request | None:
         """Resolves what the first `count` bytes (whole pages) finish; returns what is left."""
-        pieces = []
+        over: list[Piece] = []
+        left: list[Piece] = []
         for piece in self.pieces:
             done = min(count, len(piece.view))
             count -= done
-            if done < len(piece.view):
-                pieces.append(Piece(piece.view[done:], piece.transfer))
-            if done:
-                piece.transfer.piece_done(done)
-        done = self.length - sum(len(piece.view) for piece in pieces)
-        return Request(self.operation, self.file, self.offset + done, pieces) if pieces else None
+            if done == len(piece.view):
+                over.append(piece)
+            elif done:
+                # Both counted anew: nothing of it has been, and what is made here may fail.
+                over.append(Piece(piece.view[:done], piece.transfer))
+                left.append(Piece(piece.view[done:], piece.transfer))
+            else:
+                left.append(piece)
+        rest = Request(self.operation, self.file, self.offset + sum(len(piece.view) for piece in over), left)
+        self.pieces = over + left
+        for piece in over:
+            piece.end()
+        return rest if left else None
 
-    def fail(self, code: int, detail: str = "") -> None:
-        """Resolves every piece with an error that says where it lies."""
+    def fail(self, code: int, detail: str = "", cause: BaseException | None = None) -> None:
+        """Resolves every piece that is under way with an error that says where it lies."""
         offset = self.offset
         for piece in self.pieces:
-            length = len(piece.view)
-            error = TierIOError(self.operation, code, self.file.path, offset, length, detail)
-            piece.transfer.piece_done(max(length, 1) if self.operation == "sync" else length, error)
-            offset += length
+            error = TierIOError(self.operation, code, self.file.path, offset, len(piece.view), detail)
+            error.__cause__ = cause
+            piece.end(error)
+            offset += len(piece.view)
+
+    def abandon(self, error: BaseException) -> None:
+        """Resolves what is under way with `error`, which was none of the disk."""
+        code = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None) or errno.EIO
+        self.fail(code, f"{error!r}", error)
+
+
+Refused = tuple[Request, BaseException]
+"""What an engine could not start, and why."""
 
 
 @dataclass
@@ -113,8 +144,9 @@ class Drive:
     def idle(self) -> bool:
         return not (self.under_way or self.reads or self.writes)
 
-    def take(self, depth: int, request_bytes: int, most_views: int) -> Iterator[Request]:
+    def take(self, depth: int, request_bytes: int, most_views: int) -> list[Request]:
         """The requests to start now."""
+        taken: list[Request] = []
         while self.under_way < depth and (self.reads or self.writes):
             if not (self.reads and self.writes):
                 # Nobody to share with: past service gives nobody a claim.
@@ -125,7 +157,8 @@ class Drive:
             _join(request, queue, request_bytes, most_views)
             self.served[request.operation] += request.length
             self.under_way += 1
-            yield request
+            taken.append(request)
+        return taken
 
 
 def _join(request: Request, queue: deque[Request], request_bytes: int, most_views: int) -> None:
@@ -153,11 +186,15 @@ class QueuedEngine(IOEngine):
         self._depth = depth
         self._drives: WeakKeyDictionary[IOFile, Drive] = WeakKeyDictionary()
         self._files: list[IOFile] = []
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
 
     @abstractmethod
-    def _start(self, requests: list[Request]) -> None:
-        """Starts them; calls `_ended` for each, from any thread but not from within this call."""
+    def _start(self, requests: list[Request]) -> Sequence[Refused] | None:
+        """Starts them; calls `_ended` for each, from any thread but not from within this call.
+
+        Returns: what could not be started, for which it is not called, and why. Raises nothing.
+        """
 
     def _stop(self) -> None:
         """Ends the engine's own threads; nothing is under way any more."""
@@ -167,7 +204,7 @@ class QueuedEngine(IOEngine):
 
     def adopt(self, file: IOFile) -> IOFile:
         """Uses a file that was opened elsewhere, and closes it in the end."""
-        with self._changed:
+        with self._lock:
             self._files.append(file)
             self._drives[file] = Drive()
         return file
@@ -178,75 +215,88 @@ class QueuedEngine(IOEngine):
     def write(self, file: IOFile, offset: int, buffer: memoryview) -> IOFuture:
         return self._submit("write", file, offset, buffer)
 
+    # What was counted as under way and never started would be waited for forever: so what follows is not parted.
+
+    @uninterrupted
     def sync(self, file: IOFile) -> IOFuture:
-        transfer = _Sync()
+        transfer = Transfer(1, result=0)
         request = Request("sync", file, 0, [Piece(memoryview(b""), transfer)])
-        with Deferred(signal.SIGINT), Deferred(signal.SIGTERM):
-            with self._changed:
-                self._drives[file].under_way += 1
-            self._start([request])
+        with self._lock:
+            self._drives[file].under_way += 1
+        self._begin([request])
         return transfer.future
 
     def close(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: all(drive.idle for drive in self._drives.values()))
+        self._wait_until_idle()
         self._stop()
         for file in self._files:
             file.close()
 
+    @uninterrupted
+    def _wait_until_idle(self) -> None:
+        """Waits until nothing is under way."""
+        wait_until(self._lock, self._changed, lambda: all(drive.idle for drive in self._drives.values()))
+
+    @uninterrupted
     def _submit(self, operation: Operation, file: IOFile, offset: int, buffer: memoryview) -> IOFuture:
         require_aligned(offset, buffer)
         transfer = Transfer(len(buffer))
         if not len(buffer):
             transfer.piece_done(0)
             return transfer.future
-        # What was counted as under way and never started would be waited for forever.
-        with Deferred(signal.SIGINT), Deferred(signal.SIGTERM):
-            with self._changed:
-                drive = self._drives[file]
-                queue = drive.reads if operation == "read" else drive.writes
-                for start in range(0, len(buffer), self._request_bytes):
-                    piece = Piece(buffer[start : start + self._request_bytes], transfer)
-                    queue.append(Request(operation, file, offset + start, [piece]))
-                requests = list(drive.take(self._depth, self._request_bytes, self.most_views))
-            if requests:
-                self._start(requests)
+        requests = []
+        for start in range(0, len(buffer), self._request_bytes):
+            piece = Piece(buffer[start : start + self._request_bytes], transfer)
+            requests.append(Request(operation, file, offset + start, [piece]))
+        with self._lock:
+            drive = self._drives[file]
+            (drive.reads if operation == "read" else drive.writes).extend(requests)
+            requests = drive.take(self._depth, self._request_bytes, self.most_views)
+        self._begin(requests)
         return transfer.future
 
+    def _begin(self, requests: list[Request]) -> None:
+        """Starts them, which are counted as under way."""
+        if requests:
+            self._refuse(self._start(requests))
+
+    def _refuse(self, refused: Sequence[Refused] | None) -> None:
+        """Ends what could not be started, and starts what comes next."""
+        while refused:
+            requests = []
+            for request, error in refused:
+                request.abandon(error)
+                requests += self._over(request, None)
+            refused = self._start(requests) if requests else None
+
     def _ended(self, request: Request, result: int) -> None:
-        """A request is not under way any more. Args: result: bytes moved, or -errno."""
-        rest = _settle(request, result)
-        with self._changed:
+        """A request is not under way any more, whatever goes wrong here. Args: result: bytes moved, or -errno."""
+        rest = None
+        try:
+            rest = _rest_of(request, result)
+        except BaseException as error:
+            request.abandon(error)  # nobody may wait for it forever
+        self._begin(self._over(request, rest))
+
+    def _over(self, request: Request, rest: Request | None) -> list[Request]:
+        """Counts a request as ended. Args: rest: of it, to be asked for again. Returns: what to start now."""
+        with self._lock:
             drive = self._drives[request.file]
             drive.under_way -= 1
             if rest is not None:
                 (drive.reads if rest.operation == "read" else drive.writes).appendleft(rest)
-            requests = list(drive.take(self._depth, self._request_bytes, self.most_views))
+            requests = drive.take(self._depth, self._request_bytes, self.most_views)
             self._changed.notify_all()
-        if requests:
-            self._start(requests)
+        return requests
 
 
-class _Sync(Transfer):
-    """A transfer of nothing: its result is 0."""
-
-    def __init__(self) -> None:
-        super().__init__(1)
-
-    def piece_done(self, length: int, error: BaseException | None = None) -> None:
-        if error is None:
-            self.future.set_result(0)
-        else:
-            self.future.set_exception(error)
-
-
-def _settle(request: Request, result: int) -> Request | None:
+def _rest_of(request: Request, result: int) -> Request | None:
     """Resolves what has ended of a request; returns what has to be asked for again."""
     if result < 0:
         request.fail(-result)
         return None
     if request.operation == "sync":
-        request.pieces[0].transfer.piece_done(0)
+        request.pieces[0].end()
         return None
     # O_DIRECT cannot go on in the middle of a page.
     whole_pages = result // PAGE_BYTES * PAGE_BYTES

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 
-from offload.io.queue import DEPTH, REQUEST_BYTES, QueuedEngine, Request
+from offload.io.queue import DEPTH, REQUEST_BYTES, QueuedEngine, Refused, Request
+from offload.io.workers import Workers
 
 
 class ThreadEngine(QueuedEngine):
@@ -16,11 +17,16 @@ class ThreadEngine(QueuedEngine):
 
     def __init__(self, request_bytes: int = REQUEST_BYTES, depth: int = DEPTH) -> None:
         super().__init__(request_bytes, depth)
-        self._pool = ThreadPoolExecutor(depth, thread_name_prefix="offload-io")
+        self._pool = Workers(depth, "offload-io")
 
-    def _start(self, requests: list[Request]) -> None:
+    def _start(self, requests: list[Request]) -> Sequence[Refused]:
+        refused = []
         for request in requests:
-            self._pool.submit(self._run, request)
+            try:
+                self._pool.submit(self._run, request)
+            except BaseException as error:
+                refused.append((request, error))
+        return refused
 
     def _run(self, request: Request) -> None:
         self._ended(request, _move(request))
@@ -40,3 +46,5 @@ def _move(request: Request) -> int:
         return 0
     except OSError as error:
         return -(error.errno or errno.EIO)
+    except MemoryError:
+        return -errno.ENOMEM

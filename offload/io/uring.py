@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
+import logging
 import os
 import threading
+import time
 import weakref
 from collections import deque
+from collections.abc import Sequence
 
 import numpy
 
 from offload import ring
-from offload.io.queue import DEPTH, REQUEST_BYTES, QueuedEngine, Request
+from offload.errors import ClosedError
+from offload.io.queue import DEPTH, REQUEST_BYTES, QueuedEngine, Refused, Request
 from offload.ring import Ring
 from offload.sizes import GIB
 
 ENTRIES = 256
 _OPERATIONS = {"read": ring.READ, "write": ring.WRITE, "sync": ring.FDATASYNC}
+RETRY_S = 0.01
 _STOP = 0
+_log = logging.getLogger("offload")
 
 UnderWay = dict[int, tuple[Request, "UringEngine"]]
 """By token. Holds the engine as well: it lives as long as something is under way."""
@@ -53,32 +58,48 @@ class UringEngine(QueuedEngine):
         if self._ring.register_buffers(spans):
             self._registered = (base, size)
 
-    def _start(self, requests: list[Request]) -> None:
+    def _start(self, requests: list[Request]) -> Sequence[Refused]:
         with self._room:
             self._waiting.extend(requests)
-            count = min(ENTRIES - self._in_ring, len(self._waiting))
-            self._in_ring += count
-            batch = [self._packed(self._waiting.popleft()) for _ in range(count)]
-        # As many as the ring has room for: it takes all of them, and nobody has to wait here.
-        try:
-            started = self._ring.submit(batch) if batch else 0
-            code = errno.EAGAIN
-        except OSError as error:
-            started, code = 0, error.errno or errno.EIO
-        if started < len(batch):
-            self._refuse([token for *_, token in batch[started:]], code)
+        return self._submit_waiting()
+
+    def _submit_waiting(self) -> Sequence[Refused]:
+        """Submits what the ring has room for. What it does not take waits for a completion."""
+        while True:
+            with self._room:
+                count = min(ENTRIES - self._in_ring, len(self._waiting))
+                batch = [self._waiting.popleft() for _ in range(count)]
+                self._in_ring += count
+            tokens = list(itertools.islice(self._tokens, count))
+            error: BaseException | None = None
+            try:
+                self._under_way.update(zip(tokens, ((request, self) for request in batch), strict=True))
+                packed = [self._packed(token, request) for token, request in zip(tokens, batch, strict=True)]
+                started = self._ring.submit(packed) if packed and self._reaper.is_alive() else 0
+                if packed and not self._reaper.is_alive():
+                    error = ClosedError("io_uring has ended with Python: close the optimizer before")
+            except BaseException as raised:
+                started, error = 0, raised
+            left = batch[started:]
+            for token in tokens[started:]:
+                self._under_way.pop(token, None)
+            with self._room:
+                self._in_ring -= len(left)
+                if error is None:
+                    self._waiting.extendleft(reversed(left))
+                # A completion that came before they were put back has not seen them.
+                is_done = error is not None or not self._waiting or self._in_ring > 0
+            if is_done:
+                return [] if error is None else [(request, error) for request in left]
 
     def _ended(self, request: Request, result: int) -> None:
         with self._room:
             self._in_ring -= 1
-            waiting = bool(self._waiting)
         super()._ended(request, result)
-        if waiting:
-            self._start([])
+        if self._waiting:
+            self._refuse(self._submit_waiting())
 
-    def _packed(self, request: Request) -> tuple[int, int, int, int, int, int, int, int]:
-        token = next(self._tokens)
-        self._under_way[token] = (request, self)
+    def _packed(self, token: int, request: Request) -> tuple[int, int, int, int, int, int, int, int]:
         view = request.pieces[0].view
         address = _address(view) if len(view) else 0
         operation = _OPERATIONS[request.operation]
@@ -100,16 +121,6 @@ class UringEngine(QueuedEngine):
         inside = bool(length) and first >= 0 and last < size
         return first // GIB if inside and first // GIB == last // GIB else -1
 
-    def _refuse(self, tokens: list[int], code: int) -> None:
-        refused = [self._under_way.pop(token)[0] for token in tokens]
-
-        def end() -> None:
-            for request in refused:
-                self._ended(request, -code)
-
-        # Not from within `_start`, which is what `_ended` may call next.
-        threading.Thread(target=end, name="offload-uring-refused").start()
-
     def _stop(self) -> None:
         self._end()
 
@@ -119,15 +130,29 @@ def _address(view: memoryview) -> int:
 
 
 def _reap(own: Ring, under_way: UnderWay) -> None:
-    """The reaper's life. It holds no engine but those of requests under way, so a forgotten engine ends it."""
+    """The reaper's life. It holds no engine but those of requests under way, so a forgotten engine ends it.
+
+    Nothing but the end of the ring ends it: what it did not hand on would be waited for forever.
+    """
     while True:
-        for token, result in own.wait():
+        try:
+            completions = own.wait()
+        except ClosedError:
+            return
+        except Exception as error:  # no memory for a list, say: the ring keeps what it has handed out
+            _log.warning("io_uring: %r while waiting for completions; trying again", error)
+            time.sleep(RETRY_S)
+            continue
+        for token, result in completions:
             if token == _STOP:
                 own.close()
                 return
-            request, engine = under_way.pop(token)
-            engine._ended(request, result)
-            del request, engine
+            try:
+                request, engine = under_way.pop(token)
+                engine._ended(request, result)
+                del request, engine
+            except Exception:  # _ended has resolved what it could
+                _log.exception("io_uring: a completion could not be handed on")
 
 
 def _stop_reaping(own: Ring, reaper: threading.Thread, pid: int) -> None:

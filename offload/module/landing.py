@@ -23,8 +23,8 @@ class Landing:
     """Args: usable: raises if the optimizer cannot go on; failed: called with what cut a landing off; landed: called
     with each flat whose new values are there.
 
-    Over several ranks applying takes collectives, in the order of the layout, the root's first. Of resident ones
-    all are launched by `launch` inside `step()`, and whoever uses a unit waits for its own. Streamed ones are applied by
+    Over several ranks applying takes collectives, in the order of the layout, the root's first. Of resident ones all
+    are launched by `launch` inside `step()`, and whoever uses a unit waits for its own. Streamed ones are applied by
     forwards, which ranks run alike, a flat with all before it.
     """
 

@@ -80,6 +80,7 @@ class Parameters:
         self.flats = [torch.empty(0, device="cpu")] * len(layout.flats)
         self._versions: list[int] = [0] * len(self.params)
         self._strides: list[tuple[int, ...]] = [()] * len(self.params)
+        self._tensors: list[int] = [0] * len(self.params)
         self._kinds = [type(param) for param in self.params]
         self._guards: list[type[Tensor]] = list(self._kinds)
         self._watched: list[type[Tensor]] = list(self._kinds)
@@ -125,6 +126,7 @@ class Parameters:
             memory[end:offset] = 0  # gaps are computed along
             end = offset + param.numel()
             self._strides[number] = param.stride()
+            self._tensors[number] = param._cdata
             view = self._place_of(number, memory[offset:end])
             if with_values:
                 view.copy_(param)
@@ -284,7 +286,7 @@ class Parameters:
             for number in range(len(self.params)) if numbers is None else numbers:
                 param = self.params[number]
                 flat, offset = self._layout.places[number]
-                if flat in self._freed or not param.numel():
+                if self._is_swapped(number) or flat in self._freed or not param.numel():
                     continue
                 memory = self.flats[flat]
                 is_there = param.data_ptr() == memory.data_ptr() + offset * memory.element_size()
@@ -316,9 +318,20 @@ class Parameters:
         """Those that `model` has now are known to `require_in`."""
         self._known = set(model.parameters())
 
+    def _is_swapped(self, number: int) -> bool:
+        """Whether `torch.utils.swap_tensors` put another tensor into a parameter: graphs know the one it had."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.params[number]._cdata != self._tensors[number]
+
     def require_in(self, model: nn.Module) -> None:
         """Raises: ConfigError if `model` has another parameter in the place of one of these, or a new one with a
         gradient, which would never be used."""
+        for number, spec in enumerate(self._layout.specs):
+            if self._is_swapped(number):
+                raise ConfigError(
+                    f"{spec.name} was swapped with another tensor after OffloadZero took the model: write into it with "
+                    "p.copy_() under torch.no_grad() instead of swap_tensors"
+                )
         present = set(model.parameters())
         for param, spec in zip(self.params, self._layout.specs, strict=True):
             if param not in present:

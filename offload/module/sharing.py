@@ -104,7 +104,7 @@ def require_same_step(
     Raises: ConfigError on all ranks if they are about to step differently, or one has a fault; RankError.
     """
     if comm.size > 1:
-        scalars = [scalars_of(group, 1, scale) for group in groups]
+        scalars = None if fault is not None else [scalars_of(group, 1, scale) for group in groups]
         variants = [[bool(group.get(option)) for option in UNSUPPORTED] for group in groups]
         if not comm.all_agree(repr((scalars, variants, skips))) and fault is None:
             raise ConfigError(

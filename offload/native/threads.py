@@ -6,73 +6,105 @@ import itertools
 import os
 import threading
 import weakref
+from collections import deque
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
+from offload.interrupts import LET_IN_S, uninterrupted
 from offload.native.contract import Part
-
-_Job = tuple[Part, int, int, "SimpleQueue[BaseException | None]"]
 
 
 class Pool:
-    """Persistent threads that take parts from one queue. They end with this object, not before the
-    jobs queued by then are done."""
+    """Persistent threads that take ranges from one queue of calls. They end with this object, not before the
+    calls queued by then are done."""
 
     def __init__(self, workers: int) -> None:
         self.pid = os.getpid()
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         threads = [
-            threading.Thread(target=_work, args=(self._jobs,), name=f"offload-kernel-{i}", daemon=True)
+            threading.Thread(target=_work, args=(self._calls,), name=f"offload-kernel-{i}", daemon=True)
             for i in range(workers)
         ]
         for thread in threads:
             thread.start()
-        self.stop = weakref.finalize(self, _stop, self._jobs, threads, self.pid)
+        self.stop = weakref.finalize(self, _stop, self._calls, threads, self.pid)
 
+    @uninterrupted
     def run(self, part: Part, edges: list[int]) -> None:
         """Runs `part` on each range between two edges, the first of them here.
 
+        Whatever is raised, here or there, no thread is in `part` any more, nor will be: the memory is the caller's.
         Raises: the first exception of any of them, when all have ended.
         """
-        done: SimpleQueue[BaseException | None] = SimpleQueue()
-        for low, high in itertools.pairwise(edges[1:]):
-            self._jobs.put((part, low, high, done))
-        error: BaseException | None = None
+        call = _Call(part, edges)
         try:
-            part(edges[0], edges[1])
+            for _ in edges[2:]:
+                self._calls.put(call)
+            call.run(edges[0], edges[1])
+        finally:
+            call.join(self._calls)
+        if call.error is not None:
+            raise call.error
+
+
+class _Call:
+    """One call of `Pool.run`: the ranges that are not the caller's own.
+
+    What decides when it is over is counted by the pool's threads alone: an exception that is thrown into the caller
+    between two instructions loses no count.
+    """
+
+    def __init__(self, part: Part, edges: list[int]) -> None:
+        self.error: BaseException | None = None
+        self._part = part
+        self._left = deque(itertools.pairwise(edges[1:]))
+        self._under_way = 0
+        self._lock = threading.Lock()
+        self._ended: SimpleQueue[None] = SimpleQueue()
+
+    def run(self, low: int, high: int) -> None:
+        try:
+            self._part(low, high)
         except BaseException as raised:
-            error = raised
-        waiting = len(edges) - 2
-        while waiting:
+            self.error = self.error or raised
+
+    def take(self) -> None:
+        """In a thread of the pool: runs a range that nobody has begun, if there is one."""
+        with self._lock:
+            if not self._left:
+                return
+            low, high = self._left.popleft()
+            self._under_way += 1
+        try:
+            self.run(low, high)
+        finally:
+            with self._lock:
+                self._under_way -= 1
+            self._ended.put(None)
+
+    def join(self, calls: SimpleQueue[_Call | None]) -> None:
+        """Waits until all ranges are done. What is raised into the caller meanwhile waits, too."""
+        while self._left or self._under_way:
             try:
-                error = done.get() or error
-                waiting -= 1
-            except KeyboardInterrupt as raised:
-                # Not before the others have let go of the caller's memory.
-                error = raised
-        if error is not None:
-            raise error
+                self._ended.get(timeout=LET_IN_S)  # only to wake up: what counts is above
+            except Empty:
+                calls.put(self)  # it may have been cut off before it was put there as often as it has ranges
+            except BaseException as raised:
+                self.error = self.error or raised
+        del self._part  # the tensors that it holds have to go when the caller lets them go
 
 
-def _work(jobs: SimpleQueue[_Job | None]) -> None:
-    while (job := jobs.get()) is not None:
-        part, low, high, done = job
-        error = None
-        try:
-            part(low, high)
-        except BaseException as raised:
-            error = raised
-        # The tensors that `part` holds have to go when the caller lets them go.
-        del job, part
-        done.put(error)
-        del done, error
+def _work(calls: SimpleQueue[_Call | None]) -> None:
+    while (call := calls.get()) is not None:
+        call.take()
+        del call
 
 
-def _stop(jobs: SimpleQueue[_Job | None], threads: list[threading.Thread], pid: int) -> None:
+def _stop(calls: SimpleQueue[_Call | None], threads: list[threading.Thread], pid: int) -> None:
     if pid != os.getpid():
         return  # a forked child has no such threads
     for _ in threads:
-        jobs.put(None)
+        calls.put(None)
     # A thread that still ends while the interpreter does would abort the process: its tensors go then.
     for thread in threads:
         if thread is not threading.current_thread():
@@ -80,13 +112,12 @@ def _stop(jobs: SimpleQueue[_Job | None], threads: list[threading.Thread], pid: 
 
 
 def usable_cpus() -> int:
-    """How many CPUs this process may keep busy: those of its affinity mask, no more than its cgroup's
-    quota, shared with the ranks that LOCAL_WORLD_SIZE says are on this machine; at least 1."""
+    """How many CPUs this process, and the ranks beside it, may keep busy: those of its affinity mask, no more than
+    its cgroup's quota; at least 1."""
     affinity = getattr(os, "sched_getaffinity", None)
     count = float(len(affinity(0)) if affinity else os.cpu_count() or 1)
     count = min([count, *_cgroup_quotas(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(count / max(1, int(ranks) if ranks.isdigit() else 1)))
+    return max(1, int(count))
 
 
 def _cgroup_quotas(membership: Path, root: Path) -> list[float]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from queue import SimpleQueue
@@ -28,6 +28,8 @@ from torch import Tensor
 
 from offload.config import SUM_BLOCK
 from offload.copies import Copier
+from offload.interrupts import wait_for_all
+from offload.io.workers import Workers
 from offload.layout import Chunk, Layout, Piece
 from offload.native import Kernels, sum_blocks
 from offload.optim.sink import AS_HELD, Gradients, too_often
@@ -101,10 +103,10 @@ class GradientSink(Gradients):
         self._summed = self._none()
         self._pending: list[tuple[int, Future[None]]] = []
         self._first_chunk = [next(iter(layout.chunks_of[param]), None) for param in range(len(layout.specs))]
-        self._worker: ThreadPoolExecutor | None = None
+        self._worker: Workers | None = None
         self._bounces: SimpleQueue[Tensor] = SimpleQueue()
         if not copier.direct:
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="offload-gradients")
+            self._worker = Workers(1, "offload-gradients")
             if accumulation > 1 or store is not None:
                 for _ in range(BOUNCES):
                     self._bounces.put(arena.carve(_bounce_bytes(layout)))
@@ -215,7 +217,7 @@ class GradientSink(Gradients):
             param, work = self._pending[0]
             if not work.done():
                 with self._waiting("wait for gradient", param):
-                    wait([work])
+                    wait_for_all([work])
             work.result()
             del self._pending[0]
 
@@ -249,7 +251,7 @@ class GradientSink(Gradients):
 
     def reset(self) -> None:
         """Drops everything, failures too. The store of gradients, if there is one, is reset by its owner."""
-        wait([work for _, work in self._pending])
+        wait_for_all([work for _, work in self._pending])
         self._pending.clear()
         self._arrived = self._none()
         self._generation = [[generation + 1 for generation in tiles] for tiles in self._generation]

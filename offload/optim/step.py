@@ -14,7 +14,7 @@ inside `land`, a flat at a time: a reader in between sees the whole old value of
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,6 +26,8 @@ from torch import Tensor
 from offload.collectives import Communicator
 from offload.copies import Copier, Copy
 from offload.errors import OffloadError
+from offload.interrupts import wait_for_all
+from offload.io.workers import Workers
 from offload.layout import Chunk, Layout, Segment, segments
 from offload.native import AdamScalars, Kernels
 from offload.optim.exchange import Exchange, Gathers
@@ -260,7 +262,7 @@ class Step:
         self._number = 0
         self._begun: set[int] = set()
         self._failure: BaseException | None = None
-        self._worker = None if returned.direct else ThreadPoolExecutor(1, thread_name_prefix="offload-step")
+        self._worker = None if returned.direct else Workers(1, "offload-step")
 
     @property
     def pending(self) -> Collection[int]:
@@ -323,7 +325,7 @@ class Step:
     def _wait_for(self, done: Future[None], chunk: Chunk) -> None:
         if not done.done():
             with self._timeline.waiting("wait for Adam", chunk=chunk.index, tier="cpu"):
-                wait([done])
+                wait_for_all([done])
         done.result()
 
     def abandon(self) -> None:
@@ -331,7 +333,7 @@ class Step:
         works = [work.done for queued in self._pending.values() for work in queued if work.done is not None]
         for done in works:
             done.cancel()
-        wait(works)
+        wait_for_all(works)
         self._pending = {}
         self._begun.clear()
         self._failure = None

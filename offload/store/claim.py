@@ -55,7 +55,10 @@ def _holders(fd: int) -> list[int]:
     info = os.fstat(fd)
     file = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
     fields = [line.split() for line in lines if " -> " not in line]
-    return [int(words[4]) for words in fields if words[1] == "FLOCK" and words[5] == file]
+    locks = [(int(words[4]), words[5]) for words in fields if words[1] == "FLOCK"]
+    exact = [pid for pid, where in locks if where == file]
+    # Btrfs tells `stat` the device of the subvolume, and /proc/locks that of the file system.
+    return exact or [pid for pid, where in locks if where.rpartition(":")[2] == str(info.st_ino)]
 
 
 def _lives(pid: int) -> bool:

@@ -8,12 +8,12 @@ up the same way.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
 from offload.errors import BudgetError
-from offload.io.interrupts import Held
+from offload.interrupts import uninterrupted
 from offload.sizes import PAGE_BYTES, format_bytes, round_up
 from offload.store.arena import Lender
 from offload.store.lease import Lease, Version
@@ -60,12 +60,10 @@ class DeviceStore(Store):
         self._beneath = beneath
         self._below: dict[int, Version] = {}  # chunks that have to be brought up
 
-    @contextmanager
-    def lease(self, chunk: int, *, step: int, is_fresh: bool = False) -> Iterator[Lease]:
+    def lease(self, chunk: int, *, step: int, is_fresh: bool = False) -> AbstractContextManager[Lease]:
         if chunk in self._below:
             self._bring_up(chunk)
-        with super().lease(chunk, step=step, is_fresh=is_fresh) as lent:
-            yield lent
+        return super().lease(chunk, step=step, is_fresh=is_fresh)
 
     def _bring_up(self, chunk: int) -> None:
         version = self._below[chunk]
@@ -76,25 +74,31 @@ class DeviceStore(Store):
             for held, into in zip(there.arrays, here.arrays, strict=True):
                 into.copy_(held)
             here.dirty = True
-        with Held(self._changed):
-            del self._below[chunk]
-            self._now_in_slots({chunk: version})
+        self._is_up(chunk, version)
         if not self._below:
             self._committing.expect(())
+
+    @uninterrupted
+    def _is_up(self, chunk: int, version: Version) -> None:
+        with self._lock:
+            del self._below[chunk]
+            self._now_in_slots({chunk: version})
 
     def flush(self) -> dict[int, Version]:
         beneath = self._committing
         self.drain()
-        with Held(self._changed):
-            newer = dict(self._newer)
-        for chunk, step in newer.items():
+        for chunk, step in dict(self._newer).items():
             with self._both(chunk, step) as (here, there):
                 for held, into in zip(here.arrays, there.arrays, strict=True):
                     into.copy_(held)
         versions = beneath.flush()
-        with Held(self._changed):  # not before: what was interrupted is brought down again
-            self._now_in_slots({chunk: at for chunk, at in versions.items() if chunk not in self._below})
+        self._are_down(versions)  # not before: what was interrupted is brought down again
         return versions
+
+    @uninterrupted
+    def _are_down(self, versions: Mapping[int, Version]) -> None:
+        with self._lock:
+            self._now_in_slots({chunk: at for chunk, at in versions.items() if chunk not in self._below})
 
     def settle(self, versions: Mapping[int, Version]) -> None:
         self._committing.settle(versions)

@@ -24,7 +24,6 @@ import os
 import secrets
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
@@ -35,7 +34,9 @@ import xxhash
 from torch import Tensor
 
 from offload.errors import CorruptionError, PathError, ResumeError
+from offload.interrupts import result_of
 from offload.io.engine import IOEngine, IOFile, IOFuture
+from offload.io.workers import Workers
 from offload.layout import Layout
 from offload.sizes import PAGE_BYTES, round_up
 from offload.store.claim import first_page, lock, page, reserve
@@ -171,14 +172,14 @@ class SlotFile:
                 self._size_before = os.fstat(self._file.fd).st_size
             elif is_blank:
                 # Before it has more than this page: so a longer file of zeros is never one of this library's.
-                self._engine.write(self._file, 0, block).result()
-                self.sync().result()
+                result_of(self._engine.write(self._file, 0, block))
+                result_of(self.sync())
             reserve(self._file, self._nbytes, self._nbytes - (places - 1) * self._place_bytes)
             if not (resumes or is_blank):
-                self._engine.write(self._file, 0, block).result()
+                result_of(self._engine.write(self._file, 0, block))
             self._undo = undo.pop_all()
         # Checksums are taken beside the step and the transfers; XXH3 outruns any drive on one core.
-        self._sealer = ThreadPoolExecutor(1, thread_name_prefix="offload-seal")
+        self._sealer = Workers(1, "offload-seal")
 
     @property
     def path(self) -> str:

@@ -11,20 +11,21 @@ residency.py, what to drop is decided in cache.py, and nowhere else.
 
 from __future__ import annotations
 
-import signal
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
+from types import TracebackType
 from typing import NamedTuple
 
 from torch import Tensor
 
 from offload.config import LEAST_IN_FLIGHT
-from offload.errors import ClosedError
+from offload.errors import ClosedError, InterruptedStepError
+from offload.interrupts import uninterrupted, uninterrupted_entry, wait_until
 from offload.io.engine import IOFuture
-from offload.io.interrupts import Deferred, Held, wait_until
 from offload.store.arena import Lender
 from offload.store.cache import announced, stays, victim
 from offload.store.lease import Lease, Version
@@ -47,6 +48,57 @@ class _Use(NamedTuple):
     chunk: int
     stays: bool
     is_fresh: bool
+
+
+class _Leasing(AbstractContextManager[Lease]):
+    """See Store.lease."""
+
+    def __init__(self, store: Store, chunk: int, step: int, *, is_fresh: bool) -> None:
+        self._store = store
+        self._chunk = chunk
+        self._step = step
+        self._is_fresh = is_fresh
+        self._life = store._life
+        self.lent: Lease | None = None
+
+    @uninterrupted_entry
+    def __enter__(self) -> Lease:
+        try:
+            self._store._wait_to_lend(self._chunk, self._is_fresh, self)
+            assert self.lent is not None
+            return self.lent
+        except BaseException:
+            self._give_back()
+            raise
+
+    @uninterrupted
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self.lent is not None and self._life == self._store._life:
+            with self._store._lock:
+                self._store._put(self.lent, self._step)
+                self.lent = None
+
+
+class _Books:
+    """`with store._books: ...`: an exception that leaves what a store knows half written is a failure of the store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = weakref.ref(store)
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        store = self._store()
+        if error is not None and store is not None:
+            store._fail(error)
 
 
 class Store:
@@ -96,46 +148,42 @@ class Store:
         self._unwritten: dict[int, int] = {}
         self._owed: set[int] = set()
         self._failure: BaseException | None = None
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._books = _Books(self)
+        self._holders: dict[int, weakref.ref[_Leasing]] = {}
+        self._life = 0  # ends with `reset`, after which the leases of before mean nothing
 
+    @uninterrupted
     def expect(self, order: Iterable[int]) -> None:
         """Announces the leases to come, in order; reading ahead begins at once, and goes on with the same order."""
-        with Held(self._changed):
-            self._check()
+        with self._lock, self._books:
+            self.check()
             self._announce([(chunk, False) for chunk in order])
 
+    @uninterrupted
     def repeat(self) -> None:
         """Announces that the leases since the last call of this come again."""
-        with Held(self._changed):
-            self._check()
+        with self._lock, self._books:
+            self.check()
             self._announce(self._used)
 
-    @contextmanager
-    def lease(self, chunk: int, *, step: int, is_fresh: bool = False) -> Iterator[Lease]:
+    def lease(self, chunk: int, *, step: int, is_fresh: bool = False) -> AbstractContextManager[Lease]:
         """Waits until `chunk` is in RAM and lends it; left dirty, it is written behind.
 
         Args: step: what a dirty chunk is the result of; goes into its slot's header; is_fresh: the caller overwrites
         all of it, so that nothing has to be read.
         """
-        lent: list[Lease] = []
-        try:
-            with Held(self._changed):
-                is_there = self._lend(chunk, is_fresh, lent)
-            if not is_there:
-                with self._waiting_for(chunk):
-                    wait_until(self._changed, lambda: self._lend(chunk, is_fresh, lent))
-            yield lent[0]
-        finally:
-            try:
-                self._take_back(lent, step)
-            finally:  # where an interrupt came before it was deferred
-                self._take_back(lent, step)
+        return _Leasing(self, chunk, step, is_fresh=is_fresh)
 
-    def _take_back(self, lent: list[Lease], step: int) -> None:
-        if lent:
-            with Held(self._changed):
-                self._put(lent.pop(), step)
+    def _wait_to_lend(self, chunk: int, is_fresh: bool, to: _Leasing) -> None:
+        with self._lock:
+            is_there = self._lend(chunk, is_fresh, to)
+        if not is_there:
+            with self._waiting_for(chunk):
+                wait_until(self._lock, self._changed, lambda: self._lend(chunk, is_fresh, to))
 
+    @uninterrupted
     def drain(self) -> None:
         """Waits until nothing is under way."""
         while self._failure is None and (moving := list(self._moving)):
@@ -144,7 +192,7 @@ class Store:
 
     def _wait_for_transfer(self, chunk: int) -> None:
         with self._waiting_for(chunk):
-            wait_until(self._changed, lambda: self._failure is not None or chunk not in self._moving)
+            wait_until(self._lock, self._changed, lambda: self._failure is not None or chunk not in self._moving)
 
     def flush(self) -> dict[int, Version]:
         """Writes what is newer in RAM, kept or not, and waits. Returns: which version of each chunk is in its slot.
@@ -152,31 +200,42 @@ class Store:
         Nothing may be leased meanwhile.
         """
         self.drain()
-        with Held(self._changed):
+        self._write_newer()
+        self.drain()
+        return self._now()
+
+    @uninterrupted
+    def _write_newer(self) -> None:
+        with self._lock, self._books:
             for chunk, step in [*self._newer.items(), *self._unwritten.items()]:
                 self._write(chunk, step, Residency.CLEAN)
-        self.drain()
-        with Held(self._changed):
+
+    @uninterrupted
+    def _now(self) -> dict[int, Version]:
+        with self._lock:
             return dict(self._at)
 
+    @uninterrupted
     def settle(self, versions: Mapping[int, Version]) -> None:
         """These, of `flush`, are committed now: their slots are not written to before the next call."""
-        with Held(self._changed):
+        with self._lock:
             self._committed = {chunk: version.place for chunk, version in versions.items()}
 
+    @uninterrupted
     def reset(self, versions: Mapping[int, Version]) -> None:
         """Forgets RAM and failures: chunks are as their slots in `versions` have them, which are committed, or new.
 
         Nothing may be leased. Kept chunks are read at once, in the background.
         """
-        wait_until(self._changed, lambda: not self._moving)
-        with Held(self._changed):
+        wait_until(self._lock, self._changed, lambda: not self._moving)
+        with self._lock, self._books:
             self._begin_anew(versions)
 
     def _begin_anew(self, versions: Mapping[int, Version]) -> None:
         self._failure = None
+        self._life += 1
         self._order = ()
-        for left in (self._ahead, self._used, self._staying, self._unwritten, self._owed, self._newer):
+        for left in (self._ahead, self._used, self._staying, self._unwritten, self._owed, self._newer, self._holders):
             left.clear()
         for chunk in range(len(self._records)):
             self._table.reset(chunk, Residency.STORED if chunk in versions else Residency.EMPTY)
@@ -193,21 +252,26 @@ class Store:
         if self._failure is not None:
             raise self._failure
 
+    @uninterrupted
     def close(self) -> None:
         """Waits for transfers under way, successful or not; every later lease raises ClosedError."""
-        with Held(self._changed):
+        with self._lock:
             self._ahead.clear()
             self._order = ()
-        wait_until(self._changed, lambda: not self._moving)
-        with Held(self._changed):
+        wait_until(self._lock, self._changed, lambda: not self._moving)
+        with self._lock:
             self._failure = self._failure or ClosedError("the optimizer is closed: make a new one")
             self._changed.notify_all()
 
-    # Everything below is called with the lock held.
+    def _fail(self, error: BaseException) -> None:
+        """The first failure is the cause; others follow from it."""
+        if not isinstance(error, Exception):
+            interrupted = InterruptedStepError(f"{error!r} came while a chunk changed its place: call rollback()")
+            interrupted.__cause__ = error
+            error = interrupted
+        self._failure = self._failure or error
 
-    def _check(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+    # Everything below is called with the lock held.
 
     def _announce(self, order: Sequence[tuple[int, bool]]) -> None:
         streamed = [use for use in order if use[0] not in self._kept]
@@ -219,28 +283,30 @@ class Store:
         self._used = []
         self._read_ahead()
 
-    def _lend(self, chunk: int, is_fresh: bool, lent: list[Lease]) -> bool:
-        """Moves the chunk to LEASED, and adds the lease to `lent`, if it has a buffer in RAM with its data; whether."""
-        if not self._is_ready(chunk, is_fresh):
-            return False
-        is_blank = is_fresh and self._table[chunk] in (Residency.EMPTY, Residency.STORED)
-        self._table.move(chunk, Residency.LEASED)
-        lent.append(Lease(chunk, self._records[chunk].views(self._buffers[chunk]), is_blank=is_blank))
-        if chunk in self._unwritten:
-            del self._unwritten[chunk]
-            self._owed.add(chunk)
-        self._used.append((chunk, is_fresh))
-        use = next((use for use in self._ahead if use.chunk == chunk), None)
-        if use is not None:
-            self._ahead.remove(use)
-            if use.stays:
-                self._staying.add(chunk)
-            # A chunk that is kept, and never moves, may come after the last one that does.
-            self._is_between = not self._ahead
-        if not self._ahead:
-            self._ahead.extend(self._order)
-        self._read_ahead()
-        return True
+    def _lend(self, chunk: int, is_fresh: bool, to: _Leasing) -> bool:
+        """Moves the chunk to LEASED, and gives the lease to `to`, if it has a buffer in RAM with its data; whether."""
+        with self._books:
+            if not self._is_ready(chunk, is_fresh):
+                return False
+            is_blank = is_fresh and self._table[chunk] in (Residency.EMPTY, Residency.STORED)
+            self._table.move(chunk, Residency.LEASED)
+            to.lent = Lease(chunk, self._records[chunk].views(self._buffers[chunk]), is_blank=is_blank)
+            self._holders[chunk] = weakref.ref(to)
+            if chunk in self._unwritten:
+                del self._unwritten[chunk]
+                self._owed.add(chunk)
+            self._used.append((chunk, is_fresh))
+            use = next((use for use in self._ahead if use.chunk == chunk), None)
+            if use is not None:
+                self._ahead.remove(use)
+                if use.stays:
+                    self._staying.add(chunk)
+                # A chunk that is kept, and never moves, may come after the last one that does.
+                self._is_between = not self._ahead
+            if not self._ahead:
+                self._ahead.extend(self._order)
+            self._read_ahead()
+            return True
 
     def _waiting_for(self, chunk: int) -> AbstractContextManager[None]:
         what = _WAITS_FOR.get(self._table[chunk], "wait for buffer")
@@ -248,10 +314,15 @@ class Store:
 
     def _is_ready(self, chunk: int, is_fresh: bool) -> bool:
         """Whether the chunk has a buffer in RAM with its data; does what can be done now to bring it there."""
-        self._check()
+        self.check()
         state = self._table[chunk]
         if state in (Residency.CLEAN, Residency.DIRTY):
             return True
+        if state is Residency.LEASED:
+            holder = self._holders.get(chunk)
+            if holder is not None and holder() is None:
+                # What another thread threw in has parted the lease from its holder: nobody will give it back.
+                raise InterruptedStepError(f"the lease of chunk {chunk} was lost: call rollback(), or start again")
         if state not in (Residency.EMPTY, Residency.STORED):
             return False
         if chunk not in self._kept and not self._free:
@@ -269,35 +340,37 @@ class Store:
         return True
 
     def _put(self, lease: Lease, step: int) -> None:
-        chunk = lease.chunk
-        is_staying, is_owed = chunk in self._staying, chunk in self._owed
-        self._staying.discard(chunk)
-        self._owed.discard(chunk)
-        if lease.is_spent:
-            self._at.pop(chunk, None)
-            self._newer.pop(chunk, None)
-        if lease.is_spent or (lease.is_blank and not lease.dirty):  # or cut off before anything was put there
-            self._table.move(chunk, Residency.STORED if chunk in self._at else Residency.EMPTY)
-            if chunk not in self._kept:
-                self._free.append(self._buffers.pop(chunk))
-        elif chunk in self._kept:
-            if lease.dirty or chunk not in self._at:
-                self._newer[chunk] = step
-            self._table.move(chunk, Residency.DIRTY if chunk in self._newer else Residency.CLEAN)
-            if lease.dirty and not lease.is_unfinished and self._is_due(step):
-                self._write(chunk, step, Residency.CLEAN)
-        elif not (lease.dirty or is_owed) and chunk in self._at:
-            self._table.move(chunk, Residency.CLEAN)
-            if not is_staying:
-                self._drop(chunk)
-        else:
-            self._table.move(chunk, Residency.DIRTY)
-            if lease.is_unfinished or (is_owed and not lease.dirty):
-                self._unwritten[chunk] = step
+        with self._books:
+            chunk = lease.chunk
+            is_staying, is_owed = chunk in self._staying, chunk in self._owed
+            self._staying.discard(chunk)
+            self._owed.discard(chunk)
+            self._holders.pop(chunk, None)
+            if lease.is_spent:
+                self._at.pop(chunk, None)
+                self._newer.pop(chunk, None)
+            if lease.is_spent or (lease.is_blank and not lease.dirty):  # or cut off before anything was put there
+                self._table.move(chunk, Residency.STORED if chunk in self._at else Residency.EMPTY)
+                if chunk not in self._kept:
+                    self._free.append(self._buffers.pop(chunk))
+            elif chunk in self._kept:
+                if lease.dirty or chunk not in self._at:
+                    self._newer[chunk] = step
+                self._table.move(chunk, Residency.DIRTY if chunk in self._newer else Residency.CLEAN)
+                if lease.dirty and not lease.is_unfinished and self._is_due(step):
+                    self._write(chunk, step, Residency.CLEAN)
+            elif not (lease.dirty or is_owed) and chunk in self._at:
+                self._table.move(chunk, Residency.CLEAN)
+                if not is_staying:
+                    self._drop(chunk)
             else:
-                self._write(chunk, step, Residency.CLEAN if is_staying else Residency.STORED)
-        self._changed.notify_all()
-        self._read_ahead()
+                self._table.move(chunk, Residency.DIRTY)
+                if lease.is_unfinished or (is_owed and not lease.dirty):
+                    self._unwritten[chunk] = step
+                else:
+                    self._write(chunk, step, Residency.CLEAN if is_staying else Residency.STORED)
+            self._changed.notify_all()
+            self._read_ahead()
 
     def _drop(self, chunk: int) -> None:
         self._table.move(chunk, Residency.STORED)
@@ -332,42 +405,30 @@ class Store:
                 self._read(chunk)
 
     def _read(self, chunk: int) -> None:
-        with self._failing():
-            self._table.move(chunk, Residency.READING)
-            if chunk not in self._kept:
-                self._buffers[chunk] = self._free.pop()
-            at = self._at[chunk]
-            future = self._swap.read(self._first + chunk, self._bytes(chunk), **at._asdict())
-            self._follow(future, chunk, Residency.CLEAN, "nvme_read_bytes")
+        self._table.move(chunk, Residency.READING)
+        if chunk not in self._kept:
+            self._buffers[chunk] = self._free.pop()
+        at = self._at[chunk]
+        future = self._swap.read(self._first + chunk, self._bytes(chunk), **at._asdict())
+        self._follow(future, chunk, Residency.CLEAN, "nvme_read_bytes")
 
     def _write(self, chunk: int, step: int, then: Residency) -> None:
-        with self._failing():
-            self._unwritten.pop(chunk, None)
-            self._newer.pop(chunk, None)
-            self._table.move(chunk, Residency.WRITING)
-            place = 1 - self._committed[chunk] if chunk in self._committed else 0
-            self._at[chunk] = Version(step, place)
-            future = self._swap.write(self._first + chunk, self._bytes(chunk), step=step, place=place)
-            self._follow(future, chunk, then, "nvme_written_bytes")
-
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """A transfer that could not even be started: the chunk's state would never change again. And one that was
-        started and forgotten by an interrupt could move bytes of a buffer that is another chunk's by then."""
-        with Deferred(signal.SIGINT), Deferred(signal.SIGTERM):
-            try:
-                yield
-            except BaseException as error:
-                self._failure = self._failure or error
-                raise
+        self._unwritten.pop(chunk, None)
+        self._newer.pop(chunk, None)
+        self._table.move(chunk, Residency.WRITING)
+        place = 1 - self._committed[chunk] if chunk in self._committed else 0
+        self._at[chunk] = Version(step, place)
+        future = self._swap.write(self._first + chunk, self._bytes(chunk), step=step, place=place)
+        self._follow(future, chunk, then, "nvme_written_bytes")
 
     def _follow(self, future: IOFuture, chunk: int, then: Residency, counter: str) -> None:
         self._moving[chunk] = None
         future.add_done_callback(partial(self._moved, chunk, then, counter))
 
+    @uninterrupted
     def _moved(self, chunk: int, then: Residency, counter: str, future: IOFuture) -> None:
         """Called in a thread of the engine when a transfer has ended."""
-        with Held(self._changed):
+        with self._lock:
             del self._moving[chunk]
             try:
                 self._timeline.count(counter, future.result())
@@ -376,8 +437,7 @@ class Store:
                     self._free.append(self._buffers.pop(chunk))
                 self._read_ahead()
             except BaseException as error:
-                # A future's callback would swallow it. The first failure is the cause; others follow from it.
-                self._failure = self._failure or error
+                self._fail(error)  # a future's callback would swallow it
             self._changed.notify_all()
 
     def _bytes(self, chunk: int) -> Tensor:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from torch import Tensor
 
+from offload.interrupts import result_of, uninterrupted
 from offload.io.engine import IOEngine, IOFuture
-from offload.io.interrupts import Deferred
 from offload.store.directories import check_directory
 from offload.store.files import Directories
 from offload.store.slots import Record, SlotFile, new_run_id
@@ -125,11 +124,14 @@ class Stripes:
         that is trusted.
         """
         for future in self._syncs:
-            future.result()
-        with Deferred(signal.SIGINT), Deferred(signal.SIGTERM):
-            self._syncs = [file.sync() for file in self._files]
+            result_of(future)
+        self._begin_syncs()
         for future in self._syncs:
-            future.result()
+            result_of(future)
+
+    @uninterrupted
+    def _begin_syncs(self) -> None:
+        self._syncs = [file.sync() for file in self._files]
 
     def require_here(self) -> None:
         """See SlotFile.require_here."""

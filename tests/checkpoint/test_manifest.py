@@ -8,17 +8,20 @@ from hypothesis import strategies as st
 
 from offload.checkpoint.manifest import (
     MAX_BYTES,
+    MAX_CHUNKS,
     MAX_NUMEL,
+    ROW_BYTES,
     ChunkFacts,
     Digest,
     FlatFacts,
     Manifest,
     ParameterFacts,
     parse,
+    require_room,
     serialise,
 )
 from offload.checkpoint.strict import MAX_COMMAS
-from offload.errors import CorruptionError, ResumeError
+from offload.errors import ConfigError, CorruptionError, ResumeError
 from offload.layout import ParamSpec, build
 from tests.support.committed import GROUPS, RUN, STEP, manifest_of
 
@@ -56,6 +59,17 @@ def test_everything_in_it_comes_back() -> None:
     assert again == manifest
     assert [repr(value) for value in again.groups[0].values()] == [repr(value) for value in options.values()]
     assert [*again.groups[0]] == [*options]
+
+
+def test_more_chunks_than_a_manifest_can_name_are_refused_beforehand() -> None:
+    largest = ChunkFacts(MAX_CHUNKS, 1 << 40, 1 << 30, 1 << 9, 1, (1 << 63) - 1, (1 << 64) - 1)
+    one = len(serialise(manifest_of(chunks=(largest,)))) - len(serialise(manifest_of(chunks=())))
+    assert one <= ROW_BYTES
+    assert MAX_CHUNKS * ROW_BYTES < MAX_BYTES
+    require_room(manifest_of(), MAX_CHUNKS)
+    for slots in (MAX_CHUNKS + 1, MAX_BYTES // ROW_BYTES + 1):
+        with pytest.raises(ConfigError, match="chunk="):
+            require_room(manifest_of(), slots)
 
 
 def test_the_text_is_plain_ascii_in_one_line() -> None:

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import logging
 import os
 import random
 import signal
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from offload import ring
 from offload.errors import PathError, TierIOError
+from offload.io import queue
 from offload.io.engine import IOEngine
 from offload.io.portable import PortableEngine
 from offload.io.queue import REQUEST_BYTES, QueuedEngine, Request
 from offload.io.threads import ThreadEngine
 from offload.io.uring import UringEngine
 from offload.sizes import MIB, PAGE_BYTES
-from tests.io.conftest import ENGINES
+from tests.io.conftest import ENGINES, QUEUED
 from tests.support.faulty_engine import FaultyEngine, aligned
 from tests.support.processes import holds_in_child, open_files
 
@@ -569,3 +572,100 @@ def test_the_portable_engine_opens_the_same_file_again_or_none(tmp_path: Path) -
         os.close(within)
     assert not [*folder.iterdir()]
     assert (tmp_path / "moved" / "held").stat().st_size == PAGE_BYTES
+
+
+def failing_once(real: Callable[..., object], error: BaseException) -> Callable[..., object]:
+    left = [error]
+
+    def call(*args: object, **kwargs: object) -> object:
+        if left:
+            raise left.pop()
+        return real(*args, **kwargs)
+
+    return call
+
+
+@pytest.mark.timeout(60)
+def test_no_memory_while_a_request_ends_fails_that_transfer_and_no_later_one(
+    queued: QueuedEngine, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = queued.open(place)
+    monkeypatch.setattr(queue, "_rest_of", failing_once(queue._rest_of, MemoryError()))
+    with pytest.raises(TierIOError) as caught:
+        queued.write(file, 0, noise(PAGE_BYTES)).result(WAIT_S)
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOMEM, place)
+    assert isinstance(caught.value.__cause__, MemoryError)
+    data, into = noise(3 * REQUEST_BYTES), blank(3 * REQUEST_BYTES)
+    assert queued.write(file, 0, data).result(WAIT_S) == len(data)
+    assert queued.read(file, 0, into).result(WAIT_S) == len(data)
+    assert into == data
+
+
+@pytest.mark.timeout(60)
+def test_a_reaper_that_has_no_memory_for_completions_loses_none(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not ring.is_available()[0]:
+        pytest.skip("no io_uring here")
+    engine = UringEngine()
+    file = engine.open(place)
+    monkeypatch.setattr(ring, "_unpacked", failing_once(ring._unpacked, MemoryError()))
+    data = noise(PAGE_BYTES)
+    assert engine.write(file, 0, data).result(WAIT_S) == PAGE_BYTES
+    assert Path(place).read_bytes() == data
+    engine.close()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_what_a_ring_does_not_take_at_once_is_submitted_after_a_completion(
+    place: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """uring.h: fewer when the ring is full; 0 only while something is under way."""
+    if not ring.is_available()[0]:
+        pytest.skip("no io_uring here")
+    engine = UringEngine(request_bytes=PAGE_BYTES)
+    file = engine.open(place)
+    real, taken = engine._ring.submit, []
+
+    def submit(batch: Sequence[ring.Request | tuple[int, int, int, int, int, int, int, int]]) -> int:
+        taken.append(real(batch[: most or len(taken) % 2]))
+        return taken[-1]
+
+    monkeypatch.setattr(engine._ring, "submit", submit)
+    data = noise(20 * PAGE_BYTES)
+    assert engine.write(file, 0, data).result(WAIT_S) == len(data)
+    assert Path(place).read_bytes() == data
+    monkeypatch.undo()
+    engine.close()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("make", QUEUED)
+def test_an_engine_that_nobody_closed_ends_its_threads_and_files(make: str, tmp_path: Path) -> None:
+    gc.collect()  # engines of other tests
+    place, before, threads = str(tmp_path / "file"), len(os.listdir("/proc/self/fd")), set(threading.enumerate())
+    for _ in range(3):
+        engine = ENGINES[make]()
+        file = engine.open(place)
+        engine.write(file, 0, noise(PAGE_BYTES)).result(WAIT_S)
+        del engine, file
+        gc.collect()
+    deadline = time.monotonic() + 10
+    while set(threading.enumerate()) - threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert set(threading.enumerate()) <= threads
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.timeout(60)
+def test_registering_where_the_kernel_would_wait_for_the_reaper_is_left_out(place: str) -> None:
+    if not ring.is_available()[0]:
+        pytest.skip("no io_uring here")
+    old = ring.Ring(8, without=ring.RSRC_TAGS)
+    waiting = threading.Thread(target=old.wait)
+    waiting.start()
+    time.sleep(0.05)
+    assert not old.register_buffers([blank(PAGE_BYTES)])
+    old.submit([ring.Request(ring.NOP)])
+    waiting.join(WAIT_S)
+    assert not waiting.is_alive()
+    old.close()

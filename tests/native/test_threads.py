@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from offload import native
+from offload import memory, native
 from offload.errors import ClosedError
 from offload.native import threads
+from tests.support.interrupted import interrupt, interrupted_at, thrown_in
 
 from .bits import assert_same_bits, kernels
 
@@ -130,6 +134,52 @@ def test_an_interrupted_call_waits_for_its_threads() -> None:
     assert len(ended) == 2
 
 
+def test_a_thread_that_still_works_is_waited_for_when_sigterm_ends_the_process() -> None:
+    ended = []
+
+    def part(low: int, high: int) -> None:
+        if low == 0:
+            signal.raise_signal(signal.SIGTERM)
+        else:
+            time.sleep(0.2)
+            ended.append(low)
+
+    def terminate(number: int, frame: object) -> None:
+        sys.exit(143)
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        with pytest.raises(SystemExit):
+            kernels("torch", 3)._run(part, 1_000_000)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert len(ended) == 2
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("by", [interrupt, thrown_in])
+def test_an_interrupt_at_any_instruction_leaves_no_thread_at_work(by: Callable[[], None]) -> None:
+    pool, instruction, is_over = threads.Pool(2), 1, False
+    while not is_over:
+        at_work: list[int] = []
+        ran: list[int] = []
+
+        def part(low: int, high: int, at_work: list[int] = at_work, ran: list[int] = ran) -> None:
+            at_work.append(low)
+            ran.append(low)
+            at_work.remove(low)
+
+        with contextlib.suppress(KeyboardInterrupt), interrupted_at(instruction, by) as left:
+            pool.run(part, [0, 1, 2, 3, 4])
+        is_over = left[0] > 0
+        assert not at_work
+        if by is interrupt and not is_over:
+            assert sorted(ran) == sorted(set(ran))
+        instruction += 1
+    pool.run(part, [0, 1, 2])
+    pool.stop()
+
+
 @pytest.mark.parametrize(("cut", "offset"), [(64, 0), (65536, 0), (65536, 1234)])
 @pytest.mark.parametrize("n", [131_072, 131_073, 200_003, 1_000_000])
 def test_parts_cover_the_range_once_and_split_at_the_given_places(n: int, cut: int, offset: int) -> None:
@@ -167,7 +217,7 @@ def test_closed_kernels_say_so_and_their_threads_end() -> None:
 
 EXIT = """
 import sys, torch
-from offload import native
+from offload import memory, native
 mine = [native.load(3, variant) for variant in native.available_variants()]
 x = torch.ones(300_000)
 sums = torch.zeros(native.sum_blocks(0, 300_000), dtype=torch.float64)
@@ -196,7 +246,7 @@ def test_kernels_let_go_end_their_threads() -> None:
 
 FORK = """
 import os, sys, torch
-from offload import native
+from offload import memory, native
 mine = native.load(2, sys.argv[1])
 x = torch.ones(300_000)
 mine.scale(x, 2.0)
@@ -221,19 +271,25 @@ def test_a_forked_child_can_call_and_does_not_hang(variant: str) -> None:
     assert done.returncode == 0
 
 
-def test_usable_cpus_follow_affinity_quota_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usable_cpus_follow_affinity_and_quota_whoever_shares_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)), raising=False)
     monkeypatch.setattr(threads, "_cgroup_quotas", lambda *_: [])
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert native.usable_cpus() == 12
     monkeypatch.setattr(threads, "_cgroup_quotas", lambda *_: [6.5, 8.0])
     assert native.usable_cpus() == 6
+    # What ranks take of it is divided where the number of threads is chosen, and only there.
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    assert native.usable_cpus() == 2
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "100")
-    assert native.usable_cpus() == 1
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "many")
     assert native.usable_cpus() == 6
+
+
+def test_ranks_share_the_cpus_of_their_machine_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    monkeypatch.setattr(threads, "_cgroup_quotas", lambda *_: [])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert memory.kernel_threads(None, ranks_on_node=8) == 8
+    assert memory.kernel_threads(3, ranks_on_node=8) == 3
+    assert memory.kernel_threads(None, ranks_on_node=100) == 1
 
 
 def test_quota_of_cgroup_v2_is_read_up_to_the_root(tmp_path: Path) -> None:

@@ -89,3 +89,13 @@ def test_a_holder_that_is_not_seen_counts_as_alive(path: Path, fd: int, monkeypa
     monkeypatch.setattr(claim, "PATIENCE_S", 1e9)
     assert busy(fd)
     os.close(other)
+
+
+def test_a_lock_that_the_kernel_tells_under_another_device_is_found(
+    fd: int, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on btrfs, where each subvolume has a device of its own, which /proc/locks does not know."""
+    line = f"1: FLOCK  ADVISORY  WRITE 4242 00:99:{os.fstat(fd).st_ino} 0 EOF\n"
+    monkeypatch.setattr(Path, "read_text", lambda self: line)
+    assert claim._holders(fd) == [4242]
+    assert claim._holders(os.open(os.devnull, os.O_RDONLY)) == []

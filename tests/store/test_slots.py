@@ -287,7 +287,7 @@ def test_a_file_that_another_run_removes_meanwhile_is_not_taken(path: Path, monk
 
     def removed(fd: int, operation: int) -> None:
         real(fd, operation)
-        os.unlink(path / SWAP_NAME)
+        (path / SWAP_NAME).unlink(missing_ok=True)
 
     monkeypatch.setattr(fcntl, "flock", removed)
     engine = ThreadEngine()

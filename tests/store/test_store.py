@@ -2,23 +2,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import signal
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import offload
 from offload.copies import HostCopier
-from offload.errors import ClosedError, CorruptionError, OffloadError, TierIOError
+from offload.errors import ClosedError, CorruptionError, InterruptedStepError, OffloadError, TierIOError
 from offload.io.engine import IOEngine
 from offload.io.threads import ThreadEngine
 from offload.sizes import MIB, PAGE_BYTES
@@ -29,8 +25,8 @@ from offload.store.store import Store
 from offload.store.stripes import Stripes
 from offload.timeline import Timeline
 from tests.support.faulty_engine import FaultyEngine
+from tests.support.interrupted import interrupt, interrupted_at, thrown_in
 
-INTERRUPTED = (str(Path(offload.__file__).parent), *(module.__file__ for module in (contextlib, signal, threading)))
 NUMELS = (1024, 700, 1024, 5, 1500, 1024)
 
 pytestmark = pytest.mark.timeout(60)
@@ -330,47 +326,34 @@ def use_all(store: Store, step: int) -> None:
     store.drain()
 
 
-@contextmanager
-def interrupted_at(call: int) -> Iterator[None]:
-    """SIGINT where this thread begins its so-manieth call of a function of the package, or of what it is made of."""
-    left = call
-
-    def trace(frame: FrameType, event: str, arg: object) -> None:
-        nonlocal left
-        left -= frame.f_code.co_filename.startswith(INTERRUPTED)
-        if left == 0:
-            sys.settrace(None)
-            signal.raise_signal(signal.SIGINT)
-
-    before, handler = sys.gettrace(), signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        sys.settrace(trace)
-        yield
-    finally:
-        sys.settrace(before)
-        signal.signal(signal.SIGINT, handler)
-
-
-@pytest.mark.parametrize("kept", [frozenset[int](), frozenset({1, 4})])
-@pytest.mark.parametrize("start", range(3))
-def test_after_an_interrupt_at_any_call_every_chunk_can_be_used(
-    tmp_path: Path, kept: frozenset[int], start: int
-) -> None:
-    ends, call = False, 1 + start
-    while not ends:
-        engine = FaultyEngine()
-        with store_on(engine, tmp_path / f"run{call}", kept=kept) as store:
-            with contextlib.suppress(KeyboardInterrupt), interrupted_at(call):
+def interrupted_store(path: Path, kept: frozenset[int], instruction: int, by: Callable[[], None]) -> bool:
+    """Interrupts two steps there, and uses what is left; whether they ended before."""
+    engine, is_over = ThreadEngine(), False
+    with store_on(engine, path, kept=kept) as store:
+        try:
+            with contextlib.suppress(KeyboardInterrupt), interrupted_at(instruction, by):
                 for step in (1, 2):
                     use_all(store, step)
-                ends = True
+                is_over = True
             for step in (3, 4):
                 use_all(store, step)
             for index in range(len(NUMELS)):
                 with store.lease(index, step=5) as lease:
                     assert value_in(lease) == 4
-        engine.close()
-        call += 149
+        except InterruptedStepError:
+            assert by is thrown_in  # which may leave anything half changed, but not without a word
+    engine.close()
+    return is_over
+
+
+@pytest.mark.parametrize("kept", [frozenset[int](), frozenset({1, 4})])
+@pytest.mark.parametrize(("by", "stride"), [(interrupt, 1009), (thrown_in, 101)])
+def test_after_an_interrupt_at_any_instruction_every_chunk_can_be_used_or_says_why_not(
+    tmp_path: Path, kept: frozenset[int], by: Callable[[], None], stride: int
+) -> None:
+    instruction = 1
+    while not interrupted_store(tmp_path / f"run{instruction}", kept, instruction, by):
+        instruction += stride
 
 
 @pytest.mark.parametrize("operation", ["read", "write"])
