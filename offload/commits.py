@@ -460,7 +460,8 @@ def _cause(raised: BaseException, before: BaseException | None) -> OffloadError 
     """What went wrong, which an interrupt may have hidden. Args: before: was being handled already; not meant."""
     error: BaseException | None = raised
     while error is not None and error is not before:
-        if isinstance(error, OffloadError | OSError):
+        # Where a file may be missing, that it is comes before, and is nothing wrong.
+        if isinstance(error, OffloadError | OSError) and not isinstance(error, FileNotFoundError):
             return error
         error = error.__context__
     return None

@@ -19,7 +19,7 @@ directory failed, either may be. Then nothing of either may be overwritten by th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -212,27 +212,32 @@ def copy_manifest(source: Path, target: Path, commit: Commit, rank: int, files: 
     sync_directory(files, target)
 
 
-def remove_superseded(directory: Path, commit: Commit, rank: int | None, files: Files = LOCAL) -> bool:
+def remove_superseded(
+    directory: Path, commit: Commit, rank: int | None, files: Files = LOCAL, also: Collection[str] = ()
+) -> bool:
     """Clears away what `rank` wrote for other commits than `commit`, which has to be durable; None: what all ranks did,
     and what is left of a record that was never put in place.
 
     Everything else in `directory` stays, also what only has the name of such a file.
+    Args: also: runs whose files these are, beside that of `commit` and the one that it replaces.
     Returns: whether there was anything. Raises: TierIOError.
     """
-    found = superseded(directory, commit, rank, files)
+    found = superseded(directory, commit, rank, files, also)
     for name in found:
         with failing("remove", directory / name):
             files.remove(directory / name)
     return bool(found)
 
 
-def superseded(directory: Path, commit: Commit, rank: int | None, files: Files = LOCAL) -> list[str]:
+def superseded(
+    directory: Path, commit: Commit, rank: int | None, files: Files = LOCAL, also: Collection[str] = ()
+) -> list[str]:
     """The names of what `remove_superseded` clears away; none if there is no such directory. Raises: TierIOError."""
     names: list[str] = []
     with failing("read", directory), suppress(FileNotFoundError):
         names = files.names(directory)
     found = [name for name in names if rank is None and _is_left(directory / name, files)]
-    runs = {commit.run_id, commit.replaces}
+    runs = {commit.run_id, commit.replaces, *also}
     # Manifests first: they say whose the tensors are. These go first.
     for name in sorted(names, reverse=True):
         match = FILE_NAME.fullmatch(name)
@@ -241,7 +246,7 @@ def superseded(directory: Path, commit: Commit, rank: int | None, files: Files =
         if (match[1], int(match[2])) == (commit.run_id, commit.step) and not name.endswith(ASIDE):
             continue
         # Of a run that committed nothing, and began here before this one.
-        if match[1] not in runs and manifest_in(directory / name, files) is not None:
+        if match[1] not in runs and (name.endswith(TEMPORARY) or manifest_in(directory / name, files) is not None):
             runs.add(match[1])
         if match[1] in runs:
             found.insert(0, name)

@@ -216,7 +216,9 @@ def settle(places: Sequence[Path], commit: Commit, files: Files, *, locked: bool
                 undo.callback(claimed(swap.path, files).close)
         _remove_record(places, before, files)
         for place, those in found.items():
-            if _put_in_place(those, commit, files) | remove_superseded(place, commit, None, files):
+            # As long as the swap file of a start that was cut off is there, it is known whose the other files are.
+            left = [swap.run_id for swap in _astray(those, commit, files)[1] if swap.run_id is not None]
+            if remove_superseded(place, commit, None, files, left) | _put_in_place(those, commit, files):
                 sync_directory(files, place)
 
 

@@ -33,7 +33,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from offload.errors import CorruptionError, PathError, ResumeError
+from offload.errors import CorruptionError, PathError, ResumeError, TierIOError
 from offload.interrupts import result_of
 from offload.io.engine import IOEngine, IOFile, IOFuture
 from offload.io.workers import Workers
@@ -170,12 +170,10 @@ class SlotFile:
             if resumes:
                 _require_same(self._file, block)
                 self._size_before = os.fstat(self._file.fd).st_size
-            elif is_blank:
-                # Before it has more than this page: so a longer file of zeros is never one of this library's.
-                result_of(self._engine.write(self._file, 0, block))
-                result_of(self.sync())
+            # Before the file has more than this page: so a longer one of zeros is never one of this library's.
+            is_marked = is_blank and not resumes and self._mark(block)
             reserve(self._file, self._nbytes, self._nbytes - (places - 1) * self._place_bytes)
-            if not (resumes or is_blank):
+            if not (resumes or is_marked):
                 result_of(self._engine.write(self._file, 0, block))
             self._undo = undo.pop_all()
         # Checksums are taken beside the step and the transfers; XXH3 outruns any drive on one core.
@@ -282,6 +280,17 @@ class SlotFile:
         """Closes, and takes back what was made: for a run that did not begin."""
         self.close()
         self._undo.close()
+
+    def _mark(self, block: memoryview) -> bool:
+        """Writes the superblock, durably; whether the disk has room for it. Raises: TierIOError."""
+        try:
+            result_of(self._engine.write(self._file, 0, block))
+            result_of(self.sync())
+        except TierIOError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            return False
+        return True
 
     def require_here(self) -> None:
         """Whether directory and file are still what their names lead to, and the file has its size.

@@ -208,6 +208,20 @@ def test_what_older_commits_left_goes_along_with_what_is_astray(places: list[Pat
     assert names(places[0]) == {"rank0.swap"}
 
 
+def test_what_a_start_that_was_cut_off_wrote_goes_with_its_swap_file(places: list[Path]) -> None:
+    """Nothing but that file says whose the tensors are."""
+    write_commit(places[0], AFTER)
+    swap(places[0], "rank0.swap", NEW)
+    swap(places[0], "rank0.swap.new", OTHER)
+    for name in (f"extra-{OTHER}-7-rank0.safetensors", f"manifest-{OTHER}-7-rank0.json.offload.new"):
+        (places[0] / name).write_text("half")
+    strange = places[0] / f"extra-{OLD[::-1].replace('a', 'd')}-7-rank0.safetensors"
+    strange.write_text("mine")
+    settled(places)
+    assert names(places[0]) == {COMMIT_NAME, "rank0.swap", strange.name}
+    assert is_settled(places, AFTER, LOCAL)
+
+
 def test_power_cuts_while_files_get_their_names_lose_none(places: list[Path]) -> None:
     write_commit(places[0], BEFORE)
     write_commit(places[1], AFTER)

@@ -216,7 +216,7 @@ def test_too_little_disk_for_both_is_refused_before_anything_is_written(
         patch.setattr("offload.store.claim.os.fstatvfs", small)
         with pytest.raises(BudgetError) as caught:
             make(Tiny(), commit_every=0, resume=True, tuning=LARGER, cpu_memory="1MiB")
-    assert caught.value.available == 20 * 4096 < caught.value.needed
+    assert caught.value.available == 21 * 4096 < caught.value.needed  # the superblock has its page already
     assert contents(path) == before
     again = Tiny()
     assert_same(expected, bits(again, make(again, commit_every=0, resume=True)))

@@ -513,6 +513,29 @@ def test_space_that_an_earlier_run_reserved_counts_as_available(small_disk: Path
         engine.close()
 
 
+def test_a_disk_without_a_free_page_is_a_budget_error_and_nothing_is_left(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.fstatvfs
+
+    def full(fd: int) -> object:
+        found = list(real(fd))
+        found[4] = 0
+        return os.statvfs_result(found)
+
+    monkeypatch.setattr(os, "fstatvfs", full)
+    engine = FaultyEngine()
+    engine.fail("write", errno.ENOSPC)
+    with pytest.raises(BudgetError):
+        SlotFile(engine, path, records([MIB]))
+    assert not path.exists()
+    engine.fail("write", errno.EIO)
+    with pytest.raises(TierIOError):
+        SlotFile(engine, path, records([MIB]))
+    assert not path.exists()
+    engine.close()
+
+
 def test_space_that_statvfs_denies_is_a_budget_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.fstatvfs
 
