@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
+import os
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
+from offload import meeting
+from offload.checkpoint import swapfile
 from offload.checkpoint.commit import Commit
 from offload.checkpoint.manifest import Digest, Manifest
 from offload.checkpoint.visible import hidden_ranks, ranks_in
+from offload.collectives import Alone
+from offload.errors import CorruptionError
 from offload.store.files import LOCAL
 from tests.support.committed import RUN, manifest_of, superblock
 
@@ -54,3 +64,49 @@ def test_a_file_without_slots_is_not_missed(places: list[Path]) -> None:
     assert {slot.path for slot in manifest.slots} == {0}
     put(places[0], manifest, 0)
     assert hidden_ranks(places, [manifest], LOCAL) == frozenset()
+
+
+class TwoMachines(Alone):
+    """This rank is 0 and sees its own manifest; rank 1 has the other, and sends what it is told to."""
+
+    def __init__(self, sent: dict[str, str]) -> None:
+        super().__init__()
+        self.size = 2
+        self.told: list[bool] = []
+        self._sent = sent
+
+    def any_true(self, value: bool) -> bool:
+        self.told.append(value)
+        return value
+
+    def gather(self, values: Tensor) -> Tensor:
+        return torch.stack([values.flatten(), values.flatten().view(2, 2).flip(1).flatten()])
+
+
+def test_a_manifest_that_one_rank_cannot_take_in_fails_on_all(
+    places: list[Path], manifests: list[Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comm = TwoMachines({"1": "damaged on the way"})
+    monkeypatch.setattr(meeting, "read_manifests", lambda *_: {0: manifests[0]})
+    monkeypatch.setattr(meeting, "ranks_in", lambda *_: {0})
+    monkeypatch.setattr(meeting, "bytes_of_all", lambda *_: [b"{}", json.dumps(comm._sent).encode()])
+    with pytest.raises(CorruptionError):
+        meeting.manifests_of_all(places, places[0], COMMIT, comm, LOCAL)
+    assert comm.told[-1] is True, "the other rank waits for this one"
+
+
+def test_an_exclusive_lock_is_asked_for_on_a_file_that_may_be_written(
+    places: list[Path], manifests: list[Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS gives it to nobody else."""
+
+    def on_nfs(fd: int, how: int) -> None:
+        writes = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+        if how == fcntl.LOCK_EX and not writes:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    monkeypatch.setattr(swapfile, "take_lock", on_nfs)
+    put(places[0], manifests[0], 0)
+    place = places[0] / "offload-rank0.swap"
+    swapfile.SwapFile(place, exclusive=True).close()
+    swapfile.SwapFile(place).close()
