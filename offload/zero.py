@@ -27,6 +27,7 @@ from offload.errors import (
     InterruptedStepError,
     OffloadError,
 )
+from offload.interrupts import uninterrupted
 from offload.layout import Layout, build, tiled
 from offload.module.hooks import require_free
 from offload.module.materialise import Init, Source, is_meta, source_of
@@ -295,11 +296,9 @@ class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
                 self._commit_if_due()
                 active = self._collect()
                 factor = self._agreed_factor(active) if self._is_to_step(active) else None
-                if factor is None:
-                    self._skipped += 1
-                else:
-                    self._begin(active, factor)
-                self._consume(active)
+                if factor is not None:
+                    self._attached.take_outside_writes()
+                self._advance(active, factor)
                 self._attached.step_ends()
         return loss
 
@@ -312,8 +311,16 @@ class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
         self._attached.answers.take_changes()
         return self._parts.sink.collect(self._attached.answers.active)
 
+    @uninterrupted
+    def _advance(self, active: Sequence[int], factor: float | None) -> None:
+        """All that changes with a step, or none of it. Args: factor: of the gradients; None: the step is skipped."""
+        if factor is None:
+            self._skipped += 1
+        else:
+            self._begin(active, factor)
+        self._consume(active)
+
     def _begin(self, active: Sequence[int], factor: float) -> None:
-        self._attached.take_outside_writes()
         specs, factors = self._layout.specs, self._parts.sink.factors
         keys: dict[int, StepKey] = {n: (specs[n].group, self._ages[n] + 1, factors.get(n, 1.0)) for n in active}
         try:

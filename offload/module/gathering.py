@@ -24,6 +24,7 @@ from torch import Tensor
 from offload.collectives import Work
 from offload.copies import Copier, Copy
 from offload.errors import OffloadError
+from offload.interrupts import uninterrupted
 from offload.layout import Chunk, Layout, Part
 from offload.module.parameters import Parameters
 from offload.module.where import Where, require_legal
@@ -187,12 +188,11 @@ class Gathering:
         """Whether it was opened, and did not start yet."""
         return unit in self._missing
 
+    @uninterrupted
     def open(self, unit: str) -> None:
         """Memory for a unit whose new values are about to land: each chunk comes with its own, see `chunk_lands`."""
-        self._move(unit, Where.COMING)
         self._missing[unit] = {c.index for part in self._parts_of[unit] for c in self._chunks_of[part.index]}
-        for part in self._parts_of[unit]:
-            self._parameters.allocate(part.index)
+        self._begin_to_come(unit)
 
     def chunk_lands(self, chunk: Chunk, values: Tensor) -> None:
         """New `values` of a chunk are in RAM, and leased: of a unit that was opened they need not be read again."""
@@ -235,16 +235,21 @@ class Gathering:
         for part in self._parts_of[unit]:
             if not part.is_tile:
                 self._settle_tiles(part.flat)
-        self._move(unit, Where.COMING)
+        self._begin_to_come(unit)
         try:
             for part in self._parts_of[unit]:
-                self._parameters.allocate(part.index)
                 for chunk in self._chunks_of[part.index]:
                     self._start_chunk(part, chunk)
             self._start_gathering(unit)
         except BaseException:
             self.release(unit)  # half of it is not coming
             raise
+
+    @uninterrupted
+    def _begin_to_come(self, unit: str) -> None:
+        self._move(unit, Where.COMING)
+        for part in self._parts_of[unit]:
+            self._parameters.allocate(part.index)
 
     def _start_gathering(self, unit: str) -> None:
         """From the other ranks, when this one's partitions are there."""
@@ -269,6 +274,10 @@ class Gathering:
 
     def _finish(self, unit: str) -> None:
         self._wait_for(unit)
+        self._is_here(unit)
+
+    @uninterrupted
+    def _is_here(self, unit: str) -> None:
         for part in self._parts_of[unit]:
             self._parameters.restore(part.index)
         self._move(unit, Where.HERE)
@@ -301,6 +310,10 @@ class Gathering:
         self._missing.pop(unit, None)
         if self._where[unit] is Where.COMING:
             self._wait_for(unit)
+        self._leave(unit)
+
+    @uninterrupted
+    def _leave(self, unit: str) -> None:
         for part in self._parts_of[unit]:
             self._parameters.free(part.index)
         self._move(unit, Where.RELEASED)
@@ -315,9 +328,7 @@ class Gathering:
         self._missing.clear()
         for unit, where in self._where.items():
             if where is not Where.RELEASED:
-                for part in self._parts_of[unit]:
-                    self._parameters.free(part.index)
-                self._move(unit, Where.RELEASED)
+                self._leave(unit)
 
     def close(self) -> None:
         """Waits for copies under way, successful or not: their memory is about to go."""

@@ -174,10 +174,7 @@ class ParameterReturn:
 
     def abandon(self) -> None:
         """Waits for copies under way, successful or not; what rests in the memory of gradients is dropped."""
-        for _, copy, _ in self._copies:
-            with suppress(OffloadError):
-                copy.wait()
-        self._copies.clear()
+        self.close()
         if self._gathers is not None:
             self._gathers.abandon()
         elif self._exchange is not None:
@@ -185,6 +182,13 @@ class ParameterReturn:
         if not self.direct and self._streamed is None:
             for chunk in self._layout.chunks:
                 self._clear_gaps(chunk)
+
+    def close(self) -> None:
+        """Waits for copies under way, successful or not: their memory is about to go."""
+        for _, copy, _ in self._copies:
+            with suppress(OffloadError):
+                copy.wait()
+        self._copies.clear()
 
     def put_together(self, flat: int, step: int) -> None:
         """Gets the other ranks' new parameters of a flat, made in step `step`, until `finish`. Raises: RankError."""
@@ -343,6 +347,7 @@ class Step:
         """Ends the worker; what it has not begun is dropped."""
         if self._worker is not None:
             self._worker.shutdown(wait=True, cancel_futures=True)
+        self._returned.close()
 
     def _run(self, work: _Work) -> None:
         if self._failure is not None:
