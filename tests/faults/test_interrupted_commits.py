@@ -119,7 +119,7 @@ class Loop:
             self.go_on()
 
 
-@pytest.mark.parametrize("is_done", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("is_done", [pytest.param(False, marks=pytest.mark.slow), True], ids=["before it", "after it"])
 def test_interrupted_at_any_call_of_the_file_system_no_commit_is_overwritten(
     make: Make, path: Path, monkeypatch: pytest.MonkeyPatch, is_done: bool
 ) -> None:
@@ -164,8 +164,8 @@ def at_opcodes(loop: Loop, opcodes: range) -> int:
 
 def test_interrupted_between_any_two_opcodes_no_commit_is_overwritten(make: Make, path: Path) -> None:
     loop = Loop(make, path)
-    assert at_opcodes(loop, range(5, 100_000, 131)) > 1000
-    assert len({*loop.committed}) > 5
+    assert at_opcodes(loop, range(5, 100_000, 257)) > 1000
+    assert len({*loop.committed}) > 3
 
 
 @pytest.mark.slow
