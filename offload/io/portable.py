@@ -53,7 +53,7 @@ class PortableEngine(QueuedEngine):
             coroutine = self._run(request)
             try:
                 asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-            except BaseException as error:
+            except Exception as error:
                 coroutine.close()
                 refused.append((request, error))
         return refused

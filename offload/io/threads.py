@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 from offload.io.queue import DEPTH, REQUEST_BYTES, QueuedEngine, Refused, Request
 from offload.io.workers import Workers
@@ -22,10 +23,12 @@ class ThreadEngine(QueuedEngine):
     def _start(self, requests: list[Request]) -> Sequence[Refused]:
         refused = []
         for request in requests:
+            future: Future[None] = Future()
             try:
-                self._pool.submit(self._run, request)
+                self._pool.put(future, self._run, request)
             except BaseException as error:
-                refused.append((request, error))
+                if future.cancel():
+                    refused.append((request, error))
         return refused
 
     def _run(self, request: Request) -> None:

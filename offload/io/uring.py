@@ -78,7 +78,7 @@ class UringEngine(QueuedEngine):
                 started = self._ring.submit(packed) if packed and self._reaper.is_alive() else 0
                 if packed and not self._reaper.is_alive():
                     error = ClosedError("io_uring has ended with Python: close the optimizer before")
-            except BaseException as raised:
+            except Exception as raised:
                 started, error = 0, raised
             left = batch[started:]
             for token in tokens[started:]:

@@ -42,11 +42,16 @@ class Workers(Executor):
 
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Raises: ClosedError after `shutdown`, and when Python has ended the threads."""
+        future: Future[R] = Future()
+        self.put(future, fn, *args, **kwargs)
+        return future
+
+    def put(self, future: Future[R], fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> None:
+        """As `submit`, for a future of the caller's own: whatever is raised here, who cancels it knows that `fn` is not
+        called."""
         if self._is_closed or not self._end.alive:
             raise ClosedError("the threads for this have ended: close the optimizer before Python ends")
-        future: Future[R] = Future()
         self._calls.put((future, fn, args, kwargs))
-        return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         self._is_closed = True

@@ -143,7 +143,7 @@ class Store:
         self._is_between = False  # the order has been used up, and has not begun again
         self._used: list[tuple[int, bool]] = []
         self._staying: set[int] = set()
-        self._moving: dict[int, None] = {}
+        self._moving: dict[int, IOFuture] = {}
         # Left unfinished, and newer in RAM: nobody has it yet, or somebody holds it now.
         self._unwritten: dict[int, int] = {}
         self._owed: set[int] = set()
@@ -422,13 +422,20 @@ class Store:
         self._follow(future, chunk, then, "nvme_written_bytes")
 
     def _follow(self, future: IOFuture, chunk: int, then: Residency, counter: str) -> None:
-        self._moving[chunk] = None
-        future.add_done_callback(partial(self._moved, chunk, then, counter))
+        moved = partial(self._moved, chunk, then, counter)
+        self._moving[chunk] = future
+        try:
+            future.add_done_callback(moved)
+        except BaseException:  # thrown in, before it was added or after: the first of two counts
+            future.add_done_callback(moved)
+            raise
 
     @uninterrupted
     def _moved(self, chunk: int, then: Residency, counter: str, future: IOFuture) -> None:
         """Called in a thread of the engine when a transfer has ended."""
         with self._lock:
+            if self._moving.get(chunk) is not future:
+                return
             del self._moving[chunk]
             try:
                 self._timeline.count(counter, future.result())

@@ -1,8 +1,8 @@
 """Interrupts at a chosen instruction of the package, and the standard library's context managers and locks it uses.
 
 Signals come before any instruction at all. What another thread throws in comes where CPython looks for it, where a
-function or a loop begins anew and after a call, and in the package only: the locks of the standard library's futures
-cannot be helped.
+function or a loop begins anew and after a call, and in the package only, but for where transfers are started: neither
+the locks of the standard library's futures nor what is on its way to the kernel can be helped.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def interrupted_at(instruction: int, by: Callable[[], None] = interrupt) -> Iter
         return by is interrupt or before.startswith("CALL") or name in ("RESUME", "JUMP_BACKWARD")
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
-        if not frame.f_code.co_filename.startswith(FILES if by is interrupt else FILES[0]):
+        name = frame.f_code.co_filename
+        if not name.startswith(FILES if by is interrupt else FILES[0]) or (by is not interrupt and "/io/" in name):
             return None
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False
