@@ -94,6 +94,8 @@ class Access:
         inside = list(dict.fromkeys(self._units[param] for param in held)) if ends else []
 
         def before(*_: Any) -> None:
+            for unit in units:
+                self._landing.unit(unit)
             if units:
                 streaming.visit(units)
 

@@ -184,14 +184,15 @@ def test_a_sync_that_failed_while_it_was_interrupted_is_still_final(
     lost = TierIOError("sync", errno.EIO, "swap", 0, 0)
 
     class Interrupting(IOFuture):
+        def exception(self, timeout: float | None = None) -> BaseException | None:
+            if interrupts:
+                raise interrupts.pop()
+            return lost
+
         def result(self, timeout: float | None = None) -> int:
-            if self.calls.pop():
-                raise KeyboardInterrupt
             raise lost
 
-    failing = Interrupting()
-    failing.calls = [False, False, True]  # type: ignore[attr-defined]
-    answers = [failing]
+    interrupts, answers = [KeyboardInterrupt()], [Interrupting()]
 
     def sync(file: IOFile) -> IOFuture:
         return answers.pop() if answers else resolved()
