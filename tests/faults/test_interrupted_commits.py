@@ -91,11 +91,13 @@ class Loop:
         self.committed: list[int] = []
         self.go_on()
         self.optimizer.commit()
+        self._last = self._step
 
     def go_on(self) -> None:
         one_step(self.model, self.optimizer, self._step)
         self._step += 1
         self._expected[self._step] = bits(self.model, self.optimizer)
+        self._expected.pop(self._step - 5, None)
 
     def check(self, *, goes_back: bool) -> None:
         """After a commit of the last step that may have been cut off: whatever is on the disk, it stays whole."""
@@ -105,7 +107,7 @@ class Loop:
         shutil.copytree(self._path, folder)
         with Reader([folder]) as reader:
             step = reader.commit.step
-            assert step in (self._step - 1, *self.committed[-1:], 1)
+            assert step in (self._step - 1, self._last)
             self.committed.append(step)
             for row in reader.tensors():
                 for kind in ("master", "exp_avg", "exp_avg_sq"):
@@ -117,6 +119,9 @@ class Loop:
             assert_same(self._expected[step], bits(self.model, self.optimizer))
             self._step = step
             self.go_on()
+        # What cut off commits left is cleared away, or the next ones had ever more to do.
+        self.optimizer.commit()
+        self._last = self._step
 
 
 @pytest.mark.parametrize("is_done", [pytest.param(False, marks=pytest.mark.slow), True], ids=["before it", "after it"])
