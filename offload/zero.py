@@ -33,7 +33,7 @@ from offload.module.hooks import require_free
 from offload.module.materialise import Init, Source, is_meta, source_of
 from offload.module.parameters import device_for, untrained_bytes
 from offload.module.sharing import all_or_none, require_alike
-from offload.module.units import compute_dtypes, rows_of, specs_of, unwrapped
+from offload.module.units import compute_dtypes, rows_of, specs_of, stop_reducing, unwrapped
 from offload.optim.adopt import NoStates, require_adoptable, retire
 from offload.optim.adopt import unwrapped as unwrapped_optimizer
 from offload.optim.step import StepKey
@@ -152,7 +152,8 @@ class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
             cast_forward_inputs=cast_forward_inputs,
             **unknown,
         )
-        self._model = model = unwrapped(model)
+        wrapper, model = model, unwrapped(model)
+        self._model = model
         self._pid = os.getpid()
         self._timeline = Timeline()
         self._failure: BaseException | None = None
@@ -182,6 +183,7 @@ class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
                 self._begin_at(found)
             # Not before: a model that is left without values stays marked as taken.
             undo.callback(self._attached.remove)
+            stop_reducing(wrapper, undo)
             self._undo = undo.pop_all()
         retire(given)
         with suppress(OSError, ValueError):  # a closed stderr is no reason to fail

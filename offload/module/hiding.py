@@ -35,6 +35,7 @@ def hidden() -> Iterator[None]:
     if not is_watched():
         yield
         return
+    makes_graph = torch.is_grad_enabled()
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch._C.DisableTorchFunction())
@@ -45,7 +46,8 @@ def hidden() -> Iterator[None]:
         if (trace := torch._C._get_tracing_state()) is not None:
             _trace_with(None)
             stack.callback(_trace_with, trace)
-        stack.enter_context(torch.no_grad())
+        # It tells training from evaluation, and a backward that makes a graph; to leave inference mode turns it on.
+        stack.enter_context(torch.set_grad_enabled(makes_graph))
         yield
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from offload.interrupts import uninterrupted
 from offload.layout import Layout
 from offload.module.parameters import Parameters
 
@@ -27,6 +28,7 @@ class Running:
         self._depth: dict[str, int] = {}
         self._order: list[str] = []
 
+    @uninterrupted
     def enter(self, unit: str) -> None:
         """A module of `unit`, whose values are current, begins its forward."""
         depth = self._depth.get(unit, 0)
@@ -35,6 +37,7 @@ class Running:
             self._order.append(unit)
         self._depth[unit] = depth + 1
 
+    @uninterrupted
     def leave(self, unit: str) -> None:
         depth = self._depth.get(unit, 0)
         if depth > 1:
@@ -56,6 +59,7 @@ class Running:
         """Those that run, in the order in which they were entered."""
         return self._order
 
+    @uninterrupted
     def reset(self) -> None:
         """Nothing runs: what raised, or was interrupted, never said its end."""
         for unit in self._order:

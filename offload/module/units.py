@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any
@@ -207,12 +208,18 @@ def _holds(wrapper: nn.Module, model: nn.Module) -> bool:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model in a DistributedDataParallel, which does not reduce gradients any more; others as they are."""
+    """The model in a DistributedDataParallel; others as they are."""
     if isinstance(model, DistributedDataParallel):
-        model.require_backward_grad_sync = False
         inner: nn.Module = model.module
         return inner
     return model
+
+
+def stop_reducing(model: nn.Module, undo: ExitStack) -> None:
+    """A DistributedDataParallel does not reduce gradients until `undo`, for its model is held."""
+    if isinstance(model, DistributedDataParallel):
+        undo.callback(setattr, model, "require_backward_grad_sync", model.require_backward_grad_sync)
+        model.require_backward_grad_sync = False
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
