@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offload.errors import ConfigError, ReleasedParameterError
+from offload.interrupts import uninterrupted, uninterrupted_entry
 from offload.layout import Layout
 from offload.module.hiding import eagerly
 from offload.module.parameters import Parameters
@@ -179,6 +180,24 @@ class _Watched:
         return made
 
 
+class _Plain:
+    """Guarded tensors are of their own classes inside. No signal leaves one without its guard."""
+
+    def __init__(self, guards: Guards, used: Sequence[Any]) -> None:
+        self._guards = guards
+        self._guarded = [(tensor, tensor.__class__) for tensor in used]
+
+    @uninterrupted_entry
+    def __enter__(self) -> None:
+        for tensor, guarded in self._guarded:
+            tensor.__class__ = guarded._kind
+
+    @uninterrupted
+    def __exit__(self, *_: object) -> None:
+        for tensor, guarded in self._guarded:
+            tensor.__class__ = self._guards.class_now(tensor, guarded)
+
+
 def _refuse(what: str) -> NoReturn:
     raise ReleasedParameterError(
         f"{what} needs the values of a streamed parameter, and the optimizer that held them is closed or gone: use it "
@@ -318,24 +337,17 @@ class Guards:
         if self._streaming is None:
             for unit in units:
                 self._apply(unit)
-            with self._plain(used):
+            with _Plain(self, used):
                 yield units
             return
-        with self._streaming.used(units), self._plain(used):
+        with self._streaming.used(units), _Plain(self, used):
             yield units
 
-    @contextmanager
-    def _plain(self, used: Sequence[Any]) -> Iterator[None]:
-        guarded = [(tensor, tensor.__class__) for tensor in used]
-        for tensor, kind in guarded:
-            tensor.__class__ = kind._kind
-        try:
-            yield
-        finally:
-            for tensor, kind in guarded:
-                number = self._parameters.number_of(tensor)
-                runs = number is not None and self._running.watches(self._units[number], number)
-                tensor.__class__ = self.class_for(kind._kind, runs=True) if runs else kind
+    def class_now(self, tensor: Any, guarded: type[Any]) -> type[Tensor]:
+        """What a tensor that was guarded by a class is to be after a use. Its unit may have been entered or left."""
+        number = self._parameters.number_of(tensor)
+        runs = number is not None and self._running.watches(self._units[number], number)
+        return self.class_for(guarded._kind, runs=True) if runs else guarded
 
     def _units_of(self, used: Iterable[Any]) -> list[str]:
         found: dict[str, None] = {}
@@ -442,7 +454,7 @@ class Guards:
                 return False
 
     def _detached(self, tensor: Any) -> Tensor:
-        """For nn.Parameter(p), which wants the same class, and marks the result: see _NewParameter."""
+        """For nn.Parameter(p), which wants the same class, and marks the result: see _becomes_a_parameter."""
         made: Tensor = self.plainly(
             tensor, lambda one: one.detach() if self._streaming is None else one.detach().clone()
         )

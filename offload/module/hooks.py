@@ -192,8 +192,7 @@ class Hooks:
 
     def _enter(self, unit: str) -> None:
         if self._streaming is None:
-            if self._landing.is_unit_pending(unit):
-                self._landing.unit(unit)
+            self._landing.unit(unit)
             self._running.enter(unit)
             return
         unseen(self._enter_streamed, self._streaming, unit)

@@ -390,10 +390,6 @@ class Parameters:
     def flat_of(self, number: int) -> int:
         return self._layout.places[number][0]
 
-    def flats_written_outside(self) -> list[int]:
-        """The flats of which somebody else wrote to a parameter."""
-        return sorted({self.flat_of(number) for number in self.written_outside()})
-
 
 def cast_untrained(model: nn.Module, trained: Parameters, dtypes: dict[Tensor, torch.dtype]) -> None:
     """Casts the floating parameters that nobody trains to their compute dtype: they have no other copy."""

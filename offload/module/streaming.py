@@ -285,11 +285,6 @@ class Streaming:
                 self._release_others(unit, *self._follow(unit))
             self.gathering.open(unit)
 
-    def open_ahead(self, unit: str) -> None:
-        """The same for one that is to land before it is entered, if it is brought ahead then."""
-        if unit in self._following() and self.gathering.can_open(unit):
-            self.gathering.open(unit)
-
     def release_all(self) -> None:
         """Releases what nobody uses."""
         if self._makes_graph:

@@ -26,8 +26,7 @@ class Room:
 
 
 def peak_bytes(layout: Layout, config: Config) -> int:
-    """Of trained parameters at most: all, with several ranks the largest flat once more, on its way to where its unit
-    finds it; or, where they are streamed, the root's, those of the unit in use and of the
+    """Of trained parameters at most: all; or, where they are streamed, the root's, those of the unit in use and of the
     one around it, each with the units that it lies in, and of those brought ahead."""
     sizes = unit_bytes(layout)
     if config.param_tier == "device":
