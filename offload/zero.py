@@ -338,13 +338,11 @@ class OffloadZero(Scaling, Looking, Committing, torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients since the last step; with `set_to_none=False` they become zeros, which the step uses."""
         with torch._C.DisableTorchFunctionSubclass():
-            zeros = (
-                [] if set_to_none else [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-            )
+            had = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
             super().zero_grad(set_to_none=True)
         if self._adopted:
             self._consume()
-            self._attached.answers.become_zeros(zeros)
+            self._attached.answers.become_zeros([] if set_to_none else had)
 
     # Torch's optimizer interface.
 

@@ -30,33 +30,15 @@ from offload.errors import AccumulationError, ClosedError, ConfigError, Gradient
 from offload.module.hiding import eagerly
 from offload.module.landing import Landing
 from offload.module.parameters import Parameters, line_like, shaped_like
-from offload.module.tensors import is_where, tensors_in
+from offload.module.tensors import METADATA, MOVES, is_no_move, tensors_in, torch_functions
 from offload.optim.sink import AS_HELD, Gradients
 
 _UNSCALE: Any = torch._amp_foreach_non_finite_check_and_unscale_
 _DTYPE: Any = Tensor.dtype
 _DATA: Any = Tensor.data
-_QUESTIONS = """
-    shape dtype device layout grad requires_grad is_leaf grad_fn ndim names itemsize nbytes output_nr retains_grad _base
-    _version is_cuda is_cpu is_meta is_mps is_xpu is_xla is_sparse is_sparse_csr is_quantized is_nested is_mkldnn
-    is_vulkan is_ipu is_maia is_mtia _cdata _backward_hooks
-"""
-_METHODS = """
-    size stride numel nelement dim ndimension element_size storage_offset is_contiguous is_complex is_floating_point
-    get_device __len__ __hash__ is_same_size is_signed dim_order _is_view is_inference is_conj is_neg has_names
-    untyped_storage is_coalesced _is_zerotensor
-"""
-_NEEDS_NO_VALUES = frozenset(
-    {
-        *(getattr(Tensor, name).__get__ for name in _QUESTIONS.split() if hasattr(Tensor, name)),
-        *(getattr(Tensor, name) for name in _METHODS.split() if hasattr(Tensor, name)),
-        *(torch.is_floating_point, torch.is_complex, torch.numel, torch.get_device, torch.is_same_size),
-        torch._has_compatible_shallow_copy_type,
-    }
-)
+_NEEDS_NO_VALUES = METADATA | torch_functions("_version", "untyped_storage is_coalesced")
 _LIKE = frozenset({torch.zeros_like, torch.ones_like, torch.empty_like})
 _IS_ITSELF = frozenset({Tensor.detach, Tensor.detach_, Tensor.requires_grad_, _DATA.__get__})
-_MOVES = frozenset({Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double})
 _FACTORS = {"mul_": False, "__imul__": False, "div_": True, "__itruediv__": True, "__idiv__": True}
 """In-place products with a number, by name; whether they divide."""
 _FOREACH_FACTORS = {torch._foreach_mul_: False, torch._foreach_div_: True}
@@ -302,7 +284,7 @@ class Answers:
 
     def answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What `func` gives for arguments of which some are stand-ins."""
-        if func in _IS_ITSELF or (func in _MOVES and _is_there(func, args, kwargs)):
+        if func in _IS_ITSELF or (func in MOVES and isinstance(args[0], StandIn) and is_no_move(func, args, kwargs)):
             return args[0]
         if func in _LIKE and isinstance(args[0], StandIn):
             one = args[0]
@@ -519,18 +501,6 @@ class Answers:
                     "a gradient came between clipping or multiplying the gradients, or a GradScaler's unscale_(), and "
                     "step(): unscale, clip and divide once, after the last backward of a step"
                 )
-
-
-def _is_there(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether moving or casting a stand-in gives what it is."""
-    if not isinstance(args[0], StandIn):
-        return False
-    with torch._C.DisableTorchFunctionSubclass():
-        probe = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
-        try:
-            return is_where(func(probe, *args[1:], **kwargs), probe, kwargs)
-        except (RuntimeError, TypeError, ValueError):
-            return False
 
 
 def _storage_of(tensor: Tensor) -> int:

@@ -35,41 +35,21 @@ from offload.module.hiding import eagerly
 from offload.module.parameters import Parameters
 from offload.module.running import Running
 from offload.module.streaming import Streaming
-from offload.module.tensors import is_where, tensors_in
+from offload.module.tensors import METADATA, MOVES, is_no_move, tensors_in, torch_functions
 from offload.module.tiling import Tiling
 
-_QUESTIONS = """
-    shape dtype device layout grad requires_grad is_leaf grad_fn ndim names itemsize nbytes output_nr retains_grad _base
-    _backward_hooks _post_accumulate_grad_hooks is_cuda is_cpu is_meta is_mps is_xpu is_xla is_sparse _cdata
-    is_sparse_csr is_quantized is_nested is_mkldnn is_vulkan is_ipu is_maia is_mtia _grad
-"""
-_METHODS = """
-    requires_grad_ size stride numel nelement dim ndimension element_size storage_offset is_contiguous is_complex
-    is_floating_point get_device register_hook register_post_accumulate_grad_hook __len__ __hash__ is_same_size
-    is_signed dim_order retain_grad is_inference has_names _is_view is_conj is_neg _is_zerotensor
-"""
 _GRAD: Any = Tensor.grad
 _REQUIRES_GRAD: Any = Tensor.requires_grad
 _DATA: Any = Tensor.data
 _VERSION: Any = Tensor._version
 
-_NEEDS_NO_VALUES = frozenset(
-    {
-        *(getattr(Tensor, name).__get__ for name in _QUESTIONS.split() if hasattr(Tensor, name)),
-        *(getattr(Tensor, name) for name in _METHODS.split() if hasattr(Tensor, name)),
-        *(_GRAD.__set__, _GRAD.__delete__, _REQUIRES_GRAD.__set__),
-        *(torch.is_floating_point, torch.is_complex, torch.numel, torch.get_device, torch.is_same_size),
-        *(torch.is_inference, torch.is_signed, torch._has_compatible_shallow_copy_type, torch.zeros_like),
-        *(torch.ones_like, torch.empty_like, torch.rand_like, torch.randn_like, torch.full_like, torch.result_type),
-        *(Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor),
-    }
-)
-"""What is asked of a tensor without its values."""
-
-_MOVES = frozenset(
-    {Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.type_as}
-)
-"""What returns the tensor itself where there is nothing to do."""
+_NEEDS_NO_VALUES = METADATA | {
+    *torch_functions("_post_accumulate_grad_hooks _grad", "requires_grad_ register_hook retain_grad"),
+    *torch_functions(methods="register_post_accumulate_grad_hook new_empty new_zeros new_ones new_full new_tensor"),
+    *(_GRAD.__set__, _GRAD.__delete__, _REQUIRES_GRAD.__set__, torch.is_inference, torch.is_signed),
+    *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.rand_like, torch.randn_like, torch.full_like),
+    torch.result_type,
+}
 
 _EXPORTS = frozenset({Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, torch._C._to_dlpack})
 """What gives the memory of a tensor to another library."""
@@ -277,7 +257,7 @@ class Guards:
             return self._version_of(args[0])
         if func is torch.autograd.grad:  # which may run modules again: their guards stay up
             return func(*_as_edges(args), **{key: _as_edges(value) for key, value in kwargs.items()})
-        if func in _MOVES and self._is_there(func, args, kwargs):
+        if func in MOVES and self._is_ours(args[0]) and is_no_move(func, args, kwargs):
             return args[0]
         if func is Tensor.detach and self._is_ours(args[0]) and _is_for_a_parameter():
             return self._detached(args[0])
@@ -442,17 +422,6 @@ class Guards:
         with torch._C.DisableTorchFunctionSubclass():
             return int(tensor._version)
 
-    def _is_there(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether moving or casting a guarded tensor gives the tensor itself."""
-        if not self._is_ours(args[0]):
-            return False
-        with torch._C.DisableTorchFunctionSubclass():
-            probe = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
-            try:
-                return is_where(func(probe, *args[1:], **kwargs), probe, kwargs)
-            except (RuntimeError, TypeError, ValueError):
-                return False
-
     def _detached(self, tensor: Any) -> Tensor:
         """For nn.Parameter(p), which wants the same class, and marks the result: see _becomes_a_parameter."""
         made: Tensor = self.plainly(
@@ -463,9 +432,10 @@ class Guards:
 
 
 def _is_for_a_parameter() -> bool:
-    """Whether nn.Parameter(p) asks: the frames are call, __torch_function__ and those of this file."""
+    """Whether nn.Parameter(p) asks. Between it and this function are `__torch_function__`, `call`, `eagerly` with what a
+    compiler adds, and `_dispatch`."""
     frame = sys._getframe(1)
-    for _ in range(12):
+    for _ in range(8):
         if frame.f_code is _PARAMETER_NEW:
             return True
         if frame.f_back is None:

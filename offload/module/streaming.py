@@ -74,7 +74,8 @@ class Streaming:
         self._apply = apply
         self._limit = limit
         self._needs_all_ranks = needs_all_ranks
-        self._held: list[str] = []
+        self._held: list[str] = []  # between `hold` and `let_go`
+        self._used: list[str] = []  # of operations that run now
         self._running = running
         self._guests: dict[str, dict[str, None]] = {}
         self._makes_graph = False
@@ -168,6 +169,7 @@ class Streaming:
     def _forget_calls(self) -> None:
         """What raised, or was interrupted, never said its end."""
         self._tasks.clear()
+        self._used.clear()
         self._running.reset()
         self._backward = None
 
@@ -196,14 +198,12 @@ class Streaming:
                 f"current values of {missing[0] or 'the root unit'} come from all ranks, and this one may be alone: "
                 "use them inside `with optimizer.gathered(module_or_params):`, on every rank"
             )
-        fresh = [unit for unit in units if unit not in self._held]
-        self._held.extend(fresh)  # by one another they are not released
+        self._used.extend(units)  # by one another they are not released
         try:
             unseen(self._fetch, units)
             yield
         finally:
-            for unit in fresh:
-                self._held.remove(unit)
+            del self._used[max(0, len(self._used) - len(units)) :]  # uses are nested
 
     def _fetch(self, units: Sequence[str]) -> None:
         guests = [unit for unit in units if unit != ROOT and not self._running.runs(unit)]
@@ -307,7 +307,7 @@ class Streaming:
 
     def _is_in_use(self, unit: str) -> bool:
         goes_on = self._backward is not None and encloses(unit, self._backward)
-        return goes_on or self._running.runs(unit) or unit in self._held
+        return goes_on or self._running.runs(unit) or unit in self._held or unit in self._used
 
     def _follow(self, unit: str) -> list[str]:
         """Notes that a unit is entered; returns those expected next."""
