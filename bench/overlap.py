@@ -31,9 +31,10 @@ if __name__ == "__main__":
 
 from bench.contest import RESULTS, Grid, hardware
 from bench.ranked import RANKS, Shape
-from offload import OffloadZero, Tuning, comm
+from offload import OffloadZero, Tuning
 from offload.cli.timeline_plot import timeline_picture
-from offload.collectives import Communicator
+from offload.dist import torch_distributed as comm
+from offload.dist.communicator import Communicator
 from tests.support.communicators import Delayed, Waiting
 from tests.support.ranks import World
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from offload import native
 from offload.cli.bench_adam_peers import States
 from offload.io.engine import IOFuture
-from offload.io.settings import open_engine
+from offload.io.select import open_engine
 from offload.sizes import MIB, PAGE_BYTES, round_up
 
 IN_FLIGHT = 4

@@ -31,16 +31,16 @@ from rich.console import Console
 
 from bench.contest import Grid, hardware
 from offload import OffloadZero, Tuning
-from offload.checkpoint.blocks import Slot, committed_slots
 from offload.checkpoint.reader import Reader
 from offload.cli.bench_step_contestants import layers
-from offload.copies import HostCopier
+from offload.devices.copies import HostCopier
 from offload.io.engine import IOFuture
-from offload.io.settings import open_engine
+from offload.io.select import open_engine
 from offload.planner import least_cpu_memory
 from offload.sizes import format_bytes
-from offload.store.arena import Arena
-from offload.store.directories import SWAP_NAME
+from offload.storage.arena import Arena
+from offload.storage.directories import SWAP_NAME
+from offload.storage.swap_format import Slot, committed_slots
 
 RESULTS = Path(__file__).parent / "results" / "resume.md"
 WIDTH = 2048

@@ -29,11 +29,11 @@ from offload.errors import (
 
 if TYPE_CHECKING:
     from offload.config import Tuning
-    from offload.zero import OffloadZero
+    from offload.optimizer import OffloadZero
 
 __version__ = "0.1.0"
 
-_WITH_TORCH = {"OffloadZero": "offload.zero", "Tuning": "offload.config"}
+_WITH_TORCH = {"OffloadZero": "offload.optimizer", "Tuning": "offload.config"}
 
 __all__ = [
     "AccumulationError",

@@ -1,5 +1,5 @@
 """Puts the parts together for one run: memory, files, kernels, gradient sink, store, step. They know nothing of torch's
-optimizer interface, which is zero.py's."""
+optimizer interface, which is optimizer.py's."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ import torch
 from torch import nn
 
 from offload import interrupts
-from offload.collectives import Communicator
 from offload.config import Config
-from offload.copies import Copier
+from offload.devices.copies import Copier
+from offload.devices.device_store import DeviceStore
+from offload.dist.communicator import Communicator
+from offload.grads.base import Gradients
+from offload.grads.buckets import Reduction
+from offload.grads.local import GradientSink
+from offload.grads.local import records_of as gradient_records_of
+from offload.grads.reduce_scatter import ReducedGradients
 from offload.io.probe import weights
-from offload.io.settings import open_engine
+from offload.io.select import open_engine
 from offload.layout import Layout
 from offload.memory import Memory, kernels_for, reserve
-from offload.module.masters import Masters
-from offload.module.parameters import Parameters
-from offload.module.reduction import ReducedGradients
-from offload.module.reduction_plan import Reduction
+from offload.model.flat_param import Parameters
+from offload.model.master_weights import Masters
 from offload.native import Kernels
 from offload.native.library import return_large_blocks
-from offload.optim.gradients import GradientSink
-from offload.optim.gradients import records_of as gradient_records_of
-from offload.optim.sink import Gradients
-from offload.optim.step import ParameterReturn, Step
+from offload.optim.adam import ParameterReturn, Step
 from offload.planner.placement import Placement, committed_slots, slot_records
-from offload.store.arena import Arena
-from offload.store.device import DeviceStore
-from offload.store.files import Directories
-from offload.store.slots import Record, param_records_of, records_of
-from offload.store.store import Store
-from offload.store.stripes import Stripes
-from offload.timeline import Timeline
+from offload.profiling import Timeline
+from offload.storage.arena import Arena
+from offload.storage.chunk_cache import Store
+from offload.storage.files import Directories
+from offload.storage.stripes import Stripes
+from offload.storage.swap_file import Record, param_records_of, records_of
 
 
 @dataclass(frozen=True)

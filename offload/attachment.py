@@ -9,25 +9,25 @@ import torch
 from torch import Tensor, nn
 
 from offload.assembly import Parts
-from offload.collectives import Work
 from offload.config import Config
+from offload.dist.agreement import take_from_first
+from offload.dist.communicator import Work
 from offload.errors import ConfigError, OffloadError
 from offload.layout import Layout
-from offload.module.access import Access
-from offload.module.gathering import Gathering
-from offload.module.gradient import Answers
-from offload.module.guard import Guards
-from offload.module.hiding import unseen
-from offload.module.hooks import Hooks
-from offload.module.landing import Landing
-from offload.module.materialise import Source, materialise
-from offload.module.parameters import cast_untrained, line_of
-from offload.module.running import Running
-from offload.module.sharing import take_from_first
-from offload.module.streaming import Streaming
-from offload.module.tiling import Tiling
-from offload.module.units import ROOT, compute_dtypes, kept_modules, require_unwrapped, units_of
-from offload.module.where import Where
+from offload.model.fetch import Streaming
+from offload.model.flat_param import cast_untrained, line_of
+from offload.model.gathering import Gathering
+from offload.model.gradient import Answers
+from offload.model.guard import Guards
+from offload.model.hiding import unseen
+from offload.model.hooks import Hooks
+from offload.model.meta_init import Source, materialise
+from offload.model.pending import Landing
+from offload.model.running import Running
+from offload.model.state_dict import Access
+from offload.model.tiling import Tiling
+from offload.model.units import ROOT, compute_dtypes, kept_modules, require_unwrapped, units_of
+from offload.model.where import Where
 from offload.planner.placement import Placement
 
 

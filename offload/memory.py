@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.collectives import Communicator
 from offload.config import Config
-from offload.copies import Copier, HostCopier
+from offload.devices.copies import Copier, HostCopier
+from offload.devices.device_store import DeviceArena
+from offload.dist.communicator import Communicator
 from offload.layout import Layout
 from offload.native import Kernels, load, load_on
 from offload.native.device import scratch_bytes
 from offload.native.threads import usable_cpus
 from offload.planner.placement import Placement
-from offload.store.arena import Arena, Lender
-from offload.store.device import DeviceArena
+from offload.storage.arena import Arena, Lender
 
 
 @dataclass(frozen=True)

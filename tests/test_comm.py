@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload import comm
-from offload.collectives import Alone, _exact_parts, average
+from offload.dist import torch_distributed as comm
+from offload.dist.communicator import Alone, _exact_parts, average
 from offload.errors import ConfigError
 from tests.support.communicators import Late
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from offload.dist.launch import launched, place_on_node
 from offload.errors import ConfigError
-from offload.launch import launched, place_on_node
 
 
 @pytest.mark.parametrize(

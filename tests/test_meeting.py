@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload import meeting
+from offload.checkpoint import rendezvous as meeting
 from offload.checkpoint.commit import Commit, write_commit, write_manifest
 from offload.checkpoint.manifest import Digest
-from offload.collectives import Communicator
-from offload.meeting import Places, Seen, in_turns, look_together, manifests_of_all
-from offload.module.sharing import bytes_of_all
-from offload.resuming import Found
-from offload.store.files import LOCAL
+from offload.checkpoint.recovery import Found
+from offload.checkpoint.rendezvous import Places, Seen, in_turns, look_together, manifests_of_all
+from offload.dist.agreement import bytes_of_all
+from offload.dist.communicator import Communicator
+from offload.storage.files import LOCAL
 from tests.support.committed import RUN, STEP, manifest_of
 
 

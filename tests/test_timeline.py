@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from offload import OffloadZero, Tuning
-from offload import timeline as timelines
+from offload import profiling as timelines
 from offload.errors import ClosedError, ConfigError, PathError
 from offload.planner import least_cpu_memory
-from offload.timeline import ADAM, GRADIENTS, PHASES, SUMS, TO_DEVICE, TO_HOST, WAITS, Timeline
+from offload.profiling import ADAM, GRADIENTS, PHASES, SUMS, TO_DEVICE, TO_HOST, WAITS, Timeline
 from tests.support import late_copier
 from tests.support.late_copier import LateCopier
 from tests.support.training import Run, train
@@ -208,7 +208,7 @@ def test_copies_between_host_and_device_have_lanes_of_their_own(
         finish(copied)
 
     monkeypatch.setattr(late_copier._LateCopy, "wait", slowly)
-    monkeypatch.setattr("offload.zero.copier_for", lambda device: LateCopier(3))
+    monkeypatch.setattr("offload.optimizer.copier_for", lambda device: LateCopier(3))
     model = build()
     with open_optimizer(model, tmp_path, accumulation=accumulation, cpu_memory="64MiB") as optimizer:
         with optimizer.timeline(tmp_path / "t.json"):

@@ -29,7 +29,7 @@ from safetensors.torch import load as load_tensors
 from torch import Tensor
 
 from offload.checkpoint import extra as extra_state
-from offload.checkpoint.files import failing, put_in_place, read_whole, sync_directory, write_aside
+from offload.checkpoint.atomic_file import failing, put_in_place, read_whole, sync_directory, write_aside
 from offload.checkpoint.manifest import (
     MAX_BYTES,
     MAX_WORLD,
@@ -42,8 +42,8 @@ from offload.checkpoint.manifest import (
 from offload.checkpoint.strict import canonical, digest, load, require_schema
 from offload.checkpoint.tensors import Entry, stream
 from offload.errors import ConfigError, CorruptionError, OffloadError, PathError, ResumeError
-from offload.store.directories import ASIDE, COMMIT_NAME, RECORD_START, TEMPORARY
-from offload.store.files import LOCAL, Files
+from offload.storage.directories import ASIDE, COMMIT_NAME, RECORD_START, TEMPORARY
+from offload.storage.files import LOCAL, Files
 
 SCHEMA = "offload commit"
 SNAPSHOT_SCHEMA = "offload snapshot"

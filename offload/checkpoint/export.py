@@ -14,12 +14,12 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from offload.checkpoint.files import failing, put_in_place, sync_directory, temporary, write_aside
+from offload.checkpoint.atomic_file import failing, put_in_place, sync_directory, temporary, write_aside
 from offload.checkpoint.strict import canonical
 from offload.checkpoint.tensors import DTYPES, Entry, aligned, stream
 from offload.errors import BudgetError, ConfigError, PathError
 from offload.sizes import GIB, format_bytes
-from offload.store.files import LOCAL, Files
+from offload.storage.files import LOCAL, Files
 
 SHARD_BYTES = 5 * GIB
 METADATA = {"format": "pt"}

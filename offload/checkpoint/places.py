@@ -21,15 +21,15 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from offload.checkpoint.blocks import Superblock, parse_superblock
+from offload.checkpoint.atomic_file import failing, sync_directory
 from offload.checkpoint.commit import FILE_NAME, Commit, read_commit, remove_superseded, superseded
-from offload.checkpoint.files import failing, sync_directory
 from offload.errors import CorruptionError, PathError, ResumeError
 from offload.io.engine import IOFile
 from offload.sizes import PAGE_BYTES
-from offload.store.claim import lock
-from offload.store.directories import ASIDE, COMMIT_NAME, holds_commit, swap_name
-from offload.store.files import Files
+from offload.storage.claim import lock
+from offload.storage.directories import ASIDE, COMMIT_NAME, holds_commit, swap_name
+from offload.storage.files import Files
+from offload.storage.swap_format import Superblock, parse_superblock
 
 _SWAP = re.compile(rf"offload-rank(0|[1-9]\d*)\.swap({re.escape(ASIDE)})?")
 

@@ -19,7 +19,6 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from offload.checkpoint.blocks import Slot, committed_slots
 from offload.checkpoint.commit import Commit, agree, manifest_name, read_extra
 from offload.checkpoint.manifest import Manifest, ParameterFacts
 from offload.checkpoint.places import last_commit, listed
@@ -29,8 +28,9 @@ from offload.checkpoint.visible import directory_of, ranks_in, read_manifests, r
 from offload.errors import ConfigError, CorruptionError, OffloadError, ResumeError
 from offload.native import Kernels, load
 from offload.sizes import MIB
-from offload.store.files import LOCAL, Files
-from offload.store.slots import STATE_KINDS
+from offload.storage.files import LOCAL, Files
+from offload.storage.swap_file import STATE_KINDS
+from offload.storage.swap_format import Slot, committed_slots
 
 BLOCK = 1 << 20
 """Elements of split masters that are joined at once."""

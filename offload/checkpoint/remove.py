@@ -15,14 +15,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload.checkpoint.blocks import parse_superblock
+from offload.checkpoint.atomic_file import failing, sync_directory
 from offload.checkpoint.commit import FILE_NAME, MAX_COMMIT_BYTES, manifest_in, parse_commit
-from offload.checkpoint.files import failing, sync_directory
 from offload.checkpoint.places import claimed
 from offload.errors import ConfigError, CorruptionError, ResumeError
 from offload.sizes import PAGE_BYTES
-from offload.store.directories import ASIDE, COMMIT_NAME, MAGIC, RECORD_START, TEMPORARY
-from offload.store.files import LOCAL
+from offload.storage.directories import ASIDE, COMMIT_NAME, MAGIC, RECORD_START, TEMPORARY
+from offload.storage.files import LOCAL
+from offload.storage.swap_format import parse_superblock
 
 _SWAP = re.compile(rf"offload-rank\d+\.swap(?:{re.escape(ASIDE)})?")
 _NOT_KNOWN = "is none of this library's, or damaged"

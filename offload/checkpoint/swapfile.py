@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from offload.checkpoint.blocks import parse_superblock
 from offload.errors import PathError, PathInUseError, TierIOError
 from offload.sizes import PAGE_BYTES
-from offload.store.claim import BUSY, take_lock
-from offload.store.files import LOCAL, Files
+from offload.storage.claim import BUSY, take_lock
+from offload.storage.files import LOCAL, Files
+from offload.storage.swap_format import parse_superblock
 
 
 def aligned_memory(size: int) -> Tensor:

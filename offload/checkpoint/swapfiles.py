@@ -10,15 +10,15 @@ from typing import NoReturn
 import xxhash
 from torch import Tensor
 
-from offload.checkpoint.blocks import Slot, header_problem, padding_problem, parse_header, superblock_problem
 from offload.checkpoint.commit import manifest_name
 from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.places import listed, names_in, swaps
 from offload.checkpoint.swapfile import SwapFile
 from offload.errors import CorruptionError, OffloadError, ResumeError
 from offload.sizes import PAGE_BYTES
-from offload.store.directories import swap_name
-from offload.store.files import Files
+from offload.storage.directories import swap_name
+from offload.storage.files import Files
+from offload.storage.swap_format import Slot, header_problem, padding_problem, parse_header, superblock_problem
 
 
 class SwapFiles:

@@ -9,7 +9,7 @@ from offload.checkpoint.commit import Commit, manifest_name, read_manifest
 from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.places import listed, names_in, swaps
 from offload.errors import CorruptionError, ResumeError
-from offload.store.files import Files
+from offload.storage.files import Files
 
 ON_OTHER_MACHINES = (
     "if disks of other machines have them, start as many ranks as committed, each on the machine where it ran, in the "

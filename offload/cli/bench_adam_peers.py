@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from offload import native
-from offload.copies import HostCopier
-from offload.store.arena import Arena
+from offload.devices.copies import HostCopier
+from offload.storage.arena import Arena
 
 LIMIT = "limit"
 LR, BETAS, EPS, WEIGHT_DECAY, STEP = 1e-4, (0.9, 0.999), 1e-8, 0.01, 100

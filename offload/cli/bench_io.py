@@ -97,8 +97,8 @@ def measure(plan: Plan, effort: Effort, console: Console, peers: Peers | None = 
     from offload.cli.bench_io_field import FULL, QUICK, Field
     from offload.cli.bench_io_place import folder, opened
     from offload.cli.bench_io_report import say
-    from offload.copies import HostCopier
-    from offload.store.arena import Arena
+    from offload.devices.copies import HostCopier
+    from offload.storage.arena import Arena
 
     say(console, *(f"warning: {warning}" for warning in plan.warnings))
     arena = Arena(MEMORY_BYTES, HostCopier())

@@ -9,15 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload import ring
 from offload.cli.bench_io_contestants import TRANSFERS, Fio, Ours, Pool
 from offload.cli.bench_io_place import SMALLEST_BYTES, Place
 from offload.cli.bench_io_race import Family, Point
+from offload.io import ring
 from offload.io.engine import IOFile
+from offload.io.io_uring import UringEngine
 from offload.io.portable import PortableEngine
 from offload.io.queue import QueuedEngine
 from offload.io.threads import ThreadEngine
-from offload.io.uring import UringEngine
 from offload.sizes import KIB, MIB
 
 WISHED_S = 0.5

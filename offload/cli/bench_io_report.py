@@ -17,7 +17,7 @@ from rich.table import Table
 from offload.cli.bench_io_contestants import OPERATIONS, size_label
 from offload.cli.bench_io_place import Plan
 from offload.cli.bench_io_race import Duel, Point, Race
-from offload.io.settings import Settings, remember
+from offload.io.select import Settings, remember
 from offload.sizes import format_bytes
 
 TARGET_RATIO = 0.97

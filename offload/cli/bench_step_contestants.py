@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadZero, Tuning
-from offload.copies import HostCopier
+from offload.devices.copies import HostCopier
 from offload.io.engine import IOFuture
-from offload.io.settings import open_engine
+from offload.io.select import open_engine
 from offload.native import AdamScalars, Kernels, load
 from offload.sizes import PAGE_BYTES, round_up
-from offload.store.arena import Arena
+from offload.storage.arena import Arena
 
 EACH_WAY = (2, 4, 8)
 """Buffers for reading, and as many for writing, among which the best number for the disk is looked for. Not fewer in

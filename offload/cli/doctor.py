@@ -134,7 +134,7 @@ def _disk(path: Path) -> Iterator[Row]:
     import shutil
 
     from offload.cli import machine
-    from offload.io.settings import open_engine
+    from offload.io.select import open_engine
 
     engine = open_engine("auto", [path])
     engine.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from offload.errors import OffloadError
 from offload.io.engine import IOFile, IOFuture
-from offload.io.settings import AUTO, Settings, nearest_existing, recall, remember
+from offload.io.select import AUTO, Settings, nearest_existing, recall, remember
 from offload.io.threads import ThreadEngine
 from offload.sizes import MIB
 

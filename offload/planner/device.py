@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from offload.config import Config
 from offload.errors import BudgetError
 from offload.layout import Layout
-from offload.module.units import ROOT, encloses
+from offload.model.units import ROOT, encloses
 from offload.sizes import format_bytes
 
 

@@ -24,16 +24,17 @@ from torch import nn
 
 from offload import config as configuration
 from offload.config import Config, Tier
+from offload.dist import exchange
 from offload.errors import BudgetError
+from offload.grads import local as gradients
+from offload.grads.buckets import Reduction
 from offload.layout import Layout, build, tiled
-from offload.module.parameters import untrained_bytes
-from offload.module.reduction_plan import Reduction
-from offload.module.units import ROOT, compute_dtypes, rows_of, specs_of
-from offload.optim import exchange, gradients
+from offload.model.flat_param import untrained_bytes
+from offload.model.units import ROOT, compute_dtypes, rows_of, specs_of
 from offload.planner.choice import choose
 from offload.planner.device import Room
 from offload.planner.placement import IN_FLIGHT, TYPICAL_TBW, Placement, committed_slots, place, slot_records
-from offload.store.slots import STATE_KINDS, Record, records_of
+from offload.storage.swap_file import STATE_KINDS, Record, records_of
 
 
 @dataclass(frozen=True)

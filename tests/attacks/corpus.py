@@ -9,7 +9,7 @@ from typing import Any
 from offload.checkpoint.manifest import MAX_BYTES, MAX_NUMEL, serialise
 from offload.errors import CorruptionError, OffloadError, ResumeError
 from offload.sizes import PAGE_BYTES
-from offload.store import slots
+from offload.storage import swap_file as slots
 from tests.support.committed import RUN, STEP, header, manifest_of, superblock, superblock_of
 
 Attack = tuple[str, bytes, type[OffloadError]]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from offload.checkpoint.blocks import parse_header, parse_superblock
 from offload.checkpoint.manifest import parse
 from offload.errors import OffloadError
+from offload.storage.swap_format import parse_header, parse_superblock
 from tests.attacks import corpus, fuzz
 from tests.attacks.corpus import VALID_HEADER, VALID_MANIFEST, VALID_SUPERBLOCK, Attack
 

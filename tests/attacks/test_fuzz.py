@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from offload.checkpoint import extra
-from offload.checkpoint.blocks import HEADER_BYTES, parse_header, parse_superblock
 from offload.checkpoint.commit import parse_commit
 from offload.checkpoint.manifest import parse, serialise
 from offload.checkpoint.strict import canonical, digest
 from offload.errors import OffloadError
 from offload.sizes import PAGE_BYTES
+from offload.storage.swap_format import HEADER_BYTES, parse_header, parse_superblock
 from tests.attacks.corpus import VALID_HEADER, VALID_MANIFEST, VALID_SUPERBLOCK
 from tests.support.committed import RUN, superblock_of
 

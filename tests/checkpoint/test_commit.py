@@ -29,8 +29,8 @@ from offload.checkpoint.commit import (
 )
 from offload.checkpoint.manifest import MAX_BYTES, Digest, Manifest
 from offload.errors import ConfigError, CorruptionError, OffloadError, PathError, ResumeError, TierIOError
-from offload.store.directories import COMMIT_NAME
-from offload.store.files import Files
+from offload.storage.directories import COMMIT_NAME
+from offload.storage.files import Files
 from tests.support.committed import RUN, STEP, manifest_of
 from tests.support.simulated_files import PowerCut, SimulatedFiles
 

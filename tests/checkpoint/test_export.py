@@ -16,7 +16,7 @@ from offload.checkpoint.export import export
 from offload.checkpoint.extra import memory_of
 from offload.checkpoint.tensors import DTYPES, Entry
 from offload.errors import BudgetError, ConfigError, PathError, TierIOError
-from offload.store.files import LocalFiles
+from offload.storage.files import LocalFiles
 
 INDEX = "model.safetensors.index.json"
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from offload.checkpoint.describe import flats_of, parameters_of
 from offload.checkpoint.manifest import ChunkFacts, Manifest
-from offload.checkpoint.moves import moves
+from offload.checkpoint.reshard import moves
 from offload.layout import Layout, ParamSpec, build
 from tests.support.committed import manifest_of
 

@@ -17,9 +17,9 @@ from offload.checkpoint.manifest import Digest
 from offload.checkpoint.places import claimed, foreign, is_settled, last_commit, require_free, settle, swaps
 from offload.errors import PathError, PathInUseError, ResumeError
 from offload.sizes import PAGE_BYTES
-from offload.store import slots
-from offload.store.directories import COMMIT_NAME, SWAP_NAME
-from offload.store.files import LOCAL, LocalFiles
+from offload.storage import swap_file as slots
+from offload.storage.directories import COMMIT_NAME, SWAP_NAME
+from offload.storage.files import LOCAL, LocalFiles
 from tests.support.committed import manifest_of, superblock, superblock_of
 from tests.support.simulated_files import PowerCut, SimulatedFiles
 

@@ -14,14 +14,13 @@ from safetensors import safe_open
 
 from offload.checkpoint import places as places_of_runs
 from offload.checkpoint import reader as reading
-from offload.checkpoint.blocks import committed_slots, described_chunks, parse_header, parse_superblock
 from offload.checkpoint.commit import Commit, read_commit, write_commit, write_manifest
 from offload.checkpoint.export import export
 from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.swapfile import SwapFile
 from offload.checkpoint.weights import entries
-from offload.copies import HostCopier
+from offload.devices.copies import HostCopier
 from offload.errors import (
     ConfigError,
     CorruptionError,
@@ -32,10 +31,11 @@ from offload.errors import (
 )
 from offload.io.threads import ThreadEngine
 from offload.sizes import PAGE_BYTES
-from offload.store.arena import Arena
-from offload.store.directories import SWAP_NAME, swap_name
-from offload.store.files import Files
-from offload.store.slots import STATE_KINDS, Record, SlotFile, file_bytes
+from offload.storage.arena import Arena
+from offload.storage.directories import SWAP_NAME, swap_name
+from offload.storage.files import Files
+from offload.storage.swap_file import STATE_KINDS, Record, SlotFile, file_bytes
+from offload.storage.swap_format import committed_slots, described_chunks, parse_header, parse_superblock
 from tests.support.committed import FLATS, PARAMETERS, RUN, STEP, header, manifest_of, superblock, value_of, write_run
 
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload import meeting
+from offload.checkpoint import rendezvous as meeting
 from offload.checkpoint import swapfile
 from offload.checkpoint.commit import Commit
 from offload.checkpoint.manifest import Digest, Manifest
 from offload.checkpoint.visible import hidden_ranks, ranks_in
-from offload.collectives import Alone
+from offload.dist.communicator import Alone
 from offload.errors import CorruptionError
-from offload.store.files import LOCAL
+from offload.storage.files import LOCAL
 from tests.support.committed import RUN, manifest_of, superblock
 
 OTHER = "f" * 32

@@ -21,7 +21,6 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from offload import ring
 from offload.cli import (
     bench_io,
     bench_io_contestants,
@@ -36,7 +35,8 @@ from offload.cli.bench_io_progress import progress
 from offload.cli.bench_io_race import Family, Point
 from offload.cli.main import app
 from offload.errors import BudgetError, PathError
-from offload.io import settings
+from offload.io import ring
+from offload.io import select as settings
 from offload.sizes import GIB, MIB
 from tests.support.processes import ROOT, open_files, own_threads
 

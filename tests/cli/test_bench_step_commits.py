@@ -12,12 +12,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from offload import OffloadZero
+from offload.checkpoint.committer import Commits
 from offload.cli import bench_step, bench_step_commits
 from offload.cli.bench_step_commits import Report, Round, as_json, markdown, shortfalls, table
 from offload.cli.bench_step_commits import Result as Case
 from offload.cli.bench_step_contestants import Disk, Transfers
 from offload.cli.main import app
-from offload.commits import Commits
 from offload.io.engine import IOFuture
 from offload.sizes import GIB, MIB, PAGE_BYTES
 from tests.support.processes import arena_bytes, open_files, own_threads

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from offload.checkpoint.blocks import committed_slots
 from offload.checkpoint.commit import MAX_COMMIT_BYTES, read_commit
 from offload.checkpoint.reader import in_shape
 from offload.sizes import PAGE_BYTES
-from offload.store.directories import ASIDE, COMMIT_NAME, swap_name
+from offload.storage.directories import ASIDE, COMMIT_NAME, swap_name
+from offload.storage.swap_format import committed_slots
 from tests.cli.test_stored import call, trained
 from tests.support.committed import FLATS, PARAMETERS, RUN, STEP, value_of, write_run
 
@@ -173,7 +173,7 @@ def test_remove_takes_the_record_first(tmp_path: Path, monkeypatch: pytest.Monke
     places = folders(tmp_path, 2)
     write_run(places, 2)
     removed: list[Path] = []
-    monkeypatch.setattr("offload.store.files.LocalFiles.remove", lambda files, path: removed.append(path))
+    monkeypatch.setattr("offload.storage.files.LocalFiles.remove", lambda files, path: removed.append(path))
     assert call("remove", *places[::-1], "--yes").exit_code == 0
     assert removed[0] == places[0] / COMMIT_NAME
     assert len(removed) == 1 + 2 * 2 + 2

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from offload.cli import timeline_plot
 from offload.cli.timeline_plot import COLOURS, read_lanes, timeline_picture
-from offload.timeline import ADAM, PHASES, WAITS, Timeline
+from offload.profiling import ADAM, PHASES, WAITS, Timeline
 
 
 def recorded(file: Path) -> Path:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload import comm
+from offload.dist import torch_distributed as comm
+from offload.dist.partition import Bucket, Buckets, cut_buckets, splits_of
 from offload.layout import Layout, ParamSpec, build
-from offload.module.stages import Bucket, Buckets, cut_buckets, splits_of
 from tests.distributed.test_comm import KINDS, gradients
 from tests.native.bits import assert_same_bits
 from tests.support.communicators import Delayed

@@ -19,12 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from offload import OffloadZero, Tuning, comm, resuming
+from offload import OffloadZero, Tuning
+from offload.checkpoint import recovery as resuming
 from offload.checkpoint.commit import read_commit
 from offload.checkpoint.reader import Reader
+from offload.dist import torch_distributed as comm
 from offload.errors import ConfigError, OffloadError, RankError, ResumeError, TierIOError
 from offload.planner import least_cpu_memory
-from offload.store.files import LocalFiles
+from offload.storage.files import LocalFiles
 from tests.support import models
 from tests.support.machines import RUN, on
 from tests.support.ranks import World, Worlds
@@ -311,7 +313,7 @@ def _undecided(base: str, resume: Any) -> None:
     training = Training(paths, resume=resume)
     assert training.optimizer.resumed is None
     training.go_to(1)
-    with patch("offload.commits.write_commit", never), pytest.raises(OffloadError):
+    with patch("offload.checkpoint.committer.write_commit", never), pytest.raises(OffloadError):
         training.optimizer.commit()
     training.optimizer.close()
 
@@ -406,9 +408,9 @@ def _resumed_at(path: str) -> int:
 @pytest.mark.parametrize(
     ("moment", "lost", "step"),
     [
-        pytest.param("offload.commits.write_manifest", 2, AT, marks=pytest.mark.slow),
-        ("offload.commits.write_commit", 0, AT),
-        pytest.param("offload.store.store.Store.settle", 0, AT + MORE, marks=pytest.mark.slow),
+        pytest.param("offload.checkpoint.committer.write_manifest", 2, AT, marks=pytest.mark.slow),
+        ("offload.checkpoint.committer.write_commit", 0, AT),
+        pytest.param("offload.storage.chunk_cache.Store.settle", 0, AT + MORE, marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_dies_at_a_commit_leaves_one_of_the_two(

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from offload import OffloadZero, Tuning, comm
-from offload.collectives import Communicator
+from offload import OffloadZero, Tuning
+from offload.dist import torch_distributed as comm
+from offload.dist.communicator import Communicator
+from offload.dist.partition import total_held
 from offload.layout import Layout, build
+from offload.model.units import specs_of
 from offload.models.gpt import GPT, GPTConfig
-from offload.module.stages import total_held
-from offload.module.units import specs_of
 from offload.planner.explain import plan_of, sent_numel
 from tests.support import models
 from tests.support.communicators import Delayed, Waiting

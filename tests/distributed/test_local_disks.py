@@ -18,7 +18,7 @@ from offload.checkpoint.commit import read_commit, write_commit
 from offload.checkpoint.places import swaps
 from offload.checkpoint.reader import Reader
 from offload.errors import OffloadError, PathInUseError, ResumeError, TierIOError
-from offload.store.files import LOCAL
+from offload.storage.files import LOCAL
 from tests.cli.test_stored import call
 from tests.distributed.test_commits import AT, MORE, SPLIT, STEPS, Training, _uninterrupted, kill_all, same
 from tests.support.machines import RUN, needs_proc, on
@@ -148,7 +148,7 @@ def _cut_off(base: str, decided: bool) -> str:
         training.go_to(AT)
         training.optimizer.commit(extra_of_rank())
         training.go_to(AT + MORE)
-        with patch("offload.commits.write_commit", write), pytest.raises(OffloadError) as caught:
+        with patch("offload.checkpoint.committer.write_commit", write), pytest.raises(OffloadError) as caught:
             training.optimizer.commit(extra_of_rank())
         with suppress(OffloadError):
             training.optimizer.close()
@@ -209,7 +209,7 @@ def test_other_chunks_need_nothing_of_other_machines(worlds: Worlds, tmp_path: P
 
 def _decided(base: str, options: dict[str, Any]) -> None:
     """Cut off when the commit in the new layout is decided, and no machine is cleared up."""
-    never = patch("offload.commits.Found.settle", side_effect=TierIOError("rename", errno.EIO, "x", 0, 0))
+    never = patch("offload.checkpoint.committer.Found.settle", side_effect=TierIOError("rename", errno.EIO, "x", 0, 0))
     with on(base, TWO), never, pytest.raises(TierIOError):
         Training(RUN, **options, resume=True)
 

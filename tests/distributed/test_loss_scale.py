@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from offload import ConfigError, OffloadZero, Tuning
 from offload.layout import build
-from offload.module.units import specs_of
+from offload.model.units import specs_of
 from tests.support import models, sharded
 from tests.support.ranks import Worlds
 from tests.support.training import LossScale, Run

@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from offload import OffloadZero, Tuning, comm
-from offload.collectives import Communicator
+from offload import OffloadZero, Tuning
+from offload.dist import torch_distributed as comm
+from offload.dist.communicator import Communicator
 from offload.errors import (
     AccumulationError,
     BudgetError,

@@ -12,11 +12,11 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from offload import resuming
+from offload.checkpoint import recovery as resuming
 from offload.checkpoint.reader import Reader
-from offload.checkpoint.snapshots import Need
+from offload.checkpoint.snapshot import Need
 from offload.errors import BudgetError, OffloadError, RankError
-from offload.store.files import LocalFiles
+from offload.storage.files import LocalFiles
 from tests.distributed.test_commits import AT, MORE, TIMEOUT_S, Failing, Training, _patient, same
 from tests.support.ranks import World, Worlds
 
@@ -144,7 +144,7 @@ def _too_large_together(base: str) -> tuple[int, int]:
         own.extend([Need("host", 1, 1000 + dist.get_rank(), 3002, "here")])
         return own
 
-    with patch("offload.checkpoint.snapshots.Snapshot.needs", needs), pytest.raises(BudgetError) as caught:
+    with patch("offload.checkpoint.snapshot.Snapshot.needs", needs), pytest.raises(BudgetError) as caught:
         training.optimizer.snapshot()
     assert not [*Path(base).glob("run/snapshot-*")]
     training.optimizer.close()
@@ -189,7 +189,7 @@ def test_a_rank_that_dies_leaves_a_whole_one_or_none(
     worlds: Worlds, tmp_path: Path, moment: str, lost: int, is_there: bool
 ) -> None:
     with World(3, group_timeout_s=TIMEOUT_S + 2) as world:
-        world.start(_lost, str(tmp_path), f"offload.checkpoint.snapshots.{moment}", lost)
+        world.start(_lost, str(tmp_path), f"offload.checkpoint.snapshot.{moment}", lost)
         world.results(60, ranks=[rank for rank in range(3) if rank != lost])
     assert len([*tmp_path.glob("*/snapshot-*/COMMIT")]) == is_there
     if not is_there:

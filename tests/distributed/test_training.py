@@ -11,7 +11,7 @@ import torch
 
 from offload import OffloadZero, Tuning
 from offload.layout import Layout, build
-from offload.module.units import specs_of
+from offload.model.units import specs_of
 from tests.support import models, sharded
 from tests.support.ranks import Worlds
 from tests.support.training import Run

@@ -12,13 +12,13 @@ import torch
 
 from offload.checkpoint.commit import read_commit
 from offload.checkpoint.reader import Reader
-from offload.checkpoint.snapshots import Snapshot
+from offload.checkpoint.snapshot import Snapshot
 from offload.checkpoint.swapfile import SwapFile
 from offload.errors import ConfigError, PathInUseError, TierIOError
 from offload.io.engine import IOFile, IOFuture
-from offload.store.directories import ASIDE, COMMIT_NAME, SWAP_NAME, TEMPORARY
-from offload.store.files import LocalFiles
-from offload.store.slots import SlotFile
+from offload.storage.directories import ASIDE, COMMIT_NAME, SWAP_NAME, TEMPORARY
+from offload.storage.files import LocalFiles
+from offload.storage.swap_file import SlotFile
 from tests.faults.conftest import Make, Tiny, assert_same, bits, one_step
 from tests.faults.test_commits import committed
 from tests.faults.test_resharding import LARGER
@@ -65,7 +65,7 @@ class Logged(LocalFiles):
 @pytest.fixture
 def files(monkeypatch: pytest.MonkeyPatch) -> Logged:
     made = Logged()
-    monkeypatch.setattr("offload.resuming.FILES", made)
+    monkeypatch.setattr("offload.checkpoint.recovery.FILES", made)
     return made
 
 

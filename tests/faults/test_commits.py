@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from offload import OffloadZero, Tuning
-from offload.checkpoint.blocks import committed_slots
 from offload.checkpoint.reader import Reader
 from offload.errors import (
     ConfigError,
@@ -33,8 +32,9 @@ from offload.errors import (
 from offload.io.engine import IOFile, IOFuture
 from offload.planner import least_cpu_memory
 from offload.planner.placement import slot_records
-from offload.store.directories import COMMIT_NAME, SWAP_NAME
-from offload.store.files import LOCAL
+from offload.storage.directories import COMMIT_NAME, SWAP_NAME
+from offload.storage.files import LOCAL
+from offload.storage.swap_format import committed_slots
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, backward, bits, one_step
 from tests.support.faulty_engine import FaultyEngine, resolved
 from tests.support.processes import ROOT
@@ -136,7 +136,7 @@ class Cuts:
         self.files.operations = 0
         disk = CutDisk(clock)
         self._patch.setattr("offload.assembly.open_engine", lambda name, paths: disk)
-        self._patch.setattr("offload.resuming.FILES", self.files)
+        self._patch.setattr("offload.checkpoint.recovery.FILES", self.files)
         model, made = Tiny(), []
         try:
             made.append(self._make(model, commit_every=0, resume="auto"))

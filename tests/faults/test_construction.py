@@ -31,8 +31,8 @@ from offload import (
     Tuning,
 )
 from offload.planner import least_cpu_memory, placement
-from offload.store.arena import Arena
-from offload.store.directories import COMMIT_NAME, SWAP_NAME
+from offload.storage.arena import Arena
+from offload.storage.directories import COMMIT_NAME, SWAP_NAME
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, bits, one_step
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.late_copier import LateCopier
@@ -125,7 +125,7 @@ def test_too_little_device_memory_for_the_states_is_refused_and_the_advice_works
     is_apart: bool, path: bool, model: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_apart:
-        monkeypatch.setattr("offload.zero.copier_for", lambda device: LateCopier(0))
+        monkeypatch.setattr("offload.optimizer.copier_for", lambda device: LateCopier(0))
     options: dict[str, Any] = {"tier": "device", "tuning": SMALL} | ({"path": tmp_path / "run"} if path else {})
     with pytest.raises(BudgetError, match='choose tier="cpu"') as caught:
         OffloadZero(model, device_memory="1KiB", **options)

@@ -15,16 +15,17 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from offload import OffloadZero, commits
+from offload import OffloadZero
+from offload.checkpoint import atomic_file as atomic
 from offload.checkpoint import commit as records
-from offload.checkpoint import files as atomic
+from offload.checkpoint import committer as commits
 from offload.checkpoint.reader import Reader
 from offload.errors import TierIOError
 from offload.io.engine import IOFile, IOFuture
-from offload.store import files as local
-from offload.store import stripes
-from offload.store.directories import COMMIT_NAME
-from offload.store.files import LocalFiles
+from offload.storage import files as local
+from offload.storage import stripes
+from offload.storage.directories import COMMIT_NAME
+from offload.storage.files import LocalFiles
 from tests.faults.conftest import Make, Tiny, assert_same, bits, one_step
 from tests.support.faulty_engine import FaultyEngine, resolved
 
@@ -134,7 +135,7 @@ def test_interrupted_at_any_call_of_the_file_system_no_commit_is_overwritten(
         loop.go_on()
         files = Interrupted(at, is_done=is_done)
         with monkeypatch.context() as patch:
-            patch.setattr("offload.resuming.FILES", files)
+            patch.setattr("offload.checkpoint.recovery.FILES", files)
             try:
                 loop.optimizer.commit()
             except KeyboardInterrupt:
@@ -234,7 +235,7 @@ def test_an_interrupt_right_after_a_failed_sync_of_the_directory_is_final(
                     raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("offload.resuming.FILES", Failing())
+        patch.setattr("offload.checkpoint.recovery.FILES", Failing())
         with pytest.raises(KeyboardInterrupt):
             optimizer.commit()
     for call in (optimizer.commit, optimizer.rollback, optimizer.synchronize):

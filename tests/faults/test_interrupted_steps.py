@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload import OffloadError, OffloadZero, Tuning, zero
+from offload import OffloadError, OffloadZero, Tuning, optimizer
 from tests.support import interrupted
 from tests.support.interrupted import interrupted_at
 from tests.support.late_copier import LateCopier
@@ -72,7 +72,7 @@ def test_a_step_is_made_or_not(placement: str, tmp_path: Path) -> None:
 
 def test_all_that_changes_with_a_step_changes_in_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts only the instructions of the optimizer's own file."""
-    monkeypatch.setattr(interrupted, "FILES", (zero.__file__,))
+    monkeypatch.setattr(interrupted, "FILES", (optimizer.__file__,))
     instruction = 1
     while not interrupted_step(tmp_path, PLACEMENTS["cpu"], instruction):
         instruction += 5
@@ -91,7 +91,7 @@ def test_a_step_is_made_or_not_at_any_instruction(placement: str, share: int, tm
 
 def test_closing_after_an_interrupt_waits_for_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copier = LateCopier(1)
-    monkeypatch.setattr("offload.zero.copier_for", lambda device: copier)
+    monkeypatch.setattr("offload.optimizer.copier_for", lambda device: copier)
     model, optimizer = build(tmp_path, {"tier": "cpu"})
     train(model, optimizer)
     copies = optimizer._parts.returned

@@ -13,7 +13,13 @@ import pytest
 
 from offload import interrupts
 from offload.io.threads import ThreadEngine
-from tests.store.test_store import NUMELS, interrupted_store, store_on, use_all, value_in
+from tests.storage.test_store import (
+    NUMELS,
+    interrupted_store,
+    store_on,
+    use_all,
+    value_in,
+)
 from tests.support.interrupted import interrupt, thrown_in
 
 SHARES = 20

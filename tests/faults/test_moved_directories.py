@@ -13,7 +13,7 @@ from torch import Tensor
 from offload import OffloadZero, Tuning
 from offload.checkpoint.reader import Reader
 from offload.errors import CorruptionError, PathError
-from offload.store.directories import COMMIT_NAME, SWAP_NAME
+from offload.storage.directories import COMMIT_NAME, SWAP_NAME
 from tests.faults.conftest import Make, Tiny, assert_same, backward, bits, one_step
 from tests.faults.test_commits import committed
 
@@ -186,7 +186,7 @@ def test_a_run_that_fails_removes_no_file_but_its_own(make: Make, path: Path, mo
         strange.write_text("another's")
         raise CorruptionError("damaged", file="manifest")
 
-    monkeypatch.setattr("offload.commits.moves", move)
+    monkeypatch.setattr("offload.checkpoint.committer.moves", move)
     with pytest.raises(CorruptionError):
         make(Tiny(), resume=True, commit_every=0, tuning=Tuning(chunk="8KiB", threads=1), cpu_memory="1MiB")
     assert strange.read_text() == "another's"

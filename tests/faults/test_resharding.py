@@ -15,12 +15,12 @@ import pytest
 
 from offload import OffloadZero, Tuning
 from offload.checkpoint import reader as reading
-from offload.checkpoint.blocks import committed_slots
 from offload.checkpoint.reader import Reader
 from offload.errors import BudgetError, CorruptionError, PathInUseError, ResumeError
 from offload.planner import least_cpu_memory
-from offload.store.directories import COMMIT_NAME, SWAP_NAME
-from offload.store.files import LocalFiles
+from offload.storage.directories import COMMIT_NAME, SWAP_NAME
+from offload.storage.files import LocalFiles
+from offload.storage.swap_format import committed_slots
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, bits, one_step
 from tests.faults.test_commits import committed, flip, kill
 from tests.support.simulated_files import PowerCut
@@ -80,8 +80,8 @@ def cut_off(monkeypatch: pytest.MonkeyPatch, left: int) -> Iterator[Counted]:
         file._sealer.shutdown(wait=True)
 
     with monkeypatch.context() as patch:
-        patch.setattr("offload.resuming.FILES", files)
-        patch.setattr("offload.store.slots.SlotFile.close", close)
+        patch.setattr("offload.checkpoint.recovery.FILES", files)
+        patch.setattr("offload.storage.swap_file.SlotFile.close", close)
         yield files
 
 
@@ -152,7 +152,7 @@ def test_clearing_up_may_be_lost_in_any_part(
                     super().remove(path)
 
         with monkeypatch.context() as patch:
-            patch.setattr("offload.resuming.FILES", Losing())
+            patch.setattr("offload.checkpoint.recovery.FILES", Losing())
             resume_in(folder, [*after], LARGER)[1].close()
         again, optimizer = resume_in(folder, [*after], LARGER)
         assert optimizer.resumed == (1, {"seen": 1})
@@ -193,7 +193,7 @@ def test_the_old_commit_is_untouched_until_the_new_one_decides(
             decided.append(new.name)
             super().rename(old, new)
 
-    monkeypatch.setattr("offload.resuming.FILES", Looking())
+    monkeypatch.setattr("offload.checkpoint.recovery.FILES", Looking())
     make(Tiny(), commit_every=0, resume=True, tuning=LARGER, cpu_memory="1MiB").close()
     assert seen == [True, True]
     assert not before.keys() - {COMMIT_NAME, SWAP_NAME} & contents(path).keys()
@@ -213,7 +213,7 @@ def test_too_little_disk_for_both_is_refused_before_anything_is_written(
         return SimpleNamespace(f_bavail=20, f_frsize=4096, f_bsize=found.f_bsize)
 
     with monkeypatch.context() as patch:
-        patch.setattr("offload.store.claim.os.fstatvfs", small)
+        patch.setattr("offload.storage.claim.os.fstatvfs", small)
         with pytest.raises(BudgetError) as caught:
             make(Tiny(), commit_every=0, resume=True, tuning=LARGER, cpu_memory="1MiB")
     assert caught.value.available == 21 * 4096 < caught.value.needed  # the superblock has its page already

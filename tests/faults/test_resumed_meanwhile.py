@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from offload import OffloadZero, Tuning, commits, resuming
+from offload import OffloadZero, Tuning
+from offload.checkpoint import committer as commits
+from offload.checkpoint import recovery as resuming
 from offload.checkpoint.reader import Reader
+from offload.checkpoint.recovery import Found
 from offload.errors import CorruptionError, PathInUseError, ResumeError
-from offload.resuming import Found
-from offload.store.directories import SWAP_NAME
+from offload.storage.directories import SWAP_NAME
 from tests.faults.conftest import SMALL, Make, Tiny, one_step
 from tests.faults.test_commits import committed
 from tests.faults.test_resharding import LARGER, contents

@@ -15,11 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload import OffloadZero, Tuning, commits
+from offload import OffloadZero, Tuning
+from offload.checkpoint import committer as commits
 from offload.checkpoint.commit import read_commit, write_commit
 from offload.checkpoint.manifest import Digest
 from offload.checkpoint.reader import Reader
-from offload.checkpoint.snapshots import Need, Snapshot, require_space
+from offload.checkpoint.snapshot import Need, Snapshot, require_space
 from offload.checkpoint.swapfile import SwapFile
 from offload.errors import (
     BudgetError,
@@ -31,9 +32,9 @@ from offload.errors import (
     ResumeError,
     TierIOError,
 )
-from offload.store import files as local
-from offload.store.directories import COMMIT_NAME, SWAP_NAME
-from offload.store.files import LocalFiles
+from offload.storage import files as local
+from offload.storage.directories import COMMIT_NAME, SWAP_NAME
+from offload.storage.files import LocalFiles
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, bits, one_step
 from tests.faults.test_commits import committed, flip
 from tests.faults.test_resharding import LARGER, contents, cut_off
@@ -563,7 +564,7 @@ class Undone:
         """Tries to make another snapshot, and to take the first away."""
         files = SimulatedFiles(**fault).load(self.path)
         with self.patch.context() as patch:
-            patch.setattr("offload.resuming.FILES", files)
+            patch.setattr("offload.checkpoint.recovery.FILES", files)
             try:
                 self.optimizer.snapshot(keep=1)
             except (PowerCut, OffloadError) as error:

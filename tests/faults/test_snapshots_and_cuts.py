@@ -12,8 +12,8 @@ import pytest
 
 from offload import OffloadZero, assembly
 from offload.checkpoint.reader import Reader
-from offload.store.directories import ASIDE, COMMIT_NAME
-from offload.store.files import LOCAL
+from offload.storage.directories import ASIDE, COMMIT_NAME
+from offload.storage.files import LOCAL
 from tests.faults.conftest import Make, Tiny, assert_same, bits
 from tests.faults.test_commits import Cuts, cut_power
 from tests.support.processes import ROOT
@@ -95,7 +95,7 @@ class KeepingCuts(Cuts):
             assert all(slot.error is None for slot in reader.verify())
         if resumes:
             self._patch.setattr("offload.assembly.open_engine", self._engine)
-            self._patch.setattr("offload.resuming.FILES", LOCAL)
+            self._patch.setattr("offload.checkpoint.recovery.FILES", LOCAL)
             model = Tiny()
             with self._make(
                 model, path=place.with_name(f"own{step}"), commit_every=0, resume=[place], cpu_memory="1MiB"

@@ -7,9 +7,9 @@ import pytest
 
 from offload.io import engine as contract
 from offload.io.engine import IOEngine
+from offload.io.io_uring import UringEngine
 from offload.io.portable import PortableEngine
 from offload.io.threads import ThreadEngine
-from offload.io.uring import UringEngine
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.simulated_disk import SimulatedDisk
 

@@ -16,14 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from offload import ring
 from offload.errors import PathError, TierIOError
-from offload.io import queue
+from offload.io import queue, ring
 from offload.io.engine import IOEngine
+from offload.io.io_uring import UringEngine
 from offload.io.portable import PortableEngine
 from offload.io.queue import REQUEST_BYTES, QueuedEngine, Request
 from offload.io.threads import ThreadEngine
-from offload.io.uring import UringEngine
 from offload.sizes import MIB, PAGE_BYTES
 from tests.io.conftest import ENGINES, QUEUED
 from tests.support.faulty_engine import FaultyEngine, aligned

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from offload import ConfigError, ring
-from offload.io import settings
+from offload import ConfigError
+from offload.io import ring
+from offload.io import select as settings
 from offload.io.probe import measure_mixed, weights
-from offload.io.settings import Settings, cache_file, open_engine, recall, remember
+from offload.io.select import Settings, cache_file, open_engine, recall, remember
 from offload.sizes import MIB
 
 

@@ -18,9 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from offload import native, ring
+from offload import native
 from offload.errors import ClosedError
-from offload.ring import FDATASYNC, NOP, READ, WRITE, Completion, Request, Ring
+from offload.io import ring
+from offload.io.ring import FDATASYNC, NOP, READ, WRITE, Completion, Request, Ring
 from offload.sizes import GIB, MIB, PAGE_BYTES
 from tests.support.faulty_engine import aligned
 from tests.support.processes import holds_in_child, open_files, start_python
@@ -344,7 +345,7 @@ def test_a_registered_file_keeps_its_lock_until_it_is_given_back(rings: Ring, tm
 
 LOW_MEMLOCK = """
 import ctypes, mmap, os, resource, sys
-from offload.ring import READ, WRITE, Request, Ring, is_available
+from offload.io.ring import READ, WRITE, Request, Ring, is_available
 is_available()  # loads the library while we may read it
 fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, 1 << 16))
@@ -488,7 +489,7 @@ def test_a_child_that_lives_on_keeps_no_lock_of_its_parent(tmp_path: Path) -> No
 
 LEAVES_A_CHILD = """
 import fcntl, os, sys, time
-from offload.ring import Ring
+from offload.io.ring import Ring
 ring = Ring(8)
 fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
 fcntl.flock(fd, fcntl.LOCK_EX)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from offload.native import load
-from offload.optim.step import scalars_of
+from offload.optim.adam import scalars_of
 
 NUMEL = 1_000_003
 LARGEST_ULPS = {"exp_avg": 1, "exp_avg_sq": 1, "master": 16}

@@ -75,7 +75,7 @@ def run_in(
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setattr("offload.assembly.open_engine", lambda name, paths: FaultyEngine(seed=seed, delay_s=delay_s))
         if on_device:
-            patch.setattr("offload.zero.copier_for", lambda device: LateCopier(seed))
+            patch.setattr("offload.optimizer.copier_for", lambda device: LateCopier(seed))
             options["cpu_memory"] = "2MiB"
         path = Path(folder) / "swap"
         run = train(kind, steps=STEPS, accumulation=accumulation, path=path, each_step=look, **options)

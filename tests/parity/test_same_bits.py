@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from offload import Tuning, ring
+from offload import Tuning
+from offload.io import ring
 from offload.native import available_variants
 from tests.support import models
 from tests.support.late_copier import LateCopier
@@ -85,7 +86,7 @@ def test_late_copies_in_any_order_change_no_bit(
     kind: str, accumulation: int, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copier = LateCopier(seed)
-    monkeypatch.setattr("offload.zero.copier_for", lambda device: copier)
+    monkeypatch.setattr("offload.optimizer.copier_for", lambda device: copier)
     options: dict[str, Any] = {"cpu_memory": "1MiB", "tuning": Tuning(chunk="4KiB")}
     if seed:
         options |= {"tier": "nvme", "path": tmp_path / "swap"}
@@ -103,7 +104,7 @@ def test_training_with_states_on_the_device_equals_training_in_ram(
     kind: str, accumulation: int, is_apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_apart:
-        monkeypatch.setattr("offload.zero.copier_for", lambda device: LateCopier(0))
+        monkeypatch.setattr("offload.optimizer.copier_for", lambda device: LateCopier(0))
     run = train(kind, accumulation=accumulation, tier="device", tuning=Tuning(chunk="4KiB"))
     run.assert_same_bits(in_ram(kind, accumulation))
     assert (run.stats["kernel"] == "device") is is_apart

@@ -51,7 +51,7 @@ def test_streamed_parameters_under_late_copies_and_a_late_disk_change_no_bit(
     kind: str, split_master: bool, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("offload.assembly.open_engine", lambda name, paths: FaultyEngine(seed=seed))
-    monkeypatch.setattr("offload.zero.copier_for", lambda device: LateCopier(seed))
+    monkeypatch.setattr("offload.optimizer.copier_for", lambda device: LateCopier(seed))
     options: dict[str, Any] = {"param_tier": "nvme" if seed % 2 else "cpu", "cpu_memory": "4MiB"}
     tuning = Tuning(chunk="4KiB", prefetch=seed % 5, split_master=split_master)
     run = train(kind, steps=STEPS, path=tmp_path / "swap", tuning=tuning, **options)

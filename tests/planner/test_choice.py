@@ -61,7 +61,7 @@ UNITS = {"blocks": None, "nested": (Block, nn.Linear), "all": ()}
 def test_the_device_holds_what_the_plan_said(
     reentrant: bool | None, prefetch: int, units: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("offload.zero.copier_for", lambda device: LateCopier(1))
+    monkeypatch.setattr("offload.optimizer.copier_for", lambda device: LateCopier(1))
     model = Net(8) if reentrant is None else Pairs(8, reentrant)
     model.blocks[0].up.requires_grad_(False)
     tuning = Tuning(chunk="4KiB", threads=1, prefetch=prefetch, units=UNITS[units])

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from offload.cli.plan_tables import largest_table, memory_table, tables_json
-from offload.module.stages import STATE_KINDS, sharded_at
+from offload.dist.partition import STATE_KINDS, sharded_at
 from offload.planner.tables import (
     GB,
     format_gb,

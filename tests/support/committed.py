@@ -13,13 +13,13 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from offload.checkpoint.blocks import committed_slots, described_chunks
 from offload.checkpoint.commit import Commit, write_commit, write_manifest
 from offload.checkpoint.manifest import ChunkFacts, FlatFacts, Manifest, ParameterFacts
 from offload.optim import reference
 from offload.sizes import PAGE_BYTES
-from offload.store import slots
-from offload.store.directories import MAGIC, SUPERBLOCK, swap_name
+from offload.storage import swap_file as slots
+from offload.storage.directories import MAGIC, SUPERBLOCK, swap_name
+from offload.storage.swap_format import committed_slots, described_chunks
 
 RUN = "0123456789abcdef" * 2
 STEP = 7

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from offload.collectives import Communicator, Work
-from offload.timeline import COLLECTIVES, Timeline
+from offload.dist.communicator import Communicator, Work
+from offload.profiling import COLLECTIVES, Timeline
 
 
 class _Around(Communicator):

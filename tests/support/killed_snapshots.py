@@ -23,7 +23,7 @@ from torch import nn
 
 from offload import OffloadZero
 from offload.checkpoint.reader import Reader
-from offload.store.directories import ASIDE, COMMIT_NAME
+from offload.storage.directories import ASIDE, COMMIT_NAME
 from tests.support.killed import EVERY, Layout, begin, finish, fork, require_same, states, train
 
 KEEP = 2

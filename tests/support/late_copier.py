@@ -8,7 +8,7 @@ import threading
 import torch
 from torch import Tensor
 
-from offload.copies import Copier, Copy
+from offload.devices.copies import Copier, Copy
 
 
 class _LateCopy(Copy):

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from offload import OffloadZero, comm
-from offload.collectives import Communicator
+from offload import OffloadZero
+from offload.dist import torch_distributed as comm
+from offload.dist.communicator import Communicator
 from offload.layout import Layout
-from offload.module.parameters import line_like
+from offload.model.flat_param import line_like
 from offload.optim import reference
 from offload.planner import least_cpu_memory
 from tests.support import models
@@ -57,7 +58,7 @@ def communicators(kind: str) -> Iterator[None]:
 def devices_apart(is_so: bool) -> Iterator[None]:
     """Whether devices count as having memory of their own."""
     rank = torch.distributed.get_rank()
-    with patch("offload.zero.copier_for", lambda device: LateCopier(rank)) if is_so else nullcontext():
+    with patch("offload.optimizer.copier_for", lambda device: LateCopier(rank)) if is_so else nullcontext():
         yield
 
 

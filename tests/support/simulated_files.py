@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from offload.store.files import LOCAL, Directories
+from offload.storage.files import LOCAL, Directories
 from tests.support.simulated_disk import SECTOR_BYTES
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadZero
-from offload.module.parameters import line_like
+from offload.model.flat_param import line_like
 from offload.optim import reference
 from offload.planner import least_cpu_memory
 from tests.support import models

@@ -1,0 +1,99 @@
+"""Files written whole and aside, and read whole, with nothing trusted that the disk did not confirm.
+
+A file is made beside its name (`name.offload.new`), synced, and only then renamed to it. The rename is durable once the
+directory is synced. Whatever cuts in between leaves the old file, the new one, or none; never half of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import xxhash
+
+from offload.checkpoint.manifest import Digest
+from offload.errors import CorruptionError, PathError, TierIOError
+from offload.storage.directories import TEMPORARY
+from offload.storage.files import Files
+
+
+def write_aside(files: Files, path: Path, pieces: Iterable[bytes | memoryview]) -> Digest:
+    """Writes `pieces` beside `path` and syncs them; `put_in_place` makes them the file.
+
+    Returns: what was written. A leftover of an earlier attempt is replaced; after a failure there is none.
+    Raises: TierIOError. A failed sync is final: it is not tried again.
+    """
+    aside = temporary(path)
+    with failing("remove", aside):
+        files.remove(aside)
+    with failing("write", aside):
+        fd = files.create(aside)
+    size, hasher = 0, xxhash.xxh3_128()
+    try:
+        try:
+            for piece in pieces:
+                data = memoryview(piece).cast("B")
+                with failing("write", aside, size, len(data)):
+                    files.write(fd, data)
+                hasher.update(data)
+                size += len(data)
+            with failing("sync", aside, 0, size):
+                files.sync(fd)
+        finally:
+            with failing("sync", aside, 0, size):
+                files.close(fd)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            files.remove(aside)
+        raise
+    return Digest(size, hasher.hexdigest())
+
+
+def temporary(path: Path) -> Path:
+    """Where a file is written that is going to be called `path`."""
+    return path.with_name(path.name + TEMPORARY)
+
+
+def put_in_place(files: Files, path: Path) -> None:
+    """Renames what `write_aside` wrote to `path`. Not durable before `sync_directory`. Raises: TierIOError."""
+    with failing("rename", path):
+        files.rename(temporary(path), path)
+
+
+def sync_directory(files: Files, directory: Path) -> None:
+    """Makes what was put in place in `directory` durable.
+
+    Raises: TierIOError; then nobody knows whether it is, and it is not tried again.
+    """
+    with failing("sync", directory):
+        files.sync_directory(directory)
+
+
+def read_whole(files: Files, path: Path, most: int) -> bytes | None:
+    """The content of `path`; None if there is no such file.
+
+    Raises: PathError for a link or anything but a file, CorruptionError if it is longer than `most` bytes,
+    TierIOError.
+    """
+    try:
+        data = files.read(path, most)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno in (errno.EIO, errno.ESTALE):
+            raise TierIOError("read", error.errno, str(path), 0, most) from error
+        raise PathError(error.errno, f"cannot be read: {error.strerror}", str(path)) from error
+    if len(data) > most:
+        raise CorruptionError(f"is longer than {most} bytes", file=str(path))
+    return data
+
+
+@contextlib.contextmanager
+def failing(operation: str, path: Path, offset: int = 0, length: int = 0) -> Iterator[None]:
+    """Turns an OSError into a TierIOError that names what failed."""
+    try:
+        yield
+    except OSError as error:
+        raise TierIOError(operation, error.errno or errno.EIO, str(path), offset, length, str(error)) from error

@@ -1,0 +1,391 @@
+"""What a run finds in its directories before it begins: the commit it resumes from, if there is one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from offload.checkpoint.commit import Commit, read_commit
+from offload.checkpoint.describe import differences, flats_of, parameters_of
+from offload.checkpoint.manifest import Manifest, Option, require_room
+from offload.checkpoint.places import (
+    directories_of,
+    foreign,
+    holds_record,
+    is_settled,
+    last_of,
+    listed,
+    require_free,
+    require_no_other,
+    settle,
+    swaps,
+)
+from offload.checkpoint.reader import Reader
+from offload.checkpoint.rendezvous import Places, Seen, in_turns, look_together, manifests_of_all, meet
+from offload.checkpoint.reshard import moves
+from offload.checkpoint.visible import ON_OTHER_MACHINES, hidden_ranks, ranks_named
+from offload.config import Config
+from offload.dist.agreement import all_or_none
+from offload.dist.communicator import Communicator
+from offload.errors import CorruptionError, OffloadError, PathError, ResumeError
+from offload.layout import Layout
+from offload.model.flat_param import is_dense
+from offload.storage.directories import check_directory, swap_name
+from offload.storage.files import LOCAL, Directories, Files
+from offload.storage.swap_format import committed_slots
+
+FILES: Files = LOCAL
+"""Where commits are written; the tests have one that loses power."""
+SHOWN = 5
+"""Differences that an error lists."""
+
+
+class Resumed(NamedTuple):
+    """What a run was resumed from: the step, and what was given to `commit` along with it."""
+
+    step: int
+    extra: object
+
+
+@dataclass(frozen=True)
+class Found:
+    """A commit that fits the model.
+
+    reader: of it; paths: this run's directories, in the order of its swap files; manifest: this rank's part if its
+    slots are used where they lie; None: the layout is another one, and what this rank needs is read by `reader`;
+    settled: of the directories in which the files of no other run stay, those that were given to this rank; here: what
+    is committed in all of them; None: nothing is, and `reader` reads a snapshot that lies elsewhere; is_elsewhere:
+    whether it is such a snapshot, which stays what it is; looked: the directories that were given to this rank, and
+    records: in these, but for those of runs that were replaced; held: these directories; extra: what was committed
+    along, for this rank; without: ranks whose slots this one neither needs nor sees.
+    """
+
+    reader: Reader
+    paths: tuple[Path, ...]
+    manifest: Manifest | None
+    settled: tuple[Path, ...]
+    here: Commit | None
+    is_elsewhere: bool
+    looked: tuple[Path, ...]
+    replaced: frozenset[str | None]
+    records: tuple[tuple[Path, Commit], ...]
+    held: Directories
+    extra: object = None
+    without: frozenset[int] = field(default=frozenset())
+
+    @property
+    def commit(self) -> Commit:
+        return self.reader.commit
+
+    @property
+    def files(self) -> Files:
+        return FILES.within(self.held)
+
+    @property
+    def slots(self) -> tuple[bytes, list[int]] | None:
+        """Run id, and the path of each committed slot, as `Stripes` takes them; None: files of its own are made."""
+        if self.manifest is None:
+            return None
+        return bytes.fromhex(self.commit.run_id), [slot.path for slot in self.manifest.slots]
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of the RAM in which slots are read that do not lie where they are used."""
+        return 0 if self.manifest is not None else self.reader.slots_bytes()
+
+    def clear_up(self, comm: Communicator) -> None:
+        """After a run that was cut off, before any rank locks what is to be read.
+
+        Raises: PathInUseError (a live run), PathError, TierIOError, ResumeError (another run has just committed);
+        on ranks where nothing was wrong ConfigError; RankError.
+        """
+        commit = self.here or self.commit
+
+        def left() -> int:
+            return self._left(commit) or int(bool(foreign(self.paths, self.commit, self.files)))
+
+        def work() -> None:
+            require_free(self.paths, self.commit, self.files)
+            self.require_last()
+            settle(self.settled, commit, self.files, locked=False)
+
+        in_turns(comm, left, work)
+
+    def settle(self, commit: Commit, comm: Communicator, elsewhere: OffloadError) -> None:
+        """Makes the files those of `commit` alone, when it is durable and this run holds them. Raises: TierIOError."""
+
+        def work() -> None:
+            settle(self.settled, commit, self.files, locked=True)
+
+        in_turns(comm, lambda: self._left(commit), work, elsewhere)
+
+    def _left(self, commit: Commit) -> int:
+        """What there is to settle: a record that was replaced goes first of all, on whatever rank."""
+        if holds_record(self.settled, commit.replaces, self.files):
+            return 2
+        return int(not is_settled(self.settled, commit, self.files))
+
+    def claim(self, *, alone: bool) -> None:
+        """Locks what is to be read, and replaced; `require_last` when all is locked, also what is used where it lies.
+
+        Args: alone: no other rank reads it. Raises: as `clear_up`.
+        """
+        if self.manifest is not None:
+            self._require_whole(self.manifest)
+        else:
+            self.reader.swap_files.lock(exclusive=alone and not self.is_elsewhere, without=self.without)
+            if self.is_elsewhere:
+                found = (swap for place in self.settled for swap in swaps(place, self.files))
+                replaced = [swap.path for swap in found if swap.run_id == self.commit.run_id]
+                self.reader.swap_files.hold(replaced, exclusive=alone)
+
+    def _require_whole(self, manifest: Manifest) -> None:
+        """Whether this rank's swap files hold all committed slots, before they get a run's size. Changes nothing.
+
+        Raises: CorruptionError, PathError.
+        """
+        sizes: dict[Path, int] = {}
+        for slot in committed_slots(manifest):
+            path = self.paths[slot.path] / swap_name(manifest.rank)
+            if path not in sizes:
+                try:
+                    with open(self.files.open(path, os.O_RDONLY), "rb", buffering=0) as file:
+                        sizes[path] = os.fstat(file.fileno()).st_size
+                except OSError as error:
+                    raise PathError(error.errno, f"cannot be opened: {error.strerror}", str(path)) from error
+            if sizes[path] < slot.offset + slot.size:
+                raise CorruptionError(
+                    f"the file ends before this slot of {slot.size} bytes does",
+                    chunk=slot.chunk,
+                    file=str(path),
+                    offset=slot.offset,
+                )
+
+    def require_last(self) -> None:
+        """It was read before any lock was taken. Raises: ResumeError."""
+        if _standing(self.looked, self.files, self.replaced) != self.records:
+            raise _just_committed(self.reader.home)
+
+
+def describe(
+    config: Config, layout: Layout, params: Sequence[nn.Parameter], groups: Sequence[Mapping[str, Option]]
+) -> Manifest:
+    """The manifest of this run as far as it is known before it begins: no chunks, of groups what must not change.
+
+    Raises: ConfigError if there are more chunks than a manifest can name.
+    """
+    shapes = [tuple(param.shape) for param in params]
+    # What has holes gets memory of its own, row-major.
+    strides = [(p if is_dense(p) else torch.empty(p.shape, device="meta")).stride() for p in params]
+    manifest = Manifest(
+        run_id="0" * 32,
+        step=0,
+        rank=layout.rank,
+        world=layout.ranks,
+        paths=max(len(config.paths), 1),
+        places=config.places,
+        compute_dtype=str(config.compute_dtype).removeprefix("torch."),
+        split_master=config.split_master,
+        groups=tuple(groups),
+        parameters=parameters_of(layout, shapes, strides, [0] * len(params)),
+        flats=flats_of(layout, [layout.part_of(flat.index) for flat in layout.flats]),
+        chunks=(),
+    )
+    if config.commit_every is not None:
+        require_room(manifest, len(layout.chunks) * (2 if config.commits_parameters else 1))
+    return manifest
+
+
+class Start(NamedTuple):
+    """What a run begins with.
+
+    config: with the directories in the order of their files; found: the commit that all ranks resume, locked as far as
+    it is only read, None: the run begins anew; run_id: 16 bytes, of a new run; held: this rank's directories, as far as
+    they are there.
+    """
+
+    config: Config
+    found: Found | None
+    run_id: bytes
+    held: Directories
+
+
+def find_together(undo: ExitStack, config: Config, comm: Communicator, layout: Layout, wanted: Manifest) -> Start:
+    """Looks for the commit to resume. See [Note: disks of machines] in meeting.py.
+
+    Args: wanted: from `describe`; undo: gets the closing of what is opened.
+    Raises: ResumeError (there is a commit and nobody asked for it, or none; it is of another model; a rank does not see
+    what it needs of it), CorruptionError, PathError, TierIOError, PathInUseError, before anything is changed but
+    leftovers; on ranks where nothing was wrong ConfigError; RankError.
+    """
+    places, run_id = meet(config, comm)
+    own = places.own + places.origins
+    held = Directories()
+    undo.callback(held.close)
+    with all_or_none(comm):
+        for path in config.paths:
+            check_directory(path, resumes=bool(config.resume))
+        for path in own:
+            if path.is_dir():
+                held.hold(path)
+        files = FILES.within(held)
+        before = _standing(own, files) if config.resume else ()
+    if not config.resume:
+        return Start(config, None, run_id, held)
+    seen = look_together(places, comm, files)
+    with all_or_none(comm):
+        meant = _meant(seen, places)
+    if meant is None:
+        if config.resume == "auto":
+            return Start(config, None, run_id, held)
+        where = listed(places.runs + places.named)
+        raise ResumeError(f'{where}: no commit to resume from: give resume="auto" to begin anew where none is')
+    try:
+        manifests = manifests_of_all(meant.places, *meant.last, comm, files)
+    except (CorruptionError, ResumeError) as error:
+        # A live run clears away what its next commit has replaced.
+        if _standing(own, files) != before:
+            raise _just_committed(meant.last[0]) from error
+        raise
+    with all_or_none(comm):
+        found = _find(config, places, seen, meant, manifests, layout, wanted, held)
+    # Used where it lies by all ranks, or by none.
+    if comm.any_true(found.manifest is None):
+        found = replace(found, manifest=None)
+    undo.callback(found.reader.close)
+    with all_or_none(comm):
+        found = _reach(found, layout, wanted)
+    found.clear_up(comm)
+    with all_or_none(comm):
+        found.claim(alone=comm.size == 1)
+    return Start(replace(config, paths=found.paths), found, run_id, held)
+
+
+class Meant(NamedTuple):
+    """The commit to resume. last: it, and where its record is; places: where its files may be; else as in Found."""
+
+    last: tuple[Path, Commit]
+    is_elsewhere: bool
+    here: Commit | None
+    places: tuple[Path, ...]
+    settled: tuple[Path, ...]
+
+
+def _meant(seen: Seen, places: Places) -> Meant | None:
+    """The commit to resume; None for a run that begins anew.
+
+    A snapshot that `resume` names comes before what its run committed later, and stays what it is.
+    Raises: ResumeError if another run is committed where it is to go on; as `last_of`.
+    """
+    kept = next(((place, record) for place, record in seen.named.records if record.is_snapshot), None)
+    if kept is None:
+        everywhere = places.runs + places.named
+        last = last_of(seen.runs + seen.named, everywhere)
+        return None if last is None else Meant(last, False, last[1], everywhere, places.own + places.origins)
+    here = last_of(seen.runs, places.runs)
+    if here is None or (here[1].run_id == kept[1].run_id and not here[1].is_snapshot):
+        last = last_of(seen.named, places.named)
+        assert last is not None
+        return Meant(last, True, None if here is None else here[1], places.named, places.own)
+    if here[1].replaces == kept[1].run_id:  # it has begun from there, and was cut off
+        return Meant(here, False, here[1], places.runs, places.own)
+    raise ResumeError(
+        f"{here[0]} holds a commit, of step {here[1].step}, that is not of the run of which {kept[0]} is a snapshot: "
+        f"give resume=True to continue it, choose another path, or remove it with `offload remove {here[0]}`"
+    )
+
+
+def _find(
+    config: Config,
+    places: Places,
+    seen: Seen,
+    meant: Meant,
+    manifests: tuple[Manifest, ...],
+    layout: Layout,
+    wanted: Manifest,
+    held: Directories,
+) -> Found:
+    """What is meant, if it is of this model. Writes nothing, and locks nothing.
+
+    Raises: ResumeError (it is of another model), CorruptionError, PathError, TierIOError.
+    """
+    home, commit = meant.last
+    files = FILES.within(held)
+    reader = Reader(meant.places, files, (home, commit, manifests))
+    found = differences(manifests[0], wanted)
+    if found:
+        more = f"\n... and {len(found) - SHOWN} more differences" if len(found) > SHOWN else ""
+        raise ResumeError(f"{home} holds a commit of something else:\n" + "\n".join(found[:SHOWN]) + more)
+    require_no_other(config.paths, commit, files)
+    replaced = frozenset(record.replaces for _, record in seen.runs.records + seen.named.records)
+    looked = places.own + places.origins
+    records = _standing(looked, files, replaced)
+    paths = None if meant.is_elsewhere else _directories_in_order(config, layout, wanted, reader, files)
+    manifest = None if paths is None else manifests[wanted.rank]
+    if paths is None:
+        # The record stays where it is, if it can: then replacing it is one rename.
+        homes = {place for place, record in records if record == meant.here}
+        paths = tuple(sorted(config.paths, key=lambda path: path not in homes))
+    return Found(
+        reader, paths, manifest, meant.settled, meant.here, meant.is_elsewhere, looked, replaced, records, held
+    )
+
+
+def _just_committed(place: Path) -> ResumeError:
+    return ResumeError(f"{place}: another run has just committed here: try again")
+
+
+def _standing(
+    places: Sequence[Path], files: Files, replaced: frozenset[str | None] = frozenset()
+) -> tuple[tuple[Path, Commit], ...]:
+    """The records in `places`, but for those of runs that were replaced."""
+    records = ((place, read_commit(place, files)) for place in places)
+    return tuple((place, one) for place, one in records if one is not None and one.run_id not in replaced)
+
+
+def _reach(found: Found, layout: Layout, wanted: Manifest) -> Found:
+    """With all that this rank needs of the commit. Changes nothing.
+
+    Raises: ResumeError if a part of it lies where this rank does not see it; CorruptionError, PathError, TierIOError.
+    """
+    reader = found.reader
+    extra = wanted.rank if len(reader.manifests) == wanted.world else 0
+    alone = wanted.world == len(reader.manifests) == 1
+    if found.manifest is None and not alone and (hidden := hidden_ranks(reader.paths, reader.manifests, found.files)):
+        needed = {rank for rank, _ in moves(reader.manifests, layout)}
+        if reader.manifests[extra].tensors is not None:
+            needed.add(extra)
+        if those := needed & hidden:
+            raise ResumeError(
+                f"rank {wanted.rank} needs slots of {ranks_named(those)} of the {len(reader.manifests)} that committed "
+                f"step {found.commit.step}, and does not see all their swap files in {listed(reader.paths)}: "
+                f"{ON_OTHER_MACHINES}"
+            )
+        found = replace(found, without=hidden)
+    return replace(found, extra=reader.extra(extra))
+
+
+def _directories_in_order(
+    config: Config, layout: Layout, wanted: Manifest, reader: Reader, files: Files
+) -> tuple[Path, ...] | None:
+    """The directories by the number of the file in them, if the slots can be used where they lie; None if not."""
+    if config.commit_every is None or len(reader.manifests) != wanted.world:
+        return None
+    manifest = reader.manifests[wanted.rank]
+    chunks = [(chunk.flat, chunk.start, chunk.numel) for chunk in layout.chunks]
+    known = (manifest.paths, manifest.places, manifest.split_master, manifest.flats)
+    if (
+        known != (wanted.paths, wanted.places, wanted.split_master, wanted.flats)
+        or [(chunk.flat, chunk.start, chunk.numel) for chunk in manifest.chunks] != chunks
+        or [param.name for param in manifest.parameters] != [param.name for param in wanted.parameters]
+    ):
+        return None
+    lying = directories_of(reader.commit.run_id, wanted.rank, config.paths, files)
+    return tuple(lying[number] for number in range(wanted.paths)) if len(lying) == wanted.paths else None

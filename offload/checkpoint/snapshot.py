@@ -1,0 +1,277 @@
+"""Snapshots: the last commit kept aside, while the run goes on.
+
+[Note: snapshots]
+A run's swap files are written in place, so a commit lasts until the next one. A snapshot is a directory in each of the
+run's directories, called after step and run, that holds what the commit is made of: a swap file with the committed
+slots where they lay and holes for the rest, the manifest and the tensors of `extra`, byte for byte, and in the first
+directory of rank 0 the record, which says that it is a snapshot. So whoever reads a run's directories reads these.
+
+The record decides, and is written last, when the parts of all ranks are durable. Until then the swap files in it are
+called `.new`, and the rename follows the decision; where it was cut off, the next snapshot makes up for it. To take a
+snapshot away they are called so again, then the record goes, and then the rest. So a directory with such a name and
+such a file, whose record lies in no directory of the run, was cut off or is half gone, and is cleared away by the next
+snapshot; nothing else ever is. Somebody who resumes in a snapshot's directory makes its record that of a run, which is
+no snapshot any more.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import socket
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from offload.checkpoint.atomic_file import failing, sync_directory
+from offload.checkpoint.commit import FILE_NAME, Commit, copy_manifest, read_commit, read_manifest, write_commit
+from offload.checkpoint.manifest import Manifest
+from offload.checkpoint.places import claimed
+from offload.errors import BudgetError, OffloadError, PathError, PathInUseError
+from offload.sizes import PAGE_BYTES, format_bytes
+from offload.storage.directories import ASIDE, COMMIT_NAME, TEMPORARY, swap_name
+from offload.storage.files import Files
+from offload.storage.swap_format import committed_slots
+
+RUN_DIGITS = 8
+"""Of the run's id, in the name: a run that began from a snapshot may come to the same step again."""
+_NAME = re.compile(rf"snapshot-(?:0|[1-9]\d{{0,18}})-[0-9a-f]{{{RUN_DIGITS}}}")
+_SWAP = re.compile(r"offload-rank(?:0|[1-9]\d{0,4})\.swap")
+
+
+def name_of(commit: Commit) -> str:
+    """The directory's, in each directory of the run."""
+    return f"snapshot-{commit.step}-{commit.run_id[:RUN_DIGITS]}"
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that one rank's part takes on a device, and bytes that are free there."""
+
+    host: str
+    device: int
+    nbytes: int
+    available: int
+    path: str
+
+
+def require_space(needs: Iterable[Need]) -> None:
+    """Whether the parts of all ranks fit on their devices. Raises: BudgetError."""
+    together: defaultdict[tuple[str, int], list[Need]] = defaultdict(list)
+    for need in needs:
+        together[need.host, need.device].append(need)
+    for those in together.values():
+        needed, available = sum(need.nbytes for need in those), min(need.available for need in those)
+        if needed > available:
+            raise BudgetError(
+                f"a snapshot needs {format_bytes(needed)} of disk at {those[0].path} and {format_bytes(available)} are "
+                "free: free some, remove an older one with `offload remove`, or give a smaller keep",
+                needed=needed,
+                available=available,
+                option="keep",
+            )
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One rank's part of a snapshot, and what it has to do with others of them.
+
+    Args: commit, manifest: what is kept; paths: this rank's directories; swaps: its swap files, one in each.
+    Every method raises TierIOError and PathError. None of them changes the run's own files.
+    """
+
+    commit: Commit
+    manifest: Manifest
+    paths: Sequence[Path]
+    swaps: Sequence[str]
+    files: Files
+
+    @cached_property
+    def name(self) -> str:
+        return name_of(self.commit)
+
+    @property
+    def record(self) -> Commit:
+        return replace(self.commit, replaces=None, is_snapshot=True)
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        return tuple(path / self.name for path in self.paths)
+
+    def decided(self) -> list[str]:
+        """Names with a record in one of these directories, whatever it says."""
+        names = ((path, name) for path in self.paths for name in self._snapshots(path))
+        return [name for path, name in names if COMMIT_NAME in self._names(path / name)]
+
+    def is_kept(self) -> bool:
+        """For rank 0: whether there is this very snapshot. Raises: PathError if something else has its name."""
+        home = self.directories[0]
+        try:
+            if (found := read_commit(home, self.files)) is None or found == self.record:
+                return found is not None
+        except OffloadError:
+            pass
+        raise PathError(errno.EEXIST, "is there already, and is another snapshot or a run: move it", str(home))
+
+    def kept(self) -> dict[str, int]:
+        """For rank 0: names of the snapshots of this run that are there, and their steps."""
+        steps = {}
+        for name in self._snapshots(self.paths[0]):
+            with suppress(OffloadError):  # a damaged record: not known to be one of ours
+                found = read_commit(self.paths[0] / name, self.files)
+                if found is None or not found.is_snapshot or found.run_id != self.commit.run_id:
+                    continue
+                if name == name_of(found):
+                    steps[name] = found.step
+        return steps
+
+    def superseded(self, keep: int, held: ExitStack) -> list[str]:
+        """For rank 0: names of snapshots of this run that are too many when this one is there, the oldest.
+
+        Args: held: gets their locks. One that is being read, or resumed in, is not among them.
+        """
+        steps = self.kept() | {self.name: self.commit.step}
+        newest = sorted(steps, key=lambda name: (name == self.name, steps[name]), reverse=True)
+        return [name for name in newest[keep:] if self._is_free(self.paths[0] / name, held)]
+
+    def clear(self, names: Iterable[str] | None = None, *, decided: Collection[str] = ()) -> None:
+        """Takes away parts of snapshots that have no record: those called `names`; None: all but the `decided` ones."""
+        for path in self.paths:
+            for name in self._snapshots(path) if names is None else names:
+                if name not in decided:
+                    self._clear(path / name)
+
+    def require_no_other(self) -> None:
+        """Raises: PathError if after `clear` there is something of this name."""
+        for directory in self.directories:
+            if self.name in self._names(directory.parent):
+                raise PathError(errno.EEXIST, "is there already, and is no snapshot: move it", str(directory))
+
+    def needs(self) -> list[Need]:
+        """What `make` will write, by directory. Raises: also CorruptionError, if the manifest is damaged."""
+        found = []
+        for number, path in enumerate(self.paths):
+            with failing("read", path):
+                device, available = self.files.space(path)
+            rank = self.manifest.rank
+            nbytes = sum(length for _, length in self._ranges(number)) + self.commit.manifests[rank].size
+            tensors = read_manifest(path, self.commit, rank, self.files).tensors
+            nbytes += 0 if tensors is None else tensors.size
+            found.append(Need(socket.gethostname(), device, nbytes, available, str(path)))
+        return found
+
+    def make(self) -> None:
+        """Makes this rank's part; durable when it returns, and nothing yet."""
+        for number, directory in enumerate(self.directories):
+            with failing("write", directory):
+                self.files.make_directory(directory)
+            sync_directory(self.files, directory.parent)
+            self._copy_slots(number, directory / (swap_name(self.manifest.rank) + ASIDE))
+            sync_directory(self.files, directory)
+            copy_manifest(directory.parent, directory, self.commit, self.manifest.rank, self.files)
+
+    def decide(self) -> None:
+        """For rank 0, when all have made their part."""
+        write_commit(self.directories[0], self.record, self.files)
+
+    def settle(self, names: Iterable[str]) -> None:
+        """When these are decided, but for what somebody is reading. One that is settled already stays as it is."""
+        for path in self.paths:
+            for name in names:
+                with ExitStack() as held:
+                    if self._claims(path / name / (swap_name(self.manifest.rank) + ASIDE), held):
+                        self._rename(path / name, to_aside=False)
+
+    def retire(self, names: Iterable[str]) -> None:
+        """Before the records of these snapshots go: when that is cut off, they are still whole."""
+        for path in self.paths:
+            for name in names:
+                self._rename(path / name, to_aside=True)
+
+    def withdraw(self, names: Iterable[str]) -> None:
+        """For rank 0, when all have retired them: from now on they are nothing."""
+        for name in names:
+            record = self.paths[0] / name / COMMIT_NAME
+            with failing("remove", record):
+                self.files.remove(record)
+            sync_directory(self.files, record.parent)
+
+    def _ranges(self, number: int) -> list[tuple[int, int]]:
+        """Offset and length of what is committed in the swap file of this number, its superblock included."""
+        slots = sorted((slot.offset, slot.size) for slot in committed_slots(self.manifest) if slot.path == number)
+        found = [(0, PAGE_BYTES)]
+        for offset, size in slots:
+            start, length = found[-1]
+            if start + length == offset:
+                found[-1] = (start, length + size)
+            else:
+                found.append((offset, size))
+        return found
+
+    def _copy_slots(self, number: int, target: Path) -> None:
+        source = Path(self.swaps[number])
+        with failing("write", target):
+            fd = self.files.create(target)
+        try:
+            for offset, length in self._ranges(number):
+                with failing("write", target, offset, length):
+                    self.files.copy(source, fd, offset, length)
+            with failing("sync", target):
+                self.files.sync(fd)
+        finally:
+            with failing("sync", target):
+                self.files.close(fd)
+
+    def _rename(self, directory: Path, *, to_aside: bool) -> None:
+        place = directory / swap_name(self.manifest.rank)
+        aside = place.with_name(place.name + ASIDE)
+        old, new = (place, aside) if to_aside else (aside, place)
+        names = self._names(directory)
+        # With a file in place, the one aside is of a run in another layout that began inside, and did not get far.
+        if old.name in names and (to_aside or new.name not in names):
+            with failing("rename", old):
+                self.files.rename(old, new)
+            sync_directory(self.files, directory)
+
+    def _clear(self, directory: Path) -> None:
+        """What makes it known as cut off goes last."""
+        names = self._names(directory)
+        asides = [name for name in names if name.endswith(ASIDE) and _SWAP.fullmatch(name.removesuffix(ASIDE))]
+        if COMMIT_NAME in names or (names and not asides):
+            return
+        run = directory.name[-RUN_DIGITS:]
+        others = [name for name in names if (match := FILE_NAME.fullmatch(name)) and match[1].startswith(run)]
+        others += [name for name in names if name == COMMIT_NAME + TEMPORARY]
+        # Where ranks share a directory another one may be doing the same.
+        with failing("remove", directory), suppress(FileNotFoundError):
+            for those in (others, asides):
+                for name in those:
+                    self.files.remove(directory / name)
+                self.files.sync_directory(directory)
+            self.files.remove_directory(directory)
+
+    def _is_free(self, directory: Path, held: ExitStack) -> bool:
+        names = [name for name in self._names(directory) if _SWAP.fullmatch(name.removesuffix(ASIDE))]
+        return all(self._claims(directory / name, held) for name in names)
+
+    def _claims(self, swap: Path, held: ExitStack) -> bool:
+        """Whether nobody uses it. Args: held: gets its lock."""
+        try:
+            held.callback(claimed(swap, self.files).close)
+        except PathInUseError:
+            return False
+        except PathError:  # gone or damaged: nobody can use it
+            pass
+        return True
+
+    def _snapshots(self, path: Path) -> list[str]:
+        """The directories with a snapshot's name in `path`."""
+        return [name for name in self._names(path) if _NAME.fullmatch(name) and self.files.is_directory(path / name)]
+
+    def _names(self, directory: Path) -> list[str]:
+        with failing("read", directory), suppress(FileNotFoundError, NotADirectoryError):
+            return sorted(self.files.names(directory))
+        return []

@@ -1,0 +1,143 @@
+"""States on the model's own device (`tier="device"`): a store of which nothing is ever streamed, and its memory.
+
+Training never moves them. A commit brings those that changed down into the buffers of a store beneath, which streams
+them to the swap files as it does those of `tier="nvme"`; after a resume or a rollback the first lease of each brings it
+up the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+
+from offload.errors import BudgetError
+from offload.interrupts import uninterrupted
+from offload.profiling import Timeline
+from offload.sizes import PAGE_BYTES, format_bytes, round_up
+from offload.storage.arena import Lender
+from offload.storage.chunk_cache import Store
+from offload.storage.lease import Lease, Version
+from offload.storage.residency import Residency
+from offload.storage.swap_file import Record
+
+
+class DeviceArena(Lender):
+    """Memory of the device, of a size that is fixed before the first step.
+
+    Args: size: bytes. Raises: BudgetError if the device has not that much.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        try:
+            slab = torch.zeros(max(round_up(size, PAGE_BYTES), PAGE_BYTES), dtype=torch.uint8, device=device)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            raise BudgetError(
+                f'{device} refuses {format_bytes(size)} ({error}): choose tier="cpu", or "nvme" with a path',
+                needed=size,
+                available=0,
+                option="device_memory",
+            ) from error
+        super().__init__(slab)
+
+    def close(self) -> None:
+        """Gives the memory back; what was lent must not be used any more."""
+        storage = self._slab.untyped_storage()
+        if storage.resizable():  # not on the CPU, once NumPy has seen it
+            storage.resize_(0)
+
+
+class DeviceStore(Store):
+    """The states of all chunks on the device.
+
+    Args: arena: of the device's memory; beneath: the store in RAM that commits go through, of the same records, None
+    without commits. Leases hold tensors on the device.
+    """
+
+    def __init__(self, records: Sequence[Record], arena: Lender, beneath: Store | None, timeline: Timeline) -> None:
+        super().__init__(records, frozenset(range(len(records))), 0, arena, None, timeline)
+        self._beneath = beneath
+        self._below: dict[int, Version] = {}  # chunks that have to be brought up
+
+    def lease(self, chunk: int, *, step: int, is_fresh: bool = False) -> AbstractContextManager[Lease]:
+        if chunk in self._below:
+            self._bring_up(chunk)
+        return super().lease(chunk, step=step, is_fresh=is_fresh)
+
+    def _bring_up(self, chunk: int) -> None:
+        version = self._below[chunk]
+        with (
+            self._committing.lease(chunk, step=version.step) as there,
+            super().lease(chunk, step=version.step, is_fresh=True) as here,
+        ):
+            for held, into in zip(there.arrays, here.arrays, strict=True):
+                into.copy_(held)
+            here.dirty = True
+        self._is_up(chunk, version)
+        if not self._below:
+            self._committing.expect(())
+
+    @uninterrupted
+    def _is_up(self, chunk: int, version: Version) -> None:
+        with self._lock:
+            del self._below[chunk]
+            self._now_in_slots({chunk: version})
+
+    def flush(self) -> dict[int, Version]:
+        beneath = self._committing
+        self.drain()
+        for chunk, step in dict(self._newer).items():
+            with self._both(chunk, step) as (here, there):
+                for held, into in zip(here.arrays, there.arrays, strict=True):
+                    into.copy_(held)
+        versions = beneath.flush()
+        self._are_down(versions)  # not before: what was interrupted is brought down again
+        return versions
+
+    @uninterrupted
+    def _are_down(self, versions: Mapping[int, Version]) -> None:
+        with self._lock:
+            self._now_in_slots({chunk: at for chunk, at in versions.items() if chunk not in self._below})
+
+    def settle(self, versions: Mapping[int, Version]) -> None:
+        self._committing.settle(versions)
+
+    def reset(self, versions: Mapping[int, Version]) -> None:
+        super().reset({})
+        self._below = dict(versions)
+        if self._beneath is not None:
+            self._beneath.reset(versions)
+            self._beneath.expect(versions)
+
+    def drain(self) -> None:
+        super().drain()
+        if self._beneath is not None:
+            self._beneath.drain()
+
+    def check(self) -> None:
+        super().check()
+        if self._beneath is not None:
+            self._beneath.check()
+
+    @property
+    def _committing(self) -> Store:
+        if self._beneath is None:
+            raise AssertionError("states on the device are to be committed, but there is no swap file")
+        return self._beneath
+
+    @contextmanager
+    def _both(self, chunk: int, step: int) -> Iterator[tuple[Lease, Lease]]:
+        """A chunk's states here, and its buffer on the way to the slot, all of which is about to be written."""
+        with (
+            self.lease(chunk, step=step) as here,
+            self._committing.lease(chunk, step=step, is_fresh=True) as there,
+        ):
+            yield here, there
+            there.dirty = True
+
+    def _now_in_slots(self, versions: Mapping[int, Version]) -> None:
+        for chunk, version in versions.items():
+            self._newer.pop(chunk, None)
+            self._at[chunk] = version
+            self._table.reset(chunk, Residency.CLEAN)

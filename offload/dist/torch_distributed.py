@@ -1,0 +1,393 @@
+"""The only file that knows torch.distributed. See [Note: collectives] in collectives.py."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from offload.dist.communicator import (
+    Alone,
+    Communicator,
+    Work,
+    average,
+    check_gather,
+    check_reduction,
+    check_source,
+    describe,
+)
+from offload.errors import ConfigError, RankError
+from offload.dist.launch import launched, place_on_node
+from offload.profiling import COLLECTIVES, Event, Timeline
+
+TIMEOUT_S = 600.0
+"""Seconds after which a collective counts as failed."""
+
+_SHORTEST_SLEEP_S = 2e-5
+_LONGEST_SLEEP_S = 1e-3
+_GRACE_S = 1.0
+"""For what is under way at the end: what another rank began it will complete, unless that one failed."""
+
+
+class _Shared:
+    """What a group and its parts have in common: counts, what is under way, and the failure that ended all."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.under_way: list[_GroupWork] = []
+        self.failure: RankError | None = None
+
+
+class Group(Communicator):
+    """The ranks of a torch.distributed process group: NCCL for tensors on CUDA devices, gloo for those on the CPU.
+
+    The group is used as it is, with the user's own collectives between ours. A rank that is stuck raises RankError
+    after `timeout_s`, but the backend works on until the group's own timeout: until then gloo's threads keep a process
+    from ending, and then NCCL's watchdog ends it. So `init_process_group(timeout=...)` should be near `timeout_s`.
+
+    Args: members: None: all ranks. timeout_s: seconds from the launch of a collective to RankError. within, across:
+    see Communicator; what they do is counted here, too.
+    """
+
+    def __init__(
+        self,
+        members: dist.ProcessGroup | None = None,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        timeline: Timeline | None = None,
+        environ: Mapping[str, str] = os.environ,
+        within: dist.ProcessGroup | None = None,
+        across: dist.ProcessGroup | None = None,
+    ) -> None:
+        local_rank, ranks_on_node = place_on_node(environ, dist.get_rank(), dist.get_world_size())
+        super().__init__(dist.get_rank(members), dist.get_world_size(members), local_rank, ranks_on_node)
+        backends = dist.get_backend_config(members)
+        self._group = members
+        self._ranks = dist.get_process_group_ranks(members)
+        self._host = torch.device("cpu" if "cpu" in backends else "cuda")
+        self._timeout_s = timeout_s
+        self._timeline = timeline or Timeline()
+        self._shared = _Shared()
+        self._within, self._across = self._part(within), self._part(across)
+        self._own: dist.ProcessGroup | None = None  # made here, to be taken away at the end
+        self._beside: Communicator | None = None
+        self._ends = math.inf
+
+    def _part(self, members: dist.ProcessGroup | None) -> Communicator | None:
+        if members is None:
+            return None
+        if dist.get_world_size(members) == 1:
+            return Alone(self.local_rank, self.ranks_on_node)
+        part = Group(members, timeout_s=self._timeout_s, timeline=self._timeline)
+        part._shared = self._shared
+        return part
+
+    @property
+    def within(self) -> Communicator:
+        return self._within or super().within
+
+    @property
+    def across(self) -> Communicator:
+        return self._across or super().across
+
+    @property
+    def beside(self) -> Communicator:
+        if self._beside is None:
+            self.check()
+            began = time.monotonic()
+            try:
+                backends = dist.get_backend_config(self._group)
+                names = {backend.split(":")[1] for backend in backends.split(",")}
+                # One for all devices is called by its name: torch warns about others.
+                made = _another(self._ranks, names.pop() if len(names) == 1 else backends, self._timeout_s + _GRACE_S)
+            except RuntimeError as error:
+                raise self.fail("new_group", time.monotonic() - began, str(error)) from error
+            self._own, self._beside = made, self._part(made)
+        assert self._beside is not None
+        return self._beside
+
+    def reduce_scatter(self, full: Tensor, out: Tensor, *, scratch: Tensor | None = None) -> Work:
+        check_reduction(full, out, scratch, self.size)
+        received = torch.empty_like(full) if scratch is None else scratch
+
+        def exchange() -> Any:
+            return dist.all_to_all_single(_bytes(received), _bytes(full), group=self._group, async_op=True)
+
+        def finish() -> None:
+            average(received.view(self.size, -1), out)
+
+        return self._launch("reduce_scatter", exchange, full, full.numel() - out.numel(), finish)
+
+    def all_gather(self, shard: Tensor, out: Tensor) -> Work:
+        check_gather(shard, out, self.size)
+
+        def exchange() -> Any:
+            return _all_gather(out, shard, self._group)
+
+        return self._launch("all_gather", exchange, out, out.numel() - shard.numel())
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        check_source(source, self.size)
+        if not tensor.is_contiguous():
+            raise ValueError(f"tensor has to be contiguous, not {describe(tensor)}")
+        travelling = tensor.detach().to(self._host) if tensor.is_cpu else tensor.detach()
+
+        def exchange() -> Any:
+            return dist.broadcast(_bytes(travelling), self._ranks[source], group=self._group, async_op=True)
+
+        numel = tensor.numel() * (self.size - 1) if self.rank == source else 0
+        self._launch("broadcast", exchange, travelling, numel).wait()
+        if travelling.data_ptr() != tensor.data_ptr():
+            with torch.no_grad():
+                tensor.copy_(travelling)
+
+    def gather(self, values: Tensor) -> Tensor:
+        if values.dim() != 1 or not values.is_cpu:
+            raise ValueError(f"values has to be a 1-D CPU tensor, not {describe(values)}")
+        own = values.contiguous().to(self._host)
+        found = own.new_empty(self.size * own.numel())
+
+        def exchange() -> Any:
+            return _all_gather(found, own, self._group)
+
+        self._launch("gather", exchange, found, found.numel() - own.numel()).wait()
+        return found.cpu().view(self.size, -1)
+
+    def stats(self) -> dict[str, int]:
+        return dict(self._shared.counts)
+
+    def close(self) -> bool:
+        self._ends = min(self._ends, time.monotonic() + _GRACE_S)
+        quiet = [work.abandoned(self._ends) for work in self._shared.under_way]
+        # A part of the world's names its groups by how many there are: where one has gone, the next gets its name.
+        if self._own is not None and self.size == dist.get_world_size() and self._shared.failure is None and all(quiet):
+            dist.destroy_process_group(self._own)
+            self._own = None
+        return all(quiet)
+
+    def check(self) -> None:
+        """Raises: RankError if a collective failed before."""
+        if self._shared.failure is not None:
+            raise self._shared.failure
+
+    def require_device(self, device: torch.device) -> None:
+        current = torch.cuda.current_device() if device.type == "cuda" else None
+        require_backend(dist.get_backend_config(self._group), device, current)
+
+    def fail(self, name: str, waited_s: float, why: str) -> RankError:
+        """Remembers that no collective is possible any more; returns the error that says so."""
+        if self._shared.failure is None:
+            self._shared.failure = RankError(
+                f"{name} on rank {self.rank} of {self.size} failed after {waited_s:.1f} s ({why}): another rank is "
+                "slow, stuck or dead: look for the first error in the ranks' logs; start again from the last commit",
+                collective=name,
+                waited_s=waited_s,
+            )
+        return self._shared.failure
+
+    def _launch(
+        self,
+        name: str,
+        exchange: Callable[[], Any],
+        tensor: Tensor,
+        sent_numel: int,
+        finish: Callable[[], None] | None = None,
+    ) -> Work:
+        """Args: tensor: one of those that travel; sent_numel: elements that this rank sends to others."""
+        self.check()
+        size = sent_numel * tensor.element_size()
+        event = self._timeline.begin(COLLECTIVES, name, size=size)
+        launched = time.monotonic()
+        try:
+            call: dist.Work | None = exchange()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise self.fail(name, time.monotonic() - launched, str(error)) from error
+        if call is None:
+            raise AssertionError(f"torch.distributed took {name} for one of a group without this rank")
+        if event is not None and tensor.is_cpu:
+            call.get_future().add_done_callback(lambda _: Timeline.end(None if event.ended else event))
+        self._shared.counts.update({f"{name}_calls": 1, f"{name}_elements": sent_numel, f"{name}_bytes": size})
+        work = _GroupWork(self, name, call, launched, self._timeout_s, finish, event)
+        self._shared.under_way = [other for other in self._shared.under_way if not other.done()] + [work]
+        return work
+
+
+class _GroupWork(Work):
+    """Args: launched: on the clock of time.monotonic. finish: what remains to do when all has arrived."""
+
+    def __init__(
+        self,
+        group: Group,
+        name: str,
+        call: dist.Work,
+        launched: float,
+        timeout_s: float,
+        finish: Callable[[], None] | None,
+        event: Event | None,
+    ) -> None:
+        self._group = group
+        self._name = name
+        self._call = call
+        self._launched = launched
+        self._timeout_s = timeout_s
+        self._finish = finish
+        self._event = event
+        self._complete = False
+
+    def done(self) -> bool:
+        return self._complete or self._call.is_completed()
+
+    def wait(self) -> None:
+        if self._complete:
+            return
+        self._group.check()
+        fault = self._fault()
+        if fault is not None:
+            Timeline.end(self._event, failed=True)
+            raise self._group.fail(self._name, time.monotonic() - self._launched, fault)
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+        if self._event is not None and self._event.ended is None:
+            Timeline.end(self._event)
+        self._complete = True
+
+    def abandoned(self, deadline: float) -> bool:
+        """Gives the call a last moment to complete; what comes of it does not matter."""
+        return self._arrives_by(deadline)
+
+    def _fault(self) -> str | None:
+        """Waits; says what went wrong, if anything."""
+        # Not in the backend's own wait: that one takes no Ctrl-C, and NCCL's does not wait for the ranks.
+        if not self._arrives_by(self._launched + self._timeout_s):
+            return "timed out"
+        try:
+            self._call.wait()
+        except RuntimeError as error:
+            return str(error)
+        return None
+
+    def _arrives_by(self, deadline: float) -> bool:
+        """Whether the call completed, well or not, before `deadline`."""
+        sleep_s = _SHORTEST_SLEEP_S
+        while not self._call.is_completed():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(sleep_s)
+            sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
+        return True
+
+
+def connect(
+    process_group: object | None = None, *, timeout_s: float = TIMEOUT_S, timeline: Timeline | None = None
+) -> Communicator:
+    """The communicator of this process.
+
+    Args: process_group: a ProcessGroup or a DeviceMesh: the data-parallel ranks, that hold one partition each; None:
+        all ranks. Of a mesh of two dimensions the first is of replicas, `across`, and the second `within`, as FSDP2 has
+        them. timeout_s: seconds from the launch of a collective to RankError.
+    Raises: ConfigError if it is neither, if this process is not in it, or if a launcher started several processes and
+    nobody connected them.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        if process_group is not None:
+            raise ConfigError(f"process_group={process_group!r}: call torch.distributed.init_process_group() first")
+        if launched(os.environ) > 1:
+            raise ConfigError(
+                f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but torch.distributed is not initialized, so each process "
+                "would train alone: call torch.distributed.init_process_group() before OffloadZero(...)"
+            )
+        return Alone()
+    members, *parts = _members(process_group)
+    if dist.get_world_size(members) == 1:
+        return Alone(*place_on_node(os.environ, dist.get_rank(), dist.get_world_size()))
+    across, within = parts or (None, None)
+    return Group(members, timeout_s=timeout_s, timeline=timeline, within=within, across=across)
+
+
+def _members(process_group: object | None) -> list[dist.ProcessGroup | None]:
+    """All that hold partitions and, with replicas, those across and within."""
+    if process_group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError(f"process_group: rank {dist.get_rank()} is not in it: give each rank the group it belongs to")
+    if process_group is None or isinstance(process_group, dist.ProcessGroup):
+        return [process_group]
+    if isinstance(process_group, DeviceMesh):
+        return _members_of(process_group)
+    raise ConfigError(f"process_group={process_group!r} is neither a ProcessGroup nor a DeviceMesh")
+
+
+def _members_of(mesh: DeviceMesh) -> list[dist.ProcessGroup | None]:
+    if mesh.get_coordinate() is None:
+        raise ConfigError(f"process_group: rank {dist.get_rank()} is not in {mesh}: give each rank its own part")
+    if mesh.ndim > 2:
+        raise ConfigError(
+            f"process_group is a mesh of {mesh.ndim} dimensions, {mesh.mesh_dim_names}: give the one over which the "
+            'states are to be partitioned, such as mesh["dp"], or that and the one of replicas before it'
+        )
+    if mesh.ndim == 1 or mesh.size(0) == 1:
+        return [mesh.get_group(mesh.ndim - 1)]
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
+        raise ConfigError(
+            f"process_group is a mesh of the ranks {mesh.mesh.tolist()}: they have to count up along each row, and "
+            "from one row to the next"
+        )
+    # Every process makes the groups that it is in, and no others: other meshes may lie beside this one.
+    everyone = None if len(ranks) == dist.get_world_size() else dist.new_group(ranks, use_local_synchronization=True)
+    return [everyone, mesh.get_group(0), mesh.get_group(1)]
+
+
+def require_backend(backends: str, device: torch.device, current: int | None) -> None:
+    """Args: backends: of a group, by type of device, as in "cpu:gloo,cuda:nccl"; current: number of the CUDA device.
+
+    Raises: ConfigError if tensors on `device` cannot travel in that group.
+    """
+    by_type = dict(part.split(":") for part in backends.split(","))
+    backend = by_type.get(device.type)
+    if device.type == "cuda" and backend in (None, "gloo"):
+        raise ConfigError(
+            f"the model is on {device}, and the process group has {backends}: gradients travel by all-to-all, which "
+            'gloo has on the CPU only; call init_process_group("cpu:gloo,cuda:nccl")'
+        )
+    if backend is None:
+        raise ConfigError(
+            f"the model is on {device}, and the process group has {backends} only: call "
+            'init_process_group("gloo"), or move the model to the device of this rank'
+        )
+    if device.type == "cuda" and device.index not in (None, current):
+        raise ConfigError(
+            f"the model is on {device}, and the current device is cuda:{current}: call "
+            f"torch.cuda.set_device({device.index}) before init_process_group()"
+        )
+
+
+def _another(ranks: list[int], backend: str, timeout_s: float) -> dist.ProcessGroup:
+    """A new group of `ranks`, in this order, which all of them make."""
+    timeout = timedelta(seconds=timeout_s)
+    if ranks == list(range(dist.get_world_size())):
+        made = dist.new_group(timeout=timeout, backend=backend)
+    else:
+        made = dist.new_group(ranks, timeout, backend, use_local_synchronization=True, sort_ranks=False)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def _all_gather(out: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Any:
+    # The older name warns in newer versions, and is 2.5 times as slow on gloo.
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return call(_bytes(out), _bytes(own), group=group, async_op=True)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)

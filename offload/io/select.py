@@ -1,0 +1,169 @@
+"""Which engine, with which request size and depth: probed, or measured by `offload bench io` and remembered.
+
+What was learned of a file system is kept in the user's cache directory, `offload/io.json`, with the identity of the
+machine and a date: a home directory may be shared by machines, and drives change. A damaged or foreign file there
+is as good as none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from offload.errors import ConfigError
+from offload.io import ring
+from offload.io.engine import IOEngine
+from offload.io.io_uring import UringEngine
+from offload.io.portable import PortableEngine
+from offload.io.queue import DEPTH, REQUEST_BYTES
+from offload.io.threads import ThreadEngine
+from offload.sizes import GIB, PAGE_BYTES
+
+ENGINES: dict[str, Callable[[int, int], IOEngine]] = {
+    "uring": UringEngine,
+    "threads": ThreadEngine,
+    "portable": PortableEngine,
+}
+"""By name, fastest first."""
+
+AUTO = "auto"
+"""The best that works here. Remembered of a file system whose bandwidth alone was measured."""
+
+VERSION = 1
+LONGEST_AGE_S = 90 * 24 * 3600
+MOST_CACHE_BYTES = 1 << 20
+
+_log = logging.getLogger("offload")
+_told: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to use a file system.
+
+    mixed_bytes_per_s: measured, reading and writing together; 0: not measured. measured_at: seconds since 1970.
+    """
+
+    engine: str
+    request_bytes: int = REQUEST_BYTES
+    depth: int = DEPTH
+    mixed_bytes_per_s: float = 0.0
+    measured_at: float = 0.0
+
+
+def open_engine(name: str, paths: Sequence[Path]) -> IOEngine:
+    """The engine `name`, or for "auto" the one that the paths' file systems were measured best with, else the first
+    that works here. Where another than the first is taken for lack of it, one line says why.
+
+    Raises: ConfigError if an engine that was asked for by name cannot run here.
+    """
+    known = [settings for settings in map(recall, paths) if settings is not None]
+    chosen = min(known, key=lambda settings: settings.mixed_bytes_per_s) if known else Settings(AUTO)
+    wanted = chosen.engine if name == AUTO else name
+    if wanted == AUTO:
+        wanted = next(iter(ENGINES))
+    available, reason = ring.is_available() if wanted == "uring" else (True, "")
+    if not available:
+        if name != AUTO:
+            raise ConfigError(f'io_engine="uring" cannot run here: {reason}; choose "threads" or "auto"')
+        _say_once(f"I/O goes through the thread engine: {reason}")
+        wanted = "threads"
+    if not hasattr(os, "preadv") and wanted == "threads":
+        wanted = "portable"
+    return ENGINES[wanted](chosen.request_bytes, chosen.depth)
+
+
+def recall(path: Path) -> Settings | None:
+    """What is remembered of the file system that `path` is, or will be made, on; None if nothing, or too old."""
+    entry = _load().get(_file_system(path))
+    if not isinstance(entry, dict):
+        return None
+    try:
+        settings = Settings(**entry)
+        return settings if _is_sound(settings) else None
+    except TypeError:
+        return None
+
+
+def remember(path: Path, settings: Settings) -> Path:
+    """Writes down what was measured on the file system of `path`; returns the file it stands in.
+
+    Raises: OSError if the cache directory cannot be written.
+    """
+    entries = _load()
+    entries[_file_system(path)] = asdict(replace(settings, measured_at=time.time()))
+    place = cache_file()
+    place.parent.mkdir(parents=True, exist_ok=True)
+    aside = place.with_suffix(f".{os.getpid()}")
+    aside.write_text(json.dumps({"version": VERSION, "machine": _machine(), "file_systems": entries}, indent=2))
+    os.replace(aside, place)
+    return place
+
+
+def cache_file() -> Path:
+    """Where settings are remembered: $XDG_CACHE_HOME/offload/io.json."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload" / "io.json"
+
+
+def _load() -> dict[str, Any]:
+    try:
+        place = cache_file()
+        if place.stat().st_size > MOST_CACHE_BYTES:
+            return {}
+        found = json.loads(place.read_text())
+        if found["version"] == VERSION and found["machine"] == _machine():
+            return dict(found["file_systems"])
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError):
+        pass
+    return {}
+
+
+def _is_sound(settings: Settings) -> bool:
+    """Whether settings read from a file can be used as they are."""
+    numbers = (settings.request_bytes, settings.depth)
+    if settings.engine not in (AUTO, *ENGINES) or not all(isinstance(number, int) for number in numbers):
+        return False
+    return (
+        PAGE_BYTES <= settings.request_bytes <= GIB
+        and settings.request_bytes % PAGE_BYTES == 0
+        and 1 <= settings.depth <= 256
+        and 0 <= settings.mixed_bytes_per_s < 1e15
+        and 0 <= time.time() - settings.measured_at <= LONGEST_AGE_S
+    )
+
+
+def _file_system(path: Path) -> str:
+    """A name for the file system: the device's number is not kept over reboots, its mount point is."""
+    existing = nearest_existing(path)
+    device = existing.stat().st_dev
+    while existing != existing.parent and existing.parent.stat().st_dev == device:
+        existing = existing.parent
+    return str(existing)
+
+
+def nearest_existing(path: Path) -> Path:
+    """`path` itself, or the folder that it will be made in."""
+    path = path.absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _machine() -> str:
+    with contextlib.suppress(OSError):
+        return Path("/etc/machine-id").read_text().strip()
+    return platform.node()
+
+
+def _say_once(text: str) -> None:
+    if text not in _told:
+        _told.add(text)
+        _log.warning("%s", text)

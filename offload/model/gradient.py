@@ -1,0 +1,511 @@
+"""What stands in `p.grad` after the gradient has left the device: it answers as the gradient.
+
+[Note: a stand-in]
+| asked of `p.grad`                     | before `step()`                                  | after it                |
+|---------------------------------------|--------------------------------------------------|-------------------------|
+| shape, dtype, device                  | those of the parameter                           | the same                |
+| 2-norms                               | from the sums of squares that are there, in fp32 | the same                |
+| multiplied by a factor, in place      | the factor is recorded, and applied by the step  | GradientMovedError      |
+| values, and all other operations      | computed on a copy of the values                 | GradientMovedError      |
+| any other change, also through a view | the copy is written back where the gradient is   | GradientMovedError      |
+| `zero_()`                             | the gradient is zeros, and counts                | the same                |
+
+A stand-in in `p.grad` says: accumulate. None says: begin anew. Over several ranks norms are of the whole gradient, and
+values are a typed error: no rank has them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.errors import AccumulationError, ClosedError, ConfigError, GradientMovedError
+from offload.grads.base import AS_HELD, Gradients
+from offload.model.flat_param import Parameters, line_like, shaped_like
+from offload.model.hiding import eagerly
+from offload.model.pending import Landing
+from offload.model.tensors import METADATA, MOVES, is_no_move, tensors_in, torch_functions
+
+_UNSCALE: Any = torch._amp_foreach_non_finite_check_and_unscale_
+_DTYPE: Any = Tensor.dtype
+_DATA: Any = Tensor.data
+_NEEDS_NO_VALUES = METADATA | torch_functions("_version", "untyped_storage is_coalesced")
+_LIKE = frozenset({torch.zeros_like, torch.ones_like, torch.empty_like})
+_IS_ITSELF = frozenset({Tensor.detach, Tensor.detach_, Tensor.requires_grad_, _DATA.__get__})
+_FACTORS = {"mul_": False, "__imul__": False, "div_": True, "__itruediv__": True, "__idiv__": True}
+"""In-place products with a number, by name; whether they divide."""
+_FOREACH_FACTORS = {torch._foreach_mul_: False, torch._foreach_div_: True}
+_NORMS = {torch.linalg.vector_norm: 2, torch._foreach_norm: 2, Tensor.norm: "fro", torch.norm: "fro"}
+"""Norms of a tensor as a vector, and their default order."""
+_SCALER_FILE = torch.amp.grad_scaler.__file__
+
+
+class StandIn(Tensor):
+    """A tensor without storage in the place of a gradient; see [Note: a stand-in].
+
+    A GradScaler refuses fp16 gradients, because to unscale them in place would lose what the scale is for. These are
+    multiplied in fp32, by the step: so it is told that they are fp32.
+    """
+
+    number: int
+    parameter: str
+    answers: weakref.ref[Answers]
+
+    @staticmethod
+    def of(param: Tensor, number: int, name: str, answers: Answers) -> StandIn:
+        """One of the shape, dtype and device of `param`."""
+        made: StandIn = Tensor._make_wrapper_subclass(
+            StandIn, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+        )
+        made.number, made.parameter, made.answers = number, name, weakref.ref(answers)
+        return made
+
+    def __repr__(self, **unused: Any) -> str:  # type: ignore[override]
+        answers = self.answers()
+        if answers is None or not answers.is_live(self.number):
+            return f"<the gradient of {self.parameter}, which the optimizer has used>"
+        return repr(answers.values_of(self.number))
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return _alive(self).values_of(self.number)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _alive(self).values_of(self.number).__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _NEEDS_NO_VALUES:
+            if func == _DTYPE.__get__ and sys._getframe(1).f_code.co_filename == _SCALER_FILE:
+                return torch.float32
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return _answer(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _answer(func, args, kwargs or {})
+
+
+def _alive(one: StandIn) -> Answers:
+    answers = one.answers()
+    if answers is None:
+        raise GradientMovedError(f"the gradient of {one.parameter} went with its optimizer, which is gone")
+    return answers
+
+
+def _answer(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    first = next(iter(_stand_ins((args, kwargs))))
+    return eagerly(_alive(first).answer, func, args, kwargs)
+
+
+def _stand_ins(tree: Any) -> Iterator[StandIn]:
+    """In nested lists, tuples and dicts."""
+    left = [tree]
+    while left:
+        node = left.pop()
+        if isinstance(node, StandIn):
+            yield node
+        elif isinstance(node, list | tuple):
+            left.extend(node)
+        elif isinstance(node, dict):
+            left.extend(node.values())
+
+
+def _replaced(tree: Any, values: Mapping[int, Tensor]) -> Any:
+    """`tree` with values for stand-ins."""
+    if isinstance(tree, StandIn):
+        return values[tree.number]
+    if type(tree) in (list, tuple):
+        return type(tree)(_replaced(one, values) for one in tree)
+    return {key: _replaced(one, values) for key, one in tree.items()} if type(tree) is dict else tree
+
+
+def is_stand_in(grad: Tensor | None) -> bool:
+    """Whether `grad` is a stand-in; asks nothing of it."""
+    return type(grad) is StandIn
+
+
+class Answers:
+    """Hands gradients over to the sink as autograd makes them, and answers for them.
+
+    Args: names: of the parameters; collect: waits for all gradients, on all ranks together; unscales: called with a
+    GradScaler's found_inf and inverse scale; ranks: over how many gradients are sharded.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        names: Sequence[str],
+        sink: Gradients,
+        landing: Landing,
+        collect: Callable[[], Sequence[int]],
+        unscales: Callable[[Tensor, Tensor], None],
+        *,
+        ranks: int,
+    ) -> None:
+        self._parameters = parameters
+        self._names = names
+        self._sink = sink
+        self._landing = landing
+        self._collect = collect
+        self._unscales = unscales
+        self._ranks = ranks
+        self._pid = os.getpid()
+        self._is_removed = False
+        self._stand_ins = [
+            StandIn.of(p, n, name, self) for n, (p, name) in enumerate(zip(parameters.params, names, strict=True))
+        ]
+        # Copies of values that somebody has a view of, and their versions when they were last written back.
+        self._copies: dict[int, tuple[Tensor, int]] = {}
+        self._zeroed: set[int] = set()
+        self._norms: dict[Any, dict[int, float]] = {}
+        # What the last step used: by what its gradients were multiplied.
+        self._used: dict[int, float] = {}
+
+    # What hooks call.
+
+    def before(self, number: int) -> None:
+        """A gradient is about to be accumulated."""
+        with torch._C.DisableTorchFunctionSubclass():
+            param = self._parameters.params[number]
+            self._arriving()
+            self._landing.require_landed(number)
+            self._landing.before_gradients()
+            self._norms.clear()
+            self._used.pop(number, None)
+            # The stand-in says: accumulate. No gradient says that the user dropped what was there: begin anew.
+            if self._is_own(param.grad, number):
+                param.grad = None
+                self._write_back(number)
+                self._copies.pop(number, None)
+            else:
+                self._copies.pop(number, None)
+                self._sink.forget(number)
+            self._zeroed.discard(number)
+
+    def hand_over(self, number: int, leaf: Tensor, start: int = 0) -> None:
+        """Takes the gradient of a leaf, which is the parameter or its tile from element `start` on."""
+        with torch._C.DisableTorchFunctionSubclass():
+            param = self._parameters.params[number]
+            grad = leaf.grad
+            if grad is None:
+                raise AssertionError("a gradient hook ran without a gradient")
+            # First the stand-in: a sink that raises must not leave the gradient to be taken for a new one.
+            leaf.grad = None
+            param.grad = self._stand_ins[number]
+            self._sink.arrive(number, line_like(leaf, grad.detach()), start)
+
+    # What the optimizer calls.
+
+    def is_marked(self, number: int) -> bool:
+        """Whether parameter `number` has the stand-in of a gradient that the user did not drop."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._is_own(self._parameters.params[number].grad, number)
+
+    @property
+    def active(self) -> list[int]:
+        """The parameters that have a gradient."""
+        return [n for n in range(len(self._names)) if self.is_live(n) and self.is_marked(n)]
+
+    def take_changes(self) -> None:
+        """Takes over gradients that the user assigned to `p.grad`, zeros, and what was written to views of others."""
+        for number in list(self._copies):
+            self._write_back(number)
+        for number in sorted(self._zeroed):
+            self._zeroed.discard(number)
+            if self.is_marked(number):
+                param = self._parameters.params[number]
+                with torch._C.DisableTorchFunctionSubclass():
+                    self._sink.arrive(number, torch.zeros(param.numel(), dtype=param.dtype, device=param.device))
+        for number, param in enumerate(self._parameters.params):
+            with torch._C.DisableTorchFunctionSubclass():
+                grad = param.grad
+            if grad is not None and not self._is_own(grad, number):
+                # Made by hand, it may be of any value; but the last step still needs the memory it would go to.
+                self._landing.everything()
+                self._arriving()
+                if isinstance(grad, StandIn):  # another parameter's
+                    grad = self.values_of(grad.number)
+                with torch._C.DisableTorchFunctionSubclass():
+                    param.grad = grad
+                self._sink.forget(number)
+                self._zeroed.discard(number)
+                self.hand_over(number, param)
+
+    def consumed(self, used: Sequence[int]) -> None:
+        """A step has used the gradients of these parameters; the next ones begin anew."""
+        self._used = {number: self._sink.factor_of(number) for number in used}
+        self._forget()
+
+    def dropped(self) -> None:
+        """The next gradients begin anew."""
+        self._used = {}
+        self._forget()
+
+    def become_zeros(self, params: Sequence[Tensor]) -> None:
+        """Gives these parameters, which have no gradient, one of zeros."""
+        for param in params:
+            number = self._parameters.number_of(param)
+            with torch._C.DisableTorchFunctionSubclass():
+                param.grad = torch.zeros_like(param) if number is None else self._stand_ins[number]
+            if number is not None:
+                self.zero(number)
+
+    def _forget(self) -> None:
+        self._copies.clear()
+        self._zeroed.clear()
+        self._norms.clear()
+
+    def remove(self) -> None:
+        """Takes the stand-ins away; those that somebody has answer no more."""
+        self._is_removed = True
+        self.dropped()
+        with torch._C.DisableTorchFunctionSubclass():
+            for param in self._parameters.params:
+                if is_stand_in(param.grad):
+                    param.grad = None
+
+    # What stand-ins ask.
+
+    def is_live(self, number: int) -> bool:
+        """Whether there is a gradient that no step has used."""
+        return not self._is_removed and (number in self._zeroed or self._sink.has(number))
+
+    def answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What `func` gives for arguments of which some are stand-ins."""
+        if func in _IS_ITSELF or (func in MOVES and isinstance(args[0], StandIn) and is_no_move(func, args, kwargs)):
+            return args[0]
+        if func in _LIKE and isinstance(args[0], StandIn):
+            one = args[0]
+            like = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
+            return func(like, *args[1:], **{**kwargs, "device": kwargs.get("device") or one.device})
+        if func == _DATA.__set__:
+            if args[1] is args[0]:
+                return None
+            func, args = Tensor.copy_, args
+        if func is _UNSCALE and len(args) == 3:
+            return self._unscale(*args)
+        if func in _NORMS and (found := self._norm(func, args, kwargs)) is not None:
+            return found
+        if getattr(func, "__name__", "") in ("zero_", "_foreach_zero_") and self._zero(args[0]):
+            return args[0] if isinstance(args[0], StandIn) else None
+        if self._multiply(func, args, kwargs):
+            return args[0] if isinstance(args[0], StandIn) else None
+        return self._on_values(func, args, kwargs)
+
+    def values_of(self, number: int) -> Tensor:
+        """A copy of the gradient as it is now, in the parameter's shape, dtype and device."""
+        self._require_values(number)
+        if number in self._copies:
+            self._write_back(number)
+            return self._copies[number][0].clone()
+        param, line = self._parameters.params[number], self._current(number)
+        with torch._C.DisableTorchFunctionSubclass():
+            return shaped_like(param, line.to(param.dtype)).to(param.device).clone()
+
+    def _current(self, number: int) -> Tensor:
+        """The gradient of a parameter as the step would use it: 1-D, in the dtype it is held in; a copy."""
+        if number in self._zeroed:
+            self.take_changes()
+        self._sink.collect([number])
+        line, factor = self._sink.line(number), self._sink.factor_of(number)
+        return line.clone() if factor == 1.0 else (line.float() * factor).to(line.dtype)
+
+    def _on_values(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Computes with copies of the values; what changes in them, now or later through a view, is written back."""
+        numbers = list(dict.fromkeys(one.number for one in _stand_ins((args, kwargs))))
+        values = {n: self._copies[n][0] if n in self._copies else self.values_of(n) for n in numbers}
+        versions = {n: one._version for n, one in values.items()}
+        result = func(*_replaced(args, values), **_replaced(kwargs, values))
+        number_at = {_storage_of(one): n for n, one in values.items()}
+        views = [t for t in tensors_in(result) if type(t) is Tensor and _storage_of(t) in number_at]
+        viewed = {number_at[_storage_of(t)] for t in views if t is not values[number_at[_storage_of(t)]]}
+        for number, one in values.items():
+            is_kept = number in self._copies or number in viewed
+            self._copies.setdefault(number, (one, versions[number]))
+            self._write_back(number)
+            if not is_kept:
+                del self._copies[number]
+        own = [n for n, one in values.items() if one is result]
+        return self._stand_ins[own[0]] if own else result
+
+    def _write_back(self, number: int) -> None:
+        """Puts what was written to a copy of the values where the gradient is."""
+        copy, version = self._copies.get(number, (None, 0))
+        if copy is None or copy._version == version or not self.is_live(number):
+            return
+        self._copies[number] = (copy, copy._version)
+        param = self._parameters.params[number]
+        with torch._C.DisableTorchFunctionSubclass():
+            new = line_like(param, copy.detach()).cpu()
+            held = self._current(number)
+            if held.dtype is not new.dtype:  # what was not changed keeps the bits that the copy has not
+                rounded = held.to(new.dtype)
+                held = torch.where(_bits(rounded) == _bits(new), held, new.to(held.dtype))
+            else:
+                held = new
+        self._sink.put(number, held)
+        self._sink.set_factor(number, 1.0)
+        self._norms.clear()
+
+    def _require_values(self, number: int) -> None:
+        name = self._names[number]
+        if os.getpid() != self._pid:
+            raise ClosedError("this is a forked child: the gradients are in the process that made the optimizer")
+        if not self.is_live(number):
+            raise GradientMovedError(
+                f"the gradient of {name} was used by step(), or dropped, and its values are gone: read or change "
+                "p.grad between backward() and step()"
+            )
+        if self._ranks > 1:
+            raise GradientMovedError(
+                f"the gradient of {name} is sharded over {self._ranks} ranks, and this one has not all values: call "
+                "optimizer.grad(p) on every rank to read it, optimizer.zero_grad() to drop it"
+            )
+
+    # Norms and factors.
+
+    def _norm(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A norm, or a list of norms; None if it is not one that is known."""
+        given: dict[str, Any] = dict(zip(("input", "ord"), args, strict=False))
+        others = {key: value for key, value in kwargs.items() if key not in ("ord", "p", "input", "self", "x")}
+        ones = given.get("input", next((kwargs[key] for key in ("input", "x", "self") if key in kwargs), None))
+        order = given.get("ord", kwargs.get("ord", kwargs.get("p", _NORMS[func])))
+        if len(args) > 2 or any(value not in (None, False) for value in others.values()):
+            return None
+        is_list = isinstance(ones, list | tuple)
+        stand_ins: list[Any] = list(ones) if is_list else [ones]  # type: ignore[arg-type]
+        if not all(isinstance(one, StandIn) for one in stand_ins):
+            return None
+        order = 2.0 if order in (None, "fro") else order
+        if isinstance(order, str) or (order != 2 and self._ranks == 1):
+            return None
+        norms = self._norms_of([one.number for one in stand_ins], float(order))
+        made = [
+            torch.tensor(norm, dtype=torch.float32, device=one.device)
+            for norm, one in zip(norms, stand_ins, strict=True)
+        ]
+        return made if is_list else made[0]
+
+    def _norms_of(self, numbers: Sequence[int], order: float) -> list[float]:
+        for number in numbers:
+            if not self.is_live(number) and number not in self._used:
+                self._require_values(number)
+        if order not in self._norms:
+            self._norms[order] = {}
+        known = self._norms[order]
+        if any(number not in known for number in numbers):
+            live = [n for n in numbers if self.is_live(n)]
+            self.take_changes()
+            if self._ranks > 1:
+                every = list(self._collect()) if any(map(self.is_live, range(len(self._names)))) else list(self._used)
+                held = self._sink.norms(every, order)
+            else:
+                every = list(numbers)
+                self._sink.collect(live)
+                held = self._sink.norms(every, order)
+            known = self._norms.setdefault(order, {})
+            for number, norm in zip(every, held, strict=True):
+                used = self._used.get(number, 1.0)
+                known[number] = norm * abs(self._sink.factor_of(number) if self.is_live(number) else used)
+        return [known[number] for number in numbers]
+
+    def _multiply(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Records an in-place product with numbers; False if it is none."""
+        if kwargs or len(args) != 2:
+            return False
+        if func in _FOREACH_FACTORS:
+            ones, by, divides = list(args[0]), args[1], _FOREACH_FACTORS[func]
+            factors = list(by) if isinstance(by, list | tuple) else [by] * len(ones)
+        elif getattr(func, "__name__", "") in _FACTORS and isinstance(args[0], StandIn):
+            ones, factors, divides = [args[0]], [args[1]], _FACTORS[func.__name__]
+        else:
+            return False
+        if not all(isinstance(one, StandIn) for one in ones) or len(ones) != len(factors):
+            return False
+        if not all(isinstance(by, int | float) or (type(by) is Tensor and by.numel() == 1) for by in factors):
+            return False
+        for one in ones:
+            if not self.is_live(one.number):
+                self._require_values(one.number)
+            self._write_back(one.number)
+            if one.number in self._copies:
+                return False  # somebody has a view, which has to see it
+        for one, by in zip(ones, map(float, factors), strict=True):
+            by = (1.0 / by if by else math.copysign(math.inf, by)) if divides else by
+            self._sink.set_factor(one.number, self._sink.factor_of(one.number) * by)
+        self._norms.clear()
+        return True
+
+    def zero(self, number: int) -> None:
+        """The gradient of a parameter becomes zeros, to which the next ones are added: it counts, unlike none."""
+        if self._sink.has(number):
+            self._sink.forget(number)
+        self._copies.pop(number, None)
+        self._used.pop(number, None)
+        self._sink.set_factor(number, 1.0)
+        self._zeroed.add(number)
+        self._norms.clear()
+
+    def _zero(self, tree: Any) -> bool:
+        """Answers `zero_()`; False if that is not all that is asked."""
+        ones = [tree] if isinstance(tree, StandIn) else list(tree) if isinstance(tree, list | tuple) else []
+        if not ones or not all(isinstance(one, StandIn) for one in ones):
+            return False
+        for one in ones:
+            self.zero(one.number)
+        return True
+
+    def _unscale(self, grads: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
+        """What a GradScaler asks of the gradients it finds: of all of them, as there is one scale for all.
+
+        Raises: ConfigError if one of a trained parameter is not among them.
+        """
+        met = {id(grad) for grad in grads}
+        for name, param in zip(self._names, self._parameters.params, strict=True):
+            with torch._C.DisableTorchFunctionSubclass():
+                grad = param.grad
+            if grad is not None and id(grad) not in met:
+                raise ConfigError(
+                    f"a GradScaler met gradients that OffloadZero has, but not that of {name}, which was assigned to "
+                    "p.grad by hand, or is not in the optimizer it was given: give it all, as backward makes them"
+                )
+        self._unscales(found_inf, inverse)
+
+    def _is_own(self, grad: Any, number: int) -> bool:
+        return grad is self._stand_ins[number]
+
+    def _arriving(self) -> None:
+        """Raises: ClosedError in a forked child, which has no memory for gradients; AccumulationError after unscaling
+        or clipping: the factor is fixed, so a gradient that joins those it was calculated from would make it a wrong
+        one."""
+        if os.getpid() != self._pid:
+            raise ClosedError("this is a forked child: only the process that made the optimizer can run backward")
+        if self._sink.scale != AS_HELD or self._sink.factors:
+            if not self.active:
+                self._sink.scale = AS_HELD  # it was of gradients that the user dropped
+                self._sink.factors.clear()
+            elif self._sink.scale.is_fixed or self._sink.factors:
+                raise AccumulationError(
+                    "a gradient came between clipping or multiplying the gradients, or a GradScaler's unscale_(), and "
+                    "step(): unscale, clip and divide once, after the last backward of a step"
+                )
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.view(torch.int32 if values.dtype is torch.float32 else torch.int16)

@@ -1,0 +1,121 @@
+"""The one slab of RAM from which everything this library holds on the CPU is lent.
+
+Its size is fixed before the first step; nothing is allocated later. It is page-aligned (O_DIRECT), on huge pages
+where the kernel grants them (half the CPU time of I/O), page-locked when there is a GPU, and not inherited by
+forks: a data-loading child neither doubles it nor can touch it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from offload.devices.copies import Copier
+from offload.errors import BudgetError
+from offload.native.library import populate
+from offload.sizes import MIB, PAGE_BYTES, format_bytes, round_up
+
+_PIECE_BYTES = 16 * MIB
+"""Page faults of other threads may have to wait for one such piece, and so may who closes the arena."""
+
+
+class Lender:
+    """Lends page-aligned pieces of one slab of memory, in order, for good. Args: slab: uint8, zeros."""
+
+    def __init__(self, slab: Tensor) -> None:
+        self._slab = slab
+        self._used = 0
+
+    @property
+    def used(self) -> int:
+        """Bytes lent."""
+        return self._used
+
+    def carve(self, nbytes: int) -> Tensor:
+        """The next `nbytes` as a uint8 tensor of shape (nbytes,), page-aligned and zero."""
+        start = self._used
+        end = start + round_up(nbytes, PAGE_BYTES)
+        if end > len(self._slab):
+            raise AssertionError(f"arena of {len(self._slab)} bytes asked for {end}: the plan was wrong")
+        self._used = end
+        return self._slab[start : start + nbytes]
+
+
+class Arena(Lender):
+    """RAM.
+
+    Args: size: bytes, rounded up to whole pages; copier: page-locks the slab where that helps; at_once: whether all
+    pages are there from the beginning; if not, they come as they are used, or by `touch`.
+    Raises: BudgetError if the machine refuses the memory.
+    """
+
+    def __init__(self, size: int, copier: Copier, *, at_once: bool = True) -> None:
+        self.size = max(round_up(size, PAGE_BYTES), PAGE_BYTES)
+        try:
+            self._map = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, ValueError, OverflowError) as error:
+            raise BudgetError(
+                f"the machine refuses {format_bytes(self.size)} of RAM ({error}): lower cpu_memory",
+                needed=self.size,
+                available=0,
+                option="cpu_memory",
+            ) from error
+        for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+            # A kernel built without huge pages refuses the second; both are absent off Linux.
+            with contextlib.suppress(OSError, AttributeError):
+                self._map.madvise(getattr(mmap, advice))
+        super().__init__(torch.frombuffer(self._map, dtype=torch.uint8))
+        if at_once:
+            self._slab.zero_()
+        copier.pin(self._slab)
+        self._toucher: threading.Thread | None = None
+        self._is_closing = False
+        # Also for an arena that nobody closes: memory must not go while it is page-locked.
+        self._unpin = weakref.finalize(self, copier.unpin, self._slab)
+
+    @property
+    def memory(self) -> memoryview:
+        """The whole slab, for I/O engines that want to know it beforehand."""
+        return memoryview(self._map)
+
+    def touch(self, then: Callable[[], None]) -> None:
+        """Gets the pages that are not there yet, in the background, and calls `then` there.
+
+        The system clears them, and a virtual machine may have to get them from its host, at 1 to 3 GB/s: what is read
+        from a disk into the first of them need not wait for the last. A machine that promised more than it has shows
+        it now, and not in the first step.
+        """
+        self._toucher = threading.Thread(target=self._touch, args=(then,), name="offload-arena")
+        self._toucher.start()
+
+    def _touch(self, then: Callable[[], None]) -> None:
+        for piece in self._slab.split(_PIECE_BYTES):
+            if self._is_closing:
+                return
+            if not populate(piece):
+                break
+        then()
+
+    def settle(self) -> None:
+        """Ends what `touch` began; what `then` has begun ends first."""
+        self._is_closing = True
+        if self._toucher is not None:
+            self._toucher.join()
+
+    def close(self) -> None:
+        """Gives the memory back; tensors lent read zeros from then on."""
+        self.settle()
+        self._unpin()
+        with contextlib.suppress(OSError, AttributeError):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+
+def carved_bytes(nbytes: int) -> int:
+    """What `carve(nbytes)` takes from the arena, for plans made before there is one."""
+    return round_up(nbytes, PAGE_BYTES)

@@ -1,0 +1,344 @@
+"""What `p.grad` of a held model answers: what a plain gradient does, wherever the values are."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import AccumulationError, GradientMovedError, OffloadZero, Tuning
+from offload.errors import ConfigError
+from offload.model.gradient import is_stand_in
+from tests.support.streamed import Net, batch
+
+WAYS: dict[str, dict[str, Any]] = {
+    "on the device": {"tier": "device"},
+    "in RAM": {"tier": "cpu"},
+    "summed in fp32": {"tier": "cpu", "accumulation": 2},
+    "on NVMe": {"tier": "nvme", "grad_tier": "nvme", "tuning": Tuning(chunk="256KiB", prefetch=1, threads=1)},
+    "streamed": {"tier": "cpu", "param_tier": "cpu"},
+}
+
+
+class Made(NamedTuple):
+    """A held model, and a plain bf16 one, with the gradients of the same backward."""
+
+    model: Net
+    optimizer: OffloadZero
+    plain: Net
+
+    @property
+    def grad(self) -> Tensor:
+        grad = self.model.blocks[1].after.grad
+        assert is_stand_in(grad)
+        return grad
+
+    @property
+    def plain_grad(self) -> Tensor:
+        return self.plain.blocks[1].after.grad
+
+    @property
+    def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        return list(zip(self.model.parameters(), self.plain.parameters(), strict=True))
+
+    def same(self, *, rounds: bool = False) -> None:
+        """What the step is going to use is what plain torch has. Args: rounds: it was multiplied in bf16."""
+        for param, plain in self.pairs:
+            assert plain.grad is not None
+            tolerance = {"rtol": 2**-6, "atol": 0.0} if rounds else {"rtol": 0.0, "atol": 0.0}
+            torch.testing.assert_close(param.grad.clone(), plain.grad, **tolerance)
+            torch.testing.assert_close(self.optimizer.grad(param), plain.grad.float(), **tolerance)
+
+
+@pytest.fixture(params=list(WAYS))
+def made(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Made]:
+    options = {"tuning": Tuning(chunk="4KiB", prefetch=1, threads=1), **WAYS[request.param]}
+    if options["tier"] == "nvme":
+        options["path"] = tmp_path / "run"
+    model, plain = Net(), Net().bfloat16()
+    with OffloadZero(model, **options) as optimizer:
+        model(batch(0)).float().square().sum().backward()
+        plain(batch(0).bfloat16()).float().square().sum().backward()
+        yield Made(model, optimizer, plain)
+
+
+def saved(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+def alike(found: Any, expected: Any) -> bool:
+    if isinstance(expected, Tensor):
+        return found.dtype is expected.dtype and torch.equal(found, expected)
+    if isinstance(expected, list | tuple):
+        return len(found) == len(expected) and all(map(alike, found, expected))
+    return bool(found == expected)
+
+
+QUESTIONS: dict[str, Callable[[Tensor], Any]] = {
+    "shape": lambda g: (g.shape, g.size(), g.size(0), g.stride(), g.ndim, g.numel(), len(g), g.is_contiguous()),
+    "kind": lambda g: (g.dtype, g.device, g.layout, g.is_cuda, g.is_sparse, g.itemsize, g.nbytes, g.element_size()),
+    "autograd": lambda g: (g.requires_grad, g.is_leaf, g.grad_fn, g.grad),
+    "torch": lambda g: (
+        torch.is_tensor(g),
+        torch.is_floating_point(g),
+        g.is_complex(),
+        isinstance(g, Tensor),
+        g in {g},
+    ),
+    "one like it": lambda g: [torch.zeros_like(g), torch.ones_like(g)],
+    "itself": lambda g: (g.detach() is not None, g.cpu() is g, g.to(g.dtype) is g, g.requires_grad_(False) is g),
+}
+
+
+@pytest.mark.parametrize("ask", QUESTIONS.values(), ids=list(QUESTIONS))
+def test_it_has_shape_dtype_and_device_of_the_parameter_before_and_after_the_step(
+    made: Made, ask: Callable[[Tensor], Any]
+) -> None:
+    grad = made.grad
+    assert alike(ask(grad), ask(made.plain_grad))
+    made.optimizer.step()
+    assert alike(ask(grad), ask(made.plain_grad))
+
+
+USES: dict[str, Callable[[Tensor], Any]] = {
+    "arithmetic": lambda g: [g + 1, 1 - g, -g, g * g, g @ g, g**2],
+    "reductions": lambda g: [g.sum(), g.abs().max(), g.isnan().any(), g.mean()],
+    "views": lambda g: [g.view(-1), g.t(), g[0], g[1:3, ::2], g.flatten()],
+    "casts": lambda g: [g.float(), g.double(), g.clone(), g.to("cpu", copy=True)],
+    "python": lambda g: [g.tolist(), g[0, 0].item(), bool(g.isfinite().all()), f"{g[0, 0]:.3f}"],
+    "copies": lambda g: [copy.deepcopy(g), pickle.loads(pickle.dumps(g)), saved(g)],
+    "lists": lambda g: [torch.stack([g, g]), torch.cat((g, g)), torch._foreach_add([g], 1.0)],
+    "a histogram": lambda g: torch.histc(g.float(), bins=8),
+    "keywords": lambda g: torch.add(torch.ones_like(g), other=g),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=list(USES))
+def test_its_values_are_read_before_the_step_and_are_gone_after_it(made: Made, use: Callable[[Tensor], Any]) -> None:
+    grad = made.grad
+    assert alike(use(grad), use(made.plain_grad))
+    made.same()
+    made.optimizer.step()
+    with pytest.raises(
+        GradientMovedError, match=r"blocks\.1\.after was used by step\(\).*between backward\(\) and step\(\)"
+    ):
+        use(grad)
+
+
+NORMS: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
+    "norm": lambda grads: [grad.norm() for grad in grads],
+    "torch.norm": lambda grads: [torch.norm(grad, 2) for grad in grads],
+    "vector_norm": lambda grads: [torch.linalg.vector_norm(grad, 2) for grad in grads],
+    "foreach": lambda grads: list(torch._foreach_norm(grads)),
+    "get_total_norm": lambda grads: [nn.utils.get_total_norm(grads)],
+}
+
+
+@pytest.mark.parametrize("norms", NORMS.values(), ids=list(NORMS))
+def test_norms_are_in_fp32_and_also_there_after_the_step(
+    made: Made, norms: Callable[[list[Tensor]], list[Tensor]]
+) -> None:
+    grads = [param.grad for param in made.model.parameters()]
+    expected = norms([param.grad.float() for param in made.plain.parameters()])
+    for _ in range(2):
+        found = norms(grads)
+        assert {norm.dtype for norm in found} == {torch.float32}
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+        if made.optimizer.stats()["step"] == 0:
+            made.optimizer.step()
+    made.optimizer.zero_grad()
+    with pytest.raises(GradientMovedError, match="used by step"):
+        norms(grads)
+
+
+@pytest.mark.parametrize("order", [1.0, 3.0, math.inf, 0.0])
+def test_other_norms_are_those_of_the_values(made: Made, order: float) -> None:
+    found = torch.linalg.vector_norm(made.grad, order)
+    expected = torch.linalg.vector_norm(made.plain_grad.float(), order)
+    torch.testing.assert_close(found.float(), expected, rtol=2**-8, atol=0)
+
+
+FACTORS: dict[str, Callable[[Tensor], Any]] = {
+    "mul_": lambda g: g.mul_(0.5),
+    "*=": lambda g: g.__imul__(4.0),
+    "by a tensor": lambda g: g.mul_(torch.tensor(0.25)),
+    "div_": lambda g: g.div_(2),
+    "/=": lambda g: g.__itruediv__(8.0),
+    "foreach": lambda g: torch._foreach_mul_([g], 0.5),
+    "foreach of tensors": lambda g: torch._foreach_mul_([g], torch.tensor(2.0)),
+    "foreach of a list": lambda g: torch._foreach_div_([g], [4.0]),
+}
+
+
+@pytest.mark.parametrize("multiply", FACTORS.values(), ids=list(FACTORS))
+def test_a_factor_counts_and_costs_no_copy(made: Made, multiply: Callable[[Tensor], Any]) -> None:
+    for _ in range(2):
+        multiply(made.grad)
+        multiply(made.plain_grad)
+        assert not made.optimizer._attached.answers._copies
+    torch.testing.assert_close(made.grad.norm(), made.plain_grad.float().norm(), rtol=1e-5, atol=0)
+    made.same()
+    grad = made.grad
+    made.optimizer.step()
+    with pytest.raises(GradientMovedError, match="was used by step"):
+        multiply(grad)
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "add_": lambda g: g.add_(1),
+    "fill_": lambda g: g.fill_(2.0),
+    "copy_": lambda g: g.copy_(torch.ones_like(g)),
+    "clamp_": lambda g: g.clamp_(-0.01, 0.01),
+    "an index": lambda g: g.__setitem__((0, slice(1, 3)), 7.0),
+    "a view": lambda g: g.view(-1)[3:5].fill_(4.0),
+    "a row": lambda g: g[2].mul_(3),
+    "transposed": lambda g: g.t()[0].zero_(),
+    "data": lambda g: g.data.add_(1),
+    "detach": lambda g: g.detach().sub_(1),
+    "nan_to_num_": lambda g: g.nan_to_num_(),
+    "foreach": lambda g: torch._foreach_add_([g], 1.0),
+    "by a vector": lambda g: g.mul_(torch.arange(12.0).bfloat16()),
+    "a factor of a factor": lambda g: g.mul_(2).view(-1)[0].zero_(),
+    "then a factor": lambda g: (g.view(-1)[0].fill_(1.0), g.mul_(2)),
+    "a masked fill": lambda g: g.masked_fill_(g > 0, 0.5),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=list(WRITES))
+def test_any_other_write_counts(made: Made, write: Callable[[Tensor], Any]) -> None:
+    for _ in range(2):
+        write(made.grad)
+        write(made.plain_grad)
+        made.same()
+    grad = made.grad
+    made.optimizer.step()
+    with pytest.raises(GradientMovedError):
+        write(grad)
+
+
+def test_a_view_that_is_kept_sees_and_makes_all_changes(made: Made) -> None:
+    views, plain_views = ([made.grad.view(-1), made.grad[3]], [made.plain_grad.view(-1), made.plain_grad[3]])
+    for grad, (line, row) in ((made.grad, views), (made.plain_grad, plain_views)):
+        grad.mul_(2)
+        line[:20].add_(1)
+        row.zero_()
+        grad.add_(0.5)
+        row.mul_(4)
+    assert alike(views, plain_views)
+    made.same()
+
+
+def test_what_was_not_written_keeps_more_bits_than_the_copy_has(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1, bias=False)
+    with OffloadZero(model, tier="cpu", accumulation=2, tuning=Tuning(threads=1)) as optimizer:
+        for x in (torch.tensor([[1.0, 1.0]]), torch.tensor([[2.0**-12, 2.0**-12]])):
+            model(x).sum().backward()
+        held = optimizer.grad(model.weight)
+        assert held.tolist() == [[1 + 2.0**-12] * 2]
+        assert model.weight.grad.tolist() == [[1.0, 1.0]]
+        model.weight.grad[0, 0] = 5
+        assert optimizer.grad(model.weight).tolist() == [[5, 1 + 2.0**-12]]
+
+
+def test_zeros_count_as_a_gradient(made: Made) -> None:
+    for zero in (lambda g: g.zero_(), lambda g: torch._foreach_zero_([g])):
+        zero(made.grad)
+        zero(made.plain_grad)
+        assert made.grad.norm() == 0
+        made.same()
+    grad = made.grad
+    made.optimizer.step()
+    assert made.optimizer.state_of(made.model.blocks[1].after)["step"] == 1
+    assert made.optimizer.state_of(made.model.blocks[1].after)["exp_avg"].eq(0).all()
+    grad.zero_()
+    assert grad.eq(0).all()
+
+
+def test_clipping_is_torchs_own(made: Made) -> None:
+    for clip in (
+        lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.5),
+        lambda model: nn.utils.clip_grad_norm_(model.parameters(), math.inf),
+        lambda model: nn.utils.clip_grad_norm_(list(model.parameters()), 0.25, foreach=False),
+    ):
+        found, expected = clip(made.model), clip(made.plain)
+        torch.testing.assert_close(found.float(), expected.float(), rtol=2e-2, atol=0)
+    made.same(rounds=True)
+
+
+def test_clipping_of_values_is_torchs_own(made: Made) -> None:
+    for model in (made.model, made.plain):
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
+    made.same()
+
+
+def test_an_assigned_gradient_counts(made: Made) -> None:
+    given = torch.full_like(made.plain_grad, 0.25)
+    made.model.blocks[1].after.grad = given.clone()
+    made.plain.blocks[1].after.grad = given
+    assert torch.equal(made.model.blocks[1].after.grad, given)
+    made.optimizer.grad(made.model.blocks[1].after)
+    made.same()
+
+
+def test_one_that_is_dropped_is_none_and_the_next_begins_anew(made: Made) -> None:
+    made.model.blocks[1].after.grad = None
+    assert made.optimizer.grad(made.model.blocks[1].after) is None
+    made.optimizer.zero_grad()
+    assert all(param.grad is None for param in made.model.parameters())
+    made.model(batch(0)).float().square().sum().backward()
+    made.same()
+
+
+def test_a_gradient_that_joins_a_multiplied_one_is_refused(made: Made) -> None:
+    made.grad.mul_(0.5)
+    with pytest.raises(AccumulationError, match="multiplying the gradients"):
+        made.model(batch(0)).float().square().sum().backward()
+
+
+def test_a_consumed_one_moves_and_prints_without_harm(made: Made) -> None:
+    grad = made.grad
+    assert repr(grad) == repr(made.plain_grad)
+    made.optimizer.step()
+    assert repr(grad) == "<the gradient of blocks.1.after, which the optimizer has used>"
+    assert made.model.cpu().to(torch.bfloat16) is made.model
+    made.optimizer.close()
+    assert made.model.blocks[1].after.grad is None
+    assert grad.shape == (12, 12)
+
+
+def test_that_of_an_optimizer_that_is_closed_says_so() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = OffloadZero(model, tier="cpu", tuning=Tuning(threads=1))
+    model(torch.ones(1, 2)).sum().backward()
+    grad = model.weight.grad
+    optimizer.close()
+    for use in (grad.sum, grad.norm, lambda: grad.mul_(2), lambda: copy.deepcopy(grad)):
+        with pytest.raises(GradientMovedError, match="the gradient of weight"):
+            use()
+    assert "weight" in repr(grad)
+
+
+def test_a_grad_scaler_unscales_all_and_misses_none() -> None:
+    model = nn.Linear(4, 4)
+    with OffloadZero(model, tier="cpu", compute_dtype=torch.float16, tuning=Tuning(threads=1)) as optimizer:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+        expected = optimizer.grad(model.weight) / 8
+        scaler.unscale_(optimizer)
+        assert torch.equal(optimizer.grad(model.weight), expected)
+        assert torch.equal(model.weight.grad, expected.half())
+        scaler.step(optimizer)
+        scaler.update()
+        scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+        with pytest.raises(ConfigError, match="but not that of bias"):
+            scaler.unscale_(torch.optim.SGD([model.weight]))

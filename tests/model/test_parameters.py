@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from offload.errors import ConfigError
+from offload.layout import ParamSpec, build
+from offload.model.flat_param import Parameters, is_dense, line_like, line_of, shaped_like
+
+shapes = st.lists(st.integers(1, 4), max_size=4)
+
+
+@given(shapes, st.randoms())
+def test_a_line_is_the_memory_order_and_comes_back_to_the_shape(shape: list[int], random: object) -> None:
+    order = list(range(len(shape)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    param = torch.randn(shape).permute(order)
+    assert is_dense(param)
+    line = line_of(param)
+    assert line.shape == (param.numel(),)
+    assert line.data_ptr() == param.data_ptr()
+    assert torch.equal(shaped_like(param, line), param)
+    # A gradient with other strides comes into the parameter's order.
+    gradient = torch.randn(param.shape)
+    assert torch.equal(shaped_like(param, line_like(param, gradient)), gradient)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "dense"),
+    [
+        (torch.ones(3, 4), True),
+        (torch.ones(3, 4).t(), True),
+        (torch.ones(4, 6)[:, ::2], False),
+        (torch.ones(4, 6)[1:3], True),
+        (torch.ones(4, 6)[:, 1:3], False),
+        (torch.ones(1).expand(5), False),
+        (torch.ones(()), True),
+    ],
+)
+def test_holes_and_overlaps_are_seen(tensor: Tensor, dense: bool) -> None:
+    assert is_dense(tensor) is dense
+
+
+def taken(*tensors: Tensor, dtype: torch.dtype = torch.bfloat16, streams: bool = False) -> Parameters:
+    params = [nn.Parameter(tensor) for tensor in tensors]
+    layout = build([ParamSpec(f"p{n}", p.numel(), "", dtype, 0) for n, p in enumerate(params)], 1024)
+    parameters = Parameters(layout, params, torch.device("cpu"), streams=streams)
+    parameters.make_dense(0)
+    parameters.attach(0)
+    return parameters
+
+
+def test_parameters_come_into_one_tensor_with_values_shapes_and_strides_kept() -> None:
+    tensors = [torch.randn(3, 5), torch.randn(4, 2).t(), torch.randn(()), torch.randn(8, 6)[:, ::2]]
+    parameters = taken(*[tensor.clone() if is_dense(tensor) else tensor for tensor in tensors])
+    for param, tensor in zip(parameters.params, tensors, strict=True):
+        assert param.shape == tensor.shape
+        assert torch.equal(param, tensor.bfloat16())
+        assert param.stride() == (tensor if is_dense(tensor) else tensor.contiguous()).stride()
+        assert param.is_leaf
+        assert param.requires_grad
+    addresses = [param.data_ptr() for param in parameters.params]
+    parameters.take_back()
+    assert [param.data_ptr() for param in parameters.params] == addresses
+    assert parameters.written_outside() == []
+    parameters.flats[0].fill_(7)
+    assert all(param.eq(7).all() for param in parameters.params)
+
+
+def test_each_has_a_storage_of_its_own_of_just_its_bytes() -> None:
+    parameters = taken(torch.zeros(300), torch.zeros(7, 2), torch.zeros(()), torch.zeros(0))
+    storages = [param.untyped_storage() for param in parameters.params]
+    assert [storage.nbytes() for storage in storages] == [600, 28, 2, 0]
+    assert len({storage._cdata for storage in storages}) == 4
+    file = io.BytesIO()
+    torch.save(parameters.params[1], file)
+    assert len(file.getvalue()) < 2000
+    memory = parameters.flats[0]
+    assert {param.untyped_storage()._cdata for param in parameters.params}.isdisjoint({memory.untyped_storage()._cdata})
+
+
+def test_streamed_ones_lie_in_the_storage_of_their_flat_and_get_their_own_in_the_end() -> None:
+    parameters = taken(torch.ones(3), torch.ones(4, 2).t(), streams=True)
+    assert {p.untyped_storage()._cdata for p in parameters.params} == {parameters.flats[0].untyped_storage()._cdata}
+    kept = [param.stride() for param in parameters.params]
+    parameters.own_storages()
+    assert [param.untyped_storage().nbytes() for param in parameters.params] == [6, 16]
+    assert [param.stride() for param in parameters.params] == kept
+    assert all(param.eq(1).all() for param in parameters.params)
+
+
+def test_writes_from_outside_are_seen_once() -> None:
+    parameters = taken(torch.zeros(3), torch.zeros(4), torch.zeros(5))
+    with torch.no_grad():
+        parameters.params[1].add_(1)
+        parameters.params[2][0] = 5
+    assert parameters.written_outside() == [1, 2]
+    parameters.written_here([1, 2])
+    assert parameters.written_outside() == []
+
+
+def test_writes_through_data_are_seen_once() -> None:
+    parameters = taken(torch.zeros(3), torch.zeros(4))
+    data = parameters.data_of(1)
+    assert data.data_ptr() == parameters.params[1].data_ptr()
+    version = parameters.params[1]._version
+    data.add_(1)
+    assert parameters.params[1]._version == version  # as in torch: a graph does not see it
+    assert parameters.written_outside() == [1]
+    parameters.written_here([1])
+    assert parameters.written_outside() == []
+    data.view(-1)[0] = 3
+    assert parameters.written_outside() == [1]
+    parameters.note_writes([1])
+    assert parameters.written_outside() == []
+
+
+def test_what_is_written_past_autograd_is_announced_to_it() -> None:
+    parameters = taken(torch.ones(3))
+    (param,) = parameters.params
+    product = (param * param).sum()
+    parameters.flats[0].zero_()
+    parameters.written_here([0])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def test_what_was_pointed_elsewhere_is_taken_back_with_its_new_values() -> None:
+    parameters = taken(torch.zeros(3), torch.zeros(4, 2).t())
+    address = parameters.params[1].data_ptr()
+    parameters.params[1].data = torch.arange(8.0).bfloat16().view(2, 4)
+    parameters.take_back([0])
+    assert parameters.params[1].data_ptr() != address
+    parameters.take_back()
+    assert parameters.params[1].data_ptr() == address
+    assert parameters.params[1].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert parameters.params[1].stride() == (1, 2)
+    assert parameters.written_outside() == [1]
+
+
+def test_a_parameter_that_moved_or_left_is_named() -> None:
+    parameters = taken(torch.zeros(3), torch.zeros(4))
+    model = nn.ParameterList(parameters.params)
+    parameters.require_in(model)
+    with pytest.raises(ConfigError, match="p1 is no longer in the model"):
+        parameters.require_in(nn.ParameterList(parameters.params[:1]))
+    for value in (torch.zeros(4), torch.zeros(5, dtype=torch.bfloat16)):
+        parameters.params[1].data = value
+        parameters.take_back([0])
+        with pytest.raises(ConfigError, match="p1 was moved, cast or replaced by another shape"):
+            parameters.take_back()

@@ -1,0 +1,343 @@
+"""Memory-centric tiling: linear layers that are on the device tile by tile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from offload import BudgetError, ConfigError, OffloadZero, Tuning
+from offload.model.where import Where
+from offload.planner import least_cpu_memory
+from tests.support.late_copier import LateCopier
+from tests.support.streamed import Net, Streams, Watched, batch, finish, state_of, train
+
+TILE = 300
+"""Bytes; the layers of Net have weights of 576, in tiles of 16 and 8 rows."""
+
+
+def squares(model: Net, x: Tensor, count: int) -> Tensor:
+    return model(x).float().square().mean()
+
+
+class Checkpointed(Net):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for first in (0, 2):
+            pair = nn.Sequential(*self.blocks[first : first + 2])
+            h = checkpoint(pair, h, use_reentrant=self.reentrant)
+        return self.head(self.norm(h))
+
+
+def tuning(prefetch: int, tile: int | str = TILE, chunk: str = "4KiB") -> Tuning:
+    return Tuning(chunk=chunk, prefetch=prefetch, threads=1, tile=tile)
+
+
+BUILDS = {"": Net, "saved": lambda: Checkpointed(False), "reentrant": lambda: Checkpointed(True)}
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
+@pytest.mark.parametrize(
+    ("build", "accumulation"),
+    [("", 1), ("", 2), *(pytest.param(kind, 2, marks=pytest.mark.slow) for kind in BUILDS if kind)]
+    + [(kind, 1) for kind in BUILDS if kind],
+)
+def test_tiled_runs_have_the_same_bits_on_every_tier(
+    streams: Streams, build: str, accumulation: int, tmp_path: Path
+) -> None:
+    body = train(squares, backwards=accumulation)
+    (tmp_path / "plain").mkdir()
+    plain = Streams(tmp_path / "plain", {"param_tier": "cpu"})
+    losses, expected = plain.run(body, BUILDS[build], tuning=tuning(0), accumulation=accumulation)
+    for prefetch in (0, 1, 4):
+        tiled_losses, tiled = streams.run(body, BUILDS[build], tuning=tuning(prefetch), accumulation=accumulation)
+        assert tiled_losses == losses
+        assert all(torch.equal(tiled[name], tensor) for name, tensor in expected.items())
+    # The same computation, but for the order of a sum.
+    losses_of_whole, _ = streams.run(body, BUILDS[build], tuning=tuning(1, tile=0), accumulation=accumulation)
+    assert losses == pytest.approx(losses_of_whole, rel=0.05)
+    assert losses[0] == pytest.approx(losses_of_whole[0], rel=1e-6)
+
+
+def test_gradients_in_slots_change_no_bit(streams: Streams, tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 301), nn.Linear(301, 1200), nn.Linear(1200, 5))
+
+    found = [
+        streams.run(train(squares, steps=3, backwards=2), build, tuning=chosen, grad_tier=tier, accumulation=2)
+        for tier in ("cpu", "nvme")
+        for chosen in (tuning(1, 200_000, "256KiB"), tuning(0, 200_000, "512KiB"))
+    ]
+    for losses, tensors in found[1:]:
+        assert losses == found[0][0]
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in found[0][1].items())
+
+
+def test_a_layer_larger_than_the_device_budget_is_tiled_by_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("offload.optimizer.copier_for", lambda device: LateCopier(1))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 64), nn.Linear(64, 3000), nn.Linear(3000, 64), nn.Linear(64, 3))
+    before = {name: (type(module), list(module._parameters)) for name, module in model.named_modules()}
+    keys = list(model.state_dict())
+    weight = 2 * 64 * 3000
+    memory = weight // 2
+    with OffloadZero(model, path=tmp_path / "run", param_tier="nvme", device_memory=memory) as optimizer:
+        assert "run in tiles" in capsys.readouterr().err
+        for count in range(3):
+            squares(model, batch(count), count).backward()
+            finish(optimizer)
+        stats = optimizer.stats()
+        assert weight / 20 < stats["peak_device_bytes"] <= optimizer._placement.device_bytes <= memory
+        assert {name: (type(module), list(module._parameters)) for name, module in model.named_modules()} == before
+        assert list(model.state_dict()) == keys
+        assert model.state_dict()["1.weight"].shape == (3000, 64)
+        assert [p.shape for p in model[1].parameters()] == [(3000, 64), (3000,)]
+        assert optimizer.stats()["peak_device_bytes"] <= memory  # as a whole it is in RAM
+    with pytest.raises(BudgetError) as caught:
+        OffloadZero(nn.Linear(64, 3000), param_tier="cpu", device_memory=memory, tuning=Tuning(tile=0))
+    assert (caught.value.option, caught.value.available) == ("device_memory", memory)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_tiled_layer_is_within_the_stated_bound_of_a_whole_one(bias: bool, dtype: torch.dtype) -> None:
+    """docs/exactness.md"""
+    torch.manual_seed(1)
+    inputs, outputs, tile = 96, 1000, 40
+    x, grad = torch.randn(3, 7, inputs).to(dtype), torch.randn(3, 7, outputs).to(dtype)
+    model = nn.Linear(inputs, outputs, bias=bias)
+    nbytes = tile * inputs * dtype.itemsize
+    options: dict[str, Any] = {"compute_dtype": dtype, "param_tier": "cpu", "tuning": tuning(1, nbytes)}
+    with OffloadZero(model, **options) as optimizer:
+        tiles = len(optimizer._layout.parts) - len(optimizer._layout.flats)
+        assert tiles == outputs // tile
+        with optimizer.gathered(model):
+            w = model.weight.detach().double().clone()
+            b = model.bias.detach().double().clone() if bias else torch.zeros(outputs, dtype=torch.float64)
+        x.requires_grad_()
+        y = model(x)
+        y.backward(grad)
+        of_weight = optimizer.grad(model.weight)
+    u, v = torch.finfo(dtype).eps / 2, 2.0**-23
+    g, z = grad.double(), x.detach().double()
+
+    def near(found: Tensor, exact: Tensor, magnitude: Tensor, terms: int) -> None:
+        assert ((found.double() - exact).abs() <= u * exact.abs() + terms * v * magnitude).all()
+
+    near(y, z @ w.T + b, z.abs() @ w.abs().T + b.abs(), inputs + 1)
+    assert of_weight is not None
+    near(of_weight, g.flatten(0, 1).T @ z.flatten(0, 1), g.abs().flatten(0, 1).T @ z.abs().flatten(0, 1), 21)
+    parts = [g[..., k : k + tile] @ w[k : k + tile] for k in range(0, outputs, tile)]
+    magnitude = g.abs() @ w.abs()
+    assert x.grad is not None
+    error = (x.grad.double() - g @ w).abs()
+    bound = u * (g @ w).abs() + (u + tiles * v) * sum(part.abs() for part in parts) + tile * v * magnitude
+    assert (error <= bound).all()
+
+
+def test_the_gradient_of_the_input_is_summed_in_fp32() -> None:
+    """In bf16 each of 512 parts would vanish beside the first."""
+    model = nn.Linear(64, 1024, bias=False)
+    with torch.no_grad():
+        model.weight.zero_()
+        model.weight[:, 0] = 2.0**-9
+        model.weight[-1, 0] = 1.0
+    with OffloadZero(model, param_tier="cpu", tuning=tuning(0, 2 * 64 * 2)):
+        x = torch.randn(1, 64).bfloat16().requires_grad_()
+        model(x).sum().backward()
+        assert x.grad is not None
+        assert x.grad[0, 0].item() == torch.tensor(1 + 1023 * 2.0**-9).bfloat16().item()
+
+
+def test_frozen_layers_stay_and_freezing_later_works(streams: Streams) -> None:
+    def build() -> Net:
+        model = Net()
+        model.blocks[1].up.requires_grad_(False)
+        return model
+
+    def loss(model: Net, x: Tensor, count: int) -> Tensor:
+        model.blocks[2].requires_grad_(count % 2 == 0)
+        return squares(model, x, count)
+
+    def body(model: Net, optimizer: Watched) -> None:
+        names = {part.unit for part in optimizer._layout.parts}
+        assert "blocks.0.up.weight[0]" in names
+        assert not any(name.startswith("blocks.1.up") for name in names)
+        train(loss)(model, optimizer)
+        model.blocks[2].requires_grad_(True)
+        optimizer.ages = [optimizer.state_of(p)["step"] for p in (model.blocks[0].up.weight, model.blocks[2].up.weight)]
+        assert optimizer.ages == [4, 2]
+
+    found = [streams.run(body, build, tuning=tuning(prefetch)) for prefetch in (0, 3)]
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[1][1][name], tensor) for name, tensor in found[0][1].items())
+
+
+def test_a_tied_weight_is_not_tiled_and_what_then_does_not_fit_is_refused(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(500, 32)
+            self.layer = nn.Linear(32, 500, bias=False)
+            self.head = nn.Linear(32, 500, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.embed(x)) + self.layer(self.embed(x))
+
+    model = Tied()
+    with OffloadZero(model, param_tier="cpu", tuning=tuning(1, 4096)) as optimizer:
+        assert {part.flat for part in optimizer._layout.parts if part.is_tile} == {1}
+        model(torch.arange(9)).float().mean().backward()
+        finish(optimizer)
+    with pytest.raises(BudgetError, match=r"the largest, the root, takes 31\.25 KiB"):
+        OffloadZero(Tied(), param_tier="cpu", device_memory=20_000)
+
+
+def test_access_to_a_tiled_weight(streams: Streams) -> None:
+    model = Net()
+    with streams.optimizer(model, tuning=tuning(1)) as optimizer:
+        train(squares, steps=2)(model, optimizer)
+        weight = model.blocks[0].up.weight
+        with optimizer.gathered(weight, writable=True):
+            old = weight.detach().clone()
+        ones = torch.ones(2, 12, dtype=torch.bfloat16)
+        assert torch.equal(weight + 1, old + 1)
+        assert torch.equal(weight.T, old.T)
+        assert torch.equal(nn.functional.linear(weight, ones), nn.functional.linear(old, ones))
+        assert torch.equal(weight[1:3].clone(), old[1:3])
+        with optimizer.gathered(weight, writable=True), torch.no_grad():
+            weight.mul_(2)
+        x = torch.ones(1, 12, dtype=torch.bfloat16)
+        wanted = nn.functional.linear(x, 2 * old, optimizer_bias(optimizer, model))
+        assert torch.allclose(model.blocks[0].up(x), wanted, rtol=2**-7)
+        assert torch.equal(model.state_dict()["blocks.0.up.weight"], 2 * old)
+        model.load_state_dict({name: torch.full_like(value, 0.5) for name, value in model.state_dict().items()})
+        train(squares, steps=1)(model, optimizer)
+        state = state_of(model, optimizer)["blocks.0.up.weight.master"]
+        assert ((state - 0.5).abs() < 0.02).all()
+        assert not torch.equal(state, torch.full_like(state, 0.5))
+
+
+def optimizer_bias(optimizer: OffloadZero, model: Net) -> Tensor:
+    with optimizer.gathered(model.blocks[0].up.bias):
+        return model.blocks[0].up.bias.detach().clone()
+
+
+def test_a_forward_that_raises_and_one_without_gradients(streams: Streams) -> None:
+    def body(model: Net, optimizer: Watched) -> None:
+        train(squares, steps=1)(model, optimizer)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model.blocks[0].up(torch.ones(2, 5, dtype=torch.bfloat16))
+        with torch.no_grad():
+            optimizer.losses.append(model(batch(7)).float().sum().item())
+        with torch.inference_mode():
+            optimizer.losses.append(model(batch(8)).float().sum().item())
+        loss = squares(model, batch(1), 1)
+        (of_input,) = torch.autograd.grad(loss, model.head.bias, retain_graph=True)
+        optimizer.losses.append(of_input.float().sum().item())
+        loss.backward()
+        finish(optimizer)
+
+    found = [streams.run(body, Net, tuning=tuning(prefetch)) for prefetch in (0, 2)]
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[1][1][name], tensor) for name, tensor in found[0][1].items())
+
+
+def test_a_tiled_layer_that_is_called_twice(streams: Streams) -> None:
+    class Twice(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.embed(x)
+            for block in (*self.blocks, self.blocks[1]):
+                h = block(h)
+            return self.head(self.norm(h))
+
+    found = [streams.run(train(squares), Twice, tuning=tuning(prefetch)) for prefetch in (0, 2)]
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[1][1][name], tensor) for name, tensor in found[0][1].items())
+
+
+def test_a_model_of_the_meta_device_is_tiled(streams: Streams) -> None:
+    def init(name: str, tensor: Tensor) -> None:
+        torch.manual_seed(len(name))
+        tensor.normal_()
+
+    def whole() -> Net:
+        model = Net()
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                init(name, param)
+        return model
+
+    def in_parts() -> Net:
+        with torch.device("meta"):
+            return Net()
+
+    expected = streams.run(train(squares), whole, tuning=tuning(1))
+    least = least_cpu_memory(in_parts(), param_tier="nvme", tuning=tuning(1))
+    found = streams.run(train(squares), in_parts, tuning=tuning(1), init=init, param_tier="nvme", cpu_memory=least)
+    assert found[0] == expected[0]
+    assert all(torch.equal(found[1][name], tensor) for name, tensor in expected[1].items())
+
+
+def test_tiled_runs_are_resumed_and_go_back_with_or_without_tiles(streams: Streams, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"path": tmp_path / "run", "commit_every": 2}
+
+    def body(model: Net, optimizer: Watched) -> None:
+        train(squares, steps=4)(model, optimizer)
+
+    _, expected = streams.run(body, Net, tuning=tuning(1))
+    with streams.optimizer(Net(), tuning=tuning(1), **options) as optimizer:
+        train(squares, steps=3)(optimizer._model, optimizer)
+        optimizer.commit()
+        train(squares, steps=1)(optimizer._model, optimizer)
+        optimizer.rollback()
+    for tile in (TILE, 0):
+        model = Net()
+        with streams.optimizer(model, tuning=tuning(1, tile=tile), resume=True, **options) as optimizer:
+            assert optimizer.stats()["step"] == 3
+            squares(model, batch(3), 3).backward()
+            finish(optimizer)
+            found = state_of(model, optimizer)
+            if tile:
+                assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+            else:
+                assert all(torch.allclose(found[name], tensor, atol=0.05) for name, tensor in expected.items())
+            optimizer.rollback()
+
+
+@pytest.mark.timeout(60)
+def test_a_weight_is_gathered_and_written_while_its_tiles_are_on_their_way(streams: Streams) -> None:
+    model = Net()
+    x = torch.ones(2, 12, dtype=torch.bfloat16)
+    with streams.optimizer(model, tuning=tuning(4)) as optimizer:
+        train(squares, steps=2)(model, optimizer)
+        optimizer.synchronize()
+        gathering, weight = optimizer._attached.streaming.gathering, model.blocks[1].up.weight
+        gathering.start("blocks.1.up.weight[0]")
+        with optimizer.gathered(weight, writable=True), torch.no_grad():
+            gathering.start("blocks.1.up.weight[1]")
+            weight.zero_()
+        assert gathering.is_at("blocks.1.up.weight[0]", Where.HERE)
+        for leaf in optimizer._parts.parameters.tiles.values():
+            assert not leaf.untyped_storage().nbytes() or leaf.isnan().all() or not leaf.any()
+        out = model.blocks[1].up(x)
+        with optimizer.gathered(model.blocks[1].up.bias):
+            assert torch.equal(out, model.blocks[1].up.bias.expand(2, -1))
+        train(squares, steps=1)(model, optimizer)
+
+
+def test_a_wrong_tile_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"Tuning\.tile='many'"):
+        OffloadZero(Net(), tuning=Tuning(tile="many"))

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import mmap
+import re
+import threading
+
+import pytest
+import torch
+
+from offload.devices.copies import HostCopier
+from offload.errors import BudgetError
+from offload.sizes import MIB, PAGE_BYTES
+from offload.storage.arena import Arena, carved_bytes
+from tests.support.processes import holds_in_child, region_of, resident_bytes
+
+
+def test_buffers_are_page_aligned_zero_and_apart() -> None:
+    arena = Arena(MIB, HostCopier())
+    buffers = [arena.carve(size) for size in (1, PAGE_BYTES, PAGE_BYTES + 1, 0, 5)]
+    assert all(buffer.data_ptr() % PAGE_BYTES == 0 for buffer in buffers)
+    assert [buffer.numel() for buffer in buffers] == [1, PAGE_BYTES, PAGE_BYTES + 1, 0, 5]
+    assert not any(buffer.any() for buffer in buffers)
+    for n, buffer in enumerate(buffers):
+        buffer.fill_(n + 1)
+    assert [set(buffer.tolist()) for buffer in buffers] == [{1}, {2}, {3}, set(), {5}]
+    assert arena.used == sum(carved_bytes(buffer.numel()) for buffer in buffers) == 5 * PAGE_BYTES
+
+
+def test_no_more_is_lent_than_there_is() -> None:
+    arena = Arena(2 * PAGE_BYTES, HostCopier())
+    arena.carve(PAGE_BYTES + 1)
+    with pytest.raises(AssertionError, match="the plan was wrong"):
+        arena.carve(1)
+
+
+def test_memory_that_the_machine_refuses_is_a_budget_error() -> None:
+    with pytest.raises(BudgetError) as caught:
+        Arena(1 << 60, HostCopier())
+    assert caught.value.needed == 1 << 60
+    assert caught.value.option == "cpu_memory"
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="Linux")
+def test_a_forked_child_does_not_inherit_it() -> None:
+    arena = Arena(8 * MIB, HostCopier())
+    buffer = arena.carve(8 * MIB)
+    buffer.fill_(1)
+    address = buffer.data_ptr()
+    assert "dc" in re.search(r"(?m)^VmFlags:(.*)$", region_of(address))[1].split()
+    assert holds_in_child(lambda: region_of(address) == "")
+    assert buffer.eq(1).all()
+
+
+def test_close_gives_the_memory_back() -> None:
+    arena = Arena(16 * MIB, HostCopier())
+    buffer = arena.carve(16 * MIB)
+    buffer.fill_(1)
+    assert resident_bytes(buffer.data_ptr()) >= 16 * MIB
+    arena.close()
+    assert resident_bytes(buffer.data_ptr()) < MIB
+    assert torch.equal(buffer[:8], torch.zeros(8, dtype=torch.uint8))
+
+
+def test_pages_come_in_the_background_and_what_is_written_meanwhile_stays() -> None:
+    arena, is_there = Arena(64 * MIB, HostCopier(), at_once=False), threading.Event()
+    buffer = arena.carve(64 * MIB)
+    assert resident_bytes(buffer.data_ptr()) < MIB
+    arena.touch(is_there.set)
+    for start in range(0, 64 * MIB, MIB):
+        buffer[start] = 7
+    assert is_there.wait(30)
+    assert resident_bytes(buffer.data_ptr()) >= 64 * MIB
+    assert buffer[::MIB].eq(7).all()
+    assert buffer.sum() == 7 * 64
+    arena.close()
+
+
+def test_what_follows_the_pages_comes_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    arena = Arena(40 * MIB, HostCopier(), at_once=False)
+    address = arena.carve(40 * MIB).data_ptr()
+    arena.touch(lambda: told.append(resident_bytes(address)))
+    arena._toucher.join()
+    assert told
+    assert told[0] >= 40 * MIB
+
+    # Where the kernel cannot, they come as they are used.
+    monkeypatch.setattr("offload.storage.arena.populate", lambda piece: False)
+    other = Arena(40 * MIB, HostCopier(), at_once=False)
+    other.touch(lambda: told.append(-1))
+    other._toucher.join()
+    assert told[1:] == [-1]
+
+
+def test_closing_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces: list[int] = []
+    was_called: list[bool] = []
+    goes_on = threading.Event()
+
+    def populate(piece: torch.Tensor) -> bool:
+        pieces.append(piece.numel())
+        return goes_on.wait(30)
+
+    monkeypatch.setattr("offload.storage.arena.populate", populate)
+    arena = Arena(64 * MIB, HostCopier(), at_once=False)
+    arena.touch(lambda: was_called.append(True))
+    closing = threading.Thread(target=arena.close)
+    closing.start()
+    while not arena._is_closing:
+        pass
+    goes_on.set()
+    closing.join()
+    assert not arena._toucher.is_alive()
+    assert len(pieces) <= 1
+    assert not was_called

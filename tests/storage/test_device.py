@@ -1,0 +1,161 @@
+"""States on the device: what a commit wrote is what comes back, whatever came between, and whichever write failed."""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.devices.copies import HostCopier
+from offload.devices.device_store import DeviceArena, DeviceStore
+from offload.errors import BudgetError, TierIOError
+from offload.io.engine import IOEngine
+from offload.profiling import Timeline
+from offload.sizes import MIB, PAGE_BYTES
+from offload.storage.arena import Arena
+from offload.storage.chunk_cache import Store
+from offload.storage.lease import Lease, Version
+from offload.storage.stripes import Stripes
+from offload.storage.swap_file import Record
+from tests.support.faulty_engine import FaultyEngine
+
+NUMELS = (1024, 700, 5, 1500)
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@contextmanager
+def device_store(engine: IOEngine, path: Path, buffers: int = 2) -> Iterator[DeviceStore]:
+    records = [Record(numel) for numel in NUMELS]
+    slots = Stripes(engine, [path], [1.0], records, places=2)
+    beneath = Store(records, frozenset(), buffers, Arena(MIB, HostCopier()), slots, Timeline())
+    store = DeviceStore(records, DeviceArena(MIB, CPU), beneath, Timeline())
+    try:
+        yield store
+    finally:
+        store.close()
+        beneath.close()
+        slots.close()
+
+
+def put(store: Store, chunk: int, value: float, step: int) -> None:
+    with store.lease(chunk, step=step) as lease:
+        for n, state in enumerate(lease.arrays):
+            state.fill_(value + n / 4)
+        lease.dirty = True
+
+
+def found(store: Store, chunk: int) -> float:
+    with store.lease(chunk, step=0) as lease:
+        return value_in(lease)
+
+
+def value_in(lease: Lease) -> float:
+    value = lease.master[0].item()
+    for n, state in enumerate(lease.arrays):
+        assert state.eq(value + n / 4 if value else 0).all()
+    return value
+
+
+actions = st.one_of(
+    st.tuples(st.just("put"), st.integers(0, len(NUMELS) - 1)),
+    st.tuples(st.just("commit"), st.none()),
+    st.tuples(st.just("fail"), st.integers(0, 2 * len(NUMELS))),
+    st.tuples(st.just("back"), st.none()),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(script=st.lists(actions, max_size=20), buffers=st.integers(1, 4), seed=st.integers(0, 1000))
+def test_any_use_equals_two_plain_dicts(script: list[tuple[str, int | None]], buffers: int, seed: int) -> None:
+    engine = FaultyEngine(seed=seed, delay_s=0.0005)
+    now = dict.fromkeys(range(len(NUMELS)), 0.0)
+    committed, versions = dict(now), dict[int, Version]()
+    with tempfile.TemporaryDirectory() as folder, device_store(engine, Path(folder) / "run", buffers) as store:
+        for step, (action, argument) in enumerate(script, 1):
+            if action == "put" and argument is not None:
+                put(store, argument, float(step), step)
+                now[argument] = float(step)
+            elif action == "fail" and argument is not None:
+                engine.fail("write", errno.EIO, argument)
+            elif action == "commit":
+                try:
+                    versions = store.flush()
+                except TierIOError:
+                    store.reset(versions)  # a failure stays until then
+                    now = dict(committed)
+                else:
+                    store.settle(versions)
+                    committed = dict(now)
+            else:
+                store.reset(versions)
+                now = dict(committed)
+            assert {chunk: found(store, chunk) for chunk in now} == now
+    engine.close()
+
+
+def test_only_what_changed_is_brought_down(engine: FaultyEngine, tmp_path: Path) -> None:
+    with device_store(engine, tmp_path / "run") as store:
+        before = engine.writes
+        for chunk in range(len(NUMELS)):
+            put(store, chunk, 1.0, 1)
+        first = store.flush()
+        store.settle(first)
+        assert engine.writes == before + len(NUMELS)
+        put(store, 2, 2.0, 2)
+        found(store, 1)
+        second = store.flush()
+        assert engine.writes == before + len(NUMELS) + 1
+        assert second == first | {2: Version(2, 1)}
+
+
+def test_a_commit_that_was_cut_off_is_made_whole_by_the_next(engine: FaultyEngine, tmp_path: Path) -> None:
+    with device_store(engine, tmp_path / "run") as store:
+        for chunk in range(len(NUMELS)):
+            put(store, chunk, 1.0, 1)
+        lease, leases = store.lease, 0
+
+        @contextmanager
+        def interrupted(chunk: int, *, step: int, is_fresh: bool = False) -> Iterator[Lease]:
+            nonlocal leases
+            leases += 1
+            if leases == 3:
+                raise KeyboardInterrupt
+            with lease(chunk, step=step, is_fresh=is_fresh) as lent:
+                yield lent
+
+        store.lease = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            store.flush()
+        store.lease = lease  # type: ignore[method-assign]
+        versions = store.flush()
+        assert versions.keys() == set(range(len(NUMELS)))
+        store.settle(versions)
+        put(store, 0, 9.0, 2)
+        store.reset(versions)
+        assert [found(store, chunk) for chunk in range(len(NUMELS))] == [1.0] * len(NUMELS)
+
+
+def test_memory_that_the_device_does_not_have_is_refused() -> None:
+    with pytest.raises(BudgetError, match='tier="cpu"') as caught:
+        DeviceArena(1 << 60, CPU)
+    assert (caught.value.needed, caught.value.option) == (1 << 60, "device_memory")
+
+
+def test_pieces_are_zero_and_apart_and_there_is_no_more_than_was_planned() -> None:
+    arena = DeviceArena(3 * PAGE_BYTES - 1, CPU)
+    one, other = arena.carve(5), arena.carve(PAGE_BYTES + 1)
+    assert (one.sum(), other.sum(), arena.used) == (0, 0, 3 * PAGE_BYTES)
+    one.fill_(1)
+    assert other.sum() == 0
+    with pytest.raises(AssertionError, match="plan was wrong"):
+        arena.carve(1)
+    arena.close()

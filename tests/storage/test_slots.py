@@ -1,0 +1,560 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload.devices.copies import HostCopier
+from offload.errors import BudgetError, CorruptionError, PathError, PathInUseError, ResumeError, TierIOError
+from offload.io.threads import ThreadEngine
+from offload.sizes import MIB, PAGE_BYTES
+from offload.storage.arena import Arena
+from offload.storage.directories import COMMIT_NAME, SWAP_NAME, check_directory
+from offload.storage.swap_file import Record, SlotFile, file_bytes
+from tests.support.faulty_engine import FaultyEngine
+from tests.support.processes import open_files, start_python
+from tests.support.records import records
+
+NUMELS = (1024, 1, 1500)
+WAIT_S = 30
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def slots(engine: FaultyEngine, path: Path) -> Iterator[SlotFile]:
+    made = SlotFile(engine, path, records(NUMELS), places=2)
+    yield made
+    made.close()
+
+
+def buffer_for(chunk: int) -> Tensor:
+    return Arena(Record(NUMELS[chunk]).nbytes, HostCopier()).carve(Record(NUMELS[chunk]).nbytes)
+
+
+def filled(chunk: int, value: float) -> Tensor:
+    buffer = buffer_for(chunk)
+    for n, state in enumerate(Record(NUMELS[chunk]).views(buffer)):
+        state.copy_(torch.arange(NUMELS[chunk]) + value + 100 * n)
+    return buffer
+
+
+def offset_of(chunk: int, place: int = 0) -> int:
+    sizes = [Record(numel).nbytes for numel in NUMELS]
+    return PAGE_BYTES + place * sum(sizes) + sum(sizes[:chunk])
+
+
+def write(slots: SlotFile, chunk: int, value: float, *, step: int = 1, place: int = 0) -> None:
+    slots.write(chunk, filled(chunk, value), step=step, place=place).result(WAIT_S)
+
+
+def read(slots: SlotFile, chunk: int, *, step: int = 1, place: int = 0) -> float:
+    """Reads and checks a slot; the value it was filled with."""
+    buffer = buffer_for(chunk)
+    slots.read(chunk, buffer, step=step, place=place).result(WAIT_S)
+    value = Record(NUMELS[chunk]).views(buffer)[0][0].item()
+    for state, expected in zip(
+        Record(NUMELS[chunk]).views(buffer), Record(NUMELS[chunk]).views(filled(chunk, value)), strict=True
+    ):
+        assert torch.equal(state, expected)
+    return value
+
+
+def test_every_slot_gives_back_what_was_written_there(slots: SlotFile) -> None:
+    for place in (0, 1):
+        for chunk in range(3):
+            write(slots, chunk, chunk + 10 * place, step=3 + place, place=place)
+    for place in (1, 0):
+        for chunk in (2, 0, 1):
+            assert read(slots, chunk, step=3 + place, place=place) == chunk + 10 * place
+
+
+def test_the_new_version_of_a_chunk_goes_beside_the_old_one(slots: SlotFile) -> None:
+    write(slots, 0, 5, step=1, place=0)
+    write(slots, 0, 6, step=2, place=1)
+    assert read(slots, 0, step=1, place=0) == 5
+    assert read(slots, 0, step=2, place=1) == 6
+
+
+def test_the_file_has_its_whole_size_from_the_start_and_is_private(slots: SlotFile, path: Path) -> None:
+    info = os.stat(path / SWAP_NAME)
+    assert info.st_size == file_bytes(records(NUMELS), 2)
+    assert info.st_blocks * 512 >= info.st_size
+    assert info.st_mode & 0o777 == 0o600
+    assert os.stat(path).st_mode & 0o777 == 0o700
+    assert slots.path == str(path / SWAP_NAME)
+
+
+def test_the_superblock_says_that_nothing_is_committed(slots: SlotFile, path: Path) -> None:
+    block = (path / SWAP_NAME).read_bytes()[:PAGE_BYTES]
+    assert block.startswith(b"offload swap\n")
+    text = json.loads(block[32 : 32 + int.from_bytes(block[20:24], "little")])
+    assert text["commits"] is False
+    assert (text["places"], text["chunks"]) == (2, {"held": [0, 1, 2], "numels": list(NUMELS)})
+
+
+def test_a_superblock_fits_its_page_for_any_number_of_chunks(engine: FaultyEngine, path: Path) -> None:
+    SlotFile(engine, path, records([1] * 5000)).close()
+    block = (path / SWAP_NAME).read_bytes()[:PAGE_BYTES]
+    assert "xxh3" in json.loads(block[32 : 32 + int.from_bytes(block[20:24], "little")])["chunks"]
+
+
+def patch(path: Path, offset: int, change: Callable[[bytes], bytes], length: int = 1) -> None:
+    with open(path / SWAP_NAME, "r+b") as file:
+        file.seek(offset)
+        old = file.read(length)
+        file.seek(offset)
+        file.write(change(old))
+
+
+def flip(data: bytes) -> bytes:
+    return bytes([data[0] ^ 1, *data[1:]])
+
+
+@pytest.mark.parametrize("at", [0, 8, 13, 28, 36, 44, 52, 60])
+def test_a_damaged_header_is_found(slots: SlotFile, path: Path, at: int) -> None:
+    write(slots, 2, 7)
+    patch(path, offset_of(2) + at, flip)
+    with pytest.raises(CorruptionError) as caught:
+        read(slots, 2)
+    assert caught.value.chunk == 2
+    assert caught.value.file == str(path / SWAP_NAME)
+    assert caught.value.offset == offset_of(2)
+    assert str(offset_of(2)) in str(caught.value)
+
+
+@pytest.mark.parametrize("at", [PAGE_BYTES, PAGE_BYTES + 4 * 1500 - 1, -1])
+def test_one_flipped_bit_in_the_data_is_found(slots: SlotFile, path: Path, at: int) -> None:
+    write(slots, 2, 7)
+    patch(path, offset_of(2) + at % Record(NUMELS[2]).nbytes, flip)
+    with pytest.raises(CorruptionError, match="checksum"):
+        read(slots, 2)
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_a_bit_flipped_on_its_way_is_found(slots: SlotFile, engine: FaultyEngine, operation: str) -> None:
+    engine.flip(operation, PAGE_BYTES + 5)
+    write(slots, 0, 7)
+    with pytest.raises(CorruptionError, match="checksum"):
+        read(slots, 0)
+
+
+def test_a_lost_write_is_found_by_the_step_in_the_header(slots: SlotFile, engine: FaultyEngine) -> None:
+    write(slots, 0, 1, step=1)
+    engine.lose()
+    write(slots, 0, 2, step=2)
+    with pytest.raises(CorruptionError, match="expected chunk 0 of step 2, found chunk 0 of step 1"):
+        read(slots, 0, step=2)
+
+
+@pytest.mark.parametrize("pages", [1, 2])
+def test_a_torn_write_is_found(slots: SlotFile, engine: FaultyEngine, pages: int) -> None:
+    write(slots, 0, 1, step=1)
+    engine.tear(pages * PAGE_BYTES)
+    write(slots, 0, 2, step=2)
+    with pytest.raises(CorruptionError, match="checksum"):
+        read(slots, 0, step=2)
+
+
+def test_a_slot_that_was_never_written_is_found(slots: SlotFile) -> None:
+    with pytest.raises(CorruptionError):
+        read(slots, 1, step=0)
+
+
+def test_swapped_slots_are_found(engine: FaultyEngine, path: Path) -> None:
+    twins = SlotFile(engine, path, records((1024, 1024)))
+    size = Record(1024).nbytes
+    write(twins, 0, 1)
+    whole = (path / SWAP_NAME).read_bytes()
+    patch(path, PAGE_BYTES + size, lambda _: whole[PAGE_BYTES : PAGE_BYTES + size])
+    with pytest.raises(CorruptionError, match="expected chunk 1 of step 1, found chunk 0 of step 1"):
+        twins.read(1, buffer_for(0), step=1).result(WAIT_S)
+    twins.close()
+
+
+def test_another_runs_slot_is_found(path: Path) -> None:
+    first = ThreadEngine()
+    old = SlotFile(first, path, records(NUMELS))
+    write(old, 0, 1)
+    old.close()
+    first.close()
+    second = ThreadEngine()
+    new = SlotFile(second, path, records(NUMELS))
+    with pytest.raises(CorruptionError, match="not by this one"):
+        read(new, 0)
+    new.close()
+    second.close()
+
+
+def test_a_truncated_file_is_an_error_with_its_place(slots: SlotFile, path: Path) -> None:
+    write(slots, 2, 1, place=1)
+    os.truncate(path / SWAP_NAME, offset_of(2, 1) + 2 * PAGE_BYTES)
+    with pytest.raises(TierIOError) as caught:
+        read(slots, 2, place=1)
+    assert caught.value.filename == str(path / SWAP_NAME)
+    assert caught.value.offset == offset_of(2, 1) + 2 * PAGE_BYTES
+
+
+def test_an_error_of_the_engine_arrives_unchanged(slots: SlotFile, engine: FaultyEngine) -> None:
+    engine.fail("write", errno.ENOSPC)
+    with pytest.raises(TierIOError, match="No space left"):
+        write(slots, 0, 1)
+    engine.fail("read", errno.EIO)
+    with pytest.raises(TierIOError) as caught:
+        read(slots, 0)
+    assert caught.value.errno == errno.EIO
+
+
+def test_padding_of_a_buffer_that_held_something_else_is_written_as_zeros(slots: SlotFile, path: Path) -> None:
+    buffer = buffer_for(1).fill_(255)
+    for state in Record(1).views(buffer):
+        state.zero_()
+    slots.write(1, buffer, step=1).result(WAIT_S)
+    data = (path / SWAP_NAME).read_bytes()[offset_of(1) + PAGE_BYTES : offset_of(2)]
+    assert not any(data)
+
+
+# Whose the path is.
+
+
+def test_two_runs_of_one_process_cannot_share_a_path(slots: SlotFile, path: Path) -> None:
+    write(slots, 0, 1)
+    other = ThreadEngine()
+    with pytest.raises(PathInUseError) as caught:
+        SlotFile(other, path, records(NUMELS))
+    assert caught.value.filename == str(path / SWAP_NAME)
+    assert open_files().count(str(path / SWAP_NAME)) == 1
+    other.close()
+    assert read(slots, 0) == 1
+
+
+HOLD = """
+import os, sys
+from pathlib import Path
+from offload.io.threads import ThreadEngine
+from offload.storage.swap_file import Record, SlotFile
+engine = ThreadEngine()
+slots = SlotFile(engine, Path(sys.argv[1]), [Record(1024)])
+child = os.fork() if sys.argv[2] == "fork" else None
+if child == 0:
+    import time
+    time.sleep(60)
+    os._exit(0)
+print(child or 0, flush=True)
+sys.stdin.read()
+"""
+
+
+def opens(path: Path) -> bool:
+    engine = ThreadEngine()
+    try:
+        SlotFile(engine, path, records(NUMELS)).close()
+    except PathInUseError:
+        return False
+    finally:
+        engine.close()
+    return True
+
+
+def test_another_process_holds_the_path_until_it_is_killed_even_if_its_child_lives_on(path: Path) -> None:
+    with start_python(HOLD, str(path), "fork") as holder:
+        child = int(holder.stdout.readline())
+        try:
+            assert not opens(path)
+            holder.kill()
+            holder.wait()
+            os.kill(child, 0)
+            assert opens(path)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_file_that_another_run_removes_meanwhile_is_not_taken(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    real = fcntl.flock
+
+    def removed(fd: int, operation: int) -> None:
+        real(fd, operation)
+        (path / SWAP_NAME).unlink(missing_ok=True)
+
+    monkeypatch.setattr(fcntl, "flock", removed)
+    engine = ThreadEngine()
+    with pytest.raises(PathInUseError):
+        SlotFile(engine, path, records(NUMELS))
+    engine.close()
+
+
+def test_a_file_of_a_run_that_committed_nothing_is_reused(path: Path) -> None:
+    assert opens(path)
+    inode = os.stat(path / SWAP_NAME).st_ino
+    os.chmod(path / SWAP_NAME, 0o644)
+    assert opens(path)
+    info = os.stat(path / SWAP_NAME)
+    assert info.st_ino == inode
+    assert info.st_mode & 0o777 == 0o600
+
+
+def test_a_larger_file_of_an_earlier_run_is_not_shortened(path: Path) -> None:
+    engine = ThreadEngine()
+    SlotFile(engine, path, records([50_000])).close()
+    engine.close()
+    assert opens(path)
+    assert os.stat(path / SWAP_NAME).st_size == file_bytes(records([50_000]), 1)
+
+
+@pytest.mark.parametrize("content", [b"my thesis", b"my thesis" * 1000, bytes(100) + b"my disk image"])
+def test_a_foreign_file_in_the_swap_files_place_is_left_as_it_is(path: Path, content: bytes) -> None:
+    path.mkdir(mode=0o755)
+    (path / SWAP_NAME).write_bytes(content)
+    os.chmod(path / SWAP_NAME, 0o644)
+    with pytest.raises(PathError, match="is no swap file"):
+        opens(path)
+    assert (path / SWAP_NAME).read_bytes() == content
+    assert os.stat(path / SWAP_NAME).st_mode & 0o777 == 0o644
+    assert str(path / SWAP_NAME) not in open_files()
+
+
+def test_other_files_in_the_directory_are_left_alone(path: Path) -> None:
+    path.mkdir(mode=0o750)
+    (path / "notes.txt").write_text("mine")
+    assert opens(path)
+    assert (path / "notes.txt").read_text() == "mine"
+    assert os.stat(path).st_mode & 0o777 == 0o750
+
+
+@pytest.mark.parametrize("kind", ["fifo", "directory", "symlink", "device"])
+def test_what_is_no_regular_file_in_the_swap_files_place_is_refused(path: Path, kind: str) -> None:
+    path.mkdir()
+    place = path / SWAP_NAME
+    if kind == "fifo":
+        os.mkfifo(place)
+    elif kind == "directory":
+        place.mkdir()
+    elif kind == "device":
+        if os.geteuid():
+            pytest.skip("needs root")
+        os.mknod(place, 0o20666, os.makedev(1, 5))
+    else:
+        place.symlink_to(path / "elsewhere")
+    before = os.lstat(place)
+    with pytest.raises(PathError):
+        opens(path)
+    assert os.lstat(place) == before
+    assert list(path.iterdir()) == [place]
+
+
+def test_a_committed_run_is_not_overwritten(path: Path) -> None:
+    assert opens(path)
+    (path / COMMIT_NAME).write_text("{}")
+    before = (path / SWAP_NAME).read_bytes()
+    with pytest.raises(ResumeError, match="choose another path"):
+        opens(path)
+    assert (path / SWAP_NAME).read_bytes() == before
+
+
+# Directories that cannot be it.
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        ("file", errno.ENOTDIR),
+        ("symlink", errno.ELOOP),
+        ("dangling symlink", errno.ELOOP),
+        ("no parent", errno.ENOENT),
+        ("below a file", errno.ENOTDIR),
+        ("too long", errno.ENAMETOOLONG),
+    ],
+)
+def test_a_path_that_cannot_be_a_directory_is_refused(tmp_path: Path, kind: str, code: int) -> None:
+    path = tmp_path / "run"
+    if kind == "file":
+        path.write_text("mine")
+    elif kind == "symlink":
+        (tmp_path / "real").mkdir()
+        path.symlink_to(tmp_path / "real")
+    elif kind == "dangling symlink":
+        path.symlink_to(tmp_path / "nowhere")
+    elif kind == "no parent":
+        path = path / "deeper"
+    elif kind == "below a file":
+        path.write_text("mine")
+        path = path / "deeper"
+    else:
+        path = tmp_path / ("x" * 300)
+    before = sorted(tmp_path.iterdir())
+    for refuse in (lambda: check_directory(path), lambda: opens(path)):
+        with pytest.raises(PathError) as caught:
+            refuse()
+        assert caught.value.errno == code
+        assert caught.value.filename == str(path)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def read_only(path: Path) -> Iterator[Path]:
+    """`path` mounted read-only: for root, file modes forbid nothing."""
+    path.mkdir()
+    for command in (["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(path)],):
+        if os.geteuid() or subprocess.run(command, check=False, capture_output=True).returncode:
+            path.chmod(0o500)
+            yield path
+            return
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@pytest.fixture
+def forbidden(tmp_path: Path) -> Iterator[Path]:
+    yield from read_only(tmp_path / "forbidden")
+
+
+def test_a_directory_that_cannot_be_written_is_refused(forbidden: Path) -> None:
+    for path in (forbidden, forbidden / "run"):
+        with pytest.raises(PathError, match="not writable"):
+            check_directory(path)
+        with pytest.raises(PathError, match="not writable"):
+            opens(path)
+
+
+def test_a_directory_that_the_kernel_refuses_to_make_is_a_path_error() -> None:
+    with pytest.raises(PathError) as caught:
+        opens(Path("/proc/offload-run"))
+    assert caught.value.filename == "/proc/offload-run"
+
+
+def test_the_current_directory_can_be_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert opens(Path("."))
+    assert opens(Path("run"))
+
+
+# Too little disk.
+
+
+def test_a_disk_that_is_too_small_is_a_budget_error_and_nothing_is_left(small_disk: Path) -> None:
+    engine = ThreadEngine()
+    with pytest.raises(BudgetError) as caught:
+        SlotFile(engine, small_disk / "run", records([MIB]))
+    assert caught.value.needed == file_bytes(records([MIB]), 1)
+    assert 0 < caught.value.available <= MIB
+    assert caught.value.option == "path"
+    assert list(small_disk.iterdir()) == []
+    assert not [name for name in open_files() if name.startswith(str(small_disk))]
+    engine.close()
+
+
+def test_a_disk_that_fills_up_meanwhile_is_a_budget_error_and_nothing_is_left(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.fstatvfs
+
+    def optimistic(fd: int) -> object:
+        found = list(real(fd))
+        found[3] = found[4] = 1 << 30
+        return os.statvfs_result(found)
+
+    monkeypatch.setattr(os, "fstatvfs", optimistic)
+    (small_disk / "run").mkdir()
+    engine = ThreadEngine()
+    with pytest.raises(BudgetError) as caught:
+        SlotFile(engine, small_disk / "run", records([MIB]))
+    assert isinstance(caught.value.__cause__, OSError)
+    assert caught.value.__cause__.errno == errno.ENOSPC
+    assert list((small_disk / "run").iterdir()) == []
+    assert os.statvfs(small_disk).f_bfree > os.statvfs(small_disk).f_blocks - 4
+    engine.close()
+
+
+def test_a_file_that_cannot_grow_stays_as_it_was(small_disk: Path) -> None:
+    assert opens(small_disk)
+    before = (small_disk / SWAP_NAME).read_bytes()
+    engine = ThreadEngine()
+    with pytest.raises(BudgetError):
+        SlotFile(engine, small_disk, records([MIB]))
+    assert (small_disk / SWAP_NAME).read_bytes() == before
+    engine.close()
+    assert opens(small_disk)
+
+
+def test_what_a_file_grew_by_before_the_disk_was_full_goes_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert opens(path)
+    size = os.stat(path / SWAP_NAME).st_size
+
+    def half(fd: int, offset: int, length: int) -> None:
+        # As file systems do that allocate extent by extent.
+        os.ftruncate(fd, length // 2)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", half)
+    engine = ThreadEngine()
+    with pytest.raises(BudgetError):
+        SlotFile(engine, path, records([MIB]))
+    engine.close()
+    assert os.stat(path / SWAP_NAME).st_size == size
+
+
+def test_space_that_an_earlier_run_reserved_counts_as_available(small_disk: Path) -> None:
+    numels = [50_000]
+    for _ in range(2):
+        engine = ThreadEngine()
+        SlotFile(engine, small_disk, records(numels)).close()
+        engine.close()
+
+
+def test_a_disk_without_a_free_page_is_a_budget_error_and_nothing_is_left(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.fstatvfs
+
+    def full(fd: int) -> object:
+        found = list(real(fd))
+        found[4] = 0
+        return os.statvfs_result(found)
+
+    monkeypatch.setattr(os, "fstatvfs", full)
+    engine = FaultyEngine()
+    engine.fail("write", errno.ENOSPC)
+    with pytest.raises(BudgetError):
+        SlotFile(engine, path, records([MIB]))
+    assert not path.exists()
+    engine.fail("write", errno.EIO)
+    with pytest.raises(TierIOError):
+        SlotFile(engine, path, records([MIB]))
+    assert not path.exists()
+    engine.close()
+
+
+def test_space_that_statvfs_denies_is_a_budget_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.fstatvfs
+
+    def full(fd: int) -> object:
+        found = list(real(fd))
+        found[4] = 3
+        return os.statvfs_result(found)
+
+    monkeypatch.setattr(os, "fstatvfs", full)
+    with pytest.raises(BudgetError) as caught:
+        opens(path)
+    # What is left, and the page that the superblock has.
+    assert caught.value.available == 3 * os.statvfs(path.parent).f_frsize + PAGE_BYTES
+    assert not path.exists()
+
+
+def test_a_superblock_that_cannot_be_written_leaves_nothing(engine: FaultyEngine, path: Path) -> None:
+    engine.fail("write", errno.EIO)
+    with pytest.raises(TierIOError):
+        SlotFile(engine, path, records(NUMELS))
+    assert not path.exists()
+    assert str(path / SWAP_NAME) not in open_files()

@@ -1,0 +1,102 @@
+"""Several directories: each chunk in one of them, each with its share, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.devices.copies import HostCopier
+from offload.errors import BudgetError, PathInUseError
+from offload.io.threads import ThreadEngine
+from offload.sizes import PAGE_BYTES
+from offload.storage.arena import Arena
+from offload.storage.directories import SWAP_NAME
+from offload.storage.stripes import Stripes, assign
+from offload.storage.swap_file import Record
+from tests.support.records import records
+
+NUMELS = (1024, 700, 1024, 5, 1500, 1024, 1024)
+
+
+@pytest.fixture
+def engine() -> Iterator[ThreadEngine]:
+    made = ThreadEngine()
+    yield made
+    made.close()
+
+
+@given(
+    sizes=st.lists(st.integers(1, 100), max_size=60),
+    weights=st.lists(st.floats(0.1, 10), min_size=1, max_size=4),
+)
+def test_every_stretch_of_the_order_is_shared_in_proportion(sizes: list[int], weights: list[float]) -> None:
+    chosen = assign(sizes, weights)
+    assert len(chosen) == len(sizes)
+    loads = [0.0] * len(weights)
+    for size, path in zip(sizes, chosen, strict=True):
+        loads[path] += size
+        # No path is further from being done than one chunk more than any other would be.
+        soonest = min((load + max(sizes)) / weight for load, weight in zip(loads, weights, strict=True))
+        assert max(load / weight for load, weight in zip(loads, weights, strict=True)) <= soonest + 1e-9
+
+
+def test_one_path_gets_all_and_a_twice_as_fast_one_twice_as_much() -> None:
+    assert assign([5, 5, 5], [3.0]) == [0, 0, 0]
+    assert sorted(assign([1] * 9, [2.0, 1.0])) == [0] * 6 + [1] * 3
+
+
+def test_chunks_come_back_from_where_they_went(engine: ThreadEngine, tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    stripes = Stripes(engine, paths, [2.0, 1.0], records(NUMELS))
+    assert stripes.paths == tuple(str(path / SWAP_NAME) for path in paths)
+    arena = Arena(len(NUMELS) * Record(max(NUMELS)).nbytes, HostCopier())
+    buffers = [arena.carve(Record(numel).nbytes) for numel in NUMELS]
+    for chunk, buffer in enumerate(buffers):
+        buffer[PAGE_BYTES:] = chunk
+    for future in [stripes.write(chunk, buffer, step=3) for chunk, buffer in enumerate(buffers)]:
+        future.result(30)
+    wanted = [buffer.clone() for buffer in buffers]
+    for buffer in buffers:
+        buffer.zero_()
+    for future in [stripes.read(chunk, buffer, step=3) for chunk, buffer in enumerate(buffers)]:
+        future.result(30)
+    assert all(torch.equal(buffer, want) for buffer, want in zip(buffers, wanted, strict=True))
+    sizes = [os.stat(path).st_size for path in stripes.paths]
+    assert sum(sizes) == 2 * PAGE_BYTES + sum(Record(numel).nbytes for numel in NUMELS)
+    assert min(sizes) > PAGE_BYTES
+    stripes.close()
+
+
+def test_a_locked_path_among_several_is_named_and_the_others_are_left_as_they_were(
+    engine: ThreadEngine, tmp_path: Path
+) -> None:
+    held = Stripes(engine, [tmp_path / "b"], [1.0], records(NUMELS))
+    with pytest.raises(PathInUseError) as caught:
+        Stripes(engine, [tmp_path / "a", tmp_path / "b"], [1.0, 1.0], records(NUMELS))
+    assert str(tmp_path / "b") in str(caught.value)
+    assert not (tmp_path / "a").exists()
+    held.close()
+
+
+def test_a_full_path_among_several_is_named_and_nothing_is_left_behind(
+    engine: ThreadEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.posix_fallocate
+
+    def full(fd: int, start: int, length: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(str(tmp_path / "b")):
+            raise OSError(28, "No space left on device")
+        real(fd, start, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(BudgetError) as caught:
+        Stripes(engine, [tmp_path / "a", tmp_path / "b"], [1.0, 1.0], records(NUMELS))
+    assert str(tmp_path / "b") in str(caught.value)
+    assert caught.value.option == "path"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == []
