@@ -432,8 +432,8 @@ class Guards:
 
 
 def _is_for_a_parameter() -> bool:
-    """Whether nn.Parameter(p) asks. Between it and this function are `__torch_function__`, `call`, `eagerly` with what a
-    compiler adds, and `_dispatch`."""
+    """Whether nn.Parameter(p) asks. In between are `__torch_function__`, `call`, `eagerly`, what a compiler adds to it,
+    and `_dispatch`."""
     frame = sys._getframe(1)
     for _ in range(8):
         if frame.f_code is _PARAMETER_NEW:
