@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 # Before torch is imported, here and in processes that tests start. Models are tiny: threads of torch's wait for each
@@ -8,6 +9,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+import torch
 from hypothesis import settings
 
 settings.register_profile("offload", deadline=None)  # machines are shared: how long an example takes says nothing
@@ -32,3 +34,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes what is remembered of this machine's disks."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(autouse=True)
+def _leaves_torch_as_it_was() -> Iterator[None]:
+    """A test that fails for what another one left on in this process would name the wrong one."""
+    yield
+    assert torch._C._is_torch_function_enabled(), "torch functions of subclasses are off for this thread"
+    assert not torch._C._len_torch_function_stack(), "a torch function mode is still on"
+    assert not torch._C._len_torch_dispatch_stack(), "a dispatch mode is still on"
+    assert torch.is_grad_enabled(), "gradients are off for this thread"

@@ -15,8 +15,11 @@ from tests.support import interrupted
 from tests.support.interrupted import interrupted_at
 from tests.support.late_copier import LateCopier
 
-FAR_APART, CLOSE = 2999, 67
-"""Instructions between interrupts, in the short and in the long form: primes, with which no loop repeats."""
+# What a hook of a forward that failed already raises, torch gives as a warning.
+pytestmark = pytest.mark.filterwarnings("ignore:module forward hook with")
+
+FAR_APART, CLOSE = 499, 11
+"""Places between interrupts, in the short and in the long form: primes, with which no loop repeats."""
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "cpu": {"tier": "cpu"},
     "nvme": {"tier": "nvme"},
@@ -75,7 +78,7 @@ def test_all_that_changes_with_a_step_changes_in_one_call(tmp_path: Path, monkey
     monkeypatch.setattr(interrupted, "FILES", (optimizer.__file__,))
     instruction = 1
     while not interrupted_step(tmp_path, PLACEMENTS["cpu"], instruction):
-        instruction += 5
+        instruction += 1
 
 
 @pytest.mark.slow

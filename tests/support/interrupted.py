@@ -1,8 +1,10 @@
 """Interrupts at a chosen instruction of the package, and the standard library's context managers and locks it uses.
 
-Signals come before any instruction at all. What another thread throws in comes where CPython looks for it, where a
-function or a loop begins anew and after a call, and in the package only, but for where transfers are started: neither
-the locks of the standard library's futures nor what is on its way to the kernel can be helped.
+Both come where CPython looks for them: where a function or a loop begins anew, and at the end of a call. An exception at
+the end of a call belongs to it: it meets the handlers around the call. Python's tracing knows only the instruction after
+it, so a place counts only where that one has the same handlers (it has not after the last call in a `with`).
+What another thread throws in comes in the package only, but for where transfers are started: neither the locks of the
+standard library's futures nor what is on its way to the kernel can be helped.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import offload
@@ -33,21 +36,34 @@ def thrown_in() -> None:
     raise KeyboardInterrupt
 
 
+@cache
+def _handlers(code: CodeType) -> dict[int, int]:
+    """Where an exception at an instruction goes, by offset."""
+    entries = dis._parse_exception_table(code)  # type: ignore[attr-defined]
+    return {at: entry.target for entry in entries for at in range(entry.start, entry.end, 2)}
+
+
 @contextmanager
 def interrupted_at(instruction: int, by: Callable[[], None] = interrupt) -> Iterator[list[int]]:
     """Calls `by` before this thread's so-manieth instruction in FILES; yields how many are left to go, in a list."""
     left = [instruction]
-    last: dict[FrameType, str] = {}
+    last: dict[FrameType, int] = {}
 
     def is_place(frame: FrameType) -> bool:
-        name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-        before, last[frame] = last.get(frame, ""), name
-        return by is interrupt or before.startswith("CALL") or name in ("RESUME", "JUMP_BACKWARD")
+        code, now = frame.f_code, frame.f_lasti
+        before, last[frame] = last.get(frame), now
+        if dis.opname[code.co_code[now]] in ("RESUME", "JUMP_BACKWARD"):
+            return True
+        if before is None or not dis.opname[code.co_code[before]].startswith("CALL"):
+            return False
+        return _handlers(code).get(before) == _handlers(code).get(now)
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
         name = frame.f_code.co_filename
         if not name.startswith(FILES if by is interrupt else FILES[0]) or (by is not interrupt and "/io/" in name):
             return None
+        if frame.f_code.co_name == "__del__":
+            return None  # Python itself drops what is raised there
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False
         if event == "opcode" and is_place(frame):
