@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from offload import OffloadError, OffloadZero, Tuning, optimizer
+from offload import OffloadError, OffloadZero, Tuning
+from offload import optimizer as optimizer_file
 from tests.support import interrupted
 from tests.support.interrupted import interrupted_at
 from tests.support.late_copier import LateCopier
@@ -75,7 +76,7 @@ def test_a_step_is_made_or_not(placement: str, tmp_path: Path) -> None:
 
 def test_all_that_changes_with_a_step_changes_in_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts only the instructions of the optimizer's own file."""
-    monkeypatch.setattr(interrupted, "FILES", (optimizer.__file__,))
+    monkeypatch.setattr(interrupted, "FILES", (optimizer_file.__file__,))
     instruction = 1
     while not interrupted_step(tmp_path, PLACEMENTS["cpu"], instruction):
         instruction += 1
