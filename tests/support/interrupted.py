@@ -1,8 +1,8 @@
 """Interrupts at a chosen instruction of the package, and the standard library's context managers and locks it uses.
 
-Both come where CPython looks for them: where a function or a loop begins anew, and at the end of a call. An exception at
-the end of a call belongs to it: it meets the handlers around the call. Python's tracing knows only the instruction after
-it, so a place counts only where that one has the same handlers (it has not after the last call in a `with`).
+Both come where CPython looks for them: where a function or a loop begins anew, and at the end of a call. An exception
+at the end of a call belongs to it: it meets the handlers around the call. Python's tracing knows only the instruction
+after it, so a place counts only where that one has the same handlers (it has not after the last call in a `with`).
 What another thread throws in comes in the package only, but for where transfers are started: neither the locks of the
 standard library's futures nor what is on its way to the kernel can be helped.
 """
