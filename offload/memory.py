@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 import torch
 
@@ -16,25 +15,8 @@ from offload.native import Kernels, load, load_on
 from offload.native.device import scratch_bytes
 from offload.native.threads import usable_cpus
 from offload.planner.placement import Placement
-from offload.storage.arena import Arena, Lender
-
-
-@dataclass(frozen=True)
-class Memory:
-    """ram: also of buffers on the way to and from swap files; device: None: nothing of it; states: where states and
-    gradients wait, one of the two; travelling: in what gradients and parameters go between ranks, the device's if it is
-    apart; copier: between the model and `states`."""
-
-    ram: Arena
-    device: Lender | None
-    states: Lender
-    travelling: Lender
-    copier: Copier
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes lent of the device's."""
-        return 0 if self.device is None else self.device.used
+from offload.run import Memory
+from offload.storage.arena import Arena
 
 
 def reserve(
