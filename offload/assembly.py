@@ -15,7 +15,6 @@ from torch import nn
 from offload import interrupts
 from offload.config import Config
 from offload.devices.copies import Copier
-from offload.devices.device_store import DeviceStore
 from offload.dist.communicator import Communicator
 from offload.grads.base import Gradients
 from offload.grads.buckets import Reduction
@@ -25,7 +24,7 @@ from offload.grads.reduce_scatter import ReducedGradients
 from offload.io.probe import weights
 from offload.io.select import open_engine
 from offload.layout import Layout
-from offload.memory import Memory, kernels_for, reserve
+from offload.memory import kernels_for, reserve
 from offload.model.flat_param import Parameters
 from offload.model.master_weights import Masters
 from offload.native import Kernels
@@ -33,8 +32,10 @@ from offload.native.library import return_large_blocks
 from offload.optim.adam import ParameterReturn, Step
 from offload.planner.placement import Placement, committed_slots, slot_records
 from offload.profiling import Timeline
+from offload.run import Memory
 from offload.storage.arena import Arena
 from offload.storage.chunk_cache import Store
+from offload.storage.device_store import DeviceStore
 from offload.storage.files import Directories
 from offload.storage.stripes import Stripes
 from offload.storage.swap_file import Record, param_records_of, records_of

@@ -8,7 +8,6 @@ import torch
 
 from offload.config import Config
 from offload.devices.copies import Copier, HostCopier
-from offload.devices.device_store import DeviceArena
 from offload.dist.communicator import Communicator
 from offload.layout import Layout
 from offload.native import Kernels, load, load_on
@@ -17,6 +16,7 @@ from offload.native.threads import usable_cpus
 from offload.planner.placement import Placement
 from offload.run import Memory
 from offload.storage.arena import Arena
+from offload.storage.device_store import DeviceArena
 
 
 def reserve(

@@ -22,8 +22,7 @@ FLOORS = [
     ["optimizer"],
     ["models", "integrations", "cli"],
 ]
-"""Files and folders of offload/, from the ground up. A room may import those of lower floors, and those before it on its
-own."""
+"""Files and folders of offload/, from the ground up: each may import lower ones, and those before it on its floor."""
 
 ONLY_USED_BY = {
     "ctypes": {"native", "io"},

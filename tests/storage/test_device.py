@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.devices.copies import HostCopier
-from offload.devices.device_store import DeviceArena, DeviceStore
 from offload.errors import BudgetError, TierIOError
 from offload.io.engine import IOEngine
 from offload.profiling import Timeline
 from offload.sizes import MIB, PAGE_BYTES
 from offload.storage.arena import Arena
 from offload.storage.chunk_cache import Store
+from offload.storage.device_store import DeviceArena, DeviceStore
 from offload.storage.lease import Lease, Version
 from offload.storage.stripes import Stripes
 from offload.storage.swap_file import Record
