@@ -25,15 +25,22 @@ from offload.errors import (
     StaleParameterError,
     StateError,
     TierIOError,
+    TorchVersionError,
 )
 
 if TYPE_CHECKING:
+    from offload.checkpoint.rng import collect_rng, restore_rng
     from offload.config import Tuning
     from offload.optimizer import OffloadZero
 
 __version__ = "0.1.0"
 
-_WITH_TORCH = {"OffloadZero": "offload.optimizer", "Tuning": "offload.config"}
+_WITH_TORCH = {
+    "OffloadZero": "offload.optimizer",
+    "Tuning": "offload.config",
+    "collect_rng": "offload.checkpoint.rng",
+    "restore_rng": "offload.checkpoint.rng",
+}
 
 __all__ = [
     "AccumulationError",
@@ -55,7 +62,10 @@ __all__ = [
     "StaleParameterError",
     "StateError",
     "TierIOError",
+    "TorchVersionError",
     "Tuning",
+    "collect_rng",
+    "restore_rng",
 ]
 
 

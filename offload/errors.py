@@ -16,6 +16,7 @@ OffloadError
 ├── InterruptedStepError   a step was cut off in its middle (Ctrl-C): some parameters are a step further than others
 ├── RankError              another rank is slow, stuck or dead: names the collective and the time waited
 ├── OtherRankError         another rank could not do its part of what all do or none: its own error says why
+├── TorchVersionError      the installed torch lacks what this library needs of it (also an ImportError)
 ├── StateError             an internal move between tiers that is not legal: a bug here, never yours
 └── ClosedError            used after close(), or in a forked child
 
@@ -147,6 +148,10 @@ class RankError(OffloadError, RuntimeError):
 
 class OtherRankError(OffloadError, RuntimeError):
     """A commit, or going back to one, failed on another rank, and so on all: the last commit stays what it was."""
+
+
+class TorchVersionError(OffloadError, ImportError):
+    """The installed version of torch lacks private functions that this library needs; raised by `import offload`."""
 
 
 class StateError(OffloadError, RuntimeError):

@@ -67,6 +67,7 @@ from offload.planner.device import Room
 from offload.planner.machine import free_memory
 from offload.planner.placement import place
 from offload.profiling import PHASES, Timeline
+from offload.torch_private import DisableTorchFunctionSubclass
 
 CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
@@ -334,7 +335,7 @@ class OffloadZero(torch.optim.Optimizer):
 
     def _collect(self) -> list[int]:
         """Waits for the gradients; returns the parameters that have one."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             self._parts.parameters.require_in(self._model)
             self._parts.parameters.require_all_of(self._model, self.param_groups)
         self._attached.landing.before_gradients()
@@ -365,7 +366,7 @@ class OffloadZero(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients since the last step; with `set_to_none=False` they become zeros, which the step uses."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             had = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
             super().zero_grad(set_to_none=True)
         if self._adopted:

@@ -10,7 +10,7 @@ import offload
 ROOT = Path(offload.__file__).parent
 
 FLOORS = [
-    ["errors", "sizes", "interrupts"],
+    ["errors", "torch_private", "sizes", "interrupts"],
     ["config", "layout", "profiling"],
     ["native", "io"],
     ["devices", "storage", "dist"],

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import UntypedStorage
 
+from offload.torch_private import throw_on_mutable_data_ptr
+
 _PIECE = 2 << 20
 _MOST_PIECES = 4096
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
@@ -31,7 +33,7 @@ def poison(nbytes: int) -> UntypedStorage:
             return UntypedStorage(0)
         _region = made
     tensor = torch.frombuffer(_region, dtype=torch.uint8, count=nbytes)
-    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    throw_on_mutable_data_ptr(tensor)
     return tensor.untyped_storage()
 
 

@@ -1,0 +1,116 @@
+"""The private functions of torch that this library uses, all of them, under plain names.
+
+They are looked up when `offload` is imported, so a torch that lacks one fails there with TorchVersionError and not in
+the middle of a backward pass. Each one says which public function would replace it; where none is named, torch has no
+public way to do the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from offload.errors import TorchVersionError
+
+TESTED = ("2.13",)
+"""The versions of torch that the test suite runs with."""
+
+_missing: list[str] = []
+
+
+def _find(module: str, path: str) -> Any:
+    """The object at `path` in a module of torch; None if it is not there, which is noted."""
+    try:
+        return reduce(getattr, path.split("."), import_module(module))
+    except (ImportError, AttributeError):
+        _missing.append(f"{module}.{path}")
+        return None
+
+
+# --- Calls that Python code outside must not see ---
+
+DisableTorchFunctionSubclass: Any = _find("torch._C", "DisableTorchFunctionSubclass")
+"""Context manager: `__torch_function__` of tensor subclasses is not called. Torch documents it under this name."""
+DisableTorchFunction: Any = _find("torch._C", "DisableTorchFunction")
+"""Context manager: as above, and `TorchFunctionMode`s are off too."""
+disabled_torch_function: Any = _find("torch._C", "_disabled_torch_function_impl")
+"""The `__torch_function__` of a class that wants none. Torch documents it under its private name."""
+torch_function_modes: Any = _find("torch._C", "_len_torch_function_stack")
+"""Number of active `TorchFunctionMode`s."""
+dispatch_modes: Any = _find("torch._C", "_len_torch_dispatch_stack")
+"""Number of active `TorchDispatchMode`s."""
+without_dispatch_modes: Any = _find("torch.utils._python_dispatch", "_disable_current_modes")
+"""Context manager: no `TorchDispatchMode` is active inside."""
+functorch_level: Any = _find("torch._C._functorch", "peek_interpreter_stack")
+"""The innermost running transform of torch.func (grad, vmap, ...), or None."""
+without_functorch: Any = _find("torch._functorch.pyfunctorch", "temporarily_clear_interpreter_stack")
+"""Context manager: no transform of torch.func is active inside."""
+tracing_state: Any = _find("torch._C", "_get_tracing_state")
+"""The trace that torch.jit.trace is recording, or None. Public, for whether there is one: `torch.jit.is_tracing`."""
+set_tracing_state: Any = _find("torch._C", "_set_tracing_state")
+"""Makes another trace the one that is recorded; None: no trace."""
+
+# --- The autograd engine ---
+
+graph_task_id: Any = _find("torch._C", "_current_graph_task_id")
+"""Number of the backward pass that runs on this thread; -1: none."""
+queue_callback: Any = _find("torch.autograd", "Variable._execution_engine.queue_callback")
+"""Calls a function when the running backward pass ends."""
+set_version_counters: Any = _find("torch._C._autograd", "_unsafe_set_version_counter")
+"""Sets the versions of tensors, by which autograd notices that a saved tensor was changed.
+
+Args: a tuple of tensors, a tuple of ints. Public, only upwards by one: `torch.autograd.graph.increment_version`.
+"""
+
+# --- The memory of tensors ---
+
+swap_memory: Any = _find("torch", "UntypedStorage._swap_data_ptr_")
+"""Exchanges the memory of two storages; the tensors on them stay. Public, but copies: `UntypedStorage.resize_`."""
+throw_on_mutable_data_ptr: Any = _find("torch._C", "_set_throw_on_mutable_data_ptr")
+"""Makes every write to a tensor's memory raise."""
+from_dlpack: Any = _find("torch._C", "_from_dlpack")
+"""A tensor from a DLPack capsule. Public: `torch.from_dlpack`, which goes through `__torch_function__`."""
+forbid_data_access: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+"""Makes reading a storage (given as `_cdata`) raise with a message; None where torch is built without CUDA."""
+allow_data_access: Any = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
+"""Undoes `forbid_data_access`; None where torch is built without CUDA."""
+
+# --- Functions that a stand-in of a gradient answers ---
+
+has_compatible_type: Any = _find("torch", "_has_compatible_shallow_copy_type")
+"""Whether one tensor can become another by `p.data = x`."""
+amp_unscale: Any = _find("torch", "_amp_foreach_non_finite_check_and_unscale_")
+"""What `torch.amp.GradScaler.unscale_` calls with gradients."""
+foreach_mul: Any = _find("torch", "_foreach_mul_")
+"""What `torch.nn.utils.clip_grad_norm_` scales gradients with."""
+foreach_div: Any = _find("torch", "_foreach_div_")
+"""Its inverse."""
+foreach_norm: Any = _find("torch", "_foreach_norm")
+"""What `torch.nn.utils.get_total_norm` calls with gradients."""
+
+# --- Trees and modules ---
+
+tree_leaves: Any = _find("torch.utils._pytree", "tree_leaves")
+"""The leaves of nested containers."""
+tree_map_only: Any = _find("torch.utils._pytree", "tree_map_only")
+"""Nested containers with the leaves of some types mapped."""
+NormBase: Any = _find("torch.nn.modules.batchnorm", "_NormBase")
+"""Base class of the modules that keep running statistics. Public: its subclasses, one by one."""
+
+for _attribute in ("Tensor._version", "Tensor._base", "Tensor._grad", "UntypedStorage._cdata"):
+    _find("torch", _attribute)
+
+
+def _require(missing: Sequence[str]) -> None:
+    if missing:
+        raise TorchVersionError(
+            f"torch {torch.__version__} lacks {', '.join(missing)}: install a version that offload is tested with, "
+            f"torch {' or '.join(TESTED)}"
+        )
+
+
+_require(_missing)
