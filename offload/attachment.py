@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from offload.assembly import Parts
 from offload.config import Config
-from offload.dist.agreement import take_from_first
+from offload.dist.agreement import broadcast_from_first
 from offload.dist.communicator import Work
 from offload.errors import ConfigError, OffloadError
 from offload.layout import Layout
@@ -149,7 +149,7 @@ class Attachment:
     def keep_parameters(self, limit: int | None) -> None:
         """Brings streamed parameters onto the device for good, if they take `limit` bytes at most (None: whatever they
         take). Where ranks keep them together others may have less room."""
-        if self.streaming is None or self._layout.shards > 1:
+        if self.streaming is None or self._layout.shard_group_size > 1:
             return
         params = self._parts.parameters
         if limit is None or sum(flat.numel() * flat.element_size() for flat in params.flats) <= limit:
@@ -187,7 +187,7 @@ class Attachment:
             self._parts.timeline,
             leases=max(pool.in_flight - 1, 1) if pool.in_flight else len(self._layout.param_chunks),
             usable=usable,
-            gather=self._gather if self._layout.shards > 1 else None,
+            gather=self._gather if self._layout.shard_group_size > 1 else None,
         )
         self._parts.returned.lands = gathering.chunk_lands
         return Streaming(
@@ -206,7 +206,7 @@ class Attachment:
     def _needs_all_ranks(self, unit: str) -> bool:
         """Whether the current values of a streamed unit come from other ranks."""
         assert self.streaming is not None
-        is_sharded = self._layout.shards > 1 and not self.streaming.gathering.is_at(unit, Where.HERE)
+        is_sharded = self._layout.shard_group_size > 1 and not self.streaming.gathering.is_at(unit, Where.HERE)
         return is_sharded or (self._layout.replicas > 1 and self.landing.is_unit_pending(unit))
 
     def _gather(self, flat: int) -> list[Work]:
@@ -216,8 +216,11 @@ class Attachment:
             return []
         parts = memory.view(layout.ranks, -1)
         groups = memory.view(layout.replicas, -1)
-        within = self._parts.comm.within
-        return [within.all_gather(parts[own], group) for own, group in zip(layout.kept_parts, groups, strict=True)]
+        within = self._parts.comm.shard_group
+        return [
+            within.all_gather_into_tensor(parts[own], group)
+            for own, group in zip(layout.replicated_shards, groups, strict=True)
+        ]
 
     def _take_model(self, config: Config, layout: Layout, source: Source, *, resumes: bool) -> None:
         """Writes the masters, casts the model. A failing disk here leaves it partly cast, and says so."""
@@ -229,7 +232,7 @@ class Attachment:
                     self._take_place_of(flat)
                     continue
                 params = self._parts.parameters.params
-                take_from_first(self._parts.comm, (line_of(params[n]) for n in layout.flats[flat].params))
+                broadcast_from_first(self._parts.comm, (line_of(params[n]) for n in layout.flats[flat].params))
                 self._parts.masters.take_flat(flat)
                 if self.streaming is not None:
                     self.streaming.gathering.take(flat)
@@ -244,7 +247,7 @@ class Attachment:
         cast_untrained(self._model, self._parts.parameters, dtypes)
         trained = self._parts.parameters.index
         others = chain(self._model.parameters(), self._model.buffers())
-        take_from_first(self._parts.comm, (tensor for tensor in others if tensor not in trained))
+        broadcast_from_first(self._parts.comm, (tensor for tensor in others if tensor not in trained))
 
     def _new_tiling(self) -> Tiling | None:
         """What multiplies with weights that have tiles; None: there are none."""

@@ -126,38 +126,38 @@ class Layout:
     copies: tuple[Chunk, ...] = ()
 
     @property
-    def shards(self) -> int:
+    def shard_group_size(self) -> int:
         """Ranks that keep all parameters together."""
         return self.ranks // self.replicas
 
     @property
-    def kept_parts(self) -> range:
+    def replicated_shards(self) -> range:
         """The ranks whose partitions of the parameters this one keeps: itself, and those at its place elsewhere."""
-        return range(self.rank % self.shards, self.ranks, self.shards)
+        return range(self.rank % self.shard_group_size, self.ranks, self.shard_group_size)
 
     @cached_property
     def param_chunks(self) -> tuple[Chunk, ...]:
         """The chunks of which a rank keeps the parameters: its own, then the copies, numbered on."""
         return self.chunks + self.copies
 
-    def part_numel(self, flat: int) -> int:
+    def shard_numel(self, flat: int) -> int:
         """Elements of each rank's partition of a flat, padding included."""
-        return part_numel(self.flats[flat].numel, self.ranks)
+        return shard_numel(self.flats[flat].numel, self.ranks)
 
     def padded_numel(self, flat: int) -> int:
         """Elements of a flat in memory."""
-        return self.part_numel(flat) * self.ranks
+        return self.shard_numel(flat) * self.ranks
 
-    def part_of(self, flat: int, rank: int | None = None) -> tuple[int, int]:
+    def shard_range(self, flat: int, rank: int | None = None) -> tuple[int, int]:
         """First element of a rank's (None: the own) partition and the one after its last, without padding."""
-        numel, part = self.flats[flat].numel, self.part_numel(flat)
+        numel, part = self.flats[flat].numel, self.shard_numel(flat)
         start = min((self.rank if rank is None else rank) * part, numel)
         return start, min(start + part, numel)
 
-    def held_of(self, param: int, rank: int | None = None) -> tuple[int, int]:
+    def param_shard_range(self, param: int, rank: int | None = None) -> tuple[int, int]:
         """Which elements of a parameter, first and one after the last, are in a rank's (None: the own) partition."""
-        flat, offset = self.places[param]
-        start, stop = self.part_of(flat, rank)
+        flat, offset = self.locations[param]
+        start, stop = self.shard_range(flat, rank)
         numel = self.specs[param].numel
         return min(max(start - offset, 0), numel), min(max(stop - offset, 0), numel)
 
@@ -189,7 +189,7 @@ class Layout:
         return tuple(parts)
 
     @cached_property
-    def places(self) -> dict[int, tuple[int, int]]:
+    def locations(self) -> dict[int, tuple[int, int]]:
         """For each parameter: (flat, offset in it)."""
         return {
             param: (flat.index, offset)
@@ -215,7 +215,7 @@ class Layout:
         return {param: tuple(holders) for param, holders in found.items()}
 
 
-def part_numel(numel: int, ranks: int) -> int:
+def shard_numel(numel: int, ranks: int) -> int:
     """Elements of each of `ranks` equal partitions of a flat; one rank's is the flat itself."""
     return numel if ranks == 1 else round_up(-(-numel // ranks), ALIGN_NUMEL)
 
@@ -236,7 +236,7 @@ def build(specs: Sequence[ParamSpec], chunk_numel: int, *, ranks: int = 1, rank:
         flats.append(Flat(len(flats), unit, dtype, tuple(params), tuple(offsets), end))
     whole = Layout(tuple(specs), tuple(flats), (), chunk_numel, ranks, rank, replicas)
     chunks = _chunks_of(whole, (rank,), 0)
-    others = [other for other in whole.kept_parts if other != rank]
+    others = [other for other in whole.replicated_shards if other != rank]
     return replace(whole, chunks=chunks, copies=_chunks_of(whole, others, len(chunks)))
 
 
@@ -245,7 +245,7 @@ def _chunks_of(layout: Layout, ranks: Sequence[int], first: int) -> tuple[Chunk,
     chunks: list[Chunk] = []
     for flat in layout.flats:
         for rank in ranks:
-            start, last = layout.part_of(flat.index, rank)
+            start, last = layout.shard_range(flat.index, rank)
             for begin, end in _cuts(layout, flat, start, last):
                 pieces = tuple(pieces_between(flat, layout.specs, begin, end))
                 if pieces:

@@ -154,7 +154,7 @@ class Parameters:
 
     def tiles_of(self, number: int) -> list[tuple[int, nn.Parameter]]:
         """The first element and the leaf of each tile of a parameter; none of one that is not tiled."""
-        flat, parts = self._layout.places[number][0], self._layout.parts
+        flat, parts = self._layout.locations[number][0], self._layout.parts
         return [(parts[index].start, leaf) for index, leaf in self.tiles.items() if parts[index].flat == flat]
 
     def memory_of(self, part: int) -> Tensor:
@@ -219,7 +219,7 @@ class Parameters:
     def version_of(self, number: int) -> int:
         """A parameter's version, also while its memory is elsewhere."""
         with torch._C.DisableTorchFunctionSubclass():
-            is_freed = self._layout.places[number][0] in self._freed
+            is_freed = self._layout.locations[number][0] in self._freed
             return self._versions[number] if is_freed else self.params[number]._version
 
     def allocate(self, part: int) -> None:
@@ -285,7 +285,7 @@ class Parameters:
         with torch._C.DisableTorchFunctionSubclass():
             for number in range(len(self.params)) if numbers is None else numbers:
                 param = self.params[number]
-                flat, offset = self._layout.places[number]
+                flat, offset = self._layout.locations[number]
                 if self._is_swapped(number) or flat in self._freed or not param.numel():
                     continue
                 memory = self.flats[flat]
@@ -355,7 +355,7 @@ class Parameters:
             if number in self._data:
                 alias = self._data[number][0]
                 self._data[number] = (alias, alias._version)
-            if self._layout.places[number][0] in self._freed:
+            if self._layout.locations[number][0] in self._freed:
                 self._versions[number] += 1  # shown when it is there again
             else:
                 torch.autograd.graph.increment_version(self.params[number])
@@ -376,7 +376,7 @@ class Parameters:
     def written_outside(self, numbers: Iterable[int] | None = None) -> list[int]:
         """Which of `numbers` (None: all) somebody else wrote to (`load_state_dict`, `p.copy_`) since `written_here`."""
         numbers = range(len(self.params)) if numbers is None else numbers
-        places, freed = self._layout.places, self._freed
+        places, freed = self._layout.locations, self._freed
         with torch._C.DisableTorchFunctionSubclass():
             here = [number for number in numbers if places[number][0] not in freed]
             return [n for n in here if self.params[n]._version != self._versions[n] or self._data_is_written(n)]
@@ -388,7 +388,7 @@ class Parameters:
         return alias._version != version
 
     def flat_of(self, number: int) -> int:
-        return self._layout.places[number][0]
+        return self._layout.locations[number][0]
 
 
 def cast_untrained(model: nn.Module, trained: Parameters, dtypes: dict[Tensor, torch.dtype]) -> None:

@@ -57,7 +57,7 @@ class Landing:
         """Notes which parameters a step is about to change; returns all flats in the order of the last forward."""
         self._active = {flat.index: [] for flat in self._layout.flats}
         for number in active:
-            self._active[self._layout.places[number][0]].append(number)
+            self._active[self._layout.locations[number][0]].append(number)
         first = dict.fromkeys(self._landed)
         self._order = [*first, *(flat for flat in self._order if flat not in first)]
         self._landed = []
@@ -78,7 +78,7 @@ class Landing:
 
     def is_pending(self, number: int) -> bool:
         """Whether the new value of parameter `number` is still to be applied."""
-        flat = self._layout.places[number][0]
+        flat = self._layout.locations[number][0]
         return flat in self._step.pending and number in self._active[flat]
 
     def is_unit_pending(self, name: str) -> bool:

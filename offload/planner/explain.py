@@ -153,7 +153,7 @@ def sent_numel(planned: Planned) -> dict[str, int]:
     assert config.stage is not None
     parts = dict.fromkeys(dict.fromkeys(flat.unit for flat in layout.flats), 0)
     for flat in layout.flats:
-        parts[flat.unit] += layout.part_numel(flat.index)
+        parts[flat.unit] += layout.shard_numel(flat.index)
     rounds = Reduction(layout, config.stage, config.accumulation, config.bucket_bytes).rounds
     gathered = sum(parts.values())
     if config.stage == 3:
@@ -234,7 +234,7 @@ def _second_places(planned: Planned) -> int:
     records = slot_records(layout, config)[: committed_slots(layout, config)]
     elsewhere = config.commits_parameters and config.param_tier != "nvme"
     once = sum(record.nbytes for record in records[len(layout.chunks) :]) if elsewhere else 0
-    return (config.places - 1) * sum(record.nbytes for record in records) + once
+    return (config.slots_per_chunk - 1) * sum(record.nbytes for record in records) + once
 
 
 def _stored_gradient_bytes(planned: Planned) -> int:
