@@ -8,7 +8,6 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from offload.assembly import Parts
 from offload.config import Config
 from offload.dist.agreement import broadcast_from_first
 from offload.dist.communicator import Work
@@ -28,6 +27,7 @@ from offload.model.state_dict import Access
 from offload.model.tiling import Tiling
 from offload.model.units import ROOT, compute_dtypes, kept_modules, require_unwrapped, units_of
 from offload.model.where import Where
+from offload.parts import Parts
 from offload.planner.placement import Placement
 
 
@@ -61,11 +61,11 @@ class Attachment:
         self._are_here = parts.streamed is None
         self._step = step
         self._layout = layout
-        run = (layout, parts.step, parts.parameters, parts.timeline)
+        run = (layout, parts.step, parts.parameters, parts.run.timeline)
         self.landing = Landing(*run, usable, failed, self._landed)
         self._running = Running(layout, parts.parameters)
         self.streaming = self._new_streaming(config, placement, usable)
-        self._finishes = _finishes(config, placement, direct=parts.memory.copier.direct)
+        self._finishes = _finishes(config, placement, direct=parts.run.memory.copier.direct)
         self._launches = layout.ranks > 1 and self.streaming is None
         self._take_model(config, layout, source, resumes=resumes)
         units = units_of(model, config.units)
@@ -76,7 +76,7 @@ class Attachment:
         parts.parameters.note_all_of(model)
         names = [spec.name for spec in layout.specs]
         self.answers = Answers(
-            parts.parameters, names, parts.sink, self.landing, collects, unscales, ranks=layout.ranks
+            parts.parameters, names, parts.gradients, self.landing, collects, unscales, ranks=layout.ranks
         )
         self.hooks = Hooks(
             model,
@@ -142,7 +142,7 @@ class Attachment:
     def abandon(self) -> None:
         """Drops all that is under way, whether it failed or not: what was committed is about to come back."""
         self._parts.step.abandon()
-        self._parts.sink.reset()
+        self._parts.gradients.reset()
         if self.streaming is not None:
             self.streaming.abandon()
 
@@ -170,7 +170,7 @@ class Attachment:
     def synchronize(self) -> None:
         """Waits until nothing is under way on any tier."""
         self.landing.everything()
-        self._parts.sink.drain()
+        self._parts.gradients.drain()
         for store in self._parts.stores:
             store.drain()
 
@@ -183,18 +183,18 @@ class Attachment:
             self._layout,
             self._parts.parameters,
             store,
-            self._parts.memory.copier,
-            self._parts.timeline,
+            self._parts.run.memory.copier,
+            self._parts.run.timeline,
             leases=max(pool.in_flight - 1, 1) if pool.in_flight else len(self._layout.param_chunks),
             usable=usable,
             gather=self._gather if self._layout.shard_group_size > 1 else None,
         )
-        self._parts.returned.lands = gathering.chunk_lands
+        self._parts.new_params.chunk_updated = gathering.chunk_lands
         return Streaming(
             self._parts.parameters,
             store,
             gathering,
-            depth=config.depth,
+            depth=config.prefetch_units,
             is_pending=self.landing.is_unit_pending,
             apply=self.landing.unit,
             take_writes=self._write_back,
@@ -216,7 +216,7 @@ class Attachment:
             return []
         parts = memory.view(layout.ranks, -1)
         groups = memory.view(layout.replicas, -1)
-        within = self._parts.comm.shard_group
+        within = self._parts.run.comm.shard_group
         return [
             within.all_gather_into_tensor(parts[own], group)
             for own, group in zip(layout.replicated_shards, groups, strict=True)
@@ -232,7 +232,7 @@ class Attachment:
                     self._take_place_of(flat)
                     continue
                 params = self._parts.parameters.params
-                broadcast_from_first(self._parts.comm, (line_of(params[n]) for n in layout.flats[flat].params))
+                broadcast_from_first(self._parts.run.comm, (line_of(params[n]) for n in layout.flats[flat].params))
                 self._parts.masters.take_flat(flat)
                 if self.streaming is not None:
                     self.streaming.gathering.take(flat)
@@ -243,11 +243,11 @@ class Attachment:
         except OffloadError as error:
             error.add_note("some of the model's parameters are already in compute_dtype: build the model again")
             raise
-        self.initial_bytes = self._parts.timeline.counted("nvme_written_bytes")
+        self.initial_bytes = self._parts.run.timeline.counted("nvme_written_bytes")
         cast_untrained(self._model, self._parts.parameters, dtypes)
         trained = self._parts.parameters.index
         others = chain(self._model.parameters(), self._model.buffers())
-        broadcast_from_first(self._parts.comm, (tensor for tensor in others if tensor not in trained))
+        broadcast_from_first(self._parts.run.comm, (tensor for tensor in others if tensor not in trained))
 
     def _new_tiling(self) -> Tiling | None:
         """What multiplies with weights that have tiles; None: there are none."""

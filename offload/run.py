@@ -21,14 +21,14 @@ class Memory:
         ram: the arena in RAM; also holds the buffers of transfers from and to swap files.
         device: memory of the model's device, None if none is reserved.
         states: where states and gradients wait for the step: `ram` or `device`.
-        travelling: the communication buffers; in device memory if the model is on a device of its own.
+        communication: for buffers of collectives: in device memory if the model is on a device of its own.
         copier: copies between the model and `states`.
     """
 
     ram: Arena
     device: Lender | None
     states: Lender
-    travelling: Lender
+    communication: Lender
     copier: Copier
 
     @property

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import AccumulationError, ClosedError, ConfigError, GradientMovedError
-from offload.grads.base import AS_HELD, Gradients
+from offload.grads.base import UNIT_SCALE, GradientBuffer
 from offload.model.flat_param import Parameters, line_like, shaped_like
 from offload.model.hiding import eagerly
 from offload.model.pending import Landing
@@ -147,7 +147,7 @@ class Answers:
         self,
         parameters: Parameters,
         names: Sequence[str],
-        sink: Gradients,
+        sink: GradientBuffer,
         landing: Landing,
         collect: Callable[[], Sequence[int]],
         unscales: Callable[[Tensor, Tensor], None],
@@ -191,7 +191,7 @@ class Answers:
                 self._copies.pop(number, None)
             else:
                 self._copies.pop(number, None)
-                self._sink.forget(number)
+                self._sink.clear(number)
             self._zeroed.discard(number)
 
     def hand_over(self, number: int, leaf: Tensor, start: int = 0) -> None:
@@ -204,7 +204,7 @@ class Answers:
             # First the stand-in: a sink that raises must not leave the gradient to be taken for a new one.
             leaf.grad = None
             param.grad = self._stand_ins[number]
-            self._sink.arrive(number, line_like(leaf, grad.detach()), start)
+            self._sink.accumulate(number, line_like(leaf, grad.detach()), start)
 
     # What the optimizer calls.
 
@@ -227,7 +227,7 @@ class Answers:
             if self.is_marked(number):
                 param = self._parameters.params[number]
                 with torch._C.DisableTorchFunctionSubclass():
-                    self._sink.arrive(number, torch.zeros(param.numel(), dtype=param.dtype, device=param.device))
+                    self._sink.accumulate(number, torch.zeros(param.numel(), dtype=param.dtype, device=param.device))
         for number, param in enumerate(self._parameters.params):
             with torch._C.DisableTorchFunctionSubclass():
                 grad = param.grad
@@ -239,7 +239,7 @@ class Answers:
                     grad = self.values_of(grad.number)
                 with torch._C.DisableTorchFunctionSubclass():
                     param.grad = grad
-                self._sink.forget(number)
+                self._sink.clear(number)
                 self._zeroed.discard(number)
                 self.hand_over(number, param)
 
@@ -318,8 +318,8 @@ class Answers:
         """The gradient of a parameter as the step would use it: 1-D, in the dtype it is held in; a copy."""
         if number in self._zeroed:
             self.take_changes()
-        self._sink.collect([number])
-        line, factor = self._sink.line(number), self._sink.factor_of(number)
+        self._sink.finalize([number])
+        line, factor = self._sink.values(number), self._sink.factor_of(number)
         return line.clone() if factor == 1.0 else (line.float() * factor).to(line.dtype)
 
     def _on_values(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -355,7 +355,7 @@ class Answers:
                 held = torch.where(_bits(rounded) == _bits(new), held, new.to(held.dtype))
             else:
                 held = new
-        self._sink.put(number, held)
+        self._sink.write(number, held)
         self._sink.set_factor(number, 1.0)
         self._norms.clear()
 
@@ -413,7 +413,7 @@ class Answers:
                 held = self._sink.norms(every, order)
             else:
                 every = list(numbers)
-                self._sink.collect(live)
+                self._sink.finalize(live)
                 held = self._sink.norms(every, order)
             known = self._norms.setdefault(order, {})
             for number, norm in zip(every, held, strict=True):
@@ -451,7 +451,7 @@ class Answers:
     def zero(self, number: int) -> None:
         """The gradient of a parameter becomes zeros, to which the next ones are added: it counts, unlike none."""
         if self._sink.has(number):
-            self._sink.forget(number)
+            self._sink.clear(number)
         self._copies.pop(number, None)
         self._used.pop(number, None)
         self._sink.set_factor(number, 1.0)
@@ -492,9 +492,9 @@ class Answers:
         one."""
         if os.getpid() != self._pid:
             raise ClosedError("this is a forked child: only the process that made the optimizer can run backward")
-        if self._sink.scale != AS_HELD or self._sink.factors:
+        if self._sink.scale != UNIT_SCALE or self._sink.factors:
             if not self.active:
-                self._sink.scale = AS_HELD  # it was of gradients that the user dropped
+                self._sink.scale = UNIT_SCALE  # it was of gradients that the user dropped
                 self._sink.factors.clear()
             elif self._sink.scale.is_fixed or self._sink.factors:
                 raise AccumulationError(

@@ -71,7 +71,7 @@ class Landing:
         with self._lock, self._timeline.span("landing_s"), hidden():
             try:
                 for flat in list(self._step.pending):
-                    self._step.begin_landing(flat)
+                    self._step.start_apply(flat)
             except BaseException as error:
                 self._failed(error)
                 raise
@@ -129,7 +129,7 @@ class Landing:
                 numbers = self._active[flat]
                 self._require_unwritten(numbers)
                 try:
-                    self._step.land(flat)
+                    self._step.apply(flat)
                     self._parameters.written_here(numbers)
                     self._on_device(flat)
                 except BaseException as error:

@@ -107,7 +107,7 @@ def test_a_state_dict_has_one_tensor_for_tied_names(streams: Streams) -> None:
 def test_a_state_dict_beyond_the_budget(tmp_path: Path) -> None:
     model = Net(40)
     with Streams(tmp_path, {"param_tier": "nvme"}).optimizer(model, tier="nvme") as optimizer:
-        optimizer._attached.access._budget_bytes = 20_000
+        optimizer._held.access._budget_bytes = 20_000
         for module in (model, model.blocks):
             with pytest.raises(BudgetError) as caught:
                 module.state_dict()
@@ -161,7 +161,7 @@ def test_what_could_not_be_gathered_or_let_go_of_is_not_held_for_good(streams: S
     model = Net()
     with streams.optimizer(model) as optimizer:
         train(squares, steps=1)(model, optimizer)
-        streaming = optimizer._attached.streaming
+        streaming = optimizer._held.streaming
         assert streaming is not None
         # For each of four units when it has come, and when it is let go of.
         cut = [KeyboardInterrupt if call == failing else None for call in range(8)]

@@ -41,12 +41,12 @@ class Held(NamedTuple):
 
     @property
     def is_streamed(self) -> bool:
-        return self.optimizer._attached.streaming is not None
+        return self.optimizer._held.streaming is not None
 
     @property
     def is_current(self) -> bool:
         """Whether the parameter's unit has its new values in the model. Asks no parameter."""
-        streaming, landing = self.optimizer._attached.streaming, self.optimizer._attached.landing
+        streaming, landing = self.optimizer._held.streaming, self.optimizer._held.landing
         is_here = streaming is None or UNIT in streaming.gathering.allocated
         return is_here and not landing.is_unit_pending(UNIT)
 
@@ -70,7 +70,7 @@ def step(model: nn.Module, optimizer: OffloadZero) -> None:
 
 @pytest.fixture(params=["resident", "streamed from cpu", "streamed from nvme"])
 def held(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Held]:
-    plain, model, tuning = Net(), Net(), Tuning(chunk="4KiB", prefetch=1, threads=1)
+    plain, model, tuning = Net(), Net(), Tuning(chunk="4KiB", prefetch_chunks=1, prefetch_units=1, threads=1)
     with OffloadZero(plain, tier="cpu", tuning=tuning) as finished:
         step(plain, finished)
     options: dict[str, Any] = {"tier": "nvme", "path": tmp_path / "run", "tuning": tuning}
@@ -183,7 +183,7 @@ def test_a_use_applies_or_fetches_its_own_unit_only(held: Held) -> None:
     if not held.is_streamed:
         assert pending == {"", "blocks.0", "blocks.2", "blocks.3"}
     else:
-        assert {"blocks.0", "blocks.2", "blocks.3"}.isdisjoint(held.optimizer._attached.streaming.gathering.allocated)
+        assert {"blocks.0", "blocks.2", "blocks.3"}.isdisjoint(held.optimizer._held.streaming.gathering.allocated)
 
 
 ALIASES: dict[str, Callable[[Tensor], Tensor]] = {

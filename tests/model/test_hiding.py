@@ -50,7 +50,7 @@ class Functions(TorchFunctionMode):
 @pytest.fixture(params=["resident", "streamed from cpu", "streamed from nvme"])
 def held(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Held]:
     """A model after a step of which nothing is applied, its optimizer, and a plain model with its new values."""
-    plain, model, tuning = Net(), Net(), Tuning(chunk="4KiB", prefetch=1, threads=1)
+    plain, model, tuning = Net(), Net(), Tuning(chunk="4KiB", prefetch_chunks=1, prefetch_units=1, threads=1)
     with OffloadZero(plain, tier="cpu", tuning=tuning) as finished:
         step(plain, finished)
     options: dict[str, Any] = {"tier": "nvme", "path": tmp_path / "run", "tuning": tuning}
@@ -157,7 +157,7 @@ def test_vmap_around_the_model(held: Held) -> None:
 def test_a_trace_is_of_the_models_operations_alone(held: Held) -> None:
     model, optimizer, plain = held
     x = batch(1).bfloat16()
-    if optimizer._attached.streaming is not None:
+    if optimizer._held.streaming is not None:
         with (
             torch.no_grad(),
             pytest.raises(ConfigError, match=r"torch\.jit\.trace of a model with streamed parameters"),
