@@ -25,8 +25,8 @@ from offload.io.probe import weights
 from offload.io.select import open_engine
 from offload.layout import Layout
 from offload.memory import kernels_for, reserve
-from offload.model.flat_param import Parameters
-from offload.model.master_weights import Masters
+from offload.model.flat_param import FlatParameters
+from offload.model.master_weights import MasterWeights
 from offload.native import Kernels
 from offload.native.library import return_large_blocks
 from offload.optim.adam import ParameterReturn, Step
@@ -55,8 +55,8 @@ class Parts:
     streamed: Store | None
     stored: Store | None
     returned: ParameterReturn
-    parameters: Parameters
-    masters: Masters
+    parameters: FlatParameters
+    masters: MasterWeights
     step: Step
     timeline: Timeline
     slots: Stripes | None
@@ -142,7 +142,7 @@ def assemble(
         undo.callback(stored.close)
     sink = _sink(config, layout, memory, kernels, timeline, stored, comm)
     undo.callback(sink.close)
-    parameters = Parameters(layout, params, device, streams=config.param_tier != "device")
+    parameters = FlatParameters(layout, params, device, streams=config.param_tier != "device")
     params_store = None
     if placement.params is not None:
         pool = placement.params
@@ -164,7 +164,7 @@ def assemble(
         sink=sink,
         store=store,
         parameters=parameters,
-        masters=Masters(
+        masters=MasterWeights(
             layout, parameters, store, kernels, split_master=split_master, params=params_store, streamed=streamed
         ),
         params=params_store,

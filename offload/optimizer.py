@@ -3,7 +3,7 @@
 [Note: a loss scale]
 A GradScaler works on an optimizer in two ways, and both come here:
 
-- `scaler.unscale_(optimizer)` calls one torch function on all `p.grad`. The stand-ins there (module/gradient.py) answer
+- `scaler.unscale_(optimizer)` calls one torch function on all `p.grad`. The stand-ins there (model/gradient.py) answer
   with `_unscale`: it says whether a gradient is not finite, and notes the inverse of the loss scale. The gradients stay
   as they are held; the step multiplies them, in fp32, as it does with the factor of clipping.
 - `scaler.step(optimizer)` calls the same function with an inverse of 1, if nobody called `unscale_`, for the sake of
@@ -31,7 +31,6 @@ from torch import Tensor, nn
 
 from offload import config as configuration
 from offload.assembly import assemble
-from offload.attachment import Attachment
 from offload.checkpoint import recovery
 from offload.checkpoint.committer import Commits
 from offload.checkpoint.export import export
@@ -52,13 +51,14 @@ from offload.errors import (
     OffloadError,
     ResumeError,
 )
+from offload.held_model import HeldModel
 from offload.interrupts import uninterrupted
 from offload.layout import Layout, build, tiled
-from offload.model.flat_param import device_for, shaped_like, untrained_bytes
+from offload.model.flat_param import shaped_like
 from offload.model.hooks import require_free
 from offload.model.meta_init import Init, Source, is_meta, source_of
 from offload.model.trace import recorded
-from offload.model.units import compute_dtypes, rows_of, specs_of, stop_reducing, unwrapped
+from offload.model.units import compute_dtypes, device_for, rows_of, specs_of, stop_reducing, untrained_bytes, unwrapped
 from offload.optim.adam import StepKey
 from offload.optim.adopt import NoStates, require_adoptable, require_sound, retire
 from offload.optim.adopt import unwrapped as unwrapped_optimizer
@@ -67,6 +67,7 @@ from offload.planner.device import Room
 from offload.planner.machine import free_memory
 from offload.planner.placement import place
 from offload.profiling import PHASES, Timeline
+from offload.run import Owner, Run
 from offload.torch_private import DisableTorchFunctionSubclass
 
 CLIP_EPSILON = 1e-6
@@ -206,12 +207,12 @@ class OffloadZero(torch.optim.Optimizer):
             super().__init__(given.param_groups, dict(given.defaults))
             self.state = NoStates()  # type: ignore[assignment]
             self._adopted = True
-            self._attached = self._attach(source, resumes=found is not None)
+            self._held = self._hold(source, resumes=found is not None)
             self._resumed = None if found is None else Resumed(found.commit.step, found.extra)
             if found is not None:
                 self._begin_at(found)
             # Not before: a model that is left without values stays marked as taken.
-            undo.callback(self._attached.remove)
+            undo.callback(self._held.remove)
             stop_reducing(wrapper, undo)
             self._undo = undo.pop_all()
         retire(given)
@@ -274,21 +275,11 @@ class OffloadZero(torch.optim.Optimizer):
         limit = self._placement.device_budget_bytes
         return free if limit is None else min(free, limit - self._placement.resident_bytes)
 
-    def _attach(self, source: Source, *, resumes: bool) -> Attachment:
-        return Attachment(
-            self._model,
-            self._parts,
-            self._config,
-            self._layout,
-            self._placement,
-            source,
-            resumes=resumes,
-            step=lambda: self._step,
-            usable=self._require_usable,
-            failed=self._cut_off,
-            collects=self._collect,
-            unscales=self._unscale,
-        )
+    def _hold(self, source: Source, *, resumes: bool) -> HeldModel:
+        parts = self._parts
+        run = Run(self._config, self._layout, parts.memory, parts.kernels, parts.comm, parts.timeline)
+        owner = Owner(lambda: self._step, self._require_usable, self._cut_off, self._collect, self._unscale)
+        return HeldModel(self._model, parts, run, self._placement, source, owner, resumes=resumes)
 
     def _cut_off(self, error: BaseException) -> None:
         self._failure = self._failure or error
@@ -323,24 +314,23 @@ class OffloadZero(torch.optim.Optimizer):
                 with torch.enable_grad():
                     loss = closure()
             with self._timeline.span("step_s"), self._timeline.event(PHASES, "step"):
-                self._attached.step_begins()
+                self._held.step_begins()
                 self._commit_if_due()
                 active = self._collect()
                 factor = self._agreed_factor(active) if self._is_to_step(active) else None
                 if factor is not None:
-                    self._attached.take_outside_writes()
+                    self._held.take_outside_writes()
                 self._advance(active, factor)
-                self._attached.step_ends()
+                self._held.step_ends()
         return loss
 
     def _collect(self) -> list[int]:
         """Waits for the gradients; returns the parameters that have one."""
         with DisableTorchFunctionSubclass():
-            self._parts.parameters.require_in(self._model)
-            self._parts.parameters.require_all_of(self._model, self.param_groups)
-        self._attached.landing.before_gradients()
-        self._attached.answers.take_changes()
-        return self._parts.sink.collect(self._attached.answers.active)
+            self._parts.parameters.require_unchanged(self._model, self.param_groups)
+        self._held.pending.before_gradients()
+        self._held.answers.take_changes()
+        return self._parts.sink.collect(self._held.answers.active)
 
     @uninterrupted
     def _advance(self, active: Sequence[int], factor: float | None) -> None:
@@ -355,7 +345,7 @@ class OffloadZero(torch.optim.Optimizer):
         specs, factors = self._layout.specs, self._parts.sink.factors
         keys: dict[int, StepKey] = {n: (specs[n].group, self._ages[n] + 1, factors.get(n, 1.0)) for n in active}
         try:
-            flats = self._attached.landing.begins(active)
+            flats = self._held.pending.begin(active)
             self._parts.step.begin(self._step + 1, keys, self.param_groups, factor, flats)
         except BaseException as error:
             self._cut_off(error)
@@ -371,7 +361,7 @@ class OffloadZero(torch.optim.Optimizer):
             super().zero_grad(set_to_none=True)
         if self._adopted:
             self._consume()
-            self._attached.answers.become_zeros([] if set_to_none else had)
+            self._held.answers.become_zeros([] if set_to_none else had)
 
     # Clipping, and torch.amp.GradScaler.
 
@@ -485,7 +475,7 @@ class OffloadZero(torch.optim.Optimizer):
         sink = self._parts.sink
         if self._comm.size == 1:
             return factor
-        mine = self._attached.answers.active
+        mine = self._held.answers.active
         own = [sink.factors.get(number, 1.0) for number in mine]
         row = (1.0, min(own), max(own)) if own else (0.0, 1.0, 1.0)
         told = self._comm.gather(torch.tensor(row, dtype=torch.float64, device="cpu"))
@@ -528,9 +518,9 @@ class OffloadZero(torch.optim.Optimizer):
     def _consume(self, used: Sequence[int] | None = None) -> None:
         """The next gradients begin anew. Args: used: of which parameters a step used them; None: they are dropped."""
         if used is None:
-            self._attached.answers.dropped()
+            self._held.answers.dropped()
         else:
-            self._attached.answers.consumed(used)
+            self._held.answers.consumed(used)
         self._parts.sink.as_held()
         self._parts.sink.forget_all()
 
@@ -560,14 +550,14 @@ class OffloadZero(torch.optim.Optimizer):
         Raises: ConfigError for a tensor that is no parameter of the model.
         """
         self._require_usable()
-        return self._attached.access.gathered(module_or_params, writable=writable)
+        return self._held.access.gathered(module_or_params, writable=writable)
 
     def state_of(self, param: Tensor) -> dict[str, Any]:
         """{"master", "exp_avg", "exp_avg_sq": fp32 CPU tensors of the parameter's shape, "step": int}; copies."""
         self._require_usable()
         number = self._number(param)
-        self._attached.landing.everything()
-        self._attached.take_outside_writes()
+        self._held.pending.apply_all()
+        self._held.take_outside_writes()
         lines = self._parts.masters.states(number, self._step)
         whole = {kind: whole_line(self._comm, self._layout, number, line) for kind, line in lines.items()}
         shaped: dict[str, Any] = {kind: shaped_like(param, line) for kind, line in whole.items()}
@@ -588,7 +578,7 @@ class OffloadZero(torch.optim.Optimizer):
             "parameters": self._layout.numel,
             "param_tier": self._config.param_tier,
             "grad_tier": self._config.grad_tier,
-            **self._parts.stats(self._placement, self._attached.initial_bytes),
+            **self._parts.stats(self._placement, self._held.initial_bytes),
         }
 
     def timeline(self, file: PathLike) -> AbstractContextManager[None]:
@@ -628,7 +618,7 @@ class OffloadZero(torch.optim.Optimizer):
         which have to call it, each with its own extra.
         """
         self._require_usable()
-        self._attached.step_begins()
+        self._held.step_begins()
         self._commit(extra)
 
     def _commit_if_due(self) -> None:
@@ -636,7 +626,7 @@ class OffloadZero(torch.optim.Optimizer):
             self._commit(None)
 
     def _commit(self, extra: object) -> None:
-        prepare = self._attached.take_outside_writes
+        prepare = self._held.take_outside_writes
         try:
             with self._beside_others():
                 self._commits.commit(prepare, self._step, self._ages, self.param_groups, extra)
@@ -687,7 +677,7 @@ class OffloadZero(torch.optim.Optimizer):
             self._require_usable()
         self._commits.require_last()
         try:
-            self._attached.abandon()
+            self._held.abandon()
             self._return_to_commit()
         except BaseException as error:
             self._failure = error
@@ -719,7 +709,7 @@ class OffloadZero(torch.optim.Optimizer):
         index. Returns: the files. Raises: PathError, BudgetError (disk space), ConfigError, TierIOError.
         """
         self._require_usable()
-        self._attached.synchronize()
+        self._held.synchronize()
         state = self._model.state_dict()
         tensors = {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
         return export(Path(directory), (_entry(name, tensor) for name, tensor in tensors.items()))
@@ -749,7 +739,7 @@ class OffloadZero(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Waits until nothing is under way on any tier. Raises what went wrong there."""
         self._require_usable()
-        self._attached.synchronize()
+        self._held.synchronize()
 
     def close(self) -> None:
         """Ends the last step, unhooks the model, frees memory, files and their lock. May be called again.
@@ -762,9 +752,9 @@ class OffloadZero(torch.optim.Optimizer):
             return
         try:
             if self._failure is None:
-                self._attached.landing.everything()
+                self._held.pending.apply_all()
                 self._commit_if_due()
-                self._attached.keep_parameters(self._room_at_end())
+                self._held.keep_parameters(self._room_at_end())
         finally:
             self._failure = ClosedError("the optimizer is closed: make a new one")
             self._undo.close()

@@ -195,7 +195,7 @@ def describe(
         split_master=config.split_master,
         groups=tuple(groups),
         parameters=parameters_of(layout, shapes, strides, [0] * len(params)),
-        flats=flats_of(layout, [layout.part_of(flat.index) for flat in layout.flats]),
+        flats=flats_of(layout, [layout.shard_of(flat.index) for flat in layout.flats]),
         chunks=(),
     )
     if config.commit_every is not None:

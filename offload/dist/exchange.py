@@ -25,7 +25,7 @@ def _buffer_bytes(layout: Layout) -> int:
 
 def _window(layout: Layout, flat: int) -> int:
     """Elements of each partition that travel together: those of a chunk."""
-    return min(layout.chunk_numel, layout.part_numel(flat))
+    return min(layout.chunk_numel, layout.shard_numel(flat))
 
 
 class Gathers:
@@ -42,7 +42,7 @@ class Gathers:
 
     def launch(self, flat: int) -> None:
         """Sends this rank's partition to the others, and gets theirs. Raises: RankError."""
-        whole, numel = self._flats[flat], self._layout.part_numel(flat)
+        whole, numel = self._flats[flat], self._layout.shard_numel(flat)
         if numel:
             own = whole[self._comm.rank * numel : (self._comm.rank + 1) * numel]
             self._works[flat] = self._comm.all_gather(own, whole)
@@ -93,12 +93,12 @@ class Exchange:
 
         Args: values: its new ones; step: whose. Raises: RankError.
         """
-        self._send_up_to(chunk.flat, chunk.start - self._layout.part_of(chunk.flat)[0], step)
+        self._send_up_to(chunk.flat, chunk.start - self._layout.shard_of(chunk.flat)[0], step)
         self._launch(chunk.flat, values, step)
 
     def finish(self, flat: int, step: int) -> None:
         """Sends what is left of a flat; all copies of it are what the ranks that made them have. Raises: RankError."""
-        self._send_up_to(flat, self._layout.part_numel(flat), step)
+        self._send_up_to(flat, self._layout.shard_numel(flat), step)
         self._arrive(step)
 
     def abandon(self) -> None:
@@ -111,7 +111,7 @@ class Exchange:
     def _send_up_to(self, flat: int, stop: int, step: int) -> None:
         """Args: stop: an element of the partitions."""
         while self._sent < stop:
-            chunk = self._chunks.get((flat, self._layout.rank * self._layout.part_numel(flat) + self._sent))
+            chunk = self._chunks.get((flat, self._layout.rank * self._layout.shard_numel(flat) + self._sent))
             if chunk is None:  # behind the end of the last partition, or a gap as a whole
                 self._launch(flat, None, step)
                 continue
@@ -137,8 +137,8 @@ class Exchange:
         work, flat, start = self._travelling
         work.wait()
         self._travelling = None
-        part = self._layout.part_numel(flat)
-        for rank, row in zip(self._layout.kept_parts, self._rows(flat, start), strict=True):
+        part = self._layout.shard_numel(flat)
+        for rank, row in zip(self._layout.replicated_shards, self._rows(flat, start), strict=True):
             chunk = self._chunks.get((flat, rank * part + start))
             if chunk is not None and rank != self._layout.rank:
                 with self._store.lease(chunk.index, step=step, is_fresh=True) as lease:
@@ -150,5 +150,5 @@ class Exchange:
     def _rows(self, flat: int, start: int) -> Tensor:
         """Where elements of all partitions from `start` on travel, by rank."""
         layout, dtype = self._layout, self._layout.flats[flat].dtype
-        numel = min(layout.chunk_numel, layout.part_numel(flat) - start)
+        numel = min(layout.chunk_numel, layout.shard_numel(flat) - start)
         return self._buffer[: layout.replicas * numel * dtype.itemsize].view(dtype).view(layout.replicas, numel)

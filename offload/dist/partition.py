@@ -38,15 +38,15 @@ SHARDED: tuple[frozenset[str], ...] = (
 
 @dataclass(frozen=True)
 class Split:
-    """A flat of `numel` elements over `ranks` ranks, `part_numel` elements each."""
+    """A flat of `numel` elements over `ranks` ranks, `shard_numel` elements each."""
 
     numel: int
     ranks: int
-    part_numel: int
+    shard_numel: int
 
     @property
     def padded_numel(self) -> int:
-        return self.ranks * self.part_numel
+        return self.ranks * self.shard_numel
 
     @property
     def padding(self) -> int:
@@ -55,12 +55,12 @@ class Split:
 
     def range_of(self, rank: int) -> tuple[int, int]:
         """First element of `rank`'s partition and the one after its last, without padding; equal if it has none."""
-        start = min(rank * self.part_numel, self.numel)
-        return start, min(start + self.part_numel, self.numel)
+        start = min(rank * self.shard_numel, self.numel)
+        return start, min(start + self.shard_numel, self.numel)
 
     def owner(self, element: int) -> int:
         """The rank whose partition holds `element`."""
-        return element // self.part_numel
+        return element // self.shard_numel
 
 
 def split(numel: int, ranks: int, align: int = ALIGN_NUMEL) -> Split:
@@ -95,7 +95,7 @@ def held_bytes(split: Split, stage: int, *, itemsize: int = 2, accumulated: bool
     """
     sharded = sharded_at(stage)
     sizes = {"param": itemsize, "grad": 4 if accumulated else itemsize} | dict.fromkeys(STATE_KINDS, 4)
-    return {kind: size * (split.part_numel if kind in sharded else split.padded_numel) for kind, size in sizes.items()}
+    return {kind: size * (split.shard_numel if kind in sharded else split.padded_numel) for kind, size in sizes.items()}
 
 
 def total_held(layout: Layout, ranks: int, stage: int, *, accumulated: bool = False) -> dict[str, int]:
@@ -151,8 +151,8 @@ def cut_buckets(layout: Layout, splits: Sequence[Split], bucket_numel: int) -> t
     found: list[Bucket] = []
     for flat, cut in enumerate(splits):
         each = max(bucket_numel // (cut.ranks * ALIGN_NUMEL), 1) * ALIGN_NUMEL
-        for start in range(0, cut.part_numel, each):
-            numel = min(each, cut.part_numel - start)
+        for start in range(0, cut.shard_numel, each):
+            numel = min(each, cut.shard_numel - start)
             pieces = tuple(_pieces_of(layout, flat, cut, start, numel))
             if pieces:
                 holes = tuple(_holes(pieces, cut.ranks * numel))

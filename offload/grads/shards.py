@@ -81,7 +81,7 @@ def arena_bytes(layout: Layout, dtypes: list[torch.dtype], *, stored: bool) -> i
     sums = carved_bytes(8 * sum(sums_of(layout)))
     if stored:
         return sums + carved_bytes(_carried_bytes(dtypes))
-    parts = (layout.part_numel(flat.index) * dtypes[flat.index].itemsize for flat in layout.flats)
+    parts = (layout.shard_numel(flat.index) * dtypes[flat.index].itemsize for flat in layout.flats)
     return sums + sum(map(carved_bytes, parts))
 
 
@@ -95,7 +95,7 @@ class InRam(Waiting):
     def __init__(self, layout: Layout, dtypes: list[torch.dtype], arena: Lender, kernels: Kernels) -> None:
         super().__init__(layout, dtypes, arena, kernels)
         self._parts = [
-            arena.carve(layout.part_numel(flat.index) * dtypes[flat.index].itemsize).view(dtypes[flat.index])
+            arena.carve(layout.shard_numel(flat.index) * dtypes[flat.index].itemsize).view(dtypes[flat.index])
             for flat in layout.flats
         ]
 
@@ -113,12 +113,12 @@ class InRam(Waiting):
     def line(self, param: int) -> Tensor:
         flat, offset = self._layout.places[param]
         first, last = self._layout.held_of(param)
-        start = offset - self._layout.part_of(flat)[0]
+        start = offset - self._layout.shard_of(flat)[0]
         return self._parts[flat][start + first : start + last] if first < last else self._parts[flat][:0]
 
     def chunk(self, index: int) -> Tensor:
         chunk = self._layout.chunks[index]
-        start = chunk.start - self._layout.part_of(chunk.flat)[0]
+        start = chunk.start - self._layout.shard_of(chunk.flat)[0]
         return self._parts[chunk.flat][start : start + chunk.numel]
 
     def taken(self, index: int) -> AbstractContextManager[Tensor]:
@@ -154,7 +154,7 @@ class InSlots(Waiting):
         return None
 
     def put(self, bucket: Bucket, average: Tensor, *, is_first: bool, is_last: bool) -> None:
-        begin = self._layout.part_of(bucket.flat)[0] + bucket.start
+        begin = self._layout.shard_of(bucket.flat)[0] + bucket.start
         for chunk in self._chunks[bucket.flat]:
             start, stop = max(chunk.start, begin), min(chunk.start + chunk.numel, begin + bucket.numel)
             if start >= stop:

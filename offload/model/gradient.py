@@ -20,20 +20,21 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from offload import torch_private
 from offload.errors import AccumulationError, ClosedError, ConfigError, GradientMovedError
 from offload.grads.base import AS_HELD, Gradients
-from offload.model.flat_param import Parameters, line_like, shaped_like
-from offload.model.hiding import eagerly
-from offload.model.pending import Landing
-from offload.model.tensors import METADATA, MOVES, is_no_move, tensors_in, torch_functions
+from offload.layout import Layout
+from offload.model.flat_param import FlatParameters, flattened_like, shaped_like
+from offload.model.pending import PendingUpdates
+from offload.model.torch_helpers import METADATA, MOVES, call_eagerly, is_no_move, tensors_in, torch_functions
+from offload.run import Owner
 
-_UNSCALE: Any = torch._amp_foreach_non_finite_check_and_unscale_
 _DTYPE: Any = Tensor.dtype
 _DATA: Any = Tensor.data
 _NEEDS_NO_VALUES = METADATA | torch_functions("_version", "untyped_storage is_coalesced")
@@ -41,8 +42,8 @@ _LIKE = frozenset({torch.zeros_like, torch.ones_like, torch.empty_like})
 _IS_ITSELF = frozenset({Tensor.detach, Tensor.detach_, Tensor.requires_grad_, _DATA.__get__})
 _FACTORS = {"mul_": False, "__imul__": False, "div_": True, "__itruediv__": True, "__idiv__": True}
 """In-place products with a number, by name; whether they divide."""
-_FOREACH_FACTORS = {torch._foreach_mul_: False, torch._foreach_div_: True}
-_NORMS = {torch.linalg.vector_norm: 2, torch._foreach_norm: 2, Tensor.norm: "fro", torch.norm: "fro"}
+_FOREACH_FACTORS = {torch_private.foreach_mul: False, torch_private.foreach_div: True}
+_NORMS = {torch.linalg.vector_norm: 2, torch_private.foreach_norm: 2, Tensor.norm: "fro", torch.norm: "fro"}
 """Norms of a tensor as a vector, and their default order."""
 _SCALER_FILE = torch.amp.grad_scaler.__file__
 
@@ -86,7 +87,7 @@ class StandIn(Tensor):
         if func in _NEEDS_NO_VALUES:
             if func == _DTYPE.__get__ and sys._getframe(1).f_code.co_filename == _SCALER_FILE:
                 return torch.float32
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch_private.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return _answer(func, args, kwargs or {})
 
@@ -106,7 +107,7 @@ def _alive(one: StandIn) -> Answers:
 
 def _answer(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     first = next(iter(_stand_ins((args, kwargs))))
-    return eagerly(_alive(first).answer, func, args, kwargs)
+    return call_eagerly(_alive(first).answer, func, args, kwargs)
 
 
 def _stand_ins(tree: Any) -> Iterator[StandIn]:
@@ -137,34 +138,21 @@ def is_stand_in(grad: Tensor | None) -> bool:
 
 
 class Answers:
-    """Hands gradients over to the sink as autograd makes them, and answers for them.
-
-    Args: names: of the parameters; collect: waits for all gradients, on all ranks together; unscales: called with a
-    GradScaler's found_inf and inverse scale; ranks: over how many gradients are sharded.
-    """
+    """Hands gradients over to the gradient buffers as autograd makes them, and answers for them in `p.grad`."""
 
     def __init__(
-        self,
-        parameters: Parameters,
-        names: Sequence[str],
-        sink: Gradients,
-        landing: Landing,
-        collect: Callable[[], Sequence[int]],
-        unscales: Callable[[Tensor, Tensor], None],
-        *,
-        ranks: int,
+        self, layout: Layout, parameters: FlatParameters, sink: Gradients, pending: PendingUpdates, owner: Owner
     ) -> None:
+        self._names = [spec.name for spec in layout.specs]
+        self._ranks = layout.ranks
         self._parameters = parameters
-        self._names = names
         self._sink = sink
-        self._landing = landing
-        self._collect = collect
-        self._unscales = unscales
-        self._ranks = ranks
+        self._pending = pending
+        self._owner = owner
         self._pid = os.getpid()
         self._is_removed = False
         self._stand_ins = [
-            StandIn.of(p, n, name, self) for n, (p, name) in enumerate(zip(parameters.params, names, strict=True))
+            StandIn.of(p, n, name, self) for n, (p, name) in enumerate(zip(parameters.params, self._names, strict=True))
         ]
         # Copies of values that somebody has a view of, and their versions when they were last written back.
         self._copies: dict[int, tuple[Tensor, int]] = {}
@@ -177,11 +165,11 @@ class Answers:
 
     def before(self, number: int) -> None:
         """A gradient is about to be accumulated."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.DisableTorchFunctionSubclass():
             param = self._parameters.params[number]
             self._arriving()
-            self._landing.require_landed(number)
-            self._landing.before_gradients()
+            self._pending.require_applied(number)
+            self._pending.before_gradients()
             self._norms.clear()
             self._used.pop(number, None)
             # The stand-in says: accumulate. No gradient says that the user dropped what was there: begin anew.
@@ -196,7 +184,7 @@ class Answers:
 
     def hand_over(self, number: int, leaf: Tensor, start: int = 0) -> None:
         """Takes the gradient of a leaf, which is the parameter or its tile from element `start` on."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.DisableTorchFunctionSubclass():
             param = self._parameters.params[number]
             grad = leaf.grad
             if grad is None:
@@ -204,13 +192,13 @@ class Answers:
             # First the stand-in: a sink that raises must not leave the gradient to be taken for a new one.
             leaf.grad = None
             param.grad = self._stand_ins[number]
-            self._sink.arrive(number, line_like(leaf, grad.detach()), start)
+            self._sink.arrive(number, flattened_like(leaf, grad.detach()), start)
 
     # What the optimizer calls.
 
     def is_marked(self, number: int) -> bool:
         """Whether parameter `number` has the stand-in of a gradient that the user did not drop."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.DisableTorchFunctionSubclass():
             return self._is_own(self._parameters.params[number].grad, number)
 
     @property
@@ -226,18 +214,18 @@ class Answers:
             self._zeroed.discard(number)
             if self.is_marked(number):
                 param = self._parameters.params[number]
-                with torch._C.DisableTorchFunctionSubclass():
+                with torch_private.DisableTorchFunctionSubclass():
                     self._sink.arrive(number, torch.zeros(param.numel(), dtype=param.dtype, device=param.device))
         for number, param in enumerate(self._parameters.params):
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch_private.DisableTorchFunctionSubclass():
                 grad = param.grad
             if grad is not None and not self._is_own(grad, number):
                 # Made by hand, it may be of any value; but the last step still needs the memory it would go to.
-                self._landing.everything()
+                self._pending.apply_all()
                 self._arriving()
                 if isinstance(grad, StandIn):  # another parameter's
                     grad = self.values_of(grad.number)
-                with torch._C.DisableTorchFunctionSubclass():
+                with torch_private.DisableTorchFunctionSubclass():
                     param.grad = grad
                 self._sink.forget(number)
                 self._zeroed.discard(number)
@@ -257,7 +245,7 @@ class Answers:
         """Gives these parameters, which have no gradient, one of zeros."""
         for param in params:
             number = self._parameters.number_of(param)
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch_private.DisableTorchFunctionSubclass():
                 param.grad = torch.zeros_like(param) if number is None else self._stand_ins[number]
             if number is not None:
                 self.zero(number)
@@ -271,7 +259,7 @@ class Answers:
         """Takes the stand-ins away; those that somebody has answer no more."""
         self._is_removed = True
         self.dropped()
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.DisableTorchFunctionSubclass():
             for param in self._parameters.params:
                 if is_stand_in(param.grad):
                     param.grad = None
@@ -294,7 +282,7 @@ class Answers:
             if args[1] is args[0]:
                 return None
             func, args = Tensor.copy_, args
-        if func is _UNSCALE and len(args) == 3:
+        if func is torch_private.amp_unscale and len(args) == 3:
             return self._unscale(*args)
         if func in _NORMS and (found := self._norm(func, args, kwargs)) is not None:
             return found
@@ -311,7 +299,7 @@ class Answers:
             self._write_back(number)
             return self._copies[number][0].clone()
         param, line = self._parameters.params[number], self._current(number)
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.DisableTorchFunctionSubclass():
             return shaped_like(param, line.to(param.dtype)).to(param.device).clone()
 
     def _current(self, number: int) -> Tensor:
@@ -347,8 +335,8 @@ class Answers:
             return
         self._copies[number] = (copy, copy._version)
         param = self._parameters.params[number]
-        with torch._C.DisableTorchFunctionSubclass():
-            new = line_like(param, copy.detach()).cpu()
+        with torch_private.DisableTorchFunctionSubclass():
+            new = flattened_like(param, copy.detach()).cpu()
             held = self._current(number)
             if held.dtype is not new.dtype:  # what was not changed keeps the bits that the copy has not
                 rounded = held.to(new.dtype)
@@ -409,12 +397,12 @@ class Answers:
             live = [n for n in numbers if self.is_live(n)]
             self.take_changes()
             if self._ranks > 1:
-                every = list(self._collect()) if any(map(self.is_live, range(len(self._names)))) else list(self._used)
-                held = self._sink.norms(every, order)
+                has_live = any(map(self.is_live, range(len(self._names))))
+                every = self._owner.collect() if has_live else list(self._used)
             else:
                 every = list(numbers)
                 self._sink.collect(live)
-                held = self._sink.norms(every, order)
+            held = self._sink.norms(every, order)
             known = self._norms.setdefault(order, {})
             for number, norm in zip(every, held, strict=True):
                 used = self._used.get(number, 1.0)
@@ -474,14 +462,14 @@ class Answers:
         """
         met = {id(grad) for grad in grads}
         for name, param in zip(self._names, self._parameters.params, strict=True):
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch_private.DisableTorchFunctionSubclass():
                 grad = param.grad
             if grad is not None and id(grad) not in met:
                 raise ConfigError(
                     f"a GradScaler met gradients that OffloadZero has, but not that of {name}, which was assigned to "
                     "p.grad by hand, or is not in the optimizer it was given: give it all, as backward makes them"
                 )
-        self._unscales(found_inf, inverse)
+        self._owner.unscale(found_inf, inverse)
 
     def _is_own(self, grad: Any, number: int) -> bool:
         return grad is self._stand_ins[number]

@@ -14,10 +14,10 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from offload.checkpoint.reshard import Move
+from offload import torch_private
 from offload.errors import StaleParameterError
-from offload.layout import Chunk, Layout, Piece
-from offload.model.flat_param import Parameters, line_of
+from offload.layout import Chunk, CopyRange, Layout, Piece
+from offload.model.flat_param import FlatParameters, flattened
 from offload.native import Kernels
 from offload.storage.chunk_cache import Store
 from offload.storage.lease import Lease
@@ -27,7 +27,7 @@ BLOCK = 1 << 20
 """Elements that are worked on at once, so that temporaries stay small."""
 
 
-class Masters:
+class MasterWeights:
     """The states of a model's parameters, found by parameter number.
 
     Args: params: the store of the parameters that are streamed, which is `streamed` too, or that are committed.
@@ -36,7 +36,7 @@ class Masters:
     def __init__(
         self,
         layout: Layout,
-        parameters: Parameters,
+        parameters: FlatParameters,
         store: Store,
         kernels: Kernels,
         *,
@@ -127,7 +127,7 @@ class Masters:
         return self._parameters.flats[chunk.flat][chunk.start : chunk.start + chunk.numel]
 
     @torch.no_grad()
-    def take_over(self, sources: Iterable[tuple[Sequence[Move], Mapping[str, Tensor]]], step: int) -> None:
+    def take_over(self, sources: Iterable[tuple[Sequence[CopyRange], Mapping[str, Tensor]]], step: int) -> None:
         """Makes states and parameters those of a commit in another layout, which come in any order, each element once.
 
         Args: sources: for each committed slot its states (fp32, whole) and what of them goes where, by target.
@@ -156,7 +156,7 @@ class Masters:
             return None
         return leases.enter_context(self._streamed.lease(chunk, step=step))
 
-    def _place(self, lease: Lease, copies: Lease | None, move: Move, states: Mapping[str, Tensor]) -> None:
+    def _place(self, lease: Lease, copies: Lease | None, move: CopyRange, states: Mapping[str, Tensor]) -> None:
         """Copies one stretch of committed states, and makes the parameters of it."""
         chunk = self._layout.chunks[move.target]
         flat = self._parameters.flats[chunk.flat]
@@ -182,7 +182,7 @@ class Masters:
         for param in params if self._split_master and self._streamed is None else ():
             number = self._parameters.index.get(param)
             if number is not None and number not in self._before and param.dtype is torch.bfloat16:
-                self._before[number] = line_of(param.detach()).cpu().clone()
+                self._before[number] = flattened(param.detach()).cpu().clone()
 
     @torch.no_grad()
     def take_outside_writes(self, step: int) -> None:
@@ -272,11 +272,10 @@ class Masters:
         self._kernels.split(values.contiguous(), master, exp_avg_sq, copy)
 
     def _of_model(self, piece: Piece) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self._line_of_model(piece)
-
-    def _line_of_model(self, piece: Piece) -> Tensor:
-        return line_of(self._parameters.params[piece.param])[piece.param_offset : piece.param_offset + piece.numel]
+        """The elements of a piece in the model: a view, 1-D."""
+        with torch_private.DisableTorchFunctionSubclass():
+            param = flattened(self._parameters.params[piece.param])
+            return param[piece.param_offset : piece.param_offset + piece.numel]
 
 
 def _bits(values: Tensor) -> Tensor:

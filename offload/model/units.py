@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from difflib import get_close_matches
 from itertools import pairwise
@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from offload import torch_private
 from offload.errors import ConfigError
 from offload.layout import ParamSpec
 
@@ -132,7 +132,7 @@ def kept_modules(model: nn.Module, keep: Keep) -> list[nn.Module]:
 
 def has_statistics(module: nn.Module) -> bool:
     """Whether a module calculates with floating buffers that it changes in its forward: batch norm, spectral norm."""
-    if isinstance(module, _NormBase):
+    if isinstance(module, torch_private.NormBase):
         return module.running_mean is not None
     if isinstance(module, ParametrizationList):
         return any(buffer.is_floating_point() for buffer in module.buffers())
@@ -260,3 +260,33 @@ def _refuse_untrainable(
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise ConfigError(f"{name} makes sparse gradients: set sparse=False")
+
+
+def cast_untrained(model: nn.Module, trained: Container[Tensor], dtypes: Mapping[Tensor, torch.dtype]) -> None:
+    """Casts the floating parameters that nobody trains to their compute dtype: they have no other copy."""
+    for param in model.parameters():
+        if param not in trained and param.is_floating_point() and param.dtype is not dtypes[param]:
+            param.data = param.data.to(dtypes[param])
+
+
+def untrained_bytes(model: nn.Module, trained: Iterable[nn.Parameter], dtypes: Mapping[Tensor, torch.dtype]) -> int:
+    """What parameters that nobody trains, and buffers, take on the device."""
+    left = set(model.parameters()) - set(trained)
+    frozen = sum(p.numel() * (dtypes[p] if p.is_floating_point() else p.dtype).itemsize for p in left)
+    return frozen + sum(buffer.numel() * buffer.element_size() for buffer in set(model.buffers()))
+
+
+def device_for(given: torch.device | str | None, own: torch.device) -> torch.device:
+    """The device to train on: the model's own; one on the meta device goes where the user asks, or to the CPU.
+
+    Raises: ConfigError if the user asks for another device than the model's.
+    """
+    try:
+        wanted = own if given is None else torch.empty(0, device=given).device
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ConfigError(f"device={given!r} is no device of this machine: leave it out, or give {own}") from error
+    if own.type == "meta":
+        return wanted if wanted.type != "meta" else torch.device("cpu")
+    if wanted != own:
+        raise ConfigError(f"device={given} but the model is on {own}: move the model there first")
+    return own

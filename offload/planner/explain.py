@@ -29,8 +29,7 @@ from offload.errors import BudgetError
 from offload.grads import local as gradients
 from offload.grads.buckets import Reduction
 from offload.layout import Layout, build, tiled
-from offload.model.flat_param import untrained_bytes
-from offload.model.units import ROOT, compute_dtypes, rows_of, specs_of
+from offload.model.units import ROOT, compute_dtypes, rows_of, specs_of, untrained_bytes
 from offload.planner.choice import choose
 from offload.planner.device import Room
 from offload.planner.placement import IN_FLIGHT, TYPICAL_TBW, Placement, committed_slots, place, slot_records
@@ -153,7 +152,7 @@ def sent_numel(planned: Planned) -> dict[str, int]:
     assert config.stage is not None
     parts = dict.fromkeys(dict.fromkeys(flat.unit for flat in layout.flats), 0)
     for flat in layout.flats:
-        parts[flat.unit] += layout.part_numel(flat.index)
+        parts[flat.unit] += layout.shard_numel(flat.index)
     rounds = Reduction(layout, config.stage, config.accumulation, config.bucket_bytes).rounds
     gathered = sum(parts.values())
     if config.stage == 3:

@@ -204,7 +204,7 @@ def _held_bytes(layout: Layout, config: Config) -> dict[str, int]:
     states = sum(chunk.numel for chunk in layout.chunks) * MASTER_ITEM_BYTES
     params = gradients_held = 0
     for flat in layout.flats:
-        part, whole = layout.part_numel(flat.index), layout.padded_numel(flat.index)
+        part, whole = layout.shard_numel(flat.index), layout.padded_numel(flat.index)
         params += (layout.replicas * part if config.param_tier != "device" else whole) * flat.dtype.itemsize
         sums_locally = layout.ranks > 1 and config.stage == 1 and config.accumulation > 1
         itemsize = 4 if config.accumulation > 1 else flat.dtype.itemsize

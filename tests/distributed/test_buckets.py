@@ -43,7 +43,7 @@ def _reduced(kind: str, bucket_numel: int, seed: int) -> list[Tensor]:
     splits = splits_of(layout, group.size)
     buckets = Buckets(cut_buckets(layout, splits, bucket_numel))
     buffers = [torch.full((group.size * b.numel,), float("nan"), dtype=torch.bfloat16) for b in buckets.buckets]
-    found = [torch.zeros(cut.part_numel) for cut in splits]
+    found = [torch.zeros(cut.shard_numel) for cut in splits]
     works = []
 
     def launch(bucket: Bucket) -> None:

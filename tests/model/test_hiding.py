@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from offload import ConfigError, OffloadZero, Tuning
-from offload.model.hiding import hidden, is_watched
+from offload.model.torch_helpers import hidden, is_watched
 from offload.planner import least_cpu_memory
 from tests.support.streamed import Net, batch
 
@@ -157,7 +157,7 @@ def test_vmap_around_the_model(held: Held) -> None:
 def test_a_trace_is_of_the_models_operations_alone(held: Held) -> None:
     model, optimizer, plain = held
     x = batch(1).bfloat16()
-    if optimizer._attached.streaming is not None:
+    if optimizer._held.units.is_streamed:
         with (
             torch.no_grad(),
             pytest.raises(ConfigError, match=r"torch\.jit\.trace of a model with streamed parameters"),

@@ -35,14 +35,14 @@ def model(*numels: int, unit: str = "") -> Layout:
 @given(numel=st.integers(0, 10_000), ranks=st.integers(1, 20), align=st.sampled_from([1, 2, 64, 1000]))
 def test_partitions_are_equal_contiguous_and_cover_the_flat(numel: int, ranks: int, align: int) -> None:
     cut = split(numel, ranks, align)
-    assert cut.part_numel % align == 0
-    assert cut.padded_numel == cut.part_numel * ranks == numel + cut.padding
+    assert cut.shard_numel % align == 0
+    assert cut.padded_numel == cut.shard_numel * ranks == numel + cut.padding
     assert 0 <= cut.padding < ranks * align
     ranges = [cut.range_of(rank) for rank in range(ranks)]
     assert [element for start, stop in ranges for element in range(start, stop)] == list(range(numel))
     for rank, (start, stop) in enumerate(ranges):
         assert start <= stop
-        assert start == stop or start == rank * cut.part_numel
+        assert start == stop or start == rank * cut.shard_numel
         assert all(cut.owner(element) == rank for element in (start, stop - 1) if start < stop)
 
 
@@ -53,9 +53,9 @@ def test_every_element_is_in_one_ranks_partition(specs: list[ParamSpec], ranks: 
     for flat, cut in enumerate(splits_of(layout, ranks)):
         for rank in range(ranks):
             for piece in partition_of(layout, flat, cut, rank):
-                assert piece.chunk_offset + piece.numel <= cut.part_numel
+                assert piece.chunk_offset + piece.numel <= cut.shard_numel
                 _, offset = layout.places[piece.param]
-                assert offset + piece.param_offset == rank * cut.part_numel + piece.chunk_offset
+                assert offset + piece.param_offset == rank * cut.shard_numel + piece.chunk_offset
                 found += [(piece.param, piece.param_offset + i) for i in range(piece.numel)]
     assert sorted(found) == [(param, i) for param, spec in enumerate(specs) for i in range(spec.numel)]
 
@@ -121,13 +121,13 @@ def test_every_element_is_in_one_bucket_at_its_owners_place(
     for bucket in cut_buckets(layout, splits, bucket_numel):
         cut = splits[bucket.flat]
         assert 0 < bucket.numel <= max(bucket_numel // ranks, ALIGN_NUMEL)
-        assert bucket.start + bucket.numel <= cut.part_numel
+        assert bucket.start + bucket.numel <= cut.shard_numel
         for piece in bucket.pieces:
             flat, offset = layout.places[piece.param]
             assert flat == bucket.flat
             for i in (0, piece.numel - 1):
                 owner, place = divmod(piece.chunk_offset + i, bucket.numel)
-                assert offset + piece.param_offset + i == owner * cut.part_numel + bucket.start + place
+                assert offset + piece.param_offset + i == owner * cut.shard_numel + bucket.start + place
             found += [(piece.param, piece.param_offset + i) for i in range(piece.numel)]
     assert sorted(found) == [(param, i) for param, spec in enumerate(specs) for i in range(spec.numel)]
 

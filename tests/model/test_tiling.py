@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from offload import BudgetError, ConfigError, OffloadZero, Tuning
-from offload.model.where import Where
+from offload.model.transfer import UnitState
 from offload.planner import least_cpu_memory
 from tests.support.late_copier import LateCopier
 from tests.support.streamed import Net, Streams, Watched, batch, finish, state_of, train
@@ -324,12 +324,12 @@ def test_a_weight_is_gathered_and_written_while_its_tiles_are_on_their_way(strea
     with streams.optimizer(model, tuning=tuning(4)) as optimizer:
         train(squares, steps=2)(model, optimizer)
         optimizer.synchronize()
-        gathering, weight = optimizer._attached.streaming.gathering, model.blocks[1].up.weight
-        gathering.start("blocks.1.up.weight[0]")
+        transfers, weight = optimizer._held.units.transfers, model.blocks[1].up.weight
+        transfers.prefetch("blocks.1.up.weight[0]")
         with optimizer.gathered(weight, writable=True), torch.no_grad():
-            gathering.start("blocks.1.up.weight[1]")
+            transfers.prefetch("blocks.1.up.weight[1]")
             weight.zero_()
-        assert gathering.is_at("blocks.1.up.weight[0]", Where.HERE)
+        assert transfers.is_at("blocks.1.up.weight[0]", UnitState.RESIDENT)
         for leaf in optimizer._parts.parameters.tiles.values():
             assert not leaf.untyped_storage().nbytes() or leaf.isnan().all() or not leaf.any()
         out = model.blocks[1].up(x)
