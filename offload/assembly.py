@@ -18,7 +18,7 @@ from offload.devices.copies import Copier
 from offload.dist.communicator import Communicator
 from offload.grads.base import Gradients
 from offload.grads.buckets import Reduction
-from offload.grads.local import GradientSink
+from offload.grads.local import LocalGradients
 from offload.grads.local import records_of as gradient_records_of
 from offload.grads.reduce_scatter import ReducedGradients
 from offload.io.probe import weights
@@ -230,7 +230,7 @@ def _open_files(
         timeline,
         # What another budget is to find again lies in an order that no budget changes.
         placement.kept if config.commit_every is None else (),
-        places=config.places,
+        places=config.slots_per_chunk,
         committed=None if config.commit_every is None else committed_slots(layout, config),
         resumed=resumed,
         rank=rank,
@@ -252,7 +252,7 @@ def _sink(
     comm: Communicator,
 ) -> Gradients:
     if comm.size == 1:
-        return GradientSink(layout, config.accumulation, memory.states, kernels, memory.copier, timeline, stored)
+        return LocalGradients(layout, config.accumulation, memory.states, kernels, memory.copier, timeline, stored)
     assert config.stage is not None
     return ReducedGradients(
         layout,
@@ -269,7 +269,7 @@ def _sink(
         memory.travelling,
         memory.copier,
         kernels,
-        comm.beside,
+        comm.side_group,
         timeline,
         stored,
     )

@@ -96,7 +96,7 @@ class Config:
     cast_forward_inputs: bool = True
 
     @property
-    def places(self) -> int:
+    def slots_per_chunk(self) -> int:
         """Slots a chunk of states."""
         return 1 if self.commit_every is None else 2
 

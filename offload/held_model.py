@@ -8,7 +8,7 @@ from itertools import chain
 from torch import nn
 
 from offload.assembly import Parts
-from offload.dist.agreement import take_from_first
+from offload.dist.agreement import broadcast_from_first
 from offload.errors import OffloadError
 from offload.model.fetch import HeldUnits, StreamedUnits
 from offload.model.flat_param import flattened
@@ -103,7 +103,7 @@ class HeldModel:
     def keep_parameters(self, limit: int | None) -> None:
         """Fetches streamed parameters for good, if they take at most `limit` bytes of the device (None: any number).
         Parameters that ranks share stay released: another rank may have less room."""
-        if not isinstance(self.units, StreamedUnits) or self._run.layout.shards > 1:
+        if not isinstance(self.units, StreamedUnits) or self._run.layout.shard_group_size > 1:
             return
         parameters = self._parts.parameters
         if limit is None or sum(flat.numel() * flat.element_size() for flat in parameters.flats) <= limit:
@@ -151,7 +151,7 @@ class HeldModel:
                         parts.parameters.free(flat)
                     continue
                 params = parts.parameters.params
-                take_from_first(parts.comm, (flattened(params[n]) for n in layout.flats[flat].params))
+                broadcast_from_first(parts.comm, (flattened(params[n]) for n in layout.flats[flat].params))
                 parts.masters.take_flat(flat)
                 if transfers is not None:
                     transfers.store_and_free(flat)
@@ -165,7 +165,7 @@ class HeldModel:
         trained = parts.parameters.index
         cast_untrained(self._model, trained, dtypes)
         others = chain(self._model.parameters(), self._model.buffers())
-        take_from_first(parts.comm, (tensor for tensor in others if tensor not in trained))
+        broadcast_from_first(parts.comm, (tensor for tensor in others if tensor not in trained))
 
     def _complete_flats(self, source: Source) -> Iterator[int]:
         """The flat parameters whose parameters all have values. Those on the meta device get them on the way."""

@@ -141,7 +141,7 @@ class Layout:
     copies: tuple[Chunk, ...] = ()
 
     @property
-    def shards(self) -> int:
+    def shard_group_size(self) -> int:
         """Ranks that keep all parameters together."""
         return self.ranks // self.replicas
 
@@ -149,7 +149,7 @@ class Layout:
     def replicated_shards(self) -> range:
         """The ranks whose shards of the parameters this one keeps too: itself, and its counterparts in the other
         groups."""
-        return range(self.rank % self.shards, self.ranks, self.shards)
+        return range(self.rank % self.shard_group_size, self.ranks, self.shard_group_size)
 
     @cached_property
     def param_chunks(self) -> tuple[Chunk, ...]:
@@ -164,16 +164,16 @@ class Layout:
         """Elements of a flat in memory."""
         return self.shard_numel(flat) * self.ranks
 
-    def shard_of(self, flat: int, rank: int | None = None) -> tuple[int, int]:
+    def shard_range(self, flat: int, rank: int | None = None) -> tuple[int, int]:
         """First element of a rank's (None: the own) shard and the one after its last, without padding."""
         numel, part = self.flats[flat].numel, self.shard_numel(flat)
         start = min((self.rank if rank is None else rank) * part, numel)
         return start, min(start + part, numel)
 
-    def held_of(self, param: int, rank: int | None = None) -> tuple[int, int]:
+    def param_shard_range(self, param: int, rank: int | None = None) -> tuple[int, int]:
         """Which elements of a parameter, first and one after the last, are in a rank's (None: the own) shard."""
-        flat, offset = self.places[param]
-        start, stop = self.shard_of(flat, rank)
+        flat, offset = self.locations[param]
+        start, stop = self.shard_range(flat, rank)
         numel = self.specs[param].numel
         return min(max(start - offset, 0), numel), min(max(stop - offset, 0), numel)
 
@@ -205,7 +205,7 @@ class Layout:
         return tuple(made)
 
     @cached_property
-    def places(self) -> dict[int, tuple[int, int]]:
+    def locations(self) -> dict[int, tuple[int, int]]:
         """For each parameter: (flat, offset in it)."""
         return {
             param: (flat.index, offset)
@@ -261,7 +261,7 @@ def _chunks_of(layout: Layout, ranks: Sequence[int], first: int) -> tuple[Chunk,
     chunks: list[Chunk] = []
     for flat in layout.flats:
         for rank in ranks:
-            start, last = layout.shard_of(flat.index, rank)
+            start, last = layout.shard_range(flat.index, rank)
             for begin, end in _cuts(layout, flat, start, last):
                 pieces = tuple(pieces_between(flat, layout.specs, begin, end))
                 if pieces:

@@ -42,7 +42,7 @@ from offload.checkpoint.tensors import Entry
 from offload.config import Config, PathLike, Tuning
 from offload.devices.copies import Copier, copier_for
 from offload.dist import torch_distributed
-from offload.dist.agreement import all_or_none, require_alike, require_same_step, whole_line
+from offload.dist.agreement import agree_on_error, all_gather_shards, require_alike, require_same_step
 from offload.errors import (
     ClosedError,
     ConfigError,
@@ -193,7 +193,7 @@ class OffloadZero(torch.optim.Optimizer):
         self._comm = torch_distributed.connect(process_group, timeline=self._timeline)
         given = unwrapped_optimizer(optimizer)
         with ExitStack() as undo:
-            with all_or_none(self._comm):
+            with agree_on_error(self._comm):
                 require_free(model)
                 given = torch.optim.AdamW(model.parameters()) if given is None else given
                 source = source_of(init)
@@ -202,7 +202,7 @@ class OffloadZero(torch.optim.Optimizer):
             require_alike(self._comm, self._layout, self._config)
             start = recovery.find_together(undo, self._config, self._comm, self._layout, plan.wanted)
             self._config, found = start.config, start.found
-            with all_or_none(self._comm):
+            with agree_on_error(self._comm):
                 self._assemble(undo, plan, start)
             super().__init__(given.param_groups, dict(given.defaults))
             self.state = NoStates()  # type: ignore[assignment]
@@ -234,7 +234,7 @@ class OffloadZero(torch.optim.Optimizer):
         source.check(model)
         ranks.require_device(device)
         self._config = configuration.over_ranks(self._config, ranks=ranks.size, ranks_on_node=ranks.ranks_on_node)
-        replicas = configuration.replicas_of(self._config, ranks=ranks.size, rows=ranks.across.size)
+        replicas = configuration.replicas_of(self._config, ranks=ranks.size, rows=ranks.replicate_group.size)
         copier = self._copier = copier_for(device)
         rows = rows_of(model, params)
 
@@ -478,7 +478,7 @@ class OffloadZero(torch.optim.Optimizer):
         mine = self._held.answers.active
         own = [sink.factors.get(number, 1.0) for number in mine]
         row = (1.0, min(own), max(own)) if own else (0.0, 1.0, 1.0)
-        told = self._comm.gather(torch.tensor(row, dtype=torch.float64, device="cpu"))
+        told = self._comm.all_gather(torch.tensor(row, dtype=torch.float64, device="cpu"))
         known = {value for row in told.tolist() if row[0] for value in row[1:]}
         if len(known) > 1:
             self._share_factors(mine)
@@ -491,7 +491,7 @@ class OffloadZero(torch.optim.Optimizer):
         row = torch.full((len(self._layout.specs),), math.nan, dtype=torch.float64, device="cpu")
         for number in mine:
             row[number] = sink.factors.get(number, 1.0)
-        for number, column in enumerate(self._comm.gather(row).T.tolist()):
+        for number, column in enumerate(self._comm.all_gather(row).T.tolist()):
             factors = {value for value in column if value == value}
             if len(factors) > 1:
                 raise ConfigError(
@@ -536,10 +536,10 @@ class OffloadZero(torch.optim.Optimizer):
         number = self._number(param)
         if number not in self._collect():
             return None
-        first, last = self._layout.held_of(number)
+        first, last = self._layout.param_shard_range(number)
         line = torch.empty(param.numel(), dtype=torch.float32, device="cpu")
         line[first:last] = self._parts.sink.line(number).float() * self._parts.sink.factor_of(number)
-        return shaped_like(param, whole_line(self._comm, self._layout, number, line))
+        return shaped_like(param, all_gather_shards(self._comm, self._layout, number, line))
 
     def gathered(
         self, module_or_params: nn.Module | Tensor | Iterable[Tensor], *, writable: bool = False
@@ -559,7 +559,7 @@ class OffloadZero(torch.optim.Optimizer):
         self._held.pending.apply_all()
         self._held.take_outside_writes()
         lines = self._parts.masters.states(number, self._step)
-        whole = {kind: whole_line(self._comm, self._layout, number, line) for kind, line in lines.items()}
+        whole = {kind: all_gather_shards(self._comm, self._layout, number, line) for kind, line in lines.items()}
         shaped: dict[str, Any] = {kind: shaped_like(param, line) for kind, line in whole.items()}
         return shaped | {"step": self._ages[number]}
 

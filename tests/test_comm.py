@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.dist import torch_distributed as comm
-from offload.dist.communicator import Alone, _exact_parts, average
+from offload.dist.communicator import SingleProcess, _exact_parts, average
 from offload.errors import ConfigError
 from tests.support.communicators import Late
 
 
 def test_one_process_is_alone() -> None:
     group = comm.connect()
-    assert isinstance(group, Alone)
+    assert isinstance(group, SingleProcess)
     assert (group.rank, group.size, group.local_rank, group.ranks_on_node) == (0, 1, 0, 1)
 
 
@@ -93,17 +93,17 @@ def test_averages_of_bf16_are_rounded_once_at_the_end() -> None:
 def test_alone_casts_and_copies() -> None:
     full = torch.tensor([1.0, 3.0], dtype=torch.bfloat16)
     out = torch.empty(2)
-    Alone().reduce_scatter(full, out).wait()
+    SingleProcess().reduce_scatter(full, out).wait()
     assert out.tolist() == [1, 3]
     gathered = torch.zeros(2, dtype=torch.bfloat16)
-    Alone().all_gather(full, gathered).wait()
+    SingleProcess().all_gather_into_tensor(full, gathered).wait()
     assert torch.equal(gathered, full)
-    Alone().all_gather(full, full).wait()
+    SingleProcess().all_gather_into_tensor(full, full).wait()
     assert full.tolist() == [1, 3]
 
 
 def test_the_late_communicator_shows_a_missing_wait() -> None:
-    late = Late(Alone())
+    late = Late(SingleProcess())
     first, second = torch.zeros(2), torch.zeros(2)
     one, full = late.reduce_scatter(torch.ones(2), first), torch.ones(2)
     two = late.reduce_scatter(full, second)

@@ -21,13 +21,13 @@ def test_the_defaults_are_those_of_the_design() -> None:
     assert config.compute_dtype is torch.bfloat16
     assert (config.accumulation, config.skip_nonfinite, config.keep_fp32) == (1, False, ())
     assert (config.chunk_numel, config.in_flight, config.threads) == (16 * MIB, None, None)
-    assert (config.commit_every, config.places) == (None, 1)
+    assert (config.commit_every, config.slots_per_chunk) == (None, 1)
 
 
 def test_where_there_is_a_path_every_hundredth_step_is_committed(tmp_path: Path) -> None:
     for options in ({}, {"tier": "nvme"}, {"tier": "cpu"}, {"resume": "auto"}):
         config = check(path=tmp_path, **options)
-        assert (config.commit_every, config.places) == (100, 2)
+        assert (config.commit_every, config.slots_per_chunk) == (100, 2)
     assert check(tier="cpu", resume=[tmp_path]).commit_every is None
     for given in (None, 0, 7):
         assert check(path=tmp_path, commit_every=given).commit_every == given

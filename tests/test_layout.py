@@ -46,7 +46,7 @@ def test_every_element_lies_in_exactly_one_place(specs: list[ParamSpec], chunk_n
     positions = [(flat, position) for _, _, flat, position in found]
     assert len(positions) == len(set(positions))
     for param, element, flat, position in found:
-        assert layout.places[param] == (flat, position - element)
+        assert layout.locations[param] == (flat, position - element)
 
 
 @given(specs=specs, chunk_numel=chunk_numels)

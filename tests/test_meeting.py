@@ -19,7 +19,7 @@ from offload.checkpoint.commit import Commit, write_commit, write_manifest
 from offload.checkpoint.manifest import Digest
 from offload.checkpoint.recovery import Found
 from offload.checkpoint.rendezvous import Places, Seen, in_turns, look_together, manifests_of_all
-from offload.dist.agreement import bytes_of_all
+from offload.dist.agreement import all_gather_object
 from offload.dist.communicator import Communicator
 from offload.storage.files import LOCAL
 from tests.support.committed import RUN, STEP, manifest_of
@@ -40,7 +40,7 @@ class Threads:
             self._barrier.wait()
             return found
 
-        def any_true(flag: bool) -> bool:
+        def all_reduce_any(flag: bool) -> bool:
             return bool(gather(torch.tensor([flag])).any())
 
         def broadcast(values: Tensor, source: int = 0) -> None:
@@ -51,7 +51,7 @@ class Threads:
             self._barrier.wait()
 
         known = {"rank": number, "size": len(self._rows), "broadcast": broadcast}
-        return cast(Communicator, SimpleNamespace(**known, gather=gather, any_true=any_true))
+        return cast(Communicator, SimpleNamespace(**known, all_gather=gather, all_reduce_any=all_reduce_any))
 
     def run(self, work: Callable[[Communicator], Any]) -> list[Any]:
         """What `work` returns on each rank."""
@@ -107,9 +107,9 @@ def test_a_manifest_that_some_rank_lacks_is_sent_once_by_the_first_that_sees_it(
 
     def noted(comm: Communicator, data: bytes) -> list[bytes]:
         sent[comm.rank] = sorted(json.loads(data))
-        return bytes_of_all(comm, data)
+        return all_gather_object(comm, data)
 
-    monkeypatch.setattr(meeting, "bytes_of_all", noted)
+    monkeypatch.setattr(meeting, "all_gather_object", noted)
 
     def work(comm: Communicator) -> object:
         return manifests_of_all([folders[comm.rank]], folders[0], commit, comm, LOCAL)

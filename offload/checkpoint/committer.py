@@ -43,7 +43,7 @@ from offload.checkpoint.recovery import Found
 from offload.checkpoint.reshard import moves
 from offload.checkpoint.snapshot import Need, Snapshot, require_space
 from offload.config import Config
-from offload.dist.agreement import all_or_none, bytes_of_all
+from offload.dist.agreement import agree_on_error, all_gather_object
 from offload.errors import (
     ConfigError,
     InterruptedStepError,
@@ -226,7 +226,7 @@ class Commits:
     def _digests(self, own: Digest) -> tuple[Digest, ...]:
         """Of all ranks' manifests."""
         line = torch.frombuffer(bytearray(own.size.to_bytes(8, "little") + bytes.fromhex(own.xxh3)), dtype=torch.uint8)
-        rows = [bytes(row.tolist()) for row in self._comm.gather(line)]
+        rows = [bytes(row.tolist()) for row in self._comm.all_gather(line)]
         return tuple(Digest(int.from_bytes(row[:8], "little"), row[8:].hex()) for row in rows)
 
     @contextmanager
@@ -251,7 +251,7 @@ class Commits:
 
     def _worst(self, outcome: int) -> int:
         """Of all ranks."""
-        return int(self._comm.gather(torch.tensor([outcome], dtype=torch.uint8, device="cpu")).max())
+        return int(self._comm.all_gather(torch.tensor([outcome], dtype=torch.uint8, device="cpu")).max())
 
     def take_over(self, found: Found, ages: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> None:
         """Makes states and parameters those of a commit in another layout; see [Note: another layout] in places.py.
@@ -264,7 +264,7 @@ class Commits:
         what = moves(reader.manifests, self._layout)
         order = sorted(what, key=lambda at: what[at][0].target)
         taken = ((what[at], states) for at, states in zip(order, reader.slots(order), strict=True))
-        with all_or_none(self._comm, _not_restored()):
+        with agree_on_error(self._comm, _not_restored()):
             self._parts.masters.take_over(taken, step)
         self._put_together(step)
         slots = self._parts.slots
@@ -290,23 +290,23 @@ class Commits:
         assert self._record is not None
         part = Snapshot(self._record, manifest, self._config.paths, slots.paths, self._files)
         with ExitStack() as held:
-            with all_or_none(comm, _not_kept()):
+            with agree_on_error(comm, _not_kept()):
                 slots.require_here()
                 own: tuple[list[str], list[str], list[str], bool] = (part.decided(), [], [], False)
                 if comm.rank == 0:
                     surplus = [] if keep is None else part.superseded(keep, held)
                     own = (own[0], surplus, [name for name in part.kept() if name not in surplus], part.is_kept())
-            told = [json.loads(data) for data in bytes_of_all(comm, json.dumps(own).encode())]
+            told = [json.loads(data) for data in all_gather_object(comm, json.dumps(own).encode())]
             _, surplus, others, is_kept = told[0]
-            with all_or_none(comm, _not_kept()):
+            with agree_on_error(comm, _not_kept()):
                 part.clear(decided={name for decided, *_ in told for name in decided})
             if not is_kept:
                 self._keep(part)
             with suppress(TierIOError, OtherRankError):  # the next one clears away what is left
-                with all_or_none(comm, _not_kept()):
+                with agree_on_error(comm, _not_kept()):
                     part.settle([part.name])
                     part.retire(surplus)
-                with all_or_none(comm, _not_kept()):
+                with agree_on_error(comm, _not_kept()):
                     if comm.rank == 0:
                         part.withdraw(surplus)
                 part.clear(surplus)
@@ -316,20 +316,20 @@ class Commits:
     def _keep(self, part: Snapshot) -> None:
         """Makes a snapshot that is not there."""
         comm = self._comm
-        with all_or_none(comm, _not_kept()):
+        with agree_on_error(comm, _not_kept()):
             part.require_no_other()
             needs = [asdict(need) for need in part.needs()]
-        told = bytes_of_all(comm, json.dumps(needs).encode())
+        told = all_gather_object(comm, json.dumps(needs).encode())
         require_space(Need(**need) for data in told for need in json.loads(data))
         try:
-            with all_or_none(comm, _not_kept()):
+            with agree_on_error(comm, _not_kept()):
                 part.make()
         except OffloadError as error:
             if not isinstance(error, RankError):
                 with suppress(TierIOError):
                     part.clear([part.name])
             raise
-        with all_or_none(comm, _not_kept()):
+        with agree_on_error(comm, _not_kept()):
             # If this fails, it may be there or not: whoever comes next looks.
             if comm.rank == 0:
                 part.decide()
@@ -353,7 +353,7 @@ class Commits:
         Raises: as `require_last`; CorruptionError, TierIOError, OtherRankError, RankError.
         """
         manifest = self.require_last()
-        with all_or_none(self._comm, _not_restored()):
+        with agree_on_error(self._comm, _not_restored()):
             self._restore_own(manifest)
         self._put_together(manifest.step)
         return manifest
@@ -361,7 +361,7 @@ class Commits:
     def _put_together(self, step: int) -> None:
         """Gets the other ranks' parameters. Args: step: whose."""
         for flat in self._layout.flats:
-            self._parts.returned.gather(flat.index, step)
+            self._parts.returned.all_gather(flat.index, step)
         for store in self._parts.stores:
             # What is read ahead for the next step is not waited for: a chunk that it needs has been checked already.
             if store is not self._parts.store or self._config.split_master:

@@ -32,7 +32,7 @@ from offload.checkpoint.rendezvous import Places, Seen, in_turns, look_together,
 from offload.checkpoint.reshard import moves
 from offload.checkpoint.visible import ON_OTHER_MACHINES, hidden_ranks, ranks_named
 from offload.config import Config
-from offload.dist.agreement import all_or_none
+from offload.dist.agreement import agree_on_error
 from offload.dist.communicator import Communicator
 from offload.errors import CorruptionError, OffloadError, PathError, ResumeError
 from offload.layout import Layout
@@ -190,12 +190,12 @@ def describe(
         rank=layout.rank,
         world=layout.ranks,
         paths=max(len(config.paths), 1),
-        places=config.places,
+        places=config.slots_per_chunk,
         compute_dtype=str(config.compute_dtype).removeprefix("torch."),
         split_master=config.split_master,
         groups=tuple(groups),
         parameters=parameters_of(layout, shapes, strides, [0] * len(params)),
-        flats=flats_of(layout, [layout.shard_of(flat.index) for flat in layout.flats]),
+        flats=flats_of(layout, [layout.shard_range(flat.index) for flat in layout.flats]),
         chunks=(),
     )
     if config.commit_every is not None:
@@ -229,7 +229,7 @@ def find_together(undo: ExitStack, config: Config, comm: Communicator, layout: L
     own = places.own + places.origins
     held = Directories()
     undo.callback(held.close)
-    with all_or_none(comm):
+    with agree_on_error(comm):
         for path in config.paths:
             check_directory(path, resumes=bool(config.resume))
         for path in own:
@@ -240,7 +240,7 @@ def find_together(undo: ExitStack, config: Config, comm: Communicator, layout: L
     if not config.resume:
         return Start(config, None, run_id, held)
     seen = look_together(places, comm, files)
-    with all_or_none(comm):
+    with agree_on_error(comm):
         meant = _meant(seen, places)
     if meant is None:
         if config.resume == "auto":
@@ -254,16 +254,16 @@ def find_together(undo: ExitStack, config: Config, comm: Communicator, layout: L
         if _standing(own, files) != before:
             raise _just_committed(meant.last[0]) from error
         raise
-    with all_or_none(comm):
+    with agree_on_error(comm):
         found = _find(config, places, seen, meant, manifests, layout, wanted, held)
     # Used where it lies by all ranks, or by none.
-    if comm.any_true(found.manifest is None):
+    if comm.all_reduce_any(found.manifest is None):
         found = replace(found, manifest=None)
     undo.callback(found.reader.close)
-    with all_or_none(comm):
+    with agree_on_error(comm):
         found = _reach(found, layout, wanted)
     found.clear_up(comm)
-    with all_or_none(comm):
+    with agree_on_error(comm):
         found.claim(alone=comm.size == 1)
     return Start(replace(config, paths=found.paths), found, run_id, held)
 

@@ -25,7 +25,7 @@ from offload.checkpoint.manifest import Manifest, serialise
 from offload.checkpoint.places import Looked, look, together
 from offload.checkpoint.visible import ranks_in, read_manifests, require_manifests
 from offload.config import Config
-from offload.dist.agreement import all_or_none, bytes_of_all
+from offload.dist.agreement import agree_on_error, all_gather_object
 from offload.dist.communicator import Communicator
 from offload.errors import OffloadError
 from offload.storage.files import Files
@@ -62,7 +62,7 @@ def meet(config: Config, comm: Communicator) -> tuple[Places, bytes]:
     Returns: also 16 bytes, of rank 0. Raises: RankError.
     """
     own = [[str(path.absolute()) for path in paths] for paths in (config.paths, config.origins)]
-    told = [json.loads(data) for data in bytes_of_all(comm, json.dumps([new_run_id().hex(), *own]).encode())]
+    told = [json.loads(data) for data in all_gather_object(comm, json.dumps([new_run_id().hex(), *own]).encode())]
     known = {os.path.realpath(path) for path in config.paths}
     found: list[tuple[Path, ...]] = []
     for which in (1, 2):
@@ -75,9 +75,9 @@ def meet(config: Config, comm: Communicator) -> tuple[Places, bytes]:
 
 def look_together(places: Places, comm: Communicator, files: Files) -> Seen:
     """Every rank looks in its own directories. Raises: as `look`; ConfigError where nothing was wrong; RankError."""
-    with all_or_none(comm):
+    with agree_on_error(comm):
         own = [look(places.own, files), look(places.origins, files)]
-    told = [json.loads(data) for data in bytes_of_all(comm, json.dumps([_told(one) for one in own]).encode())]
+    told = [json.loads(data) for data in all_gather_object(comm, json.dumps([_told(one) for one in own]).encode())]
     runs, named = (together([_looked(one[which]) for one in told]) for which in (0, 1))
     # What one rank names in `resume` may be in another one's `path`.
     known = {commit for _, commit in runs.records}
@@ -108,10 +108,10 @@ def manifests_of_all(
     Raises: CorruptionError, ResumeError (some are nowhere), PathError, TierIOError; ConfigError, RankError.
     """
     count = len(commit.manifests)
-    with all_or_none(comm):
+    with agree_on_error(comm):
         found, lying = read_manifests(places, commit, files), ranks_in(places, commit, files)
     flags = [[number in those for number in range(count)] for those in (found, lying)]
-    told = comm.gather(torch.tensor(flags, dtype=torch.uint8, device="cpu").flatten()).view(comm.size, 2, count)
+    told = comm.all_gather(torch.tensor(flags, dtype=torch.uint8, device="cpu").flatten()).view(comm.size, 2, count)
     anybody = [{number for number in range(count) if told[:, which, number].any()} for which in (0, 1)]
     require_manifests(commit, anybody[0], anybody[1], places, home)
     has = told[:, 0]
@@ -119,8 +119,8 @@ def manifests_of_all(
         # The first rank that sees one sends it, if one does not.
         mine = [number for number in found if has[:, number].tolist().index(1) == comm.rank]
         sent = {number: serialise(found[number]).decode() for number in mine if not has[:, number].all()}
-        told_of = bytes_of_all(comm, json.dumps(sent).encode())
-        with all_or_none(comm):  # the others would wait for a rank that has given up
+        told_of = all_gather_object(comm, json.dumps(sent).encode())
+        with agree_on_error(comm):  # the others would wait for a rank that has given up
             for data in told_of:
                 for number, text in json.loads(data).items():
                     if int(number) not in found:
@@ -134,17 +134,17 @@ def in_turns(
     """Lets every rank do what there is to do in its own directories, one after the other, for they may be shared.
 
     Args: left: how pressing it is for this rank to go next, 0: nothing is left to do; asked after every turn, for the
-    rank whose turn it was may have done it; elsewhere: see `all_or_none`.
+    rank whose turn it was may have done it; elsewhere: see `agree_on_error`.
     Raises: what they raise, `elsewhere` (None: ConfigError) on the other ranks; RankError.
     """
     is_done = False
     while True:
-        with all_or_none(comm, elsewhere):
+        with agree_on_error(comm, elsewhere):
             own = 0 if is_done else left()
-        pressing = comm.gather(torch.tensor([own], dtype=torch.uint8, device="cpu")).flatten().tolist()
+        pressing = comm.all_gather(torch.tensor([own], dtype=torch.uint8, device="cpu")).flatten().tolist()
         if not any(pressing):
             return
-        with all_or_none(comm, elsewhere):
+        with agree_on_error(comm, elsewhere):
             if pressing.index(max(pressing)) == comm.rank:
                 is_done = True
                 work()

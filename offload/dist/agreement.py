@@ -21,7 +21,7 @@ BLOCK = 1 << 20
 
 
 @torch.no_grad()
-def take_from_first(comm: Communicator, tensors: Iterable[Tensor]) -> None:
+def broadcast_from_first(comm: Communicator, tensors: Iterable[Tensor]) -> None:
     """Gives `tensors` the values that they have on rank 0, as DistributedDataParallel does. Raises: RankError."""
     if comm.size == 1:
         return
@@ -33,26 +33,26 @@ def take_from_first(comm: Communicator, tensors: Iterable[Tensor]) -> None:
                 tensor.detach().copy_(line)
 
 
-def whole_line(comm: Communicator, layout: Layout, param: int, line: Tensor) -> Tensor:
+def all_gather_shards(comm: Communicator, layout: Layout, param: int, line: Tensor) -> Tensor:
     """A line of `param` with every rank's part of it; all ranks have to call it.
 
-    Args: line: shape (numel,), on the CPU, of which this rank's part, `layout.held_of(param)`, counts; overwritten.
+    Args: line: shape (numel,), on the CPU, of which this rank's part, `layout.param_shard_range(param)`, counts; overwritten.
     Raises: RankError.
     """
     if comm.size == 1:
         return line
     for start in range(0, line.numel(), BLOCK):
         stop = min(start + BLOCK, line.numel())
-        rows = comm.gather(line[start:stop])
+        rows = comm.all_gather(line[start:stop])
         for rank, row in enumerate(rows):
-            first, last = (min(max(edge, start), stop) for edge in layout.held_of(param, rank))
+            first, last = (min(max(edge, start), stop) for edge in layout.param_shard_range(param, rank))
             line[first:last] = row[first - start : last - start]
     return line
 
 
-def bytes_of_all(comm: Communicator, data: bytes) -> list[bytes]:
+def all_gather_object(comm: Communicator, data: bytes) -> list[bytes]:
     """What every rank gave, by rank. Raises: RankError."""
-    sizes = comm.gather(torch.tensor([len(data)], device="cpu")).flatten().tolist()
+    sizes = comm.all_gather(torch.tensor([len(data)], device="cpu")).flatten().tolist()
     lines = [torch.zeros(size, dtype=torch.uint8, device="cpu") for size in sizes]
     lines[comm.rank] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     for rank, line in enumerate(lines):
@@ -61,7 +61,7 @@ def bytes_of_all(comm: Communicator, data: bytes) -> list[bytes]:
 
 
 @contextmanager
-def all_or_none(comm: Communicator, elsewhere: OffloadError | None = None) -> Iterator[None]:
+def agree_on_error(comm: Communicator, elsewhere: OffloadError | None = None) -> Iterator[None]:
     """What raises here on one rank raises on all of them, so that none waits for one that has given up.
 
     Raises: on ranks where nothing was wrong `elsewhere` (None: a ConfigError), RankError.
@@ -69,9 +69,9 @@ def all_or_none(comm: Communicator, elsewhere: OffloadError | None = None) -> It
     try:
         yield
     except Exception:
-        comm.any_true(True)
+        comm.all_reduce_any(True)
         raise
-    if comm.any_true(False):
+    if comm.all_reduce_any(False):
         raise elsewhere or ConfigError("another rank could not take the model: its own error says why")
 
 
@@ -82,12 +82,12 @@ def require_alike(comm: Communicator, layout: Layout, config: Config) -> None:
     """
     options = (config.stage, config.accumulation, config.param_tier, config.bucket_bytes)
     commits = (config.commit_every, config.resume, config.split_master)
-    if not comm.all_agree(repr((layout.specs, layout.flats, layout.ranks, layout.replicas, options, commits))):
+    if not comm.all_equal(repr((layout.specs, layout.flats, layout.ranks, layout.replicas, options, commits))):
         raise ConfigError(
             "the ranks differ in the model (names, sizes, dtypes, units, param groups), or in stage, accumulation, "
             "param_tier, commit_every, resume, Tuning.split_master or Tuning.bucket: give all of them the same"
         )
-    comm.beside.barrier()
+    comm.side_group.barrier()
 
 
 def require_same_step(
@@ -106,7 +106,7 @@ def require_same_step(
     if comm.size > 1:
         scalars = None if fault is not None else [scalars_of(group, 1, scale) for group in groups]
         variants = [[bool(group.get(option)) for option in UNSUPPORTED] for group in groups]
-        if not comm.all_agree(repr((scalars, variants, skips))) and fault is None:
+        if not comm.all_equal(repr((scalars, variants, skips))) and fault is None:
             raise ConfigError(
                 "the ranks differ in the hyper-parameters of this step, or in how its gradients are clipped or scaled: "
                 "set param groups, call clip_grad_norm_ and use a GradScaler alike on every rank, then step() again; "

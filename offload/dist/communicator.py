@@ -56,8 +56,8 @@ class Communicator(ABC):
     raises the same error at once. Counts what this rank sends to others, padding included, by name of the collective.
 
     Attributes: rank and size in the group; local_rank and ranks_on_node among all processes of the job on this
-    machine, which share its RAM, cores and drives. With replicas, `size` is a multiple of `within.size`, the ranks of
-    `within` are consecutive ones, and `across` are those at the same place among them; all three fail together.
+    machine, which share its RAM, cores and drives. With replicas, `size` is a multiple of `shard_group.size`, the ranks of
+    `shard_group` are consecutive ones, and `replicate_group` are those at the same place among them; all three fail together.
     """
 
     def __init__(self, rank: int, size: int, local_rank: int, ranks_on_node: int) -> None:
@@ -67,17 +67,17 @@ class Communicator(ABC):
         self.ranks_on_node = ranks_on_node
 
     @property
-    def within(self) -> Communicator:
+    def shard_group(self) -> Communicator:
         """The ranks that keep all parameters together, where these are partitioned."""
         return self
 
     @property
-    def across(self) -> Communicator:
+    def replicate_group(self) -> Communicator:
         """The ranks that keep the same partitions of the parameters."""
-        return Alone(self.local_rank, self.ranks_on_node)
+        return SingleProcess(self.local_rank, self.ranks_on_node)
 
     @property
-    def beside(self) -> Communicator:
+    def side_group(self) -> Communicator:
         """The same ranks, whose collectives are in an order of their own: for what does not come alike on all ranks
         between others. Failures and counts are shared. All ranks have to ask for it together at first.
 
@@ -95,7 +95,7 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def all_gather(self, shard: Tensor, out: Tensor) -> Work:
+    def all_gather_into_tensor(self, shard: Tensor, out: Tensor) -> Work:
         """`out` gets the shards of all ranks in rank order.
 
         Args: shard: [k], contiguous. out: [size * k], of the same dtype; `shard` may be its own place in it.
@@ -110,7 +110,7 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def gather(self, values: Tensor) -> Tensor:
+    def all_gather(self, values: Tensor) -> Tensor:
         """Every rank's `values`: [m] on the CPU, m alike on all ranks. Returns: [size, m] on the CPU, in rank order.
 
         For few values: blocks. Raises: ValueError, RankError.
@@ -135,16 +135,16 @@ class Communicator(ABC):
 
     def barrier(self) -> None:
         """Returns when every rank has called it. Raises: RankError."""
-        self.gather(torch.zeros(1, dtype=torch.uint8, device="cpu"))
+        self.all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"))
 
-    def any_true(self, flag: bool) -> bool:
+    def all_reduce_any(self, flag: bool) -> bool:
         """Whether `flag` is true on one rank at least. Raises: RankError."""
-        return bool(self.gather(torch.tensor([flag], device="cpu")).any())
+        return bool(self.all_gather(torch.tensor([flag], device="cpu")).any())
 
-    def all_agree(self, text: str) -> bool:
+    def all_equal(self, text: str) -> bool:
         """Whether all ranks gave the same text, a description of the layout, say. Raises: RankError."""
         digest = hashlib.sha256(text.encode()).digest()
-        digests = self.gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+        digests = self.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
         return bool((digests == digests[0]).all())
 
     def exact_sum(self, values: Iterable[float]) -> float:
@@ -156,7 +156,7 @@ class Communicator(ABC):
         parts = torch.zeros(_DOUBLES, dtype=torch.float64, device="cpu")
         own = _exact_parts(values)
         parts[: len(own)] = torch.tensor(own, dtype=torch.float64, device="cpu")
-        return _fsum(self.gather(parts).flatten().tolist())
+        return _fsum(self.all_gather(parts).flatten().tolist())
 
 
 class _Done(Work):
@@ -167,7 +167,7 @@ class _Done(Work):
         return None
 
 
-class Alone(Communicator):
+class SingleProcess(Communicator):
     """A world of one: makes no call, and sends nothing."""
 
     def __init__(self, local_rank: int = 0, ranks_on_node: int = 1) -> None:
@@ -179,7 +179,7 @@ class Alone(Communicator):
             out.copy_(full)
         return _Done()
 
-    def all_gather(self, shard: Tensor, out: Tensor) -> Work:
+    def all_gather_into_tensor(self, shard: Tensor, out: Tensor) -> Work:
         check_gather(shard, out, 1)
         if shard.data_ptr() != out.data_ptr():
             with torch.no_grad():
@@ -189,7 +189,7 @@ class Alone(Communicator):
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         check_source(source, 1)
 
-    def gather(self, values: Tensor) -> Tensor:
+    def all_gather(self, values: Tensor) -> Tensor:
         return values.clone().reshape(1, -1)
 
     def stats(self) -> dict[str, int]:

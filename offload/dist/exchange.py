@@ -45,7 +45,7 @@ class Gathers:
         whole, numel = self._flats[flat], self._layout.shard_numel(flat)
         if numel:
             own = whole[self._comm.rank * numel : (self._comm.rank + 1) * numel]
-            self._works[flat] = self._comm.all_gather(own, whole)
+            self._works[flat] = self._comm.all_gather_into_tensor(own, whole)
 
     def finish(self, flat: int) -> None:
         """Waits for the others' partitions. Raises: RankError."""
@@ -93,7 +93,7 @@ class Exchange:
 
         Args: values: its new ones; step: whose. Raises: RankError.
         """
-        self._send_up_to(chunk.flat, chunk.start - self._layout.shard_of(chunk.flat)[0], step)
+        self._send_up_to(chunk.flat, chunk.start - self._layout.shard_range(chunk.flat)[0], step)
         self._launch(chunk.flat, values, step)
 
     def finish(self, flat: int, step: int) -> None:
@@ -127,7 +127,7 @@ class Exchange:
         own[numel:] = 0
         if values is not None:
             own[:numel] = values
-        self._travelling = (self._comm.all_gather(own, rows.view(-1)), flat, self._sent)
+        self._travelling = (self._comm.all_gather_into_tensor(own, rows.view(-1)), flat, self._sent)
         self._sent += own.numel()
 
     def _arrive(self, step: int) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from offload.dist.communicator import (
-    Alone,
+    SingleProcess,
     Communicator,
     Work,
     average,
@@ -65,8 +65,8 @@ class Group(Communicator):
         timeout_s: float = TIMEOUT_S,
         timeline: Timeline | None = None,
         environ: Mapping[str, str] = os.environ,
-        within: dist.ProcessGroup | None = None,
-        across: dist.ProcessGroup | None = None,
+        shard_group: dist.ProcessGroup | None = None,
+        replicate_group: dist.ProcessGroup | None = None,
     ) -> None:
         local_rank, ranks_on_node = place_on_node(environ, dist.get_rank(), dist.get_world_size())
         super().__init__(dist.get_rank(members), dist.get_world_size(members), local_rank, ranks_on_node)
@@ -77,31 +77,31 @@ class Group(Communicator):
         self._timeout_s = timeout_s
         self._timeline = timeline or Timeline()
         self._shared = _Shared()
-        self._within, self._across = self._part(within), self._part(across)
+        self._shard_group, self._replicate_group = self._part(shard_group), self._part(replicate_group)
         self._own: dist.ProcessGroup | None = None  # made here, to be taken away at the end
-        self._beside: Communicator | None = None
+        self._side_group: Communicator | None = None
         self._ends = math.inf
 
     def _part(self, members: dist.ProcessGroup | None) -> Communicator | None:
         if members is None:
             return None
         if dist.get_world_size(members) == 1:
-            return Alone(self.local_rank, self.ranks_on_node)
+            return SingleProcess(self.local_rank, self.ranks_on_node)
         part = Group(members, timeout_s=self._timeout_s, timeline=self._timeline)
         part._shared = self._shared
         return part
 
     @property
-    def within(self) -> Communicator:
-        return self._within or super().within
+    def shard_group(self) -> Communicator:
+        return self._shard_group or super().shard_group
 
     @property
-    def across(self) -> Communicator:
-        return self._across or super().across
+    def replicate_group(self) -> Communicator:
+        return self._replicate_group or super().replicate_group
 
     @property
-    def beside(self) -> Communicator:
-        if self._beside is None:
+    def side_group(self) -> Communicator:
+        if self._side_group is None:
             self.check()
             began = time.monotonic()
             try:
@@ -111,9 +111,9 @@ class Group(Communicator):
                 made = _another(self._ranks, names.pop() if len(names) == 1 else backends, self._timeout_s + _GRACE_S)
             except RuntimeError as error:
                 raise self.fail("new_group", time.monotonic() - began, str(error)) from error
-            self._own, self._beside = made, self._part(made)
-        assert self._beside is not None
-        return self._beside
+            self._own, self._side_group = made, self._part(made)
+        assert self._side_group is not None
+        return self._side_group
 
     def reduce_scatter(self, full: Tensor, out: Tensor, *, scratch: Tensor | None = None) -> Work:
         check_reduction(full, out, scratch, self.size)
@@ -127,7 +127,7 @@ class Group(Communicator):
 
         return self._launch("reduce_scatter", exchange, full, full.numel() - out.numel(), finish)
 
-    def all_gather(self, shard: Tensor, out: Tensor) -> Work:
+    def all_gather_into_tensor(self, shard: Tensor, out: Tensor) -> Work:
         check_gather(shard, out, self.size)
 
         def exchange() -> Any:
@@ -150,7 +150,7 @@ class Group(Communicator):
             with torch.no_grad():
                 tensor.copy_(travelling)
 
-    def gather(self, values: Tensor) -> Tensor:
+    def all_gather(self, values: Tensor) -> Tensor:
         if values.dim() != 1 or not values.is_cpu:
             raise ValueError(f"values has to be a 1-D CPU tensor, not {describe(values)}")
         own = values.contiguous().to(self._host)
@@ -295,7 +295,7 @@ def connect(
     """The communicator of this process.
 
     Args: process_group: a ProcessGroup or a DeviceMesh: the data-parallel ranks, that hold one partition each; None:
-        all ranks. Of a mesh of two dimensions the first is of replicas, `across`, and the second `within`, as FSDP2 has
+        all ranks. Of a mesh of two dimensions the first is of replicas, `replicate_group`, and the second `shard_group`, as FSDP2 has
         them. timeout_s: seconds from the launch of a collective to RankError.
     Raises: ConfigError if it is neither, if this process is not in it, or if a launcher started several processes and
     nobody connected them.
@@ -308,12 +308,14 @@ def connect(
                 f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but torch.distributed is not initialized, so each process "
                 "would train alone: call torch.distributed.init_process_group() before OffloadZero(...)"
             )
-        return Alone()
+        return SingleProcess()
     members, *parts = _members(process_group)
     if dist.get_world_size(members) == 1:
-        return Alone(*place_on_node(os.environ, dist.get_rank(), dist.get_world_size()))
-    across, within = parts or (None, None)
-    return Group(members, timeout_s=timeout_s, timeline=timeline, within=within, across=across)
+        return SingleProcess(*place_on_node(os.environ, dist.get_rank(), dist.get_world_size()))
+    replicate_group, shard_group = parts or (None, None)
+    return Group(
+        members, timeout_s=timeout_s, timeline=timeline, shard_group=shard_group, replicate_group=replicate_group
+    )
 
 
 def _members(process_group: object | None) -> list[dist.ProcessGroup | None]:

@@ -68,7 +68,7 @@ def arena_bytes(layout: Layout, accumulation: int, *, direct: bool, stored: bool
     return (0 if stored else flats) + bounces + carved_bytes(8 * _sums_numel(layout))
 
 
-class GradientSink(Gradients):
+class LocalGradients(Gradients):
     """Of a rank that is alone: all gradients. See [Note: the way of a gradient]."""
 
     def __init__(
@@ -122,7 +122,7 @@ class GradientSink(Gradients):
     def line(self, param: int) -> Tensor:
         if self._store is None:
             return self._buffer(param)
-        dtype = _dtype(self._layout, self._layout.places[param][0], self.accumulation)
+        dtype = _dtype(self._layout, self._layout.locations[param][0], self.accumulation)
         line = torch.empty(self._layout.specs[param].numel, dtype=dtype, device="cpu")
         for index in self._layout.chunks_of[param]:
             with self._store.lease(index, step=0) as lease:
@@ -169,7 +169,7 @@ class GradientSink(Gradients):
         return _dtype(self._layout, chunk.flat, self.accumulation)
 
     def _buffer(self, param: int, tile: int | None = None) -> Tensor:
-        flat, offset = self._layout.places[param]
+        flat, offset = self._layout.locations[param]
         start, stop = (0, self._layout.specs[param].numel) if tile is None else self._tiles[param][tile]
         return self._flats[flat][offset + start : offset + stop]
 

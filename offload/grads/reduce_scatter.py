@@ -125,7 +125,7 @@ class ReducedGradients(Gradients):
         return _Buffer(full, scratch, device.carve(plan.part_bytes), arena.carve(plan.landing_bytes))
 
     def line(self, param: int) -> Tensor:
-        """What this rank holds of the gradient of `param`: elements `layout.held_of(param)`, on the CPU."""
+        """What this rank holds of the gradient of `param`: elements `layout.param_shard_range(param)`, on the CPU."""
         return self._waiting.line(param)
 
     def put(self, param: int, line: Tensor) -> None:
@@ -223,7 +223,7 @@ class ReducedGradients(Gradients):
             elif (line := self.line(param)).numel():
                 norm = float(torch.linalg.vector_norm(line.float(), order))
                 own[at] = norm if math.isinf(order) else norm**order
-        told = self._comm.gather(own)
+        told = self._comm.all_gather(own)
         if math.isinf(order):
             return (told.amax(0) if order > 0 else told.amin(0)).tolist()
         total = torch.tensor([math.fsum(column) for column in told.T.tolist()], dtype=torch.float64, device="cpu")
@@ -235,7 +235,7 @@ class ReducedGradients(Gradients):
             return []
         sums = self._waiting.sums_here()
         bad = [not bool(sums[param].isfinite().all()) for param in params]
-        flags = self._comm.gather(torch.tensor(bad, device="cpu")).any(0).tolist()
+        flags = self._comm.all_gather(torch.tensor(bad, device="cpu")).any(0).tolist()
         return [param for param, flag in zip(params, flags, strict=True) if flag]
 
     def reset(self) -> None:
@@ -262,7 +262,7 @@ class ReducedGradients(Gradients):
         mine = torch.zeros(1 + len(self._arrived), dtype=torch.uint8, device="cpu")
         mine[0] = drops
         mine[[1 + param for param in params]] = 1
-        told = self._comm.gather(mine)
+        told = self._comm.all_gather(mine)
         if bool((told[:, 0] != drops).any()):
             self._begin_anew()
             who = [[rank for rank, row in enumerate(told) if bool(row[0]) is dropped] for dropped in (True, False)]
@@ -281,7 +281,7 @@ class ReducedGradients(Gradients):
 
     def _add(self, param: int, grad: Tensor) -> Tensor:
         """Adds a micro-batch's gradient; returns the sum."""
-        flat, offset = self._layout.places[param]
+        flat, offset = self._layout.locations[param]
         total = self._whole[flat][offset : offset + self._layout.specs[param].numel]
         if not self._copier.direct:
             with torch.no_grad():
@@ -305,7 +305,7 @@ class ReducedGradients(Gradients):
         if self._plan.sums_locally:
             for param, count in enumerate(self._arrived):
                 if 0 < count < self.accumulation:
-                    flat, offset = self._layout.places[param]
+                    flat, offset = self._layout.locations[param]
                     self._ready(param, self._whole[flat][offset : offset + self._layout.specs[param].numel])
         while self._round < self._plan.rounds:
             self._end_round()

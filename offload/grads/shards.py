@@ -72,7 +72,7 @@ class Waiting(ABC):
 
 def sums_of(layout: Layout) -> list[int]:
     """How many sums of squares there are of what this rank has of each parameter."""
-    held = (layout.held_of(param) for param in range(len(layout.specs)))
+    held = (layout.param_shard_range(param) for param in range(len(layout.specs)))
     return [sum_blocks(first, last - first) if first < last else 0 for first, last in held]
 
 
@@ -108,17 +108,17 @@ class InRam(Waiting):
     def sum(self, params: Collection[int]) -> None:
         for param in params:
             if self.sums[param].numel():
-                self._kernels.sum_squares(self.line(param), self._layout.held_of(param)[0], self.sums[param])
+                self._kernels.sum_squares(self.line(param), self._layout.param_shard_range(param)[0], self.sums[param])
 
     def line(self, param: int) -> Tensor:
-        flat, offset = self._layout.places[param]
-        first, last = self._layout.held_of(param)
-        start = offset - self._layout.shard_of(flat)[0]
+        flat, offset = self._layout.locations[param]
+        first, last = self._layout.param_shard_range(param)
+        start = offset - self._layout.shard_range(flat)[0]
         return self._parts[flat][start + first : start + last] if first < last else self._parts[flat][:0]
 
     def chunk(self, index: int) -> Tensor:
         chunk = self._layout.chunks[index]
-        start = chunk.start - self._layout.shard_of(chunk.flat)[0]
+        start = chunk.start - self._layout.shard_range(chunk.flat)[0]
         return self._parts[chunk.flat][start : start + chunk.numel]
 
     def taken(self, index: int) -> AbstractContextManager[Tensor]:
@@ -154,7 +154,7 @@ class InSlots(Waiting):
         return None
 
     def put(self, bucket: Bucket, average: Tensor, *, is_first: bool, is_last: bool) -> None:
-        begin = self._layout.shard_of(bucket.flat)[0] + bucket.start
+        begin = self._layout.shard_range(bucket.flat)[0] + bucket.start
         for chunk in self._chunks[bucket.flat]:
             start, stop = max(chunk.start, begin), min(chunk.start + chunk.numel, begin + bucket.numel)
             if start >= stop:
@@ -180,7 +180,7 @@ class InSlots(Waiting):
 
     def _sum_part(self, param: int, first: int, values: Tensor) -> None:
         """Args: values: the elements of a parameter from `first` on; the next ones have been here before."""
-        held = self._layout.held_of(param)[0]
+        held = self._layout.param_shard_range(param)[0]
         stop = first + len(values)
         if self._carried is not None:
             stop = max(first, held, (stop - 1) // SUM_BLOCK * SUM_BLOCK)
@@ -206,15 +206,15 @@ class InSlots(Waiting):
         return self._memory.view(dtype)[start % SUM_BLOCK :][: stop - start]
 
     def _sum(self, param: int, first: int, values: Tensor) -> None:
-        block = first // SUM_BLOCK - self._layout.held_of(param)[0] // SUM_BLOCK
+        block = first // SUM_BLOCK - self._layout.param_shard_range(param)[0] // SUM_BLOCK
         self._kernels.sum_squares(values, first, self.sums[param][block : block + sum_blocks(first, len(values))])
 
     def sum(self, params: Collection[int]) -> None:
         assert self._carried is None
 
     def line(self, param: int) -> Tensor:
-        first, last = self._layout.held_of(param)
-        line = torch.empty(last - first, dtype=self._dtypes[self._layout.places[param][0]], device="cpu")
+        first, last = self._layout.param_shard_range(param)
+        line = torch.empty(last - first, dtype=self._dtypes[self._layout.locations[param][0]], device="cpu")
         for index in self._layout.chunks_of[param]:
             with self._store.lease(index, step=0) as lease:
                 values = lease.arrays[0].view(line.dtype)

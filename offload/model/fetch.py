@@ -368,7 +368,7 @@ class StreamedUnits(HeldUnits):
             del self._used[max(0, len(self._used) - len(units)) :]  # uses are nested
 
     def _needs_all_ranks(self, unit: str) -> bool:
-        is_sharded = self._layout.shards > 1 and not self.transfers.is_at(unit, UnitState.RESIDENT)
+        is_sharded = self._layout.shard_group_size > 1 and not self.transfers.is_at(unit, UnitState.RESIDENT)
         return is_sharded or (self._layout.replicas > 1 and self._pending.is_pending(unit))
 
     def _fetch_for_use(self, units: Sequence[str]) -> None:

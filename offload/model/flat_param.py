@@ -214,7 +214,7 @@ class FlatParameters:
 
     def tiles_of(self, number: int) -> list[tuple[int, nn.Parameter]]:
         """The first element and the leaf of each tile of a parameter; empty if it is not tiled."""
-        flat, slices = self._layout.places[number][0], self._layout.slices
+        flat, slices = self._layout.locations[number][0], self._layout.slices
         return [(slices[index].start, leaf) for index, leaf in self.tiles.items() if slices[index].flat == flat]
 
     def memory_of(self, index: int) -> Tensor:
@@ -279,7 +279,7 @@ class FlatParameters:
     def version_of(self, number: int) -> int:
         """A parameter's version, also while its memory is elsewhere."""
         with torch_private.DisableTorchFunctionSubclass():
-            is_freed = self._layout.places[number][0] in self._freed
+            is_freed = self._layout.locations[number][0] in self._freed
             return self._versions[number] if is_freed else self.params[number]._version
 
     def allocate(self, index: int) -> None:
@@ -341,7 +341,7 @@ class FlatParameters:
         with torch_private.DisableTorchFunctionSubclass():
             for number in range(len(self.params)) if numbers is None else numbers:
                 param = self.params[number]
-                flat, offset = self._layout.places[number]
+                flat, offset = self._layout.locations[number]
                 if self._is_swapped(number) or flat in self._freed or not param.numel():
                     continue
                 memory = self.flats[flat]
@@ -424,7 +424,7 @@ class FlatParameters:
     def written_outside(self, numbers: Iterable[int] | None = None) -> list[int]:
         """Which of `numbers` (None: all) that are here somebody else wrote to (`load_state_dict`, `p.copy_`)."""
         numbers = range(len(self.params)) if numbers is None else numbers
-        places, freed = self._layout.places, self._freed
+        places, freed = self._layout.locations, self._freed
         with torch_private.DisableTorchFunctionSubclass():
             here = [number for number in numbers if places[number][0] not in freed]
             return [n for n in here if self.params[n]._version != self._versions[n] or self._data_is_written(n)]
@@ -437,4 +437,4 @@ class FlatParameters:
 
     def flat_of(self, number: int) -> int:
         """The flat parameter that a parameter lies in."""
-        return self._layout.places[number][0]
+        return self._layout.locations[number][0]

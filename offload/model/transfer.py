@@ -210,14 +210,14 @@ class UnitTransfers:
 
     def _start_all_gather(self, unit: str) -> None:
         """Starts to fetch the shards of other ranks, once this rank's own are on the device."""
-        if self._layout.shards > 1:
+        if self._layout.shard_group_size > 1:
             self._wait_for_copies(unit)
             self._all_gathers[unit] = [work for one in self._slices_of[unit] for work in self._all_gather(one.flat)]
 
     def _all_gather(self, flat: int) -> list[Work]:
         """Over the ranks that keep all parameters together; the shards that this one keeps are on the device."""
         memory, layout = self._parameters.flats[flat], self._layout
-        if layout.shards == 1 or not memory.numel():
+        if layout.shard_group_size == 1 or not memory.numel():
             return []
         shards = memory.view(layout.ranks, -1)
         groups = memory.view(layout.replicas, -1)

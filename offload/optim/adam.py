@@ -93,7 +93,7 @@ class ParameterReturn:
         if comm.size > 1 and streamed is None:
             self._gathers = Gathers(layout, flats, comm)
         elif streamed is not None and layout.replicas > 1:
-            keepers = comm if layout.shards == 1 else comm.across
+            keepers = comm if layout.shard_group_size == 1 else comm.replicate_group
             self._exchange = Exchange(layout, streamed, travelling, keepers, lambda *new: self.lands(*new))
 
     @property
@@ -202,7 +202,7 @@ class ParameterReturn:
         if self._gathers is not None:
             self._gathers.finish(flat)
 
-    def gather(self, flat: int, step: int) -> None:
+    def all_gather(self, flat: int, step: int) -> None:
         """Gets the other ranks' parameters of a flat, of which this rank's own are in the model. Raises: RankError."""
         self.begin(flat)
         self.put_together(flat, step)
@@ -295,7 +295,7 @@ class Step:
                 is_whole = all(piece.param in keys for piece in chunk.pieces)
                 queue[chunk.flat].append(_Work(step, chunk, is_whole, runs, scalars))
         # All ranks land the same flats, though not each of them has a part in each.
-        changed = {self._layout.places[param][0] for param in keys if self._layout.specs[param].numel}
+        changed = {self._layout.locations[param][0] for param in keys if self._layout.specs[param].numel}
         self._pending = {flat: works for flat, works in queue.items() if flat in changed}
         works = [work for works in self._pending.values() for work in works]
         self._store.expect(work.chunk.index for work in works)

@@ -233,7 +233,7 @@ def _second_places(planned: Planned) -> int:
     records = slot_records(layout, config)[: committed_slots(layout, config)]
     elsewhere = config.commits_parameters and config.param_tier != "nvme"
     once = sum(record.nbytes for record in records[len(layout.chunks) :]) if elsewhere else 0
-    return (config.places - 1) * sum(record.nbytes for record in records) + once
+    return (config.slots_per_chunk - 1) * sum(record.nbytes for record in records) + once
 
 
 def _stored_gradient_bytes(planned: Planned) -> int:

@@ -228,7 +228,7 @@ def _disk_bytes(layout: Layout, config: Config) -> int:
     """Of this rank's swap files, but for a page each after the first."""
     if not config.paths:
         return 0
-    return file_bytes(slot_records(layout, config), config.places, committed_slots(layout, config))
+    return file_bytes(slot_records(layout, config), config.slots_per_chunk, committed_slots(layout, config))
 
 
 def _params_pool(layout: Layout, config: Config) -> Pool | None:

@@ -33,7 +33,7 @@ def manifests_of(of_ranks: list[Layout]) -> list[Manifest]:
             layout.rank,
             layout.ranks,
             parameters=parameters_of(layout, shapes, [(1,)] * len(shapes), [0] * len(shapes)),
-            flats=flats_of(layout, [layout.shard_of(flat.index) for flat in layout.flats]),
+            flats=flats_of(layout, [layout.shard_range(flat.index) for flat in layout.flats]),
         )
         found.append(dataclasses.replace(made, chunks=chunks))
     return found

@@ -17,7 +17,7 @@ from offload.checkpoint import swapfile
 from offload.checkpoint.commit import Commit
 from offload.checkpoint.manifest import Digest, Manifest
 from offload.checkpoint.visible import hidden_ranks, ranks_in
-from offload.dist.communicator import Alone
+from offload.dist.communicator import SingleProcess
 from offload.errors import CorruptionError
 from offload.storage.files import LOCAL
 from tests.support.committed import RUN, manifest_of, superblock
@@ -66,7 +66,7 @@ def test_a_file_without_slots_is_not_missed(places: list[Path]) -> None:
     assert hidden_ranks(places, [manifest], LOCAL) == frozenset()
 
 
-class TwoMachines(Alone):
+class TwoMachines(SingleProcess):
     """This rank is 0 and sees its own manifest; rank 1 has the other, and sends what it is told to."""
 
     def __init__(self, sent: dict[str, str]) -> None:
@@ -75,11 +75,11 @@ class TwoMachines(Alone):
         self.told: list[bool] = []
         self._sent = sent
 
-    def any_true(self, value: bool) -> bool:
+    def all_reduce_any(self, value: bool) -> bool:
         self.told.append(value)
         return value
 
-    def gather(self, values: Tensor) -> Tensor:
+    def all_gather(self, values: Tensor) -> Tensor:
         return torch.stack([values.flatten(), values.flatten().view(2, 2).flip(1).flatten()])
 
 
@@ -89,7 +89,7 @@ def test_a_manifest_that_one_rank_cannot_take_in_fails_on_all(
     comm = TwoMachines({"1": "damaged on the way"})
     monkeypatch.setattr(meeting, "read_manifests", lambda *_: {0: manifests[0]})
     monkeypatch.setattr(meeting, "ranks_in", lambda *_: {0})
-    monkeypatch.setattr(meeting, "bytes_of_all", lambda *_: [b"{}", json.dumps(comm._sent).encode()])
+    monkeypatch.setattr(meeting, "all_gather_object", lambda *_: [b"{}", json.dumps(comm._sent).encode()])
     with pytest.raises(CorruptionError):
         meeting.manifests_of_all(places, places[0], COMMIT, comm, LOCAL)
     assert comm.told[-1] is True, "the other rank waits for this one"

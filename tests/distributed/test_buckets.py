@@ -82,7 +82,7 @@ def test_partitions_have_the_same_bits_at_any_bucket_size_and_order(worlds: Worl
         total = _gradient(param, 0).float()
         for rank in range(1, size):
             total += _gradient(param, rank).float()
-        flat, offset = layout.places[param]
+        flat, offset = layout.locations[param]
         wanted[flat][offset : offset + numel] = total / torch.tensor([float(size)])
     for seed, bucket_numel in enumerate((1, 1000, 1 << 20)):
         by_rank = worlds(size).run(_reduced, kind, bucket_numel, seed)

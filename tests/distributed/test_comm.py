@@ -112,7 +112,7 @@ def _gathered(kind: str, dtype: torch.dtype, in_place: bool) -> Tensor:
     place = out[group.rank * 1000 : (group.rank + 1) * 1000]
     shard = place if in_place else torch.empty(1000, dtype=dtype)
     shard.copy_(torch.arange(1000) % 64 + group.rank)
-    group.all_gather(shard, out).wait()
+    group.all_gather_into_tensor(shard, out).wait()
     group.close()
     return out
 
@@ -155,8 +155,12 @@ def test_broadcast_gives_the_sources_values(worlds: Worlds, size: int) -> None:
 def _known(values: list[list[float]]) -> tuple[float, list[bool], list[bool]]:
     group = comm.connect()
     total = group.exact_sum(values[group.rank])
-    flags = [group.any_true(False), group.any_true(group.rank == group.size - 1), group.any_true(True)]
-    agreed = [group.all_agree("the same"), group.all_agree(f"layout {group.rank}")]
+    flags = [
+        group.all_reduce_any(False),
+        group.all_reduce_any(group.rank == group.size - 1),
+        group.all_reduce_any(True),
+    ]
+    agreed = [group.all_equal("the same"), group.all_equal(f"layout {group.rank}")]
     group.close()
     return total, flags, agreed
 
@@ -191,9 +195,9 @@ def _counted(numel: int) -> dict[str, int]:
     full = torch.ones(group.size * numel, dtype=torch.bfloat16)
     group.reduce_scatter(full, torch.empty(numel)).wait()
     group.reduce_scatter(full, torch.empty(numel)).wait()
-    group.all_gather(full[:numel].clone(), full).wait()
+    group.all_gather_into_tensor(full[:numel].clone(), full).wait()
     group.broadcast(torch.zeros(10), source=0)
-    group.gather(torch.zeros(3))
+    group.all_gather(torch.zeros(3))
     group.close()
     return group.stats()
 
@@ -229,12 +233,12 @@ def _recorded(file: str) -> str:
     group = comm.connect(timeline=timeline)
     if group.rank == 0:
         with timeline.recorded(file):
-            work = group.all_gather(torch.ones(1000), torch.empty(2000))
+            work = group.all_gather_into_tensor(torch.ones(1000), torch.empty(2000))
             time.sleep(0.6)  # the other rank comes after 0.2 s
             work.wait()
     else:
         time.sleep(0.2)
-        group.all_gather(torch.ones(1000), torch.empty(2000)).wait()
+        group.all_gather_into_tensor(torch.ones(1000), torch.empty(2000)).wait()
     group.close()
     return Path(file).read_text() if group.rank == 0 else ""
 
@@ -290,14 +294,14 @@ def _replicas() -> tuple[list[float], str]:
         return [], ""
     group = comm.connect(mesh, timeout_s=0.5)
     found = [float(group.rank), float(group.size)]
-    for part in (group, group.within, group.across):
+    for part in (group, group.shard_group, group.replicate_group):
         out = torch.empty(part.size)
-        part.all_gather(torch.tensor([float(dist.get_rank())]), out).wait()
+        part.all_gather_into_tensor(torch.tensor([float(dist.get_rank())]), out).wait()
         found += out.tolist()
     assert group.stats() == {"all_gather_calls": 3, "all_gather_elements": 5, "all_gather_bytes": 20}
     if group.rank < 2:
         with pytest.raises(RankError) as caught:
-            group.across.barrier()
+            group.replicate_group.barrier()
         with pytest.raises(RankError) as again:
             group.check()
         assert again.value is caught.value
@@ -355,9 +359,9 @@ def _wrong_tensors() -> None:
         ("full has to be", lambda: group.reduce_scatter(torch.zeros(8 * n)[::2], torch.zeros(4))),
         ("scratch has to be", lambda: group.reduce_scatter(f32, torch.zeros(4), scratch=torch.zeros(4 * n + 1))),
         ("scratch is torch.bfloat16", lambda: group.reduce_scatter(f32, torch.zeros(4), scratch=bf16)),
-        ("out has to be", lambda: group.all_gather(torch.zeros(4), torch.zeros(4 * n + 1))),
-        ("shard has to be", lambda: group.all_gather(torch.zeros(2, 2), f32)),
-        ("they have to be alike", lambda: group.all_gather(torch.zeros(4), bf16)),
+        ("out has to be", lambda: group.all_gather_into_tensor(torch.zeros(4), torch.zeros(4 * n + 1))),
+        ("shard has to be", lambda: group.all_gather_into_tensor(torch.zeros(2, 2), f32)),
+        ("they have to be alike", lambda: group.all_gather_into_tensor(torch.zeros(4), bf16)),
         ("is no rank", lambda: group.broadcast(torch.zeros(1), source=n)),
     ]
     for text, call in wrong:

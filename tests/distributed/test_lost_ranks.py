@@ -49,11 +49,11 @@ def _call(group: Communicator, name: str) -> None:
     if name == "reduce_scatter":
         group.reduce_scatter(torch.ones(3000), torch.empty(1000)).wait()
     elif name == "all_gather":
-        group.all_gather(torch.ones(1000), torch.empty(3000)).wait()
+        group.all_gather_into_tensor(torch.ones(1000), torch.empty(3000)).wait()
     elif name == "broadcast":
         group.broadcast(torch.ones(1000), source=2)
     else:
-        group.gather(torch.ones(10))
+        group.all_gather(torch.ones(10))
 
 
 def _call_thrice(group: Communicator, name: str) -> None:
@@ -70,7 +70,7 @@ def _try(name: str) -> tuple[RankError, float, float]:
         _call_thrice(group, name)
     failed = time.monotonic()
     with pytest.raises(RankError) as again:
-        group.all_gather(torch.ones(1), torch.empty(3))  # not even begun
+        group.all_gather_into_tensor(torch.ones(1), torch.empty(3))  # not even begun
     ended = time.monotonic()
     assert again.value is caught.value
     group.close()
@@ -128,7 +128,7 @@ def test_a_rank_that_is_late_within_the_timeout_is_waited_for(worlds: Worlds) ->
 def _launch_and_wait_later(seconds: float) -> None:
     group = comm.connect(timeout_s=0.5)
     out = torch.empty(3)
-    work = group.all_gather(torch.ones(1), out)
+    work = group.all_gather_into_tensor(torch.ones(1), out)
     time.sleep(seconds)
     work.wait()
     assert out.sum() == 3
@@ -143,9 +143,9 @@ def _wait_for_two() -> float:
     if group.rank == 2:
         time.sleep(600)
     began = time.monotonic()
-    first = group.all_gather(torch.ones(1000), torch.empty(3000))
+    first = group.all_gather_into_tensor(torch.ones(1000), torch.empty(3000))
     time.sleep(TIMEOUT_S / 2)
-    second = group.all_gather(torch.ones(1000), torch.empty(3000))
+    second = group.all_gather_into_tensor(torch.ones(1000), torch.empty(3000))
     for work in (first, second):
         with pytest.raises(RankError):
             work.wait()
@@ -163,7 +163,7 @@ def _close_with_work_under_way() -> bool:
     group = comm.connect(timeout_s=TIMEOUT_S)
     if group.rank == 2:
         time.sleep(600)
-    group.all_gather(torch.ones(1000), torch.empty(3000))
+    group.all_gather_into_tensor(torch.ones(1000), torch.empty(3000))
     return group.close()
 
 

@@ -54,7 +54,7 @@ def test_every_element_is_in_one_ranks_partition(specs: list[ParamSpec], ranks: 
         for rank in range(ranks):
             for piece in partition_of(layout, flat, cut, rank):
                 assert piece.chunk_offset + piece.numel <= cut.shard_numel
-                _, offset = layout.places[piece.param]
+                _, offset = layout.locations[piece.param]
                 assert offset + piece.param_offset == rank * cut.shard_numel + piece.chunk_offset
                 found += [(piece.param, piece.param_offset + i) for i in range(piece.numel)]
     assert sorted(found) == [(param, i) for param, spec in enumerate(specs) for i in range(spec.numel)]
@@ -123,7 +123,7 @@ def test_every_element_is_in_one_bucket_at_its_owners_place(
         assert 0 < bucket.numel <= max(bucket_numel // ranks, ALIGN_NUMEL)
         assert bucket.start + bucket.numel <= cut.shard_numel
         for piece in bucket.pieces:
-            flat, offset = layout.places[piece.param]
+            flat, offset = layout.locations[piece.param]
             assert flat == bucket.flat
             for i in (0, piece.numel - 1):
                 owner, place = divmod(piece.chunk_offset + i, bucket.numel)

@@ -120,7 +120,7 @@ def test_a_tiled_layer_is_within_the_stated_bound_of_a_whole_one(bias: bool, dty
     nbytes = tile * inputs * dtype.itemsize
     options: dict[str, Any] = {"compute_dtype": dtype, "param_tier": "cpu", "tuning": tuning(1, nbytes)}
     with OffloadZero(model, **options) as optimizer:
-        tiles = len(optimizer._layout.parts) - len(optimizer._layout.flats)
+        tiles = len(optimizer._layout.slices) - len(optimizer._layout.flats)
         assert tiles == outputs // tile
         with optimizer.gathered(model):
             w = model.weight.detach().double().clone()
@@ -171,7 +171,7 @@ def test_frozen_layers_stay_and_freezing_later_works(streams: Streams) -> None:
         return squares(model, x, count)
 
     def body(model: Net, optimizer: Watched) -> None:
-        names = {part.unit for part in optimizer._layout.parts}
+        names = {one.unit for one in optimizer._layout.slices}
         assert "blocks.0.up.weight[0]" in names
         assert not any(name.startswith("blocks.1.up") for name in names)
         train(loss)(model, optimizer)
@@ -198,7 +198,7 @@ def test_a_tied_weight_is_not_tiled_and_what_then_does_not_fit_is_refused(tmp_pa
 
     model = Tied()
     with OffloadZero(model, param_tier="cpu", tuning=tuning(1, 4096)) as optimizer:
-        assert {part.flat for part in optimizer._layout.parts if part.is_tile} == {1}
+        assert {one.flat for one in optimizer._layout.slices if one.is_tile} == {1}
         model(torch.arange(9)).float().mean().backward()
         finish(optimizer)
     with pytest.raises(BudgetError, match=r"the largest, the root, takes 31\.25 KiB"):

@@ -17,26 +17,28 @@ class _Around(Communicator):
     def __init__(self, inner: Communicator) -> None:
         super().__init__(inner.rank, inner.size, inner.local_rank, inner.ranks_on_node)
         self._inner = inner
-        self._within = self if inner.within is inner else self._like(inner.within)
-        self._across = inner.across if inner.across.size == 1 else self._like(inner.across)
-        self._beside: Communicator | None = None
+        self._shard_group = self if inner.shard_group is inner else self._like(inner.shard_group)
+        self._replicate_group = (
+            inner.replicate_group if inner.replicate_group.size == 1 else self._like(inner.replicate_group)
+        )
+        self._side_group: Communicator | None = None
 
     def _like(self, inner: Communicator) -> Communicator:
         return type(self)(inner)
 
     @property
-    def within(self) -> Communicator:
-        return self._within
+    def shard_group(self) -> Communicator:
+        return self._shard_group
 
     @property
-    def across(self) -> Communicator:
-        return self._across
+    def replicate_group(self) -> Communicator:
+        return self._replicate_group
 
     @property
-    def beside(self) -> Communicator:
-        if self._beside is None:
-            self._beside = self._like(self._inner.beside)
-        return self._beside
+    def side_group(self) -> Communicator:
+        if self._side_group is None:
+            self._side_group = self._like(self._inner.side_group)
+        return self._side_group
 
     def stats(self) -> dict[str, int]:
         return self._inner.stats()
@@ -103,17 +105,17 @@ class Delayed(_Around):
         arrives = self._arrival("reduce_scatter")
         return _DelayedWork(self._inner.reduce_scatter(full, out, scratch=scratch), arrives)
 
-    def all_gather(self, shard: Tensor, out: Tensor) -> Work:
+    def all_gather_into_tensor(self, shard: Tensor, out: Tensor) -> Work:
         arrives = self._arrival("all_gather")
-        return _DelayedWork(self._inner.all_gather(shard, out), arrives)
+        return _DelayedWork(self._inner.all_gather_into_tensor(shard, out), arrives)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         time.sleep(max(self._arrival("broadcast") - time.monotonic(), 0))
         self._inner.broadcast(tensor, source)
 
-    def gather(self, values: Tensor) -> Tensor:
+    def all_gather(self, values: Tensor) -> Tensor:
         time.sleep(max(self._arrival("gather") - time.monotonic(), 0))
-        return self._inner.gather(values)
+        return self._inner.all_gather(values)
 
 
 class Waiting(Delayed):
@@ -124,8 +126,8 @@ class Waiting(Delayed):
         work.wait()
         return work
 
-    def all_gather(self, shard: Tensor, out: Tensor) -> Work:
-        work = super().all_gather(shard, out)
+    def all_gather_into_tensor(self, shard: Tensor, out: Tensor) -> Work:
+        work = super().all_gather_into_tensor(shard, out)
         work.wait()
         return work
 
@@ -157,8 +159,8 @@ class Late(_Around):
     """Does each collective at the last moment that the contract allows, so that a missing wait gives wrong bits.
 
     What is sent is read when the work, or one launched after it, is waited for, or anything in another order (see
-    `beside`), for which another rank may need this first; until then `out` and `scratch` are NaN. The order among the
-    ranks stays.
+    `side_group`), for which another rank may need this first; until then `out` and `scratch` are NaN. The order among
+    the ranks stays.
     """
 
     def __init__(self, inner: Communicator, family: list[Late] | None = None) -> None:
@@ -192,10 +194,10 @@ class Late(_Around):
 
         return self._later(start, out) if scratch is None else self._later(start, out, scratch)
 
-    def all_gather(self, shard: Tensor, out: Tensor) -> Work:
+    def all_gather_into_tensor(self, shard: Tensor, out: Tensor) -> Work:
         def start() -> Work:
             out.fill_(0)
-            return self._inner.all_gather(kept, out)
+            return self._inner.all_gather_into_tensor(kept, out)
 
         # `shard` may be a part of `out`: only the rest is not to be read.
         within = out.data_ptr() <= shard.data_ptr() < out.data_ptr() + out.numel() * out.element_size()
@@ -206,12 +208,12 @@ class Late(_Around):
         self.launch_until(None)
         self._inner.broadcast(tensor, source)
 
-    def gather(self, values: Tensor) -> Tensor:
+    def all_gather(self, values: Tensor) -> Tensor:
         self.launch_until(None)
-        return self._inner.gather(values)
+        return self._inner.all_gather(values)
 
     def close(self) -> bool:
-        for one in (self, self._beside):
+        for one in (self, self._side_group):
             if isinstance(one, Late):
                 one.launch_until(None)
         return super().close()

@@ -236,7 +236,7 @@ class Reference:
             value
             for number, grad in grads.items()
             for rank in range(self.ranks)
-            for first, last in [self.layout.held_of(number, rank)]
+            for first, last in [self.layout.param_shard_range(number, rank)]
             for value in reference.sum_squares(grad[first:last], first).tolist()
         ]
         inverse = 1 / self.scale.scale
