@@ -35,7 +35,15 @@ from offload.layout import Layout
 from offload.model.fetch import HeldUnits, StreamedUnits
 from offload.model.flat_param import FlatParameters
 from offload.model.tiling import Tiling
-from offload.model.torch_helpers import METADATA, MOVES, call_eagerly, is_no_move, tensors_in, torch_functions
+from offload.model.torch_helpers import (
+    METADATA,
+    MOVES,
+    call_eagerly,
+    instances_in,
+    is_no_move,
+    tensors_in,
+    torch_functions,
+)
 
 _GRAD: Any = Tensor.grad
 _REQUIRES_GRAD: Any = Tensor.requires_grad
@@ -326,19 +334,12 @@ class Guards:
         return isinstance(value, _Guarded) and value._owner is self._owner
 
     def _guarded_in(self, tree: Any) -> Iterator[Any]:
-        """The guarded tensors in nested lists, tuples and dicts, each once."""
+        """The guarded tensors of this optimizer in nested lists, tuples and dicts, each once."""
         seen: set[int] = set()
-        left = [tree]
-        while left:
-            node = left.pop()
-            if isinstance(node, _Guarded):
-                if id(node) not in seen and self._is_ours(node):
-                    seen.add(id(node))
-                    yield node
-            elif isinstance(node, list | tuple):
-                left.extend(node)
-            elif isinstance(node, dict):
-                left.extend(node.values())
+        for one in instances_in(tree, _Guarded):
+            if id(one) not in seen and self._is_ours(one):
+                seen.add(id(one))
+                yield one
 
     def _guard_result(self, result: Any, units: Sequence[str]) -> None:
         """Guards tensors of a result that lie in a streamed parameter, and makes their nodes fetch the units again."""

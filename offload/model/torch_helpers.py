@@ -13,13 +13,15 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from offload import torch_private
+
+Kind = TypeVar("Kind")
 
 # Which functions read no values.
 
@@ -86,6 +88,24 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
         elif id(node) not in seen:
             left.extend(_inside(node))
         seen.add(id(node))
+
+
+def instances_in(tree: Any, kind: type[Kind]) -> Iterator[Kind]:
+    """The instances of a class in nested lists, tuples and dicts: in the arguments of a torch function."""
+    left = [tree]
+    while left:
+        node = left.pop()
+        if isinstance(node, kind):
+            yield node
+        elif isinstance(node, list | tuple):
+            left.extend(node)
+        elif isinstance(node, dict):
+            left.extend(node.values())
+
+
+def bits_of(values: Tensor) -> Tensor:
+    """The bits of fp32 or 16-bit values, as integers."""
+    return values.view(torch.int32 if values.dtype is torch.float32 else torch.int16)
 
 
 def _inside(node: Any) -> Iterable[Any]:

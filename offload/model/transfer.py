@@ -221,10 +221,9 @@ class UnitTransfers:
             return []
         shards = memory.view(layout.ranks, -1)
         groups = memory.view(layout.replicas, -1)
-        within = self._comm.within
-        return [
-            within.all_gather(shards[own], group) for own, group in zip(layout.replicated_shards, groups, strict=True)
-        ]
+        own_shards = (shards[rank] for rank in layout.replicated_shards)
+        gathers = zip(own_shards, groups, strict=True)
+        return [self._comm.shard_group.all_gather_into_tensor(own, group) for own, group in gathers]
 
     def _finish(self, unit: str) -> None:
         self._wait_for(unit)
