@@ -405,7 +405,7 @@ class Commits:
         if self._config.commits_parameters:
             before = self._versions[0] if self._versions else {}
             changed = {chunk: at.step for chunk, at in versions[0].items() if before.get(chunk) != at}
-            self._parts.masters.store_parameters(changed)
+            self._parts.masters.bring_parameters(changed)
         own = range(len(self._layout.chunks))  # with replicas a rank keeps parameters that others commit
         for store in self._stores[1:]:
             found = store.flush()

@@ -103,7 +103,7 @@ class MasterWeights:
                         self._kernels.cast(lease.master, target.arrays[0].view(dtype))
 
     @torch.no_grad()
-    def store_parameters(self, steps: Mapping[int, int]) -> None:
+    def bring_parameters(self, steps: Mapping[int, int]) -> None:
         """Copies resident parameters of some chunks into the store that they are committed from.
 
         Args: steps: the steps that made them, by chunk.
