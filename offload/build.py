@@ -27,16 +27,15 @@ from offload.grads.shards import records_of as gradient_records_of
 from offload.io.probe import weights
 from offload.io.select import open_engine
 from offload.layout import Layout
-from offload.model.flat_param import Parameters, device_for, untrained_bytes
-from offload.model.master_weights import Masters
+from offload.model.flat_param import FlatParameters
+from offload.model.master_weights import MasterWeights
 from offload.model.meta_init import is_meta
-from offload.model.units import compute_dtypes
+from offload.model.units import compute_dtypes, device_for, untrained_bytes
 from offload.native import Kernels, load, load_on
 from offload.native.device import scratch_bytes
 from offload.native.library import return_large_blocks
 from offload.native.threads import usable_cpus
 from offload.optim.adam import NewParameters, Step
-from offload.parts import Parts
 from offload.planner.choice import ModelShape, choose
 from offload.planner.machine import free_memory
 from offload.planner.placement import Placement, Pool, Room, committed_slots, slot_records
@@ -106,6 +105,40 @@ def _free_on_device(copier: Copier, config: Config) -> int:
 # Building.
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of.
+
+    Attributes:
+        run: what all parts share.
+        store: of the optimizer states.
+        params: the store of the 16-bit parameters, if they are streamed or committed.
+        streamed: the same, if they are on the device only around their use.
+        stores: all there are, that of the gradients too.
+        parameters: the model's, in flat parameters; masters: between them and the states.
+        gradients: the gradient buffer; step: Adam; new_params: the way of its results into the model.
+        slots: the swap files; io_engine: the name of what reads and writes them; None without files.
+    """
+
+    run: Run
+    store: Store
+    params: Store | None
+    streamed: Store | None
+    stores: tuple[Store, ...]
+    parameters: FlatParameters
+    masters: MasterWeights
+    gradients: GradientBuffer
+    new_params: NewParameters
+    step: Step
+    slots: Stripes | None
+    io_engine: str | None
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The swap files of this rank."""
+        return () if self.slots is None else self.slots.paths
+
+
 def build(
     undo: ExitStack, plan: Plan, placement: Placement, start: Start, comm: Communicator, timeline: Timeline
 ) -> Parts:
@@ -128,7 +161,7 @@ def build(
     grads = _pool_store(undo, run, placement.grads, grad_records, slots, first_of_gradients)
     gradients: GradientBuffer = LocalGradients(run, grads) if comm.size == 1 else ReducedGradients(run, grads)
     undo.callback(gradients.close)
-    parameters = Parameters(layout, plan.params, plan.device, streams=config.param_tier != "device")
+    parameters = FlatParameters(layout, plan.params, plan.device, streams=config.param_tier != "device")
     params = _pool_store(undo, run, placement.params, param_records_of(layout), slots, len(states))
     streamed = None if config.param_tier == "device" else params
     if streamed is not None:
@@ -137,7 +170,9 @@ def build(
     step = Step(run, store, gradients, new_params)
     undo.callback(step.close)
     split = config.split_master
-    masters = Masters(layout, parameters, store, run.kernels, split_master=split, params=params, streamed=streamed)
+    masters = MasterWeights(
+        layout, parameters, store, run.kernels, split_master=split, params=params, streamed=streamed
+    )
     stores = tuple(one for one in (store, params, grads) if one is not None)
     return Parts(
         run, store, params, streamed, stores, parameters, masters, gradients, new_params, step, slots, io_engine

@@ -1,14 +1,18 @@
-"""Where every element lies: parameters ▶ flats ▶ chunks ▶ pieces. Pure arithmetic, no tensors.
+"""Where every element lies: parameters ▶ flat parameters ▶ shards ▶ chunks ▶ pieces. Pure arithmetic, no tensors.
 
 [Note: flats, chunks, pieces]
-A *flat* is one unit's parameters of one dtype, end to end, each starting at a multiple of ALIGN_NUMEL elements (the
-gaps belong to no parameter). With one rank a flat is also the partition that the rank owns; over several it is padded
-to as many equal *partitions*, and a layout is that of one rank: flats whole, chunks of its own partitions. With
-`replicas` the ranks form as many groups of consecutive ones, each of which keeps all parameters: a rank then keeps, of
-the parameters alone, the partitions of the ranks at its own place in the other groups, too, as *copies* (with groups of
-one rank, as at stages 1 and 2 where parameters stream, of all others). A *chunk* is a slice of at most `chunk_numel`
-elements of a partition, with its place in the flat. A *piece* is the part of one parameter that lies in one chunk, a
-*segment* a run of pieces that one Adam call can do, because param group and step count are the same.
+A *flat* parameter holds one unit's parameters of one dtype, end to end. Each starts at a multiple of ALIGN_NUMEL
+elements; the gaps belong to no parameter. With one rank the flat parameter is also the shard that the rank owns. Over
+several ranks it is padded to as many equal *shards*. A layout is that of one rank: whole flat parameters, and the
+chunks of its own shards.
+
+With `replicas` the ranks form as many groups of consecutive ranks, and each group keeps all parameters. Of the
+parameters alone, a rank then also keeps the shards of its counterparts in the other groups, as *copies*. With groups of
+one rank (stages 1 and 2 where parameters stream) these are the shards of all other ranks.
+
+A *chunk* is a slice of at most `chunk_numel` elements of a shard, with its place in the flat parameter. A *piece* is
+the part of one parameter that lies in one chunk. A *segment* is a run of pieces that one Adam call can do, because
+param group and step count are the same.
 
           parameter 0          gap  parameter 1                parameter 2
     flat  |--------------------|....|-------------------------||-----|
@@ -86,9 +90,10 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Part:
-    """What is gathered together on the device: elements `start` to `start + numel` of a flat. The parts of a layout
-    are its flats, then the tiles of those that have some; a tile's unit is its own."""
+class FlatSlice:
+    """Elements `start` to `start + numel` of flat parameter `flat`, which are fetched together: all of it, or a tile.
+
+    A tile is a unit of its own."""
 
     index: int
     unit: str
@@ -96,6 +101,16 @@ class Part:
     start: int
     numel: int
     is_tile: bool = False
+
+
+@dataclass(frozen=True)
+class CopyRange:
+    """`numel` elements from `source_start` in a committed slot to `target_start` in chunk `target`."""
+
+    target: int
+    source_start: int
+    target_start: int
+    numel: int
 
 
 @dataclass(frozen=True)
@@ -111,8 +126,8 @@ class Segment(Generic[Key]):
 class Layout:
     """See [Note: flats, chunks, pieces]. Chunks are in the order of the flats, flats in that of their units.
 
-    ranks, rank: over how many the flats are partitioned, and whose partitions the chunks are; chunk_numel: most
-    elements of one, at whose multiples within a partition they begin if there are several ranks; replicas, copies:
+    ranks, rank: over how many the flats are sharded, and whose shards the chunks are; chunk_numel: most
+    elements of one, at whose multiples within a shard they begin if there are several ranks; replicas, copies:
     see the note.
     """
 
@@ -132,7 +147,8 @@ class Layout:
 
     @property
     def replicated_shards(self) -> range:
-        """The ranks whose partitions of the parameters this one keeps: itself, and those at its place elsewhere."""
+        """The ranks whose shards of the parameters this one keeps too: itself, and its counterparts in the other
+        groups."""
         return range(self.rank % self.shard_group_size, self.ranks, self.shard_group_size)
 
     @cached_property
@@ -141,7 +157,7 @@ class Layout:
         return self.chunks + self.copies
 
     def shard_numel(self, flat: int) -> int:
-        """Elements of each rank's partition of a flat, padding included."""
+        """Elements of each rank's shard of a flat, padding included."""
         return shard_numel(self.flats[flat].numel, self.ranks)
 
     def padded_numel(self, flat: int) -> int:
@@ -149,13 +165,13 @@ class Layout:
         return self.shard_numel(flat) * self.ranks
 
     def shard_range(self, flat: int, rank: int | None = None) -> tuple[int, int]:
-        """First element of a rank's (None: the own) partition and the one after its last, without padding."""
+        """First element of a rank's (None: the own) shard and the one after its last, without padding."""
         numel, part = self.flats[flat].numel, self.shard_numel(flat)
         start = min((self.rank if rank is None else rank) * part, numel)
         return start, min(start + part, numel)
 
     def param_shard_range(self, param: int, rank: int | None = None) -> tuple[int, int]:
-        """Which elements of a parameter, first and one after the last, are in a rank's (None: the own) partition."""
+        """Which elements of a parameter, first and one after the last, are in a rank's (None: the own) shard."""
         flat, offset = self.locations[param]
         start, stop = self.shard_range(flat, rank)
         numel = self.specs[param].numel
@@ -178,15 +194,15 @@ class Layout:
         return [(start, min(start + step, spec.numel)) for start in range(0, max(spec.numel, 1), step)]
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
-        """See Part; the first ones have the numbers of their flats."""
-        parts = [Part(flat.index, flat.unit, flat.index, 0, self.padded_numel(flat.index)) for flat in self.flats]
+    def slices(self) -> tuple[FlatSlice, ...]:
+        """The flat parameters, each with its own number, then the tiles of those that have some."""
+        made = [FlatSlice(flat.index, flat.unit, flat.index, 0, self.padded_numel(flat.index)) for flat in self.flats]
         for flat in self.flats:
             if self.tile_of(flat.index):
                 for number, (start, stop) in enumerate(self.tiles_of(flat.params[0])):
                     unit = f"{flat.unit}[{number}]"
-                    parts.append(Part(len(parts), unit, flat.index, start, stop - start, is_tile=True))
-        return tuple(parts)
+                    made.append(FlatSlice(len(made), unit, flat.index, start, stop - start, is_tile=True))
+        return tuple(made)
 
     @cached_property
     def locations(self) -> dict[int, tuple[int, int]]:
@@ -222,7 +238,7 @@ class Layout:
 
 
 def shard_numel(numel: int, ranks: int) -> int:
-    """Elements of each of `ranks` equal partitions of a flat; one rank's is the flat itself."""
+    """Elements of each of `ranks` equal shards of a flat; one rank's is the flat itself."""
     return numel if ranks == 1 else round_up(-(-numel // ranks), ALIGN_NUMEL)
 
 
@@ -247,7 +263,7 @@ def build(specs: Sequence[ParamSpec], chunk_numel: int, *, ranks: int = 1, rank:
 
 
 def _chunks_of(layout: Layout, ranks: Sequence[int], first: int) -> tuple[Chunk, ...]:
-    """The chunks of these ranks' partitions, flat by flat, numbered from `first`."""
+    """The chunks of these ranks' shards, flat by flat, numbered from `first`."""
     chunks: list[Chunk] = []
     for flat in layout.flats:
         for rank in ranks:

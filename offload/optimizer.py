@@ -31,7 +31,6 @@ import torch
 from torch import Tensor, nn
 
 from offload import config as configuration
-from offload.attachment import Attachment
 from offload.build import build, plan_run
 from offload.checkpoint import recovery
 from offload.checkpoint.committer import Commits
@@ -50,6 +49,7 @@ from offload.errors import (
     NonFiniteGradientError,
     OffloadError,
 )
+from offload.held_model import HeldModel
 from offload.interrupts import uninterrupted
 from offload.model.flat_param import shaped_like
 from offload.model.hooks import require_free
@@ -70,6 +70,7 @@ from offload.optim.adopt import (
 from offload.optim.adopt import unwrapped as unwrapped_optimizer
 from offload.planner.placement import place
 from offload.profiling import PHASES, Timeline
+from offload.run import Owner
 from offload.torch_private import DisableTorchFunctionSubclass
 
 CLIP_EPSILON = 1e-6
@@ -219,20 +220,15 @@ class OffloadZero(torch.optim.Optimizer):
             self._adopted = True
             # By parameter: how often it was stepped.
             self._steps = [0] * len(self._layout.specs)
-            self._held = Attachment(
-                model,
-                self._parts,
-                self._config,
-                self._layout,
-                self._placement,
-                source,
-                resumes=found is not None,
+            owner = Owner(
                 step=lambda: self._step,
-                usable=self._require_usable,
+                require_usable=self._require_usable,
                 failed=self._fail,
-                collects=self._finalize_gradients,
-                unscales=self._unscale,
+                collect=self._finalize_gradients,
+                unscale=self._unscale,
             )
+            is_resumed = found is not None
+            self._held = HeldModel(model, self._parts, self._placement, source, owner, resumes=is_resumed)
             self._resumed = None if found is None else Resumed(found.commit.step, found.extra)
             if found is not None:
                 self._begin_at(found)
@@ -288,9 +284,8 @@ class OffloadZero(torch.optim.Optimizer):
     def _finalize_gradients(self) -> list[int]:
         """Waits for the gradients; returns the parameters that have one on any rank."""
         with DisableTorchFunctionSubclass():
-            self._parts.parameters.require_in(self._model)
-            self._parts.parameters.require_all_of(self._model, self.param_groups)
-        self._held.landing.before_gradients()
+            self._parts.parameters.require_unchanged(self._model, self.param_groups)
+        self._held.pending.before_gradients()
         self._held.answers.take_changes()
         return self._parts.gradients.finalize(self._held.answers.active)
 
@@ -307,7 +302,7 @@ class OffloadZero(torch.optim.Optimizer):
         specs, factors = self._layout.specs, self._parts.gradients.factors
         keys: dict[int, StepKey] = {n: (specs[n].group, self._steps[n] + 1, factors.get(n, 1.0)) for n in active}
         try:
-            flats = self._held.landing.begins(active)
+            flats = self._held.pending.begin(active)
             self._parts.step.begin(self._step + 1, keys, self.param_groups, factor, flats)
         except BaseException as error:
             self._fail(error)
@@ -539,7 +534,7 @@ class OffloadZero(torch.optim.Optimizer):
         """
         self._require_usable()
         number = self._number(param)
-        self._held.landing.everything()
+        self._held.pending.apply_all()
         self._held.take_outside_writes()
         lines = self._parts.masters.states(number, self._step)
         whole = {kind: all_gather_shards(self._comm, self._layout, number, line) for kind, line in lines.items()}
@@ -759,7 +754,7 @@ class OffloadZero(torch.optim.Optimizer):
             return
         try:
             if self._failure is None:
-                self._held.landing.everything()
+                self._held.pending.apply_all()
                 self._commit_if_due()
                 self._held.keep_parameters(self._plan.room_at_end(self._placement))
         finally:

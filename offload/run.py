@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from offload.config import Config
 from offload.devices.copies import Copier
@@ -47,3 +50,22 @@ class Run:
     kernels: Kernels
     comm: Communicator
     timeline: Timeline
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The optimizer, as the parts of a held model call it. All calls upwards are here.
+
+    Attributes:
+        step: returns the number of the last step.
+        require_usable: raises if the run cannot go on.
+        failed: called with what interrupted an update of the parameters, some of which are a step ahead now.
+        collect: waits for all gradients, on all ranks together; returns the numbers of the parameters that have one.
+        unscale: called with a GradScaler's found_inf and inverse scale, 0-dim fp32 tensors; writes the first.
+    """
+
+    step: Callable[[], int]
+    require_usable: Callable[[], None]
+    failed: Callable[[BaseException], None]
+    collect: Callable[[], list[int]]
+    unscale: Callable[[Tensor, Tensor], None]

@@ -72,6 +72,8 @@ swap_memory: Any = _find("torch", "UntypedStorage._swap_data_ptr_")
 """Exchanges the memory of two storages; the tensors on them stay. Public, but copies: `UntypedStorage.resize_`."""
 throw_on_mutable_data_ptr: Any = _find("torch._C", "_set_throw_on_mutable_data_ptr")
 """Makes every write to a tensor's memory raise."""
+to_dlpack: Any = _find("torch._C", "_to_dlpack")
+"""A DLPack capsule of a tensor. Public: `torch.to_dlpack`, which goes through `__torch_function__`."""
 from_dlpack: Any = _find("torch._C", "_from_dlpack")
 """A tensor from a DLPack capsule. Public: `torch.from_dlpack`, which goes through `__torch_function__`."""
 forbid_data_access: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)

@@ -100,6 +100,27 @@ def test_a_wrapped_model_is_unwrapped_and_not_reduced_twice() -> None:
 
 
 @pytest.mark.usefixtures("group")
+def test_a_wrapper_reduces_again_after_closing() -> None:
+    wrapper = DistributedDataParallel(net())
+    reduced: list[int] = []
+
+    def note(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        reduced.append(bucket.index())
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    wrapper.register_comm_hook(None, note)
+    with OffloadZero(wrapper, compute_dtype=torch.float32) as optimizer:
+        wrapper(X).sum().backward()
+        optimizer.step()
+        assert not reduced
+    wrapper(X).sum().backward()
+    assert reduced
+    assert all(param.grad is not None for param in wrapper.parameters())
+
+
+@pytest.mark.usefixtures("group")
 def test_wrapping_a_held_model_names_the_call_to_leave_out() -> None:
     model = net()
     with OffloadZero(model):

@@ -18,7 +18,7 @@ FLOORS = [
     ["grads", "optim"],
     ["model"],
     ["planner", "checkpoint"],
-    ["build"],
+    ["build", "held_model"],
     ["optimizer"],
     ["models", "integrations", "cli"],
 ]

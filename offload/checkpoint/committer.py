@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from offload.build import Parts
 from offload.checkpoint import recovery as resuming
 from offload.checkpoint.atomic_file import sync_directory
 from offload.checkpoint.commit import Commit, read_commit, remove_superseded, write_commit, write_manifest
@@ -54,7 +55,6 @@ from offload.errors import (
 )
 from offload.layout import Layout
 from offload.optim.adopt import require_sound
-from offload.parts import Parts
 from offload.storage.chunk_cache import Store
 from offload.storage.files import Files
 from offload.storage.lease import Version

@@ -13,17 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from offload.checkpoint.manifest import Manifest
-from offload.layout import Chunk, Layout
-
-
-@dataclass(frozen=True)
-class Move:
-    """`numel` elements from `source_start` in a committed slot to `target_start` in chunk `target`."""
-
-    target: int
-    source_start: int
-    target_start: int
-    numel: int
+from offload.layout import Chunk, CopyRange, Layout
 
 
 @dataclass(frozen=True)
@@ -36,12 +26,12 @@ class Stretch:
     chunk: int
 
 
-def moves(manifests: Sequence[Manifest], layout: Layout) -> dict[tuple[int, int], list[Move]]:
+def moves(manifests: Sequence[Manifest], layout: Layout) -> dict[tuple[int, int], list[CopyRange]]:
     """By (rank, chunk) of a commit: what of it goes where in `layout`, by target. `manifests`: of all its ranks."""
     stretches = _stretches(manifests)
     starts = [[stretch.start for stretch in of_flat] for of_flat in stretches]
     numbers = {param.name: number for number, param in enumerate(manifests[0].parameters)}
-    found: defaultdict[tuple[int, int], list[Move]] = defaultdict(list)
+    found: defaultdict[tuple[int, int], list[CopyRange]] = defaultdict(list)
     for chunk in layout.chunks:
         for flat, begin, place, numel in _wanted(manifests[0], layout, chunk, numbers):
             at = bisect_right(starts[flat], begin) - 1
@@ -49,7 +39,7 @@ def moves(manifests: Sequence[Manifest], layout: Layout) -> dict[tuple[int, int]
             while at < len(stretches[flat]) and stretches[flat][at].start < end:
                 source = stretches[flat][at]
                 first, last = max(begin, source.start), min(end, source.stop)
-                move = Move(chunk.index, first - source.start, place + first - begin, last - first)
+                move = CopyRange(chunk.index, first - source.start, place + first - begin, last - first)
                 found[source.rank, source.chunk].append(move)
                 at += 1
     return dict(found)

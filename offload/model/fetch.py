@@ -1,15 +1,22 @@
-"""When which unit is on the device: streamed parameters are there only around their use.
+"""What is on the device when: the use of a parameter fetches its unit, and releases the others.
 
-See [Note: residency of a unit] in gathering.py: a state, never a count, for recomputation in backward runs some hooks
-twice and some not at all. A unit is entered by the forward of any of its modules, and by their backward, when the
-gradient of what that forward returned is there. Entering one releases the others but those whose forward is running,
-the one whose backward began last (recomputation inside it enters others, and it goes on afterwards), the root and what
-`gathered` holds. So the root, the unit in use, the one around it and `depth` to come are on the device at most. Of
-nested units the outer ones stay as long as an inner one: they go on after it.
+[Note: what stays]
+A unit is entered by the forward of any of its modules, and by their backward, when the gradient of the output arrives.
+Entering a unit releases the others, except: the root unit; units whose forward is running; the unit whose backward
+began last and those around it (recomputation inside of it enters others, and it goes on afterwards); what `gathered`
+holds. So the device holds at most the root unit, the unit in use, the units around it, and those that are prefetched.
+Whether a unit is resident is a state, never a count: recomputation in backward runs some hooks twice and some not at
+all.
 
-Whoever else uses a parameter (guard.py) has its unit fetched for that operation, and again when the gradient of its
-result arrives. A unit that used others remembers them: they are fetched with it from then on. In a backward that makes
-a graph (`create_graph`) what was fetched stays until the next step, for the nodes of that graph announce nothing.
+[Note: prefetching]
+All of the policy is here. Training repeats the order of its units, so a pass expects the order of the last pass of its
+kind (`UnitOrder`). Entering a unit prefetches the next `Tuning.prefetch` units of that order, unless an update of them
+is pending, whose values a fetch would miss. A unit that used the parameters of others (`guests`) gets those
+prefetched when it is entered.
+
+Other uses of a parameter (guard.py) fetch its unit for that operation, and again when the gradient of the result
+arrives. In a backward with `create_graph=True` whatever was fetched stays until the next step, because the nodes of
+that graph announce nothing.
 """
 
 from __future__ import annotations
@@ -17,109 +24,283 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
+from offload import torch_private
 from offload.errors import BudgetError, ConfigError, ReleasedParameterError
-from offload.model.flat_param import Parameters
-from offload.model.gathering import Gathering
-from offload.model.graphs import call_alive, in_backward
-from offload.model.hiding import unseen
-from offload.model.running import Running
-from offload.model.tensors import tensors_in
+from offload.interrupts import uninterrupted
+from offload.layout import Layout
+from offload.model.flat_param import FlatParameters
+from offload.model.master_weights import MasterWeights
+from offload.model.pending import PendingUpdates
+from offload.model.torch_helpers import call_alive, call_hidden, in_backward, tensors_in
+from offload.model.transfer import UnitState, UnitTransfers
 from offload.model.units import ROOT, encloses
-from offload.model.where import Where
+from offload.run import Owner, Run
 from offload.sizes import format_bytes
-from offload.storage.chunk_cache import Store
 
-_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
-
-MOST_REMEMBERED = 1 << 14
+MAX_REMEMBERED = 1 << 14
 """Units of one pass whose order is remembered."""
 
 
-class Streaming:
-    """See the top of this file.
+class RunningUnits:
+    """Which units' forwards run now. Their parameters are plain; all others are guarded (guard.py).
 
-    Args: store: the 16-bit parameters of all chunks; gathering: what moves them; depth: units brought ahead of the one
-    in use; is_pending: whether a unit's new values are still to be made, by name; apply: makes them; take_writes: takes
-    over what was written to parameters that are here, calling `gathering.write_back`; limit: bytes that parameters may
-    take on the device; needs_all_ranks: whether fetching a unit does, by name.
+    A unit runs from when the first of its modules is entered until the last one is left. What ended without notice (an
+    interrupt) runs until `reset`.
     """
+
+    def __init__(self, layout: Layout, parameters: FlatParameters) -> None:
+        self._parameters = parameters
+        self._numbers: dict[str, list[int]] = {}
+        self._tiled: set[int] = set()
+        for flat in layout.flats:
+            if layout.tile_of(flat.index):  # its guard multiplies with it tile by tile
+                self._tiled.update(flat.params)
+            else:
+                self._numbers.setdefault(flat.unit, []).extend(flat.params)
+        self._depth: dict[str, int] = {}
+        self._order: list[str] = []
+
+    @uninterrupted
+    def enter(self, unit: str) -> None:
+        """A module of `unit`, whose values are current, begins its forward."""
+        depth = self._depth.get(unit, 0)
+        if not depth:
+            self._parameters.watch(self._numbers.get(unit, ()))
+            self._order.append(unit)
+        self._depth[unit] = depth + 1
+
+    @uninterrupted
+    def leave(self, unit: str) -> None:
+        """A module of `unit` ends its forward."""
+        depth = self._depth.get(unit, 0)
+        if depth > 1:
+            self._depth[unit] = depth - 1
+        elif depth:
+            del self._depth[unit]
+            self._order.remove(unit)
+            self._parameters.guard(self._numbers.get(unit, ()))
+
+    def runs(self, unit: str) -> bool:
+        """Whether a forward of `unit` runs."""
+        return unit in self._depth
+
+    def watches(self, unit: str, number: int) -> bool:
+        """Whether parameter `number` of `unit` is plain now."""
+        return unit in self._depth and number not in self._tiled
+
+    @property
+    def units(self) -> Sequence[str]:
+        """Those that run, in the order in which they were entered."""
+        return self._order
+
+    @uninterrupted
+    def reset(self) -> None:
+        """Nothing runs: a forward that raised, or was interrupted, never ended."""
+        for unit in self._order:
+            self._parameters.guard(self._numbers.get(unit, ()))
+        self._depth.clear()
+        self._order.clear()
+
+
+class UnitOrder:
+    """The order in which units are entered; see [Note: prefetching]. Args: depth: units to prefetch."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._is_training = True
+        self._entered: deque[str] = deque(maxlen=MAX_REMEMBERED)
+        self._orders: dict[bool, Sequence[str]] = {}  # of the last pass with gradients, and of the last one without
+        self._expected: deque[str] = deque()
+
+    def begin_pass(self) -> Sequence[str]:
+        """Returns the units of a training pass that follows one without gradients, if they are known; else none."""
+        if self._entered:
+            self._orders[self._is_training] = tuple(self._entered)
+            self._entered.clear()
+        was_training, self._is_training = self._is_training, torch.is_grad_enabled()
+        order = self._orders.get(self._is_training, ())
+        self._expected = deque(order)
+        return order if self._is_training and not was_training else ()
+
+    def enter(self, unit: str) -> None:
+        """Notes that a unit is entered."""
+        if not self._entered or self._entered[-1] != unit:
+            self._entered.append(unit)
+            if unit in self._expected:
+                while self._expected.popleft() != unit:
+                    pass
+
+    @property
+    def upcoming(self) -> list[str]:
+        """The units to prefetch now, the next one first."""
+        return list(dict.fromkeys(self._expected))[: self._depth]
+
+
+class HeldUnits:
+    """The units of a held model, all of whose parameters are resident: a use only applies a pending update.
+
+    Hooks and guards call this, or StreamedUnits. Attribute: running: which units' forwards run.
+    """
+
+    is_streamed = False
+
+    def __init__(
+        self, run: Run, parameters: FlatParameters, pending: PendingUpdates, masters: MasterWeights, owner: Owner
+    ) -> None:
+        self._layout = run.layout
+        self._parameters = parameters
+        self._pending = pending
+        self._masters = masters
+        self._owner = owner
+        self.running = RunningUnits(run.layout, parameters)
+
+    def model_begins(self) -> None:
+        """Before a forward of the whole model."""
+        self.forward_begins(ROOT)
+
+    def model_ends(self, output: Any) -> None:
+        """After it. Args: output: None if it raised."""
+        self.forward_ends(ROOT, output)
+
+    def forward_begins(self, unit: str) -> None:
+        """Before the forward of a module of `unit`."""
+        self._pending.apply(unit)
+        self.running.enter(unit)
+
+    def forward_ends(self, unit: str, output: Any) -> None:
+        """After it. Args: output: None if it raised."""
+        self.running.leave(unit)
+
+    def apply(self, unit: str) -> None:
+        """Applies a pending update of a unit."""
+        self._pending.apply(unit)
+
+    @contextmanager
+    def used(self, units: Sequence[str]) -> Iterator[None]:
+        """The current values of `units` are on the device inside, for a use outside of their forward."""
+        for unit in units:
+            self._pending.apply(unit)
+        yield
+
+    @contextmanager
+    def gathered(self, units: Sequence[str], numbers: Sequence[int], *, writable: bool) -> Iterator[None]:
+        """The same for longer. Args: numbers: parameters that may be written to by other ways than torch's functions,
+        if `writable`."""
+        for unit in units:
+            self._pending.apply(unit)
+        yield
+
+    def step_begins(self) -> None:
+        """The last step was applied, and the next one begins."""
+        self.running.reset()
+        self._parameters.take_back()
+
+    def before_loading(self, params: Iterable[nn.Parameter], *_: object) -> None:
+        """Before a state_dict is loaded into a module that has these parameters of its own."""
+        self._masters.before_loading(params)
+
+    def take_outside_writes(self) -> None:
+        """Takes over what others wrote to parameters, into their masters."""
+        self._parameters.take_back()
+        self._masters.take_outside_writes(self._owner.step())
+
+    def abandon(self) -> None:
+        """Drops all that is under way, and what was written to parameters."""
+
+    def close(self) -> None:
+        """Waits for what is under way."""
+
+
+class StreamedUnits(HeldUnits):
+    """Units whose parameters are on the device only around their use; see the top of this file."""
+
+    is_streamed = True
 
     def __init__(
         self,
-        parameters: Parameters,
-        store: Store,
-        gathering: Gathering,
-        *,
-        depth: int,
-        is_pending: Callable[[str], bool],
-        apply: Callable[[str], None],
-        take_writes: Callable[[], None],
-        running: Running,
-        limit: int | None = None,
-        needs_all_ranks: Callable[[str], bool] = lambda unit: False,
+        run: Run,
+        parameters: FlatParameters,
+        transfers: UnitTransfers,
+        pending: PendingUpdates,
+        masters: MasterWeights,
+        owner: Owner,
     ) -> None:
-        self._parameters = parameters
-        self._store = store
-        self.gathering = gathering
-        self._depth = depth
-        self._is_pending = is_pending
-        self._take_writes = take_writes
-        self._apply = apply
-        self._limit = limit
-        self._needs_all_ranks = needs_all_ranks
-        self._held: list[str] = []  # between `hold` and `let_go`
-        self._used: list[str] = []  # of operations that run now
-        self._running = running
-        self._guests: dict[str, dict[str, None]] = {}
+        super().__init__(run, parameters, pending, masters, owner)
+        self.transfers = transfers
+        self._order = UnitOrder(run.config.prefetch_units)
+        self._held: list[str] = []  # by `gathered`
+        self._used: list[str] = []  # by operations that run now
+        self._guests: dict[str, dict[str, None]] = {}  # by unit: those that it used
         self._makes_graph = False
-        self._backward: str | None = None
-        self._tasks: set[int] = set()
+        self._backward: str | None = None  # the unit whose backward began last
+        self._tasks: set[int] = set()  # of autograd, that run now
         self._thread: threading.Thread | None = None
-        # What was entered since the pass began, and what the last pass like it entered: with gradients, or without.
-        self._entered: deque[str] = deque(maxlen=MOST_REMEMBERED)
-        self._is_training = True
-        self._orders: dict[bool, Sequence[str]] = {}
-        self._ahead: deque[str] = deque()
 
-    # What hooks call.
+    # Forward and backward.
 
     def model_begins(self) -> None:
-        """Before a forward of the whole model. Raises: ConfigError if it runs in another thread."""
+        """Raises: ConfigError in another thread than one that runs the model, and while it is traced."""
+        if torch_private.tracing_state() is not None:
+            # The trace would keep the parameters below Python, where nothing fetches them.
+            raise ConfigError(
+                "torch.jit.trace of a model with streamed parameters would keep memory that comes and goes: trace a "
+                "copy of it, torch.jit.trace(copy.deepcopy(model), ...)"
+            )
+        call_hidden(self._model_begins)
+
+    def _model_begins(self) -> None:
+        self._apply_on_the_way(ROOT)
         if not in_backward():
             self._require_one_thread()
             self._forget_calls()
             self._begin_pass()
-        self.forward_begins(ROOT)
+        self._forward_begins(ROOT)
 
     def model_ends(self, output: Any) -> None:
-        """After it, also if it raised; then there is no output."""
         if not in_backward() and self._thread is not threading.current_thread():
             return  # it was refused
         self.forward_ends(ROOT, output)
         if not in_backward() and not any(tensor.requires_grad for tensor in tensors_in(output)):
-            self.release_all()  # no backward will
-            self._store.repeat()
+            self.release_unused()  # no backward will
+            self.transfers.expect_same_order()
 
     def forward_begins(self, unit: str) -> None:
-        """Before the forward of a module of `unit`."""
+        call_hidden(self._apply_and_begin, unit)
+
+    def _apply_and_begin(self, unit: str) -> None:
+        self._apply_on_the_way(unit)
+        self._forward_begins(unit)
+
+    def _apply_on_the_way(self, unit: str) -> None:
+        """Applies a pending update of a unit that is about to be fetched, chunk by chunk on its way if possible."""
+        if self._pending.is_pending(unit) and self.transfers.can_begin_update(unit):
+            if unit != ROOT:
+                self._order.enter(unit)
+                self._release_others(unit, *self._order.upcoming)
+            self.transfers.begin_update(unit)
+        self._pending.apply(unit)
+
+    def _forward_begins(self, unit: str) -> None:
         if in_backward():
-            # Before a backward inside this one (reentrant checkpointing) can begin: it would take its end for the end.
+            # Noted now, because a backward inside of this one (reentrant checkpointing) may begin next, and its end
+            # would be taken for the end of this one.
             self._note_task()
         else:
             self._require_one_thread()
         self._enter(unit)
-        self._running.enter(unit)
+        self.running.enter(unit)
 
     def _require_one_thread(self) -> None:
         thread = threading.current_thread()
-        if self._running.units and self._thread is not None and self._thread is not thread and self._thread.is_alive():
+        if self.running.units and self._thread is not None and self._thread is not thread and self._thread.is_alive():
             raise ConfigError(
                 f"a forward of the model runs in thread {self._thread.name!r} and another began in {thread.name!r}: "
                 "with streamed parameters one thread at a time may run it"
@@ -127,9 +308,7 @@ class Streaming:
         self._thread = thread
 
     def forward_ends(self, unit: str, output: Any) -> None:
-        """After it, also if it raised; then there is no output."""
-        self._running.leave(unit)
-        # Graphs outlive optimizers, and what they hold is not found by the collector of garbage.
+        self.running.leave(unit)
         begins = partial(call_alive, weakref.WeakMethod(self._backward_begins), unit)
         for tensor in tensors_in(output):
             # A view that is changed in place gets another history, in which only its base has a place.
@@ -138,7 +317,7 @@ class Streaming:
                     one.register_hook(begins)
 
     def _backward_begins(self, unit: str) -> None:
-        self.gathering.require_usable()
+        self.transfers.require_usable()
         self._note_task()
         self._makes_graph = self._makes_graph or torch.is_grad_enabled()
         if unit != ROOT:
@@ -146,220 +325,231 @@ class Streaming:
         self._enter(unit)
 
     def _note_task(self) -> None:
-        task = torch._C._current_graph_task_id()
+        task = torch_private.graph_task_id()
         if task not in self._tasks:
             self._tasks.add(task)
-            _queue_callback(partial(call_alive, weakref.WeakMethod(self._backward_ends), task))
+            torch_private.queue_callback(partial(call_alive, weakref.WeakMethod(self._backward_ends), task))
 
     def _backward_ends(self, task: int) -> None:
         self._tasks.discard(task)
         if not self._tasks:
             self._backward = None
-            self.release_all()
-
-    def step_begins(self) -> None:
-        """The order of this step is expected to come again."""
-        self._makes_graph = False
-        self._forget_calls()
-        self._begin_pass()
-        self.release_all()
-        self._take_writes()  # to what `gathered` holds: the step is to see them
-        self._store.repeat()
-
-    def _forget_calls(self) -> None:
-        """What raised, or was interrupted, never said its end."""
-        self._tasks.clear()
-        self._used.clear()
-        self._running.reset()
-        self._backward = None
+            self.release_unused()
 
     def _begin_pass(self) -> None:
-        if self._entered:
-            self._orders[self._is_training] = tuple(self._entered)
-            self._entered.clear()
-        was_training, self._is_training = self._is_training, torch.is_grad_enabled()
-        order = self._orders.get(self._is_training, ())
-        self._ahead = deque(order)
-        if self._is_training and not was_training and order:
-            # What was announced are the reads of a pass without gradients, and not of any backward.
-            self.gathering.expect((ROOT, *order))
+        if order := self._order.begin_pass():
+            # The store was told the reads of a pass without gradients, and none of a backward.
+            self.transfers.expect((ROOT, *order))
 
-    # What guards call.
+    def _forget_calls(self) -> None:
+        """Forgets calls that raised, or were interrupted, and never ended."""
+        self._tasks.clear()
+        self._used.clear()
+        self.running.reset()
+        self._backward = None
+
+    # Other uses.
 
     @contextmanager
     def used(self, units: Sequence[str]) -> Iterator[None]:
-        """The current values of `units` are on the device inside, for whoever uses them outside of their forward.
-
-        Raises: ReleasedParameterError where fetching needs all ranks and this one may be alone; BudgetError.
-        """
-        is_outside = not self._running.units and not self._tasks and not in_backward()
+        """See HeldUnits. Raises: ReleasedParameterError where fetching needs all ranks and this one may be alone;
+        BudgetError."""
+        is_outside = not self.running.units and not self._tasks and not in_backward()
         if is_outside and (missing := [unit for unit in units if self._needs_all_ranks(unit)]):
             raise ReleasedParameterError(
                 f"current values of {missing[0] or 'the root unit'} come from all ranks, and this one may be alone: "
                 "use them inside `with optimizer.gathered(module_or_params):`, on every rank"
             )
-        self._used.extend(units)  # by one another they are not released
+        self._used.extend(units)  # so that they do not release one another
         try:
-            unseen(self._fetch, units)
+            call_hidden(self._fetch_for_use, units)
             yield
         finally:
             del self._used[max(0, len(self._used) - len(units)) :]  # uses are nested
 
-    def _fetch(self, units: Sequence[str]) -> None:
-        guests = [unit for unit in units if unit != ROOT and not self._running.runs(unit)]
-        if guests and not self._makes_graph:
+    def _needs_all_ranks(self, unit: str) -> bool:
+        is_sharded = self._layout.shard_group_size > 1 and not self.transfers.is_at(unit, UnitState.RESIDENT)
+        return is_sharded or (self._layout.replicas > 1 and self._pending.is_pending(unit))
+
+    def _fetch_for_use(self, units: Sequence[str]) -> None:
+        guests = [unit for unit in units if unit != ROOT and not self.running.runs(unit)]
+        if guests:
             self._release_others(*guests)
         self._require_room(units)
         for unit in units:
-            self._apply(unit)
-            self.gathering.bring(unit)
-        host = next(reversed(self._running.units), ROOT)
+            self._pending.apply(unit)
+            self.transfers.fetch(unit)
+        host = next(reversed(self.running.units), ROOT)
         if host != ROOT:
             self._guests.setdefault(host, {}).update(dict.fromkeys(guests))
 
     def fetch_before(self, node: torch.autograd.graph.Node, units: Sequence[str]) -> None:
-        """Fetches `units` again each time that `node`, of a graph, is about to run."""
+        """Fetches `units` again each time that `node` of a graph is about to run."""
         node.register_prehook(partial(call_alive, weakref.WeakMethod(self._node_runs), tuple(units)))
 
     def _node_runs(self, units: Sequence[str]) -> None:
-        self.gathering.require_usable()
+        self.transfers.require_usable()
         self._note_task()
         self._makes_graph = self._makes_graph or torch.is_grad_enabled()
         with self.used(units):
             pass
 
-    def _missing_room(self, units: Iterable[str]) -> int:
-        """Bytes that are missing on the device for `units` beside what is there."""
-        together = {*units, *self.gathering.allocated}
-        return 0 if self._limit is None else sum(map(self.gathering.bytes_of, together)) - self._limit
-
     def _require_room(self, units: Sequence[str]) -> None:
         """Raises: BudgetError if these units do not fit beside what is in use."""
-        missing = self._missing_room(units)
-        if missing > 0:
-            assert self._limit is not None
+        missing, limit = self.transfers.missing_bytes(units), self.transfers.limit
+        if limit is not None and missing > 0:
             why = "a backward with create_graph=True keeps" if self._makes_graph else "one operation uses"
             raise BudgetError(
                 f"{why} more streamed parameters together than device_memory leaves room for: "
-                f"{format_bytes(self._limit + missing)}, and there are {format_bytes(self._limit)}; give more "
+                f"{format_bytes(limit + missing)}, and there are {format_bytes(limit)}; give more "
                 "device_memory, or use them one after the other",
-                needed=self._limit + missing,
-                available=self._limit,
+                needed=limit + missing,
+                available=limit,
                 option="device_memory",
             )
 
-    # Fetching and releasing.
-
-    def visit(self, units: Iterable[str]) -> None:
-        """Brings units for whoever reads or writes them now; they are released when others come."""
-        if visited := [unit for unit in units if unit != ROOT]:
-            self._release_others(*visited)
+    @contextmanager
+    def gathered(self, units: Sequence[str], numbers: Sequence[int], *, writable: bool) -> Iterator[None]:
         for unit in units:
-            self.gathering.bring(unit)
+            self._pending.apply(unit)
+        with ExitStack() as held:  # each is let go of, also if another one fails
+            for unit in units:
+                self._hold(unit)
+                held.callback(self._let_go, unit)
+            if not writable:
+                yield
+                return
+            for unit in units:
+                self.running.enter(unit)
+                held.callback(self.running.leave, unit)
+            yield
+            for unit in units:
+                self._pending.apply(unit)
+            self.transfers.find_writes(numbers)
 
-    def leave(self, unit: str) -> None:
-        """Ends a visit."""
-        if not self._is_in_use(unit) and not self._tasks and not self._makes_graph:
-            self._release(unit)
-
-    def hold(self, unit: str) -> None:
-        """The unit stays on the device until `let_go`, which is called as often; what was written to it before counts
-        as written outside of that."""
+    def _hold(self, unit: str) -> None:
         self._held.append(unit)
         try:
-            self.gathering.bring(unit)
-            self._take_writes()
+            self.transfers.fetch(unit)
+            self.write_back()  # what was written before counts as written outside of `gathered`
         except BaseException:
             self._held.remove(unit)
             raise
 
-    def let_go(self, unit: str) -> None:
+    def _let_go(self, unit: str) -> None:
         self._held.remove(unit)
-        self._take_writes()
+        self.write_back()
         self.leave(unit)
 
-    def open(self, unit: str) -> None:
-        """Memory for a unit whose new values are about to land, see `Gathering.open`."""
-        if self.gathering.can_open(unit):
-            if unit != ROOT:
-                self._release_others(unit, *self._follow(unit))
-            self.gathering.open(unit)
+    def visit(self, units: Iterable[str]) -> None:
+        """Fetches units with their current values for saving or loading. They are released when others are fetched."""
+        for unit in units:
+            self._pending.apply(unit)
+        if visited := [unit for unit in units if unit != ROOT]:
+            self._release_others(*visited)
+        for unit in units:
+            self.transfers.fetch(unit)
 
-    def release_all(self) -> None:
-        """Releases what nobody uses."""
-        if self._makes_graph:
-            return
-        for unit in self.gathering.allocated:
-            if not self._is_in_use(unit):
-                self._release(unit)
+    def leave(self, unit: str) -> None:
+        """Releases a unit unless it is in use."""
+        if not self._is_in_use(unit) and not self._tasks and not self._makes_graph:
+            self._release(unit)
 
-    def abandon(self) -> None:
-        """Releases everything, and takes over nothing that was written to it."""
-        self._forget_calls()
-        self.gathering.abandon()
-
-    def bring_all(self) -> None:
-        """All parameters, to stay; nothing may be entered afterwards."""
-        self._forget_calls()
-        for unit in self.gathering.units:
-            if self.gathering.home_of(unit) == unit:
-                self.gathering.bring(unit)
-
-    def _is_in_use(self, unit: str) -> bool:
-        goes_on = self._backward is not None and encloses(unit, self._backward)
-        return goes_on or self._running.runs(unit) or unit in self._held or unit in self._used
-
-    def _follow(self, unit: str) -> list[str]:
-        """Notes that a unit is entered; returns those expected next."""
-        if not self._entered or self._entered[-1] != unit:
-            self._entered.append(unit)
-            if unit in self._ahead:
-                while self._ahead.popleft() != unit:
-                    pass
-        return self._following()
-
-    def _following(self) -> list[str]:
-        return list(dict.fromkeys(self._ahead))[: self._depth]
+    # Fetching and releasing.
 
     def _enter(self, unit: str) -> None:
-        if unit == ROOT or unit not in self.gathering.units:
-            self.gathering.bring(unit)
+        """The forward or backward of a unit begins: fetches it, releases others, prefetches the next ones."""
+        if unit == ROOT or unit not in self.transfers.units:
+            self.transfers.fetch(unit)
             return
-        following = self._follow(unit)
+        self._order.enter(unit)
         guests = self._guests.get(unit, ())
-        # One that is here already, and not on its way, is not brought ahead: it comes anew.
-        self._release_others(unit, *guests, *(one for one in following if self.gathering.is_at(one, Where.COMING)))
+        # Units to come that are on their way stay. Those that are resident from before are released and fetched anew.
+        fetching = (one for one in self._order.upcoming if self.transfers.is_at(one, UnitState.FETCHING))
+        self._release_others(unit, *guests, *fetching)
         if self._makes_graph:
             self._require_room((unit,))
-        self.gathering.bring(unit)
-        for guest in guests:
-            is_to_come = self.gathering.is_at(guest, Where.RELEASED) and not self._is_pending(guest)
-            if is_to_come and self._missing_room((guest,)) <= 0:
-                self.gathering.start(guest)
-        self.bring_ahead()
+        self.transfers.fetch(unit)
+        self._prefetch(unit)
 
-    def bring_ahead(self) -> None:
-        """Starts what is expected next, unless its new values are still to land."""
-        for other in self._following():
-            is_to_come = self.gathering.is_at(other, Where.RELEASED) or self.gathering.is_open(other)
-            has_room = not self._makes_graph or self._missing_room((other,)) <= 0
-            if is_to_come and has_room and not self._is_pending(self.gathering.home_of(other)):
-                self.gathering.start(other)
+    def _prefetch(self, unit: str) -> None:
+        """See [Note: prefetching]. Args: unit: the one that was entered."""
+        for guest in self._guests.get(unit, ()):
+            is_released = self.transfers.is_at(guest, UnitState.RELEASED)
+            if is_released and not self._pending.is_pending(guest) and self.transfers.missing_bytes((guest,)) <= 0:
+                self.transfers.prefetch(guest)
+        for one in self._order.upcoming:
+            is_incomplete = self.transfers.is_at(one, UnitState.RELEASED) or self.transfers.is_updating(one)
+            has_room = not self._makes_graph or self.transfers.missing_bytes((one,)) <= 0
+            if is_incomplete and has_room and not self._pending.is_pending(self.transfers.home_of(one)):
+                self.transfers.prefetch(one)
+
+    def release_unused(self) -> None:
+        """Releases the units that nobody uses."""
+        if not self._makes_graph:
+            for unit in self.transfers.allocated:
+                if not self._is_in_use(unit):
+                    self._release(unit)
 
     def _release_others(self, *wanted: str) -> None:
-        if self._makes_graph:
-            return
-        for unit in self.gathering.allocated:
-            if unit == ROOT or self._is_in_use(unit):
-                continue
-            # Brought ahead, and now it comes later than thought, or not at all.
-            if unit not in wanted:
-                self._release(unit)
+        """Releases what is neither in use nor wanted nor the root unit; also what was prefetched for later than now."""
+        if not self._makes_graph:
+            for unit in self.transfers.allocated:
+                if unit != ROOT and unit not in wanted and not self._is_in_use(unit):
+                    self._release(unit)
 
     def _release(self, unit: str) -> None:
-        if self.gathering.is_at(unit, Where.HERE):
-            numbers = self.gathering.params_of(unit)
+        if self.transfers.is_at(unit, UnitState.RESIDENT):
+            numbers = self.transfers.params_of(unit)
             self._parameters.take_back(numbers)
             if self._parameters.written_outside(numbers):
-                self._take_writes()
-        self.gathering.release(unit)
+                self.write_back()
+        self.transfers.release(unit)
+
+    def _is_in_use(self, unit: str) -> bool:
+        in_backward_of = self._backward is not None and encloses(unit, self._backward)
+        return in_backward_of or self.running.runs(unit) or unit in self._held or unit in self._used
+
+    # What others wrote.
+
+    def write_back(self) -> None:
+        """Takes over what others wrote to parameters that are resident, into the store."""
+        numbers = self._parameters.written_outside()
+        flats = sorted({self._parameters.flat_of(number) for number in numbers})
+        for flat in flats:
+            self._pending.apply(self._layout.flats[flat].unit)  # refuses what an update would overwrite
+        if self._masters.can_wait:
+            self._parameters.note_writes(numbers)
+            self._masters.owe(numbers)
+        else:
+            self._masters.take_outside_writes(self._owner.step())
+        for flat in flats:
+            self.transfers.write_back(flat)
+
+    def take_outside_writes(self) -> None:
+        self.write_back()
+        self._masters.take_outside_writes(self._owner.step())
+
+    # Steps, and the end.
+
+    def step_begins(self) -> None:
+        self._makes_graph = False
+        self._forget_calls()
+        self._begin_pass()
+        self.release_unused()
+        self.write_back()  # to what `gathered` holds: the step is to see it
+        self.transfers.expect_same_order()
+
+    def fetch_all(self) -> None:
+        """Fetches all parameters, to stay; no unit may be entered afterwards."""
+        self._forget_calls()
+        for unit in self.transfers.units:
+            if self.transfers.home_of(unit) == unit:
+                self.transfers.fetch(unit)
+
+    def abandon(self) -> None:
+        self._forget_calls()
+        self.transfers.abandon()
+
+    def close(self) -> None:
+        self.transfers.close()

@@ -1,13 +1,21 @@
-"""The model's parameters as this library lays them out on their device.
+"""Flat parameters: all parameters of a unit of one dtype, end to end in one tensor on the model's device.
 
-The parameters of a flat lie in one tensor (identity, names and shapes stay), so that a chunk's new values go to the
-device as one copy, or are written in place by the kernel. A *line* is a parameter's elements as a 1-D tensor in the
-order of its memory, whatever its strides.
+A parameter keeps its identity, name, shape and strides; its elements are a view of the flat parameter. So the new
+values of a chunk go to the device in one copy, or the kernel writes them in place. The *flattened* view of a parameter
+has shape (numel,) and the order of its memory, whatever its strides are.
 
 [Note: storages]
-A resident parameter has a storage of its own over its part of the flat's memory: a `state_dict` aliases it, and who
-writes checkpoints takes storages that are shared for tied parameters. Streamed parameters are views of the flat, whose
-storage is exchanged as they come and go, so that views which autograd saved are right again once it is back.
+A resident parameter has a storage of its own, over its range of the flat parameter's memory: a `state_dict` aliases it,
+and whoever writes checkpoints takes a shared storage for tied parameters. Streamed parameters share the storage of the
+flat parameter, whose memory is taken away and given back as units are released and fetched. So views that autograd
+saved are valid again when the memory is back.
+
+[Note: spare memory]
+Memory of the CPU that was given back to the system returns as pages that the system has to clear first, which takes
+several times as long as to copy a unit into them. So the memory that one unit leaves is kept for the next one of its
+size: two storages exchange what they point to, and identity and views of a storage stay, as they do when it is resized.
+On a GPU torch's allocator keeps memory by itself. A storage without memory points to NaNs, which nobody can take for
+values.
 """
 
 from __future__ import annotations
@@ -16,38 +24,39 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
+from offload import torch_private
 from offload.errors import ConfigError
 from offload.layout import Layout
-from offload.model.spares import Spares
+from offload.native.library import advise_huge_pages
+from offload.native.poison import poison
 
 NO_VERSION = 1 << 31
-"""Of a parameter whose memory is elsewhere: no graph has saved it, so autograd, which knows nothing of guards, raises
-before it looks at a saved parameter that is not there."""
+"""The version of a parameter whose memory is elsewhere. No graph has saved it. So autograd, which knows nothing of
+guards, raises before it reads a saved parameter that is not there."""
 
-_DATA: Any = Tensor.data  # as torch has it, past the guards
-_to_dlpack: Any = torch._C._to_dlpack
-_from_dlpack: Any = torch._C._from_dlpack
+_DATA: Any = Tensor.data  # as torch has it, without the guards
+_REFUSED = "this parameter is not on the device now: use it inside `with optimizer.gathered(module_or_params):`"
 
 
-def line_of(tensor: Tensor) -> Tensor:
+def flattened(tensor: Tensor) -> Tensor:
     """The elements of a dense tensor as a view of shape (numel,), in the order of its memory."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
-def line_like(param: Tensor, tensor: Tensor) -> Tensor:
+def flattened_like(param: Tensor, tensor: Tensor) -> Tensor:
     """The elements of `tensor` in the order of `param`'s memory (same shape): a view if the strides agree."""
     if tensor.stride() != param.stride():
         tensor = torch.empty_strided(param.shape, param.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
             tensor
         )
-    return line_of(tensor)
+    return flattened(tensor)
 
 
-def shaped_like(param: Tensor, line: Tensor) -> Tensor:
-    """The inverse of `line_like`: a view of `line` with the shape and strides of `param`."""
-    return line.as_strided(param.shape, param.stride(), line.storage_offset())
+def shaped_like(param: Tensor, values: Tensor) -> Tensor:
+    """The inverse of `flattened_like`: a view of `values` with the shape and strides of `param`."""
+    return values.as_strided(param.shape, param.stride(), values.storage_offset())
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -61,12 +70,62 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
-class Parameters:
+class SpareMemory:
+    """Gives memory to tensors, takes it away, and keeps what is spare; see [Note: spare memory]."""
+
+    def __init__(self) -> None:
+        self._spares: list[UntypedStorage] = []  # the oldest first
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that no tensor has now."""
+        return sum(spare.nbytes() for spare in self._spares)
+
+    def give(self, tensor: Tensor, limit: int) -> None:
+        """Gives a tensor without memory as much as it needs; its values are undefined.
+
+        Args: limit: bytes that may stay spare.
+        """
+        storage, nbytes = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
+        if not tensor.is_cpu:
+            if torch_private.allow_data_access is not None and storage.device.type == "cuda":
+                torch_private.allow_data_access(storage._cdata)
+            storage.resize_(nbytes)
+            return
+        fitting = next((number for number, spare in enumerate(self._spares) if spare.nbytes() == nbytes), None)
+        found = None if fitting is None else self._spares.pop(fitting)
+        self.trim(limit)
+        torch_private.swap_memory(storage, UntypedStorage(nbytes) if found is None else found)
+        if found is None:
+            advise_huge_pages(tensor)
+
+    def take(self, tensor: Tensor) -> None:
+        """Takes the memory of a tensor away, and keeps it if it is the CPU's."""
+        storage = tensor.untyped_storage()
+        if not storage.nbytes():
+            return
+        if tensor.is_cpu:
+            memory = poison(storage.nbytes())
+            torch_private.swap_memory(storage, memory)
+            if memory.nbytes():
+                self._spares.append(memory)
+            return
+        storage.resize_(0)
+        if torch_private.forbid_data_access is not None and storage.device.type == "cuda":
+            torch_private.forbid_data_access(storage._cdata, _REFUSED)
+
+    def trim(self, limit: int) -> None:
+        """Gives back to the system what is spare beyond `limit` bytes, the oldest first."""
+        while self.nbytes > limit:
+            self._spares.pop(0)
+
+
+class FlatParameters:
     """The trained parameters of a model, in the order of `layout.specs`.
 
     Args: streams: whether their memory comes and goes.
-    Attributes: flats: one tensor a flat of the layout, on the model's device, in which the parameters lie; filled by
-    `attach`; tiles: leaves of autograd, by part of the layout; peak_bytes: the most all had on the device.
+    Attributes: flats: one tensor for each flat parameter of the layout, on the model's device, filled by `attach`;
+    tiles: leaves of autograd, by index of the layout's slice; peak_bytes: the most all had on the device.
     """
 
     def __init__(
@@ -90,11 +149,11 @@ class Parameters:
         self._known: set[nn.Parameter] = set()
         self._bytes = 0
         self.peak_bytes = 0
-        self._spares = Spares()
+        self._spares = SpareMemory()
         self.tiles: dict[int, nn.Parameter] = {
-            part.index: nn.Parameter(torch.empty(0, dtype=layout.flats[part.flat].dtype, device=device))
-            for part in layout.parts
-            if part.is_tile
+            one.index: nn.Parameter(torch.empty(0, dtype=layout.flats[one.flat].dtype, device=device))
+            for one in layout.slices
+            if one.is_tile
         }
         self._memory: dict[int, Tensor] = {}
 
@@ -108,26 +167,26 @@ class Parameters:
 
     @torch.no_grad()
     def attach(self, flat: int, *, with_values: bool = True) -> None:
-        """Moves the parameters of a flat, whose masters have been taken, into one tensor of its dtype.
+        """Moves the parameters of a flat parameter, whose masters have been made, into one tensor of its dtype.
 
-        Args: with_values: False leaves the values behind; those of the parameters are undefined then.
+        Args: with_values: False leaves the values of the parameters undefined.
         """
         info = self._layout.flats[flat]
-        is_tiled = self._layout.tile_of(flat) > 0  # the device has no room for all of it
+        is_tiled = self._layout.tile_of(flat) > 0  # too large for the device
         device = torch.device("cpu") if is_tiled else self._device
         self._count(flat, self._layout.padded_numel(flat) * info.dtype.itemsize)
-        self._spares.keep(self.peak_bytes - self._bytes)
+        self._spares.trim(self.peak_bytes - self._bytes)
         memory = torch.empty(self._layout.padded_numel(flat), dtype=info.dtype, device=device)
         if is_tiled:
             self._attach_tiles(flat)
         end = 0
         for number, offset in zip(info.params, info.offsets, strict=True):
             param = self.params[number]
-            memory[end:offset] = 0  # gaps are computed along
+            memory[end:offset] = 0  # kernels compute the gaps too
             end = offset + param.numel()
             self._strides[number] = param.stride()
             self._tensors[number] = param._cdata
-            view = self._place_of(number, memory[offset:end])
+            view = self._view_for(number, memory[offset:end])
             if with_values:
                 view.copy_(param)
             param.data = view
@@ -137,50 +196,51 @@ class Parameters:
         if self._streams:
             self._flat_of_storage[memory.untyped_storage()._cdata] = flat
 
-    def _place_of(self, number: int, line: Tensor) -> Tensor:
-        """The part of a flat where a parameter is to lie, in its shape; see [Note: storages]."""
-        if not self._streams:
-            line = _from_dlpack(_to_dlpack(line)) if line.numel() else torch.empty_like(line)
-        return line.as_strided(self.params[number].shape, self._strides[number], line.storage_offset())
+    def _view_for(self, number: int, values: Tensor) -> Tensor:
+        """`values`, a range of a flat parameter, in the shape of a parameter; see [Note: storages]."""
+        if not self._streams:  # a storage of its own over the same memory
+            own = torch_private.from_dlpack(torch_private.to_dlpack(values)) if values.numel() else None
+            values = torch.empty_like(values) if own is None else own
+        return values.as_strided(self.params[number].shape, self._strides[number], values.storage_offset())
 
     def _attach_tiles(self, flat: int) -> None:
         columns = self.params[self._layout.flats[flat].params[0]].shape[1]
-        for part in self._layout.parts:
-            if part.is_tile and part.flat == flat:
-                memory = torch.empty(part.numel, dtype=self._layout.flats[flat].dtype, device=self._device)
-                self._memory[part.index] = memory
-                self.tiles[part.index].data = memory.view(-1, columns)
+        for one in self._layout.slices:
+            if one.is_tile and one.flat == flat:
+                memory = torch.empty(one.numel, dtype=self._layout.flats[flat].dtype, device=self._device)
+                self._memory[one.index] = memory
+                self.tiles[one.index].data = memory.view(-1, columns)
                 memory.untyped_storage().resize_(0)
 
     def tiles_of(self, number: int) -> list[tuple[int, nn.Parameter]]:
-        """The first element and the leaf of each tile of a parameter; none of one that is not tiled."""
-        flat, parts = self._layout.locations[number][0], self._layout.parts
-        return [(parts[index].start, leaf) for index, leaf in self.tiles.items() if parts[index].flat == flat]
+        """The first element and the leaf of each tile of a parameter; empty if it is not tiled."""
+        flat, slices = self._layout.locations[number][0], self._layout.slices
+        return [(slices[index].start, leaf) for index, leaf in self.tiles.items() if slices[index].flat == flat]
 
-    def memory_of(self, part: int) -> Tensor:
-        """Of a part of the layout, shape (numel,)."""
-        return self.flats[part] if part < len(self.flats) else self._memory[part]
+    def memory_of(self, index: int) -> Tensor:
+        """The memory of a slice of the layout, shape (numel,)."""
+        return self.flats[index] if index < len(self.flats) else self._memory[index]
 
     # Guards; see [Note: guarded parameters] in guard.py.
 
     def guard_with(self, class_for: Callable[..., type[Tensor]]) -> None:
-        """From now on parameters are guarded. Args: class_for: of the guards; see `Guards.class_for`."""
+        """From now on parameters are guarded. Args: class_for: makes their classes; see `Guards.class_for`."""
         self._guards = [class_for(kind) for kind in self._kinds]
         self._watched = [class_for(kind, runs=True) for kind in self._kinds]
         self.guard(range(len(self.params)))
 
     def guard(self, numbers: Iterable[int]) -> None:
-        """Their unit does not run any more."""
+        """Their unit does not run any more: each use of them is seen."""
         for number in numbers:
             self.params[number].__class__ = self._guards[number]  # type: ignore[assignment]
 
     def watch(self, numbers: Iterable[int]) -> None:
-        """Their unit runs."""
+        """Their unit runs: only `p.data` is seen."""
         for number in numbers:
             self.params[number].__class__ = self._watched[number]  # type: ignore[assignment]
 
     def stop_guarding(self) -> None:
-        """Parameters are of their own classes for good."""
+        """Parameters have their own classes for good."""
         self._guards, self._watched = list(self._kinds), list(self._kinds)
         self.guard(range(len(self.params)))
 
@@ -188,22 +248,22 @@ class Parameters:
         return isinstance(tensor, nn.Parameter) and tensor in self.index
 
     def number_of(self, tensor: Any) -> int | None:
-        """None if it is no trained parameter, but an alias of one."""
+        """The number of a trained parameter; None of an alias of one."""
         return self.index.get(tensor)
 
     def flat_at(self, tensor: Tensor) -> int | None:
-        """The flat in whose storage a tensor lies, if that comes and goes."""
-        with torch._C.DisableTorchFunctionSubclass():
+        """The flat parameter in whose storage a tensor lies, if it is streamed."""
+        with torch_private.DisableTorchFunctionSubclass():
             if not self._flat_of_storage or tensor.layout is not torch.strided or tensor.device.type == "meta":
                 return None
             try:
                 return self._flat_of_storage.get(tensor.untyped_storage()._cdata)
-            except (RuntimeError, NotImplementedError):  # one that has none
+            except (RuntimeError, NotImplementedError):  # a tensor without storage
                 return None
 
     def data_of(self, number: int) -> Tensor:
-        """What `p.data` gives: the same memory with another version counter, as in torch, which is watched here."""
-        with torch._C.DisableTorchFunctionSubclass():
+        """What `p.data` gives: the same memory with another version counter, as in torch. Writes to it are noticed."""
+        with torch_private.DisableTorchFunctionSubclass():
             if number not in self._data:
                 alias = _DATA.__get__(self.params[number])
                 self._data[number] = (alias, alias._version)
@@ -211,78 +271,74 @@ class Parameters:
 
     @torch.no_grad()
     def repoint(self, number: int, value: Tensor) -> None:
-        """`p.data = value`: until the next step, which takes it over, the parameter lies there."""
-        with torch._C.DisableTorchFunctionSubclass():
+        """`p.data = value`: the parameter lies there until the next step, which copies the values back."""
+        with torch_private.DisableTorchFunctionSubclass():
             _DATA.__set__(self.params[number], value)
         self._data.pop(number, None)
 
     def version_of(self, number: int) -> int:
         """A parameter's version, also while its memory is elsewhere."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.DisableTorchFunctionSubclass():
             is_freed = self._layout.locations[number][0] in self._freed
             return self._versions[number] if is_freed else self.params[number]._version
 
-    def allocate(self, part: int) -> None:
-        """Gives a part that was freed memory again, its values undefined."""
-        memory = self.memory_of(part)
-        self._count(part, memory.numel() * memory.element_size())
+    def allocate(self, index: int) -> None:
+        """Gives a slice of the layout that was freed memory again; its values are undefined."""
+        memory = self.memory_of(index)
+        self._count(index, memory.numel() * memory.element_size())
         self._spares.give(memory, self.peak_bytes - self._bytes)
 
-    def return_spares(self) -> None:
-        """Gives memory that parts have left, and nobody has now, back to the system."""
-        self._spares.keep(0)
+    def free_spares(self) -> None:
+        """Gives spare memory back to the system."""
+        self._spares.trim(0)
 
-    def unite(self) -> None:
-        """Moves tiled parameters, which are here as a whole, to the device; they are not attached any more."""
-        for param in self.params:
-            if param.device != self._device:
-                param.data = param.data.to(self._device)
+    def restore(self, index: int) -> None:
+        """The values of a slice are in its memory again: its parameters can be used."""
+        if index < len(self.flats):
+            numbers = self._layout.flats[index].params
+            self._set_versions(numbers, [self._versions[n] for n in numbers])
+            self._freed.discard(index)
 
-    def restore(self, flat: int) -> None:
-        """The values of a part are there again: its parameters can be used."""
-        if flat >= len(self.flats):
-            return
-        numbers = self._layout.flats[flat].params
-        self._set_versions(numbers, [self._versions[n] for n in numbers])
-        self._freed.discard(flat)
-
-    def free(self, flat: int) -> None:
-        """Frees the memory of a part, whose values are kept elsewhere until it is allocated again."""
-        if flat < len(self.flats):
-            numbers = self._layout.flats[flat].params
+    def free(self, index: int) -> None:
+        """Takes the memory of a slice away. Its values are kept in a store."""
+        if index < len(self.flats):
+            numbers = self._layout.flats[index].params
             self._set_versions(numbers, [NO_VERSION] * len(numbers))
-            self._freed.add(flat)
-        memory = self.memory_of(flat)
-        self._count(flat, -memory.untyped_storage().nbytes())
+            self._freed.add(index)
+        memory = self.memory_of(index)
+        self._count(index, -memory.untyped_storage().nbytes())
         self._spares.take(memory)
 
     def _set_versions(self, numbers: Sequence[int], versions: Sequence[int]) -> None:
         params = tuple(self.params[n] for n in numbers)
-        torch._C._autograd._unsafe_set_version_counter(params, tuple(versions))
+        torch_private.set_version_counters(params, tuple(versions))
 
     @torch.no_grad()
-    def own_storages(self) -> None:
-        """Gives parameters that were streamed, and are all here for good, storages of their own."""
+    def become_resident(self) -> None:
+        """Gives streamed parameters, all of which are here for good, storages of their own on the device."""
         self._streams = False
         self._flat_of_storage.clear()
         for flat, memory in zip(self._layout.flats, self.flats, strict=True):
             for number, offset in zip(flat.params, flat.offsets, strict=True):
                 param = self.params[number]
-                param.data = self._place_of(number, memory[offset : offset + param.numel()])
+                param.data = self._view_for(number, memory[offset : offset + param.numel()])
+        for param in self.params:
+            if param.device != self._device:  # it was tiled
+                param.data = param.data.to(self._device)
 
-    def _count(self, part: int, change: int) -> None:
-        if part >= len(self.flats) or not self._layout.tile_of(part):  # else it is not on the device
+    def _count(self, index: int, change: int) -> None:
+        if index >= len(self.flats) or not self._layout.tile_of(index):  # a tiled weight is in RAM
             self._bytes += change
             self.peak_bytes = max(self.peak_bytes, self._bytes)
 
     @torch.no_grad()
     def take_back(self, numbers: Iterable[int] | None = None) -> None:
-        """Parameters (None: all) that were pointed elsewhere (`p.data = x`) lie in their flat again, with the values
-        of `x`, as if written there.
+        """Parameters (None: all) that were pointed elsewhere (`p.data = x`) lie in their flat parameter again, with the
+        values of `x`, as if these had been written there.
 
         Raises: ConfigError if one has another shape, dtype or device now: it was moved or cast.
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.DisableTorchFunctionSubclass():
             for number in range(len(self.params)) if numbers is None else numbers:
                 param = self.params[number]
                 flat, offset = self._layout.locations[number]
@@ -300,32 +356,22 @@ class Parameters:
                         "torch.no_grad()"
                     )
                 values = _DATA.__get__(param)
-                _DATA.__set__(param, self._place_of(number, memory[offset : offset + spec.numel]))
+                _DATA.__set__(param, self._view_for(number, memory[offset : offset + spec.numel]))
                 param.copy_(values)
                 self._data.pop(number, None)
 
-    def require_all_of(self, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raises: ConfigError if a parameter of the groups that is none of these has a gradient: it was frozen."""
-        for param in (param for group in groups for param in group["params"]):
-            if param not in self.index and param.grad is not None:
-                name = next((name for name, other in model.named_parameters() if other is param), "a parameter")
-                raise ConfigError(
-                    f"{name} was frozen when OffloadZero took the model, and has no states: unfreeze it before, "
-                    "and freeze it again afterwards if it is to be trained only later"
-                )
-
-    def note_all_of(self, model: nn.Module) -> None:
-        """Those that `model` has now are known to `require_in`."""
+    def remember(self, model: nn.Module) -> None:
+        """The parameters that `model` has now are known to `require_unchanged`."""
         self._known = set(model.parameters())
 
     def _is_swapped(self, number: int) -> bool:
         """Whether `torch.utils.swap_tensors` put another tensor into a parameter: graphs know the one it had."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.DisableTorchFunctionSubclass():
             return self.params[number]._cdata != self._tensors[number]
 
-    def require_in(self, model: nn.Module) -> None:
-        """Raises: ConfigError if `model` has another parameter in the place of one of these, or a new one with a
-        gradient, which would never be used."""
+    def require_unchanged(self, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raises: ConfigError if a parameter was replaced, added or unfrozen since the model was taken, so that a
+        gradient would never be used. Args: groups: the optimizer's param_groups."""
         for number, spec in enumerate(self._layout.specs):
             if self._is_swapped(number):
                 raise ConfigError(
@@ -346,38 +392,40 @@ class Parameters:
                     f"{name} was added to the model after OffloadZero took it, and has no states: add modules and "
                     "parameters before, or drop its gradient (p.grad = None) before step() if something else trains it"
                 )
+        for param in (param for group in groups for param in group["params"]):
+            if param not in self.index and param.grad is not None:
+                name = next((name for name, other in model.named_parameters() if other is param), "a parameter")
+                raise ConfigError(
+                    f"{name} was frozen when OffloadZero took the model, and has no states: unfreeze it before, "
+                    "and freeze it again afterwards if it is to be trained only later"
+                )
 
     def written_here(self, numbers: Iterable[int]) -> None:
-        """Tells autograd that these parameters have new values, which went past it, and remembers the versions."""
+        """Tells autograd that this library wrote new values to these parameters."""
         for number in numbers:
-            for _, leaf in self.tiles_of(number):
-                torch.autograd.graph.increment_version(leaf)
-            if number in self._data:
-                alias = self._data[number][0]
-                self._data[number] = (alias, alias._version)
-            if self._layout.locations[number][0] in self._freed:
-                self._versions[number] += 1  # shown when it is there again
+            if self.flat_of(number) in self._freed:
+                self._versions[number] += 1  # the parameter gets it when its memory is back
             else:
                 torch.autograd.graph.increment_version(self.params[number])
-                with torch._C.DisableTorchFunctionSubclass():
-                    self._versions[number] = self.params[number]._version
+        self.note_writes(numbers)
 
     def note_writes(self, numbers: Iterable[int]) -> None:
-        """What somebody else wrote to these parameters, which are here, is taken over: it is what they are."""
+        """The values of these parameters are known: `written_outside` compares with their versions of now."""
         for number in numbers:
             for _, leaf in self.tiles_of(number):
                 torch.autograd.graph.increment_version(leaf)
             if number in self._data:
                 alias = self._data[number][0]
                 self._data[number] = (alias, alias._version)
-            with torch._C.DisableTorchFunctionSubclass():
-                self._versions[number] = self.params[number]._version
+            if self.flat_of(number) not in self._freed:
+                with torch_private.DisableTorchFunctionSubclass():
+                    self._versions[number] = self.params[number]._version
 
     def written_outside(self, numbers: Iterable[int] | None = None) -> list[int]:
-        """Which of `numbers` (None: all) somebody else wrote to (`load_state_dict`, `p.copy_`) since `written_here`."""
+        """Which of `numbers` (None: all) that are here somebody else wrote to (`load_state_dict`, `p.copy_`)."""
         numbers = range(len(self.params)) if numbers is None else numbers
         places, freed = self._layout.locations, self._freed
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.DisableTorchFunctionSubclass():
             here = [number for number in numbers if places[number][0] not in freed]
             return [n for n in here if self.params[n]._version != self._versions[n] or self._data_is_written(n)]
 
@@ -388,34 +436,5 @@ class Parameters:
         return alias._version != version
 
     def flat_of(self, number: int) -> int:
+        """The flat parameter that a parameter lies in."""
         return self._layout.locations[number][0]
-
-
-def cast_untrained(model: nn.Module, trained: Parameters, dtypes: dict[Tensor, torch.dtype]) -> None:
-    """Casts the floating parameters that nobody trains to their compute dtype: they have no other copy."""
-    for param in model.parameters():
-        if param not in trained.index and param.is_floating_point() and param.dtype is not dtypes[param]:
-            param.data = param.data.to(dtypes[param])
-
-
-def untrained_bytes(model: nn.Module, trained: Iterable[nn.Parameter], dtypes: Mapping[Tensor, torch.dtype]) -> int:
-    """What parameters that nobody trains, and buffers, take on the device."""
-    left = set(model.parameters()) - set(trained)
-    frozen = sum(p.numel() * (dtypes[p] if p.is_floating_point() else p.dtype).itemsize for p in left)
-    return frozen + sum(buffer.numel() * buffer.element_size() for buffer in set(model.buffers()))
-
-
-def device_for(given: torch.device | str | None, own: torch.device) -> torch.device:
-    """The device to train on: the model's own; one on the meta device goes where the user asks, or to the CPU.
-
-    Raises: ConfigError if the user asks for another device than the model's.
-    """
-    try:
-        wanted = own if given is None else torch.empty(0, device=given).device
-    except (RuntimeError, TypeError, AssertionError) as error:
-        raise ConfigError(f"device={given!r} is no device of this machine: leave it out, or give {own}") from error
-    if own.type == "meta":
-        return wanted if wanted.type != "meta" else torch.device("cpu")
-    if wanted != own:
-        raise ConfigError(f"device={given} but the model is on {own}: move the model there first")
-    return own

@@ -1,17 +1,17 @@
-"""What stands in `p.grad` after the gradient has left the device: it answers as the gradient.
+"""What `p.grad` answers after the gradient has left the device: a stand-in there behaves as the gradient.
 
 [Note: a stand-in]
 | asked of `p.grad`                     | before `step()`                                  | after it                |
 |---------------------------------------|--------------------------------------------------|-------------------------|
-| shape, dtype, device                  | those of the parameter                           | the same                |
+| shape, dtype, device                  | the parameter's                                  | the same                |
 | 2-norms                               | from the sums of squares that are there, in fp32 | the same                |
 | multiplied by a factor, in place      | the factor is recorded, and applied by the step  | GradientMovedError      |
 | values, and all other operations      | computed on a copy of the values                 | GradientMovedError      |
 | any other change, also through a view | the copy is written back where the gradient is   | GradientMovedError      |
 | `zero_()`                             | the gradient is zeros, and counts                | the same                |
 
-A stand-in in `p.grad` says: accumulate. None says: begin anew. Over several ranks norms are of the whole gradient, and
-values are a typed error: no rank has them.
+A stand-in in `p.grad` means that the next gradient is added to this one; None means that it begins anew. Over several
+ranks norms are of the whole gradient, and reading values raises GradientMovedError: no rank has all of them.
 """
 
 from __future__ import annotations
@@ -20,20 +20,30 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from offload import torch_private
 from offload.errors import AccumulationError, ClosedError, ConfigError, GradientMovedError
 from offload.grads.base import UNIT_SCALE, GradientBuffer
-from offload.model.flat_param import Parameters, line_like, shaped_like
-from offload.model.hiding import eagerly
-from offload.model.pending import Landing
-from offload.model.tensors import METADATA, MOVES, is_no_move, tensors_in, torch_functions
+from offload.layout import Layout
+from offload.model.flat_param import FlatParameters, flattened_like, shaped_like
+from offload.model.pending import PendingUpdates
+from offload.model.torch_helpers import (
+    METADATA,
+    MOVES,
+    bits_of,
+    call_eagerly,
+    instances_in,
+    is_no_move,
+    tensors_in,
+    torch_functions,
+)
+from offload.run import Owner
 
-_UNSCALE: Any = torch._amp_foreach_non_finite_check_and_unscale_
 _DTYPE: Any = Tensor.dtype
 _DATA: Any = Tensor.data
 _NEEDS_NO_VALUES = METADATA | torch_functions("_version", "untyped_storage is_coalesced")
@@ -41,8 +51,8 @@ _LIKE = frozenset({torch.zeros_like, torch.ones_like, torch.empty_like})
 _IS_ITSELF = frozenset({Tensor.detach, Tensor.detach_, Tensor.requires_grad_, _DATA.__get__})
 _FACTORS = {"mul_": False, "__imul__": False, "div_": True, "__itruediv__": True, "__idiv__": True}
 """In-place products with a number, by name; whether they divide."""
-_FOREACH_FACTORS = {torch._foreach_mul_: False, torch._foreach_div_: True}
-_NORMS = {torch.linalg.vector_norm: 2, torch._foreach_norm: 2, Tensor.norm: "fro", torch.norm: "fro"}
+_FOREACH_FACTORS = {torch_private.foreach_mul: False, torch_private.foreach_div: True}
+_NORMS = {torch.linalg.vector_norm: 2, torch_private.foreach_norm: 2, Tensor.norm: "fro", torch.norm: "fro"}
 """Norms of a tensor as a vector, and their default order."""
 _SCALER_FILE = torch.amp.grad_scaler.__file__
 
@@ -50,8 +60,8 @@ _SCALER_FILE = torch.amp.grad_scaler.__file__
 class StandIn(Tensor):
     """A tensor without storage in the place of a gradient; see [Note: a stand-in].
 
-    A GradScaler refuses fp16 gradients, because to unscale them in place would lose what the scale is for. These are
-    multiplied in fp32, by the step: so it is told that they are fp32.
+    A GradScaler refuses fp16 gradients, because unscaling them in place would lose the small ones. Ours are multiplied
+    in fp32, by the step. So a GradScaler that asks for the dtype gets fp32.
     """
 
     number: int
@@ -86,7 +96,7 @@ class StandIn(Tensor):
         if func in _NEEDS_NO_VALUES:
             if func == _DTYPE.__get__ and sys._getframe(1).f_code.co_filename == _SCALER_FILE:
                 return torch.float32
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch_private.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return _answer(func, args, kwargs or {})
 
@@ -105,25 +115,12 @@ def _alive(one: StandIn) -> Answers:
 
 
 def _answer(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    first = next(iter(_stand_ins((args, kwargs))))
-    return eagerly(_alive(first).answer, func, args, kwargs)
-
-
-def _stand_ins(tree: Any) -> Iterator[StandIn]:
-    """In nested lists, tuples and dicts."""
-    left = [tree]
-    while left:
-        node = left.pop()
-        if isinstance(node, StandIn):
-            yield node
-        elif isinstance(node, list | tuple):
-            left.extend(node)
-        elif isinstance(node, dict):
-            left.extend(node.values())
+    first = next(iter(instances_in((args, kwargs), StandIn)))
+    return call_eagerly(_alive(first).answer, func, args, kwargs)
 
 
 def _replaced(tree: Any, values: Mapping[int, Tensor]) -> Any:
-    """`tree` with values for stand-ins."""
+    """`tree` with each stand-in replaced by its values."""
     if isinstance(tree, StandIn):
         return values[tree.number]
     if type(tree) in (list, tuple):
@@ -132,85 +129,77 @@ def _replaced(tree: Any, values: Mapping[int, Tensor]) -> Any:
 
 
 def is_stand_in(grad: Tensor | None) -> bool:
-    """Whether `grad` is a stand-in; asks nothing of it."""
+    """Whether `grad` is a stand-in."""
     return type(grad) is StandIn
 
 
 class Answers:
-    """Hands gradients over to the sink as autograd makes them, and answers for them.
-
-    Args: names: of the parameters; collect: waits for all gradients, on all ranks together; unscales: called with a
-    GradScaler's found_inf and inverse scale; ranks: over how many gradients are sharded.
-    """
+    """Hands gradients over to the gradient buffers as autograd makes them, and answers for them in `p.grad`."""
 
     def __init__(
         self,
-        parameters: Parameters,
-        names: Sequence[str],
-        sink: GradientBuffer,
-        landing: Landing,
-        collect: Callable[[], Sequence[int]],
-        unscales: Callable[[Tensor, Tensor], None],
-        *,
-        ranks: int,
+        layout: Layout,
+        parameters: FlatParameters,
+        gradients: GradientBuffer,
+        pending: PendingUpdates,
+        owner: Owner,
     ) -> None:
+        self._names = [spec.name for spec in layout.specs]
+        self._ranks = layout.ranks
         self._parameters = parameters
-        self._names = names
-        self._sink = sink
-        self._landing = landing
-        self._collect = collect
-        self._unscales = unscales
-        self._ranks = ranks
+        self._gradients = gradients
+        self._pending = pending
+        self._owner = owner
         self._pid = os.getpid()
         self._is_removed = False
         self._stand_ins = [
-            StandIn.of(p, n, name, self) for n, (p, name) in enumerate(zip(parameters.params, names, strict=True))
+            StandIn.of(p, n, name, self) for n, (p, name) in enumerate(zip(parameters.params, self._names, strict=True))
         ]
-        # Copies of values that somebody has a view of, and their versions when they were last written back.
+        # Copies of values of which somebody has a view, and their versions when they were last written back.
         self._copies: dict[int, tuple[Tensor, int]] = {}
         self._zeroed: set[int] = set()
         self._norms: dict[Any, dict[int, float]] = {}
-        # What the last step used: by what its gradients were multiplied.
+        # By what the last step multiplied the gradients that it used.
         self._used: dict[int, float] = {}
 
     # What hooks call.
 
     def before(self, number: int) -> None:
         """A gradient is about to be accumulated."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.DisableTorchFunctionSubclass():
             param = self._parameters.params[number]
             self._arriving()
-            self._landing.require_landed(number)
-            self._landing.before_gradients()
+            self._pending.require_applied(number)
+            self._pending.before_gradients()
             self._norms.clear()
             self._used.pop(number, None)
-            # The stand-in says: accumulate. No gradient says that the user dropped what was there: begin anew.
+            # With a stand-in there the gradient is added; without, the user dropped what was there.
             if self._is_own(param.grad, number):
                 param.grad = None
                 self._write_back(number)
                 self._copies.pop(number, None)
             else:
                 self._copies.pop(number, None)
-                self._sink.clear(number)
+                self._gradients.clear(number)
             self._zeroed.discard(number)
 
     def hand_over(self, number: int, leaf: Tensor, start: int = 0) -> None:
         """Takes the gradient of a leaf, which is the parameter or its tile from element `start` on."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.DisableTorchFunctionSubclass():
             param = self._parameters.params[number]
             grad = leaf.grad
             if grad is None:
                 raise AssertionError("a gradient hook ran without a gradient")
-            # First the stand-in: a sink that raises must not leave the gradient to be taken for a new one.
+            # First the stand-in: if the buffer raises, the gradient must not be taken for one that the user assigned.
             leaf.grad = None
             param.grad = self._stand_ins[number]
-            self._sink.accumulate(number, line_like(leaf, grad.detach()), start)
+            self._gradients.accumulate(number, flattened_like(leaf, grad.detach()), start)
 
     # What the optimizer calls.
 
     def is_marked(self, number: int) -> bool:
         """Whether parameter `number` has the stand-in of a gradient that the user did not drop."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.DisableTorchFunctionSubclass():
             return self._is_own(self._parameters.params[number].grad, number)
 
     @property
@@ -219,33 +208,35 @@ class Answers:
         return [n for n in range(len(self._names)) if self.is_live(n) and self.is_marked(n)]
 
     def take_changes(self) -> None:
-        """Takes over gradients that the user assigned to `p.grad`, zeros, and what was written to views of others."""
+        """Takes over what the user did: gradients assigned to `p.grad`, zeros, and writes to views of values."""
         for number in list(self._copies):
             self._write_back(number)
         for number in sorted(self._zeroed):
             self._zeroed.discard(number)
             if self.is_marked(number):
                 param = self._parameters.params[number]
-                with torch._C.DisableTorchFunctionSubclass():
-                    self._sink.accumulate(number, torch.zeros(param.numel(), dtype=param.dtype, device=param.device))
+                with torch_private.DisableTorchFunctionSubclass():
+                    self._gradients.accumulate(
+                        number, torch.zeros(param.numel(), dtype=param.dtype, device=param.device)
+                    )
         for number, param in enumerate(self._parameters.params):
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch_private.DisableTorchFunctionSubclass():
                 grad = param.grad
             if grad is not None and not self._is_own(grad, number):
-                # Made by hand, it may be of any value; but the last step still needs the memory it would go to.
-                self._landing.everything()
+                # The last step still needs the memory where this one goes. An assigned gradient may be of any age.
+                self._pending.apply_all()
                 self._arriving()
                 if isinstance(grad, StandIn):  # another parameter's
                     grad = self.values_of(grad.number)
-                with torch._C.DisableTorchFunctionSubclass():
+                with torch_private.DisableTorchFunctionSubclass():
                     param.grad = grad
-                self._sink.clear(number)
+                self._gradients.clear(number)
                 self._zeroed.discard(number)
                 self.hand_over(number, param)
 
     def consumed(self, used: Sequence[int]) -> None:
         """A step has used the gradients of these parameters; the next ones begin anew."""
-        self._used = {number: self._sink.factor_of(number) for number in used}
+        self._used = {number: self._gradients.factor_of(number) for number in used}
         self._forget()
 
     def dropped(self) -> None:
@@ -257,7 +248,7 @@ class Answers:
         """Gives these parameters, which have no gradient, one of zeros."""
         for param in params:
             number = self._parameters.number_of(param)
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch_private.DisableTorchFunctionSubclass():
                 param.grad = torch.zeros_like(param) if number is None else self._stand_ins[number]
             if number is not None:
                 self.zero(number)
@@ -268,22 +259,22 @@ class Answers:
         self._norms.clear()
 
     def remove(self) -> None:
-        """Takes the stand-ins away; those that somebody has answer no more."""
+        """Takes the stand-ins away; those that somebody still has answer no more."""
         self._is_removed = True
         self.dropped()
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.DisableTorchFunctionSubclass():
             for param in self._parameters.params:
                 if is_stand_in(param.grad):
                     param.grad = None
 
-    # What stand-ins ask.
+    # What stand-ins call.
 
     def is_live(self, number: int) -> bool:
         """Whether there is a gradient that no step has used."""
-        return not self._is_removed and (number in self._zeroed or self._sink.has(number))
+        return not self._is_removed and (number in self._zeroed or self._gradients.has(number))
 
     def answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What `func` gives for arguments of which some are stand-ins."""
+        """`func(*args, **kwargs)`, where some of the arguments are stand-ins."""
         if func in _IS_ITSELF or (func in MOVES and isinstance(args[0], StandIn) and is_no_move(func, args, kwargs)):
             return args[0]
         if func in _LIKE and isinstance(args[0], StandIn):
@@ -294,7 +285,7 @@ class Answers:
             if args[1] is args[0]:
                 return None
             func, args = Tensor.copy_, args
-        if func is _UNSCALE and len(args) == 3:
+        if func is torch_private.amp_unscale and len(args) == 3:
             return self._unscale(*args)
         if func in _NORMS and (found := self._norm(func, args, kwargs)) is not None:
             return found
@@ -310,21 +301,21 @@ class Answers:
         if number in self._copies:
             self._write_back(number)
             return self._copies[number][0].clone()
-        param, line = self._parameters.params[number], self._current(number)
-        with torch._C.DisableTorchFunctionSubclass():
-            return shaped_like(param, line.to(param.dtype)).to(param.device).clone()
+        param, values = self._parameters.params[number], self._current(number)
+        with torch_private.DisableTorchFunctionSubclass():
+            return shaped_like(param, values.to(param.dtype)).to(param.device).clone()
 
     def _current(self, number: int) -> Tensor:
         """The gradient of a parameter as the step would use it: 1-D, in the dtype it is held in; a copy."""
         if number in self._zeroed:
             self.take_changes()
-        self._sink.finalize([number])
-        line, factor = self._sink.values(number), self._sink.factor_of(number)
-        return line.clone() if factor == 1.0 else (line.float() * factor).to(line.dtype)
+        self._gradients.finalize([number])
+        values, factor = self._gradients.values(number), self._gradients.factor_of(number)
+        return values.clone() if factor == 1.0 else (values.float() * factor).to(values.dtype)
 
     def _on_values(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Computes with copies of the values; what changes in them, now or later through a view, is written back."""
-        numbers = list(dict.fromkeys(one.number for one in _stand_ins((args, kwargs))))
+        """Computes with copies of the values. A change of a copy, now or later through a view, is written back."""
+        numbers = list(dict.fromkeys(one.number for one in instances_in((args, kwargs), StandIn)))
         values = {n: self._copies[n][0] if n in self._copies else self.values_of(n) for n in numbers}
         versions = {n: one._version for n, one in values.items()}
         result = func(*_replaced(args, values), **_replaced(kwargs, values))
@@ -347,16 +338,16 @@ class Answers:
             return
         self._copies[number] = (copy, copy._version)
         param = self._parameters.params[number]
-        with torch._C.DisableTorchFunctionSubclass():
-            new = line_like(param, copy.detach()).cpu()
+        with torch_private.DisableTorchFunctionSubclass():
+            new = flattened_like(param, copy.detach()).cpu()
             held = self._current(number)
-            if held.dtype is not new.dtype:  # what was not changed keeps the bits that the copy has not
+            if held.dtype is not new.dtype:  # unchanged elements keep the bits that rounding took from the copy
                 rounded = held.to(new.dtype)
-                held = torch.where(_bits(rounded) == _bits(new), held, new.to(held.dtype))
+                held = torch.where(bits_of(rounded) == bits_of(new), held, new.to(held.dtype))
             else:
                 held = new
-        self._sink.write(number, held)
-        self._sink.set_factor(number, 1.0)
+        self._gradients.write(number, held)
+        self._gradients.set_factor(number, 1.0)
         self._norms.clear()
 
     def _require_values(self, number: int) -> None:
@@ -377,7 +368,7 @@ class Answers:
     # Norms and factors.
 
     def _norm(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A norm, or a list of norms; None if it is not one that is known."""
+        """A norm, or a list of norms; None if this call has to be computed from values."""
         given: dict[str, Any] = dict(zip(("input", "ord"), args, strict=False))
         others = {key: value for key, value in kwargs.items() if key not in ("ord", "p", "input", "self", "x")}
         ones = given.get("input", next((kwargs[key] for key in ("input", "x", "self") if key in kwargs), None))
@@ -409,20 +400,20 @@ class Answers:
             live = [n for n in numbers if self.is_live(n)]
             self.take_changes()
             if self._ranks > 1:
-                every = list(self._collect()) if any(map(self.is_live, range(len(self._names)))) else list(self._used)
-                held = self._sink.norms(every, order)
+                has_live = any(map(self.is_live, range(len(self._names))))
+                every = self._owner.collect() if has_live else list(self._used)
             else:
                 every = list(numbers)
-                self._sink.finalize(live)
-                held = self._sink.norms(every, order)
+                self._gradients.finalize(live)
+            held = self._gradients.norms(every, order)
             known = self._norms.setdefault(order, {})
             for number, norm in zip(every, held, strict=True):
                 used = self._used.get(number, 1.0)
-                known[number] = norm * abs(self._sink.factor_of(number) if self.is_live(number) else used)
+                known[number] = norm * abs(self._gradients.factor_of(number) if self.is_live(number) else used)
         return [known[number] for number in numbers]
 
     def _multiply(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Records an in-place product with numbers; False if it is none."""
+        """Records an in-place product with numbers; False if the call is none."""
         if kwargs or len(args) != 2:
             return False
         if func in _FOREACH_FACTORS:
@@ -441,25 +432,25 @@ class Answers:
                 self._require_values(one.number)
             self._write_back(one.number)
             if one.number in self._copies:
-                return False  # somebody has a view, which has to see it
+                return False  # somebody has a view, which has to see the product
         for one, by in zip(ones, map(float, factors), strict=True):
             by = (1.0 / by if by else math.copysign(math.inf, by)) if divides else by
-            self._sink.set_factor(one.number, self._sink.factor_of(one.number) * by)
+            self._gradients.set_factor(one.number, self._gradients.factor_of(one.number) * by)
         self._norms.clear()
         return True
 
     def zero(self, number: int) -> None:
-        """The gradient of a parameter becomes zeros, to which the next ones are added: it counts, unlike none."""
-        if self._sink.has(number):
-            self._sink.clear(number)
+        """A gradient becomes zeros, to which the next ones are added. The step uses them, unlike None."""
+        if self._gradients.has(number):
+            self._gradients.clear(number)
         self._copies.pop(number, None)
         self._used.pop(number, None)
-        self._sink.set_factor(number, 1.0)
+        self._gradients.set_factor(number, 1.0)
         self._zeroed.add(number)
         self._norms.clear()
 
     def _zero(self, tree: Any) -> bool:
-        """Answers `zero_()`; False if that is not all that is asked."""
+        """Answers `zero_()`; False if some of the tensors are no stand-ins."""
         ones = [tree] if isinstance(tree, StandIn) else list(tree) if isinstance(tree, list | tuple) else []
         if not ones or not all(isinstance(one, StandIn) for one in ones):
             return False
@@ -468,35 +459,34 @@ class Answers:
         return True
 
     def _unscale(self, grads: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
-        """What a GradScaler asks of the gradients it finds: of all of them, as there is one scale for all.
+        """Answers a GradScaler, which has to unscale all gradients at once: there is one scale for all.
 
         Raises: ConfigError if one of a trained parameter is not among them.
         """
         met = {id(grad) for grad in grads}
         for name, param in zip(self._names, self._parameters.params, strict=True):
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch_private.DisableTorchFunctionSubclass():
                 grad = param.grad
             if grad is not None and id(grad) not in met:
                 raise ConfigError(
                     f"a GradScaler met gradients that OffloadZero has, but not that of {name}, which was assigned to "
                     "p.grad by hand, or is not in the optimizer it was given: give it all, as backward makes them"
                 )
-        self._unscales(found_inf, inverse)
+        self._owner.unscale(found_inf, inverse)
 
     def _is_own(self, grad: Any, number: int) -> bool:
         return grad is self._stand_ins[number]
 
     def _arriving(self) -> None:
-        """Raises: ClosedError in a forked child, which has no memory for gradients; AccumulationError after unscaling
-        or clipping: the factor is fixed, so a gradient that joins those it was calculated from would make it a wrong
-        one."""
+        """A gradient arrives. Raises: ClosedError in a forked child, which has no memory for gradients;
+        AccumulationError after unscaling or clipping, whose factor was computed from the gradients before."""
         if os.getpid() != self._pid:
             raise ClosedError("this is a forked child: only the process that made the optimizer can run backward")
-        if self._sink.scale != UNIT_SCALE or self._sink.factors:
+        if self._gradients.scale != UNIT_SCALE or self._gradients.factors:
             if not self.active:
-                self._sink.scale = UNIT_SCALE  # it was of gradients that the user dropped
-                self._sink.factors.clear()
-            elif self._sink.scale.is_fixed or self._sink.factors:
+                self._gradients.scale = UNIT_SCALE  # the user dropped the gradients that it was for
+                self._gradients.factors.clear()
+            elif self._gradients.scale.is_fixed or self._gradients.factors:
                 raise AccumulationError(
                     "a gradient came between clipping or multiplying the gradients, or a GradScaler's unscale_(), and "
                     "step(): unscale, clip and divide once, after the last backward of a step"
@@ -505,7 +495,3 @@ class Answers:
 
 def _storage_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0
-
-
-def _bits(values: Tensor) -> Tensor:
-    return values.view(torch.int32 if values.dtype is torch.float32 else torch.int16)

@@ -1,10 +1,10 @@
-"""Use fetches it: what stands before a parameter while its unit does not run.
+"""Guards: whoever uses a parameter outside of its unit's forward gets its current value.
 
 [Note: guarded parameters]
 Outside of its unit's forward a held parameter has another Python class, whose `__torch_function__` sees each use. A use
 applies a pending update, fetches a released unit, and then runs on the plain parameter. So whoever reads a parameter
-gets its current value. Inside its unit's forward it has a class that sees nothing but `p.data`, and operations cost
-nothing more.
+gets its current value. Inside its unit's forward a parameter has a class that sees nothing but `p.data`, so that
+operations cost nothing more.
 
 | tensor                                     | outside its unit | inside it | its memory                           |
 |--------------------------------------------|------------------|-----------|--------------------------------------|
@@ -13,7 +13,7 @@ nothing more.
 | an alias of a streamed one (`.t()`, `[0]`) | guarded          | guarded   | the same                             |
 
 A graph that used a streamed parameter needs it again: the node of each result fetches it when its gradient arrives.
-What does not come by `__torch_function__` is listed in docs/compatibility.md.
+docs/compatibility.md lists what does not pass `__torch_function__`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from offload import torch_private
 from offload.errors import ConfigError, ReleasedParameterError
 from offload.interrupts import uninterrupted, uninterrupted_entry
 from offload.layout import Layout
-from offload.model.fetch import Streaming
-from offload.model.flat_param import Parameters
-from offload.model.hiding import eagerly
-from offload.model.running import Running
-from offload.model.tensors import METADATA, MOVES, is_no_move, tensors_in, torch_functions
+from offload.model.fetch import HeldUnits, StreamedUnits
+from offload.model.flat_param import FlatParameters
 from offload.model.tiling import Tiling
+from offload.model.torch_helpers import (
+    METADATA,
+    MOVES,
+    call_eagerly,
+    instances_in,
+    is_no_move,
+    tensors_in,
+    torch_functions,
+)
 
 _GRAD: Any = Tensor.grad
 _REQUIRES_GRAD: Any = Tensor.requires_grad
@@ -51,8 +58,8 @@ _NEEDS_NO_VALUES = METADATA | {
     torch.result_type,
 }
 
-_EXPORTS = frozenset({Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, torch._C._to_dlpack})
-"""What gives the memory of a tensor to another library."""
+_EXPORTS = frozenset({Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, torch_private.to_dlpack})
+"""Functions that give the memory of a tensor to another library."""
 
 _CHANGES_MEMORY = frozenset({Tensor.share_memory_, Tensor.set_, Tensor.resize_, Tensor.resize_as_})
 
@@ -60,9 +67,9 @@ _PARAMETER_NEW = nn.Parameter.__new__.__code__
 
 
 class _Owner:
-    """Who answers for the guarded tensors of one optimizer; it outlives the optimizer.
+    """What the guarded classes of one optimizer refer to; it outlives the optimizer.
 
-    Attributes: guards: of an optimizer that lives; is_elsewhere: whether values may be where nobody fetches them.
+    Attributes: guards: those of the optimizer while it lives; is_elsewhere: whether values may be in a store.
     """
 
     def __init__(self, guards: Guards, *, is_elsewhere: bool) -> None:
@@ -71,7 +78,7 @@ class _Owner:
 
 
 class _Guarded:
-    """The part of a guarded class that is the same in all of them."""
+    """Base of the guarded classes: each use of the tensor is seen."""
 
     __slots__ = ()
     _kind: type[Tensor]
@@ -85,14 +92,14 @@ class _Guarded:
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func in _NEEDS_NO_VALUES:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch_private.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         guards = cls._owner.guards()
         if guards is not None:
             return guards.call(func, args, kwargs or {})
         if cls._owner.is_elsewhere:
             _refuse(getattr(func, "__name__", str(func)))
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     def __repr__(self, **options: Any) -> str:
@@ -112,7 +119,7 @@ class _Guarded:
         return self._plainly(lambda t: (_cloned(t.detach()) if is_streamed else t.detach()).__dlpack__(**options))
 
     def _plainly(self, use: Callable[[Any], Any]) -> Any:
-        """What `use` gives for this tensor, plain and with its current values."""
+        """`use(self)`, with this tensor plain and of current values."""
         guards = self._owner.guards()
         if guards is not None:
             return guards.plainly(self, use)
@@ -127,13 +134,13 @@ class _Guarded:
 
 
 class _Watched:
-    """The part of the class of parameters whose unit runs: `p.data` is seen, operations are not."""
+    """Base of the classes of parameters whose unit runs: `p.data` is seen, operations are not."""
 
     __slots__ = ()
     _kind: type[Tensor]
     _owner: _Owner
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch_private.disabled_torch_function
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         return cls._kind(*args, **kwargs)
@@ -161,7 +168,7 @@ class _Watched:
 
 
 class _Plain:
-    """Guarded tensors are of their own classes inside. No signal leaves one without its guard."""
+    """Guarded tensors have their own classes inside. No signal leaves one without its guard."""
 
     def __init__(self, guards: Guards, used: Sequence[Any]) -> None:
         self._guards = guards
@@ -200,28 +207,18 @@ def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
 class Guards:
     """See [Note: guarded parameters].
 
-    Args: streaming: None where all parameters are resident; tiling: of weights that never are on the device as a whole;
-    apply: called with a unit whose pending update has to be applied.
+    Args: units: a use of a parameter applies a pending update of its unit, or fetches it.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        parameters: Parameters,
-        running: Running,
-        streaming: Streaming | None,
-        tiling: Tiling | None,
-        apply: Callable[[str], None],
-    ) -> None:
-        self._units = [spec.unit for spec in layout.specs]
+    def __init__(self, layout: Layout, parameters: FlatParameters, units: HeldUnits) -> None:
+        self._unit_of = [spec.unit for spec in layout.specs]
         self._unit_of_flat = [flat.unit for flat in layout.flats]
         self._names = [spec.name for spec in layout.specs]
         self._parameters = parameters
-        self._running = running
-        self._streaming = streaming
-        self._tiling = tiling
-        self._apply = apply
-        self._owner = _Owner(self, is_elsewhere=streaming is not None)
+        self._units = units
+        self._streamed = units if isinstance(units, StreamedUnits) else None
+        self._tiling = None if self._streamed is None else Tiling(layout, parameters, self._streamed)
+        self._owner = _Owner(self, is_elsewhere=self._streamed is not None)
         self._classes: dict[tuple[type[Tensor], bool], type[Tensor]] = {}
 
     def class_for(self, kind: type[Tensor], *, runs: bool = False) -> type[Tensor]:
@@ -233,12 +230,12 @@ class Guards:
         return self._classes[kind, runs]
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What `func` gives for arguments of which some are guarded."""
-        return eagerly(self._dispatch, func, args, kwargs)
+        """`func(*args, **kwargs)`, where some of the arguments are guarded."""
+        return call_eagerly(self._dispatch, func, args, kwargs)
 
     def plainly(self, tensor: Any, use: Callable[[Tensor], Any]) -> Any:
-        """What `use` gives for a guarded tensor that is plain meanwhile, with its current values."""
-        with self._lent([tensor]):
+        """`use(tensor)`, with a guarded tensor plain and of current values."""
+        with self._plain([tensor]):
             return use(tensor)
 
     def stop(self, *, are_here: bool) -> None:
@@ -255,13 +252,13 @@ class Guards:
             return self.point_to(args[0], args[1])
         if func == _VERSION.__get__:
             return self._version_of(args[0])
-        if func is torch.autograd.grad:  # which may run modules again: their guards stay up
+        if func is torch.autograd.grad:  # it may run modules again, so their guards stay
             return func(*_as_edges(args), **{key: _as_edges(value) for key, value in kwargs.items()})
         if func in MOVES and self._is_ours(args[0]) and is_no_move(func, args, kwargs):
             return args[0]
         if func is Tensor.detach and self._is_ours(args[0]) and _is_for_a_parameter():
             return self._detached(args[0])
-        if self._streaming is not None:
+        if self._streamed is not None:
             if func in _EXPORTS:
                 copies = [
                     self.plainly(one, lambda t: t.detach().clone()) if self._is_ours(one) else one for one in args
@@ -274,7 +271,7 @@ class Guards:
                 )
             if self._tiling is not None and func is F.linear:
                 given = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(kwargs)
-                if self._tiling.has(given["weight"]):
+                if self._tiling.has(given.get("weight")):
                     return self._tiling.linear(given["input"], given["weight"], given.get("bias"))
             if getattr(func, "__name__", "").startswith("_foreach_"):
                 return self._piece_by_piece(func, args, kwargs)
@@ -282,14 +279,14 @@ class Guards:
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         used = list(self._guarded_in((args, kwargs)))
-        with self._lent(used) as units:
+        with self._plain(used) as units:
             result = func(*args, **kwargs)
-        if self._streaming is not None:
-            self._follow(result, units)
+        if self._streamed is not None:
+            self._guard_result(result, units)
         return result
 
     def _piece_by_piece(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """An operation on each element of lists, a unit at a time: not all of them are here together."""
+        """An operation on each element of lists, a unit at a time: the device may lack room for all of them."""
         lists = [one for one in (*args, *kwargs.values()) if isinstance(one, list | tuple)]
         length = len(lists[0]) if lists else 0
         if not length or any(len(one) != length for one in lists):
@@ -302,31 +299,25 @@ class Guards:
             while stop < length and units[stop] == units[start]:
                 stop += 1
 
-            def part(one: Any, start: int = start, stop: int = stop) -> Any:
+            def cut(one: Any, start: int = start, stop: int = stop) -> Any:
                 return one[start:stop] if isinstance(one, list | tuple) else one
 
-            result = self._run(func, [part(one) for one in args], {key: part(one) for key, one in kwargs.items()})
+            result = self._run(func, [cut(one) for one in args], {key: cut(one) for key, one in kwargs.items()})
             results.extend(result or ())
             start = stop
         return results or None
 
     @contextmanager
-    def _lent(self, used: Sequence[Any]) -> Iterator[list[str]]:
+    def _plain(self, used: Sequence[Any]) -> Iterator[list[str]]:
         """Guarded tensors are plain inside, with current values. Yields their units."""
         units = self._units_of(used)
-        if self._streaming is None:
-            for unit in units:
-                self._apply(unit)
-            with _Plain(self, used):
-                yield units
-            return
-        with self._streaming.used(units), _Plain(self, used):
+        with self._units.used(units), _Plain(self, used):
             yield units
 
     def class_now(self, tensor: Any, guarded: type[Any]) -> type[Tensor]:
-        """What a tensor that was guarded by a class is to be after a use. Its unit may have been entered or left."""
+        """The class of a tensor after a use, before which it had class `guarded`. Its unit may run now, or no more."""
         number = self._parameters.number_of(tensor)
-        runs = number is not None and self._running.watches(self._units[number], number)
+        runs = number is not None and self._units.running.watches(self._unit_of[number], number)
         return self.class_for(guarded._kind, runs=True) if runs else guarded
 
     def _units_of(self, used: Iterable[Any]) -> list[str]:
@@ -334,7 +325,7 @@ class Guards:
         for tensor in used:
             number = self._parameters.number_of(tensor)
             if number is not None:
-                found[self._units[number]] = None
+                found[self._unit_of[number]] = None
             elif (flat := self._parameters.flat_at(tensor)) is not None:
                 found[self._unit_of_flat[flat]] = None
         return list(found)
@@ -343,36 +334,29 @@ class Guards:
         return isinstance(value, _Guarded) and value._owner is self._owner
 
     def _guarded_in(self, tree: Any) -> Iterator[Any]:
-        """The guarded tensors in nested lists, tuples and dicts, each once."""
+        """The guarded tensors of this optimizer in nested lists, tuples and dicts, each once."""
         seen: set[int] = set()
-        left = [tree]
-        while left:
-            node = left.pop()
-            if isinstance(node, _Guarded):
-                if id(node) not in seen and self._is_ours(node):
-                    seen.add(id(node))
-                    yield node
-            elif isinstance(node, list | tuple):
-                left.extend(node)
-            elif isinstance(node, dict):
-                left.extend(node.values())
+        for one in instances_in(tree, _Guarded):
+            if id(one) not in seen and self._is_ours(one):
+                seen.add(id(one))
+                yield one
 
-    def _follow(self, result: Any, units: Sequence[str]) -> None:
-        """Guards what of a result lies in a streamed parameter, and lets its node fetch the units again."""
-        assert self._streaming is not None
+    def _guard_result(self, result: Any, units: Sequence[str]) -> None:
+        """Guards tensors of a result that lie in a streamed parameter, and makes their nodes fetch the units again."""
+        assert self._streamed is not None
         for tensor in tensors_in(result):
             if self._parameters.is_held(tensor):
                 continue
             if type(tensor) is Tensor and self._parameters.flat_at(tensor) is not None:
                 tensor.__class__ = self.class_for(Tensor)
-            if not units or not torch.is_grad_enabled():  # torch raises for that of a view which was written to
+            if not units or not torch.is_grad_enabled():  # asking a view that was written to for its node raises
                 continue
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch_private.DisableTorchFunctionSubclass():
                 node = tensor.grad_fn
             if node is not None:
-                self._streaming.fetch_before(node, units)
+                self._streamed.fetch_before(node, units)
 
-    # What is special about some uses.
+    # Uses that need more than current values.
 
     def data_of(self, tensor: Any, *, runs: bool = False) -> Tensor:
         """`p.data`: a tensor of the same memory, writes to which are noticed. Args: runs: whether its unit runs."""
@@ -380,11 +364,10 @@ class Guards:
         if number is None:
             alias: Tensor = self._run(Tensor.detach, (tensor,), {})
             return alias
-        if self._streaming is None:
-            self._apply(self._units[number])
-            return self._parameters.data_of(number)
+        if self._streamed is None:
+            self._units.apply(self._unit_of[number])
         made = self._parameters.data_of(number)
-        if not runs:
+        if self._streamed is not None and not runs:
             made.__class__ = self.class_for(Tensor)
         return made
 
@@ -397,7 +380,7 @@ class Guards:
         if value is tensor:
             return
         name = self._names[number]
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.DisableTorchFunctionSubclass():
             is_alike = (value.shape, value.dtype, value.device) == (tensor.shape, tensor.dtype, tensor.device)
             is_same = is_alike and value.untyped_storage()._cdata == tensor.untyped_storage()._cdata
             is_same = (
@@ -407,33 +390,33 @@ class Guards:
             raise moved_elsewhere(name, tensor, value)
         if is_same:
             return
-        if self._streaming is not None and not self._running.runs(self._units[number]):
+        if self._streamed is not None and not self._units.running.runs(self._unit_of[number]):
             raise ReleasedParameterError(
                 f"{name} is streamed, and p.data = ... would point it elsewhere than where it is streamed to: write "
                 "into it with p.copy_(...) under torch.no_grad()"
             )
-        self._apply(self._units[number])
+        self._units.apply(self._unit_of[number])
         self._parameters.repoint(number, value)
 
     def _version_of(self, tensor: Any) -> int:
         number = self._parameters.number_of(tensor)
         if number is not None:
             return self._parameters.version_of(number)
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.DisableTorchFunctionSubclass():
             return int(tensor._version)
 
     def _detached(self, tensor: Any) -> Tensor:
         """For nn.Parameter(p), which wants the same class, and marks the result: see _becomes_a_parameter."""
         made: Tensor = self.plainly(
-            tensor, lambda one: one.detach() if self._streaming is None else one.detach().clone()
+            tensor, lambda one: one.detach() if self._streamed is None else one.detach().clone()
         )
         made.__class__ = type(tensor)
         return made
 
 
 def _is_for_a_parameter() -> bool:
-    """Whether nn.Parameter(p) asks. In between are `__torch_function__`, `call`, `eagerly`, what a compiler adds to it,
-    and `_dispatch`."""
+    """Whether nn.Parameter(p) asks. The frames in between are those of `__torch_function__`, `call`, `call_eagerly`,
+    what a compiler adds to it, and `_dispatch`."""
     frame = sys._getframe(1)
     for _ in range(8):
         if frame.f_code is _PARAMETER_NEW:
@@ -455,7 +438,7 @@ for _base in (_Guarded, _Watched):
 
 def moved_elsewhere(name: str, param: Tensor, value: Tensor) -> ConfigError:
     """For who moves or casts a held model."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch_private.DisableTorchFunctionSubclass():
         was = f"{tuple(param.shape)}, {param.dtype} on {param.device}"
         now = f"{tuple(value.shape)}, {value.dtype} on {value.device}"
     return ConfigError(
@@ -465,8 +448,8 @@ def moved_elsewhere(name: str, param: Tensor, value: Tensor) -> ConfigError:
 
 
 def _as_edges(tree: Any) -> Any:
-    """`tree` (nested lists, tuples) with the place in a graph for each guarded leaf."""
+    """`tree` (nested lists, tuples) with the gradient edge of each guarded leaf."""
     if isinstance(tree, _Guarded):
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.DisableTorchFunctionSubclass():
             return torch.autograd.graph.get_gradient_edge(tree)  # type: ignore[arg-type]
     return tuple(_as_edges(one) for one in tree) if type(tree) in (list, tuple) else tree

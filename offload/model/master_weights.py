@@ -1,8 +1,8 @@
-"""Between the model's parameters and their states in the store: taking masters in, handing copies out.
+"""Master weights: made from the model's parameters, read, and made to follow what others write to parameters.
 
-With a split master the store has only low halves, and the parameter in the model is the other half. So a write from
-outside destroys half a master: it is taken over where the value before it was kept (`before_loading`, or in the store
-of streamed parameters), and refused elsewhere. And a commit holds the parameters beside the low halves.
+A split master has its low half in the store of the states; its high half is the bf16 parameter. So whoever writes to
+the parameter destroys half a master. Such a write is taken over where the value before is known (`before_loading`, or
+the store of streamed parameters), and refused elsewhere. A commit holds the parameters beside the low halves.
 """
 
 from __future__ import annotations
@@ -14,29 +14,31 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from offload.checkpoint.reshard import Move
+from offload import torch_private
 from offload.errors import StaleParameterError
-from offload.layout import Chunk, Layout, Piece
-from offload.model.flat_param import Parameters, line_of
+from offload.layout import Chunk, CopyRange, Layout, Piece
+from offload.model.flat_param import FlatParameters, flattened
+from offload.model.torch_helpers import bits_of
 from offload.native import Kernels
 from offload.storage.chunk_cache import Store
 from offload.storage.lease import Lease
 from offload.storage.swap_file import STATE_KINDS
 
 BLOCK = 1 << 20
-"""Elements that are worked on at once, so that temporaries stay small."""
+"""Elements that are processed at once, so that temporaries stay small."""
 
 
-class Masters:
-    """The states of a model's parameters, found by parameter number.
+class MasterWeights:
+    """The states of a model's parameters, by parameter number.
 
-    Args: params: the store of the parameters that are streamed, which is `streamed` too, or that are committed.
+    Args: store: of the states; params: of the parameters, if they are streamed or committed; streamed: the same store,
+    if they are streamed.
     """
 
     def __init__(
         self,
         layout: Layout,
-        parameters: Parameters,
+        parameters: FlatParameters,
         store: Store,
         kernels: Kernels,
         *,
@@ -52,22 +54,23 @@ class Masters:
         self._params = params
         self._streamed = streamed
         self._before: dict[int, Tensor] = {}
-        # Streamed parameters that were written to: their masters are to follow before the next step.
+        # Streamed parameters that were written to, whose masters follow before the next step.
         self._owed: set[int] = set()
 
     @property
     def can_wait(self) -> bool:
-        """Whether masters may follow writes later: those of a split master need the value before at once. Then a value
-        that is swapped out and in again keeps its master, as it does where it is resident."""
+        """Whether masters may follow writes as late as the next step. Then a value that was replaced and restored in
+        between keeps its master, as it does where parameters are resident. A split master needs the value before the
+        write, so it follows at once."""
         return self._streamed is not None and not self._split_master
 
     def owe(self, numbers: Iterable[int]) -> None:
-        """What was written to these parameters is in their store, and the next `take_outside_writes` takes it over."""
+        """The store of streamed parameters has new values of these; the next `take_outside_writes` takes them over."""
         self._owed.update(numbers)
 
     @torch.no_grad()
     def take_flat(self, flat: int) -> None:
-        """Makes the masters from the uncast values of a flat's dense parameters, and casts them after that."""
+        """Makes the masters from the uncast values of a flat parameter, which are dense, and then casts these."""
         for chunk in self._layout.chunks:
             if chunk.flat == flat:
                 with self._store.lease(chunk.index, step=0) as lease:
@@ -78,7 +81,8 @@ class Masters:
 
     @torch.no_grad()
     def give_back(self, step: int) -> None:
-        """Makes the model's parameters, wherever they live, what the masters round to, or what was committed."""
+        """Gives the model's parameters, wherever they are, the values of a commit: with split masters the parameters
+        that it holds, else the rounded masters."""
         if self._split_master:
             self._fetch_parameters(step)
         else:
@@ -100,9 +104,9 @@ class Masters:
 
     @torch.no_grad()
     def bring_parameters(self, steps: Mapping[int, int]) -> None:
-        """Brings the parameters of some chunks into the store they are committed from, if they are not there always.
+        """Copies resident parameters of some chunks into the store that they are committed from.
 
-        Args: steps: by chunk, whose results they are.
+        Args: steps: the steps that made them, by chunk.
         """
         if self._params is None or self._streamed is not None:
             return
@@ -113,7 +117,7 @@ class Masters:
                 lease.arrays[0].view(on_device.dtype).copy_(on_device)
 
     def _fetch_parameters(self, step: int) -> None:
-        """The way back. Streamed ones are where they belong."""
+        """Copies committed parameters to the device. Streamed ones stay in their store."""
         if self._params is None or self._streamed is not None:
             return
         self._params.expect(chunk.index for chunk in self._layout.chunks)
@@ -127,10 +131,10 @@ class Masters:
         return self._parameters.flats[chunk.flat][chunk.start : chunk.start + chunk.numel]
 
     @torch.no_grad()
-    def take_over(self, sources: Iterable[tuple[Sequence[Move], Mapping[str, Tensor]]], step: int) -> None:
-        """Makes states and parameters those of a commit in another layout, which come in any order, each element once.
+    def take_over(self, sources: Iterable[tuple[Sequence[CopyRange], Mapping[str, Tensor]]], step: int) -> None:
+        """Copies states and parameters from a commit in another layout, each element once, in any order.
 
-        Args: sources: for each committed slot its states (fp32, whole) and what of them goes where, by target.
+        Args: sources: for each committed slot, which of its elements go where (by target), and its whole fp32 states.
         A chunk stays in RAM until it is complete, unless its buffer is needed for others.
         """
         missing = [sum(piece.numel for piece in chunk.pieces) for chunk in self._layout.chunks]
@@ -156,8 +160,8 @@ class Masters:
             return None
         return leases.enter_context(self._streamed.lease(chunk, step=step))
 
-    def _place(self, lease: Lease, copies: Lease | None, move: Move, states: Mapping[str, Tensor]) -> None:
-        """Copies one stretch of committed states, and makes the parameters of it."""
+    def _place(self, lease: Lease, copies: Lease | None, move: CopyRange, states: Mapping[str, Tensor]) -> None:
+        """Copies one range of committed states, and makes the parameters from it."""
         chunk = self._layout.chunks[move.target]
         flat = self._parameters.flats[chunk.flat]
         into = slice(move.target_start, move.target_start + move.numel)
@@ -178,18 +182,18 @@ class Masters:
 
     @torch.no_grad()
     def before_loading(self, params: Iterable[nn.Parameter]) -> None:
-        """Keeps the values of `params` that a split master needs, until `take_outside_writes`."""
+        """Keeps the values that split masters of `params` need until `take_outside_writes`."""
         for param in params if self._split_master and self._streamed is None else ():
             number = self._parameters.index.get(param)
             if number is not None and number not in self._before and param.dtype is torch.bfloat16:
-                self._before[number] = line_of(param.detach()).cpu().clone()
+                self._before[number] = flattened(param.detach()).cpu().clone()
 
     @torch.no_grad()
     def take_outside_writes(self, step: int) -> None:
-        """Takes over what was written into parameters from outside (`load_state_dict`, `p.copy_`).
+        """Makes masters follow what others wrote to parameters (`load_state_dict`, `p.copy_`).
 
-        An element whose copy is still what its master rounds to keeps its master.
-        Raises: StaleParameterError with a split master, for a write that was not announced.
+        An element that still equals its rounded master keeps its master.
+        Raises: StaleParameterError with a split master, if the value before the write is not known.
         """
         changed = self._owed if self.can_wait else set(self._parameters.written_outside())
         if changed:
@@ -208,7 +212,7 @@ class Masters:
         self._before.clear()
 
     def states(self, number: int, step: int) -> dict[str, Tensor]:
-        """Copies of the states of parameter `number`: fp32, of shape (numel,), in the order of its memory."""
+        """Copies of the states of parameter `number`: fp32, shape (numel,), on the CPU, in the order of its memory."""
         numel = self._layout.specs[number].numel
         lines = {kind: torch.empty(numel, dtype=torch.float32, device="cpu") for kind in STATE_KINDS}
         for index in self._layout.chunks_of[number]:
@@ -233,7 +237,7 @@ class Masters:
 
     @contextmanager
     def _copies_of(self, chunk: int) -> Iterator[Tensor | None]:
-        """The 16-bit parameters of a chunk as the store has them; None if it has none."""
+        """The parameters of a chunk in the store of streamed ones; None if they are resident."""
         if self._streamed is None:
             yield None
             return
@@ -248,11 +252,11 @@ class Masters:
         elif old is not None:
             old = old[block.param_offset : block.param_offset + block.numel]
         master = self._whole(lease, block, new if old is None else old)[0]
-        kept = master.to(new.dtype) == new if old is None else _bits(old) == _bits(new)
+        kept = master.to(new.dtype) == new if old is None else bits_of(old) == bits_of(new)
         self._put(lease, block, torch.where(kept, master, new.float()))
 
     def _whole(self, lease: Lease, block: Piece, copy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """master, exp_avg, exp_avg_sq of a block whose 16-bit copy is `copy`: views, or rebuilt."""
+        """master, exp_avg, exp_avg_sq of a block, fp32: views, or joined with `copy`, its bf16 parameters."""
         master, exp_avg, exp_avg_sq = (_in_chunk(state, block) for state in lease.states().values())
         if master.dtype is not torch.int16:
             return master, exp_avg, exp_avg_sq
@@ -267,24 +271,19 @@ class Masters:
             master.copy_(values)
             return
         copy = torch.empty(block.numel, dtype=torch.bfloat16, device="cpu")
-        # Without the tie bits of the master before.
+        # Its signs hold tie bits of the master before; they are cleared.
         exp_avg_sq = _in_chunk(lease.exp_avg_sq, block).abs_()
         self._kernels.split(values.contiguous(), master, exp_avg_sq, copy)
 
     def _of_model(self, piece: Piece) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self._line_of_model(piece)
-
-    def _line_of_model(self, piece: Piece) -> Tensor:
-        return line_of(self._parameters.params[piece.param])[piece.param_offset : piece.param_offset + piece.numel]
-
-
-def _bits(values: Tensor) -> Tensor:
-    return values.view(torch.int32 if values.dtype is torch.float32 else torch.int16)
+        """The elements of a piece in the model: a view, 1-D."""
+        with torch_private.DisableTorchFunctionSubclass():
+            param = flattened(self._parameters.params[piece.param])
+            return param[piece.param_offset : piece.param_offset + piece.numel]
 
 
 def _blocks(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """`pieces` in parts of at most BLOCK elements."""
+    """`pieces` cut into pieces of at most BLOCK elements."""
     for piece in pieces:
         for start in range(0, piece.numel, BLOCK):
             numel = min(BLOCK, piece.numel - start)

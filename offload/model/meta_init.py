@@ -1,8 +1,8 @@
-"""Models built on the meta device: their values are made module by module, straight on the way to their tiers.
+"""Models built on the meta device: their values are made module by module, and go straight to their tiers.
 
-The whole model is never in memory. Values come from the modules' own `reset_parameters()`, called in the order of
-`model.modules()`, which are the values of a model built whole if its constructors ask for random numbers in that order
-and nowhere else; from a function of name and tensor; or from safetensors files.
+The whole model is never in memory. Values come from safetensors files, from a function of name and tensor, or from the
+modules' own `reset_parameters()`, called in the order of `model.modules()`. The latter gives the values of a model that
+was built as usual, if its constructors draw random numbers in that order and nowhere else.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Source(ABC):
 
     @abstractmethod
     def check(self, model: nn.Module) -> None:
-        """Raises: ConfigError, before anything is allocated, if a value will be missing."""
+        """Raises: ConfigError if a value is missing. Called before anything is allocated."""
 
     @abstractmethod
     def fill(self, prefix: str, module: nn.Module, fresh: dict[str, Tensor]) -> None:
-        """Gives values to `fresh`, by their names in the module."""
+        """Writes values into `fresh`, the module's own tensors by name. Args: prefix: of their names in the model."""
 
 
 class ResetParameters(Source):
@@ -63,7 +63,7 @@ class FromFunction(Source):
 
 
 class FromSafetensors(Source):
-    """One file, or the index of several. One tensor is read at a time."""
+    """One file, or the index of several. Reads one tensor at a time."""
 
     def __init__(self, path: Path) -> None:
         self._files: dict[str, Path] = {}
@@ -71,7 +71,7 @@ class FromSafetensors(Source):
         try:
             if path.suffix == ".json":
                 weights = json.loads(path.read_text())["weight_map"]
-                # A name from a file never leads out of its folder.
+                # A file cannot name a path outside of its folder.
                 self._files = {str(name): path.parent / Path(str(file)).name for name, file in weights.items()}
             else:
                 with safe_open(path, "pt") as file:
@@ -127,7 +127,7 @@ def is_meta(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def materialise(model: nn.Module, source: Source) -> Iterator[None]:
-    """Gives one module after the other memory on the CPU and values; parameters stay the objects they are."""
+    """Gives one module after the other memory on the CPU and values; parameters keep their identity."""
     for prefix, module in model.named_modules():
         fresh: dict[str, Tensor] = {}
         for name, tensor in _meta_tensors(module).items():
@@ -143,7 +143,7 @@ def materialise(model: nn.Module, source: Source) -> Iterator[None]:
 
 
 def _meta_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Of the module itself, by name."""
+    """The module's own tensors on the meta device, by name."""
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     return {name: tensor for name, tensor in own if tensor.is_meta}
 

@@ -1,127 +1,118 @@
-"""Applying a pending step to the model, unit by unit, when somebody uses it.
+"""Pending updates: new values of parameters that are applied when somebody uses the parameters.
 
-A step that was queued is applied a unit at a time: when a forward enters the unit, or when anybody uses one of its
-parameters (guard.py); and as a whole by the next `step()`, `synchronize()` and closing. Where all of it is in RAM and
-the kernels write into the model it is applied inside `step()`, and nothing is ever pending.
+`step()` queues an update of all parameters. It is applied a unit at a time: when a forward enters the unit, or when
+anybody uses one of its parameters (guard.py). The next `step()`, `synchronize()` and closing apply what is left. Where
+the states are in RAM and the kernels write into the model, `step()` applies all of it, and nothing is ever pending.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from offload.errors import StaleParameterError
-from offload.layout import Layout
-from offload.model.flat_param import Parameters
-from offload.model.hiding import hidden
+from offload.model.flat_param import FlatParameters
+from offload.model.torch_helpers import hidden
+from offload.model.transfer import UnitTransfers
 from offload.model.units import ROOT
 from offload.optim.adam import Step
-from offload.profiling import Timeline
+from offload.run import Owner, Run
 
 
-class Landing:
-    """Args: usable: raises if the optimizer cannot go on; failed: called with what cut a landing off; landed: called
-    with each flat whose new values are there.
+class PendingUpdates:
+    """Args: transfers: of streamed units; None where all parameters are resident.
 
-    Over several ranks applying takes collectives, in the order of the layout, the root's first. Of resident ones all
-    are launched by `launch` inside `step()`, and whoever uses a unit waits for its own. Streamed ones are applied by
-    forwards, which ranks run alike, a flat with all before it.
+    Over several ranks an update takes collectives, which all ranks have to call in one order: that of the layout, the
+    root unit's first. Where parameters are resident `step()` launches all of them (`launch`), and whoever uses a unit
+    waits for its own. Where they are streamed, all updates before that of the unit in use are applied with it.
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        step: Step,
-        parameters: Parameters,
-        timeline: Timeline,
-        usable: Callable[[], None],
-        failed: Callable[[BaseException], None],
-        landed: Callable[[int], None],
+        self, run: Run, step: Step, parameters: FlatParameters, transfers: UnitTransfers | None, owner: Owner
     ) -> None:
-        self._layout = layout
+        self._layout = run.layout
+        self._timeline = run.timeline
         self._step = step
         self._parameters = parameters
-        self._timeline = timeline
-        self._usable = usable
-        self._failed = failed
-        self._on_device = landed
-        self._flats_of: dict[str, list[int]] = {flat.unit: [] for flat in layout.flats}
-        for flat in layout.flats:
+        self._transfers = transfers
+        self._owner = owner
+        self._flats_of: dict[str, list[int]] = {flat.unit: [] for flat in run.layout.flats}
+        for flat in run.layout.flats:
             self._flats_of[flat.unit].append(flat.index)
         self._active: dict[int, list[int]] = {}
-        self._order: list[int] = [flat.index for flat in layout.flats]
-        self._landed: list[int] = []
+        self._order: list[int] = [flat.index for flat in run.layout.flats]
+        self._applied: list[int] = []
         self._lock = threading.RLock()
 
-    def begins(self, active: Sequence[int]) -> Sequence[int]:
-        """Notes which parameters a step is about to change; returns all flats in the order of the last forward."""
+    def begin(self, active: Sequence[int]) -> Sequence[int]:
+        """Before a step is queued. Args: active: the parameters that it changes.
+
+        Returns: all flat parameters in the order in which the last updates were applied, which is that of a forward.
+        """
         self._active = {flat.index: [] for flat in self._layout.flats}
         for number in active:
-            self._active[self._layout.locations[number][0]].append(number)
-        first = dict.fromkeys(self._landed)
+            self._active[self._parameters.flat_of(number)].append(number)
+        first = dict.fromkeys(self._applied)
         self._order = [*first, *(flat for flat in self._order if flat not in first)]
-        self._landed = []
+        self._applied = []
         if self._layout.ranks > 1:
             self._order = sorted(range(len(self._layout.flats)), key=lambda flat: self._layout.flats[flat].unit != ROOT)
         return self._order
 
+    def is_pending(self, unit: str) -> bool:
+        """Whether an update of a unit is still to be applied."""
+        return any(flat in self._step.pending for flat in self._flats_of.get(unit, ()))
+
     def launch(self) -> None:
         """Makes all new values of this rank and sends them to the others; use waits for theirs."""
-        self._usable()
+        self._owner.require_usable()
         with self._lock, self._timeline.span("landing_s"), hidden():
             try:
                 for flat in list(self._step.pending):
                     self._step.start_apply(flat)
             except BaseException as error:
-                self._failed(error)
+                self._owner.failed(error)
                 raise
 
-    def is_pending(self, number: int) -> bool:
-        """Whether the new value of parameter `number` is still to be applied."""
-        flat = self._layout.locations[number][0]
-        return flat in self._step.pending and number in self._active[flat]
-
-    def is_unit_pending(self, name: str) -> bool:
-        """Whether new values of a unit are still to be applied."""
-        return any(flat in self._step.pending for flat in self._flats_of.get(name, ()))
-
-    def unit(self, name: str) -> None:
-        """Applies what is pending of a unit. Raises what went wrong with the step, and StaleParameterError."""
+    def apply(self, unit: str) -> None:
+        """Applies what is pending of a unit. Raises: what went wrong with the step; StaleParameterError."""
         if self._step.pending:
-            self._land(self._up_to(name))
+            self._apply(self._up_to(unit))
 
-    def _up_to(self, name: str) -> list[int]:
-        """The flats to apply so that a unit has its new values."""
-        wanted = [flat for flat in self._flats_of.get(name, ()) if flat in self._step.pending]
-        if wanted and self._layout.replicas > 1:
-            queue = list(self._step.pending)
-            wanted = queue[: 1 + max(map(queue.index, wanted))]
-        return wanted
-
-    def everything(self) -> None:
+    def apply_all(self) -> None:
         """Applies what is left."""
         if self._step.pending:
-            self._land(list(self._step.pending))
+            self._apply(list(self._step.pending))
 
     def before_gradients(self) -> None:
-        """Over several ranks gradients go, others' too, to where the last ones are until their step is applied."""
+        """Over several ranks, gradients of any rank go to memory that the last gradients occupy until their step is
+        applied."""
         if self._layout.ranks > 1:
-            self.everything()
+            self.apply_all()
 
-    def require_landed(self, number: int) -> None:
-        """Raises: StaleParameterError if a gradient of `number` was made from its old value."""
-        if self.is_pending(number):
+    def require_applied(self, number: int) -> None:
+        """Raises: StaleParameterError if a gradient of parameter `number` was made from its old value."""
+        flat = self._parameters.flat_of(number)
+        if flat in self._step.pending and number in self._active[flat]:
             name = self._layout.specs[number].name
             raise StaleParameterError(
                 f"a gradient reached {name} that was made from its value before the last step(): by a graph older than "
                 "that step; run the forward again after step(), as torch asks for too"
             )
 
-    def _land(self, flats: Collection[int]) -> None:
+    def _up_to(self, unit: str) -> list[int]:
+        """The flat parameters to update so that a unit has its new values."""
+        wanted = [flat for flat in self._flats_of.get(unit, ()) if flat in self._step.pending]
+        if wanted and self._layout.replicas > 1:
+            queue = list(self._step.pending)
+            wanted = queue[: 1 + max(map(queue.index, wanted))]
+        return wanted
+
+    def _apply(self, flats: Collection[int]) -> None:
         if not flats:
             return
-        self._usable()
-        # A forward in another thread waits for this one, and then finds nothing left to do.
+        self._owner.require_usable()
+        # A forward in another thread waits here, and then finds nothing left to do.
         with self._lock, self._timeline.span("landing_s"), hidden():
             for flat in flats:
                 if flat not in self._step.pending:
@@ -131,12 +122,13 @@ class Landing:
                 try:
                     self._step.apply(flat)
                     self._parameters.written_here(numbers)
-                    self._on_device(flat)
+                    if self._transfers is not None:
+                        self._transfers.flat_updated(flat)
                 except BaseException as error:
-                    # Some chunks are a step further than others: nothing calculated from here on would be right.
-                    self._failed(error)
+                    # Some chunks are a step ahead of others: every later result would be wrong.
+                    self._owner.failed(error)
                     raise
-                self._landed.append(flat)
+                self._applied.append(flat)
 
     def _require_unwritten(self, numbers: Sequence[int]) -> None:
         for number in self._parameters.written_outside(numbers):

@@ -1,103 +1,58 @@
-"""Access to streamed parameters for whoever is not a forward: `gathered`, saving and loading state_dicts."""
+"""Access to streamed parameters for others than forwards: `gathered`, saving and loading state_dicts."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
 
 from offload.errors import BudgetError, ConfigError
-from offload.model.fetch import Streaming
-from offload.model.flat_param import Parameters
-from offload.model.pending import Landing
-from offload.model.running import Running
+from offload.model.fetch import HeldUnits, StreamedUnits
+from offload.model.flat_param import FlatParameters
+from offload.model.torch_helpers import Hook
 from offload.sizes import format_bytes
 
 Target = nn.Module | Tensor | Iterable[Tensor]
 
 
-class _Hook:
-    """A copy or pickle of the model takes along one that does nothing."""
-
-    def __init__(self, call: Callable[..., None] | None = None) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any) -> None:
-        if self._call is not None:
-            self._call(*args)
-
-    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
-        return _Hook, ()
-
-
 class Access:
-    """Args: units: of every parameter of the model; streaming: None where all parameters are on the device anyway;
-    budget_bytes: what the copies in a state_dict may take."""
+    """Args: names: the unit of every parameter of the model; budget_bytes: RAM that the copies in a state_dict may
+    take."""
 
     def __init__(
-        self,
-        parameters: Parameters,
-        units: Mapping[Tensor, str],
-        landing: Landing,
-        streaming: Streaming | None,
-        running: Running,
-        budget_bytes: int,
+        self, parameters: FlatParameters, names: Mapping[Tensor, str], units: HeldUnits, budget_bytes: int
     ) -> None:
         self._parameters = parameters
+        self._names = names
         self._units = units
-        self._landing = landing
-        self._streaming = streaming
-        self._running = running
         self._budget_bytes = budget_bytes
         self._copies: dict[int, weakref.ref[Tensor]] = {}
 
-    @contextmanager
-    def gathered(self, target: Target, *, writable: bool) -> Iterator[None]:
+    def gathered(self, target: Target, *, writable: bool) -> AbstractContextManager[None]:
         """See OffloadZero.gathered."""
         params = list(dict.fromkeys(self._params_of(target)))
-        units = list(dict.fromkeys(self._units[param] for param in params))
-        for unit in units:
-            self._landing.unit(unit)
-        if self._streaming is None:
-            yield
-            return
-        streaming = self._streaming
-        with ExitStack() as held:  # one that cannot be let go of keeps no other
-            for unit in units:
-                streaming.hold(unit)
-                held.callback(streaming.let_go, unit)
-            if not writable:
-                yield
-                return
-            for unit in units:
-                self._running.enter(unit)
-                held.callback(self._running.leave, unit)
-            yield
-            for unit in units:
-                self._landing.unit(unit)
-            streaming.gathering.find_writes([self._parameters.index[param] for param in params])
+        units = list(dict.fromkeys(self._names[param] for param in params))
+        return self._units.gathered(units, [self._parameters.index[param] for param in params], writable=writable)
 
     def hooks_of(self, module: nn.Module, *, ends: bool) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
-        """The registration and the hook of all that saves or loads `module`'s own parameters.
+        """The registration and the hook of everything that saves or loads `module`'s own parameters, if they are
+        streamed.
 
         Args: ends: nothing of its units is saved or loaded after it.
         """
-        streaming = self._streaming
-        if streaming is None:
+        if not isinstance(self._units, StreamedUnits):
             return
+        streamed = self._units
         own = {name: param for name, param in module.named_parameters(recurse=False) if param in self._parameters.index}
-        units = list(dict.fromkeys(self._units[param] for param in own.values()))
+        units = list(dict.fromkeys(self._names[param] for param in own.values()))
         held = {param for param in module.parameters() if param in self._parameters.index}
-        inside = list(dict.fromkeys(self._units[param] for param in held)) if ends else []
+        inside = list(dict.fromkeys(self._names[param] for param in held)) if ends else []
 
         def before(*_: Any) -> None:
-            for unit in units:
-                self._landing.unit(unit)
-            if units:
-                streaming.visit(units)
+            streamed.visit(units)
 
         def saves(module: nn.Module, prefix: str, keep_vars: bool) -> None:
             self._require_room(held)
@@ -113,16 +68,16 @@ class Access:
 
         def after(*_: Any) -> None:
             for unit in inside:
-                streaming.leave(unit)
+                streamed.leave(unit)
 
-        yield module.register_state_dict_pre_hook, _Hook(saves)
-        yield module.register_state_dict_post_hook, _Hook(saved)
-        yield module.register_load_state_dict_pre_hook, _Hook(before)
-        yield module.register_load_state_dict_post_hook, _Hook(after)
+        yield module.register_state_dict_pre_hook, Hook(saves)
+        yield module.register_state_dict_post_hook, Hook(saved)
+        yield module.register_load_state_dict_pre_hook, Hook(before)
+        yield module.register_load_state_dict_post_hook, Hook(after)
 
     def _copy_of(self, param: Tensor, value: Tensor, state_dict: Mapping[str, Any]) -> Tensor:
-        """In RAM, for the parameter's memory goes, and the model may be larger than the device's. The names of a tied
-        parameter share one, as ever."""
+        """A copy in RAM: the parameter's memory goes, and the device may have no room for the whole model. The names of
+        a tied parameter share one copy, as they share a tensor in any state_dict."""
         number = self._parameters.index[param]  # type: ignore[index]
         known = self._copies.get(number, lambda: None)()
         if known is not None and any(other is known for other in state_dict.values()):
@@ -148,7 +103,7 @@ class Access:
         else:
             found = [target] if isinstance(target, Tensor) else target
         for param in found:
-            if param not in self._units:
+            if param not in self._names:
                 raise ConfigError(f"gathered() was given a tensor of shape {tuple(param.shape)} that is no parameter")
             if param in self._parameters.index:
                 assert isinstance(param, nn.Parameter)

@@ -1,69 +1,70 @@
-"""Memory-centric tiling: a linear layer whose weight is larger than what the device has room for.
+"""Memory-centric tiling: a linear layer whose weight is too large for the device.
 
-Its weight is never on the device as a whole. `F.linear` with it runs tile by tile: a *tile* is a run of output rows,
-and a unit of its own, gathered and released as any other, forward and backward, and a leaf of autograd, so that its
-gradient leaves as it is made. The layer stays the module it is: what stands in the weight's place outside of
-`gathered` is a guarded parameter (guard.py), with which `F.linear` multiplies tile by tile. As a whole it is in RAM,
-for any other use.
+Its weight is never on the device as a whole. `F.linear` with it runs tile by tile. A *tile* is a run of output rows. It
+is a unit of its own, fetched and released as any other in forward and backward, and a leaf of autograd, so that its
+gradient leaves the device as it is made. The layer stays the module it is, and for any use but `F.linear` its weight is
+a guarded parameter (guard.py), which is in RAM as a whole.
 
 The gradient of the input is a sum over tiles, taken in fp32 and rounded once: see docs/exactness.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from offload.model.fetch import Streaming
+from offload.layout import Layout
+from offload.model.fetch import StreamedUnits
+from offload.model.flat_param import FlatParameters
 
 
 class Tiling:
-    """Args: tiles: of each tiled weight, the unit and the leaf of each tile, in the order of its rows; lands: brings
-    the new values of a weight into the store."""
+    """Multiplies with tiled weights."""
 
-    def __init__(
-        self,
-        tiles: Mapping[nn.Parameter, Sequence[tuple[str, nn.Parameter]]],
-        streaming: Streaming,
-        lands: Callable[[nn.Parameter], None],
-    ) -> None:
-        self._tiles = tiles
-        self._streaming = streaming
-        self._lands = lands
+    def __init__(self, layout: Layout, parameters: FlatParameters, units: StreamedUnits) -> None:
+        self._units = units
+        self._unit_of: dict[nn.Parameter, str] = {}
+        self._tiles: dict[nn.Parameter, list[tuple[str, nn.Parameter]]] = {}  # in the order of the rows
+        for index, leaf in parameters.tiles.items():
+            flat = layout.flats[layout.slices[index].flat]
+            weight = parameters.params[flat.params[0]]
+            self._unit_of[weight] = flat.unit
+            self._tiles.setdefault(weight, []).append((layout.slices[index].unit, leaf))
 
     def has(self, weight: Any) -> bool:
+        """Whether `weight` is a parameter that has tiles."""
         return isinstance(weight, nn.Parameter) and weight in self._tiles
 
     def linear(self, inputs: Tensor, weight: nn.Parameter, bias: Tensor | None = None) -> Tensor:
         """`F.linear` with a tiled weight."""
-        self._lands(weight)
+        self._units.apply(self._unit_of[weight])
         tiles = self._tiles[weight]
         biases: Sequence[Tensor | None] = [None] * len(tiles)
         if bias is not None:
             biases = bias.split([len(leaf) for _, leaf in tiles])
         carry = _Widen.apply(inputs) if torch.is_grad_enabled() and inputs.requires_grad else None  # type: ignore[no-untyped-call]
         outputs = []
-        for (unit, leaf), part in zip(tiles, biases, strict=True):
+        for (unit, leaf), own_bias in zip(tiles, biases, strict=True):
             leaf.requires_grad_(weight.requires_grad)
             output = None
-            self._streaming.forward_begins(unit)
+            self._units.forward_begins(unit)
             try:
                 x = inputs
                 if carry is not None:
                     x, carry = _Carry.apply(inputs.detach(), carry)  # type: ignore[no-untyped-call]
-                output = F.linear(x, leaf, part)
+                output = F.linear(x, leaf, own_bias)
             finally:
-                self._streaming.forward_ends(unit, output)
+                self._units.forward_ends(unit, output)
             outputs.append(output)
         return torch.cat(outputs, -1)
 
 
 class _Widen(torch.autograd.Function):
-    """An fp32 tensor of the shape of `x`, without memory, whose gradient is that of `x`."""
+    """An fp32 tensor of the shape of `x`, without memory. Its gradient is the gradient of `x`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -76,7 +77,7 @@ class _Widen(torch.autograd.Function):
 
 
 class _Carry(torch.autograd.Function):
-    """`x` for one tile, and the carry for the next: backwards, a tile's gradient of `x` is added to the carry's."""
+    """`x` for one tile, and the carry for the next one. Backward adds the tile's gradient of `x` to the carry's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:

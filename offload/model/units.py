@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from difflib import get_close_matches
 from itertools import pairwise
@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from offload import torch_private
 from offload.errors import ConfigError
 from offload.layout import ParamSpec
 
@@ -32,10 +32,10 @@ Groups = Sequence[Mapping[str, Any]]
 def units_of(model: nn.Module, chosen: Chosen = None) -> dict[Tensor, str]:
     """The unit of each parameter, by name: "blocks.3", or "" for the root unit.
 
-    Of nested units the innermost has it. What several units share, a tied head say, belongs to the root.
+    A parameter belongs to its innermost unit. One that several units share, such as a tied head's, belongs to the root.
 
-    Args: chosen: the units, by name or class; None: the elements of each topmost ModuleList or Sequential of which two
-    elements or more have parameters.
+    Args: chosen: the units, by name or class; None: the elements of each topmost ModuleList or Sequential in which two
+    or more elements have parameters.
     Raises: ConfigError naming what is not in the model.
     """
     names = {name for name, _ in blocks_of(model, chosen)}
@@ -55,12 +55,12 @@ def units_of(model: nn.Module, chosen: Chosen = None) -> dict[Tensor, str]:
 
 
 def blocks_of(model: nn.Module, chosen: Chosen = None) -> list[tuple[str, nn.Module]]:
-    """The modules of the units but the root's, by name; see units_of."""
+    """The module of each unit but the root, by name; see units_of."""
     return list(_blocks(model, ROOT)) if chosen is None else _chosen(model, chosen)
 
 
 def encloses(outer: str, unit: str) -> bool:
-    """Whether unit `unit` is unit `outer` or lies in it, by their names; all lie in the root."""
+    """Whether unit `unit` is `outer` or lies in it, by their names. All units lie in the root."""
     return outer in (ROOT, unit) or unit.startswith(f"{outer}.")
 
 
@@ -83,7 +83,8 @@ def _chosen(model: nn.Module, chosen: Sequence[type[nn.Module] | str]) -> list[t
 
 
 def rows_of(model: nn.Module, params: Sequence[nn.Parameter]) -> dict[int, int]:
-    """Elements of a row of each of `params`, by number, that is the weight of one nn.Linear and of nothing else."""
+    """Elements in a row of each of `params` that can be tiled, by number: the weight of one nn.Linear and of nothing
+    else."""
     holders: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
@@ -98,7 +99,7 @@ def rows_of(model: nn.Module, params: Sequence[nn.Parameter]) -> dict[int, int]:
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether it has a forward; a list of modules has none, and its owner calls the elements."""
+    """Whether a module has a forward. A list of modules has none: its owner calls the elements."""
     return type(module).forward is not nn.Module.forward
 
 
@@ -118,8 +119,8 @@ def _join(name: str, key: str) -> str:
 
 
 def kept_modules(model: nn.Module, keep: Keep) -> list[nn.Module]:
-    """The outermost modules that `keep` names, by instance or type, and those that have running statistics, which are
-    of fp32 values. Raises: ConfigError if it names none."""
+    """The outermost modules that stay fp32: those that `keep` names, by instance or type, and those with running
+    statistics. Raises: ConfigError if `keep` names a module that is not in the model."""
     types = tuple(one for one in keep if isinstance(one, type))
     chosen = {one for one in keep if isinstance(one, nn.Module)}
     found = [m for m in model.modules() if m in chosen or isinstance(m, types) or has_statistics(m)]
@@ -131,8 +132,8 @@ def kept_modules(model: nn.Module, keep: Keep) -> list[nn.Module]:
 
 
 def has_statistics(module: nn.Module) -> bool:
-    """Whether a module calculates with floating buffers that it changes in its forward: batch norm, spectral norm."""
-    if isinstance(module, _NormBase):
+    """Whether a module's forward changes floating buffers that it computes with: batch norm, spectral norm."""
+    if isinstance(module, torch_private.NormBase):
         return module.running_mean is not None
     if isinstance(module, ParametrizationList):
         return any(buffer.is_floating_point() for buffer in module.buffers())
@@ -165,8 +166,7 @@ def specs_of(
 ) -> tuple[list[ParamSpec], list[nn.Parameter]]:
     """The model's parameters that the optimizer's `groups` train, in the model's order.
 
-    Args: chosen: the units, see units_of; planned: the model may be on the meta device, too, where parameters have a
-    shape and no memory.
+    Args: chosen: the units, see units_of; planned: the model may be on the meta device, without memory.
     Raises: ConfigError naming the parameter that cannot be trained, and why.
     """
     _refuse_wrapped(model)
@@ -189,7 +189,7 @@ def specs_of(
 
 
 def require_unwrapped(model: nn.Module) -> None:
-    """Raises: ConfigError if a held model runs inside DistributedDataParallel or has become one of FSDP's."""
+    """Raises: ConfigError if a held model runs inside DistributedDataParallel, or was given to FSDP."""
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is not None and wrapper.require_backward_grad_sync and _holds(wrapper, model):
         raise ConfigError(
@@ -208,7 +208,7 @@ def _holds(wrapper: nn.Module, model: nn.Module) -> bool:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model in a DistributedDataParallel; others as they are."""
+    """The model in a DistributedDataParallel; any other model itself."""
     if isinstance(model, DistributedDataParallel):
         inner: nn.Module = model.module
         return inner
@@ -216,7 +216,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def stop_reducing(model: nn.Module, undo: ExitStack) -> None:
-    """A DistributedDataParallel does not reduce gradients until `undo`, for its model is held."""
+    """A DistributedDataParallel reduces no gradients until `undo`: its model is held."""
     if isinstance(model, DistributedDataParallel):
         undo.callback(setattr, model, "require_backward_grad_sync", model.require_backward_grad_sync)
         model.require_backward_grad_sync = False
@@ -233,7 +233,7 @@ def _refuse_wrapped(model: nn.Module) -> None:
 
 
 def _refuse_overlaps(trained: Sequence[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
-    """Two Parameters over one memory (`b.weight.data = a.weight.data`) would each get a master of its own."""
+    """Two Parameters over one memory (`b.weight.data = a.weight.data`) would each get their own master."""
     spans = sorted((p.data_ptr(), p.numel() * p.element_size(), names[p]) for p in trained if p.numel())
     for (start, size, name), (following, _, other) in pairwise(spans):
         if following < start + size:
@@ -260,3 +260,33 @@ def _refuse_untrainable(
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise ConfigError(f"{name} makes sparse gradients: set sparse=False")
+
+
+def cast_untrained(model: nn.Module, trained: Container[Tensor], dtypes: Mapping[Tensor, torch.dtype]) -> None:
+    """Casts floating parameters that are not trained to their compute dtype. They have no other copy."""
+    for param in model.parameters():
+        if param not in trained and param.is_floating_point() and param.dtype is not dtypes[param]:
+            param.data = param.data.to(dtypes[param])
+
+
+def untrained_bytes(model: nn.Module, trained: Iterable[nn.Parameter], dtypes: Mapping[Tensor, torch.dtype]) -> int:
+    """Bytes that buffers, and parameters that are not trained, take on the device."""
+    left = set(model.parameters()) - set(trained)
+    frozen = sum(p.numel() * (dtypes[p] if p.is_floating_point() else p.dtype).itemsize for p in left)
+    return frozen + sum(buffer.numel() * buffer.element_size() for buffer in set(model.buffers()))
+
+
+def device_for(given: torch.device | str | None, own: torch.device) -> torch.device:
+    """The device to train on: the model's own. A model on the meta device goes where the user asks, or to the CPU.
+
+    Raises: ConfigError if the user asks for another device than the model's.
+    """
+    try:
+        wanted = own if given is None else torch.empty(0, device=given).device
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ConfigError(f"device={given!r} is no device of this machine: leave it out, or give {own}") from error
+    if own.type == "meta":
+        return wanted if wanted.type != "meta" else torch.device("cpu")
+    if wanted != own:
+        raise ConfigError(f"device={given} but the model is on {own}: move the model there first")
+    return own

@@ -28,8 +28,7 @@ from offload.config import Config, Tier
 from offload.errors import BudgetError
 from offload.grads.shards import records_of as gradient_records_of
 from offload.layout import Layout
-from offload.model.flat_param import untrained_bytes
-from offload.model.units import ROOT, compute_dtypes
+from offload.model.units import ROOT, compute_dtypes, untrained_bytes
 from offload.planner.choice import ModelShape, choose
 from offload.planner.placement import (
     IN_FLIGHT,

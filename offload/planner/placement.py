@@ -169,10 +169,10 @@ def _deepest(unit: str, inner: Mapping[str, list[str]], sizes: Mapping[str, int]
 def unit_bytes(layout: Layout) -> dict[str, int]:
     """What each unit takes on the device, in the order of the layout."""
     sizes: dict[str, int] = {}
-    for part in layout.parts:
-        if part.is_tile or not layout.tile_of(part.flat):  # what has tiles is never there as a whole
-            nbytes = part.numel * layout.flats[part.flat].dtype.itemsize
-            sizes[part.unit] = sizes.get(part.unit, 0) + nbytes
+    for one in layout.slices:
+        if one.is_tile or not layout.tile_of(one.flat):  # what has tiles is never there as a whole
+            nbytes = one.numel * layout.flats[one.flat].dtype.itemsize
+            sizes[one.unit] = sizes.get(one.unit, 0) + nbytes
     return sizes
 
 

@@ -270,7 +270,7 @@ def test_interrupt_while_the_masters_are_written_leaves_no_file(folder: Path, mo
         assert (folder / "scratch" / SWAP_NAME).exists()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("offload.attachment.Attachment._take_model", interrupted)
+    monkeypatch.setattr("offload.held_model.HeldModel._take_model", interrupted)
     assert run().exit_code == 130
     assert [file.name for file in folder.iterdir()] == ["out"]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offload import BudgetError, ConfigError, ReleasedParameterError
-from offload.model.where import Where
+from offload.model.transfer import UnitState
 from tests.model.test_streaming import squares
 from tests.support.streamed import Net, Streams, Watched, batch, train
 
@@ -161,12 +161,11 @@ def test_what_could_not_be_gathered_or_let_go_of_is_not_held_for_good(streams: S
     model = Net()
     with streams.optimizer(model) as optimizer:
         train(squares, steps=1)(model, optimizer)
-        streaming = optimizer._held.streaming
-        assert streaming is not None
+        units = optimizer._held.units
         # For each of four units when it has come, and when it is let go of.
         cut = [KeyboardInterrupt if call == failing else None for call in range(8)]
-        with patch.object(streaming, "_take_writes", side_effect=cut), pytest.raises(KeyboardInterrupt):  # noqa: SIM117
+        with patch.object(units, "write_back", side_effect=cut), pytest.raises(KeyboardInterrupt):  # noqa: SIM117
             with optimizer.gathered(model.blocks):
                 pass
         train(squares, steps=1)(model, optimizer)
-        assert all(streaming.gathering.is_at(f"blocks.{number}", Where.RELEASED) for number in range(4))
+        assert all(units.transfers.is_at(f"blocks.{number}", UnitState.RELEASED) for number in range(4))

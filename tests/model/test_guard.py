@@ -41,14 +41,14 @@ class Held(NamedTuple):
 
     @property
     def is_streamed(self) -> bool:
-        return self.optimizer._held.streaming is not None
+        return self.optimizer._held.units.is_streamed
 
     @property
     def is_current(self) -> bool:
         """Whether the parameter's unit has its new values in the model. Asks no parameter."""
-        streaming, landing = self.optimizer._held.streaming, self.optimizer._held.landing
-        is_here = streaming is None or UNIT in streaming.gathering.allocated
-        return is_here and not landing.is_unit_pending(UNIT)
+        units, pending = self.optimizer._held.units, self.optimizer._held.pending
+        is_here = not units.is_streamed or UNIT in units.transfers.allocated
+        return is_here and not pending.is_pending(UNIT)
 
     def leave(self) -> None:
         """Other units are used meanwhile."""
@@ -183,7 +183,7 @@ def test_a_use_applies_or_fetches_its_own_unit_only(held: Held) -> None:
     if not held.is_streamed:
         assert pending == {"", "blocks.0", "blocks.2", "blocks.3"}
     else:
-        assert {"blocks.0", "blocks.2", "blocks.3"}.isdisjoint(held.optimizer._held.streaming.gathering.allocated)
+        assert {"blocks.0", "blocks.2", "blocks.3"}.isdisjoint(held.optimizer._held.units.transfers.allocated)
 
 
 ALIASES: dict[str, Callable[[Tensor], Tensor]] = {

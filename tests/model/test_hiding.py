@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from offload import ConfigError, OffloadZero, Tuning
-from offload.model.hiding import hidden, is_watched
+from offload.model.torch_helpers import hidden, is_watched
 from offload.planner import least_cpu_memory
 from tests.support.streamed import Net, batch
 
@@ -136,6 +136,24 @@ def test_operations_and_flops_are_those_of_the_plain_model(held: Held) -> None:
     assert [name for name in seen[0][2] if "copy" in name or "set_" in name] == []
 
 
+def test_second_derivatives_inside_a_flop_counter_are_those_of_the_plain_model(held: Held) -> None:
+    model, optimizer, plain = held
+    slopes = []
+    for one in (model, plain):
+        x = batch(1).bfloat16().requires_grad_()
+        with FlopCounterMode(display=False):
+            (slope,) = torch.autograd.grad(one(x).float().square().sum(), x, create_graph=True)
+            slope.float().square().sum().backward()
+        slopes.append(slope.detach())
+    assert torch.equal(*slopes)
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        found = optimizer.grad(param)
+        assert (found is None) == (expected.grad is None)
+        assert found is None or torch.equal(found, expected.grad.float())
+    optimizer.zero_grad()
+    trains(held)
+
+
 def test_a_level_of_functorch_around_the_model(held: Held) -> None:
     model, _, plain = held
     x = batch(1).bfloat16()
@@ -157,7 +175,7 @@ def test_vmap_around_the_model(held: Held) -> None:
 def test_a_trace_is_of_the_models_operations_alone(held: Held) -> None:
     model, optimizer, plain = held
     x = batch(1).bfloat16()
-    if optimizer._held.streaming is not None:
+    if optimizer._held.units.is_streamed:
         with (
             torch.no_grad(),
             pytest.raises(ConfigError, match=r"torch\.jit\.trace of a model with streamed parameters"),

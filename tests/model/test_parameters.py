@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from offload.errors import ConfigError
 from offload.layout import ParamSpec, build
-from offload.model.flat_param import Parameters, is_dense, line_like, line_of, shaped_like
+from offload.model.flat_param import FlatParameters, flattened, flattened_like, is_dense, shaped_like
 
 shapes = st.lists(st.integers(1, 4), max_size=4)
 
@@ -21,13 +21,13 @@ def test_a_line_is_the_memory_order_and_comes_back_to_the_shape(shape: list[int]
     random.shuffle(order)  # type: ignore[attr-defined]
     param = torch.randn(shape).permute(order)
     assert is_dense(param)
-    line = line_of(param)
+    line = flattened(param)
     assert line.shape == (param.numel(),)
     assert line.data_ptr() == param.data_ptr()
     assert torch.equal(shaped_like(param, line), param)
     # A gradient with other strides comes into the parameter's order.
     gradient = torch.randn(param.shape)
-    assert torch.equal(shaped_like(param, line_like(param, gradient)), gradient)
+    assert torch.equal(shaped_like(param, flattened_like(param, gradient)), gradient)
 
 
 @pytest.mark.parametrize(
@@ -46,10 +46,10 @@ def test_holes_and_overlaps_are_seen(tensor: Tensor, dense: bool) -> None:
     assert is_dense(tensor) is dense
 
 
-def taken(*tensors: Tensor, dtype: torch.dtype = torch.bfloat16, streams: bool = False) -> Parameters:
+def taken(*tensors: Tensor, dtype: torch.dtype = torch.bfloat16, streams: bool = False) -> FlatParameters:
     params = [nn.Parameter(tensor) for tensor in tensors]
     layout = build([ParamSpec(f"p{n}", p.numel(), "", dtype, 0) for n, p in enumerate(params)], 1024)
-    parameters = Parameters(layout, params, torch.device("cpu"), streams=streams)
+    parameters = FlatParameters(layout, params, torch.device("cpu"), streams=streams)
     parameters.make_dense(0)
     parameters.attach(0)
     return parameters
@@ -88,7 +88,7 @@ def test_streamed_ones_lie_in_the_storage_of_their_flat_and_get_their_own_in_the
     parameters = taken(torch.ones(3), torch.ones(4, 2).t(), streams=True)
     assert {p.untyped_storage()._cdata for p in parameters.params} == {parameters.flats[0].untyped_storage()._cdata}
     kept = [param.stride() for param in parameters.params]
-    parameters.own_storages()
+    parameters.become_resident()
     assert [param.untyped_storage().nbytes() for param in parameters.params] == [6, 16]
     assert [param.stride() for param in parameters.params] == kept
     assert all(param.eq(1).all() for param in parameters.params)
@@ -146,9 +146,9 @@ def test_what_was_pointed_elsewhere_is_taken_back_with_its_new_values() -> None:
 def test_a_parameter_that_moved_or_left_is_named() -> None:
     parameters = taken(torch.zeros(3), torch.zeros(4))
     model = nn.ParameterList(parameters.params)
-    parameters.require_in(model)
+    parameters.require_unchanged(model, [])
     with pytest.raises(ConfigError, match="p1 is no longer in the model"):
-        parameters.require_in(nn.ParameterList(parameters.params[:1]))
+        parameters.require_unchanged(nn.ParameterList(parameters.params[:1]), [])
     for value in (torch.zeros(4), torch.zeros(5, dtype=torch.bfloat16)):
         parameters.params[1].data = value
         parameters.take_back([0])

@@ -8,8 +8,8 @@ from torch import nn
 
 from offload import OffloadZero, Tuning
 from offload.layout import ParamSpec, build
-from offload.model.flat_param import Parameters
-from offload.model.running import Running
+from offload.model.fetch import RunningUnits
+from offload.model.flat_param import FlatParameters
 from tests.support.streamed import Net, batch
 
 
@@ -27,21 +27,23 @@ def params() -> list[nn.Parameter]:
 
 
 @pytest.fixture
-def running(params: list[nn.Parameter]) -> Running:
+def running(params: list[nn.Parameter]) -> RunningUnits:
     """Of a root with one parameter and a unit with two."""
     units = ["", "block", "block"]
     specs = [ParamSpec(f"p{n}", 4, unit, torch.float32, 0) for n, unit in enumerate(units)]
     layout = build(specs, 1024)
-    parameters = Parameters(layout, params, torch.device("cpu"))
+    parameters = FlatParameters(layout, params, torch.device("cpu"))
     parameters.guard_with(lambda kind, *, runs=False: Unseen if runs else Guarded)
-    return Running(layout, parameters)
+    return RunningUnits(layout, parameters)
 
 
 def kinds(params: list[nn.Parameter]) -> str:
     return "".join("u" if type(param) is Unseen else "g" for param in params)
 
 
-def test_a_unit_goes_unseen_from_its_first_module_to_its_last(params: list[nn.Parameter], running: Running) -> None:
+def test_a_unit_goes_unseen_from_its_first_module_to_its_last(
+    params: list[nn.Parameter], running: RunningUnits
+) -> None:
     assert kinds(params) == "ggg"
     running.enter("block")
     running.enter("block")
@@ -54,7 +56,9 @@ def test_a_unit_goes_unseen_from_its_first_module_to_its_last(params: list[nn.Pa
     assert not running.runs("block")
 
 
-def test_units_run_beside_one_another_in_the_order_of_their_entry(params: list[nn.Parameter], running: Running) -> None:
+def test_units_run_beside_one_another_in_the_order_of_their_entry(
+    params: list[nn.Parameter], running: RunningUnits
+) -> None:
     running.enter("")
     running.enter("block")
     running.enter("")
@@ -67,7 +71,7 @@ def test_units_run_beside_one_another_in_the_order_of_their_entry(params: list[n
     assert not running.watches("block", 1)
 
 
-def test_what_never_said_its_end_is_forgotten(params: list[nn.Parameter], running: Running) -> None:
+def test_what_never_said_its_end_is_forgotten(params: list[nn.Parameter], running: RunningUnits) -> None:
     running.enter("")
     running.enter("block")
     running.enter("block")
@@ -80,7 +84,7 @@ def test_what_never_said_its_end_is_forgotten(params: list[nn.Parameter], runnin
     assert kinds(params) == "guu"
 
 
-def test_a_unit_without_parameters_runs_too(params: list[nn.Parameter], running: Running) -> None:
+def test_a_unit_without_parameters_runs_too(params: list[nn.Parameter], running: RunningUnits) -> None:
     running.enter("elsewhere")
     assert running.runs("elsewhere")
     assert kinds(params) == "ggg"
@@ -106,7 +110,7 @@ def test_inside_its_forward_a_parameter_costs_nothing_and_outside_it_is_guarded(
             model(batch(0))
         optimizer.zero_grad()
         assert {type(param).__name__ for param in model.parameters()} == {"GuardedParameter"}
-        assert not optimizer._held._running.units
+        assert not optimizer._held.units.running.units
 
 
 def test_a_tiled_weight_is_guarded_always() -> None:

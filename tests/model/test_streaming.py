@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from offload import BudgetError, ClosedError, ConfigError, NonFiniteGradientError, ReleasedParameterError, Tuning
-from offload.model import spares
+from offload.model import flat_param
 from offload.planner import least_cpu_memory
 from tests.support.processes import holds_in_child
 from tests.support.streamed import WIDTH, Block, Net, Streams, Watched, batch, finish, state_of, train
@@ -449,15 +449,14 @@ def test_a_gradient_penalty_on_parameters(streams: Streams) -> None:
 def test_second_derivatives_keep_units_until_the_step_and_say_what_does_not_fit(streams: Streams) -> None:
     model = Net(12)
     with streams.optimizer(model) as optimizer:
-        streaming = optimizer._held.streaming
-        assert streaming is not None
+        transfers = optimizer._held.units.transfers
         x = batch(0).requires_grad_()
         (grad,) = torch.autograd.grad(squares(model, x, 0), x, create_graph=True)
-        assert len(streaming.gathering.allocated) >= 12
+        assert len(transfers.allocated) >= 12
         grad.square().sum().backward()
         optimizer.step()
-        assert len(streaming.gathering.allocated) < 6
-        streaming._limit = 3 * streaming.gathering.bytes_of("blocks.0")
+        assert len(transfers.allocated) < 6
+        transfers.limit = 3 * transfers.bytes_of("blocks.0")
         with pytest.raises(BudgetError, match="create_graph=True keeps more streamed parameters") as caught:
             torch.autograd.grad(squares(model, x, 0), x, create_graph=True)
         assert caught.value.option == "device_memory"
@@ -591,10 +590,9 @@ class Interrupted:
 def test_an_interrupt_while_a_unit_comes(streams: Streams, at: int) -> None:
     def body(model: Net, optimizer: Watched) -> None:
         train(squares, steps=2)(model, optimizer)
-        streaming = optimizer._held.streaming
-        if streaming is not None:
-            gathering = streaming.gathering
-            gathering._start_chunk = Interrupted(gathering._start_chunk, at)
+        if optimizer._held.units.is_streamed:
+            transfers = optimizer._held.units.transfers
+            transfers._start_copy = Interrupted(transfers._start_copy, at)
             with pytest.raises(KeyboardInterrupt):
                 squares(model, batch(0), 0).backward()
         optimizer.zero_grad()
@@ -659,7 +657,7 @@ def test_a_closed_optimizer_leaves_parameters_that_refuse_if_they_do_not_fit(
         train(squares, steps=1)(model, optimizer)
         loss = squares(model, batch(0), 0)
         if limit == "free":
-            monkeypatch.setattr("offload.build.free_memory", lambda: 20_000)
+            monkeypatch.setattr("offload.optimizer.free_memory", lambda: 20_000)
     with pytest.raises(ReleasedParameterError):
         model(batch(0).bfloat16())
     with pytest.raises(ReleasedParameterError):
@@ -829,7 +827,7 @@ def test_units_come_into_the_memory_that_others_left(streams: Streams, monkeypat
         made.append(nbytes)
         return torch.UntypedStorage(nbytes)
 
-    monkeypatch.setattr(spares, "UntypedStorage", storage)
+    monkeypatch.setattr(flat_param, "UntypedStorage", storage)
     for block in model.blocks[8:]:
         block.larger = nn.Linear(WIDTH, WIDTH)
     with streams.optimizer(

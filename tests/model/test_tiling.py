@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from offload import BudgetError, ConfigError, OffloadZero, Tuning
-from offload.model.where import Where
+from offload.model.transfer import UnitState
 from offload.planner import least_cpu_memory
 from tests.support.late_copier import LateCopier
 from tests.support.streamed import Net, Streams, Watched, batch, finish, state_of, train
@@ -120,7 +120,7 @@ def test_a_tiled_layer_is_within_the_stated_bound_of_a_whole_one(bias: bool, dty
     nbytes = tile * inputs * dtype.itemsize
     options: dict[str, Any] = {"compute_dtype": dtype, "param_tier": "cpu", "tuning": tuning(1, nbytes)}
     with OffloadZero(model, **options) as optimizer:
-        tiles = len(optimizer._layout.parts) - len(optimizer._layout.flats)
+        tiles = len(optimizer._layout.slices) - len(optimizer._layout.flats)
         assert tiles == outputs // tile
         with optimizer.gathered(model):
             w = model.weight.detach().double().clone()
@@ -171,7 +171,7 @@ def test_frozen_layers_stay_and_freezing_later_works(streams: Streams) -> None:
         return squares(model, x, count)
 
     def body(model: Net, optimizer: Watched) -> None:
-        names = {part.unit for part in optimizer._layout.parts}
+        names = {one.unit for one in optimizer._layout.slices}
         assert "blocks.0.up.weight[0]" in names
         assert not any(name.startswith("blocks.1.up") for name in names)
         train(loss)(model, optimizer)
@@ -198,7 +198,7 @@ def test_a_tied_weight_is_not_tiled_and_what_then_does_not_fit_is_refused(tmp_pa
 
     model = Tied()
     with OffloadZero(model, param_tier="cpu", tuning=tuning(1, 4096)) as optimizer:
-        assert {part.flat for part in optimizer._layout.parts if part.is_tile} == {1}
+        assert {one.flat for one in optimizer._layout.slices if one.is_tile} == {1}
         model(torch.arange(9)).float().mean().backward()
         finish(optimizer)
     with pytest.raises(BudgetError, match=r"the largest, the root, takes 31\.25 KiB"):
@@ -324,12 +324,12 @@ def test_a_weight_is_gathered_and_written_while_its_tiles_are_on_their_way(strea
     with streams.optimizer(model, tuning=tuning(4)) as optimizer:
         train(squares, steps=2)(model, optimizer)
         optimizer.synchronize()
-        gathering, weight = optimizer._held.streaming.gathering, model.blocks[1].up.weight
-        gathering.start("blocks.1.up.weight[0]")
+        transfers, weight = optimizer._held.units.transfers, model.blocks[1].up.weight
+        transfers.prefetch("blocks.1.up.weight[0]")
         with optimizer.gathered(weight, writable=True), torch.no_grad():
-            gathering.start("blocks.1.up.weight[1]")
+            transfers.prefetch("blocks.1.up.weight[1]")
             weight.zero_()
-        assert gathering.is_at("blocks.1.up.weight[0]", Where.HERE)
+        assert transfers.is_at("blocks.1.up.weight[0]", UnitState.RESIDENT)
         for leaf in optimizer._parts.parameters.tiles.values():
             assert not leaf.untyped_storage().nbytes() or leaf.isnan().all() or not leaf.any()
         out = model.blocks[1].up(x)

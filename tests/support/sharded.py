@@ -22,7 +22,7 @@ from offload import OffloadZero
 from offload.dist import torch_distributed as comm
 from offload.dist.communicator import Communicator
 from offload.layout import Layout
-from offload.model.flat_param import line_like
+from offload.model.flat_param import flattened_like
 from offload.optim import reference
 from offload.planner import least_cpu_memory
 from tests.support import models
@@ -167,7 +167,7 @@ class Reference:
         self.groups = torch.optim.AdamW(models.groups(self.models[0]), lr=LR).param_groups
         self.states = {}
         for name, number in self.number_of.items():
-            master = line_like(first[name], first[name].detach()).float().numpy().copy()
+            master = flattened_like(first[name], first[name].detach()).float().numpy().copy()
             self.states[number] = [master, np.zeros_like(master), np.zeros_like(master)]
         self.ages = dict.fromkeys(self.states, 0)
         kept = models.keep_fp32(self.kind)
@@ -202,7 +202,7 @@ class Reference:
         found = {}
         for name, param in model.named_parameters():
             if param.grad is not None and name in self.number_of:
-                found[self.number_of[name]] = line_like(param, param.grad).clone()
+                found[self.number_of[name]] = flattened_like(param, param.grad).clone()
                 param.grad = None
         return found
 
@@ -265,7 +265,7 @@ class Reference:
             for model in self.models:
                 for name, param in model.named_parameters():
                     if name in self.number_of:
-                        line_like(param, param.data).copy_(torch.from_numpy(self.states[self.number_of[name]][0]))
+                        flattened_like(param, param.data).copy_(torch.from_numpy(self.states[self.number_of[name]][0]))
 
     def assert_same_bits(self, runs: list[Run]) -> None:
         for rank, run in enumerate(runs):
@@ -277,6 +277,6 @@ class Reference:
                 if name in self.number_of:
                     number = self.number_of[name]
                     for key, values in zip(("master", "exp_avg", "exp_avg_sq"), self.states[number], strict=True):
-                        mine = line_like(param, run.tensors[f"{name}.{key}"])
+                        mine = flattened_like(param, run.tensors[f"{name}.{key}"])
                         assert np.array_equal(mine.numpy(), values), (rank, name, key)
                     assert run.steps[name] == self.ages[number]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadZero
-from offload.model.flat_param import line_like
+from offload.model.flat_param import flattened_like
 from offload.optim import reference
 from offload.planner import least_cpu_memory
 from tests.support import models
@@ -171,14 +171,14 @@ class NumpyAdam:
         for name, param in model.named_parameters():
             if param.requires_grad:
                 self._params[name] = param
-                master = line_like(param, param.detach()).float().cpu().numpy().copy()
+                master = flattened_like(param, param.detach()).float().cpu().numpy().copy()
                 self._masters[name] = [master, np.zeros_like(master), np.zeros_like(master)]
                 self._ages[name] = 0
                 param.register_post_accumulate_grad_hook(lambda p, name=name: self._arrived(name, p))
 
     def _arrived(self, name: str, param: Tensor) -> None:
         assert param.grad is not None
-        grad = line_like(param, param.grad).float().cpu().numpy().copy()
+        grad = flattened_like(param, param.grad).float().cpu().numpy().copy()
         self._grads[name] = reference.accumulate(self._grads[name], grad) if name in self._grads else grad
 
     def step(self, optimizer: OffloadZero) -> None:
@@ -212,7 +212,7 @@ class NumpyAdam:
     def assert_same_bits(self, run: Run) -> None:
         for name, param in self._params.items():
             for kind, values in zip(("master", "exp_avg", "exp_avg_sq"), self._masters[name], strict=True):
-                mine = line_like(param, run.tensors[f"{name}.{kind}"])
+                mine = flattened_like(param, run.tensors[f"{name}.{kind}"])
                 assert np.array_equal(mine.numpy(), values), (name, kind)
             assert run.steps[name] == self._ages[name]
             rounded = run.tensors[f"{name}.master"].to(run.tensors[name].dtype)

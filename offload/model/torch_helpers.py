@@ -1,0 +1,224 @@
+"""What the files of this folder need to know about torch: which functions read no values, how to stay out of the sight
+of modes, and hooks that a copy of the model does not take along.
+
+[Note: out of sight]
+A dispatch mode (FLOP counters, fake tensors), a torch function mode (a default device), a transform of torch.func, a
+trace or inference mode applies to the user's operations. It must not see the copies and kernels of this library, which
+run inside of the user's forward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from offload import torch_private
+
+Kind = TypeVar("Kind")
+
+# Which functions read no values.
+
+_ATTRIBUTES = """
+    shape dtype device layout grad requires_grad is_leaf grad_fn ndim names itemsize nbytes output_nr retains_grad _base
+    _backward_hooks _cdata is_cuda is_cpu is_meta is_mps is_xpu is_xla is_sparse is_sparse_csr is_quantized is_nested
+    is_mkldnn is_vulkan is_ipu is_maia is_mtia
+"""
+_METHODS = """
+    size stride numel nelement dim ndimension element_size storage_offset is_contiguous is_complex is_floating_point
+    get_device __len__ __hash__ is_same_size is_signed dim_order is_inference has_names _is_view is_conj is_neg
+    _is_zerotensor
+"""
+
+
+def torch_functions(attributes: str = "", methods: str = "") -> set[Any]:
+    """Those that this torch has, as `__torch_function__` gets them.
+
+    Args: attributes: names of tensor attributes that are read, with spaces between them; methods: likewise.
+    """
+    reads = {getattr(Tensor, name).__get__ for name in attributes.split() if hasattr(Tensor, name)}
+    return reads | {getattr(Tensor, name) for name in methods.split() if hasattr(Tensor, name)}
+
+
+METADATA = frozenset(
+    {
+        *torch_functions(_ATTRIBUTES, _METHODS),
+        *(torch.is_floating_point, torch.is_complex, torch.numel, torch.get_device, torch.is_same_size),
+        torch_private.has_compatible_type,
+    }
+)
+"""Functions that read no values of a tensor."""
+
+MOVES = frozenset(torch_functions(methods="to cpu cuda float half bfloat16 double type_as"))
+"""Functions that return the tensor itself where there is nothing to do."""
+
+
+def is_no_move(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether `func`, one of MOVES, leaves the dtype and the device of args[0] as they are.
+
+    Torch copies from "cpu" to "cpu:0", which is the same device.
+    """
+    with torch_private.DisableTorchFunctionSubclass():
+        tensor = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
+        try:
+            moved = func(tensor, *args[1:], **kwargs)
+        except (RuntimeError, TypeError, ValueError):
+            return False
+        if moved is tensor:
+            return True
+        is_same = moved.dtype is tensor.dtype and moved.is_cpu and tensor.is_cpu and moved.layout is tensor.layout
+        return is_same and not kwargs.get("copy", False)
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """The tensors in nested containers and plain objects (dataclasses, a library's output classes), each once."""
+    seen: set[int] = set()
+    left = [tree]
+    while left:
+        node = left.pop()
+        if isinstance(node, Tensor):
+            if id(node) not in seen:
+                yield node
+        elif id(node) not in seen:
+            left.extend(_inside(node))
+        seen.add(id(node))
+
+
+def instances_in(tree: Any, kind: type[Kind]) -> Iterator[Kind]:
+    """The instances of a class in nested lists, tuples and dicts: in the arguments of a torch function."""
+    left = [tree]
+    while left:
+        node = left.pop()
+        if isinstance(node, kind):
+            yield node
+        elif isinstance(node, list | tuple):
+            left.extend(node)
+        elif isinstance(node, dict):
+            left.extend(node.values())
+
+
+def bits_of(values: Tensor) -> Tensor:
+    """The bits of fp32 or 16-bit values, as integers."""
+    return values.view(torch.int32 if values.dtype is torch.float32 else torch.int16)
+
+
+def _inside(node: Any) -> Iterable[Any]:
+    if node is None or isinstance(node, str | bytes | int | float | type | nn.Module):
+        return
+    if isinstance(node, dict):
+        yield from node.values()
+    elif isinstance(node, list | tuple | set | frozenset | deque):
+        yield from node
+    for kind in type(node).__mro__:
+        names = kind.__dict__.get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            yield getattr(node, name, None)
+    yield from getattr(node, "__dict__", {}).values()
+
+
+# Out of sight.
+
+
+def is_watched() -> bool:
+    """Whether anything is active that would see our operations. Costs less than a microsecond."""
+    return bool(
+        torch_private.torch_function_modes()
+        or torch_private.dispatch_modes()
+        or torch.is_inference_mode_enabled()
+        or torch_private.functorch_level() is not None
+        or torch_private.tracing_state() is not None
+    )
+
+
+@contextmanager
+def hidden() -> Iterator[None]:
+    """What runs inside is seen by nothing that is active outside; see [Note: out of sight]."""
+    if not is_watched():
+        yield
+        return
+    makes_graph = torch.is_grad_enabled()
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch_private.DisableTorchFunction())
+        if torch_private.dispatch_modes():
+            stack.enter_context(torch_private.without_dispatch_modes())
+        if torch_private.functorch_level() is not None:
+            stack.enter_context(torch_private.without_functorch())
+        if (trace := torch_private.tracing_state()) is not None:
+            torch_private.set_tracing_state(None)
+            stack.callback(torch_private.set_tracing_state, trace)
+        # Whether gradients are wanted tells training from evaluation, and a backward with create_graph. Leaving
+        # inference mode turns them on.
+        stack.enter_context(torch.set_grad_enabled(makes_graph))
+        yield
+
+
+def call_hidden(call: Callable[..., Any], *args: Any) -> Any:
+    """`call(*args)`, `hidden`."""
+    if not is_watched():
+        return call(*args)
+    with hidden():
+        return call(*args)
+
+
+def call_eagerly(call: Callable[..., Any], *args: Any) -> Any:
+    """`call(*args)`, which a compiler can neither trace nor leave out: it cuts the compiled model in two here."""
+    return _outside_graphs(call, *args) if torch.compiler.is_compiling() else call(*args)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _outside_graphs(call: Callable[..., Any], *args: Any) -> Any:
+    return call(*args)
+
+
+# Graphs of autograd, and hooks.
+
+
+def in_backward() -> bool:
+    """Whether autograd is running on this thread: a forward inside is recomputation."""
+    return bool(torch_private.graph_task_id() != -1)
+
+
+def call_alive(method: weakref.WeakMethod[Callable[[Any], None]], argument: Any, *_: Any) -> None:
+    """Calls a method, `hidden`, if its object lives. A graph may outlive the optimizer, and must not keep it alive:
+    Python's garbage collector cannot look into graphs."""
+    if (alive := method()) is not None:
+        call_hidden(alive, argument)
+
+
+class Hook:
+    """A hook of a module. A copy or a pickle of the model takes along one that does nothing."""
+
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self._call = call
+
+    @property
+    def is_active(self) -> bool:
+        """False in a copy of the model."""
+        return self._call is not None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model is cut in two here
+    def __call__(self, *args: Any) -> None:
+        if self._call is not None:
+            self._call(*args)
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
+        return type(self), ()
+
+
+def hook_forward(
+    module: nn.Module, before: Callable[[], None], after: Callable[[Any], None], kind: type[Hook] = Hook
+) -> tuple[RemovableHandle, RemovableHandle]:
+    """Calls `before` ahead of a module's forward and of its other hooks, and `after` with its output; with None if it
+    raised."""
+    begins, ends = kind(lambda *_: before()), Hook(lambda module, args, output: after(output))
+    return (
+        module.register_forward_pre_hook(begins, prepend=True),
+        module.register_forward_hook(ends, always_call=True),
+    )

@@ -1,0 +1,389 @@
+"""Moves the parameters of streamed units between the store and the device.
+
+[Note: states of a unit]
+| state    | device memory | parameters | meaning                                |
+|----------|---------------|------------|----------------------------------------|
+| RELEASED | -             | unusable   | its values are in the store only       |
+| FETCHING | allocated     | unusable   | copies from the store are under way    |
+| RESIDENT | allocated     | usable     | its modules can run                    |
+
+A unit whose update is pending may be FETCHING without a copy under way: `begin_update` allocates its memory, and each
+chunk is copied to the device as its new values are made, instead of being read from the store again.
+
+fetch.py decides which unit is fetched and released when.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable
+from contextlib import ExitStack, suppress
+from enum import Enum
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from offload.devices.copies import Copy
+from offload.dist.communicator import Work
+from offload.errors import OffloadError, StateError
+from offload.interrupts import uninterrupted
+from offload.layout import Chunk, FlatSlice
+from offload.model.flat_param import FlatParameters
+from offload.profiling import TO_DEVICE
+from offload.run import Owner, Run
+from offload.storage.chunk_cache import Store
+
+
+class UnitState(Enum):
+    """See [Note: states of a unit]."""
+
+    RELEASED = "released"
+    FETCHING = "fetching"
+    RESIDENT = "resident"
+
+
+_LEGAL = {
+    (UnitState.RELEASED, UnitState.FETCHING),
+    (UnitState.FETCHING, UnitState.RESIDENT),
+    (UnitState.FETCHING, UnitState.RELEASED),
+    (UnitState.RESIDENT, UnitState.RELEASED),
+}
+
+
+class UnitTransfers:
+    """See the top of this file.
+
+    Args: store: the 16-bit parameters that this rank keeps, by chunk; leases: how many chunks of it may be on their way
+    to the device at once; limit: bytes that parameters may take on the device; None: no limit.
+    """
+
+    def __init__(
+        self, run: Run, parameters: FlatParameters, store: Store, owner: Owner, *, leases: int, limit: int | None
+    ) -> None:
+        self._layout = run.layout
+        self._copier = run.memory.copier
+        self._timeline = run.timeline
+        self._comm = run.comm
+        self._parameters = parameters
+        self._store = store
+        self._owner = owner
+        self._leases = leases
+        self.limit = limit
+        self._slices_of: dict[str, list[FlatSlice]] = {one.unit: [] for one in run.layout.slices}
+        for one in run.layout.slices:
+            self._slices_of[one.unit].append(one)
+        of_flat: dict[int, list[Chunk]] = {flat.index: [] for flat in run.layout.flats}
+        for chunk in run.layout.param_chunks:
+            of_flat[chunk.flat].append(chunk)
+        self._chunks_of = {
+            one.index: [c for c in of_flat[one.flat] if one.start <= c.start < one.start + one.numel]
+            for one in run.layout.slices
+        }
+        self._states = dict.fromkeys(self._slices_of, UnitState.RELEASED)
+        self._allocated: dict[str, None] = {}  # the units that are not released
+        self._copies: deque[tuple[str, Copy, ExitStack]] = deque()
+        self._all_gathers: dict[str, list[Work]] = {}
+        # Of units that are being updated: the chunks whose new values are not made yet.
+        self._not_updated: dict[str, set[int]] = {}
+
+    # What is where.
+
+    @property
+    def units(self) -> Iterable[str]:
+        """Those that have parameters."""
+        return self._states
+
+    @property
+    def allocated(self) -> Collection[str]:
+        """Those that have device memory now, in the order in which they got it."""
+        return tuple(self._allocated)
+
+    def is_at(self, unit: str, state: UnitState) -> bool:
+        """Whether a unit is in a state; one without parameters is in none."""
+        return self._states.get(unit) is state
+
+    def params_of(self, unit: str) -> list[int]:
+        """The parameters of a unit by number; a tile has none."""
+        whole = (one for one in self._slices_of[unit] if not one.is_tile)
+        return [number for one in whole for number in self._layout.flats[one.flat].params]
+
+    def bytes_of(self, unit: str) -> int:
+        """What a unit takes on the device. A tiled weight is never there as a whole."""
+        found = [one for one in self._slices_of.get(unit, ()) if one.is_tile or not self._layout.tile_of(one.flat)]
+        return sum(one.numel * self._layout.flats[one.flat].dtype.itemsize for one in found)
+
+    def missing_bytes(self, units: Iterable[str]) -> int:
+        """What the limit lacks for `units` beside those that are on the device; at most 0 if they fit."""
+        together = {*units, *self._allocated}
+        return 0 if self.limit is None else sum(map(self.bytes_of, together)) - self.limit
+
+    def home_of(self, unit: str) -> str:
+        """The unit itself; of a tile the unit of its weight."""
+        return self._layout.flats[self._slices_of[unit][0].flat].unit
+
+    def require_usable(self) -> None:
+        """Raises what is wrong with the run."""
+        self._owner.require_usable()
+
+    def expect(self, units: Iterable[str]) -> None:
+        """Tells the store the order in which units will be fetched."""
+        slices = (one for unit in units for one in self._slices_of.get(unit, ()))
+        self._store.expect(chunk.index for one in slices for chunk in self._chunks_of[one.index])
+
+    def expect_same_order(self) -> None:
+        """Tells the store that the order of fetches since `expect` begins anew."""
+        self._store.repeat()
+
+    # From the store to the device.
+
+    def fetch(self, unit: str) -> None:
+        """Waits until a unit is resident."""
+        if self.is_at(unit, UnitState.RELEASED) or self.is_updating(unit):
+            self.prefetch(unit)
+        if self.is_at(unit, UnitState.FETCHING):
+            self._finish(unit)
+
+    def prefetch(self, unit: str) -> None:
+        """Starts to fetch a released unit, or what an update did not bring. Raises what is wrong with the run."""
+        self._owner.require_usable()
+        if self.is_updating(unit):
+            for index in sorted(self._not_updated.pop(unit)):
+                chunk = self._layout.param_chunks[index]
+                self._start_copy(self._layout.slices[chunk.flat], chunk)
+            self._start_all_gather(unit)
+            return
+        for one in self._slices_of[unit]:
+            if not one.is_tile:
+                self._resident_tiles(one.flat)
+        self._allocate(unit)
+        try:
+            for one in self._slices_of[unit]:
+                for chunk in self._chunks_of[one.index]:
+                    self._start_copy(one, chunk)
+            self._start_all_gather(unit)
+        except BaseException:
+            self.release(unit)  # only a part of it would arrive
+            raise
+
+    def release(self, unit: str) -> None:
+        """Frees the memory of a unit that is resident or being fetched."""
+        if self._states.get(unit, UnitState.RELEASED) is UnitState.RELEASED:
+            return
+        self._not_updated.pop(unit, None)
+        if self._states[unit] is UnitState.FETCHING:
+            self._wait_for(unit)
+        self._free(unit)
+
+    def refresh(self, flat: int) -> None:
+        """Copies the values of a flat parameter, which is resident, from the store and the other ranks again."""
+        self._resident_tiles(flat)
+        self._refresh(self._layout.slices[flat])
+        for work in self._all_gather(flat):
+            work.wait()
+
+    def _refresh(self, one: FlatSlice) -> None:
+        for chunk in self._chunks_of[one.index]:
+            with self._store.lease(chunk.index, step=0) as lease:
+                self._copier.to_device(self._in_store(lease.arrays[0], chunk), self._on_device(one, chunk)).wait()
+
+    @uninterrupted
+    def _allocate(self, unit: str) -> None:
+        self._change(unit, UnitState.FETCHING)
+        for one in self._slices_of[unit]:
+            self._parameters.allocate(one.index)
+
+    def _start_copy(self, one: FlatSlice, chunk: Chunk) -> None:
+        while len(self._copies) >= self._leases:
+            self._finish_copy()
+        with ExitStack() as stack:
+            lease = stack.enter_context(self._store.lease(chunk.index, step=0))
+            source = self._in_store(lease.arrays[0], chunk)
+            size = source.numel() * source.element_size()
+            moving = self._timeline.begin(TO_DEVICE, "gather", chunk=chunk.index, size=size, tier="device")
+            stack.callback(self._timeline.end, moving)
+            self._timeline.count("gathered_bytes", size)
+            copy = self._copier.to_device(source, self._on_device(one, chunk))
+            self._copies.append((one.unit, copy, stack.pop_all()))
+        while self._copies and self._copies[0][1].done():
+            self._finish_copy()
+
+    def _start_all_gather(self, unit: str) -> None:
+        """Starts to fetch the shards of other ranks, once this rank's own are on the device."""
+        if self._layout.shard_group_size > 1:
+            self._wait_for_copies(unit)
+            self._all_gathers[unit] = [work for one in self._slices_of[unit] for work in self._all_gather(one.flat)]
+
+    def _all_gather(self, flat: int) -> list[Work]:
+        """Over the ranks that keep all parameters together; the shards that this one keeps are on the device."""
+        memory, layout = self._parameters.flats[flat], self._layout
+        if layout.shard_group_size == 1 or not memory.numel():
+            return []
+        shards = memory.view(layout.ranks, -1)
+        groups = memory.view(layout.replicas, -1)
+        own_shards = (shards[rank] for rank in layout.replicated_shards)
+        gathers = zip(own_shards, groups, strict=True)
+        return [self._comm.shard_group.all_gather_into_tensor(own, group) for own, group in gathers]
+
+    def _finish(self, unit: str) -> None:
+        self._wait_for(unit)
+        self._become_resident(unit)
+
+    @uninterrupted
+    def _become_resident(self, unit: str) -> None:
+        for one in self._slices_of[unit]:
+            self._parameters.restore(one.index)
+        self._change(unit, UnitState.RESIDENT)
+
+    def _wait_for(self, unit: str) -> None:
+        self._wait_for_copies(unit)
+        for work in self._all_gathers.get(unit, ()):
+            work.wait()
+        self._all_gathers.pop(unit, None)
+
+    def _wait_for_copies(self, unit: str) -> None:
+        while any(one == unit for one, _, _ in self._copies):
+            self._finish_copy()
+
+    def _finish_copy(self) -> None:
+        _, copy, stack = self._copies[0]
+        # It is forgotten only when it is done: an interrupted caller has to wait for it again.
+        if copy.done():
+            copy.wait()
+        else:
+            with self._timeline.waiting("wait for gather", tier="device"):
+                copy.wait()
+        self._copies.popleft()
+        stack.close()
+
+    @uninterrupted
+    def _free(self, unit: str) -> None:
+        for one in self._slices_of[unit]:
+            self._parameters.free(one.index)
+        self._change(unit, UnitState.RELEASED)
+
+    def _change(self, unit: str, to: UnitState) -> None:
+        now = self._states[unit]
+        if (now, to) not in _LEGAL:
+            raise StateError(f"unit {unit or 'root'} is {now.value} and cannot become {to.value}")
+        self._states[unit] = to
+        if to is UnitState.RELEASED:
+            del self._allocated[unit]
+        else:
+            self._allocated[unit] = None
+
+    # Updates.
+
+    def can_begin_update(self, unit: str) -> bool:
+        """Whether the new values of a unit can go to the device as they are made: it is released, and copies to the
+        device need no buffers."""
+        if not self._copier.direct or not self.is_at(unit, UnitState.RELEASED):
+            return False
+        return not any(self._layout.tile_of(one.flat) for one in self._slices_of[unit])
+
+    def is_updating(self, unit: str) -> bool:
+        """Whether an update of the unit was begun, and nobody fetched it since."""
+        return unit in self._not_updated
+
+    @uninterrupted
+    def begin_update(self, unit: str) -> None:
+        """Allocates a unit whose pending update is about to be applied; see [Note: states of a unit]."""
+        self._not_updated[unit] = {c.index for one in self._slices_of[unit] for c in self._chunks_of[one.index]}
+        self._allocate(unit)
+
+    def chunk_updated(self, chunk: Chunk, values: Tensor) -> None:
+        """New `values` of a chunk were made, and are leased in RAM. Args: values: shape (chunk.numel,)."""
+        not_updated = self._not_updated.get(self._layout.flats[chunk.flat].unit, set())
+        if chunk.index in not_updated:
+            self._copier.to_device(values, self._on_device(self._layout.slices[chunk.flat], chunk)).wait()
+            self._timeline.count("gathered_bytes", values.numel() * values.element_size())
+            not_updated.discard(chunk.index)
+
+    def flat_updated(self, flat: int) -> None:
+        """All new values of a flat parameter are in the store: what is on the device are the old ones."""
+        unit = self._layout.flats[flat].unit
+        if self.is_updating(unit):
+            return  # the new ones were copied as they were made
+        if self._states[unit] is UnitState.FETCHING:
+            self._finish(unit)
+        if self._states[unit] is UnitState.RESIDENT:
+            self.refresh(flat)
+        for tile in self._resident_tiles(flat):
+            self._refresh(tile)
+
+    # From the device to the store.
+
+    def store_and_free(self, flat: int) -> None:
+        """Moves a flat parameter that was just attached into the store."""
+        self.write_back(flat)
+        self._parameters.free(flat)
+
+    def write_back(self, flat: int) -> None:
+        """Copies the values of a flat parameter, which is resident, to the store, and to its tiles on the device."""
+        tiles = self._resident_tiles(flat)
+        for chunk in self._chunks_of[flat]:
+            with self._store.lease(chunk.index, step=self._owner.step(), is_fresh=True) as lease:
+                lease.dirty = True
+                on_device = self._on_device(self._layout.slices[flat], chunk)
+                self._copier.to_host(on_device, self._in_store(lease.arrays[0], chunk)).wait()
+        for tile in tiles:
+            self._refresh(tile)
+
+    def find_writes(self, numbers: Iterable[int]) -> None:
+        """Compares these parameters, all resident, with the store, and notes which were written to. For writes that
+        leave no other trace, such as NumPy's."""
+        for number in numbers:
+            self._resident_tiles(self._parameters.flat_of(number))
+            chunks = (self._layout.param_chunks[index] for index in self._layout.param_chunks_of[number])
+            if not all(self._equals_store(number, chunk) for chunk in chunks):
+                torch.autograd.graph.increment_version(self._parameters.params[number])
+
+    def _equals_store(self, number: int, chunk: Chunk) -> bool:
+        with self._store.lease(chunk.index, step=0) as lease:
+            stored = self._in_store(lease.arrays[0], chunk)
+            for piece in chunk.pieces:
+                if piece.param == number:
+                    place = slice(piece.chunk_offset, piece.chunk_offset + piece.numel)
+                    copy = torch.empty(piece.numel, dtype=stored.dtype, device=stored.device)
+                    on_device = self._on_device(self._layout.slices[chunk.flat], chunk)
+                    self._copier.to_host(on_device[place], copy).wait()
+                    if not torch.equal(copy.view(torch.uint8), stored[place].view(torch.uint8)):
+                        return False
+        return True
+
+    def _resident_tiles(self, flat: int) -> list[FlatSlice]:
+        """The tiles of a flat parameter that are resident. Waits for those being fetched, which hold leases of its
+        chunks."""
+        if not self._layout.tile_of(flat):
+            return []
+        tiles = [one for one in self._layout.slices if one.is_tile and one.flat == flat]
+        for tile in tiles:
+            if self._states[tile.unit] is UnitState.FETCHING:
+                self._finish(tile.unit)
+        return [tile for tile in tiles if self._states[tile.unit] is UnitState.RESIDENT]
+
+    # The end.
+
+    def abandon(self) -> None:
+        """Releases everything, whether it arrived or failed."""
+        self.close()
+        self._not_updated.clear()
+        for unit in self.allocated:
+            self._free(unit)
+
+    def close(self) -> None:
+        """Waits for everything under way, whether it arrives or fails: the memory is about to go."""
+        while self._copies:
+            with suppress(OffloadError):
+                self._finish_copy()
+        for work in chain.from_iterable(self._all_gathers.values()):
+            with suppress(OffloadError):
+                work.wait()
+        self._all_gathers.clear()
+
+    def _on_device(self, one: FlatSlice, chunk: Chunk) -> Tensor:
+        start = chunk.start - one.start
+        return self._parameters.memory_of(one.index)[start : start + chunk.numel]
+
+    def _in_store(self, array: Tensor, chunk: Chunk) -> Tensor:
+        return array.view(self._parameters.flats[chunk.flat].dtype)
