@@ -21,14 +21,13 @@ from offload.grads.buckets import Reduction
 from offload.grads.local import GradientSink
 from offload.grads.local import records_of as gradient_records_of
 from offload.grads.reduce_scatter import ReducedGradients
-from offload.io.probe import weights
-from offload.io.select import open_engine
+from offload.io.select import open_engine, weights
 from offload.layout import Layout
 from offload.memory import kernels_for, reserve
 from offload.model.flat_param import Parameters
 from offload.model.master_weights import Masters
 from offload.native import Kernels
-from offload.native.library import return_large_blocks
+from offload.native.memory import return_large_blocks
 from offload.optim.adam import ParameterReturn, Step
 from offload.planner.placement import Placement, committed_slots, slot_records
 from offload.profiling import Timeline
@@ -37,8 +36,8 @@ from offload.storage.arena import Arena
 from offload.storage.chunk_cache import Store
 from offload.storage.device_store import DeviceStore
 from offload.storage.files import Directories
-from offload.storage.stripes import Stripes
-from offload.storage.swap_file import Record, param_records_of, records_of
+from offload.storage.swap_file import RunFiles, Stripes, new_run_id
+from offload.storage.swap_format import Record, param_records_of, records_of
 
 
 @dataclass(frozen=True)
@@ -114,13 +113,13 @@ def assemble(
     timeline: Timeline,
     comm: Communicator,
     resumed: tuple[bytes, Sequence[int]] | None = None,
-    is_aside: bool = False,
+    is_temporary: bool = False,
     run_id: bytes | None = None,
     within: Directories | None = None,
 ) -> Parts:
     """Reserves memory and opens files; `undo` gets their closing, in reverse order. Calls nothing of the other ranks.
 
-    Args: resumed: the run whose files are there; is_aside: it continues another one; run_id: of a new one; within:
+    Args: resumed: the run whose files are there; is_temporary: it continues another one; run_id: of a new one; within:
     directories that are open already; see Stripes.
     Raises: BudgetError, PathError, PathInUseError, ResumeError, ConfigError; the model is not touched.
     """
@@ -128,7 +127,7 @@ def assemble(
     undo.callback(interrupts.give_back)
     memory = reserve(undo, config, placement, device, copier, comm)
     slots, io_engine = _open_files(
-        undo, config, layout, placement, memory.ram, timeline, comm.rank, resumed, is_aside, run_id, within
+        undo, config, layout, placement, memory.ram, timeline, comm.rank, resumed, is_temporary, run_id, within
     )
     kernels = kernels_for(undo, config, layout, memory)
     records = records_of(layout, split_master=config.split_master)
@@ -138,7 +137,7 @@ def assemble(
     if placement.grads is not None:
         first = len(slot_records(layout, config)) - len(layout.chunks)
         grads, pool = gradient_records_of(layout, config.accumulation), placement.grads
-        stored = Store(grads, pool.kept, pool.in_flight, memory.states, slots, timeline, first=first)
+        stored = Store(grads, pool.kept, pool.in_flight, memory.states, slots and slots.starting_at(first), timeline)
         undo.callback(stored.close)
     sink = _sink(config, layout, memory, kernels, timeline, stored, comm)
     undo.callback(sink.close)
@@ -147,7 +146,12 @@ def assemble(
     if placement.params is not None:
         pool = placement.params
         params_store = Store(
-            param_records_of(layout), pool.kept, pool.in_flight, memory.states, slots, timeline, first=len(records)
+            param_records_of(layout),
+            pool.kept,
+            pool.in_flight,
+            memory.states,
+            slots and slots.starting_at(len(records)),
+            timeline,
         )
         undo.callback(params_store.close)
     streamed = None if config.param_tier == "device" else params_store
@@ -210,33 +214,36 @@ def _open_files(
     timeline: Timeline,
     rank: int,
     resumed: tuple[bytes, Sequence[int]] | None,
-    is_aside: bool,
+    is_temporary: bool,
     run_id: bytes | None,
     within: Directories | None,
 ) -> tuple[Stripes | None, str | None]:
     """The swap files and the name of their engine, if there are any."""
     if not config.paths:
-        arena.touch(lambda: None)
+        arena.prefault(lambda: None)
         return None, None
     engine = open_engine(config.io_engine, config.paths)
     undo.callback(engine.close)
-    undo.callback(arena.settle)
-    arena.touch(partial(engine.register, arena.memory))
+    undo.callback(arena.join)
+    arena.prefault(partial(engine.register, arena.memory))
     slots = Stripes(
         engine,
         config.paths,
         weights(config.paths),
         slot_records(layout, config),
-        timeline,
+        RunFiles(
+            places=config.places,
+            committed=None if config.commit_every is None else committed_slots(layout, config),
+            resumed=None if resumed is None else resumed[1],
+            is_temporary=is_temporary,
+            is_known=run_id is not None,
+            run_id=(run_id or new_run_id()) if resumed is None else resumed[0],
+            rank=rank,
+            directories=Directories() if within is None else within,
+        ),
+        timeline=timeline,
         # What another budget is to find again lies in an order that no budget changes.
-        placement.kept if config.commit_every is None else (),
-        places=config.places,
-        committed=None if config.commit_every is None else committed_slots(layout, config),
-        resumed=resumed,
-        rank=rank,
-        is_aside=is_aside,
-        run_id=run_id,
-        within=within,
+        kept=placement.kept if config.commit_every is None else (),
     )
     undo.callback(slots.close)
     return slots, engine.name

@@ -11,8 +11,8 @@ from offload.devices.copies import Copier, HostCopier
 from offload.dist.communicator import Communicator
 from offload.layout import Layout
 from offload.native import Kernels, load, load_on
-from offload.native.device import scratch_bytes
 from offload.native.threads import usable_cpus
+from offload.native.torch_kernels import scratch_bytes
 from offload.planner.placement import Placement
 from offload.run import Memory
 from offload.storage.arena import Arena
@@ -54,7 +54,7 @@ def _slab(nbytes: int, device: torch.device, copier: Copier) -> Arena | DeviceAr
     if not copier.direct:
         return DeviceArena(nbytes, device)
     arena = Arena(nbytes, copier, at_once=False)
-    arena.touch(lambda: None)
+    arena.prefault(lambda: None)
     return arena
 
 

@@ -33,12 +33,11 @@ from offload import config as configuration
 from offload.assembly import assemble
 from offload.attachment import Attachment
 from offload.checkpoint import recovery
-from offload.checkpoint.committer import Commits
+from offload.checkpoint.committer import Commits, Stores
 from offload.checkpoint.export import export
-from offload.checkpoint.extra import memory_of
+from offload.checkpoint.extra import memory_of, stored
 from offload.checkpoint.manifest import Manifest, Option
-from offload.checkpoint.options import stored
-from offload.checkpoint.recovery import Found, Resumed, Start
+from offload.checkpoint.recovery import RecoveryPlan, Resumed, Start
 from offload.checkpoint.tensors import Entry
 from offload.config import Config, PathLike, Tuning
 from offload.devices.copies import Copier, copier_for
@@ -67,6 +66,7 @@ from offload.planner.device import Room
 from offload.planner.machine import free_memory
 from offload.planner.placement import place
 from offload.profiling import PHASES, Timeline
+from offload.run import Run
 
 CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
@@ -251,11 +251,14 @@ class OffloadZero(torch.optim.Optimizer):
         beside = 0 if found is None else found.buffer_bytes
         self._placement = place(self._layout, self._config, direct=plan.copier.direct, room=plan.room, beside=beside)
         slots = None if found is None else found.slots
-        is_aside = found is not None and slots is None
+        is_temporary = found is not None and slots is None
         run = (self._config, self._layout, self._placement, plan.params, plan.device, plan.copier)
-        beginning = (slots, is_aside, start.run_id, start.held)
+        beginning = (slots, is_temporary, start.run_id, start.held)
         self._parts = assemble(undo, *run, self._timeline, self._comm, *beginning)
-        self._commits = Commits(self._config, self._layout, self._parts, plan.wanted, found)
+        parts = self._parts
+        shared = Run(self._config, self._layout, parts.memory, parts.kernels, self._comm, self._timeline)
+        stores = Stores(parts.store, parts.params, parts.stored)
+        self._commits = Commits(shared, parts.slots, stores, parts.masters, parts.returned, plan.wanted, found)
         self._commits.read_ahead()
 
     def _room(self, copier: Copier, params: Sequence[nn.Parameter]) -> Room:
@@ -700,7 +703,7 @@ class OffloadZero(torch.optim.Optimizer):
         self._step = manifest.step
         self._ages = [facts.age for facts in manifest.parameters]
 
-    def _begin_at(self, found: Found) -> None:
+    def _begin_at(self, found: RecoveryPlan) -> None:
         if found.manifest is not None:
             self._return_to_commit()
             return

@@ -30,13 +30,13 @@ from offload.config import SUM_BLOCK
 from offload.devices.copies import Copier
 from offload.grads.base import AS_HELD, Gradients, too_often
 from offload.interrupts import wait_for_all
-from offload.io.workers import Workers
+from offload.io.threads import Workers
 from offload.layout import Chunk, Layout, Piece
 from offload.native import Kernels, sum_blocks
 from offload.profiling import GRADIENTS, SUMS, TO_HOST, Timeline
 from offload.storage.arena import Lender, carved_bytes
 from offload.storage.chunk_cache import Store
-from offload.storage.swap_file import Record
+from offload.storage.swap_format import Record
 
 BOUNCES = 2
 

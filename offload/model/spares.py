@@ -11,8 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, UntypedStorage
 
-from offload.native.library import advise_huge_pages
-from offload.native.poison import poison
+from offload.native.memory import advise_huge_pages, poison
 
 CAN_EXCHANGE = hasattr(UntypedStorage, "_swap_data_ptr_")
 """Whether this version of torch can."""

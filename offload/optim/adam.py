@@ -29,13 +29,12 @@ from offload.dist.exchange import Exchange, Gathers
 from offload.errors import OffloadError
 from offload.grads.base import Gradients
 from offload.interrupts import wait_for_all
-from offload.io.workers import Workers
+from offload.io.threads import Workers
 from offload.layout import Chunk, Layout, Segment, segments
 from offload.native import AdamScalars, Kernels
 from offload.profiling import ADAM, TO_DEVICE, Event, Timeline
 from offload.storage.arena import Lender, carved_bytes
-from offload.storage.chunk_cache import Store
-from offload.storage.lease import Lease
+from offload.storage.chunk_cache import Lease, Store
 
 StepKey = tuple[int, int, float]
 """(param group, how often its parameters were stepped, this step included, a factor of their gradients)."""

@@ -34,7 +34,7 @@ from offload.model.units import ROOT, compute_dtypes, rows_of, specs_of
 from offload.planner.choice import choose
 from offload.planner.device import Room
 from offload.planner.placement import IN_FLIGHT, TYPICAL_TBW, Placement, committed_slots, place, slot_records
-from offload.storage.swap_file import STATE_KINDS, Record, records_of
+from offload.storage.swap_format import STATE_KINDS, Record, records_of
 
 
 @dataclass(frozen=True)

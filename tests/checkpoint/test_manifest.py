@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from offload.checkpoint.manifest import (
     MAX_BYTES,
     MAX_CHUNKS,
-    MAX_NUMEL,
+    MAX_COMMAS,
     ROW_BYTES,
     ChunkFacts,
     Digest,
@@ -20,9 +20,9 @@ from offload.checkpoint.manifest import (
     require_room,
     serialise,
 )
-from offload.checkpoint.strict import MAX_COMMAS
 from offload.errors import ConfigError, CorruptionError, ResumeError
 from offload.layout import ParamSpec, build
+from offload.storage.swap_format import MAX_NUMEL
 from tests.support.committed import GROUPS, RUN, STEP, manifest_of
 
 

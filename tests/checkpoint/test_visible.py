@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.checkpoint import rendezvous as meeting
-from offload.checkpoint import swapfile
+from offload.checkpoint import recovery as meeting
 from offload.checkpoint.commit import Commit
 from offload.checkpoint.manifest import Digest, Manifest
-from offload.checkpoint.visible import hidden_ranks, ranks_in
+from offload.checkpoint.scan import hidden_ranks, ranks_in
 from offload.dist.communicator import Alone
 from offload.errors import CorruptionError
+from offload.storage import swap_file as swapfile
 from offload.storage.files import LOCAL
 from tests.support.committed import RUN, manifest_of, superblock
 
@@ -108,5 +108,5 @@ def test_an_exclusive_lock_is_asked_for_on_a_file_that_may_be_written(
     monkeypatch.setattr(swapfile, "take_lock", on_nfs)
     put(places[0], manifests[0], 0)
     place = places[0] / "offload-rank0.swap"
-    swapfile.SwapFile(place, exclusive=True).close()
-    swapfile.SwapFile(place).close()
+    swapfile.CommittedFile(place, exclusive=True).close()
+    swapfile.CommittedFile(place).close()

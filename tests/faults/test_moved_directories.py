@@ -13,7 +13,7 @@ from torch import Tensor
 from offload import OffloadZero, Tuning
 from offload.checkpoint.reader import Reader
 from offload.errors import CorruptionError, PathError
-from offload.storage.directories import COMMIT_NAME, SWAP_NAME
+from offload.storage.files import COMMIT_NAME, SWAP_NAME
 from tests.faults.conftest import Make, Tiny, assert_same, backward, bits, one_step
 from tests.faults.test_commits import committed
 

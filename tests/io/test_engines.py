@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from offload.errors import PathError, TierIOError
-from offload.io import queue, ring
-from offload.io.engine import IOEngine
+from offload.io import engine as queue
+from offload.io import io_uring as ring
+from offload.io.engine import REQUEST_BYTES, IOEngine, QueuedEngine, Request
 from offload.io.io_uring import UringEngine
 from offload.io.portable import PortableEngine
-from offload.io.queue import REQUEST_BYTES, QueuedEngine, Request
 from offload.io.threads import ThreadEngine
 from offload.sizes import MIB, PAGE_BYTES
 from tests.io.conftest import ENGINES, QUEUED

@@ -20,8 +20,16 @@ import pytest
 
 from offload import native
 from offload.errors import ClosedError
-from offload.io import ring
-from offload.io.ring import FDATASYNC, NOP, READ, WRITE, Completion, Request, Ring
+from offload.io import io_uring as ring
+from offload.io.engine import Request
+from offload.io.io_uring import (
+    FDATASYNC,
+    NOP,
+    READ,
+    WRITE,
+    Completion,
+    Ring,
+)
 from offload.sizes import GIB, MIB, PAGE_BYTES
 from tests.support.faulty_engine import aligned
 from tests.support.processes import holds_in_child, open_files, start_python
