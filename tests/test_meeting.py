@@ -89,7 +89,7 @@ def test_each_rank_works_once_the_most_pressing_first(stays: bool) -> None:
 
 def test_a_record_that_was_replaced_is_what_presses_most(tmp_path: Path) -> None:
     before, after = (Commit(run * 32, 7, (Digest(1, "0" * 32),), old) for run, old in (("a", None), ("b", "a" * 32)))
-    found: Any = SimpleNamespace(owned=[tmp_path], files=LOCAL)
+    found: Any = SimpleNamespace(target=SimpleNamespace(owned=[tmp_path]), files=LOCAL)
     assert RecoveryPlan._left(found, after) == 0
     (tmp_path / "COMMIT.new").touch()
     assert RecoveryPlan._left(found, after) == 1

@@ -35,7 +35,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
@@ -300,7 +300,8 @@ def _require_schema(found: Schema, wanted: Schema, file: str) -> None:
 
 def serialise(manifest: Manifest) -> bytes:
     """The bytes of `manifest`, the same for equal manifests. Checks nothing: `parse` does."""
-    return canonical({"schema": SCHEMA, "version": VERSION, **msgspec.to_builtins(manifest)})
+    values = {field.name: getattr(manifest, field.name) for field in fields(manifest)}
+    return canonical({"schema": SCHEMA, "version": VERSION, **msgspec.to_builtins(values)})
 
 
 def parse(data: bytes, file: str = "manifest") -> Manifest:

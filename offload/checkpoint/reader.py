@@ -124,7 +124,7 @@ class CommittedFiles:
         for path in self._paths:
             if swap_name(rank) in names_in(path, self._disk):
                 yield path / swap_name(rank)
-            for swap in swaps(path, self._disk):
+            for swap in swaps(path, self._disk, {rank}):
                 if swap.is_temporary and (swap.rank, swap.run_id) == (rank, run_id):
                     yield swap.path
 
@@ -486,7 +486,8 @@ class Reader:
 
     def _read_manifests(self, home: Path, commit: Commit) -> tuple[Manifest, ...]:
         found = read_manifests(self.paths, commit, self._disk)
-        require_manifests(commit, found, ranks_in(self.paths, commit, self._disk), self.paths, home)
+        missing = set(range(len(commit.manifests))) - found.keys()
+        require_manifests(commit, found, ranks_in(self.paths, commit, self._disk, missing), self.paths, home)
         return tuple(found[rank] for rank in sorted(found))
 
     def _directory_of(self, name: str) -> Path:

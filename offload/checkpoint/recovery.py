@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,7 +143,8 @@ def manifests_of_all(
     """
     count = len(commit.manifests)
     with all_or_none(comm):
-        found, lying = read_manifests(places, commit, files), ranks_in(places, commit, files)
+        found = read_manifests(places, commit, files)
+        lying = ranks_in(places, commit, files, set(range(count)) - found.keys())
     flags = [[number in those for number in range(count)] for those in (found, lying)]
     told = comm.gather(torch.tensor(flags, dtype=torch.uint8, device="cpu").flatten()).view(comm.size, 2, count)
     anybody = [{number for number in range(count) if told[:, which, number].any()} for which in (0, 1)]
@@ -197,31 +198,47 @@ class Resumed(NamedTuple):
     extra: object
 
 
+class Target(NamedTuple):
+    """The commit to resume.
+
+    last: the directory of its record, and the commit; is_elsewhere: it is a snapshot that lies elsewhere, which stays
+    what it is; here: what is committed in this run's directories, None: nothing; places: where the commit's files may
+    be; owned: of the directories in which the files of no other run stay, those that were given to this rank.
+    """
+
+    last: tuple[Path, Commit]
+    is_elsewhere: bool
+    here: Commit | None
+    places: tuple[Path, ...]
+    owned: tuple[Path, ...]
+
+
+class Records(NamedTuple):
+    """The records in the directories that were given to this rank, but for those of runs that were replaced."""
+
+    places: tuple[Path, ...]
+    replaced: frozenset[str | None]
+    found: tuple[tuple[Path, Commit], ...]
+
+
 @dataclass(frozen=True)
 class RecoveryPlan:
-    """A commit that fits the model.
+    """How a run resumes from a commit that fits the model.
 
-    reader: of it; paths: this run's directories, in the order of its swap files; manifest: this rank's part if its
-    slots are used where they lie; None: the layout is another one, and what this rank needs is read by `reader`;
-    owned: of the directories in which the files of no other run stay, those that were given to this rank; here: what
-    is committed in all of them; None: nothing is, and `reader` reads a snapshot that lies elsewhere; is_elsewhere:
-    whether it is such a snapshot, which stays what it is; scanned: the directories that were given to this rank, and
-    records: in these, but for those of runs that were replaced; held: these directories; extra: what was committed
-    along, for this rank; without: ranks whose slots this one neither needs nor sees.
+    reader: of the commit; paths: this run's directories, in the order of its swap files; manifest: this rank's, if its
+    slots are used where they lie; None: the layout is another one, and `reader` reads what this rank needs; records: as
+    they were before anything was locked; held: the directories that are open; extra: what was committed along, for this
+    rank; without: ranks whose slots this one neither needs nor sees.
     """
 
     reader: Reader
     paths: tuple[Path, ...]
     manifest: Manifest | None
-    owned: tuple[Path, ...]
-    here: Commit | None
-    is_elsewhere: bool
-    scanned: tuple[Path, ...]
-    replaced: frozenset[str | None]
-    records: tuple[tuple[Path, Commit], ...]
+    target: Target
+    records: Records
     held: Directories
     extra: object = None
-    without: frozenset[int] = field(default=frozenset())
+    without: frozenset[int] = frozenset()
 
     @property
     def commit(self) -> Commit:
@@ -249,7 +266,7 @@ class RecoveryPlan:
         Raises: PathInUseError (a live run), PathError, TierIOError, ResumeError (another run has just committed);
         on ranks where nothing was wrong ConfigError; RankError.
         """
-        commit = self.here or self.commit
+        commit = self.target.here or self.commit
 
         def left() -> int:
             return self._left(commit) or int(bool(foreign(self.paths, self.commit, self.files)))
@@ -257,7 +274,7 @@ class RecoveryPlan:
         def work() -> None:
             require_free(self.paths, self.commit, self.files)
             self.require_last()
-            clean_up(self.owned, commit, self.files, locked=False)
+            clean_up(self.target.owned, commit, self.files, locked=False)
 
         in_turns(comm, left, work)
 
@@ -265,15 +282,15 @@ class RecoveryPlan:
         """Makes the files those of `commit` alone, when it is durable and this run holds them. Raises: TierIOError."""
 
         def work() -> None:
-            clean_up(self.owned, commit, self.files, locked=True)
+            clean_up(self.target.owned, commit, self.files, locked=True)
 
         in_turns(comm, lambda: self._left(commit), work, elsewhere)
 
     def _left(self, commit: Commit) -> int:
         """What there is to clean_up: a record that was replaced goes first of all, on whatever rank."""
-        if holds_record(self.owned, commit.replaces, self.files):
+        if holds_record(self.target.owned, commit.replaces, self.files):
             return 2
-        return int(not is_clean(self.owned, commit, self.files))
+        return int(not is_clean(self.target.owned, commit, self.files))
 
     def lock(self, *, alone: bool) -> None:
         """Locks what is to be read, and replaced; `require_last` when all is locked, also what is used where it lies.
@@ -283,9 +300,9 @@ class RecoveryPlan:
         if self.manifest is not None:
             self._require_whole(self.manifest)
         else:
-            self.reader.swap_files.lock(exclusive=alone and not self.is_elsewhere, without=self.without)
-            if self.is_elsewhere:
-                found = (swap for place in self.owned for swap in swaps(place, self.files))
+            self.reader.swap_files.lock(exclusive=alone and not self.target.is_elsewhere, without=self.without)
+            if self.target.is_elsewhere:
+                found = (swap for place in self.target.owned for swap in swaps(place, self.files))
                 replaced = [swap.path for swap in found if swap.run_id == self.commit.run_id]
                 self.reader.swap_files.hold(replaced, exclusive=alone)
 
@@ -313,7 +330,7 @@ class RecoveryPlan:
 
     def require_last(self) -> None:
         """It was read before any lock was taken. Raises: ResumeError."""
-        if _records_in(self.scanned, self.files, self.replaced) != self.records:
+        if _records_in(self.records.places, self.files, self.records.replaced) != self.records.found:
             raise _just_committed(self.reader.home)
 
 
@@ -384,21 +401,21 @@ def find_together(undo: ExitStack, config: Config, comm: Communicator, layout: L
         return Start(config, None, run_id, held)
     seen = scan_together(places, comm, files)
     with all_or_none(comm):
-        meant = _target_of(seen, places)
-    if meant is None:
+        target = _target_of(seen, places)
+    if target is None:
         if config.resume == "auto":
             return Start(config, None, run_id, held)
         where = listed(places.runs + places.named)
         raise ResumeError(f'{where}: no commit to resume from: give resume="auto" to begin anew where none is')
     try:
-        manifests = manifests_of_all(meant.places, *meant.last, comm, files)
+        manifests = manifests_of_all(target.places, *target.last, comm, files)
     except (CorruptionError, ResumeError) as error:
         # A live run clears away what its next commit has replaced.
         if _records_in(own, files) != before:
-            raise _just_committed(meant.last[0]) from error
+            raise _just_committed(target.last[0]) from error
         raise
     with all_or_none(comm):
-        found = _find(config, places, seen, meant, manifests, layout, wanted, held)
+        found = _find(config, places, seen, target, manifests, layout, wanted, held)
     # Used where it lies by all ranks, or by none.
     if comm.any_true(found.manifest is None):
         found = replace(found, manifest=None)
@@ -409,19 +426,6 @@ def find_together(undo: ExitStack, config: Config, comm: Communicator, layout: L
     with all_or_none(comm):
         found.lock(alone=comm.size == 1)
     return Start(replace(config, paths=found.paths), found, run_id, held)
-
-
-class Target(NamedTuple):
-    """The commit to resume.
-
-    last: it, and where its record is; places: where its files may be; the others: as in RecoveryPlan.
-    """
-
-    last: tuple[Path, Commit]
-    is_elsewhere: bool
-    here: Commit | None
-    places: tuple[Path, ...]
-    owned: tuple[Path, ...]
 
 
 def _target_of(seen: Scans, places: RunDirectories) -> Target | None:
@@ -452,19 +456,19 @@ def _find(
     config: Config,
     places: RunDirectories,
     seen: Scans,
-    meant: Target,
+    target: Target,
     manifests: tuple[Manifest, ...],
     layout: Layout,
     wanted: Manifest,
     held: Directories,
 ) -> RecoveryPlan:
-    """What is meant, if it is of this model. Writes nothing, and locks nothing.
+    """What is target, if it is of this model. Writes nothing, and locks nothing.
 
     Raises: ResumeError (it is of another model), CorruptionError, PathError, TierIOError.
     """
-    home, commit = meant.last
+    home, commit = target.last
     files = FILES.within(held)
-    reader = Reader(meant.places, files, (home, commit, manifests))
+    reader = Reader(target.places, files, (home, commit, manifests))
     found = differences(manifests[0], wanted)
     if found:
         more = f"\n... and {len(found) - SHOWN} more differences" if len(found) > SHOWN else ""
@@ -473,15 +477,13 @@ def _find(
     replaced = frozenset(record.replaces for _, record in seen.runs.records + seen.named.records)
     scanned = places.own + places.origins
     records = _records_in(scanned, files, replaced)
-    paths = None if meant.is_elsewhere else _directories_in_order(config, layout, wanted, reader, files)
+    paths = None if target.is_elsewhere else _directories_in_order(config, layout, wanted, reader, files)
     manifest = None if paths is None else manifests[wanted.rank]
     if paths is None:
         # The record stays where it is, if it can: then replacing it is one rename.
-        homes = {place for place, record in records if record == meant.here}
+        homes = {place for place, record in records if record == target.here}
         paths = tuple(sorted(config.paths, key=lambda path: path not in homes))
-    return RecoveryPlan(
-        reader, paths, manifest, meant.owned, meant.here, meant.is_elsewhere, scanned, replaced, records, held
-    )
+    return RecoveryPlan(reader, paths, manifest, target, Records(scanned, replaced, records), held)
 
 
 def _just_committed(place: Path) -> ResumeError:

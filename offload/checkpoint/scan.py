@@ -13,7 +13,7 @@ other, and those with the old record first. Files are known by the run id in the
 from __future__ import annotations
 
 import errno
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
@@ -43,14 +43,16 @@ class Swap:
         return None if self.block is None else self.block.run_id
 
 
-def swaps(directory: Path, files: Files) -> Iterator[Swap]:
+def swaps(directory: Path, files: Files, ranks: Container[int] | None = None) -> Iterator[Swap]:
     """The regular files in `directory` with a swap file's name; none if there is no such directory.
 
-    Raises: PathError.
+    Args: ranks: only theirs; those of others are not opened. Raises: PathError.
     """
     for name in names_in(directory, files):
         file = file_name(name)
-        if file is not None and file.kind == "swap" and (page := _page_of(directory / name, files)) is not None:
+        if file is None or file.kind != "swap" or not (ranks is None or file.rank in ranks):
+            continue
+        if (page := _page_of(directory / name, files)) is not None:
             yield Swap(directory / name, file.rank, bool(file.suffix), _block_of(page, directory / name))
 
 
@@ -69,8 +71,8 @@ def directories_of(run_id: str, rank: int, places: Sequence[Path], files: Files)
     return {
         swap.block.stripe[0]: place
         for place in places
-        for swap in swaps(place, files)
-        if swap.block is not None and swap.rank == rank and swap.run_id == run_id
+        for swap in swaps(place, files, {rank})
+        if swap.block is not None and swap.run_id == run_id
     }
 
 
@@ -305,9 +307,9 @@ def read_manifests(places: Sequence[Path], commit: Commit, files: Files) -> dict
     return found
 
 
-def ranks_in(places: Sequence[Path], commit: Commit, files: Files) -> set[int]:
-    """Those that have a swap file of the run of `commit` in `places`. Raises: PathError."""
-    return {swap.rank for place in places for swap in swaps(place, files) if swap.run_id == commit.run_id}
+def ranks_in(places: Sequence[Path], commit: Commit, files: Files, ranks: Container[int]) -> set[int]:
+    """Those of `ranks` that have a swap file of the run of `commit` in `places`. Raises: PathError."""
+    return {swap.rank for place in places for swap in swaps(place, files, ranks) if swap.run_id == commit.run_id}
 
 
 def require_manifests(

@@ -216,6 +216,7 @@ class SwapFile:
         stripe: tuple[int, int] = (0, 1),
         timeline: Timeline | None = None,
     ) -> None:
+        is_alone = run is None
         self._run = run = run or RunFiles()
         resumes = run.resumed is not None
         check_directory(directory, resumes=resumes or run.is_temporary or run.is_known)
@@ -231,6 +232,8 @@ class SwapFile:
         self._size_before: int | None = None
         path = self._place.with_name(self._place.name + NEW_SUFFIX) if run.is_temporary else self._place
         with ExitStack() as undo:
+            if is_alone:
+                undo.callback(run.directories.close)
             if directory not in run.directories and _made(directory):
                 undo.callback(_remove_if_empty, directory)
             dir_fd = run.directories.hold(directory)

@@ -27,7 +27,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple, TypedDict
 
 import msgspec
 import torch
@@ -61,6 +61,8 @@ _CHECKSUM = struct.Struct("<Q")
 HEADER_BYTES = _HEADER.size + _CHECKSUM.size
 
 RunId = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+_Natural = Annotated[int, Meta(ge=0, le=MAX_INT)]
+_Count = Annotated[int, Meta(ge=0, le=MAX_NUMEL)]
 _Stripe = Annotated[int, Meta(ge=0, le=MAX_PATHS)]
 
 
@@ -131,12 +133,21 @@ def file_bytes(records: Sequence[Record], places: int, committed: int | None = N
     return SlotTable(records, range(len(records)), places, committed).nbytes
 
 
-def described_chunks(records: Sequence[Record], held: Sequence[int]) -> dict[str, Any]:
+def described_chunks(records: Sequence[Record], held: Sequence[int]) -> Chunks:
     """The "chunks" of a superblock. Args: records: of the chunks to be described; held: those in the file."""
-    found: dict[str, Any] = {"held": [*held], "numels": [record.numel for record in records]}
+    found: Chunks = {"held": [*held], "numels": [record.numel for record in records]}
     if any(record.itemsizes != WHOLE for record in records):
         found["itemsizes"] = [[*record.itemsizes] for record in records]
     return found
+
+
+class Chunks(TypedDict, total=False):
+    """What a superblock says of the chunks: all but xxh3, where itemsizes may be missing, or xxh3 alone."""
+
+    held: list[_Natural]
+    numels: list[_Count]
+    itemsizes: list[list[_Natural]]
+    xxh3: Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 
 
 @dataclass(frozen=True)
@@ -151,7 +162,7 @@ class Superblock:
     places: Annotated[int, Meta(ge=1, le=MAX_PLACES)]
     stripe: tuple[_Stripe, _Stripe]
     commits: bool
-    chunks: dict[str, Any]
+    chunks: Chunks
 
     def encode(self) -> bytes:
         """The page."""
@@ -161,17 +172,17 @@ class Superblock:
         head = _SUPERBLOCK.pack(MAGIC, FORMAT, len(text), xxhash.xxh3_64_intdigest(text))
         return (head + text).ljust(PAGE_BYTES, b"\0")
 
-    def describes(self, chunks: dict[str, Any]) -> bool:
+    def describes(self, chunks: Chunks) -> bool:
         """Whether its chunks are these, by value or by digest."""
         return self.chunks in (chunks, {"xxh3": _digest(chunks)})
 
-    def encode_text(self, chunks: dict[str, Any]) -> bytes:
+    def encode_text(self, chunks: Chunks) -> bytes:
         """The text of the page. Args: chunks: what it says of them."""
         known = {"run_id": self.run_id, "places": self.places, "stripe": self.stripe, "commits": self.commits}
         return json.dumps(known | {"chunks": chunks}).encode()
 
 
-def _digest(chunks: dict[str, Any]) -> str:
+def _digest(chunks: Chunks) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(chunks).encode())
 
 
@@ -193,9 +204,17 @@ def parse_superblock(page: bytes, file: str, *, is_whole: bool = True) -> Superb
         block = msgspec.json.decode(text, type=Superblock)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise CorruptionError(f"the superblock is not one that this library writes: {error}", file=file) from error
-    if block.stripe[0] >= block.stripe[1] or (is_whole and block.encode_text(block.chunks) != text):
+    is_own = not is_whole or (_is_sound(block) and block.encode_text(block.chunks) == text)
+    if not is_own:
         raise CorruptionError("the superblock is not one that this library writes", file=file)
     return block
+
+
+def _is_sound(block: Superblock) -> bool:
+    chunks = block.chunks
+    if chunks.keys() != {"xxh3"} and not {"held", "numels"} <= chunks.keys() <= {"held", "numels", "itemsizes"}:
+        return False
+    return block.stripe[0] < block.stripe[1] and max(chunks.get("held", ()), default=-1) < len(chunks.get("numels", ()))
 
 
 def superblock_padding_is_clean(page: bytes) -> bool:

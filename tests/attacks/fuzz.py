@@ -98,11 +98,16 @@ def _header(data: bytes) -> None:
 
 
 def _extra(data: bytes) -> None:
-    from offload.checkpoint import extra
-    from offload.native import load
+    import msgspec
 
-    node = load(data, "manifest", 1 << 20)
-    extra.encode(extra.decode(node.value, {}, "manifest"))
+    from offload.checkpoint import extra
+    from offload.errors import CorruptionError
+
+    try:
+        value = msgspec.json.decode(data)
+    except (ValueError, RecursionError):
+        raise CorruptionError("no JSON", file="manifest") from None
+    extra.encode(extra.decode(value, {}, "manifest"))
 
 
 CHECKS: dict[str, Callable[[bytes], None]] = {

@@ -41,7 +41,7 @@ def at(step: int, rank: int = 0, world: int = 1) -> Manifest:
     """Larger than a sector, and different for every step."""
     made = manifest_of(rank, world)
     parameters = tuple(dataclasses.replace(param, age=min(param.age, step)) for param in made.parameters)
-    chunks = tuple(dataclasses.replace(chunk, step=step, checksum=step) for chunk in made.chunks)
+    chunks = tuple(chunk._replace(step=step, xxh3=f"{step:016x}") for chunk in made.chunks)
     return dataclasses.replace(made, step=step, parameters=parameters, chunks=chunks)
 
 

@@ -39,10 +39,10 @@ def put(place: Path, manifest: Manifest, path: int, **changes: object) -> None:
 def test_files_of_other_runs_are_no_part_of_a_commit(places: list[Path], manifests: list[Manifest]) -> None:
     put(places[0], manifests[0], 0)
     put(places[1], manifests[1], 0, run_id=OTHER)
-    assert ranks_in(places, COMMIT, LOCAL) == {0}
+    assert ranks_in(places, COMMIT, LOCAL, range(8)) == {0}
     put(places[1], manifests[1], 0)
-    assert ranks_in(places, COMMIT, LOCAL) == {0, 1}
-    assert ranks_in(places[1:], COMMIT, LOCAL) == {1}
+    assert ranks_in(places, COMMIT, LOCAL, range(8)) == {0, 1}
+    assert ranks_in(places[1:], COMMIT, LOCAL, range(8)) == {1}
 
 
 def test_a_rank_is_hidden_if_any_of_its_files_with_slots_is(places: list[Path], manifests: list[Manifest]) -> None:

@@ -87,8 +87,8 @@ def test_what_follows_the_pages_comes_behind_them(monkeypatch: pytest.MonkeyPatc
     # Where the kernel cannot, they come as they are used.
     monkeypatch.setattr("offload.storage.arena.populate", lambda piece: False)
     other = Arena(40 * MIB, HostCopier(), at_once=False)
-    other.touch(lambda: told.append(-1))
-    other._toucher.join()
+    other.prefault(lambda: told.append(-1))
+    other._prefaulter.join()
     assert told[1:] == [-1]
 
 
