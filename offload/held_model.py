@@ -90,7 +90,7 @@ class HeldModel:
         """Waits until nothing is under way on any tier."""
         self.pending.apply_all()
         self._parts.gradients.drain()
-        for store in self._parts.stores:
+        for store in self._parts.stores.all:
             store.drain()
 
     def abandon(self) -> None:
@@ -155,8 +155,8 @@ class HeldModel:
                 if transfers is not None:
                     transfers.store_and_free(flat)
             if not resumes:
-                parts.store.expect(chunk.index for chunk in layout.chunks)
-                for store in parts.stores:
+                parts.stores.states.expect(chunk.index for chunk in layout.chunks)
+                for store in parts.stores.all:
                     store.drain()
         except OffloadError as error:
             error.add_note("some of the model's parameters are already in compute_dtype: build the model again")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from offload.layout import Layout
 from offload.native import Kernels
 from offload.profiling import Timeline
 from offload.storage.arena import Arena, Lender
+from offload.storage.chunk_cache import Store
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,22 @@ class Run:
     kernels: Kernels
     comm: Communicator
     timeline: Timeline
+
+
+class Stores(NamedTuple):
+    """The chunk caches of a run.
+
+    Attributes: states: of the optimizer states; params: of the 16-bit parameters, if they are streamed or committed;
+    grads: of the gradients, with grad_tier="nvme".
+    """
+
+    states: Store
+    params: Store | None
+    grads: Store | None
+
+    @property
+    def all(self) -> list[Store]:
+        return [store for store in self if store is not None]
 
 
 @dataclass(frozen=True)
