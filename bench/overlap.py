@@ -6,70 +6,64 @@ measured with collectives under way beside compute, as training has them, and wi
 The delay is half of a block's forward, so that a block's compute can hide those of its neighbours.
 
 What could be hidden of L blocks, with one collective a unit and pass: in backward the reductions of all but the first
-block, whose gradients are the last to come, and at stage 3 the gathers of all but the last one, which is still there;
-in forward the gathers of all but the first block. The root unit's are never hidden.
+block, whose gradients are the last to come, and at stage 3 the all-gathers of all but the last one, which is still
+there; in forward the all-gathers of all but the first block. The root unit's are never hidden.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
-import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 from unittest.mock import patch
 
 import torch
 import typer
-from rich.console import Console
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
-from bench.contest import RESULTS, Grid, hardware
-from bench.ranked import RANKS, Shape
+from bench.report import Json, Out, Report, Rounds, Save, Table, judged, note, run
 from offload import OffloadZero, Tuning
 from offload.cli.timeline_plot import timeline_picture
 from offload.dist import torch_distributed as comm
 from offload.dist.communicator import Communicator
+from offload.models.gpt import GPT, GPTConfig
 from tests.support.communicators import Delayed, Waiting
 from tests.support.ranks import World
 
+RANKS = 2
 STAGES = (1, 2, 3)
+KINDS = ("none", "beside", "at once")
 TARGET = 0.8
 WARM_UP = 2
 
-HEAD = """# Hiding collectives behind compute
-
-{hardware}; torch {torch}.
-
-`{command}`
-
-{about}
-
-{ranks} gloo ranks, one thread each; a GPT of {layers} blocks, {count:,} parameters, {tokens} tokens a rank and step;
-each collective {delay:.1f} ms longer. Medians of {rounds} rounds of {steps} steps, in turns, of the slower rank.
-
-- **none**: without a delay; **beside**: collectives under way beside compute; **at once**: each waited for where it is
-  launched. backward: to where `step()` returns; forward: with the landing of new parameters in it.
-- **could hide**: the delay that compute could hide; **hidden**: at once - beside, by that (wanted: {target} or more).
-
-"""
+Times = tuple[float, float]
+"""Seconds of forward, and from there to where step() returns."""
 
 
 @dataclass(frozen=True)
-class Times:
-    """Seconds a step."""
+class Shape:
+    """What is trained: `batch` sequences of `seq` bytes a rank and step."""
 
-    forward_s: float
-    backward_s: float
+    layers: int
+    width: int
+    batch: int
+    seq: int
+
+    def model(self) -> GPT:
+        return GPT(GPTConfig(layers=self.layers, width=self.width, heads=4, context=self.seq))
 
 
 def link(kind: str, delay_s: float) -> Any:
-    """What makes the communicators of a rank slow. kind: "none", "beside" or "at once"."""
+    """What makes the communicators of a rank slow."""
     made = comm.connect
 
     def connect(group: object = None, **options: Any) -> Communicator:
@@ -96,53 +90,13 @@ def train(shape: Shape, stage: int, kind: str, delay_s: float, steps: int, file:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            found.append(Times(between - began, time.perf_counter() - between))
+            found.append((between - began, time.perf_counter() - between))
     return found[WARM_UP:]
 
 
-def could_hide(shape: Shape, stage: int) -> tuple[int, int]:
-    """Collectives of forward and of backward, see above."""
-    return shape.layers - 1, (shape.layers - 1) * (2 if stage == 3 else 1)
-
-
-class Bench:
-    """The ranks, and what they measured by (stage, kind)."""
-
-    def __init__(self, world: World, shape: Shape, steps: int) -> None:
-        self._world = world
-        self._shape = shape
-        self._steps = steps
-        self._found: dict[tuple[int, str], list[Times]] = {}
-
-    def measure(self, stage: int, kind: str, delay_s: float, file: Path | None = None) -> Times:
-        """The slower rank's medians."""
-        name = None if file is None else str(file)
-        ranks = self._world.run(train, self._shape, stage, kind, delay_s, self._steps, name, timeout_s=300)
-        times = Times(
-            max(statistics.median(times.forward_s for times in one) for one in ranks),
-            max(statistics.median(times.backward_s for times in one) for one in ranks),
-        )
-        self._found.setdefault((stage, kind), []).append(times)
-        return times
-
-    def median(self, stage: int, kind: str) -> Times:
-        """Over the rounds."""
-        rounds = self._found[stage, kind]
-        return Times(
-            statistics.median(times.forward_s for times in rounds),
-            statistics.median(times.backward_s for times in rounds),
-        )
-
-    def rows(self, delay_s: float) -> list[tuple[str, ...]]:
-        rows = []
-        for stage in STAGES:
-            none, beside, at_once = (self.median(stage, kind) for kind in ("none", "beside", "at once"))
-            for what, count in zip(("forward_s", "backward_s"), could_hide(self._shape, stage), strict=True):
-                each = [getattr(times, what) for times in (none, beside, at_once)]
-                hidden = (each[2] - each[1]) / (count * delay_s)
-                cells = [f"{1e3 * seconds:.0f}" for seconds in (*each, count * delay_s)]
-                rows.append((str(stage), what.removesuffix("_s"), *cells, f"{hidden:.2f}"))
-        return rows
+def slower(ranks: list[list[Times]]) -> list[float]:
+    """Medians over the steps, of the slower rank: forward and backward."""
+    return [max(statistics.median(times[phase] for times in one) for one in ranks) for phase in (0, 1)]
 
 
 def main(
@@ -151,44 +105,59 @@ def main(
     batch: Annotated[int, typer.Option(help="Sequences a rank and step.")] = 4,
     seq: Annotated[int, typer.Option(help="Tokens of each.")] = 256,
     steps: Annotated[int, typer.Option(help="Steps a round.")] = 3,
-    rounds: Annotated[int, typer.Option(help="Rounds, in turns.")] = 3,
-    save: Annotated[bool, typer.Option("--save", help="Write bench/results/overlap.md, and the pictures.")] = False,
+    rounds: Rounds = 3,
+    as_json: Json = False,
+    out: Out = Path("out"),
+    save: Save = False,
 ) -> None:
-    """Measure how much of collectives' time hides behind compute."""
+    """Measure how much of the collectives' time hides behind compute."""
     shape = Shape(layers, width, batch, seq)
-    with World(RANKS) as world, tempfile.TemporaryDirectory() as folder:
-        bench = Bench(world, shape, steps)
-        delay_s = bench.measure(2, "none", 0.0).forward_s / layers / 2
+    found: dict[tuple[int, str], list[list[float]]] = {(stage, kind): [] for stage in STAGES for kind in KINDS}
+    with World(RANKS) as world, TemporaryDirectory() as folder:
+
+        def measure(stage: int, kind: str, delay_s: float, file: str | None) -> list[float]:
+            return slower(world.run(train, shape, stage, kind, delay_s, steps, file, timeout_s=300))
+
+        delay_s = measure(2, "none", 0.0, None)[0] / layers / 2
         for number in range(rounds):
-            for stage in STAGES:
-                for kind in ("none", "beside", "at once"):
-                    file = Path(folder) / f"{stage}.json" if (number, kind) == (0, "beside") else None
-                    bench.measure(stage, kind, delay_s, file)
+            note(f"round {number + 1} of {rounds}")
+            for stage, kind in found:
+                file = f"{folder}/{stage}.json" if (number, kind) == (0, "beside") else None
+                found[stage, kind].append(measure(stage, kind, delay_s, file))
+        rows: list[dict[str, Any]] = []
+        for stage in STAGES:
+            for phase, what in enumerate(("forward", "backward")):
+                none, beside, at_once = (statistics.median(one[phase] for one in found[stage, kind]) for kind in KINDS)
+                could_s = delay_s * (layers - 1) * (2 if (what, stage) == ("backward", 3) else 1)
+                times = {"none_s": none, "beside_s": beside, "at_once_s": at_once, "could_hide_s": could_s}
+                rows.append({"stage": stage, "phase": what, **times, "hidden": (at_once - beside) / could_s})
         headings = ("stage", "phase", "none ms", "beside ms", "at once ms", "could hide ms", "hidden")
-        grid = Grid(headings, bench.rows(delay_s))
-        grid.show(Console(), f"Each collective {1e3 * delay_s:.1f} ms longer")
-        if save:
-            head = HEAD.format(
-                hardware=hardware(),
-                torch=torch.__version__,
-                command=" ".join(["python", "bench/overlap.py", *sys.argv[1:]]),
-                about=(__doc__ or "").split("\n\n", 1)[1].strip(),
-                ranks=RANKS,
-                layers=layers,
-                count=shape.numel,
-                tokens=batch * seq,
-                delay=1e3 * delay_s,
-                rounds=rounds,
-                steps=steps,
-                target=TARGET,
+        cells = [
+            (str(row["stage"]), row["phase"], *(f"{1e3 * row[name]:.0f}" for name in times), f"{row['hidden']:.2f}")
+            for row in rows
+        ]
+        title = f"each collective {1e3 * delay_s:.1f} ms longer"
+        pictures: dict[str, Callable[[Path], None]] = {
+            f"overlap-{stage}.png": partial(
+                timeline_picture,
+                Path(f"{folder}/{stage}.json"),
+                title=f"Stage {stage}, {title}: {steps} steps of rank 0",
             )
-            pictures = [f"overlap-{stage}.png" for stage in STAGES if stage > 1]
-            for stage, name in zip(STAGES[1:], pictures, strict=True):
-                title = f"Stage {stage}, each collective {1e3 * delay_s:.1f} ms longer: {steps} steps of rank 0"
-                timeline_picture(Path(folder) / f"{stage}.json", RESULTS / name, title)
-            shown = "\n".join(f"![{name}]({name})" for name in pictures)
-            (RESULTS / "overlap.md").write_text(head + "\n".join([*grid.markdown(), "", shown, ""]))
+            for stage in STAGES[1:]
+        }
+        Report(
+            name="overlap",
+            title="Hiding collectives behind compute",
+            about=f"{RANKS} gloo ranks, one thread each; {shape}; {title}. **none**: without a delay; **beside**: "
+            "collectives under way beside compute; **at once**: each waited for where it is launched. "
+            "backward: until `step()` returns. **could hide**: the delay that compute could hide; **hidden**: (at once "
+            "- beside) by that. Medians of the slower rank.",
+            tables=[Table(headings, cells)],
+            data={"delay_s": delay_s, "rows": rows},
+            remarks=[judged(f"stage {r['stage']}, {r['phase']}", r["hidden"], TARGET, is_least=True) for r in rows],
+            pictures=pictures,
+        ).publish(as_json=as_json, save=save, out=out)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from offload import BudgetError, ConfigError, OffloadZero, Tuning
 from offload.cli.options import TrainOptions
-from offload.cli.progress import Progress
+from offload.cli.progress import Tell, training_status
 from offload.cli.text import Batches, Text, cut_windows, even_starts
 from offload.models import GPT, GPTConfig
 from offload.models.gpt import initial_values
@@ -175,7 +175,7 @@ def train_loop(
     text: Text,
     options: TrainOptions,
     device: torch.device,
-    progress: Progress,
+    tell: Tell,
 ) -> Record:
     """Train for `options.steps`, validating before, after and now and then between.
 
@@ -219,7 +219,7 @@ def train_loop(
                 recording.close()
             if done == options.steps or (done % between == 0 and done < recorded_from):
                 validate(done)
-            progress.step(done, record.losses[-1], record.tokens_per_s, optimizer.stats())
+            tell(done, training_status(record.losses[-1], record.tokens_per_s, optimizer.stats()))
             if options.commit_every and (terminated or done == options.steps or done % options.commit_every == 0):
                 with clock("step"):
                     optimizer.commit({"scheduler": scheduler.state_dict(), "batches": batches.state()})

@@ -130,9 +130,10 @@ def _run(options: TrainOptions, *, as_json: bool) -> None:
 
     from offload.cli.loop import build_model, train_loop
     from offload.cli.loop import sample as write
-    from offload.cli.plots import loss_curve
+    from offload.cli.plots import MISSING, can_draw, loss_curve
     from offload.cli.progress import progress
     from offload.cli.text import load_text
+    from offload.cli.timeline_plot import timeline_picture
     from offload.models import PRESETS
 
     if options.preset not in PRESETS:
@@ -144,38 +145,36 @@ def _run(options: TrainOptions, *, as_json: bool) -> None:
     options.prepare_out()
 
     stderr = Console(stderr=True)
+    draws = can_draw()
+    if not draws:
+        if options.timeline:
+            raise ConfigError(f"--timeline cannot be drawn, because {MISSING}")
+        stderr.print(f"The loss will not be drawn: {MISSING}", soft_wrap=True, highlight=False, markup=False)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build_model(config, options)
     if options.param_tier == "device":
         model = model.to(device)
     with contextlib.ExitStack() as stack:
         optimizer = _take(stack, model, options)
-        with progress(stderr, options.steps) as bar:
-            record = train_loop(model, optimizer, text, options, device, bar)
+        with progress(stderr, "step", options.steps) as tell:
+            record = train_loop(model, optimizer, text, options, device, tell)
         stats = optimizer.stats()
         prompt, continuation = write(model, text, options.sample_bytes, options.seed, device)
         kept = list(optimizer.files) if options.keep or options.commit_every else []
-    picture = options.out / "loss.png"
     summary = summarise(record, stats, options) | {"device": str(device), "text": text.source, "files": kept}
-    loss_curve(picture, _title(summary), record.losses, record.validation)
-    summary |= {
-        "picture": str(picture),
-        "sample": continuation,
-        "timeline": _drawn(options, _title(summary)) if options.timeline else [],
-    }
+    summary |= {"sample": continuation, "picture": None, "timeline": []}
+    if draws:
+        picture = options.out / "loss.png"
+        loss_curve(picture, _title(summary), record.losses, record.validation)
+        summary["picture"] = str(picture)
+    if options.timeline:
+        pictured = options.timeline_file.with_suffix(".png")
+        timeline_picture(options.timeline_file, pictured, f"The last steps of {_title(summary)}")
+        summary["timeline"] = [str(options.timeline_file), str(pictured)]
     if as_json:
         print_json(summary)
     else:
         _show(Console(), summary, prompt)
-
-
-def _drawn(options: TrainOptions, title: str) -> list[str]:
-    """Draws the timeline; returns its files."""
-    from offload.cli.timeline_plot import timeline_picture
-
-    picture = options.timeline_file.with_suffix(".png")
-    timeline_picture(options.timeline_file, picture, f"The last steps of {title}")
-    return [str(options.timeline_file), str(picture)]
 
 
 def _take(stack: contextlib.ExitStack, model: GPT, options: TrainOptions) -> OffloadZero:
@@ -241,7 +240,8 @@ def _show(console: Console, summary: dict[str, Any], prompt: str) -> None:
     console.print(escape(_printable(prompt)), highlight=False)
     console.print("[bold]the model writes[/bold]")
     console.print(escape(_printable(summary["sample"])), highlight=False)
-    console.print(f"\nLoss curve: {summary['picture']}", highlight=False, soft_wrap=True)
+    if summary["picture"]:
+        console.print(f"\nLoss curve: {summary['picture']}", highlight=False, soft_wrap=True)
     if summary["timeline"]:
         console.print("Timeline: {} (open it in ui.perfetto.dev), {}".format(*summary["timeline"]), soft_wrap=True)
     for file in summary["files"]:
