@@ -12,7 +12,6 @@ An implementation without bf16 gradients and copies casts into buffers made befo
 
 from __future__ import annotations
 
-import importlib
 import random
 import statistics
 import sys
@@ -96,7 +95,7 @@ def contestants(states: States, job: str, threads: int, left_out: dict[str, None
         if number == 0 and variant != "torch":
             calls[LIMIT] = partial(kernels.limit, *state, grad, out)
         calls[f"offload {variant}"] = partial(kernels.adam, *state, grad, out, SCALARS)
-    for name, make in (("torch fused", torch_fused), ("torch.compile", torch_compile), ("DeepSpeed", deepspeed)):
+    for name, make in (("torch fused", torch_fused), ("torch.compile", torch_compile)):
         try:
             call = make(states, grad, out)
             states.reset()
@@ -153,16 +152,6 @@ def torch_compile(states: States, grad: Tensor, out: Tensor | None) -> Step:
     return partial(compiled, states.master, states.exp_avg, states.exp_avg_sq, grad, out)
 
 
-def deepspeed(states: States, grad: Tensor, out: Tensor | None) -> Step:
-    parameter = torch.nn.Parameter(states.master)
-    parameter.grad = grad32 = grad if out is None else allocate(states.n, torch.float32)
-    optimizer = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam(
-        [parameter], lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, adamw_mode=True
-    )
-    optimizer.state[parameter] = {"step": STEP, "exp_avg": states.exp_avg, "exp_avg_sq": states.exp_avg_sq}
-    return with_casts(optimizer.step, states, grad32, out)
-
-
 def race(states: States, job: str, threads: int, rounds: int, left_out: dict[str, None]) -> list[Result]:
     """Rounds in which all run, in another order each time."""
     calls = contestants(states, job, threads, left_out)
@@ -201,14 +190,6 @@ def draw(results: list[Result], file: Path) -> None:
     figure.savefig(file)
 
 
-def whole_numbers(text: str, option: str) -> list[int]:
-    """ "1e6,1e8" as numbers, each once. Raises: typer.BadParameter."""
-    numbers = [float(part) for part in text.split(",")]
-    if any(number < 1 or not number.is_integer() for number in numbers):
-        raise typer.BadParameter(f"{option}={text}: give whole numbers from 1 on, such as 1e6,1e8")
-    return list(dict.fromkeys(map(int, numbers)))
-
-
 def main(
     n: Annotated[str, typer.Option(help="Parameters; several with commas.")] = "1e8",
     threads: Annotated[str, typer.Option(help="Threads, likewise; 'all' is every usable CPU.")] = "1,all",
@@ -220,9 +201,9 @@ def main(
     """Measure, print the table, draw the chart."""
     results: list[Result] = []
     left_out: dict[str, None] = {}
-    for size in whole_numbers(n, "--n"):
-        states = States(size)
-        for count in whole_numbers(threads.replace("all", str(native.usable_cpus())), "--threads"):
+    for size in map(float, n.split(",")):
+        states = States(int(size))
+        for count in map(int, threads.replace("all", str(native.usable_cpus())).split(",")):
             for job in JOBS:
                 note(f"{job}, n = {size:.0e}, {count} threads, {rounds} rounds")
                 results += race(states, job, count, rounds, left_out)

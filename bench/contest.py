@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import note
-from bench.trainer import Orders, Spec
 from offload.cli.io_speed import HUGE_PAGES
 from offload.cli.text import load_text
 from offload.models.gpt import GPT, GPTConfig
@@ -33,8 +32,8 @@ WARM_UP_STEPS = 2
 
 @dataclass(frozen=True)
 class Entry:
-    """Who competes. Attributes: python: its interpreter; kind, options: as `Spec` has them; param_bytes: RAM that it
-    takes for a parameter, roughly."""
+    """Who competes. Attributes: python: its interpreter; kind, options: as bench/trainer.py has them; param_bytes: RAM
+    that it takes for a parameter, roughly."""
 
     name: str
     kind: str
@@ -94,8 +93,11 @@ class Contestant:
         self.most_rss_bytes = int(ready["peak_rss_bytes"])
 
     def run(self, steps: int, batch: int, seq: int, **how: Any) -> Block:
-        """Times `steps` steps of batch x seq tokens. Args: how: the other `Orders`. Raises: ContestError."""
-        orders: Orders = {"steps": steps, "batch": batch, "seq": seq, **how}  # type: ignore[typeddict-item]
+        """Times `steps` steps of batch x seq tokens. Args: how: the other orders, see bench/trainer.py.
+
+        Raises: ContestError.
+        """
+        orders = {"steps": steps, "batch": batch, "seq": seq, **how}
         assert self._child.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the missing answer says that it has ended
             print(json.dumps(orders), file=self._child.stdin, flush=True)
@@ -134,7 +136,7 @@ def started(
         for number, entry in enumerate(entries):
             place = folder / f"{number}"
             (place / "swap").mkdir(mode=0o700, parents=True)
-            spec: Spec = {
+            spec = {
                 "kind": entry.kind, "model": sizes, "text": str(text), "path": str(place / "swap"), "lr": LR,
                 "seed": SEED, "options": entry.options,
             }  # fmt: skip
@@ -155,7 +157,7 @@ def started(
 
 
 @contextlib.contextmanager
-def _child(entry: Entry, spec: Spec, log: Path) -> Iterator[subprocess.Popen[str]]:
+def _child(entry: Entry, spec: dict[str, Any], log: Path) -> Iterator[subprocess.Popen[str]]:
     # DeepSpeed looks for its build tools on the PATH. Huge pages for everyone, as the arena has them.
     path = f"{Path(entry.python).absolute().parent}{os.pathsep}{os.environ.get('PATH', '')}"
     environment = os.environ | HUGE_PAGES | {"PATH": path, "DS_ACCELERATOR": "cpu"}

@@ -169,8 +169,8 @@ def main(
         name="io",
         title="I/O",
         about="The race of the best settings of each engine and reference, found in a sweep of all; all in buffers of "
-        "64 MiB on huge pages, in turns. `chosen / it`: the speed of the engine that is recommended by that of the "
-        "line, the median of the rounds' ratios.",
+        '64 MiB on huge pages, in turns. `x`: the speed of the chosen engine, which `io_engine="auto"` will use, '
+        "by that of the line: the median of the rounds' ratios.",
         tables=[Table(HEADINGS, list(result.rows()), result.title) for result in results],
         data={"drives": [result.as_json() for result in results]},
         remarks=[remark for result in results for remark in result.remarks()],

@@ -3,8 +3,9 @@
 The same GPT, initial values and batches of text for all: offload and DeepSpeed with the optimizer states on NVMe; both
 with them in RAM, and plain torch with resident fp32 masters, as points of reference. With `--params nvme` parameters
 and gradients are on NVMe as well. Each contestant is a process of its own, one runs at a time, and they take turns
-block by block; bench/trainer.py says what is timed. PYTHON is an interpreter that has DeepSpeed (`make .venv-peers/installed`
-makes one); its extensions are compiled at their first use (minutes; needs a C++ compiler and libaio's headers).
+block by block; bench/trainer.py says what is timed. PYTHON is an interpreter that has DeepSpeed (`make
+.venv-peers/installed` makes one); its extensions are compiled at their first use (minutes; needs a C++ compiler and
+libaio's headers).
 """
 
 from __future__ import annotations

@@ -2,8 +2,13 @@
 
     python bench/trainer.py '{"kind": "offload", ...}'      (see `Spec`)
 
-It prints {"ready": versions}; then it answers every line on stdin, a JSON object as `Orders`, with one line on stdout.
+It prints {"ready": versions}; then it answers every line on stdin, a JSON object of orders, with one line on stdout.
 Between two orders it waits for the pipe, and nothing of it runs.
+
+The argument, a spec: kind: "offload", "torch" or "deepspeed"; model: sizes of a GPT; text: a file of bytes; path: a
+folder of its own for swap files; lr; seed; options: of the kind, see `Offload` and `DeepSpeed`.
+Orders: steps to be timed, of batch x seq tokens; and if wanted phases: see [Note: what is timed]; timeline: a file to
+record in; fresh_peak: whether the answer's peak RSS is that of these steps alone.
 
 [Note: what is timed]
 A block is timed from where the step before it returns until its last step does. That one step goes first, untimed: what
@@ -26,11 +31,12 @@ import re
 import sys
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 if __name__ == "__main__":
     # The repository instead of this folder, whose io.py is not Python's; not every contestant's Python has offload.
@@ -44,33 +50,9 @@ from offload.cli.text import Batches
 from offload.models.gpt import GPT, GPTConfig
 
 BETAS, EPS, WEIGHT_DECAY = (0.9, 0.95), 1e-8, 0.1
+Spec = dict[str, Any]
 SLOT_MARGIN = 64 << 10
 """More than a slot of the swap file has beyond its states: header, padding."""
-
-
-class Spec(TypedDict):
-    """kind: "offload", "torch" or "deepspeed"; model: sizes of a GPT; text: a file of bytes; path: a folder of its own
-    for swap files; options: of the kind, see `Offload` and `DeepSpeed`."""
-
-    kind: str
-    model: dict[str, Any]
-    text: str
-    path: str
-    lr: float
-    seed: int
-    options: dict[str, Any]
-
-
-class Orders(TypedDict):
-    """steps to be timed, of batch x seq tokens; phases: see [Note: what is timed]; timeline: a file to record in;
-    fresh_peak: whether the answer's peak RSS is that of these steps alone."""
-
-    steps: int
-    batch: int
-    seq: int
-    phases: NotRequired[bool]
-    timeline: NotRequired[str]
-    fresh_peak: NotRequired[bool]
 
 
 class Trainer(ABC):
@@ -207,9 +189,6 @@ class DeepSpeed(Trainer):
         self.model.step()
 
 
-KINDS: dict[str, type[Any]] = {"torch": Torch, "offload": Offload, "deepspeed": DeepSpeed}
-
-
 def _grads(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor.grad for tensor in tensors if tensor.grad is not None]
 
@@ -227,8 +206,12 @@ def build(spec: Spec) -> Trainer:
     with torch.no_grad():
         for param in model.parameters():
             param.copy_(param.bfloat16())
-    trainer: Trainer = KINDS[spec["kind"]](model, spec)
-    return trainer
+    kinds: dict[str, Callable[[nn.Module, Spec], Trainer]] = {
+        "torch": Torch,
+        "offload": Offload,
+        "deepspeed": DeepSpeed,
+    }
+    return kinds[spec["kind"]](model, spec)
 
 
 class Worker:
@@ -241,7 +224,7 @@ class Worker:
         self._seed = seed
         self._batches: dict[tuple[int, int], Batches] = {}
 
-    def run(self, orders: Orders) -> dict[str, Any]:
+    def run(self, orders: Spec) -> dict[str, Any]:
         trainer, phases = self._trainer, orders.get("phases", False)
         if orders.get("fresh_peak"):
             Path("/proc/self/clear_refs").write_text("5")

@@ -34,7 +34,7 @@ WISHED_S = 0.5
 """Of one measurement: on a slow drive it moves less than the file has."""
 BYTES_A_PARAMETER = 24
 """Through the drive in a step: 12 read, 12 written."""
-HEADINGS = ("", "settings", "read GB/s", "write GB/s", "mixed GB/s", "CPU s/GiB", "chosen / it: read", "write", "mixed")
+HEADINGS = ("", "settings", "read", "write", "mixed", "CPU s/GiB", "x read", "x write", "x mixed")
 
 Peers = Callable[[Path, memoryview], "list[Contestant]"]
 """More references than those of this package, for bench/io.py. Args: the file that is measured, memory."""
@@ -60,7 +60,7 @@ class Result:
 
     @property
     def title(self) -> str:
-        return f"{self.file_system}, {format_bytes(self.nbytes)} at a time"
+        return f"{self.file_system}, {format_bytes(self.nbytes)} at a time: GB/s; x: the chosen engine's by this one's"
 
     def as_json(self) -> dict[str, Any]:
         return {

@@ -50,12 +50,10 @@ class TrainOptions:
     checkpoint_activations: bool = False
 
     def __post_init__(self) -> None:
-        for option in ("steps", "batch", "seq", "accumulation", "validation", "threads"):
-            value = getattr(self, option)
-            if value is not None and value < 1:
-                raise ConfigError(f"--{option} {value}: give a whole number, at least 1")
-        if self.commit_every is not None and self.commit_every < 1:
-            raise ConfigError(f"--commit-every {self.commit_every}: give a whole number of steps, at least 1")
+        for option in ("steps", "batch", "seq", "accumulation", "validation", "threads", "commit_every", "sample"):
+            value, least = getattr(self, option), 0 if option == "sample" else 1
+            if value is not None and value < least:
+                raise ConfigError(f"--{_name(option)} {value}: give a whole number, at least {least}")
         if self.commit_every is not None and self.tier != "nvme":
             raise ConfigError("--commit-every needs --tier nvme: what is committed lies there")
         if self.resume and self.commit_every is None:
@@ -64,16 +62,13 @@ class TrainOptions:
             raise ConfigError(f"--lr {self.lr}: give a learning rate above 0, such as 1e-3")
         if not 0 <= self.seed < 1 << 63:
             raise ConfigError(f"--seed {self.seed}: give a whole number from 0 to 2**63 - 1")
-        if self.sample is not None and self.sample < 0:
-            raise ConfigError(f"--sample {self.sample}: give a whole number, at least 0")
         for option, tiers in (("tier", TIERS), ("param_tier", PARAM_TIERS), ("grad_tier", GRAD_TIERS)):
             if getattr(self, option) not in tiers:
-                name = option.replace("_", "-")
-                raise ConfigError(f"--{name} {getattr(self, option)}: choose one of {', '.join(tiers)}")
+                raise ConfigError(f"--{_name(option)} {getattr(self, option)}: choose one of {', '.join(tiers)}")
         for option in ("cpu_memory", "device_memory", "chunk"):
             value = getattr(self, option)
             if value is not None:
-                parse_bytes(_number(value), f"--{option.replace('_', '-')}")
+                parse_bytes(_number(value), f"--{_name(option)}")
 
     @property
     def sample_bytes(self) -> int:
@@ -105,6 +100,11 @@ class TrainOptions:
             raise ConfigError(f"--out {self.out} cannot be made: {error.strerror}") from error
         if not os.access(self.out, os.W_OK | os.X_OK):
             raise ConfigError(f"--out {self.out} is not writable: choose another folder for the picture")
+
+
+def _name(option: str) -> str:
+    """As the command line has it."""
+    return option.replace("_", "-")
 
 
 def _number(value: str) -> int | str:

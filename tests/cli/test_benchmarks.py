@@ -1,4 +1,4 @@
-"""The scripts of bench/ at a tiny size: that they measure what they say, print and save it, and leave nothing behind."""
+"""The scripts of bench/ at a tiny size: they measure what they say, print and save it, and leave nothing behind."""
 
 from __future__ import annotations
 
