@@ -1,4 +1,4 @@
-"""The CPU Adam beside the machine's memory and other implementations: `python bench/adam.py [--n 1e6,1e8] [--save]`.
+"""The CPU Adam beside the machine's memory and torch's: `python bench/adam.py [--n 1e6,1e8] [--save]`.
 
 All update the same tensors in the same run, in turns, so that a machine that drifts drifts for all. `limit` moves the
 same bytes with the same stores and no arithmetic (kernels/limit.c); `x limit` is the median of the rounds' ratios.
@@ -6,8 +6,6 @@ same bytes with the same stores and no arithmetic (kernels/limit.c); `x limit` i
     job     reads                                       writes                      bytes a parameter
     fp32    master, exp_avg, exp_avg_sq, fp32 gradient  the first three             28
     mixed   master, exp_avg, exp_avg_sq, bf16 gradient  the first three, bf16 copy  28
-
-An implementation without bf16 gradients and copies casts into buffers made beforehand.
 """
 
 from __future__ import annotations
@@ -84,8 +82,8 @@ class Result:
         )
 
 
-def contestants(states: States, job: str, threads: int, left_out: dict[str, None]) -> dict[str, Step]:
-    """What runs here, each called twice to warm up; why others do not run goes into `left_out`."""
+def contestants(states: States, job: str, threads: int) -> dict[str, Step]:
+    """What runs here, each called once to warm up."""
     torch.set_num_threads(threads)
     grad, out = (states.grad.float(), None) if job == "fp32" else (states.grad, states.out)
     state = (states.master, states.exp_avg, states.exp_avg_sq)
@@ -95,66 +93,32 @@ def contestants(states: States, job: str, threads: int, left_out: dict[str, None
         if number == 0 and variant != "torch":
             calls[LIMIT] = partial(kernels.limit, *state, grad, out)
         calls[f"offload {variant}"] = partial(kernels.adam, *state, grad, out, SCALARS)
-    for name, make in (("torch fused", torch_fused), ("torch.compile", torch_compile)):
-        try:
-            call = make(states, grad, out)
-            states.reset()
-            call()
-            calls[name] = call
-        except Exception as error:  # whatever a peer raises, it takes no part
-            left_out[f"{name}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"] = None
+    calls["torch fused"] = torch_fused(states, grad, out)
     for call in calls.values():
         call()
     states.reset()
     return calls
 
 
-def with_casts(step: Step, states: States, grad32: Tensor, out: Tensor | None) -> Step:
-    """What an optimizer without 16-bit gradients and copies needs around it."""
-
-    def mixed() -> None:
-        grad32.copy_(states.grad)
-        step()
-        states.out.copy_(states.master)
-
-    return step if out is None else mixed
-
-
 def torch_fused(states: States, grad: Tensor, out: Tensor | None) -> Step:
+    """Without 16-bit gradients and copies: in the mixed job it casts into buffers made beforehand."""
     parameter = torch.nn.Parameter(states.master)
     parameter.grad = grad32 = grad if out is None else allocate(states.n, torch.float32)
     optimizer = torch.optim.AdamW([parameter], lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True)
     moments = {"exp_avg": states.exp_avg, "exp_avg_sq": states.exp_avg_sq}
     optimizer.state[parameter] = {"step": torch.tensor(float(STEP)), **moments}
-    return with_casts(optimizer.step, states, grad32, out)
+
+    def mixed() -> None:
+        grad32.copy_(states.grad)
+        optimizer.step()
+        states.out.copy_(states.master)
+
+    return optimizer.step if out is None else mixed
 
 
-def torch_compile(states: States, grad: Tensor, out: Tensor | None) -> Step:
-    import torch._dynamo
-    import torch._inductor.config
-
-    beta1, beta2 = BETAS
-    step_size, root = LR / (1 - beta1**STEP), (1 - beta2**STEP) ** 0.5
-
-    def step(p: Tensor, m: Tensor, v: Tensor, g: Tensor, o: Tensor | None) -> None:
-        g = g.float()
-        p.mul_(1 - LR * WEIGHT_DECAY)
-        m.add_((1 - beta1) * (g - m))
-        v.mul_(beta2).add_((1 - beta2) * g * g)
-        p.sub_(step_size * m / (v.sqrt() / root + EPS))
-        if o is not None:
-            o.copy_(p)
-
-    # The number of threads is compiled in.
-    torch._dynamo.reset()
-    torch._inductor.config.cpp.threads = torch.get_num_threads()
-    compiled = torch.no_grad()(torch.compile(step, dynamic=False))
-    return partial(compiled, states.master, states.exp_avg, states.exp_avg_sq, grad, out)
-
-
-def race(states: States, job: str, threads: int, rounds: int, left_out: dict[str, None]) -> list[Result]:
+def race(states: States, job: str, threads: int, rounds: int) -> list[Result]:
     """Rounds in which all run, in another order each time."""
-    calls = contestants(states, job, threads, left_out)
+    calls = contestants(states, job, threads)
     results = {name: Result(job, states.n, threads, name) for name in calls}
     repeats = max(1, SAMPLE // states.n)
     order, shuffle = list(calls), random.Random(0)
@@ -200,13 +164,12 @@ def main(
 ) -> None:
     """Measure, print the table, draw the chart."""
     results: list[Result] = []
-    left_out: dict[str, None] = {}
     for size in map(float, n.split(",")):
         states = States(int(size))
         for count in map(int, threads.replace("all", str(native.usable_cpus())).split(",")):
             for job in JOBS:
                 note(f"{job}, n = {size:.0e}, {count} threads, {rounds} rounds")
-                results += race(states, job, count, rounds, left_out)
+                results += race(states, job, count, rounds)
     headings = ("job", "implementation", "ns/param", "fastest-slowest", "GB/s", "x limit")
     Report(
         name="adam",
@@ -215,7 +178,6 @@ def main(
         "arithmetic.",
         tables=[Table(headings, [result.row() for result in results])],
         data={"results": [result.as_json() for result in results]},
-        remarks=[f"left out: {reason}" for reason in left_out],
         pictures={"adam.png": partial(draw, results)},
     ).publish(as_json=as_json, save=save, out=out)
 

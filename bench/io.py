@@ -26,8 +26,16 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
 from bench.report import Json, Out, Report, Rounds, Save, Table, run
-from offload.cli.bench_io import HEADINGS, Result, measure_all
-from offload.cli.io_speed import HUGE_PAGES, MEMORY_BYTES, OPERATIONS, Contestant, LeftOutError
+from offload.cli.io_speed import (
+    HEADINGS,
+    HUGE_PAGES,
+    MEMORY_BYTES,
+    OPERATIONS,
+    Contestant,
+    LeftOutError,
+    Result,
+    measure_all,
+)
 from offload.cli.plots import new_figure
 from offload.sizes import KIB, MIB
 

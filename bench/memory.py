@@ -1,7 +1,7 @@
 """What training takes of RAM where everything streams: `python bench/memory.py depth [--layers 12,24,48] [--save]`.
 
-The same width at several depths, parameters and gradients on NVMe, each in a process of its own: the peak RSS of the
-process, and the most parameters that were in the model's memory at once, which are not to grow with depth.
+The same width at several depths, parameters and gradients on NVMe, each in a process of its own. The peak RSS of the
+process is not to grow with depth by more than the activations.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
-from torch import Tensor, nn
+from torch import Tensor
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
@@ -35,23 +35,6 @@ BUDGET_BYTES = 128 * MIB
 app = typer.Typer(add_completion=False)
 
 
-class Resident:
-    """The most bytes of parameters that had memory at once, looked at wherever a block begins or ends."""
-
-    def __init__(self, model: GPT) -> None:
-        self.most_bytes = 0
-        self._params = list(model.parameters())
-        for block in model.blocks:
-            block.register_forward_hook(self._look)
-            block.register_full_backward_pre_hook(self._look)
-
-    def _look(self, module: nn.Module, *more: Any) -> None:
-        with torch._C.DisableTorchFunctionSubclass():  # those that are not there have guards
-            storages = [param.untyped_storage() for param in self._params]
-        sizes = {storage._cdata: storage.nbytes() for storage in storages}
-        self.most_bytes = max(self.most_bytes, sum(sizes.values()))
-
-
 @app.command(hidden=True)
 def child(layers: int, path: Path) -> None:
     """Trains some steps and prints what they took."""
@@ -62,7 +45,6 @@ def child(layers: int, path: Path) -> None:
         model, path=path, param_tier="nvme", grad_tier="nvme", cpu_memory=BUDGET_BYTES, init=initial_values(config, 0),
         commit_every=None, tuning=Tuning(chunk=CHUNK_BYTES),
     )  # fmt: skip
-    resident = Resident(model)
     tokens = torch.arange(TOKENS).view(1, -1)
     seconds = []
     with optimizer:
@@ -80,7 +62,6 @@ def child(layers: int, path: Path) -> None:
         "parameters": count,
         "disk_bytes": stats["disk_bytes"],
         "library_bytes": stats["peak_cpu_bytes"],
-        "resident_bytes": resident.most_bytes,
         "peak_rss_bytes": peak,
         "step_s": round(min(seconds), 2),
         "bytes_per_param": round(moved / count, 1),
@@ -104,10 +85,9 @@ def depth(
     about = (
         f"GPT of width {WIDTH}, {TOKENS} tokens, states, parameters and gradients on NVMe, "
         f"`cpu_memory={format_bytes(BUDGET_BYTES)}`, built on the meta device; {STEPS} steps in a process of its own "
-        "for each depth. `disk bytes`: states, parameters and gradients; `library bytes`: the library's own RAM; "
-        "`resident bytes`: most parameters in the model's memory at once, as blocks begin and end; `peak rss "
-        "bytes`: of the process, until its last step. Activations are kept for every layer, so they grow with depth. "
-        "`step s`: the fastest."
+        "for each depth. `disk bytes`: states, parameters and gradients; `library bytes`: the library's own RAM; `peak "
+        "rss bytes`: of the process, until its last step. Activations are kept for every layer, so they grow with "
+        "depth. `step s`: the fastest."
     )
     cells = [
         [format_bytes(value) if name.endswith("bytes") else f"{value:,}" for name, value in row.items()] for row in rows

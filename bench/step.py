@@ -1,4 +1,4 @@
-"""A whole step on the NVMe tier beside its limits: `python bench/step.py [--n 3e8] [--commit-every N] [--save]`.
+"""A whole step on the NVMe tier beside its limits: `python bench/step.py [--n 3e8] [--save]`.
 
 `step(); synchronize()` with RAM for several shares of the optimizer states. Its limit, measured in the same rounds, is
 the larger of
@@ -7,7 +7,8 @@ the larger of
     kernel  Adam on as many states in RAM
 
 With --commit-every N, two optimizers take turns instead: one with a commit every N steps, one without any. The limit is
-the step without commits plus the time in which the disk alone writes what the commits wrote.
+the step without commits plus the time in which the disk alone writes what the commits wrote. With --resume, a committed
+run is resumed instead; the limit is reading its states once.
 """
 
 from __future__ import annotations
@@ -38,14 +39,11 @@ from offload.cli.plots import new_figure
 from offload.planner.explain import plan_of
 from offload.sizes import format_bytes
 
-WHOLE_BYTES, SPLIT_BYTES = 24, 20
-"""A parameter and step through the disk with all states there; with a split master."""
 WIDTHS = (2048, 1024, 512, 256)
 """Of the layers, each of which is a chunk: the widest that gives LEAST_CHUNKS is taken."""
 LEAST_CHUNKS = 256
 PREFETCH = 6
 """Chunks read ahead; fewer where they would be a good part of all chunks."""
-TARGET, COMMIT_TARGET = 1.05, 1.03
 ABOUT = """\
 `step(); synchronize()` on the NVMe tier. `states`: the share that `cpu_memory` has room for, beside gradients and
 buffers in flight. `bytes a parameter`: read and written in a step. `disk alone`: as many bytes through the same engine,
@@ -55,6 +53,10 @@ COMMITS_ABOUT = """\
 `step(); synchronize()` on the NVMe tier with commits, in turns with the same without. `flushed a parameter`: bytes a
 step that commits write beyond the step's own; `flushing alone`: writing as many through the same engine. `x limit`: the
 median of the rounds' times by the sum of `without commits` and `flushing alone`. Times are medians."""
+RESUME_ABOUT = """\
+`OffloadZero(..., resume=True)` of a committed run, until it returns; building the model is not in it. `reading alone`:
+the states' bytes, once, through the same engine into memory that is there already. `x limit`: the median of the rounds'
+ratios. Times are medians."""
 
 
 def layers(count: int, width: int, device: str = "cpu") -> nn.Module:
@@ -90,11 +92,6 @@ class Case:
     @property
     def name(self) -> str:
         return f"{self.share:.0%} in RAM{', split master' * self.split_master}"
-
-    @property
-    def expected_bytes(self) -> float:
-        """A parameter and step."""
-        return (1 - self.share) * (SPLIT_BYTES if self.split_master else WHOLE_BYTES)
 
 
 def tuning_of(count: int, width: int, split_master: bool) -> Tuning:
@@ -254,28 +251,71 @@ def beside_plain(cases: Sequence[Case], every: int, folder: Path, rounds: int) -
         return results, disk.setup
 
 
+def beside_reading(cases: Sequence[Case], folder: Path, rounds: int) -> tuple[list[Result], str]:
+    """Resuming a run with every budget beside reading its states once, and what the disk was measured with."""
+    results = [Result(case, max, {"reading alone": []}) for case in cases]
+    committed = Subject(cases[0], folder / "run", 0)
+    committed.run()
+    committed.optimizer.commit()
+    committed.optimizer.close()
+    with closing(Disk(folder, cases[0].count, cases[0].length)) as disk:
+        for number in range(-1, rounds):  # the first round warms up
+            note(f"round {number + 1} of {rounds}")
+            for result in results:
+                read_s, seconds = disk.run(ways=("read",)), resume(result.case, folder / "run")
+                if number >= 0:
+                    result.add(seconds, disk.count * disk.length, (read_s + disk.run(ways=("read",))) / 2)
+        return results, disk.setup
+
+
+def resume(case: Case, path: Path) -> float:
+    """Seconds until the optimizer is there; building the model is not in them."""
+    model, tuning = layers(case.count, case.width), tuning_of(case.count, case.width, case.split_master)
+    start = perf_counter()
+    optimizer = OffloadZero(
+        model, tier="nvme", path=path, cpu_memory=case.cpu_memory, commit_every=0, resume=True, tuning=tuning
+    )
+    seconds = perf_counter() - start
+    optimizer.close()
+    return seconds
+
+
 def draw(results: Sequence[Result], file: Path) -> None:
-    """Time and bytes of a step by share of the states in RAM, each with its limit."""
-    figure = new_figure(12, 5)
-    times, moved = figure.subplots(1, 2)
+    """Time by share of the states in RAM, with what bounds it."""
+    figure = new_figure(9, 5)
+    times = figure.subplots()
     names = [one.case.name.replace(", ", "\n") for one in results]
     for part in results[0].parts:
         times.plot(names, [statistics.median(one.parts[part]) for one in results], "_", markersize=12, label=part)
     middle = [statistics.median(one.step_s) for one in results]
     below = [mid - min(one.step_s) for mid, one in zip(middle, results, strict=True)]
     above = [max(one.step_s) - mid for mid, one in zip(middle, results, strict=True)]
-    times.errorbar(names, middle, [below, above], fmt="o", capsize=3, label="step(), fastest to slowest")
+    times.errorbar(names, middle, [below, above], fmt="o", capsize=3, label="measured, fastest to slowest")
     for name, mid, one in zip(names, middle, results, strict=True):
         times.annotate(f"{one.x_limit:.2f}", (name, mid), xytext=(8, 4), textcoords="offset points")
-    times.set(ylabel="seconds a step", title="Time; the number is x limit")
-    moved.plot(names, [one.case.expected_bytes for one in results], "_", markersize=16, label="expected of a step")
-    moved.plot(names, [one.bytes_per_param for one in results], "o", label="measured")
-    moved.set(ylabel="bytes read and written, a parameter and step", title="Bytes")
-    for axes in (times, moved):
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+    times.set(ylabel="seconds", title="Medians; the number is x limit")
+    times.set_ylim(bottom=0)
+    times.grid(alpha=0.3)
+    times.legend(fontsize=8)
     figure.savefig(file)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What is measured. Attributes: moved: heading of the bytes a parameter; target: of the ratio to the limit."""
+
+    title: str
+    moved: str
+    target: float
+    about: str
+
+
+MODES = {
+    "step": Mode("A whole step", "moved a parameter", 1.05, ABOUT),
+    "commits": Mode("A step with commits", "flushed a parameter", 1.03, COMMITS_ABOUT),
+    "resume": Mode("Resuming", "read a parameter", 1.7, RESUME_ABOUT),
+}
+"""By name of the page."""
 
 
 def main(
@@ -285,30 +325,31 @@ def main(
     budgets: Annotated[str, typer.Option(help="Shares of the states that RAM has room for.")] = "0,0.25,0.5,0.75,1",
     split_master: Annotated[bool, typer.Option(help="One more run at budget 0, with a split master.")] = True,
     commit_every: Annotated[int | None, typer.Option(min=1, help="Measure commits every so many steps.")] = None,
+    resuming: Annotated[bool, typer.Option("--resume", help="Measure resuming.")] = False,
     as_json: Json = False,
     out: Out = Path("out"),
     save: Save = False,
 ) -> None:
     """Measure, print the table, draw the picture."""
-    shares = [float(share) for share in budgets.split(",")]
-    cases = list(cases_of(int(float(n)), shares, split_master=split_master, commit_every=commit_every))
+    shares, commits = [float(share) for share in budgets.split(",")], 0 if resuming else commit_every
+    cases = list(cases_of(int(float(n)), shares, split_master=split_master and not resuming, commit_every=commits))
     with scratch(path) as folder:
-        if commit_every is None:
-            name, target = "step", TARGET
-            results, setup = beside_limits(cases, folder, rounds)
+        if resuming:
+            name, (results, setup) = "resume", beside_reading(cases, folder, rounds)
+        elif commit_every:
+            name, (results, setup) = "commits", beside_plain(cases, commit_every, folder, rounds)
         else:
-            name, target = "commits", COMMIT_TARGET
-            results, setup = beside_plain(cases, commit_every, folder, rounds)
-    of = "bytes a parameter" if commit_every is None else "flushed a parameter"
-    headings = ("states", "cpu_memory", of, "step s", "fastest-slowest", *results[0].parts, "x limit")
-    title = f"step() of {cases[0].n:,} parameters in {cases[0].count} chunks"
+            name, (results, setup) = "step", beside_limits(cases, folder, rounds)
+    mode = MODES[name]
+    headings = ("states", "cpu_memory", mode.moved, "seconds", "fastest-slowest", *results[0].parts, "x limit")
+    title = f"{cases[0].n:,} parameters in {cases[0].count} chunks"
     Report(
         name=name,
-        title="A whole step" if commit_every is None else f"A step with a commit every {commit_every}",
-        about=ABOUT if commit_every is None else COMMITS_ABOUT,
+        title=mode.title,
+        about=mode.about,
         tables=[Table(headings, [result.row() for result in results], title)],
         data={"parameters": cases[0].n, "chunks": cases[0].count, "runs": [result.as_json() for result in results]},
-        remarks=[judged(f"x limit, {result.case.name}", result.x_limit, target) for result in results],
+        remarks=[judged(f"x limit, {result.case.name}", result.x_limit, mode.target) for result in results],
         setup=setup,
         pictures={f"{name}.png": partial(draw, results)},
     ).publish(as_json=as_json, save=save, out=out)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from offload.cli.console import print_json
-from offload.cli.options import TrainOptions
+from offload.cli.train import TrainOptions
 from offload.errors import ConfigError
 from offload.sizes import format_bytes
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from offload.cli import bench_io, io_speed
+from offload.cli import io_speed
 from offload.cli.io_speed import OPERATIONS, Contestant, LeftOutError, Ours, Speeds
 from offload.cli.main import app
 from offload.errors import BudgetError, PathError
@@ -33,7 +33,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFacto
         return list({one.name: one for one in everyone(*arguments, **options)}.values())
 
     monkeypatch.setattr(io_speed, "field_of", few)
-    monkeypatch.setattr(bench_io, "SWEEP_ROUNDS", 1)
+    monkeypatch.setattr(io_speed, "SWEEP_ROUNDS", 1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
@@ -111,7 +111,7 @@ def test_wrong_arguments_are_one_line_before_anything_is_written(
 def test_unwritable_path_is_refused(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
     with pytest.raises(PathError, match="may not write"):
-        bench_io.checked_size(drive, None, GIB)
+        io_speed.checked_size(drive, None, GIB)
 
 
 def test_file_system_that_fills_up_is_a_path_error_and_leaves_nothing(
@@ -128,10 +128,10 @@ def test_file_system_that_fills_up_is_a_path_error_and_leaves_nothing(
 
 
 def test_size_fits_the_free_space_or_is_refused(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_io.shutil, "disk_usage", lambda path: SimpleNamespace(total=100 * GIB, free=GIB))
-    assert bench_io.checked_size(drive, None, GIB) == 256 * MIB
+    monkeypatch.setattr(io_speed.shutil, "disk_usage", lambda path: SimpleNamespace(total=100 * GIB, free=GIB))
+    assert io_speed.checked_size(drive, None, GIB) == 256 * MIB
     with pytest.raises(BudgetError) as caught:
-        bench_io.checked_size(drive, 2 * GIB, GIB)
+        io_speed.checked_size(drive, 2 * GIB, GIB)
     assert (caught.value.needed, caught.value.available) == (2 * GIB, GIB)
 
 
