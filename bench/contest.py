@@ -1,7 +1,7 @@
 """What bench/peers.py and bench/hiding.py share: contestants in processes of their own, of which one runs at a time.
 
 Each stays alive and trains some steps when it is its turn (bench/trainer.py), so that whatever drifts on the machine
-meets all of them, and nobody's memory or threads are in another's way.
+drifts for all of them, and no one's memory or threads are in another's way.
 """
 
 from __future__ import annotations
@@ -9,42 +9,31 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from bench.trainer import Orders, Spec
-from offload.cli.bench_io_contestants import HUGE_PAGES
+from bench.report import note
+from offload.cli.io_speed import HUGE_PAGES
 from offload.cli.text import load_text
 from offload.models.gpt import GPT, GPTConfig
 
 CHILD = Path(__file__).with_name("trainer.py")
-RESULTS = Path(__file__).parent / "results"
 LR, SEED = 3e-5, 0
 END_S = 30
-LAST_WORDS = 20
-"""Lines of what a process that ended said last."""
+LAST_LINES = 20
+"""Lines of the log of a process that ended."""
 WARM_UP_STEPS = 2
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Who competes. python: its interpreter; kind and options: as `Spec` has them.
-
-    param_bytes: what it takes of RAM for a parameter, roughly.
-    """
+    """Who competes. Attributes: python: its interpreter; kind, options: as bench/trainer.py has them; param_bytes: RAM
+    that it takes for a parameter, roughly."""
 
     name: str
     kind: str
@@ -55,10 +44,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Block:
-    """Some steps in a row. Seconds: of all of them, and by phase and step where it was parted into phases.
+    """Some steps in a row. Seconds: of all of them, and of each by phase where it was parted into phases.
 
-    trained: steps, those included that were not timed; stats, losses, read_bytes and written_bytes are of all these.
-    read_bytes, written_bytes: as the kernel counted them for the process; peak_rss_bytes: since it was last reset.
+    Attributes: trained: steps with those that were not timed; stats, losses, forward_bytes (moved on the disk during
+    forward), read_bytes and written_bytes (as the kernel counted them for the process) are of all these.
     """
 
     steps: int
@@ -66,12 +55,13 @@ class Block:
     seconds: float
     losses: list[float]
     stats: dict[str, float]
+    forward_bytes: float
     read_bytes: int
     written_bytes: int
     peak_rss_bytes: int
-    forward_s: list[float]
-    backward_s: list[float]
-    optimizer_s: list[float]
+    forward_s: list[float] = field(default_factory=list)
+    backward_s: list[float] = field(default_factory=list)
+    optimizer_s: list[float] = field(default_factory=list)
 
     @property
     def step_s(self) -> float:
@@ -90,7 +80,8 @@ class ContestError(RuntimeError):
 class Contestant:
     """A trainer in a process of its own.
 
-    Attributes: name; versions (of what it runs on); blocks: all it has done; most_rss_bytes: its peak from its start.
+    Attributes: name; versions: of what it runs on; blocks: all that it has done; most_rss_bytes: its peak from its
+    start.
     """
 
     def __init__(self, entry: Entry, child: subprocess.Popen[str], log: Path) -> None:
@@ -101,35 +92,16 @@ class Contestant:
         self.versions: dict[str, str] = ready["ready"]
         self.most_rss_bytes = int(ready["peak_rss_bytes"])
 
-    def run(
-        self,
-        steps: int,
-        batch: int,
-        seq: int,
-        *,
-        phases: bool = False,
-        timeline: Path | None = None,
-        fresh: bool = False,
-    ) -> Block:
-        """Times `steps` steps, see [Note: what is timed] in bench/trainer.py; `fresh` forgets the peak RSS so far.
+    def run(self, steps: int, batch: int, seq: int, **how: Any) -> Block:
+        """Times `steps` steps of batch x seq tokens. Args: how: the other orders, see bench/trainer.py.
 
         Raises: ContestError.
         """
-        orders: Orders = {
-            "steps": steps,
-            "batch": batch,
-            "seq": seq,
-            "phases": phases,
-            "timeline": str(timeline) if timeline else None,
-            "fresh_peak": fresh,
-        }
+        orders = {"steps": steps, "batch": batch, "seq": seq, **how}
         assert self._child.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the answer says that it has ended
+        with contextlib.suppress(BrokenPipeError):  # the missing answer says that it has ended
             print(json.dumps(orders), file=self._child.stdin, flush=True)
-        answer = self._answer()
-        moved = answer.pop("process_bytes")
-        times = {name: answer.pop(name, []) for name in ("forward_s", "backward_s", "optimizer_s")}
-        block = Block(steps, read_bytes=moved["read_bytes"], written_bytes=moved["write_bytes"], **times, **answer)
+        block = Block(steps, **self._answer())
         self.blocks.append(block)
         self.most_rss_bytes = max(self.most_rss_bytes, block.peak_rss_bytes)
         return block
@@ -140,17 +112,17 @@ class Contestant:
         if not line:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._child.wait(END_S)
-            words = self._log.read_text(errors="replace").strip().splitlines()[-LAST_WORDS:]
-            raise ContestError("\n".join([f"{self.name} ended with {self._child.returncode}; its last words:", *words]))
+            words = self._log.read_text(errors="replace").strip().splitlines()[-LAST_LINES:]
+            raise ContestError("\n".join([f"{self.name} ended with {self._child.returncode}; its last lines:", *words]))
         answer: dict[str, Any] = json.loads(line)
         return answer
 
 
 @contextlib.contextmanager
 def started(
-    entries: Sequence[Entry], model: GPTConfig, shape: tuple[int, int], folder: Path, say: Say
+    entries: Sequence[Entry], model: GPTConfig, shape: tuple[int, int], folder: Path
 ) -> Iterator[tuple[list[Contestant], list[str]]]:
-    """The contestants, built and warmed up one after the other, and which peers could not, and why; ended at the end.
+    """The contestants, built and warmed up one after the other, and why a peer is missing; all end at the end.
 
     Args: shape: batch and sequence of the steps that warm up; folder: a scratch folder.
     Raises: ContestError for one that is no peer.
@@ -164,13 +136,12 @@ def started(
         for number, entry in enumerate(entries):
             place = folder / f"{number}"
             (place / "swap").mkdir(mode=0o700, parents=True)
-            spec: Spec = {
+            spec = {
                 "kind": entry.kind, "model": sizes, "text": str(text), "path": str(place / "swap"), "lr": LR,
                 "seed": SEED, "options": entry.options,
             }  # fmt: skip
-            say(f"building {entry.name}")
+            note(f"building {entry.name}")
             with contextlib.ExitStack() as its_own:
-                its_own.callback(shutil.rmtree, place, ignore_errors=True)
                 try:
                     child = its_own.enter_context(_child(entry, spec, place / "log"))
                     one = Contestant(entry, child, place / "log")
@@ -179,7 +150,6 @@ def started(
                     if entry.kind != "deepspeed":
                         raise
                     left_out.append(str(error))
-                    say(f"left out: {error}")
                     continue
                 stack.push(its_own.pop_all())
             contestants.append(one)
@@ -187,35 +157,19 @@ def started(
 
 
 @contextlib.contextmanager
-def _child(entry: Entry, spec: Spec, log: Path) -> Iterator[subprocess.Popen[str]]:
+def _child(entry: Entry, spec: dict[str, Any], log: Path) -> Iterator[subprocess.Popen[str]]:
     # DeepSpeed looks for its build tools on the PATH. Huge pages for everyone, as the arena has them.
     path = f"{Path(entry.python).absolute().parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    more = {"PATH": path, "DS_ACCELERATOR": "cpu"} | HUGE_PAGES
+    environment = os.environ | HUGE_PAGES | {"PATH": path, "DS_ACCELERATOR": "cpu"}
+    command, pipe = [entry.python, str(CHILD), json.dumps(spec)], subprocess.PIPE
     with (
         open(log, "w") as words,
-        subprocess.Popen(
-            [entry.python, str(CHILD), json.dumps(spec)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=words,
-            text=True,
-            env=os.environ | more,
-        ) as child,
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=words, text=True, env=environment) as child,
     ):
         try:
             yield child
         finally:
             child.kill()
-
-
-@contextlib.contextmanager
-def scratch(path: Path) -> Iterator[Path]:
-    """A new folder in `path` that goes at the end."""
-    folder = Path(tempfile.mkdtemp(prefix="bench-", dir=path))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def turns(contestants: Sequence[Contestant], number: int) -> list[Contestant]:
@@ -228,44 +182,6 @@ def parameters(model: GPTConfig) -> int:
     return sum(parameter.numel() for parameter in GPT(model, device="meta").parameters())
 
 
-def paired(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The median of the rounds' ratios, theirs by ours."""
-    return statistics.median(their / our for our, their in zip(ours, theirs, strict=True))
-
-
-def hardware() -> str:
-    from importlib import metadata
-
-    from offload import native
-
-    name, flags = native.cpu_model()
-    vectors = " ".join(flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags)
-    return (
-        f"{name} ({vectors}), {native.usable_cpus()} usable CPUs; Linux {platform.release()}; "
-        f"offload {metadata.version('offload')}, Python {platform.python_version()}"
-    )
-
-
 def versions_of(contestants: Sequence[Contestant]) -> str:
     found = {f"{what} {version}": None for one in contestants for what, version in one.versions.items()}
     return ", ".join(found)
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A table, for a terminal and for bench/results."""
-
-    headings: tuple[str, ...]
-    rows: list[tuple[str, ...]]
-
-    def show(self, console: Console, title: str) -> None:
-        table = Table(title=title, title_justify="left")
-        for column, heading in enumerate(self.headings):
-            table.add_column(heading, justify="right" if column else "left")
-        for row in self.rows:
-            table.add_row(*row)
-        console.print(table)
-
-    def markdown(self) -> list[str]:
-        lines = ["| " + " | ".join(self.headings) + " |", "|---|" + "---:|" * (len(self.headings) - 1)]
-        return lines + ["| " + " | ".join(row) + " |" for row in self.rows]

@@ -1,39 +1,40 @@
-"""What holding a model costs in Python: microseconds a unit and a parameter, apart from kernels and copies.
+"""What holding a model costs in Python: `python bench/guards.py [--params 300,3000] [--json]`.
 
-    python bench/guards.py [--params 300,3000] [--json]
-
-A model of tiny layers is run forward with and without the hooks of OffloadZero, in turns, and its parameters are used
-outside of their units. Medians of several rounds, with their spread.
+A model of tiny layers runs forward with and without the hooks of OffloadZero, in turns, and one of its parameters is
+used outside of its unit: microseconds a unit and a use more than in plain torch, medians of the rounds.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
-import json
-import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+import typer
 from torch import Tensor, nn
 
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])
+
+from bench.report import Json, Report, Rounds, Table, ratio, run, spread
 from offload import OffloadZero
 
 A_UNIT = 10
 """Parameters of a unit."""
-ROUNDS = 9
 USES: dict[str, Callable[[Tensor], object]] = {
     "p.shape": lambda p: p.shape,
     "p.grad": lambda p: p.grad,
     "p.sum()": lambda p: p.sum(),
 }
 """Of a parameter, outside of its unit."""
+PLACEMENTS = {"resident": {"tier": "cpu"}, "streamed": {"tier": "cpu", "param_tier": "cpu"}}
 
 
 class Unit(nn.Module):
@@ -45,14 +46,9 @@ class Unit(nn.Module):
         return x
 
 
-def model_of(params: int) -> nn.Module:
-    return nn.Sequential(*[Unit() for _ in range(params // A_UNIT)])
-
-
 def seconds(call: Callable[[], object], least_s: float = 0.05) -> float:
     """Of one call, in a loop of at least so long."""
-    count, took = 0, 0.0
-    start = time.perf_counter()
+    count, took, start = 0, 0.0, time.perf_counter()
     while took < least_s:
         call()
         count += 1
@@ -60,48 +56,43 @@ def seconds(call: Callable[[], object], least_s: float = 0.05) -> float:
     return took / count
 
 
-def measured(params: int, **options: str) -> dict[str, list[float]]:
-    """Microseconds by what they are for, one a round."""
-    plain, held = model_of(params), model_of(params)
+def measure(params: int, rounds: int, options: dict[str, Any]) -> dict[str, tuple[list[float], list[float]]]:
+    """Microseconds a unit or a use in each round, held and plain, by what they are for."""
+    plain, held = (nn.Sequential(*[Unit() for _ in range(params // A_UNIT)]) for _ in range(2))
     with contextlib.redirect_stderr(io.StringIO()):
-        optimizer = OffloadZero(held, compute_dtype=torch.float32, commit_every=None, **options)  # type: ignore[arg-type]
-    x, units = torch.ones(1), params // A_UNIT
-    found: dict[str, list[float]] = {name: [] for name in ("a unit's forward", *USES)}
-    param, twin = next(held.parameters()), next(plain.parameters())
-    with torch.no_grad():
-        for _ in range(ROUNDS + 1):
-            without, with_hooks = seconds(lambda: plain(x)), seconds(lambda: held(x))
-            found["a unit's forward"].append((with_hooks - without) / units * 1e6)
-            for name, use in USES.items():
-                found[name].append((seconds(partial(use, param), 0.01) - seconds(partial(use, twin), 0.01)) * 1e6)
-    optimizer.close()
-    return {name: values[1:] for name, values in found.items()}
+        optimizer = OffloadZero(held, compute_dtype=torch.float32, commit_every=None, **options)
+    pair = (next(held.parameters()), next(plain.parameters()))
+    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ("a unit's forward", *USES)}
+    with torch.no_grad(), optimizer:
+        for number in range(1 + rounds):
+            taken = {"a unit's forward": [seconds(partial(m, torch.ones(1))) / len(plain) for m in (held, plain)]}
+            taken |= {name: [seconds(partial(use, p), 0.01) for p in pair] for name, use in USES.items()}
+            for name, both in taken.items():
+                for values, value in zip(found[name], both, strict=True):
+                    values += [1e6 * value] * bool(number)  # the first round warms up
+    return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--params", default="300,3000")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+def main(
+    params: Annotated[str, typer.Option(help="Parameters of the model, with commas.")] = "300,3000",
+    rounds: Rounds = 9,
+    as_json: Json = False,
+) -> None:
+    """Measure, print the table."""
     torch.set_num_threads(1)
     rows = []
-    for params in map(int, args.params.split(",")):
-        for placement, options in (("resident", {"tier": "cpu"}), ("streamed", {"tier": "cpu", "param_tier": "cpu"})):
-            for name, values in measured(params, **options).items():
-                spread = max(values) - min(values)
-                rows.append({"params": params, "placement": placement, "what": name} | {
-                    "us": round(statistics.median(values), 2), "spread_us": round(spread, 2)
-                })  # fmt: skip
-    if args.json:
-        print(json.dumps({"machine": platform.processor(), "torch": torch.__version__, "rows": rows}))
-        return
-    table = Table(title=f"microseconds more than plain torch, torch {torch.__version__}, {A_UNIT} parameters a unit")
-    for column in ("parameters", "placement", "what", "us", "spread"):
-        table.add_column(column)
-    for row in rows:
-        table.add_row(*[str(row[key]) for key in ("params", "placement", "what", "us", "spread_us")])
-    Console().print(table)
+    for count in map(int, params.split(",")):
+        for placement, options in PLACEMENTS.items():
+            for what, (held, plain) in measure(count, rounds, options).items():
+                more = [one - other for one, other in zip(held, plain, strict=True)]
+                us = {"us": statistics.median(more), "spread_us": spread(more, 2), "x_plain": ratio(held, plain)}
+                rows.append({"params": count, "placement": placement, "what": what, **us})
+    headings = ("parameters", "placement", "what", "us more than plain torch", "spread", "x plain torch")
+    cells = [[f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows]
+    about = f"One thread, {A_UNIT} parameters a unit."
+    table = Table(headings, cells, "What holding a model costs")
+    Report("guards", table.title, about, [table], {"rows": rows}).publish(as_json=as_json)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

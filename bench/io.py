@@ -1,134 +1,190 @@
-"""Run the I/O benchmark: `python bench/io.py PATH... [--save] [--deepspeed PYTHON] [options of offload bench io]`.
+"""The I/O engines beside fio and DeepSpeed: `python bench/io.py PATH... [--deepspeed PYTHON] [--save]`.
 
-With --save the tables also go to bench/results/io.md. With --deepspeed, DeepSpeed's async I/O is one more reference:
-PYTHON is an interpreter that has it (`make bench-peers` makes one).
+What `offload bench io` measures, with more references: fio, where it is installed, and DeepSpeed's async I/O, where
+PYTHON is an interpreter that has it (`make bench-peers` makes one). All use buffers of 64 MiB on huge pages, in turns.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
-import shlex
-import signal
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from offload.cli import bench_io, bench_io_report
-from offload.cli.bench_io_contestants import HUGE_PAGES, Contestant, LeftOutError, size_label
-from offload.cli.bench_io_place import Place
-from offload.cli.bench_io_plots import draw_all
-from offload.cli.bench_io_race import Family
-from offload.sizes import KIB, MIB, parse_bytes
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])
 
-RESULTS = Path(__file__).parent / "results" / "io.md"
-CHILD = Path(__file__).with_name("deepspeed_aio.py")
-
-# block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism, bytes a call
-SETTINGS = (
-    (MIB, 32, True, True, 1, 256 * MIB),
-    (MIB, 32, False, True, 1, 256 * MIB),
-    (MIB, 32, True, False, 1, 256 * MIB),
-    (MIB, 16, True, True, 2, 256 * MIB),
-    (4 * MIB, 8, True, True, 1, 256 * MIB),
-    (4 * MIB, 8, True, True, 2, 64 * MIB),
-    (512 * KIB, 32, True, True, 1, 256 * MIB),
+from bench.report import Json, Out, Report, Rounds, Save, Table, run
+from offload.cli.io_speed import (
+    HEADINGS,
+    HUGE_PAGES,
+    MEMORY_BYTES,
+    OPERATIONS,
+    Contestant,
+    LeftOutError,
+    Result,
+    measure_all,
 )
+from offload.cli.plots import new_figure
+from offload.sizes import KIB, MIB
+
+CHILD = Path(__file__).with_name("deepspeed_aio.py")
+FIO_ENGINES = ("io_uring", "libaio")
+FIO_TIMEOUT_S = 300
+FIO_REQUESTS = (MIB, 2 * MIB, 4 * MIB)
+"""With as many under way as fill the buffer."""
+AIO_REQUESTS = ((MIB, 32), (4 * MIB, 8), (512 * KIB, 32))
+
+
+@dataclass(frozen=True, eq=False)
+class Fio(Contestant):
+    """The disk benchmark of kernel people; its own clock counts, without its start."""
+
+    def run(self, operation: str, nbytes: int) -> float:
+        engine = self.name.removeprefix("fio ")
+        words = [
+            "fio", "--name=bench", f"--filename={self.file}", "--output-format=json", f"--ioengine={engine}",
+            f"--bs={self.request_bytes}", f"--iodepth={self.depth}", "--direct=1", "--thread", "--invalidate=0",
+            "--fallocate=none", "--allow_file_create=0", f"--size={nbytes}",
+            f"--rw={'rw' if operation == 'mixed' else operation}",
+        ]  # fmt: skip
+        words += ["--fixedbufs=1", "--registerfiles=1"] if engine == "io_uring" else []
+        pipes = {"capture_output": True, "text": True, "check": True, "timeout": FIO_TIMEOUT_S}
+        try:
+            done = subprocess.run(words, env=os.environ | HUGE_PAGES, **pipes)  # type: ignore[call-overload]
+            job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+            moved = sum(job[direction]["io_bytes"] for direction in ("read", "write"))
+            milliseconds = max(job[direction]["runtime"] for direction in ("read", "write"))
+            return float(max(milliseconds, 1) / 1000 * nbytes / moved)
+        except (subprocess.SubprocessError, ValueError, LookupError, ArithmeticError) as error:
+            raise LeftOutError(f"{type(error).__name__}: {error}") from error
 
 
 Child = subprocess.Popen[str]
 
 
+@dataclass(frozen=True, eq=False)
 class DeepSpeed(Contestant):
     """Its aio_handle, in a process of its own, with a handle for each direction."""
 
-    def __init__(self, name: str, place: Place, child: Child, settings: tuple[int, int, bool, bool, int, int]) -> None:
-        self.name = name
-        block, depth, single, overlap, threads, call = settings
-        words = [word for word, on in (("single", single), ("overlap", overlap)) if on]
-        self.settings = ", ".join([f"{size_label(block)} x {depth}", *words, f"{threads} threads"])
-        self.buffer_bytes = call
-        self._place, self._child, self._handle = place, child, settings
+    child: Child
+    threads: int
+
+    @property
+    def settings(self) -> str:
+        return f"{super().settings}, {self.threads} threads"
 
     def run(self, operation: str, nbytes: int) -> float:
-        assert self._child.stdin is not None
-        assert self._child.stdout is not None
-        print(json.dumps([self._place.name, operation, nbytes, *self._handle]), file=self._child.stdin, flush=True)
-        answer = self._child.stdout.readline()
-        if not answer:
-            raise LeftOutError("its process ended")
-        seconds = json.loads(answer)
+        assert self.child.stdin is not None
+        assert self.child.stdout is not None
+        orders = [str(self.file), operation, nbytes, self.request_bytes, self.depth, self.threads]
+        print(json.dumps(orders), file=self.child.stdin, flush=True)
+        answer = self.child.stdout.readline()
+        seconds = json.loads(answer) if answer else "its process ended"
         if isinstance(seconds, str):
             raise LeftOutError(seconds)
         return float(seconds)
 
 
 @contextlib.contextmanager
-def child_of(python: str | None) -> Iterator[tuple[str, Child] | None]:
-    """DeepSpeed's version and the process that has it, ready; None without.
-
-    Building its extension takes minutes the first time.
+def child_of(python: str | None) -> Iterator[Child | None]:
+    """The process that has DeepSpeed, ready; None without. Building its extension takes minutes the first time.
 
     Raises: RuntimeError if it cannot be built.
     """
     if python is None:
         yield None
         return
-    command = [python, str(CHILD)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | HUGE_PAGES
-    ) as child:
+    command, pipe = [python, str(CHILD)], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=os.environ | HUGE_PAGES) as child:
         try:
             assert child.stdout is not None
-            word, _, version = child.stdout.readline().strip().partition(" ")
-            if word != "ready":
-                raise RuntimeError(f"{python} has no DeepSpeed with async I/O; its words are above")
-            yield version, child
+            if child.stdout.readline().strip() != "ready":
+                raise RuntimeError(f"{python} has no DeepSpeed with async I/O; it says why above")
+            yield child
         finally:
             child.kill()
 
 
+def peers(child: Child | None, file: Path, memory: memoryview) -> list[Contestant]:
+    found: list[Contestant] = []
+    if shutil.which("fio"):
+        found += [
+            Fio(f"fio {engine}", file, memory, request, MEMORY_BYTES // request)
+            for engine in FIO_ENGINES
+            for request in FIO_REQUESTS
+        ]
+    if child is not None:
+        found += [
+            DeepSpeed("DeepSpeed async I/O", file, memory, *pair, child, threads)
+            for pair in AIO_REQUESTS
+            for threads in (1, 2)
+        ]
+    return found
+
+
+def heat_map(result: Result, file: Path) -> None:
+    """GB/s of the sweep by request size and depth: a row of panels for each engine, a column for each operation."""
+    engines = {one.contestant.name: None for one in result.sweep}
+    requests = sorted({one.contestant.request_bytes for one in result.sweep})
+    depths = sorted({one.contestant.depth for one in result.sweep})
+    figure = new_figure(4 + 1.8 * len(requests), len(engines) * (1.2 + 0.4 * len(depths)))
+    panels = figure.subplots(len(engines), len(OPERATIONS), squeeze=False)
+    for row, engine in enumerate(engines):
+        for axes, operation in zip(panels[row], OPERATIONS, strict=True):
+            cells = [[math.nan] * len(requests) for _ in depths]
+            for one in result.sweep:
+                if one.contestant.name == engine:
+                    x, y = requests.index(one.contestant.request_bytes), depths.index(one.contestant.depth)
+                    cells[y][x] = one.speed(operation)
+                    axes.text(x, y, f"{cells[y][x]:.2f}", ha="center", va="center", fontsize=7)
+            # From 0, so that equal colours are equal speeds.
+            most = max(one.speed(operation) for one in result.sweep)
+            axes.imshow(cells, vmin=0, vmax=most, cmap="YlGn", origin="lower", aspect="auto")
+            axes.set_xticks(range(len(requests)), [f"{request / MIB:g}M" for request in requests])
+            axes.set_yticks(range(len(depths)), [str(depth) for depth in depths])
+            axes.set(title=f"{engine}, {operation}, GB/s", xlabel="request", ylabel="depth")
+    figure.savefig(file)
+
+
 def main(
     paths: list[Path],
-    size: str | None = None,
-    rounds: int = 9,
-    quick: bool = False,
-    tbw: str = "600TB",
-    out: Path = Path("out"),
-    save: bool = False,
+    size: Annotated[str | None, typer.Option(help="Bytes of the file measured; by default 1GiB or what fits.")] = None,
+    rounds: Rounds = 9,
+    quick: Annotated[bool, typer.Option("--quick", help="A smaller file and fewer settings.")] = False,
     deepspeed: Annotated[str | None, typer.Option(help="A Python that has DeepSpeed.")] = None,
+    as_json: Json = False,
+    out: Out = Path("out"),
+    save: Save = False,
 ) -> None:
-    """Measure, print the tables, draw the pictures."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    console, life = Console(), parse_bytes(tbw, "--tbw")
-    plans = bench_io.checked(paths, size, quick)
-    with child_of(deepspeed) as found:
-
-        def peers(place: Place) -> list[Family]:
-            if found is None:
-                return []
-            version, child = found
-            name = f"DeepSpeed {version} async I/O"
-            return [Family(name, [DeepSpeed(name, place, child, one) for one in SETTINGS])]
-
-        effort = bench_io.Effort(rounds, quick, limited=size is None)
-        results = [bench_io.measure(plan, effort, console, peers) for plan in plans]
-    draw_all(results, out)
-    for result in results:
-        for table in bench_io_report.tables(result):
-            console.print(table)
-        bench_io_report.say(console, *bench_io_report.meaning(result, life))
-    if save:
-        RESULTS.parent.mkdir(parents=True, exist_ok=True)
-        command = "python bench/io.py " + shlex.join(sys.argv[1:])
-        RESULTS.write_text(bench_io_report.markdown(results, command, life))
+    """Measure, print the tables, draw the heat maps."""
+    with child_of(deepspeed) as child:
+        results = measure_all(
+            paths, size, rounds, quick=quick, console=Console(stderr=True), peers=partial(peers, child)
+        )
+    Report(
+        name="io",
+        title="I/O",
+        about="The race of the best settings of each engine and reference, found in a sweep of all; all in buffers of "
+        '64 MiB on huge pages, in turns. `x`: the speed of the chosen engine, which `io_engine="auto"` will use, '
+        "by that of the line: the median of the rounds' ratios.",
+        tables=[Table(HEADINGS, list(result.rows()), result.title) for result in results],
+        data={"drives": [result.as_json() for result in results]},
+        remarks=[remark for result in results for remark in result.remarks()],
+        pictures={f"io-heat-{number + 1}.png": partial(heat_map, one) for number, one in enumerate(results)},
+    ).publish(as_json=as_json, save=save, out=out)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -1,48 +1,31 @@
 """Whole training steps beside DeepSpeed's: `python bench/peers.py --deepspeed PYTHON` (`make bench-peers-step`).
 
-The same GPT, initial values and batches of text for everyone: offload and DeepSpeed with the optimizer states on NVMe;
-both with them in RAM, and plain torch with resident fp32 masters, as points of reference. With `--params nvme` the
-parameters are on NVMe, too, and the gradients. Each is a process of its own, one runs at a time, and they take turns
-block by block; what is timed is said in bench/trainer.py. PYTHON is an interpreter that has DeepSpeed
-(`make .venv-peers/installed` makes one); its extensions are compiled at their first use (minutes; needs a C++ compiler
-and libaio's headers).
+The same GPT, initial values and batches of text for all: offload and DeepSpeed with the optimizer states on NVMe; both
+with them in RAM, and plain torch with resident fp32 masters, as points of reference. With `--params nvme` parameters
+and gradients are on NVMe as well. Each contestant is a process of its own, one runs at a time, and they take turns
+block by block; bench/trainer.py says what is timed. PYTHON is an interpreter that has DeepSpeed (`make
+.venv-peers/installed` makes one); its extensions are compiled at their first use (minutes; needs a C++ compiler and
+libaio's headers).
 """
 
 from __future__ import annotations
 
-import json
-import shlex
-import signal
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from rich.console import Console
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
-from bench.contest import (
-    RESULTS,
-    Block,
-    Contestant,
-    Entry,
-    Grid,
-    Say,
-    hardware,
-    paired,
-    parameters,
-    scratch,
-    started,
-    turns,
-    versions_of,
-)
+from bench.contest import Block, Contestant, Entry, parameters, started, turns, versions_of
+from bench.report import Folder, Json, Out, Report, Rounds, Save, Table, judged, note, ratio, run, scratch, spread
+from offload.cli.plots import new_figure
 from offload.models.gpt import GPT, GPTConfig
 from offload.planner.machine import free_memory
 from offload.sizes import MIB, format_bytes
@@ -50,31 +33,28 @@ from offload.sizes import MIB, format_bytes
 OURS = "offload, NVMe"
 CHUNK_BYTES = 16 * MIB
 BUFFERS = {"device": 1, "nvme": 2}
-"""Chunks in RAM beyond the least that works, by where parameters are; as `offload bench step` has it."""
+"""Chunks in RAM beyond the least that works, by the tier of parameters."""
 AIO: dict[str, Any] = {"queue_depth": 32, "single_submit": False, "overlap_events": True}
 BASE_BYTES = 600 * MIB
-"""Of RAM, about: a process without its states."""
+"""RAM of a process without its states, about."""
 LOSS_MARGIN = 0.02
-"""Of a loss: more than roundings at another place bring about in so few steps."""
-STEP_TARGET, OPTIMIZER_TARGET = 1.5, 2.0
-
-HEAD = """# {title}
-
-{hardware}; {versions}.
-
-`{command}`
-
-- **step**: a block of {steps} by their number, from where one step returns to where the last one does; **spread**:
+"""Of a loss: more than what other roundings bring about in so few steps."""
+STEP_TARGET, OPTIMIZER_TARGET, RSS_TARGET = 1.5, 2.0, 1.0
+ABOUT = """\
+- **step**: a block of steps by their number, from where one step returns to where the last one does; **spread**:
   fastest and slowest block. **f + b**: forward and backward until the last gradient is made; **optimizer**: from there
   until the new parameters can be read and nothing is under way; both from other blocks, in which every step waits for
   that. Medians over the rounds.
-- **x ours**: the median over the rounds of the contestant's time by that of `{ours}` in the same round.
+- **x ours**: the median of the rounds' times by those of `offload, NVMe`.
 - **read, written**: bytes a parameter and step, as the kernel counted them for the process.
-- **peak RSS**: of the process in the timed steps, and from its start on (building the model in fp32 takes part).
-- Same initial values (rounded to bf16), same text, AdamW without clipping, bf16. One process runs at a time, everyone
-  in turn.
-{note}
-"""
+- **peak RSS**: of the process in the timed steps, and from its start (which includes building the model in fp32).
+- Same initial values (rounded to bf16), same text, AdamW without clipping, bf16. One process runs at a time."""
+NVME_ABOUT = """
+- Gradients are on NVMe as well, ours in bf16, DeepSpeed's in fp32; it leaves parameters below a MiB in RAM."""
+HEADINGS = (
+    "contestant", "step s", "spread", "x ours", "f + b s", "optimizer s", "x ours", "read", "written", "peak RSS",
+    "from start", "loss",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -96,47 +76,12 @@ JOBS = {
 }
 
 
-@dataclass(frozen=True)
-class Score:
-    """A contestant's part of a race: blocks for whole steps, and for phases, by round."""
-
-    one: Contestant
-    whole: list[Block]
-    phases: list[Block]
-
-    @property
-    def steps_s(self) -> list[float]:
-        return [block.step_s for block in self.whole]
-
-    @property
-    def optimizers_s(self) -> list[float]:
-        return [statistics.mean(block.optimizer_s) for block in self.phases]
-
-    @property
-    def computes_s(self) -> list[float]:
-        return [block.compute_s for block in self.phases]
-
-    @property
-    def peak_rss_bytes(self) -> int:
-        return max(block.peak_rss_bytes for block in [*self.whole, *self.phases])
-
-    @property
-    def losses(self) -> list[float]:
-        return [loss for block in self.one.blocks for loss in block.losses]
-
-    def moved_bytes(self, count: int) -> tuple[float, float]:
-        """Read and written, a parameter and step."""
-        each = count * sum(block.trained for block in self.whole)
-        read = sum(block.read_bytes for block in self.whole)
-        return read / each, sum(block.written_bytes for block in self.whole) / each
-
-
 def entries(job: Job, deepspeed: str | None) -> Iterator[Entry]:
-    """Everyone, ours first.
+    """All contestants, ours first.
 
-    DeepSpeed on NVMe twice. Small groups: requests as were its best in bench/results/io.md, sub-groups of a few
-    parameters, which takes it little RAM. Large requests: larger than any gradient, which it then keeps in RAM
-    and does not swap; all parameters in one sub-group, its default (it crashes on sub-groups smaller than a request).
+    DeepSpeed on NVMe twice. Small groups: the requests that were its best in bench/results/io.md, and sub-groups of a
+    few parameters, which takes little RAM. Large requests: larger than any gradient, which it then keeps in RAM and
+    does not swap; all parameters in one sub-group, its default (it crashes on sub-groups smaller than a request).
     """
     yield Entry(OURS, "offload", {"tier": "nvme", "chunk": CHUNK_BYTES, "buffers": BUFFERS["device"]}, param_bytes=10)
     if deepspeed:
@@ -154,12 +99,12 @@ def entries(job: Job, deepspeed: str | None) -> Iterator[Entry]:
 
 
 def entries_with_params(job: Job, deepspeed: str | None) -> Iterator[Entry]:
-    """Everyone whose parameters and gradients are on NVMe, ours first.
+    """All contestants with parameters and gradients on NVMe, ours first.
 
-    DeepSpeed twice, with requests of a MiB (parameters smaller than that, or than a request, it leaves in RAM) and with
-    sub-groups and buckets as take it least RAM; of 50M elements each, a step took it longer. Few buffers: its default
-    number of them. Pipelined: states read and written while others are computed, and parameters of more than two layers
-    read ahead. What it keeps for reuse would hold buffers, which run out; so it keeps none.
+    DeepSpeed twice, with requests of a MiB (it leaves smaller parameters in RAM) and with the sub-groups and buckets
+    that take least RAM; with 50M elements each, its step took longer. Few buffers: its default number. Pipelined: it
+    reads and writes states while it computes others, and reads the parameters of more than two layers ahead. Parameters
+    kept for reuse would hold buffers until none are left; so it keeps none.
     """
     tiers = {"tier": "nvme", "param_tier": "nvme", "grad_tier": "nvme"}
     yield Entry(OURS, "offload", tiers | {"chunk": CHUNK_BYTES, "buffers": BUFFERS["nvme"]}, param_bytes=10)
@@ -182,108 +127,51 @@ def entries_with_params(job: Job, deepspeed: str | None) -> Iterator[Entry]:
             yield Entry(f"DeepSpeed 3, NVMe, {name}", "deepspeed", options, deepspeed)
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of race. on_nvme: what offload and DeepSpeed have there; title, file, note: of its page."""
-
-    on_nvme: str
-    title: str
-    file: str
-    entries: Callable[[Job, str | None], Iterator[Entry]]
-    note: str = ""
-
-
-NOTE = "- Gradients are on NVMe as well, ours in bf16, DeepSpeed's in fp32; it leaves parameters below a MiB in RAM.\n"
-KINDS = {
-    "device": Kind("states", "Beside peers", "peers", entries),
-    "nvme": Kind(
-        "states and parameters", "Beside peers, with parameters on NVMe", "peers-params", entries_with_params, NOTE
-    ),
-}
+ENTRIES = {"device": entries, "nvme": entries_with_params}
 """By the tier of parameters."""
 
 
-def heats(found: list[Entry], count: int, room: int) -> list[list[Entry]]:
-    """Everyone at once if RAM has room, else as many as it has, with ours, whom all are compared with, in each."""
-    ours, others = found[0], found[1:]
-    parted: list[list[Entry]] = []
-    for entry in others:
-
-        def holds(heat: list[Entry], entry: Entry = entry) -> bool:
-            return sum(one.param_bytes * count + BASE_BYTES for one in [*heat, entry]) <= room
-
-        heat = next(filter(holds, parted), None)
-        if heat is None:
-            heat = [ours]
-            parted.append(heat)
-        heat.append(entry)
-    return parted or [[ours]]
-
-
-def race(job: Job, contestants: list[Contestant], rounds: int, say: Say) -> list[Score]:
-    """Raises: ContestError."""
-    scores = [Score(one, [], []) for one in contestants]
-    by_name = {score.one.name: score for score in scores}
-    for number in range(rounds):
-        say(f"{job.name}: round {number + 1} of {rounds}")
-        for one in turns(contestants, number):
-            score = by_name[one.name]
-            score.whole.append(one.run(job.steps, job.batch, job.seq, fresh=not number))
-            score.phases.append(one.run(max(1, job.steps // 2), job.batch, job.seq, phases=True))
-    return scores
-
-
 @dataclass(frozen=True)
-class Result:
-    """A race's rows, one for each contestant, ours first; losses by contestant; peers that could not run, and why."""
+class Score:
+    """A contestant's blocks by round: of whole steps, and of steps parted into phases."""
 
-    job: Job
-    count: int
-    rows: list[dict[str, Any]]
-    losses: dict[str, list[float]]
-    versions: str
-    left_out: list[str]
-    kind: Kind = KINDS["device"]
-
-    def met(self) -> Iterator[str]:
-        """Who came to another loss, and how far ours is from the targets, against DeepSpeed's best on NVMe."""
-        ours = self.rows[0]
-        for row in self.rows[1:]:
-            if abs(row["loss_last"] - ours["loss_last"]) > LOSS_MARGIN * ours["loss_last"]:
-                yield f"{row['contestant']} trains otherwise: its last loss is {row['loss_last']:.3f}"
-        theirs = [row for row in self.rows if row["contestant"].startswith("DeepSpeed 3, NVMe")]
-        if not theirs:
-            yield f"no DeepSpeed with {self.kind.on_nvme} on NVMe to compare with: give --deepspeed"
-            return
-        step, optimizer = (min(row[key] for row in theirs) for key in ("step_x_ours", "optimizer_x_ours"))
-        rss, best = min(row["peak_rss_bytes"] for row in theirs), f"DeepSpeed's best with {self.kind.on_nvme} on NVMe"
-        for what, reached, wanted in (
-            ("whole step", step, STEP_TARGET),
-            ("optimizer phase", optimizer, OPTIMIZER_TARGET),
-            ("peak RSS", rss / ours["peak_rss_bytes"], 1.0),
-        ):
-            word = "met" if reached >= wanted else "NOT met"
-            yield f"{what}: {reached:.2f} x less than {best}, wanted {wanted:g}: {word}"
-
-    def grid(self) -> Grid:
-        headings = ("contestant", "step s", "spread", "x ours", "f + b s", "optimizer s", "x ours", "read", "written")
-        more = ("peak RSS", "from start", "loss")
-        return Grid(headings + more, [_cells(row) for row in self.rows])
+    one: Contestant
+    whole: list[Block]
+    phases: list[Block]
 
     @property
-    def title(self) -> str:
-        job = self.job
-        return (
-            f"GPT of {self.count:,} parameters ({job.model.layers} x {job.model.width}), {job.batch} x {job.seq} tokens"
-        )
+    def steps_s(self) -> list[float]:
+        return [block.step_s for block in self.whole]
+
+    @property
+    def optimizers_s(self) -> list[float]:
+        return [statistics.mean(block.optimizer_s) for block in self.phases]
+
+    def row(self, ours: Score, count: int) -> dict[str, Any]:
+        """What --json shows. Args: count: parameters."""
+        each = count * sum(block.trained for block in self.whole)
+        losses = [loss for block in self.one.blocks for loss in block.losses]
+        return {
+            "contestant": self.one.name,
+            "step_s": statistics.median(self.steps_s),
+            "spread_s": spread(self.steps_s),
+            "step_x_ours": ratio(self.steps_s, ours.steps_s),
+            "compute_s": statistics.median(block.compute_s for block in self.phases),
+            "optimizer_s": statistics.median(self.optimizers_s),
+            "optimizer_x_ours": ratio(self.optimizers_s, ours.optimizers_s),
+            "read_bytes_per_param": sum(block.read_bytes for block in self.whole) / each,
+            "written_bytes_per_param": sum(block.written_bytes for block in self.whole) / each,
+            "peak_rss_bytes": max(block.peak_rss_bytes for block in [*self.whole, *self.phases]),
+            "most_rss_bytes": self.one.most_rss_bytes,
+            "losses": losses,
+        }
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    low, high = row["step_spread_s"]
+def cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (
         row["contestant"],
         f"{row['step_s']:.3f}",
-        f"{low:.3f}-{high:.3f}",
+        row["spread_s"],
         f"{row['step_x_ours']:.2f}",
         f"{row['compute_s']:.3f}",
         f"{row['optimizer_s']:.3f}",
@@ -292,113 +180,124 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['written_bytes_per_param']:.1f}",
         format_bytes(row["peak_rss_bytes"]),
         format_bytes(row["most_rss_bytes"]),
-        f"{row['loss_first']:.3f} → {row['loss_last']:.3f}",
+        f"{row['losses'][0]:.3f} → {row['losses'][-1]:.3f}",
     )
 
 
-def row_of(score: Score, ours: Score, count: int) -> dict[str, Any]:
-    read, written = score.moved_bytes(count)
-    return {
-        "contestant": score.one.name,
-        "step_s": statistics.median(score.steps_s),
-        "step_spread_s": (min(score.steps_s), max(score.steps_s)),
-        "step_x_ours": paired(ours.steps_s, score.steps_s),
-        "compute_s": statistics.median(score.computes_s),
-        "optimizer_s": statistics.median(score.optimizers_s),
-        "optimizer_x_ours": paired(ours.optimizers_s, score.optimizers_s),
-        "read_bytes_per_param": read,
-        "written_bytes_per_param": written,
-        "peak_rss_bytes": score.peak_rss_bytes,
-        "most_rss_bytes": score.one.most_rss_bytes,
-        "loss_first": score.losses[0],
-        "loss_last": score.losses[-1],
-    }
+def heats(found: list[Entry], count: int, room: int) -> list[list[Entry]]:
+    """All at once if RAM has room, else as many as it has room for; ours, with which all are compared, in each."""
+    ours, others = found[0], found[1:]
+    parted: list[list[Entry]] = [[ours]]
+    for entry in others:
+        needed = sum(one.param_bytes * count + BASE_BYTES for one in [*parted[-1], entry])
+        if needed > room and len(parted[-1]) > 1:
+            parted.append([ours])
+        parted[-1].append(entry)
+    return parted
 
 
-def measure(job: Job, path: Path, rounds: int, deepspeed: str | None, say: Say, kind: Kind) -> Result:
+def race(job: Job, contestants: list[Contestant], rounds: int) -> list[Score]:
+    """Raises: ContestError."""
+    scores = {one.name: Score(one, [], []) for one in contestants}
+    for number in range(rounds):
+        note(f"{job.name}: round {number + 1} of {rounds}")
+        for one in turns(contestants, number):
+            scores[one.name].whole.append(one.run(job.steps, job.batch, job.seq, fresh_peak=not number))
+            scores[one.name].phases.append(one.run(max(1, job.steps // 2), job.batch, job.seq, phases=True))
+    return list(scores.values())
+
+
+@dataclass(frozen=True)
+class Result:
+    """A race. Attributes: rows: of each contestant, ours first; left_out: why peers are missing."""
+
+    job: Job
+    count: int
+    rows: list[dict[str, Any]]
+    versions: str
+    left_out: list[str]
+
+    @property
+    def title(self) -> str:
+        model, job = self.job.model, self.job
+        return f"GPT of {self.count:,} parameters ({model.layers} x {model.width}), {job.batch} x {job.seq} tokens"
+
+    def remarks(self) -> Iterator[str]:
+        """Who trains otherwise, and how far ours is from the targets, beside DeepSpeed's best on NVMe."""
+        ours = self.rows[0]
+        for row in self.rows[1:]:
+            if abs(row["losses"][-1] - ours["losses"][-1]) > LOSS_MARGIN * ours["losses"][-1]:
+                yield f"{row['contestant']} trains otherwise: its last loss is {row['losses'][-1]:.3f}"
+        yield from (f"left out: {' '.join(words.split())}" for words in self.left_out)
+        theirs = [row for row in self.rows if row["contestant"].startswith("DeepSpeed 3, NVMe")]
+        if not theirs:
+            yield f"{self.job.name}: no DeepSpeed on NVMe to compare with: give --deepspeed"
+            return
+        for what, reached, wanted in (
+            ("whole step", min(row["step_x_ours"] for row in theirs), STEP_TARGET),
+            ("optimizer phase", min(row["optimizer_x_ours"] for row in theirs), OPTIMIZER_TARGET),
+            ("peak RSS", min(row["peak_rss_bytes"] for row in theirs) / ours["peak_rss_bytes"], RSS_TARGET),
+        ):
+            yield judged(f"{self.job.name}, {what}, DeepSpeed's best by ours", reached, wanted, is_least=True)
+
+
+def measure(job: Job, path: Path, rounds: int, deepspeed: str | None, params: str) -> Result:
     """Raises: ContestError."""
     count = parameters(job.model)
     rows: list[dict[str, Any]] = []
-    losses: dict[str, list[float]] = {}
     versions: dict[str, None] = {}
     left_out: list[str] = []
-    for heat in heats(list(kind.entries(job, deepspeed)), count, free_memory() * 9 // 10):
+    for heat in heats(list(ENTRIES[params](job, deepspeed)), count, free_memory() * 9 // 10):
         shape = (job.batch, job.seq)
-        with scratch(path) as folder, started(heat, job.model, shape, folder, say) as (contestants, missing):
+        with scratch(path) as folder, started(heat, job.model, shape, folder) as (contestants, missing):
             left_out += missing
-            scores = race(job, contestants, rounds, say)
+            scores = race(job, contestants, rounds)
             versions |= dict.fromkeys(versions_of(contestants).split(", "))
-        found = [row_of(score, scores[0], count) for score in scores]
-        rows += found[1:] if rows else found
-        losses = {score.one.name: score.losses for score in scores} | losses
-    return Result(job, count, rows, losses, ", ".join(versions), left_out, kind)
+        rows += [score.row(scores[0], count) for score in scores[bool(rows) :]]
+    return Result(job, count, rows, ", ".join(versions), left_out)
 
 
-def draw(results: list[Result], picture: Path) -> None:
+def draw(results: list[Result], file: Path) -> None:
     """The loss of every contestant at every step; where they agree, the lines lie on each other."""
-    figure = Figure(figsize=(6.5 * len(results), 4.8), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(6.5 * len(results), 4.8)
     for result, axes in zip(results, figure.subplots(1, len(results), squeeze=False)[0], strict=True):
-        for number, (name, losses) in enumerate(result.losses.items()):
+        for number, row in enumerate(result.rows):
             # The first at the bottom and thick, so that those on top do not hide it.
-            width = 1.2 + 1.1 * (len(result.losses) - number - 1)
-            axes.plot(range(1, len(losses) + 1), losses, label=name, linewidth=width, alpha=0.75)
+            width = 1.2 + 1.1 * (len(result.rows) - number - 1)
+            axes.plot(row["losses"], label=row["contestant"], linewidth=width, alpha=0.75)
         axes.set_title(result.title, fontsize=9)
-        axes.set_xlabel("step")
-        axes.set_ylabel("loss of its batch, before the update (nats a byte)")
+        axes.set(xlabel="steps done", ylabel="loss of its batch, before the update (nats a byte)")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture)
-
-
-def markdown(results: list[Result], command: str) -> str:
-    found = dict.fromkeys(part for result in results for part in result.versions.split(", "))
-    steps = " or ".join(f"{result.job.steps} steps ({result.job.name})" for result in results)
-    kind = results[0].kind
-    about = {"title": kind.title, "note": kind.note, "steps": steps, "ours": OURS}
-    text = HEAD.format(hardware=hardware(), versions=", ".join(found), command=command, **about)
-    for result in results:
-        lines = [f"## {result.title}", "", *result.grid().markdown(), "", *(f"- {line}" for line in result.met())]
-        for words in result.left_out:
-            lines += ["", "Left out:", "", *(f"    {line}" for line in words.splitlines())]
-        text += "\n".join(lines) + "\n\n"
-    return text + f"![loss by step]({kind.file}.png)\n"
+    figure.savefig(file)
 
 
 def main(
     models: Annotated[str, typer.Option(help=f"Of {', '.join(JOBS)}, with commas.")] = "46m,368m",
-    rounds: Annotated[int, typer.Option(min=1)] = 5,
-    path: Annotated[Path, typer.Option(help="A folder on the disk to measure.")] = Path(),
+    rounds: Rounds = 5,
+    path: Folder = Path(),
     deepspeed: Annotated[str | None, typer.Option(help="A Python that has DeepSpeed.")] = None,
-    params: Annotated[str, typer.Option(help=f"Tier of parameters: {' or '.join(KINDS)}.")] = "device",
-    as_json: Annotated[bool, typer.Option("--json")] = False,
-    out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("out"),
-    save: Annotated[bool, typer.Option(help="Write the page and the picture in bench/results.")] = False,
+    params: Annotated[str, typer.Option(help=f"Tier of parameters: {' or '.join(ENTRIES)}.")] = "device",
+    as_json: Json = False,
+    out: Out = Path("out"),
+    save: Save = False,
 ) -> None:
     """Race, print the tables, draw the losses."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    console, stderr = Console(width=170), Console(stderr=True)
-    chosen = [JOBS[name] for name in models.split(",")]
-    kind = KINDS[params]
-    results = [measure(job, path, rounds, deepspeed, stderr.print, kind) for job in chosen]
-    draw(results, (RESULTS if save else out) / f"{kind.file}.png")
-    if as_json:
-        print(
-            json.dumps(
-                [{"model": r.job.name, "parameters": r.count, "rows": r.rows, "losses": r.losses} for r in results]
-            )
-        )
-    else:
-        console.print(f"{hardware()}; {', '.join(r.versions for r in results[-1:])}")
-        for result in results:
-            result.grid().show(console, result.title)
-            for line in result.met():
-                console.print(line, highlight=False)
-    if save:
-        command = "python bench/peers.py " + shlex.join(sys.argv[1:])
-        (RESULTS / f"{kind.file}.md").write_text(markdown(results, command))
+    results = [measure(JOBS[name], path, rounds, deepspeed, params) for name in models.split(",")]
+    name, title, about = "peers", "Beside peers", ABOUT
+    if params == "nvme":
+        name, title, about = "peers-params", "Beside peers, with parameters on NVMe", ABOUT + NVME_ABOUT
+    Report(
+        name=name,
+        title=title,
+        about=about,
+        tables=[Table(HEADINGS, [cells(row) for row in result.rows], result.title) for result in results],
+        data={"models": [{"model": one.job.name, "parameters": one.count, "rows": one.rows} for one in results]},
+        remarks=[remark for result in results for remark in result.remarks()],
+        setup=results[-1].versions,
+        pictures={f"{name}.png": partial(draw, results)},
+    ).publish(as_json=as_json, save=save, out=out)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -2,13 +2,18 @@
 
     python bench/trainer.py '{"kind": "offload", ...}'      (see `Spec`)
 
-Says {"ready": versions} on stdout; then every line on stdin, a JSON object as `Orders`, is answered by one line.
+It prints {"ready": versions}; then it answers every line on stdin, a JSON object of orders, with one line on stdout.
 Between two orders it waits for the pipe, and nothing of it runs.
 
+The argument, a spec: kind: "offload", "torch" or "deepspeed"; model: sizes of a GPT; text: a file of bytes; path: a
+folder of its own for swap files; lr; seed; options: of the kind, see `Offload` and `DeepSpeed`.
+Orders: steps to be timed, of batch x seq tokens; and if wanted phases: see [Note: what is timed]; timeline: a file to
+record in; fresh_peak: whether the answer's peak RSS is that of these steps alone.
+
 [Note: what is timed]
-A block is timed from where the step before it returns until its last one does. That one step more goes first: what its
-step() leaves to be done is paid in the block, as what the last one leaves is paid in the next, so each has whole steps
-of a training that goes on. In a block with "phases" every step ends with everything done, and is parted: forward;
+A block is timed from where the step before it returns until its last step does. That one step goes first, untimed: what
+its step() leaves to be done is paid in the block, as what the last one leaves is paid in the next, so a block has whole
+steps of a training that goes on. In a block with "phases" every step ends with everything done, and is parted: forward;
 backward, until autograd has made its last gradient (the embeddings'); optimizer, from there until the new parameters
 can be read and nothing is under way. What a library does with earlier gradients during backward counts as backward.
 
@@ -26,11 +31,12 @@ import re
 import sys
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 if __name__ == "__main__":
     # The repository instead of this folder, whose io.py is not Python's; not every contestant's Python has offload.
@@ -44,36 +50,9 @@ from offload.cli.text import Batches
 from offload.models.gpt import GPT, GPTConfig
 
 BETAS, EPS, WEIGHT_DECAY = (0.9, 0.95), 1e-8, 0.1
+Spec = dict[str, Any]
 SLOT_MARGIN = 64 << 10
 """More than a slot of the swap file has beyond its states: header, padding."""
-
-
-class Spec(TypedDict):
-    """kind: "offload", "torch" or "deepspeed"; model: sizes of a GPT; text: a file of bytes; path: a folder of its own
-    for swap files; options: of the kind, see `Offload` and `DeepSpeed`."""
-
-    kind: str
-    model: dict[str, Any]
-    text: str
-    path: str
-    lr: float
-    seed: int
-    options: dict[str, Any]
-
-
-class Orders(TypedDict):
-    """steps to be timed, of batch x seq tokens; phases, see [Note: what is timed]; timeline: a file to record in, or
-    None.
-
-    fresh_peak: whether the answer's peak RSS is that of these steps alone.
-    """
-
-    steps: int
-    batch: int
-    seq: int
-    phases: bool
-    timeline: str | None
-    fresh_peak: bool
 
 
 class Trainer(ABC):
@@ -99,6 +78,11 @@ class Trainer(ABC):
     def stats(self) -> dict[str, Any]:
         return {}
 
+    def disk_bytes(self) -> float:
+        """Moved both ways so far, where `stats` counts them."""
+        stats = self.stats()
+        return float(stats.get("nvme_read_bytes", 0) + stats.get("nvme_written_bytes", 0))
+
     def recording(self, file: str) -> Any:
         return nullcontext()
 
@@ -117,7 +101,7 @@ class LastGradient:
 
 
 class Torch(Trainer):
-    """As one writes it by hand: a bf16 model, fp32 masters in RAM, torch's fused AdamW on them."""
+    """What one writes by hand: a bf16 model, fp32 masters in RAM, torch's fused AdamW on them."""
 
     def __init__(self, model: nn.Module, spec: Spec) -> None:
         self._masters: list[Tensor] = [p.detach().clone().requires_grad_() for p in model.parameters()]
@@ -205,9 +189,6 @@ class DeepSpeed(Trainer):
         self.model.step()
 
 
-KINDS: dict[str, type[Any]] = {"torch": Torch, "offload": Offload, "deepspeed": DeepSpeed}
-
-
 def _grads(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor.grad for tensor in tensors if tensor.grad is not None]
 
@@ -225,8 +206,12 @@ def build(spec: Spec) -> Trainer:
     with torch.no_grad():
         for param in model.parameters():
             param.copy_(param.bfloat16())
-    trainer: Trainer = KINDS[spec["kind"]](model, spec)
-    return trainer
+    kinds: dict[str, Callable[[nn.Module, Spec], Trainer]] = {
+        "torch": Torch,
+        "offload": Offload,
+        "deepspeed": DeepSpeed,
+    }
+    return kinds[spec["kind"]](model, spec)
 
 
 class Worker:
@@ -239,34 +224,36 @@ class Worker:
         self._seed = seed
         self._batches: dict[tuple[int, int], Batches] = {}
 
-    def run(self, orders: Orders) -> dict[str, Any]:
-        if orders["fresh_peak"]:
+    def run(self, orders: Spec) -> dict[str, Any]:
+        trainer, phases = self._trainer, orders.get("phases", False)
+        if orders.get("fresh_peak"):
             Path("/proc/self/clear_refs").write_text("5")
         shape = (orders["batch"], orders["seq"])
         if shape not in self._batches:
             self._batches[shape] = Batches(self._text, *shape, self._seed, torch.device("cpu"))
-        lead = 0 if orders["phases"] else 1
+        lead = 0 if phases else 1
         batches = [self._batches[shape]() for _ in range(lead + orders["steps"])]
-        before, moved = self._trainer.stats(), io_bytes()
-        recording = self._trainer.recording(orders["timeline"]) if orders["timeline"] else nullcontext()
-        with recording:
-            answer = self._steps(batches, lead, orders["phases"])
-        after = self._trainer.stats()
-        counted = {key: after[key] - before[key] for key in after if _counts(key, after)}
+        before, moved = trainer.stats(), io_bytes()
+        with trainer.recording(orders["timeline"]) if "timeline" in orders else nullcontext():
+            answer = self._steps(batches, lead, phases)
+        after = trainer.stats()
         return answer | {
             "trained": len(batches),
-            "stats": counted,
-            "process_bytes": {key: count - moved[key] for key, count in io_bytes().items()},
+            "stats": {key: after[key] - before[key] for key in after if key.endswith(("_s", "_bytes"))},
             "peak_rss_bytes": peak_rss_bytes(),
+            **{key: count - moved[key] for key, count in io_bytes().items()},
         }
 
     def _steps(self, batches: list[tuple[Tensor, Tensor]], lead: int, phases: bool) -> dict[str, Any]:
         trainer, parts, ends = self._trainer, [], [time.perf_counter()]
         losses: list[Tensor] = []
+        forward_bytes = 0.0
         for tokens, targets in batches:
+            moved = trainer.disk_bytes()
             times = [time.perf_counter()]
             loss = trainer.forward(tokens, targets)
             times.append(time.perf_counter())
+            forward_bytes += trainer.disk_bytes() - moved
             trainer.backward(loss)
             times.append(self._last_gradient.at)
             trainer.step()
@@ -279,23 +266,21 @@ class Worker:
         trainer.synchronize()
         names = ("forward_s", "backward_s", "optimizer_s")
         columns = {name: [part[i] for part in parts] for i, name in enumerate(names)} if phases else {}
-        return {"seconds": ends[-1] - ends[lead], "losses": [float(loss) for loss in losses], **columns}
+        answer = {"seconds": ends[-1] - ends[lead], "losses": [float(loss) for loss in losses]}
+        return answer | {"forward_bytes": forward_bytes, **columns}
 
 
 def io_bytes() -> dict[str, int]:
     """What the kernel saw this process move from and to drives: O_DIRECT, and page cache misses and write-backs."""
     text = Path("/proc/self/io").read_text()
-    return {key: int(re.findall(rf"(?m)^{key}: (\d+)", text)[0]) for key in ("read_bytes", "write_bytes")}
+    names = {"read_bytes": "read_bytes", "written_bytes": "write_bytes"}
+    return {name: int(re.findall(rf"(?m)^{key}: (\d+)", text)[0]) for name, key in names.items()}
 
 
 def peak_rss_bytes() -> int:
     found = re.search(r"(?m)^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
-
-
-def _counts(key: str, stats: dict[str, Any]) -> bool:
-    return key.endswith(("_s", "_bytes")) and isinstance(stats[key], int | float)
 
 
 def main() -> None:

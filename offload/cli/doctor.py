@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -56,7 +55,7 @@ def _size(key: str, item: str, value: int | None, absent: str) -> Row:
     return Row(key, item, value, absent if value is None else format_bytes(value))
 
 
-def _software() -> Iterator[Row]:
+def _software() -> list[Row]:
     import platform
     from importlib.metadata import PackageNotFoundError, version
 
@@ -68,15 +67,17 @@ def _software() -> Iterator[Row]:
         offload = "not installed"
 
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    yield _row("python", "Python", platform.python_version())
-    yield _row("offload", "offload", offload)
-    yield _row("torch", "torch", torch.__version__)
-    yield _row("devices", "devices", [*devices, "cpu"])
     pinning = torch.cuda.is_available()
-    yield Row("pinning", "pinned memory", pinning, "yes" if pinning else "no GPU that needs it")
+    return [
+        _row("python", "Python", platform.python_version()),
+        _row("offload", "offload", offload),
+        _row("torch", "torch", torch.__version__),
+        _row("devices", "devices", [*devices, "cpu"]),
+        Row("pinning", "pinned memory", pinning, "yes" if pinning else "no GPU that needs it"),
+    ]
 
 
-def _processor() -> Iterator[Row]:
+def _processor() -> list[Row]:
     import torch
 
     from offload.native import cpu_model, usable_cpus
@@ -84,53 +85,57 @@ def _processor() -> Iterator[Row]:
     name, flags = cpu_model()
     found = [flag for flag in FLAGS if flag in flags]
     slow = "" if set(BF16_FLAGS) & set(found) else "no bf16 instructions: models on the CPU compute slowly in bf16"
-    yield _row("cpu", "CPU", name)
-    yield _row("cpu_flags", "CPU flags", found, slow)
     cpus, threads = usable_cpus(), torch.get_num_threads()
-    yield _row("usable_cpus", "usable CPUs", cpus)
     few = "" if threads >= cpus else f"torch uses fewer threads than CPUs: torch.set_num_threads({cpus})"
-    yield _row("torch_threads", "torch threads", threads, few)
+    return [
+        _row("cpu", "CPU", name),
+        _row("cpu_flags", "CPU flags", found, slow),
+        _row("usable_cpus", "usable CPUs", cpus),
+        _row("torch_threads", "torch threads", threads, few),
+    ]
 
 
-def _kernels() -> Iterator[Row]:
+def _kernels() -> list[Row]:
     from offload import native
 
     available = list(native.available_variants())
     kernels = native.load()
     chosen, threads = kernels.variant, kernels.threads
     kernels.close()
-    reason = native.fallback_reason()
+    reason, library = native.fallback_reason(), native.library_path()
+    hint = "" if chosen == available[0] else f"{available[0]} is the fastest here: unset OFFLOAD_KERNELS"
     if reason:
         hint = f"Adam runs through separate torch operations, several times slower: {reason}"
-    else:
-        hint = "" if chosen == available[0] else f"{available[0]} is the fastest here: unset OFFLOAD_KERNELS"
-    yield _row("kernel", "Adam kernel", chosen, hint)
-    yield _row("kernel_threads", "kernel threads", threads)
-    yield _row("kernels_available", "kernels available", available)
-    library = native.library_path()
-    yield Row("kernel_library", "kernel library", library and str(library), str(library or "none"))
-    yield Row("kernel_fallback", "why a fallback", reason, reason or "no fallback")
+    return [
+        _row("kernel", "Adam kernel", chosen, hint),
+        _row("kernel_threads", "kernel threads", threads),
+        _row("kernels_available", "kernels available", available),
+        Row("kernel_library", "kernel library", library and str(library), str(library or "none")),
+        Row("kernel_fallback", "why a fallback", reason, reason or "no fallback"),
+    ]
 
 
-def _memory() -> Iterator[Row]:
+def _memory() -> list[Row]:
     import resource
 
     from offload.cli import machine
     from offload.planner.machine import cgroup_room, free_memory
 
-    yield _size("memory_total_bytes", "memory", machine.total_memory_bytes(), "unknown")
-    yield _size("memory_free_bytes", "memory free for this process", free_memory(), "unknown")
-    yield _size("cgroup_room_bytes", "left by its control group", cgroup_room(), "no limit")
     memlock = machine.soft_limit(resource.RLIMIT_MEMLOCK)
-    yield _size("memlock_limit_bytes", "locked-memory limit", memlock, "no limit")
     pages = machine.huge_pages()
     slow = "I/O takes twice the CPU time: set /sys/kernel/mm/transparent_hugepage/enabled to madvise"
-    yield _row("transparent_huge_pages", "transparent huge pages", pages, slow if pages == "never" else "")
     files = machine.soft_limit(resource.RLIMIT_NOFILE)
-    yield Row("open_files_limit", "open-file limit", files, "no limit" if files is None else str(files))
+    return [
+        _size("memory_total_bytes", "memory", machine.total_memory_bytes(), "unknown"),
+        _size("memory_free_bytes", "memory free for this process", free_memory(), "unknown"),
+        _size("cgroup_room_bytes", "left by its control group", cgroup_room(), "no limit"),
+        _size("memlock_limit_bytes", "locked-memory limit", memlock, "no limit"),
+        _row("transparent_huge_pages", "transparent huge pages", pages, slow if pages == "never" else ""),
+        Row("open_files_limit", "open-file limit", files, "no limit" if files is None else str(files)),
+    ]
 
 
-def _disk(path: Path) -> Iterator[Row]:
+def _disk(path: Path) -> list[Row]:
     import shutil
 
     from offload.cli import machine
@@ -138,17 +143,19 @@ def _disk(path: Path) -> Iterator[Row]:
 
     engine = open_engine("auto", [path])
     engine.close()
-    yield _row("io_engine", "I/O engine", engine.name)
-    yield _row("io_uring", "io_uring in this kernel", machine.io_uring())
-    yield _row("path", "path", str(path.resolve()))
     system = machine.file_system(path)
     far = "no local drive, which would be faster" if system and system.startswith(NETWORK) else ""
-    yield _row("file_system", "file system", system, far)
-    yield _size("free_bytes", "free space", shutil.disk_usage(path).free, "unknown")
     direct = machine.takes_direct_io(path)
     shown = {True: "yes", False: "no", None: "unknown: the path is not writable"}[direct]
     slow = "swap files go through the page cache, which costs CPU time and RAM: choose a local drive"
-    yield Row("o_direct", "O_DIRECT", direct, shown, slow if direct is False else "")
+    return [
+        _row("io_engine", "I/O engine", engine.name),
+        _row("io_uring", "io_uring in this kernel", machine.io_uring()),
+        _row("path", "path", str(path.resolve())),
+        _row("file_system", "file system", system, far),
+        _size("free_bytes", "free space", shutil.disk_usage(path).free, "unknown"),
+        Row("o_direct", "O_DIRECT", direct, shown, slow if direct is False else ""),
+    ]
 
 
 def _show(rows: list[Row]) -> None:

@@ -1,4 +1,4 @@
-"""The training loop of `offload train`: plain PyTorch, with a clock around each phase."""
+"""What `offload train` does: a plain PyTorch loop with a clock around each phase, and what it shows at the end."""
 
 from __future__ import annotations
 
@@ -10,19 +10,28 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 from torch import Tensor
 
 from offload import BudgetError, ConfigError, OffloadZero, Tuning
-from offload.cli.options import TrainOptions
-from offload.cli.progress import Progress
-from offload.cli.text import Batches, Text, cut_windows, even_starts
-from offload.models import GPT, GPTConfig
+from offload.cli.console import print_json
+from offload.cli.plots import MISSING, can_draw, loss_curve
+from offload.cli.progress import Tell, progress, training_status
+from offload.cli.text import Batches, Text, cut_windows, even_starts, load_text
+from offload.cli.timeline_plot import timeline_picture
+from offload.cli.train import TrainOptions
+from offload.cli.workspace import Workspace, removed_at_end
+from offload.models import GPT, PRESETS, GPTConfig
 from offload.models.gpt import initial_values
 from offload.planner import least_cpu_memory
 from offload.planner.machine import free_memory
 from offload.sizes import format_bytes
+from offload.storage.files import SWAP_NAME
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
@@ -175,7 +184,7 @@ def train_loop(
     text: Text,
     options: TrainOptions,
     device: torch.device,
-    progress: Progress,
+    tell: Tell,
 ) -> Record:
     """Train for `options.steps`, validating before, after and now and then between.
 
@@ -219,7 +228,7 @@ def train_loop(
                 recording.close()
             if done == options.steps or (done % between == 0 and done < recorded_from):
                 validate(done)
-            progress.step(done, record.losses[-1], record.tokens_per_s, optimizer.stats())
+            tell(done, training_status(record.losses[-1], record.tokens_per_s, optimizer.stats()))
             if options.commit_every and (terminated or done == options.steps or done % options.commit_every == 0):
                 with clock("step"):
                     optimizer.commit({"scheduler": scheduler.state_dict(), "batches": batches.state()})
@@ -285,3 +294,144 @@ def peak_rss_bytes() -> int:
     """The most RAM this process held at once."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def run(options: TrainOptions, *, as_json: bool) -> None:
+    """Check, build, train, report; the swap files go whatever happens."""
+    if options.preset not in PRESETS:
+        raise ConfigError(f"--preset {options.preset}: choose one of {', '.join(PRESETS)}")
+    config = PRESETS[options.preset]
+    if options.seq > config.context:
+        raise ConfigError(f"--seq {options.seq}: this preset's context is {config.context} bytes")
+    text = load_text(options.data, options.seq)
+    options.prepare_out()
+
+    stderr = Console(stderr=True)
+    draws = can_draw()
+    if not draws:
+        if options.timeline:
+            raise ConfigError(f"--timeline cannot be drawn, because {MISSING}")
+        stderr.print(f"The loss will not be drawn: {MISSING}", soft_wrap=True, highlight=False, markup=False)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = build_model(config, options)
+    if options.param_tier == "device":
+        model = model.to(device)
+    with contextlib.ExitStack() as stack:
+        optimizer = _take(stack, model, options)
+        with progress(stderr, "step", options.steps) as tell:
+            record = train_loop(model, optimizer, text, options, device, tell)
+        stats = optimizer.stats()
+        prompt, continuation = sample(model, text, options.sample_bytes, options.seed, device)
+        kept = list(optimizer.files) if options.keep or options.commit_every else []
+    summary = summarise(record, stats, options) | {"device": str(device), "text": text.source, "files": kept}
+    summary |= {"sample": continuation, "picture": None, "timeline": []}
+    if draws:
+        picture = options.out / "loss.png"
+        loss_curve(picture, _title(summary), record.losses, record.validation)
+        summary["picture"] = str(picture)
+    if options.timeline:
+        pictured = options.timeline_file.with_suffix(".png")
+        timeline_picture(options.timeline_file, pictured, f"The last steps of {_title(summary)}")
+        summary["timeline"] = [str(options.timeline_file), str(pictured)]
+    if as_json:
+        print_json(summary)
+    else:
+        _show(Console(), summary, prompt)
+
+
+def _take(stack: contextlib.ExitStack, model: GPT, options: TrainOptions) -> OffloadZero:
+    """The optimizer, whose files go with `stack` unless they are to be kept."""
+    if options.tier != "nvme" or options.keep or options.commit_every:
+        return stack.enter_context(build_optimizer(model, options))
+    space = Workspace(options.path)
+    try:
+        optimizer = stack.enter_context(build_optimizer(model, options))
+    except BaseException:
+        space.remove_abandoned(SWAP_NAME)
+        raise
+    stack.enter_context(removed_at_end(space, optimizer.files))
+    return optimizer
+
+
+def summarise(record: Record, stats: dict[str, Any], options: TrainOptions) -> dict[str, Any]:
+    """The object that --json prints: `_s` seconds, `_bytes` bytes, losses in nats a byte."""
+    taken = (
+        "parameters chunks kernel threads wait_nvme_s adam_s nvme_read_bytes nvme_written_bytes nvme_init_bytes "
+        "host_to_device_bytes device_to_host_bytes peak_cpu_bytes cpu_budget_bytes peak_device_bytes"
+    )
+    seconds = {f"{phase}_s": spent for phase, spent in record.seconds.items()}
+    return {
+        "preset": options.preset,
+        "tier": options.tier,
+        "param_tier": stats["param_tier"],
+        "grad_tier": stats["grad_tier"],
+        "steps": options.steps,
+        "steps_before": record.begun,
+        "committed": options.commit_every is not None,
+        "tokens": record.tokens,
+        "loss_first": record.losses[0],
+        "loss_last": record.losses[-1],
+        "val_loss_first": record.validation[0][1],
+        "val_loss_last": record.validation[-1][1],
+        "tokens_per_s": record.tokens_per_s,
+        **seconds,
+        **{name: stats[name] for name in taken.split()},
+        "peak_rss_bytes": peak_rss_bytes(),
+        "losses": record.losses,
+        "validation": record.validation,
+    }
+
+
+def _title(summary: dict[str, Any]) -> str:
+    size = f"{summary['parameters']:,} parameters"
+    return f"GPT {summary['preset']}, {size}, optimizer states on {summary['tier']}"
+
+
+def _show(console: Console, summary: dict[str, Any], prompt: str) -> None:
+    """Tables, sample and picture, for people."""
+    console.print(_table(summary))
+    console.print("\n[bold]After[/bold] (from the held-out text)")
+    console.print(escape(_printable(prompt)), highlight=False)
+    console.print("[bold]the model writes[/bold]")
+    console.print(escape(_printable(summary["sample"])), highlight=False)
+    if summary["picture"]:
+        console.print(f"\nLoss curve: {summary['picture']}", highlight=False, soft_wrap=True)
+    if summary["timeline"]:
+        console.print("Timeline: {} (open it in ui.perfetto.dev), {}".format(*summary["timeline"]), soft_wrap=True)
+    for file in summary["files"]:
+        fate = "committed: see offload inspect" if summary["committed"] else "not committed: it cannot be resumed from"
+        console.print(f"Kept: {file} ({fate})", soft_wrap=True)
+
+
+def _table(summary: dict[str, Any]) -> Table:
+    def size(key: str) -> str:
+        return format_bytes(summary[key])
+
+    table = Table(title=_title(summary), show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column()
+    steps = summary["steps"]
+    rows = {
+        "training loss": f"{summary['loss_first']:.3f} → {summary['loss_last']:.3f} nats a byte",
+        "validation loss": f"{summary['val_loss_first']:.3f} → {summary['val_loss_last']:.3f} nats a byte",
+        "speed": f"{summary['tokens_per_s']:,.0f} tokens/s",
+        "forward": f"{summary['forward_s']:.2f} s",
+        "backward": f"{summary['backward_s']:.2f} s",
+        "step": f"{summary['step_s']:.2f} s",
+        "waiting": f"{summary['wait_nvme_s']:.2f} s",
+        "NVMe": f"{size('nvme_read_bytes')} read, {size('nvme_written_bytes')} written",
+    }
+    each = summary["parameters"] * max(steps - summary["steps_before"], 1)
+    moved = summary["nvme_read_bytes"] + summary["nvme_written_bytes"]
+    rows["a parameter and step"] = f"{moved / each:.2f} bytes, in {summary['chunks']} chunks"
+    rows["peak CPU memory"] = f"{size('peak_cpu_bytes')} of a budget of {size('cpu_budget_bytes')}"
+    rows["peak of the process"] = size("peak_rss_bytes")
+    rows["Adam kernel"] = f"{summary['kernel']}, {summary['threads']} threads"
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _printable(text: str) -> str:
+    """Text without control characters: what a model writes must not steer the terminal."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "·" for char in text)

@@ -1,4 +1,4 @@
-"""The command line: `offload train`, `plan`, `doctor`, `inspect`, `verify`, `export`, `remove`, `bench ...`.
+"""The command line: `offload train`, `plan`, `doctor`, `inspect`, `verify`, `export`, `remove`, `bench io`.
 
 Commands import torch when they run, not when they are registered, so that `--help` is quick.
 """
@@ -12,9 +12,7 @@ from typing import NoReturn
 
 import typer
 
-from offload.cli.bench_adam import adam
 from offload.cli.bench_io import io
-from offload.cli.bench_step import step
 from offload.cli.console import EXIT_INTERRUPTED, Commands
 from offload.cli.doctor import doctor
 from offload.cli.plan import plan
@@ -27,18 +25,13 @@ app = typer.Typer(
     add_completion=False,
     help="Train models that do not fit: optimizer states in CPU memory or on NVMe.",
 )
-app.command()(train)
-app.command()(plan)
-app.command()(doctor)
-app.command()(inspect)
-app.command()(verify)
-app.command()(export)
-app.command()(remove)
+for command in (train, plan, doctor, inspect, verify, export, remove):
+    app.command()(command)
 
-bench = typer.Typer(cls=Commands, no_args_is_help=True, help="Measure this machine against its own limits.")
-bench.command()(adam)
+bench = typer.Typer(cls=Commands, no_args_is_help=True, help="Measure this machine.")
 bench.command()(io)
-bench.command()(step)
+# Without it, typer would make a group of one command that command.
+bench.callback()(lambda: None)
 app.add_typer(bench, name="bench")
 
 
@@ -48,7 +41,7 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
 
 def run() -> None:
     """The console script."""
-    # Schedulers and `timeout` end a run so: it takes its swap files with it, as after Ctrl-C.
+    # Schedulers and `timeout` send SIGTERM: a run then removes its swap files, as after Ctrl-C.
     signal.signal(signal.SIGTERM, _terminate)
     try:
         app()

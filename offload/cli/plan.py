@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from offload.cli.console import print_json
-from offload.cli.options import TrainOptions
-from offload.cli.plan_tables import rank_table
+from offload.cli.train import TrainOptions
 from offload.errors import ConfigError
 from offload.sizes import format_bytes
 
@@ -72,17 +71,11 @@ def plan(
         int | None,
         typer.Option(help="ZeRO's, with several ranks: 1, 2 or 3.", show_default="3 if parameters stream, else 2"),
     ] = None,
-    tables: Annotated[
-        bool, typer.Option("--tables", help="Show what ZeRO's stages take a rank, for models of any size, and no plan.")
-    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Show what a run needs on every tier, and what more or less RAM would do, before anything is allocated."""
     from rich.console import Console
 
-    if tables:
-        _show_tables(Console(), as_json=json)
-        return
     # What only a run needs is given as is, so that what both take is checked in one place.
     options = TrainOptions(
         preset=preset, steps=1, batch=1, seq=1, lr=1.0, accumulation=accumulation, tier=tier, path=Path(), keep=False,
@@ -103,15 +96,6 @@ def plan(
     finally:
         # Also where it does not fit: this says what would.
         _show_what_fits(console, fits)
-
-
-def _show_tables(console: Console, *, as_json: bool) -> None:
-    from offload.cli.plan_tables import largest_table, memory_table, tables_json
-
-    if as_json:
-        print_json(tables_json())
-    else:
-        console.print(memory_table(), largest_table(), sep="\n\n")
 
 
 def model_config(preset: str, layers: int | None, width: int | None) -> GPTConfig:
@@ -227,7 +211,7 @@ def _budgets(planned: Planned, free: int) -> Iterator[dict[str, Any]]:
 def _show(console: Console, summary: dict[str, Any]) -> None:
     console.print(_placement_table(summary))
     if summary["ranks"] > 1:
-        console.print(rank_table(summary))
+        console.print(_rank_table(summary))
     for line in _lines(summary):
         console.print(line, soft_wrap=True, highlight=False)
 
@@ -255,6 +239,22 @@ def _placement_table(summary: dict[str, Any]) -> Table:
         if rows:
             table.add_row(names[tier], format_bytes(summary[total]), "together", style="bold")
             table.add_section()
+    return table
+
+
+def _rank_table(summary: dict[str, Any]) -> Table:
+    """What one of several ranks holds and sends."""
+    from rich.table import Table
+
+    sent = summary["sent_elements"]
+    caption = (
+        f"sent in a step: {sent['gradients']:,} elements of gradients, {sent['parameters']:,} of parameters, "
+        f"{sum(sent.values()) / summary['parameters']:.2f} a parameter"
+    )
+    title = f"One of {summary['ranks']} ranks at stage {summary['stage']}"
+    table = Table("held of", "bytes", "a parameter of the model", title=title, caption=caption)
+    for kind, size in summary["held_bytes"].items():
+        table.add_row(kind, format_bytes(size), f"{size / summary['parameters']:.3f}")
     return table
 
 

@@ -1,12 +1,34 @@
-"""Pictures, drawn without a display."""
+"""Pictures, drawn without a display by matplotlib, which is optional: `pip install 'offload[plots]'`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from offload.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MISSING = "matplotlib is not installed: pip install 'offload[plots]'"
+
+
+def can_draw() -> bool:
+    return find_spec("matplotlib") is not None
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of so many inches. Raises: ConfigError without matplotlib."""
+    if not can_draw():
+        raise ConfigError(f"pictures cannot be drawn, because {MISSING}")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def loss_curve(file: Path, title: str, train: Sequence[float], validation: Sequence[tuple[int, float]]) -> None:
@@ -16,8 +38,7 @@ def loss_curve(file: Path, title: str, train: Sequence[float], validation: Seque
         train: the loss of steps 1, 2, ...: of each step's own batch, before its update.
         validation: (steps done, loss on the held-out text).
     """
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8, 4.5)
     axes = figure.add_subplot()
     axes.plot(range(len(train)), train, color="tab:blue", linewidth=0.8, alpha=0.6, label="training batch")
     steps, losses = zip(*validation, strict=True)
@@ -26,9 +47,7 @@ def loss_curve(file: Path, title: str, train: Sequence[float], validation: Seque
         point = (steps[index], losses[index])
         text = axes.annotate(f"{losses[index]:.2f}", point, xytext=shift, textcoords="offset points")
         text.set(color="tab:orange", horizontalalignment=side)
-    axes.set_title(title)
-    axes.set_xlabel("optimizer steps done")
-    axes.set_ylabel("loss (nats per byte)")
+    axes.set(title=title, xlabel="optimizer steps done", ylabel="loss (nats per byte)")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(file)

@@ -6,14 +6,13 @@ import json
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-
+from offload.cli.plots import new_figure
 from offload.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLOURS = {
     "forward": "#4c78a8",
@@ -73,13 +72,17 @@ def read_lanes(source: Path) -> dict[str, list[Bar]]:
 
 def timeline_picture(source: Path, picture: Path, title: str) -> None:
     """Write a PNG of a timeline file. At the right of a lane: the part of the time in which something was in it, and
-    what its transfers moved."""
+    what its transfers moved.
+
+    Raises: ConfigError without matplotlib.
+    """
     lanes = read_lanes(source)
     ends = [bar.start + bar.length for bars in lanes.values() for bar in bars]
     starts = [bar.start for bars in lanes.values() for bar in bars]
     first, last = min(starts, default=0.0), max(ends, default=1.0)
-    figure = Figure(figsize=(14, 1.8 + 0.55 * max(len(lanes), 3)), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(14, 1.8 + 0.55 * max(len(lanes), 3))
+    from matplotlib.patches import Patch
+
     axes = figure.add_subplot()
     for row, bars in enumerate(lanes.values()):
         _draw(axes, row, bars, (last - first) * THINNEST)

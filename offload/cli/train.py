@@ -1,25 +1,23 @@
-"""`offload train`: a GPT on real text, with its optimizer states on the chosen tier."""
+"""`offload train`: its options, checked before anything is read or allocated. Knows no torch."""
 
 from __future__ import annotations
 
-import contextlib
+import math
+import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from offload.cli.console import print_json
-from offload.cli.options import SAMPLE, STREAMED_SAMPLE, TrainOptions
 from offload.errors import ConfigError
-from offload.sizes import format_bytes
+from offload.sizes import parse_bytes
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-    from offload import OffloadZero
-    from offload.cli.loop import Record
-    from offload.models import GPT
+TIERS = ("nvme", "cpu", "device")
+PARAM_TIERS = ("device", "cpu", "nvme", "auto")
+GRAD_TIERS = ("cpu", "nvme", "auto")
+SAMPLE, STREAMED_SAMPLE = 200, 20
+"""Bytes that the model writes at the end: each is a pass through all parameters."""
 
 
 def train(
@@ -120,166 +118,101 @@ def train(
         device_memory=device_memory,
         checkpoint_activations=checkpoint_activations,
     )
-    _run(options, as_json=json)
+    from offload.cli.loop import run
+
+    run(options, as_json=json)
 
 
-def _run(options: TrainOptions, *, as_json: bool) -> None:
-    """Check, build, train, report; the swap files go whatever happens."""
-    import torch
-    from rich.console import Console
+@dataclass(frozen=True)
+class TrainOptions:
+    """What `offload train --help` says; sizes as given ("64MiB"), None where the library chooses.
 
-    from offload.cli.loop import build_model, train_loop
-    from offload.cli.loop import sample as write
-    from offload.cli.plots import loss_curve
-    from offload.cli.progress import progress
-    from offload.cli.text import load_text
-    from offload.models import PRESETS
+    Raises: ConfigError naming the option, its value and what is allowed.
+    """
 
-    if options.preset not in PRESETS:
-        raise ConfigError(f"--preset {options.preset}: choose one of {', '.join(PRESETS)}")
-    config = PRESETS[options.preset]
-    if options.seq > config.context:
-        raise ConfigError(f"--seq {options.seq}: this preset's context is {config.context} bytes")
-    text = load_text(options.data, options.seq)
-    options.prepare_out()
+    preset: str
+    steps: int
+    batch: int
+    seq: int
+    lr: float
+    accumulation: int
+    tier: str
+    path: Path
+    keep: bool
+    cpu_memory: str | None
+    chunk: str | None
+    threads: int | None
+    seed: int
+    data: Path | None
+    out: Path
+    timeline: bool
+    param_tier: str = "device"
+    grad_tier: str = "cpu"
+    validation: int = 32
+    sample: int | None = None
+    commit_every: int | None = None
+    resume: bool = False
+    device_memory: str | None = None
+    checkpoint_activations: bool = False
 
-    stderr = Console(stderr=True)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = build_model(config, options)
-    if options.param_tier == "device":
-        model = model.to(device)
-    with contextlib.ExitStack() as stack:
-        optimizer = _take(stack, model, options)
-        with progress(stderr, options.steps) as bar:
-            record = train_loop(model, optimizer, text, options, device, bar)
-        stats = optimizer.stats()
-        prompt, continuation = write(model, text, options.sample_bytes, options.seed, device)
-        kept = list(optimizer.files) if options.keep or options.commit_every else []
-    picture = options.out / "loss.png"
-    summary = summarise(record, stats, options) | {"device": str(device), "text": text.source, "files": kept}
-    loss_curve(picture, _title(summary), record.losses, record.validation)
-    summary |= {
-        "picture": str(picture),
-        "sample": continuation,
-        "timeline": _drawn(options, _title(summary)) if options.timeline else [],
-    }
-    if as_json:
-        print_json(summary)
-    else:
-        _show(Console(), summary, prompt)
+    def __post_init__(self) -> None:
+        for option in ("steps", "batch", "seq", "accumulation", "validation", "threads", "commit_every", "sample"):
+            value, least = getattr(self, option), 0 if option == "sample" else 1
+            if value is not None and value < least:
+                raise ConfigError(f"--{_name(option)} {value}: give a whole number, at least {least}")
+        if self.commit_every is not None and self.tier != "nvme":
+            raise ConfigError("--commit-every needs --tier nvme: what is committed lies there")
+        if self.resume and self.commit_every is None:
+            raise ConfigError("--resume needs --commit-every: give the steps between commits")
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise ConfigError(f"--lr {self.lr}: give a learning rate above 0, such as 1e-3")
+        if not 0 <= self.seed < 1 << 63:
+            raise ConfigError(f"--seed {self.seed}: give a whole number from 0 to 2**63 - 1")
+        for option, tiers in (("tier", TIERS), ("param_tier", PARAM_TIERS), ("grad_tier", GRAD_TIERS)):
+            if getattr(self, option) not in tiers:
+                raise ConfigError(f"--{_name(option)} {getattr(self, option)}: choose one of {', '.join(tiers)}")
+        for option in ("cpu_memory", "device_memory", "chunk"):
+            value = getattr(self, option)
+            if value is not None:
+                parse_bytes(_number(value), f"--{_name(option)}")
 
+    @property
+    def sample_bytes(self) -> int:
+        if self.sample is not None:
+            return self.sample
+        return SAMPLE if self.param_tier == "device" else STREAMED_SAMPLE
 
-def _drawn(options: TrainOptions, title: str) -> list[str]:
-    """Draws the timeline; returns its files."""
-    from offload.cli.timeline_plot import timeline_picture
+    @property
+    def given_param_tier(self) -> str | None:
+        """As OffloadZero takes it, None where it chooses."""
+        return None if self.param_tier == "auto" else self.param_tier
 
-    picture = options.timeline_file.with_suffix(".png")
-    timeline_picture(options.timeline_file, picture, f"The last steps of {title}")
-    return [str(options.timeline_file), str(picture)]
+    @property
+    def given_grad_tier(self) -> str | None:
+        """Beside states on the device there is one place for gradients, whatever the default here is."""
+        is_default = self.tier == "device" and self.grad_tier == "cpu"
+        return None if is_default or self.grad_tier == "auto" else self.grad_tier
 
+    @property
+    def timeline_file(self) -> Path:
+        """Where --timeline writes; its picture lies beside it."""
+        return self.out / "timeline.json"
 
-def _take(stack: contextlib.ExitStack, model: GPT, options: TrainOptions) -> OffloadZero:
-    """The optimizer, whose files go with `stack` unless they are to be kept."""
-    from offload.cli.loop import build_optimizer
-    from offload.cli.workspace import Workspace, removed_at_end
-    from offload.storage.files import SWAP_NAME
-
-    if options.tier != "nvme" or options.keep or options.commit_every:
-        return stack.enter_context(build_optimizer(model, options))
-    space = Workspace(options.path)
-    try:
-        optimizer = stack.enter_context(build_optimizer(model, options))
-    except BaseException:
-        space.remove_abandoned(SWAP_NAME)
-        raise
-    stack.enter_context(removed_at_end(space, optimizer.files))
-    return optimizer
-
-
-def summarise(record: Record, stats: dict[str, Any], options: TrainOptions) -> dict[str, Any]:
-    """The object that --json prints: `_s` seconds, `_bytes` bytes, losses in nats a byte."""
-    from offload.cli.loop import peak_rss_bytes
-
-    taken = (
-        "parameters chunks kernel threads wait_nvme_s adam_s nvme_read_bytes nvme_written_bytes nvme_init_bytes "
-        "host_to_device_bytes device_to_host_bytes peak_cpu_bytes cpu_budget_bytes peak_device_bytes"
-    )
-    seconds = {f"{phase}_s": spent for phase, spent in record.seconds.items()}
-    return {
-        "preset": options.preset,
-        "tier": options.tier,
-        "param_tier": stats["param_tier"],
-        "grad_tier": stats["grad_tier"],
-        "steps": options.steps,
-        "steps_before": record.begun,
-        "committed": options.commit_every is not None,
-        "tokens": record.tokens,
-        "loss_first": record.losses[0],
-        "loss_last": record.losses[-1],
-        "val_loss_first": record.validation[0][1],
-        "val_loss_last": record.validation[-1][1],
-        "tokens_per_s": record.tokens_per_s,
-        **seconds,
-        **{name: stats[name] for name in taken.split()},
-        "peak_rss_bytes": peak_rss_bytes(),
-        "losses": record.losses,
-        "validation": record.validation,
-    }
+    def prepare_out(self) -> None:
+        """Make --out, where the pictures go. Raises: ConfigError where it cannot be made or written to."""
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--out {self.out} cannot be made: {error.strerror}") from error
+        if not os.access(self.out, os.W_OK | os.X_OK):
+            raise ConfigError(f"--out {self.out} is not writable: choose another folder for the picture")
 
 
-def _title(summary: dict[str, Any]) -> str:
-    size = f"{summary['parameters']:,} parameters"
-    return f"GPT {summary['preset']}, {size}, optimizer states on {summary['tier']}"
+def _name(option: str) -> str:
+    """As the command line has it."""
+    return option.replace("_", "-")
 
 
-def _show(console: Console, summary: dict[str, Any], prompt: str) -> None:
-    """Tables, sample and picture, for people."""
-    from rich.markup import escape
-
-    console.print(_table(summary))
-    console.print("\n[bold]After[/bold] (from the held-out text)")
-    console.print(escape(_printable(prompt)), highlight=False)
-    console.print("[bold]the model writes[/bold]")
-    console.print(escape(_printable(summary["sample"])), highlight=False)
-    console.print(f"\nLoss curve: {summary['picture']}", highlight=False, soft_wrap=True)
-    if summary["timeline"]:
-        console.print("Timeline: {} (open it in ui.perfetto.dev), {}".format(*summary["timeline"]), soft_wrap=True)
-    for file in summary["files"]:
-        fate = "committed: see offload inspect" if summary["committed"] else "not committed: it cannot be resumed from"
-        console.print(f"Kept: {file} ({fate})", soft_wrap=True)
-
-
-def _table(summary: dict[str, Any]) -> Table:
-    from rich.table import Table
-
-    def size(key: str) -> str:
-        return format_bytes(summary[key])
-
-    table = Table(title=_title(summary), show_header=False, title_justify="left")
-    table.add_column(style="bold")
-    table.add_column()
-    steps = summary["steps"]
-    rows = {
-        "training loss": f"{summary['loss_first']:.3f} → {summary['loss_last']:.3f} nats a byte",
-        "validation loss": f"{summary['val_loss_first']:.3f} → {summary['val_loss_last']:.3f} nats a byte",
-        "speed": f"{summary['tokens_per_s']:,.0f} tokens/s",
-        "forward": f"{summary['forward_s']:.2f} s",
-        "backward": f"{summary['backward_s']:.2f} s",
-        "step": f"{summary['step_s']:.2f} s",
-        "waiting": f"{summary['wait_nvme_s']:.2f} s",
-        "NVMe": f"{size('nvme_read_bytes')} read, {size('nvme_written_bytes')} written",
-    }
-    each = summary["parameters"] * max(steps - summary["steps_before"], 1)
-    moved = summary["nvme_read_bytes"] + summary["nvme_written_bytes"]
-    rows["a parameter and step"] = f"{moved / each:.2f} bytes, in {summary['chunks']} chunks"
-    rows["peak CPU memory"] = f"{size('peak_cpu_bytes')} of a budget of {size('cpu_budget_bytes')}"
-    rows["peak of the process"] = size("peak_rss_bytes")
-    rows["Adam kernel"] = f"{summary['kernel']}, {summary['threads']} threads"
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table
-
-
-def _printable(text: str) -> str:
-    """Text without control characters: what a model writes must not steer the terminal."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "·" for char in text)
+def _number(value: str) -> int | str:
+    """A bare number is bytes, negative ones too, so that the error says what is wrong with them."""
+    return int(value) if value.lstrip("-").isdecimal() else value

@@ -23,18 +23,14 @@ OPTIONS = {
     },
     "plan": {
         "--preset", "--layers", "--width", "--accumulation", "--tier", "--cpu-memory", "--chunk", "--split-master",
-        "--json", "--param-tier", "--grad-tier", "--tables", "--ranks", "--stage", "--device-memory", "--commit-every",
+        "--json", "--param-tier", "--grad-tier", "--ranks", "--stage", "--device-memory", "--commit-every",
     },
     "doctor": {"--path", "--json"},
     "inspect": {"paths", "--json"},
     "verify": {"paths", "--threads", "--json"},
     "export": {"paths", "--kind", "--fp32", "--json"},
     "remove": {"paths", "--yes", "--json"},
-    "bench io": {"paths", "--size", "--rounds", "--quick", "--tbw", "--json", "--out"},
-    "bench adam": {"--n", "--threads", "--rounds", "--json", "--out"},
-    "bench step": {"--n", "--rounds", "--path", "--budgets", "--split-master", "--commit-every",
-        "--param-tier", "--grad-tier", "--tokens", "--json", "--out",
-    },
+    "bench io": {"paths", "--size", "--rounds", "--quick", "--json"},
 }  # fmt: skip
 
 

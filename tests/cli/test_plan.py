@@ -223,14 +223,6 @@ def test_people_get_tiers_peak_wear_and_budgets(monkeypatch: pytest.MonkeyPatch)
     assert "All 5 chunks stay in RAM" in run("--tier", "cpu").stdout
 
 
-def test_tables_are_those_of_the_paper() -> None:
-    """The numbers are compared in tests/planner/test_tables.py."""
-    shown = run("--tables").stdout
-    for words in ("Memory a rank", "31.4 / 16.6 / 1.88", "Largest model", "121.6B"):
-        assert words in shown
-    assert run_json("--tables")["memory"][1]["models"]["7.5B"]["stage_3"] == 30 * 10**9
-
-
 def test_what_does_not_fit_is_refused_as_by_a_run_and_what_would_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     result = run("--cpu-memory", "1MiB")
     assert result.exit_code == 2

@@ -1,15 +1,17 @@
 from pathlib import Path
 
 import pytest
+from matplotlib import figure
 from matplotlib.figure import Figure
 
 from offload.cli import plots
 from offload.cli.plots import loss_curve
+from offload.errors import ConfigError
 
 
 def test_loss_curve_names_its_axes_units_and_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Figure] = []
-    monkeypatch.setattr(plots, "Figure", lambda **options: drawn.append(Figure(**options)) or drawn[-1])
+    monkeypatch.setattr(figure, "Figure", lambda **options: drawn.append(Figure(**options)) or drawn[-1])
     loss_curve(tmp_path / "a.png", "GPT tiny on nvme", [5.5, 4.0, 3.0], [(0, 5.6), (3, 3.2)])
     (axes,) = drawn[0].axes
     assert axes.get_title() == "GPT tiny on nvme"
@@ -25,3 +27,9 @@ def test_loss_curve_names_its_axes_units_and_run(tmp_path: Path, monkeypatch: py
 def test_run_of_one_step_can_be_drawn(tmp_path: Path) -> None:
     loss_curve(tmp_path / "a.png", "one", [5.5], [(0, 5.6), (1, 5.0)])
     assert (tmp_path / "a.png").exists()
+
+
+def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plots, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'offload\[plots\]'"):
+        loss_curve(tmp_path / "a.png", "one", [5.5], [(0, 5.6), (1, 5.0)])

@@ -3,9 +3,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib import figure
 from matplotlib.figure import Figure
 
-from offload.cli import timeline_plot
 from offload.cli.timeline_plot import COLOURS, read_lanes, timeline_picture
 from offload.profiling import ADAM, PHASES, WAITS, Timeline
 
@@ -25,7 +25,7 @@ def recorded(file: Path) -> Path:
 
 def test_lanes_are_rows_with_names_units_and_a_legend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Figure] = []
-    monkeypatch.setattr(timeline_plot, "Figure", lambda **options: drawn.append(Figure(**options)) or drawn[-1])
+    monkeypatch.setattr(figure, "Figure", lambda **options: drawn.append(Figure(**options)) or drawn[-1])
     timeline_picture(recorded(tmp_path / "t.json"), tmp_path / "t.png", "GPT tiny")
     (axes,) = drawn[0].axes
     assert [label.get_text() for label in axes.get_yticklabels()] == [PHASES, ADAM, WAITS, "drive 0: reads"]

@@ -24,7 +24,7 @@ OPTIONS = "train --preset 1m --batch 1 --seq 16 --path run --commit-every 1 --sa
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "one").mkdir()
     monkeypatch.chdir(tmp_path / "one")
-    monkeypatch.setattr("offload.cli.plots.loss_curve", lambda *args: None)
+    monkeypatch.setattr("offload.cli.loop.loss_curve", lambda *args: None)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield tmp_path

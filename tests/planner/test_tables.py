@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import json
-
 import pytest
 
-from offload.cli.plan_tables import largest_table, memory_table, tables_json
 from offload.dist.partition import STATE_KINDS, sharded_at
-from offload.planner.tables import (
+from tests.planner.tables import (
     GB,
     format_gb,
     format_parameters,
@@ -77,21 +73,3 @@ def test_the_largest_model_fits_and_one_parameter_more_does_not(stage: int) -> N
 )
 def test_gigabytes_are_written_as_in_the_paper(size: float, text: str) -> None:
     assert format_gb(int(size * GB)) == text
-
-
-def test_tables_for_people_and_for_machines() -> None:
-    from rich.console import Console
-
-    out = io.StringIO()
-    console = Console(file=out, width=120)
-    console.print(memory_table(), largest_table())
-    shown = out.getvalue()
-    for line in cells(MEMORY) + cells(LARGEST):
-        assert all(cell in shown for cell in line)
-    values = json.loads(json.dumps(tables_json()))
-    assert values["memory"][3]["models"]["1T"] == {
-        "stage_1": 4_187_500_000_000,
-        "stage_2": 2_218_750_000_000,
-        "stage_3": 250_000_000_000,
-    }
-    assert values["largest"][0]["parameters"]["stage_0"] == 2_000_000_000

@@ -1,0 +1,137 @@
+"""What bounds a step, each measured alone: the disk for the bytes that it moves, and the Adam kernel."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from offload.devices.copies import HostCopier
+from offload.io.engine import IOFuture
+from offload.io.select import open_engine
+from offload.native import AdamScalars, load
+from offload.sizes import PAGE_BYTES, round_up
+from offload.storage.arena import Arena
+
+EACH_WAY = (2, 4, 8)
+"""Buffers for reading, and as many for writing, that `Disk.search` tries. Not fewer than a step has: memory that fits a
+CPU's cache makes the same drive look faster."""
+LR, BETAS, EPS, WEIGHT_DECAY, STEP = 1e-4, (0.9, 0.999), 1e-8, 0.01, 100
+SCALARS = AdamScalars.at(step=STEP, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, decoupled=True)
+
+
+class Disk:
+    """The library's engine reading a file and writing it at once, with nothing computed.
+
+    Reads and writes do not wait for each other, so that, unlike in a step, both have work from the first byte to the
+    last. Args: folder: on the disk; count, length: of the transfers each way; bytes.
+    """
+
+    def __init__(self, folder: Path, count: int, length: int) -> None:
+        self.count, self.length = count, round_up(length, PAGE_BYTES)
+        self._each_way = EACH_WAY[-1]
+        self._arena = Arena(2 * max(EACH_WAY) * self.length, HostCopier())
+        # A drive that compresses would be faster with equal bytes.
+        torch.frombuffer(self._arena.memory, dtype=torch.int64).random_()
+        view = self._arena.memory
+        self._buffers = [view[at : at + self.length] for at in range(0, len(view), self.length)]
+        self._engine = open_engine("auto", [folder])
+        self._file = self._engine.open(str(folder / "limit"))
+        os.posix_fallocate(self._file.fd, 0, count * self.length)
+        self._engine.register(view)
+        # The first write into reserved space is slower than any later one, and a read of it does not reach the drive.
+        for future in [self._engine.write(self._file, i * self.length, self._buffers[0]) for i in range(count)]:
+            future.result()
+
+    @property
+    def setup(self) -> str:
+        return f"{self._engine.name}, disk alone with {2 * self._each_way} buffers"
+
+    def search(self, rounds: int = 2) -> None:
+        """Finds the number of buffers with which the disk is fastest, in rounds that do not count."""
+        seconds = dict.fromkeys(EACH_WAY, 0.0)
+        for _ in range(rounds):
+            for self._each_way in EACH_WAY:
+                seconds[self._each_way] += self.run()
+        self._each_way = min(seconds, key=lambda each_way: seconds[each_way])
+
+    def run(self, count: int | None = None, ways: Sequence[str] = ("read", "write")) -> float:
+        """Seconds that `count` transfers each way take (None: all), or those of one way."""
+        count = self.count if count is None else count
+        half = count // 2
+        starts = {"read": 0, "write": half}
+        todo = {way: deque((starts[way] + i) % count for i in range(count)) for way in ways}
+        moves = {"read": self._engine.read, "write": self._engine.write}
+        each = self._each_way
+        free = {"read": self._buffers[:each], "write": self._buffers[each : 2 * each]}
+        under_way: dict[IOFuture, tuple[str, memoryview]] = {}
+        start = time.perf_counter()
+        while under_way or any(todo.values()):
+            for way, places in todo.items():
+                while free[way] and places:
+                    buffer = free[way].pop()
+                    under_way[moves[way](self._file, places.popleft() * self.length, buffer)] = (way, buffer)
+            for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+                way, buffer = under_way.pop(future)
+                future.result()
+                free[way].append(buffer)
+        return time.perf_counter() - start
+
+    def seconds_for(self, nbytes: float, seconds: float, count: int | None = None) -> float:
+        """What `nbytes`, half of them each way, take at the speed of a `run` of `count` that took `seconds`."""
+        return seconds * nbytes / (2 * (count or self.count) * self.length)
+
+    def close(self) -> None:
+        self._engine.close()
+        self._buffers.clear()
+        self._arena.close()
+
+
+class States:
+    """What Adam updates: n parameters in memory like the library's own, on huge pages where the system grants them.
+
+    Attributes: master, exp_avg, exp_avg_sq: (n,) fp32; grad, out: (n,) bf16.
+    """
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.master, self.exp_avg, self.exp_avg_sq = (allocate(n, torch.float32) for _ in range(3))
+        self.grad, self.out = (allocate(n, torch.bfloat16) for _ in range(2))
+        self.grad.normal_(std=1e-2)
+        self.reset()
+
+    def reset(self) -> None:
+        """Ordinary values: denormals are slow on some CPUs."""
+        self.master.fill_(0.5)
+        self.exp_avg.fill_(1e-3)
+        self.exp_avg_sq.fill_(1e-4)
+
+
+def allocate(n: int, dtype: torch.dtype) -> Tensor:
+    return Arena(n * dtype.itemsize, HostCopier()).carve(n * dtype.itemsize).view(dtype)
+
+
+class Adam:
+    """The kernel alone, on states in RAM, `chunk` elements a call."""
+
+    def __init__(self, n: int, chunk: int) -> None:
+        self._states, self._chunk, self._kernels = States(n), chunk, load()
+        self.setup = f"{self._kernels.threads} threads, kernel {self._kernels.variant}"
+
+    def run(self) -> float:
+        """Seconds."""
+        states, start = self._states, time.perf_counter()
+        for at in range(0, states.n, self._chunk):
+            part = slice(at, at + self._chunk)
+            moments = (states.exp_avg[part], states.exp_avg_sq[part])
+            self._kernels.adam(states.master[part], *moments, states.grad[part], states.out[part], SCALARS)
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        self._kernels.close()

@@ -1,0 +1,393 @@
+"""How fast a drive is: contestants move the same bytes of the same file, in turns.
+
+They read or write `nbytes` from the file's start on, or, mixed, read the first half while they write the second. Each
+uses a buffer of MEMORY_BYTES on huge pages, over and over: one that fits the CPU's cache makes the drive look faster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import math
+import os
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from offload.cli import machine
+from offload.cli.progress import progress
+from offload.devices.copies import HostCopier
+from offload.errors import BudgetError, ConfigError, PathError
+from offload.io import io_uring
+from offload.io.engine import IOFuture, open_file
+from offload.io.select import ENGINES, Settings, remember
+from offload.sizes import GIB, KIB, MIB, format_bytes, parse_bytes
+from offload.storage.arena import Arena
+
+OPERATIONS = ("read", "write", "mixed")
+MEMORY_BYTES = 64 * MIB
+TRANSFERS = 4
+"""Under way at once in our engines, each a share of the buffer: as a step of the optimizer moves its chunks."""
+AS_GOOD = 0.97
+"""Of the best speed: among settings within this, the one with the least CPU time is recommended."""
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""For a reference's process, so that its buffers are on huge pages as ours are: without, it is only half as fast."""
+SMALLEST_BYTES = 16 * MIB
+QUICK_BYTES = 128 * MIB
+SWEEP_BYTES = 256 * MIB
+"""What one measurement of the sweep moves at most."""
+SWEEP_ROUNDS = 3
+WISHED_S = 0.5
+"""Of one measurement: on a slow drive it moves less than the file has."""
+BYTES_A_PARAMETER = 24
+"""Through the drive in a step: 12 read, 12 written."""
+HEADINGS = ("", "settings", "read", "write", "mixed", "CPU s/GiB", "x read", "x write", "x mixed")
+
+Peers = Callable[[Path, memoryview], "list[Contestant]"]
+"""More references than those of this package, for bench/io.py. Args: the file that is measured, memory."""
+
+
+class LeftOutError(Exception):
+    """Why a contestant cannot run here."""
+
+
+@dataclass(frozen=True, eq=False)
+class Contestant(ABC):
+    """Something that moves bytes of `file` with `depth` requests of `request_bytes` under way."""
+
+    name: str
+    file: Path
+    memory: memoryview
+    request_bytes: int
+    depth: int
+
+    @abstractmethod
+    def run(self, operation: str, nbytes: int) -> float:
+        """Moves `nbytes`; returns the seconds it took. Raises: LeftOutError, OSError."""
+
+    @property
+    def settings(self) -> str:
+        size = self.request_bytes
+        return f"{size // MIB}M x {self.depth}" if size % MIB == 0 else f"{size // KIB}K x {self.depth}"
+
+
+@dataclass
+class Speeds:
+    """What a contestant reached. Attributes: seconds: of each round, by operation; cpu_s: that this process used for a
+    GiB, of each round."""
+
+    contestant: Contestant
+    nbytes: int
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in OPERATIONS})
+    cpu_s: list[float] = field(default_factory=list)
+
+    def speed(self, operation: str) -> float:
+        """GB/s."""
+        return self.nbytes / statistics.median(self.seconds[operation]) / 1e9
+
+    @property
+    def score(self) -> float:
+        """GB/s, the geometric mean over the operations."""
+        return math.prod(map(self.speed, OPERATIONS)) ** (1 / len(OPERATIONS))
+
+    @property
+    def cpu_s_per_gib(self) -> float:
+        return statistics.median(self.cpu_s)
+
+    def by(self, other: Speeds, operation: str) -> float:
+        """This speed by the other's: the median of the rounds' ratios."""
+        rounds = zip(other.seconds[operation], self.seconds[operation], strict=True)
+        return statistics.median(theirs / ours for theirs, ours in rounds)
+
+    def as_json(self) -> dict[str, Any]:
+        one = self.contestant
+        settings = {"name": one.name, "request_bytes": one.request_bytes, "depth": one.depth}
+        return settings | {f"{operation}_gb_per_s": self.speed(operation) for operation in OPERATIONS}
+
+
+@dataclass(frozen=True, eq=False)
+class Ours(Contestant):
+    """The engine `name` of this library."""
+
+    def run(self, operation: str, nbytes: int) -> float:
+        share = len(self.memory) // TRANSFERS
+        engine = ENGINES[self.name](self.request_bytes, self.depth)
+        try:
+            engine.register(self.memory)
+            file = engine.open(str(self.file))
+            if not file.direct:
+                _drop_cached(file.fd)
+            under_way: deque[IOFuture] = deque()
+            start = time.perf_counter()
+            for index, (direction, offset, length) in enumerate(parts(operation, nbytes, share)):
+                if len(under_way) == TRANSFERS:
+                    under_way.popleft().result()
+                at = index % TRANSFERS * share
+                move = engine.read if direction == "read" else engine.write
+                under_way.append(move(file, offset, self.memory[at : at + length]))
+            for future in under_way:
+                future.result()
+            if not file.direct and operation != "read":
+                engine.sync(file).result()
+            return time.perf_counter() - start
+        finally:
+            engine.close()
+
+
+@dataclass(frozen=True, eq=False)
+class Pool(Contestant):
+    """preadv and pwritev on `depth` threads: what one would write in ten lines."""
+
+    def run(self, operation: str, nbytes: int) -> float:
+        todo = list(parts(operation, nbytes, self.request_bytes))
+        places = range(0, len(self.memory), self.request_bytes)
+        buffers = [self.memory[at : at + self.request_bytes] for at in places]
+        file = open_file(str(self.file))
+
+        def move(number: int) -> None:
+            direction, offset, length = todo[number]
+            call = os.preadv if direction == "read" else os.pwritev
+            if call(file.fd, [buffers[number % len(buffers)][:length]], offset) != length:
+                raise LeftOutError("a transfer came up short")
+
+        try:
+            if not file.direct:
+                _drop_cached(file.fd)
+            with ThreadPoolExecutor(self.depth) as pool:
+                list(pool.map(time.sleep, [0.001] * self.depth))  # the threads exist
+                start = time.perf_counter()
+                list(pool.map(move, range(len(todo))))
+                if not file.direct and operation != "read":
+                    os.fdatasync(file.fd)
+                return time.perf_counter() - start
+        finally:
+            file.close()
+
+
+def parts(operation: str, nbytes: int, length: int) -> Iterator[tuple[str, int, int]]:
+    """What has to be moved, `length` bytes at a time: read or write, offset, length."""
+    half = nbytes // 2 if operation == "mixed" else nbytes
+    for start in range(0, half, length):
+        size = min(length, half - start)
+        yield ("write" if operation == "write" else "read", start, size)
+        if operation == "mixed":
+            yield ("write", half + start, size)
+
+
+def _drop_cached(fd: int) -> None:
+    """Takes the file out of the page cache, for those who go through it."""
+    os.fdatasync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def field_of(file: Path, memory: memoryview, *, quick: bool) -> list[Contestant]:
+    """Our engines and the pool, each with the settings to try."""
+    names = ["uring", "threads"] if io_uring.is_available()[0] else ["threads"]
+    sizes, depths = ((MIB, 4 * MIB), (2, 8)) if quick else ((512 * KIB, MIB, 2 * MIB, 4 * MIB, 8 * MIB), (1, 4, 8, 16))
+    pairs = [(size, depth) for size in sizes for depth in depths if size * depth <= len(memory)]
+    few = [(size, 8) for size in (MIB, 4 * MIB)]
+    ours: list[Contestant] = [Ours(name, file, memory, *pair) for name in names for pair in pairs]
+    ours += [Ours("portable", file, memory, *pair) for pair in few]
+    return ours + [Pool("preadv pool", file, memory, *pair) for pair in few]
+
+
+def measure(
+    contestants: Sequence[Contestant], nbytes: int, rounds: int, tell: Callable[[str], None]
+) -> tuple[list[Speeds], list[str]]:
+    """Runs all in every round, in another order each time: a drive's bandwidth drifts by up to 2x over minutes.
+
+    Returns: the speeds of those that could run, in their order, and why the others could not.
+    """
+    shuffle, left_out = random.Random(0), []
+    found = {one: Speeds(one, nbytes) for one in contestants}
+    for number in range(rounds):
+        order = list(found)
+        shuffle.shuffle(order)
+        for one in order:
+            tell(f"round {number + 1}/{rounds}: {one.name} {one.settings}")
+            cpu_s = time.process_time()
+            try:
+                for operation in OPERATIONS:
+                    found[one].seconds[operation].append(one.run(operation, nbytes))
+            except (OSError, LeftOutError) as error:
+                del found[one]
+                left_out.append(f"{one.name} {one.settings}: {error}")
+            else:
+                found[one].cpu_s.append((time.process_time() - cpu_s) / (len(OPERATIONS) * nbytes) * GIB)
+    return list(found.values()), left_out
+
+
+def recommended(found: Sequence[Speeds]) -> Contestant:
+    """Of our engines the fastest, or one as good that costs less CPU time; the fewest bytes under way if that is equal.
+
+    Raises: ConfigError if none could run.
+    """
+    ours = [one for one in found if isinstance(one.contestant, Ours)]
+    if not ours:
+        raise ConfigError("no engine works here")
+    best = max(one.score for one in ours)
+    good = {one.contestant: one.cpu_s_per_gib for one in ours if one.score >= AS_GOOD * best}
+    return min(good, key=lambda one: (round(good[one], 3), one.request_bytes * one.depth))
+
+
+@dataclass(frozen=True)
+class Result:
+    """One path: the sweep of all settings, and then the race of the best of each, `chosen` first.
+
+    Attributes: nbytes: moved in one measurement of the race; left_out: who could not run, and why.
+    """
+
+    path: Path
+    file_system: str
+    nbytes: int
+    sweep: list[Speeds]
+    race: list[Speeds]
+    left_out: list[str]
+
+    @property
+    def chosen(self) -> Speeds:
+        return self.race[0]
+
+    @property
+    def title(self) -> str:
+        return f"{self.file_system}, {format_bytes(self.nbytes)} at a time: GB/s; x: the chosen engine's by this one's"
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "path": str(self.path.resolve()),
+            "fs": self.file_system,
+            "bytes": self.nbytes,
+            "chosen": self.chosen.as_json() | {"cpu_s_per_gib": self.chosen.cpu_s_per_gib},
+            "race": [self.ratios(one) | one.as_json() for one in self.race],
+            "sweep": [one.as_json() for one in self.sweep],
+            "left_out": self.left_out,
+        }
+
+    def ratios(self, other: Speeds) -> dict[str, float]:
+        """Of the chosen engine's speed to another's in the same rounds."""
+        return {f"{operation}_chosen_by_it": self.chosen.by(other, operation) for operation in other.seconds}
+
+    def rows(self) -> Iterator[list[str]]:
+        """A line for each in the race."""
+        for one in self.race:
+            speeds = (f"{one.speed(operation):.2f}" for operation in one.seconds)
+            ratios = (f"{ratio:.3f}" for ratio in self.ratios(one).values())
+            yield [one.contestant.name, one.contestant.settings, *speeds, f"{one.cpu_s_per_gib:.3f}", *ratios]
+
+    def remarks(self) -> Iterator[str]:
+        seconds = BYTES_A_PARAMETER / self.chosen.speed("mixed")
+        yield f"Training: {seconds:.0f} s a step for a billion parameters, {BYTES_A_PARAMETER} bytes each."
+        yield from (f"left out: {reason}" for reason in self.left_out)
+
+
+def measure_all(
+    paths: Sequence[Path], size: str | None, rounds: int, *, quick: bool, console: Console, peers: Peers | None = None
+) -> list[Result]:
+    """Every path, after all of them were checked.
+
+    Raises: PathError for what is no writable directory; ConfigError for a size too small to measure; BudgetError for
+    one that does not fit: before anything is written. TierIOError.
+    """
+    wanted = None if size is None else parse_bytes(size, "--size")
+    sizes = [checked_size(path, wanted, QUICK_BYTES if quick else GIB) for path in paths]
+    return [
+        measure_path(path, nbytes, rounds, quick=quick, console=console, peers=peers)
+        for path, nbytes in zip(paths, sizes, strict=True)
+    ]
+
+
+def checked_size(path: Path, size: int | None, default: int) -> int:
+    """Bytes of the file to measure in `path`. Writes nothing. Raises: as `measure_all` does."""
+    if not path.is_dir():
+        raise PathError(errno.ENOTDIR, "cannot measure here: give a directory on the drive", str(path))
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise PathError(errno.EACCES, "cannot measure here: you may not write to this directory", str(path))
+    free = shutil.disk_usage(path).free
+    if size is None:
+        size = min(default, max(free // 4, SMALLEST_BYTES))
+    if size < SMALLEST_BYTES:
+        least = format_bytes(SMALLEST_BYTES)
+        raise ConfigError(f"--size={format_bytes(size)} is too small to measure: give at least {least}")
+    if size > free:
+        raise BudgetError(
+            f"{path}: measuring needs {format_bytes(size)}, {format_bytes(free)} are free: lower --size, or make room",
+            needed=size,
+            available=free,
+            option="--size",
+        )
+    return size // SMALLEST_BYTES * SMALLEST_BYTES
+
+
+def measure_path(path: Path, size: int, rounds: int, *, quick: bool, console: Console, peers: Peers | None) -> Result:
+    """One path, in a file of `size` bytes. Raises: PathError, TierIOError; ConfigError where no engine works."""
+    with contextlib.closing(Arena(MEMORY_BYTES, HostCopier())) as arena, _file_in(path) as file:
+        memory = arena.memory
+        memory[:] = os.urandom(len(memory))  # a drive that compresses would be faster with equal bytes
+        nbytes = _lay_out(file, size, memory)
+        field = field_of(file, memory, quick=quick) + (peers(file, memory) if peers else [])
+        names = {one.name for one in field}
+        with progress(console, f"{path}:", SWEEP_ROUNDS * len(field) + rounds * len(names)) as told:
+            count = itertools.count(1)
+
+            def tell(what: str) -> None:
+                told(next(count), what)
+
+            sweep, left_out = measure(field, min(nbytes, SWEEP_BYTES), SWEEP_ROUNDS, tell)
+            chosen = recommended(sweep)
+            best = {one.contestant.name: one.contestant for one in sorted(sweep, key=lambda one: one.score)}
+            del best[chosen.name]
+            race, more = measure([chosen, *best.values()], nbytes, rounds, tell)
+    return Result(path, machine.file_system(path) or "unknown", nbytes, sweep, race, left_out + more)
+
+
+@contextlib.contextmanager
+def _file_in(path: Path) -> Iterator[Path]:
+    """A file to be, in a new folder in `path` that is removed at the end. Raises: PathError."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=".offload-bench-io-", dir=path) as folder:
+            yield Path(folder) / "file"
+    except OSError as error:
+        if isinstance(error, PathError) or error.errno is None:
+            raise
+        raise PathError(error.errno, f"measuring ended early: {error.strerror}", str(path)) from error
+
+
+def _lay_out(file: Path, size: int, memory: memoryview) -> int:
+    """Writes what will be measured: the first write into reserved space is slower than any later one, and a read of it
+    does not reach the drive. Returns the bytes of one measurement: all, or on a slow drive those of WISHED_S.
+
+    Raises: OSError.
+    """
+    opened = open_file(str(file))
+    try:
+        os.posix_fallocate(opened.fd, 0, size)
+        start, done = time.perf_counter(), 0
+        while done < size and time.perf_counter() - start < 4 * WISHED_S:
+            done += os.pwrite(opened.fd, memory[: min(len(memory), size - done)], done)
+        os.fdatasync(opened.fd)
+        wished = int(WISHED_S * done / (time.perf_counter() - start))
+        return min(done, max(wished // SMALLEST_BYTES, 1) * SMALLEST_BYTES)
+    finally:
+        opened.close()
+
+
+def remember_settings(result: Result) -> str:
+    """For `io_engine="auto"`, and for the shares of several paths. Returns: what was done, for people."""
+    best, bandwidth = result.chosen.contestant, result.chosen.speed("mixed") * 1e9
+    try:
+        place = remember(result.path, Settings(best.name, best.request_bytes, best.depth, bandwidth))
+    except OSError as error:
+        return f'cannot write down the settings for io_engine="auto": {error}'
+    return f'io_engine="auto" will use {best.name} {best.settings} on the file system of {result.path} ({place})'

@@ -1,0 +1,230 @@
+"""The scripts of bench/ at a tiny size: they measure what they say, print and save it, and leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import adam, guards, hiding, peers, report, step
+from bench.contest import ContestError, Entry, parameters, started
+from bench.limits import Disk
+from offload.models.gpt import GPT, GPTConfig
+from offload.sizes import GIB, KIB
+from tests.support.processes import ROOT
+
+TINY = GPTConfig(layers=2, width=64, heads=2, context=32)
+PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
+NVME = Entry(peers.OURS, "offload", {"tier": "nvme", "chunk": 64 * KIB, "buffers": 1})
+
+
+@pytest.fixture(autouse=True)
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where --save writes instead of bench/results."""
+    folder = tmp_path / "results"
+    folder.mkdir()
+    monkeypatch.setattr(report, "RESULTS", folder)
+    monkeypatch.setattr(sys, "argv", ["bench/it.py", "--save", "--path", "/some/where"])
+    return folder
+
+
+def is_picture(file: Path) -> bool:
+    return file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_report_is_a_page_with_machine_command_tables_and_remarks(results: Path) -> None:
+    table = report.Table(("what", "seconds"), [("it", "1.0")], "Times")
+    one = report.Report("it", "It", "What it is.", [table], {}, ["a remark"], "a disk", {"it.png": Path.touch})
+    one.publish(save=True)
+    text = (results / "it.md").read_text()
+    assert text.startswith("# It\n\n")
+    assert "; a disk.\n\n`python bench/it.py --save --path DIR`\n\nWhat it is.\n\n## Times\n" in text
+    assert text.endswith("| it | 1.0 |\n\n- a remark\n\n![it.png](it.png)\n")
+    assert (results / "it.png").exists()
+
+
+def test_ratio_is_the_median_of_the_rounds_own() -> None:
+    assert report.ratio([2.0, 2.0, 9.0], [1.0, 2.0, 1.0]) == 2.0
+    assert report.judged("x", 1.2, 1.0) == "x: 1.200, wanted at most 1: NOT met"
+    assert report.judged("x", 1.2, 1.0, is_least=True) == "x: 1.200, wanted at least 1: met"
+
+
+def test_adam_compares_every_kernel_and_names_who_cannot_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], results: Path
+) -> None:
+    def no_compiler(*arguments: Any) -> None:
+        raise RuntimeError("no C++ compiler\nand a long story")
+
+    monkeypatch.setattr(adam, "torch_compile", no_compiler)
+    monkeypatch.setattr(adam, "SAMPLE", 2000)
+    adam.main(n="1000", threads="1", rounds=2, as_json=True, save=True)
+    rows = json.loads(capsys.readouterr().out)["results"]
+    for job in adam.JOBS:
+        names = {row["contestant"] for row in rows if row["job"] == job}
+        assert names >= {f"offload {variant}" for variant in adam.native.available_variants()} | {"torch fused"}
+    assert all(row["gb_per_s"] == pytest.approx(28 / row["ns_per_param"]) for row in rows)
+    assert "- left out: torch.compile: RuntimeError: no C++ compiler\n" in (results / "adam.md").read_text()
+    assert is_picture(results / "adam.png")
+
+
+def test_step_moves_the_bytes_of_its_budget_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], results: Path
+) -> None:
+    step.main(n="1.5e6", rounds=1, path=tmp_path, budgets="0,1", split_master=False, as_json=True, save=True)
+    streamed, resident = json.loads(capsys.readouterr().out)["runs"]
+    assert streamed["bytes_per_param"] == pytest.approx(24, rel=0.02)
+    assert resident["bytes_per_param"] == 0
+    assert streamed["x_limit"] == pytest.approx(
+        streamed["step_s"] / max(streamed["rounds"][part][0] for part in ("disk alone", "Adam alone"))
+    )
+    assert is_picture(results / "step.png")
+    assert list(tmp_path.iterdir()) == [results]
+
+
+def test_step_with_commits_is_compared_with_the_same_without(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step.main(n="1.5e6", rounds=1, path=tmp_path, budgets="1", split_master=False, commit_every=2, out=tmp_path / "out")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "flushed a parameter" in shown
+    assert "x limit, 100% in RAM" in shown
+    assert is_picture(tmp_path / "out" / "commits.png")
+
+
+def test_disk_alone_reads_and_writes_or_does_one_of_both(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, 4, 5000)
+    try:
+        assert disk.length == 8192
+        assert disk.run() > 0
+        assert disk.run(2, ways=("write",)) > 0
+        assert disk.seconds_for(8 * 8192, 3.0) == 3.0
+    finally:
+        disk.close()
+
+
+def test_guards_are_measured_for_both_placements(capsys: pytest.CaptureFixture[str]) -> None:
+    guards.main(params="20", rounds=1, as_json=True)
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {(row["placement"], row["what"]) for row in rows} == {
+        (placement, what) for placement in guards.PLACEMENTS for what in ("a unit's forward", *guards.USES)
+    }
+
+
+def test_contestant_trains_and_its_io_is_counted(tmp_path: Path) -> None:
+    with started([NVME], TINY, (2, 16), tmp_path / "results") as ((ours,), left_out):
+        phases = ours.run(2, 2, 16, phases=True, fresh_peak=True)
+        whole = ours.run(2, 2, 16, timeline=str(tmp_path / "t.json"))
+    assert left_out == []
+    moved = phases.stats["nvme_written_bytes"]
+    assert moved == phases.stats["nvme_read_bytes"] > 2 * 11 * parameters(TINY)
+    assert 0 < phases.compute_s + sum(phases.optimizer_s) / 2 <= phases.step_s
+    # A block begins where the step before it returns: one step more is trained.
+    assert (whole.steps, whole.trained, len(whole.losses)) == (2, 3, 3)
+    assert whole.step_s == whole.seconds / 2
+    assert 0 < whole.forward_bytes <= whole.stats["nvme_written_bytes"] + whole.stats["nvme_read_bytes"]
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+
+
+def test_heats_fit_the_memory_and_all_have_ours() -> None:
+    found = list(peers.entries(peers.JOBS["46m"], "python"))
+    assert [len(heat) for heat in peers.heats(found, 10**6, 1000 * GIB)] == [len(found)]
+    parted = peers.heats(found, 10**6, 0)
+    assert [heat[0].name for heat in parted] == [peers.OURS] * (len(found) - 1)
+    assert [heat[1] for heat in parted] == found[1:]
+
+
+@pytest.mark.parametrize("name", list(peers.JOBS))
+def test_peers_buffers_hold_every_parameter(name: str) -> None:
+    job = peers.JOBS[name]
+    ours, *theirs = peers.entries_with_params(job, "python")
+    assert (ours.options["param_tier"], ours.options["grad_tier"]) == ("nvme", "nvme")
+    for entry in theirs:
+        place = entry.options["zero"]["offload_param"]
+        assert place["buffer_size"] == max(param.numel() for param in GPT(job.model, device="meta").parameters())
+
+
+def test_targets_are_judged_against_the_best_peer() -> None:
+    ours: dict[str, Any] = {"contestant": peers.OURS, "peak_rss_bytes": 100, "losses": [3.0]}
+    theirs = [
+        {"contestant": f"DeepSpeed 3, NVMe, {n}", "step_x_ours": x, "optimizer_x_ours": 3.0, "peak_rss_bytes": rss}
+        | {"losses": [loss]}
+        for n, x, rss, loss in ((1, 1.4, 300, 3.01), (2, 1.6, 200, 3.2))
+    ]
+    other, whole, optimizer, rss = peers.Result(peers.JOBS["tiny"], 1, [ours, *theirs], "", []).remarks()
+    assert other == "DeepSpeed 3, NVMe, 2 trains otherwise: its last loss is 3.200"
+    assert "whole step" in whole
+    assert whole.endswith("1.400, wanted at least 1.5: NOT met")
+    assert optimizer.endswith("3.000, wanted at least 2: met")
+    assert rss.endswith("2.000, wanted at least 1: met")
+
+
+def test_limit_of_an_iteration_is_the_larger_of_compute_and_disk_in_each_phase() -> None:
+    def limit(disk_s: float, forward_bytes: float) -> float:
+        return hiding.Round(2.0, 4.0, 0.5, disk_s, 100.0, forward_bytes, 7.0, 7.0).limit_s
+
+    assert limit(1.0, 100.0) == 6.5
+    assert limit(3.0, 100.0) == 7.5
+    assert limit(12.0, 50.0) == 12.0
+
+
+@pytest.mark.slow
+def test_peers_without_deepspeed_save_a_table_and_losses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, results: Path
+) -> None:
+    monkeypatch.setattr(peers, "CHUNK_BYTES", 256 * KIB)
+    peers.main(models="tiny", rounds=1, path=tmp_path, save=True)
+    text = (results / "peers.md").read_text()
+    assert all(f"| {name} |" in text for name in (peers.OURS, "torch, fp32 masters in RAM", "offload, RAM"))
+    assert "no DeepSpeed" in text
+    assert is_picture(results / "peers.png")
+    assert list(tmp_path.iterdir()) == [results]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", list(hiding.TARGETS))
+def test_hiding_measures_and_saves(
+    tier: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], results: Path
+) -> None:
+    grads = "nvme" if tier == "nvme" else "cpu"
+    hiding.main("1m", "32", tier, grads, 1, 1, "1MiB", 1, tmp_path, True, tmp_path, True)
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert run["bytes_per_param"] > (24 if tier == "device" else 27)
+    assert is_picture(results / "hiding-32.png")
+
+
+@pytest.mark.slow
+def test_peer_that_cannot_run_is_left_out_with_its_words_and_one_of_ours_ends_the_contest(tmp_path: Path) -> None:
+    absent = Entry("DeepSpeed", "deepspeed", {"zero": {}, "aio": {}})
+    (tmp_path / "one").mkdir()
+    with started([absent, Entry("torch", "torch")], TINY, (1, 8), tmp_path / "one") as (contestants, left_out):
+        assert [one.name for one in contestants] == ["torch"]
+    assert "No module named 'deepspeed'" in left_out[0]
+    wrong = Entry("offload", "offload", {"tier": "tape", "chunk": 64 * KIB, "buffers": 1})
+    with pytest.raises(ContestError, match="tape"), started([wrong], TINY, (1, 8), tmp_path / "results"):
+        pass
+
+
+@pytest.mark.peers
+@pytest.mark.timeout(1200)  # DeepSpeed compiles its extensions at their first use
+@pytest.mark.skipif(not PEERS_PYTHON.exists(), reason="needs .venv-peers (make .venv-peers/installed)")
+@pytest.mark.parametrize("params", list(peers.ENTRIES))
+def test_deepspeed_trains_alike_on_all_tiers(
+    params: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "CHUNK_BYTES", 256 * KIB)
+    monkeypatch.delenv("XDG_CACHE_HOME")  # where the compiled extensions are
+    # DeepSpeed leaves parameters below a MiB in RAM, and crashes where it reads ahead in fewer layers.
+    wide = GPTConfig(layers=6, width=512, heads=8, context=64)
+    monkeypatch.setitem(peers.JOBS, "tiny", replace(peers.JOBS["tiny"], model=wide))
+    python = str(PEERS_PYTHON)
+    peers.main(models="tiny", rounds=1, path=tmp_path, deepspeed=python, params=params, as_json=True, out=tmp_path)
+    (found,) = json.loads(capsys.readouterr().out)["models"]
+    assert len(found["rows"]) == len(list(peers.ENTRIES[params](peers.JOBS["tiny"], python)))
+    for row in found["rows"]:
+        assert row["losses"][-1] == pytest.approx(found["rows"][0]["losses"][-1], abs=0.05)
+        least = 14 if params == "nvme" else 11
+        assert (row["written_bytes_per_param"] > least) == ("NVMe" in row["contestant"])
