@@ -95,9 +95,8 @@ class Case:
 
 
 def tuning_of(count: int, width: int, split_master: bool) -> Tuning:
-    return Tuning(
-        chunk=4 * width**2, prefetch_chunks=min, prefetch_units=min(PREFETCH, count // 16), split_master=split_master
-    )
+    ahead = min(PREFETCH, count // 16)
+    return Tuning(chunk=4 * width**2, prefetch_chunks=ahead, split_master=split_master)
 
 
 def cases_of(n: int, shares: Sequence[float], *, split_master: bool, commit_every: int | None) -> Iterator[Case]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import offload
@@ -93,5 +94,17 @@ def test_only_devices_touches_cuda_streams() -> None:
         str(path.relative_to(ROOT))
         for room, path in sources()
         if room != "devices" and any(word in path.read_text() for word in ("cuda.Stream", "cuda.Event", "cudart"))
+    ]
+    assert not wrong
+
+
+def test_only_torch_private_touches_what_torch_keeps_to_itself() -> None:
+    """Private modules and functions of torch; private attributes of its objects (`_version`, `_parameters`) aside."""
+    private = re.compile(r"torch\._[A-Za-z]|torch(\.\w+)*\._\w+ import|from torch[\w.]* import .*\b_[A-Za-z]")
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for room, path in sources()
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if room != "torch_private" and private.search(line)
     ]
     assert not wrong
