@@ -4,23 +4,23 @@ OffloadError
 ├── ConfigError            an option, a model or a combination that cannot work (also a ValueError)
 ├── BudgetError            it cannot fit: says needed, available, and the option that would fix it
 ├── PathError              a path that cannot hold swap files, or a timeline (also an OSError)
-│   └── PathInUseError     ... because a live run holds it
-├── ResumeError            what lies at the path cannot be continued from, or must not be overwritten
-├── CorruptionError        bytes that are not those written: names chunk, file and offset
-├── TierIOError            the disk failed: errno, file, offset, length (also an OSError)
-├── GradientMovedError     values of a gradient that a step used, or that are sharded
-├── AccumulationError      a second backward that was not declared with accumulation=N
+│   └── PathInUseError     ... because a live run holds its lock
+├── ResumeError            the run at the path cannot be resumed, or must not be overwritten
+├── CorruptionError        bytes read are not the bytes written: names chunk, file and offset
+├── TierIOError            a read or write failed: errno, file, offset, length (also an OSError)
+├── GradientMovedError     the values of a gradient are gone: a step used them, or ranks share them
+├── AccumulationError      more backward passes than accumulation=N declares
 ├── NonFiniteGradientError NaN or Inf in a gradient: names the parameter (also an ArithmeticError)
-├── StaleParameterError    a gradient from values before the last step, or a write it would undo
-├── ReleasedParameterError a streamed parameter used where it cannot be fetched: says how to use it
-├── InterruptedStepError   a step was cut off in its middle (Ctrl-C): some parameters are a step further than others
+├── StaleParameterError    a gradient of values before the last step, or a write that the step would undo
+├── ReleasedParameterError a streamed parameter was used where it cannot be fetched: says how to use it
+├── InterruptedStepError   a step was interrupted (Ctrl-C): some parameters are a step further than others
 ├── RankError              another rank is slow, stuck or dead: names the collective and the time waited
-├── OtherRankError         another rank could not do its part of what all do or none: its own error says why
+├── OtherRankError         a commit or rollback failed on another rank, whose own error says why
 ├── TorchVersionError      the installed torch lacks what this library needs of it (also an ImportError)
-├── StateError             an internal move between tiers that is not legal: a bug here, never yours
+├── StateError             an internal mistake: a bug of this library, never yours
 └── ClosedError            used after close(), or in a forked child
 
-A message says what is wrong, how to mend it, and who is the culprit, in this order.
+A message says what is wrong, what to do about it, and which parameter, option or file is the culprit.
 """
 
 from __future__ import annotations
@@ -101,12 +101,12 @@ class TierIOError(OffloadError, OSError):
 
 
 class GradientMovedError(OffloadError, RuntimeError):
-    """The values of `p.grad` are not to be had: a step has used them, or no rank has all of them."""
+    """The values of `p.grad` cannot be read: a step has used them, or no rank has all of them."""
 
 
 class AccumulationError(OffloadError, RuntimeError):
-    """More backward passes reached a parameter before `step()` than `accumulation` declares, or not all that ranks
-    average is used, or dropped, on all of them."""
+    """More backward passes reached a parameter before `step()` than `accumulation` declares; or some ranks drop
+    gradients that others use."""
 
 
 class NonFiniteGradientError(OffloadError, ArithmeticError):
@@ -121,8 +121,8 @@ class NonFiniteGradientError(OffloadError, ArithmeticError):
 
 
 class StaleParameterError(OffloadError, RuntimeError):
-    """A gradient was made from a parameter's value before the last step, or a parameter was written to, through a view
-    from before that step, while its new value was pending."""
+    """A gradient was computed from a parameter's value before the last step; or a parameter was written to through a
+    view from before that step, while its new value was pending."""
 
 
 class ReleasedParameterError(OffloadError, RuntimeError):
@@ -131,7 +131,7 @@ class ReleasedParameterError(OffloadError, RuntimeError):
 
 
 class InterruptedStepError(OffloadError, RuntimeError):
-    """A step was cut off in its middle: some parameters are a step further than others, and none of them is usable."""
+    """A step was interrupted: some parameters are a step further than others, and none of them can be used."""
 
 
 class RankError(OffloadError, RuntimeError):
@@ -147,7 +147,7 @@ class RankError(OffloadError, RuntimeError):
 
 
 class OtherRankError(OffloadError, RuntimeError):
-    """A commit, or going back to one, failed on another rank, and so on all: the last commit stays what it was."""
+    """A commit or a rollback failed on another rank, and so on all ranks. The last commit stays what it was."""
 
 
 class TorchVersionError(OffloadError, ImportError):
@@ -155,7 +155,7 @@ class TorchVersionError(OffloadError, ImportError):
 
 
 class StateError(OffloadError, RuntimeError):
-    """A chunk was asked for a move that its residency does not allow: an internal mistake."""
+    """An internal mistake, such as a move of a chunk that its residency does not allow."""
 
 
 class ClosedError(OffloadError, RuntimeError):

@@ -1,25 +1,26 @@
-"""What must change together is changed in one call that no signal can part: `@uninterrupted`.
+"""Critical sections: `@uninterrupted` defers a signal (Ctrl-C) until the call it arrives in has ended.
 
 [Note: interrupts]
-A handler written in Python runs between two instructions of the main thread, whatever that is doing, and most raise:
-KeyboardInterrupt on Ctrl-C, SystemExit on SIGTERM, a timeout on SIGALRM. A lock taken a moment before would never be
-free again; a chunk lent a moment before could never be used again.
+A signal handler written in Python runs between two instructions of the main thread, whatever that is doing. Most
+handlers raise: KeyboardInterrupt on Ctrl-C, SystemExit on SIGTERM, a timeout on SIGALRM. A lock acquired a moment
+before would never be released; a chunk leased a moment before could never be used again.
 
-So a `Handler` is installed in front of the user's. It looks at the stack: is a call of a function under way that is
-marked `uninterrupted`? Then it only notes the signal, and the outermost such call hands it to the user's handler when
-it is done. The stack cannot be wrong, as a counter could be that an exception left too high, and a call that no signal
-interrupts pays for two looks at which handlers are installed.
+So a `Handler` is installed in front of the user's. It looks at the stack for a call of a function that is marked
+`uninterrupted`. If there is one, the handler only notes the signal, and the outermost such call passes it to the
+user's handler when it ends. (A counter of such calls could stay too high after an exception; the stack is always
+right.) A call that no signal interrupts only costs two looks at which handlers are installed.
 
-- Only the main thread handles signals, so elsewhere the mark costs the same and does nothing.
-- Who waits within such a call lets interrupts in where nothing is half changed: `let_in`, `wait_until`, `result_of`.
-- `__enter__` of a context manager is marked `uninterrupted_entry`: an exception at its end would leave something
-  entered that nobody leaves. What came meanwhile is handled at the end of the next marked call.
+- Only the main thread handles signals. In other threads the mark does nothing.
+- A function that waits inside such a call handles signals where nothing is half changed: `let_in`, `wait_until`,
+  `result_of`.
+- `__enter__` of a context manager is marked `uninterrupted_entry`: an exception at its end would leave it entered for
+  ever. A signal that came meanwhile is handled at the end of the next marked call.
 - A handler that the user installs later replaces ours, until the next marked call puts another one in front of it.
-  Whoever restores what `signal.signal` returned restores ours, which hands on to what was there before.
-- Optimizers `hold()` the handlers; when the last has given them back, the users' own are installed again.
-- Exceptions that another thread throws in (PyThreadState_SetAsyncExc) cannot be put off by anything. They are rare, and
-  are met where they can do harm: locks are taken by `with` on the lock itself, which CPython enters in one
-  instruction, and a store whose books were left half written raises InterruptedStepError from then on.
+  A user who restores what `signal.signal` returned restores ours, which passes signals on to the one before it.
+- Optimizers `hold()` the handlers. When the last has given them back, the users' own are installed again.
+- Nothing can defer an exception that another thread raises here (PyThreadState_SetAsyncExc). These are rare, and are
+  dealt with where they can do harm: locks are acquired by `with` on the lock itself, which CPython does in one
+  instruction, and a store whose bookkeeping was left half done raises InterruptedStepError from then on.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 LET_IN_S = 0.1
-"""How long an interrupt may have to wait for whoever waits for something else."""
+"""The longest that a signal waits while a marked call waits for something else."""
 _INT, _TERM = int(signal.SIGINT), int(signal.SIGTERM)
 
 _came: dict[int, Handler] = {}
-"""Signals that wait for the end of a call. Only the main thread changes it."""
+"""Signals to be handled at the end of a call. Only the main thread changes it."""
 _holders = 0
 _counting = threading.Lock()
 
 
 class Handler:
-    """Installed for a signal in front of `before`, the handler that was there; see the note at the top of this file."""
+    """Installed for a signal in front of `before`, the handler that was there; see [Note: interrupts]."""
 
     __slots__ = ("before",)
 
@@ -63,11 +64,11 @@ class Handler:
 
 
 _NOT_TO_REPLACE = (Handler, int, type(None))
-"""Of handlers: ours, SIG_DFL and SIG_IGN, and what was installed from C."""
+"""Types of handlers: ours; SIG_DFL and SIG_IGN; one installed from C."""
 
 
 def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
-    """A signal that arrives during a call of `function` is handled at its end, or at that of the outermost one."""
+    """Defers a signal that arrives during a call of `function` to its end, or to that of the outermost marked call."""
 
     @functools.wraps(function)
     def region(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -87,7 +88,7 @@ def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def uninterrupted_entry(function: Callable[P, R]) -> Callable[P, R]:
-    """For an `__enter__`: as `uninterrupted`, but what arrived is handled at the end of the next marked call."""
+    """For an `__enter__`: as `uninterrupted`, but the signal is handled at the end of the next marked call."""
 
     @functools.wraps(function)
     def entry(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -102,7 +103,7 @@ def uninterrupted_entry(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def let_in() -> None:
-    """Handles now what has come since the outermost marked call began, if this is it: nothing is half changed here."""
+    """Handles deferred signals now. Does nothing inside another marked call: something may be half changed there."""
     if _came:
         own = _region(sys._getframe())
         if own is not None:
@@ -110,7 +111,7 @@ def let_in() -> None:
 
 
 def wait_until(lock: threading.RLock, changed: threading.Condition, done: Callable[[], bool]) -> None:
-    """Waits in a marked call until `done()`, which is called with `lock` held, that of `changed`."""
+    """Waits in a marked call until `done()`. Args: lock: of `changed`, which is held while `done` is called."""
     while True:
         with lock:
             if done():
@@ -121,10 +122,10 @@ def wait_until(lock: threading.RLock, changed: threading.Condition, done: Callab
 
 @uninterrupted
 def wait_for_all(futures: Iterable[Future[Any]]) -> None:
-    """Waits until they are done, whatever becomes of them.
+    """Waits until they are done, successful or not.
 
-    An interrupt in `Future.result` or `concurrent.futures.wait` could keep a future's lock, and whoever resolves it
-    would hang.
+    An interrupt in `Future.result` or `concurrent.futures.wait` could leave a future locked, and the thread that
+    resolves it would hang.
     """
     for future in futures:
         while not future.done():
@@ -137,13 +138,13 @@ def wait_for_all(futures: Iterable[Future[Any]]) -> None:
 
 
 def result_of(future: Future[R]) -> R:
-    """`future.result()`, as `wait_for_all` waits."""
+    """`future.result()`, waiting as `wait_for_all` does."""
     wait_for_all([future])
     return future.result()
 
 
 def hold() -> None:
-    """Keeps handlers installed until `give_back` was called as often."""
+    """Installs handlers until `give_back` has been called as often."""
     global _holders
     with _counting:
         _holders += 1
@@ -151,7 +152,7 @@ def hold() -> None:
 
 
 def give_back() -> None:
-    """Installs the users' handlers again, if nobody else holds ours."""
+    """Installs the users' handlers again, if no other optimizer holds ours."""
     global _holders
     with _counting:
         _holders -= 1
@@ -181,7 +182,7 @@ def _region(frame: FrameType | None) -> FrameType | None:
 
 
 def _handle_outside(own: FrameType) -> None:
-    """Handles what came, unless the marked call `own` lies within another one."""
+    """Handles deferred signals, unless the marked call `own` is inside another one."""
     if _is_main() and _region(own.f_back) is None:
         _handle(own.f_back)
 
@@ -191,7 +192,7 @@ def _handle(frame: FrameType | None) -> None:
         number, handler = _came.popitem()
         handler.before(number, frame)
     finally:
-        if _came:  # the others do not get lost if it raises
+        if _came:  # the other signals are not lost if it raises
             _handle(frame)
 
 

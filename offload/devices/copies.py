@@ -1,8 +1,7 @@
 """The only file that knows CUDA streams: copies between host and device memory, with completion.
 
-A copier may finish a copy at any moment between its start and the end of `Copy.wait()`. So until `wait()` has
-returned, nobody may read or reuse `dst`, nor change or free `src`. The tests have a copier that always chooses the
-last of those moments.
+A copier may perform a copy at any moment between its start and the end of `Copy.wait()`. Until `wait()` has returned,
+`dst` must not be read or reused, nor `src` changed or freed. The tests have a copier that copies at the last moment.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ class Copy(ABC):
 class Copier(ABC):
     """Copies between a device and host memory.
 
-    Guarantees: `to_host` sees what was queued on the device before the call; what is queued on the device after a
-    `to_device` copy was waited for sees its result; copies of different calls may complete in any order.
+    Guarantees: `to_host` sees the results of work queued on the device before the call. Work queued on the device after
+    a `to_device` copy was waited for sees its result. Copies of different calls may complete in any order.
     """
 
     direct: bool
@@ -52,7 +51,7 @@ class Copier(ABC):
 
     @abstractmethod
     def pin(self, memory: Tensor) -> None:
-        """Page-locks host memory, where copying profits from it. Raises: OffloadError if the driver refuses."""
+        """Page-locks host memory, where that makes copies faster. Raises: OffloadError if the driver refuses."""
 
     @abstractmethod
     def unpin(self, memory: Tensor) -> None:
@@ -131,7 +130,7 @@ class CudaCopier(Copier):
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             dst.copy_(src, non_blocking=True)
-            # blocking: who waits sleeps, and leaves the core to the kernels.
+            # blocking: a thread that waits sleeps, and leaves its core to the kernels.
             event = torch.cuda.Event(blocking=True)
             event.record(stream)
         return _CudaCopy(event, src)

@@ -1,14 +1,13 @@
-"""What ranks do together: the contract of a communicator, its arithmetic, and a world of one.
+"""Collectives: the contract of a communicator, the arithmetic of a reduction, and the communicator of one process.
 
 [Note: collectives]
-Every rank of a communicator has to launch the same collectives in the same order, from one thread at a time; what
-belongs together is found by that order alone. Tensors travel as bytes, so the wire dtype is the tensor's own and bits
-arrive as they were sent.
+Every rank of a communicator has to launch the same collectives in the same order, from one thread at a time: only that
+order says which calls belong together. Tensors travel as bytes, so bits arrive as they were sent, in any dtype.
 
-A reduction is an all-to-all in the wire dtype, in which every rank gets all ranks' versions of its own part, and a
-local sum: in fp32, in rank order, beginning with rank 0's version, then one fp32 division by the number of ranks, then,
-if `out` is not fp32, one rounding to nearest even. Each element is summed by itself: the same bits at any bucket size,
-on any device. It sends as much as a reduce-scatter does, (N-1)/N of the elements.
+A reduction is an all-to-all in the wire dtype, which gives every rank all ranks' versions of its own shard, and a local
+sum: in fp32, in rank order, starting with rank 0's version; then one fp32 division by the number of ranks; then, if
+`out` is not fp32, one rounding to nearest even. Each element is summed by itself, so the bits do not depend on bucket
+size or device. It sends as much as a reduce-scatter does, (N-1)/N of the elements.
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ _DOUBLES = 40
 class Work(ABC):
     """A collective under way.
 
-    Until `wait` has returned, nobody may read or reuse `out`, nor change or free what is sent; every work has to be
-    waited for. Where tensors are on a CUDA device, the result is there for what is queued on the current stream after
-    `wait`.
+    Until `wait` has returned, `out` must not be read or reused, nor what is sent changed or freed. Every work has to be
+    waited for. On a CUDA device, work that is queued on the current stream after `wait` sees the result.
     """
 
     @abstractmethod
@@ -49,11 +47,11 @@ class Work(ABC):
 
 
 class Communicator(ABC):
-    """Collectives among `size` ranks that hold one partition each. See [Note: collectives].
+    """Collectives among `size` ranks that hold one shard each. See [Note: collectives].
 
-    Guarantees: results have the same bits on all ranks that get the same result, and whatever the sizes of the calls;
-    a rank that is slow, stuck or dead raises RankError on the others within the timeout, and then every later call
-    raises the same error at once. Counts what this rank sends to others, padding included, by name of the collective.
+    Guarantees: the bits of a result are the same on all ranks, however the data is split into calls. If a rank is slow,
+    stuck or dead, the others raise RankError within the timeout, and every later call raises the same error at once.
+    `stats` counts what this rank sends to others, padding included.
 
     Attributes: rank and size in the group; local_rank and ranks_on_node among all processes of the job on this
     machine, which share its RAM, cores and drives. With replicas, `size` is a multiple of `shard_group.size`, the ranks
@@ -69,18 +67,18 @@ class Communicator(ABC):
 
     @property
     def shard_group(self) -> Communicator:
-        """The ranks that keep all parameters together, where these are partitioned."""
+        """The ranks among which the parameters are sharded."""
         return self
 
     @property
     def replicate_group(self) -> Communicator:
-        """The ranks that keep the same partitions of the parameters."""
+        """The ranks that keep the same shards of the parameters."""
         return SingleProcess(self.local_rank, self.ranks_on_node)
 
     @property
     def side_group(self) -> Communicator:
-        """The same ranks, whose collectives are in an order of their own: for what does not come alike on all ranks
-        between others. Failures and counts are shared. All ranks have to ask for it together at first.
+        """The same ranks with a separate order of collectives: for those that ranks do not launch at the same place
+        among others. Failures and counts are shared. The first use is a collective.
 
         Raises: RankError.
         """
@@ -112,9 +110,10 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_gather(self, values: Tensor) -> Tensor:
-        """Every rank's `values`: [m] on the CPU, m alike on all ranks. Returns: [size, m] on the CPU, in rank order.
+        """Gathers a few values from every rank, and waits for them.
 
-        For few values: blocks. Raises: ValueError, RankError.
+        Args: values: [m] on the CPU, with the same m on all ranks. Returns: [size, m] on the CPU, in rank order.
+        Raises: ValueError, RankError.
         """
 
     @abstractmethod
@@ -123,9 +122,10 @@ class Communicator(ABC):
 
     @abstractmethod
     def close(self) -> bool:
-        """Whether nobody reads or writes a tensor given here any more; may be called again.
+        """Ends all collectives; may be called again.
 
-        Not so after RankError where a rank is stuck: memory that a collective was given must then stay mapped.
+        Returns: whether no tensor given to one is read or written any more. False if a rank is stuck: then the memory
+        of these tensors must stay mapped.
         """
 
     def check(self) -> None:  # noqa: B027
@@ -143,15 +143,15 @@ class Communicator(ABC):
         return bool(self.all_gather(torch.tensor([flag], device="cpu")).any())
 
     def all_equal(self, text: str) -> bool:
-        """Whether all ranks gave the same text, a description of the layout, say. Raises: RankError."""
+        """Whether all ranks gave the same text. Raises: RankError."""
         digest = hashlib.sha256(text.encode()).digest()
         digests = self.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
         return bool((digests == digests[0]).all())
 
     def exact_sum(self, values: Iterable[float]) -> float:
-        """The sum of all ranks' values, exactly rounded: the bits of `math.fsum` over all of them on one rank.
+        """The sum of all ranks' values, exactly rounded: the same bits as `math.fsum` over all of them.
 
-        Each rank's sum travels without rounding, as a few doubles, so neither their number nor the ranks' matters.
+        Each rank's exact sum travels as a few doubles, so the result does not depend on the number of ranks.
         Returns: inf or nan if a value is not finite. Raises: RankError.
         """
         parts = torch.zeros(_DOUBLES, dtype=torch.float64, device="cpu")
@@ -169,7 +169,7 @@ class _Done(Work):
 
 
 class SingleProcess(Communicator):
-    """A world of one: makes no call, and sends nothing."""
+    """One process alone: makes no call, and sends nothing."""
 
     def __init__(self, local_rank: int = 0, ranks_on_node: int = 1) -> None:
         super().__init__(0, 1, local_rank, ranks_on_node)

@@ -12,19 +12,19 @@ _LOCAL = (
     ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
 )
-"""Where each of them has the place on the node, and how many processes are there."""
+"""Variables of each launcher: the local rank, and the number of processes on the node."""
 
 
 def launched(environ: Mapping[str, str]) -> int:
-    """How many processes were started together. Raises: ConfigError for what is no number, or cannot be."""
+    """How many processes were started together. Raises: ConfigError if the variable is no valid number."""
     return _number(environ, "WORLD_SIZE", least=1, default=1)
 
 
 def place_on_node(environ: Mapping[str, str], rank: int, size: int) -> tuple[int, int]:
-    """(local_rank, ranks_on_node), as a launcher tells them.
+    """(local_rank, ranks_on_node), from the launcher's variables.
 
-    Where none does, all `size` processes count as on this node: budgets divided by too many still hold.
-    Raises: ConfigError for what is no number, or cannot be.
+    Without them, all `size` processes count as being on this node: a budget divided by too many still holds.
+    Raises: ConfigError if a variable is no valid number.
     """
     for name, count in _LOCAL:
         if name in environ and count in environ:

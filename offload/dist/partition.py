@@ -1,11 +1,11 @@
 """ZeRO's stages as arithmetic: who owns what, how many bytes that is, and in which buckets gradients travel.
 
-[Note: partitions and buckets]
-A flat is cut into `ranks` partitions of the same number of elements, one after the other; the last ones reach into
-padding behind the flat. A bucket is the same sub-range of every partition, so that what an all-to-all of it leaves on
-a rank is one contiguous piece of that rank's partition. Its buffer holds the sub-ranges one after the other, by rank.
+[Note: shards and buckets]
+A flat parameter is cut into `ranks` shards of the same number of elements, one after the other; the last ones reach into
+padding behind it. A bucket is the same sub-range of every shard, so an all-to-all of it leaves one contiguous piece of
+each rank's own shard on that rank. Its buffer holds the sub-ranges one after the other, by rank.
 
-            partition 0           partition 1           partition 2
+            shard 0               shard 1               shard 2
     flat    |---------------------|---------------------|-----------------....|
     bucket     |==|                  |==|                  |==|
     buffer  |==|==|==|
@@ -33,7 +33,7 @@ SHARDED: tuple[frozenset[str], ...] = (
     frozenset((*STATE_KINDS, "grad")),
     frozenset(KINDS),
 )
-"""By stage: the kinds of which a rank holds its partition only (ZeRO-1, 2 and 3; 0 is plain data parallelism)."""
+"""By stage: the kinds of which a rank holds its own shard only (ZeRO-1, 2 and 3; 0 is plain data parallelism)."""
 
 
 @dataclass(frozen=True)
@@ -54,19 +54,19 @@ class Split:
         return self.padded_numel - self.numel
 
     def range_of(self, rank: int) -> tuple[int, int]:
-        """First element of `rank`'s partition and the one after its last, without padding; equal if it has none."""
+        """First element of `rank`'s shard and the one after its last, without padding; equal if it has none."""
         start = min(rank * self.shard_numel, self.numel)
         return start, min(start + self.shard_numel, self.numel)
 
     def owner(self, element: int) -> int:
-        """The rank whose partition holds `element`."""
+        """The rank whose shard holds `element`."""
         return element // self.shard_numel
 
 
 def split(numel: int, ranks: int, align: int = ALIGN_NUMEL) -> Split:
-    """Equal, contiguous, padded partitions.
+    """Equal, contiguous, padded shards.
 
-    Args: align: elements of which each partition is a multiple.
+    Args: align: elements of which each shard is a multiple.
     Raises: ConfigError for fewer than one rank.
     """
     if ranks < 1:
@@ -80,7 +80,7 @@ def splits_of(layout: Layout, ranks: int) -> tuple[Split, ...]:
 
 
 def partition_of(layout: Layout, flat: int, split: Split, rank: int) -> tuple[Piece, ...]:
-    """The pieces of parameters in `rank`'s partition of a flat; `chunk_offset` counts from the partition's start."""
+    """The pieces of parameters in `rank`'s shard of a flat; `chunk_offset` counts from the shard's start."""
     return tuple(pieces_between(layout.flats[flat], layout.specs, *split.range_of(rank)))
 
 
@@ -125,7 +125,7 @@ def sharded_at(stage: int) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements `start` to `start + numel` of every rank's partition of `flat`. See [Note: partitions and buckets].
+    """Elements `start` to `start + numel` of every rank's shard of `flat`. See [Note: shards and buckets].
 
     Its buffer has ranks * numel elements. Each piece's `chunk_offset` counts from the buffer's start; `holes` are the
     buffer's ranges [start, stop) of no parameter, which have to be zero.
@@ -144,7 +144,7 @@ class Bucket:
 
 
 def cut_buckets(layout: Layout, splits: Sequence[Split], bucket_numel: int) -> tuple[Bucket, ...]:
-    """Every partition's elements in buckets, flat by flat.
+    """Every shard's elements in buckets, flat by flat.
 
     Args: bucket_numel: most elements of a buffer; but a bucket has ALIGN_NUMEL of every rank, or all a flat has.
     """
@@ -179,10 +179,10 @@ def _holes(pieces: Sequence[Piece], numel: int) -> Iterator[tuple[int, int]]:
 
 
 class Buckets:
-    """Which buckets can travel, while gradients arrive.
+    """Which buckets can be sent, while gradients are made.
 
-    Buckets leave in one fixed order, because what belongs together on different ranks is found by order alone, and
-    gradients need not arrive alike on all of them: a bucket that is complete waits for those before it.
+    Buckets are sent in one fixed order, because only the order tells ranks which of them belong together, and gradients
+    need not come in the same order on all ranks. So a complete bucket waits for those before it.
 
     Args: order: the buckets' indices, alike on all ranks; None: last bucket first, as backward goes.
     """

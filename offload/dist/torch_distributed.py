@@ -1,4 +1,4 @@
-"""The only file that knows torch.distributed. See [Note: collectives] in collectives.py."""
+"""The only file that knows torch.distributed. See [Note: collectives] in communicator.py."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ TIMEOUT_S = 600.0
 _SHORTEST_SLEEP_S = 2e-5
 _LONGEST_SLEEP_S = 1e-3
 _GRACE_S = 1.0
-"""For what is under way at the end: what another rank began it will complete, unless that one failed."""
+"""For collectives under way at the end: they complete, unless another rank has failed."""
 
 
 class _Shared:
-    """What a group and its parts have in common: counts, what is under way, and the failure that ended all."""
+    """What a group shares with its sub-groups: counts, what is under way, and the failure that ended all."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -50,9 +50,10 @@ class _Shared:
 class Group(Communicator):
     """The ranks of a torch.distributed process group: NCCL for tensors on CUDA devices, gloo for those on the CPU.
 
-    The group is used as it is, with the user's own collectives between ours. A rank that is stuck raises RankError
-    after `timeout_s`, but the backend works on until the group's own timeout: until then gloo's threads keep a process
-    from ending, and then NCCL's watchdog ends it. So `init_process_group(timeout=...)` should be near `timeout_s`.
+    The group is used as it is; the user's own collectives may come between ours. If a rank is stuck, this raises
+    RankError after `timeout_s`, but the backend goes on until the group's own timeout: until then gloo's threads keep
+    the process from ending, and after it NCCL's watchdog kills it. So `init_process_group(timeout=...)` should be near
+    `timeout_s`.
 
     Args: members: None: all ranks. timeout_s: seconds from the launch of a collective to RankError. within, across:
     see Communicator; what they do is counted here, too.

@@ -1,4 +1,4 @@
-"""What this machine has."""
+"""The free memory of this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def free_memory() -> int:
 
 
 def cgroup_room() -> int | None:
-    """Bytes that this process's control group and its parents leave it, of either version; None: no limit."""
+    """Bytes left below the limits of this process's control groups (of either version); None: no limit."""
     try:
         lines = [line.split(":", 2) for line in _OWN_GROUPS.read_text().splitlines()]
     except OSError:
@@ -35,7 +35,7 @@ def cgroup_room() -> int | None:
 
 
 def _rooms(root: Path, group: str, limit: str, used: str) -> Iterator[int]:
-    """Of a group below `root` and of all it is in, where they have a limit: else it is "max", or a huge number."""
+    """Of a group below `root` and its parents that have a limit. Others have "max", or a huge number."""
     folder = root / group.strip().lstrip("/")
     for one in (folder, *folder.parents):
         with contextlib.suppress(OSError, ValueError):
