@@ -317,7 +317,7 @@ class StreamedUnits(HeldUnits):
                     one.register_hook(begins)
 
     def _backward_begins(self, unit: str) -> None:
-        self.transfers.require_usable()
+        self._owner.require_usable()
         self._note_task()
         self._makes_graph = self._makes_graph or torch.is_grad_enabled()
         if unit != ROOT:
@@ -388,7 +388,7 @@ class StreamedUnits(HeldUnits):
         node.register_prehook(partial(call_alive, weakref.WeakMethod(self._node_runs), tuple(units)))
 
     def _node_runs(self, units: Sequence[str]) -> None:
-        self.transfers.require_usable()
+        self._owner.require_usable()
         self._note_task()
         self._makes_graph = self._makes_graph or torch.is_grad_enabled()
         with self.used(units):
