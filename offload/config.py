@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
@@ -31,27 +31,32 @@ LEAST_IN_FLIGHT = 3
 
 @dataclass(frozen=True)
 class Tuning:
-    """What only tunes speed; nothing here changes a bit of the result, but for `tile`.
+    """What only changes speed, and never a bit of the result, but for `tile`. Sizes are bytes, or such as "64MiB".
 
-    chunk: bytes of fp32 master a chunk, the unit of transfer, of the Adam kernel and of I/O.
-    prefetch: chunks read ahead of the one in use, and units of streamed parameters brought ahead; None: as many chunks
-    as the budget's buffers allow, and one unit.
-    threads: of the CPU kernels; None: the CPUs this process may use.
-    io_engine: "uring", "threads", "portable", or "auto": the best that works here, as `offload bench io` measured.
-    split_master: True: of a bf16 parameter's master only the low half goes to the slots, 10 bytes a parameter for 12;
-    the upper half is the parameter itself. Then parameters may be written from outside by `load_state_dict` alone.
-    None: False.
-    bucket: bytes of a buffer in which gradients travel between ranks, if there are several.
-    units: the modules whose parameters are gathered and released together: a sequence of names in the model, such as
-    "layers.3.mlp", and of module classes, all of whose instances; of nested ones the innermost counts, and what is in
-    none is the root unit. None: each element of a ModuleList or Sequential of blocks.
-    tile: bytes; where parameters stream, linear layers whose weight is larger run in tiles of about that, one after
-    the other, which gives results within rounding of the same (docs/exactness.md). 0: none does. None: as much as
-    `device_memory` makes necessary.
+    Attributes:
+        chunk: bytes of fp32 master in a chunk, which is the unit of transfer, of the Adam kernel and of I/O.
+        prefetch_chunks: chunks read from NVMe ahead of the one in use; None: as many as the budget has buffers for.
+        prefetch_units: units of streamed parameters fetched ahead of the one in use; None: one, or none where only that
+            fits the budgets.
+        threads: of the CPU kernels; None: the CPUs this process may use.
+        io_engine: "uring", "threads", "portable", or "auto": the fastest that works here, as measured by
+            `offload bench io`.
+        split_master: True: only the low half of a bf16 parameter's master is written to NVMe, 10 bytes a parameter
+            instead of 12; the upper half is the parameter itself. Then `load_state_dict` is the only way to write to
+            parameters from outside. None: False.
+        bucket: bytes of a buffer in which gradients travel between ranks.
+        units: the modules whose parameters are fetched and released together: a sequence of names in the model, such as
+            "layers.3.mlp", and of module classes, which stand for all their instances. A parameter belongs to its
+            innermost unit, and to the root unit if no unit contains it. None: each element of a ModuleList or
+            Sequential of blocks is a unit.
+        tile: bytes. Where parameters stream, a linear layer with a larger weight runs in tiles of about this size, one
+            after the other; its results are the same within rounding (docs/exactness.md). 0: no layer does. None: as
+            few tiles as `device_memory` allows.
     """
 
     chunk: int | str = "64MiB"
-    prefetch: int | None = None
+    prefetch_chunks: int | None = None
+    prefetch_units: int | None = None
     threads: int | None = None
     io_engine: str = "auto"
     split_master: bool | None = None
@@ -59,10 +64,27 @@ class Tuning:
     units: Sequence[str | type[nn.Module]] | None = None
     tile: int | str | None = None
 
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        if "prefetch" in options:
+            value = options["prefetch"]
+            raise ConfigError(
+                f"Tuning(prefetch={value!r}) has become two options: give prefetch_chunks={value!r} for chunks read "
+                f"ahead from NVMe, and prefetch_units={value!r} for units of streamed parameters fetched ahead"
+            )
+        return super().__new__(cls)
+
 
 @dataclass(frozen=True)
 class Config:
-    """The options after checking. Sizes in bytes; `chunk_numel` in elements."""
+    """The options after checking. Sizes in bytes; `chunk_numel` in elements.
+
+    Attributes that `OffloadZero` and `Tuning` do not have by these names:
+        in_flight: buffers for streamed chunks, None: as the budget allows.
+        origins: directories of the run to resume that are not among `paths`.
+        chooses_params, chooses_grads, chooses_prefetch: whether the plan may change `param_tier`, `grad_tier` and
+            `prefetch_units` to what fits (planner/choice.py).
+        tile_bytes: weights larger than this are tiled; None: the plan chooses.
+    """
 
     tier: Tier
     paths: tuple[Path, ...]
@@ -77,7 +99,7 @@ class Config:
     io_engine: str
     split_master: bool
     param_tier: Tier = "device"
-    depth: int = 1
+    prefetch_units: int = 1
     stage: int | None = None
     bucket_bytes: int = 32 << 20
     ranks_on_node: int = 1
@@ -86,12 +108,10 @@ class Config:
     resume: bool | Literal["auto"] = False
     units: tuple[str | type[nn.Module], ...] | None = None
     origins: tuple[Path, ...] = ()
-    """Directories of the run to resume that are not among `paths`."""
     device_memory: int | None = None
-    # Whether their tiers are those of what fits, see planner/choice.py.
     chooses_params: bool = False
     chooses_grads: bool = False
-    # Weights larger than this are tiled; None: to be chosen.
+    chooses_prefetch: bool = False
     tile_bytes: int | None = None
     cast_forward_inputs: bool = True
 
@@ -158,7 +178,8 @@ def check(
         )
     if not isinstance(cast_forward_inputs, bool):
         raise ConfigError(f"cast_forward_inputs={cast_forward_inputs!r}: choose True or False")
-    prefetch = _whole("Tuning.prefetch", tuning.prefetch, least=0)
+    chunks_ahead = _whole("Tuning.prefetch_chunks", tuning.prefetch_chunks, least=0)
+    units_ahead = _whole("Tuning.prefetch_units", tuning.prefetch_units, least=0)
     return Config(
         tier=chosen,
         paths=directories,
@@ -169,13 +190,14 @@ def check(
         accumulation=_accumulation(accumulation),
         skip_nonfinite=nonfinite == "skip",
         chunk_numel=_chunk_numel(tuning.chunk, stored_gradients=grad_tier == "nvme"),
-        in_flight=None if prefetch is None else max(prefetch + 2, LEAST_IN_FLIGHT),
+        in_flight=None if chunks_ahead is None else max(chunks_ahead + 2, LEAST_IN_FLIGHT),
         threads=_whole("Tuning.threads", tuning.threads, least=1),
         io_engine=tuning.io_engine,
         # Only a bf16 copy is the upper half of its master.
         split_master=bool(tuning.split_master) and compute_dtype is torch.bfloat16,
         param_tier=_param_tier(param_tier, chosen),
-        depth=1 if prefetch is None else prefetch,
+        prefetch_units=1 if units_ahead is None else units_ahead,
+        chooses_prefetch=units_ahead is None,
         stage=_stage(stage),
         bucket_bytes=parse_bytes(tuning.bucket, "Tuning.bucket"),
         grad_tier=_grad_tier(grad_tier, chosen),

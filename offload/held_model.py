@@ -7,7 +7,6 @@ from itertools import chain
 
 from torch import nn
 
-from offload.assembly import Parts
 from offload.dist.agreement import broadcast_from_first
 from offload.errors import OffloadError
 from offload.model.fetch import HeldUnits, StreamedUnits
@@ -20,8 +19,9 @@ from offload.model.pending import PendingUpdates
 from offload.model.state_dict import Access
 from offload.model.transfer import UnitTransfers
 from offload.model.units import cast_untrained, compute_dtypes, units_of
+from offload.parts import Parts
 from offload.planner.placement import Placement
-from offload.run import Owner, Run
+from offload.run import Owner
 
 
 class HeldModel:
@@ -37,7 +37,6 @@ class HeldModel:
         self,
         model: nn.Module,
         parts: Parts,
-        run: Run,
         placement: Placement,
         source: Source,
         owner: Owner,
@@ -46,7 +45,7 @@ class HeldModel:
     ) -> None:
         self._model = model
         self._parts = parts
-        self._run = run
+        self._run = run = parts.run
         self._is_resident = parts.streamed is None
         parameters = parts.parameters
         transfers = self._new_transfers(placement, owner)
@@ -58,7 +57,7 @@ class HeldModel:
         self._take_model(source, transfers, resumes=resumes)
         self.initial_bytes = run.timeline.counted("nvme_written_bytes")
         parameters.remember(model)
-        self.answers = Answers(run.layout, parameters, parts.sink, self.pending, owner)
+        self.answers = Answers(run.layout, parameters, parts.gradients, self.pending, owner)
         names = units_of(model, run.config.units)
         names |= {param: spec.unit for param, spec in zip(parameters.params, run.layout.specs, strict=True)}
         self.access = Access(parameters, names, self.units, placement.budget_bytes)
@@ -90,14 +89,14 @@ class HeldModel:
     def synchronize(self) -> None:
         """Waits until nothing is under way on any tier."""
         self.pending.apply_all()
-        self._parts.sink.drain()
+        self._parts.gradients.drain()
         for store in self._parts.stores:
             store.drain()
 
     def abandon(self) -> None:
         """Drops all that is under way, whether it failed or not: the states of a commit are about to come back."""
         self._parts.step.abandon()
-        self._parts.sink.reset()
+        self._parts.gradients.reset()
         self.units.abandon()
 
     def keep_parameters(self, limit: int | None) -> None:
@@ -132,7 +131,7 @@ class HeldModel:
             leases=max(pool.in_flight - 1, 1) if pool.in_flight else len(self._run.layout.param_chunks),
             limit=None if limit is None else limit - placement.resident_bytes - placement.slab_bytes,
         )
-        self._parts.returned.lands = transfers.chunk_updated
+        self._parts.new_params.chunk_updated = transfers.chunk_updated
         return transfers
 
     # Taking the model.
@@ -151,7 +150,7 @@ class HeldModel:
                         parts.parameters.free(flat)
                     continue
                 params = parts.parameters.params
-                broadcast_from_first(parts.comm, (flattened(params[n]) for n in layout.flats[flat].params))
+                broadcast_from_first(self._run.comm, (flattened(params[n]) for n in layout.flats[flat].params))
                 parts.masters.take_flat(flat)
                 if transfers is not None:
                     transfers.store_and_free(flat)
@@ -165,7 +164,7 @@ class HeldModel:
         trained = parts.parameters.index
         cast_untrained(self._model, trained, dtypes)
         others = chain(self._model.parameters(), self._model.buffers())
-        broadcast_from_first(parts.comm, (tensor for tensor in others if tensor not in trained))
+        broadcast_from_first(self._run.comm, (tensor for tensor in others if tensor not in trained))
 
     def _complete_flats(self, source: Source) -> Iterator[int]:
         """The flat parameters whose parameters all have values. Those on the meta device get them on the way."""

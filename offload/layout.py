@@ -218,6 +218,12 @@ class Layout:
         """For each parameter: the chunks that hold a piece of it, in its own order."""
         return self._holders(self.chunks)
 
+    def pieces_of(self, param: int) -> Iterator[tuple[Chunk, Piece]]:
+        """The pieces of a parameter in this rank's chunks, in its own order, each with its chunk."""
+        for index in self.chunks_of[param]:
+            chunk = self.chunks[index]
+            yield from ((chunk, piece) for piece in chunk.pieces if piece.param == param)
+
     @cached_property
     def param_chunks_of(self) -> dict[int, tuple[int, ...]]:
         """The same of `param_chunks`."""

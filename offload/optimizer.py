@@ -1,16 +1,17 @@
-"""OffloadZero: an ordinary torch optimizer whose states lie where there is room for them.
+"""OffloadZero: an ordinary torch optimizer whose states are kept where there is room for them.
 
 [Note: a loss scale]
-A GradScaler works on an optimizer in two ways, and both come here:
+A GradScaler uses an optimizer in two ways:
 
-- `scaler.unscale_(optimizer)` calls one torch function on all `p.grad`. The stand-ins there (model/gradient.py) answer
-  with `_unscale`: it says whether a gradient is not finite, and notes the inverse of the loss scale. The gradients stay
-  as they are held; the step multiplies them, in fp32, as it does with the factor of clipping.
-- `scaler.step(optimizer)` calls the same function with an inverse of 1, if nobody called `unscale_`, for the sake of
-  its answer. It calls `step()` in any case, as of all optimizers with `_step_supports_amp_scaling`, and meanwhile the
-  optimizer has two attributes more: `found_inf`, and the scale as `grad_scale`, None after `unscale_`.
+- `scaler.unscale_(optimizer)` calls one torch function on all `p.grad`. The stand-ins there (model/gradient.py) call
+  `_unscale`, which says whether a gradient is not finite and notes the inverse of the loss scale. The gradients stay
+  as they are; the step multiplies them in fp32, as it does with the factor of clipping.
+- `scaler.step(optimizer)` calls the same function with an inverse of 1, if nobody called `unscale_`, to learn whether
+  the gradients are finite. It then calls `step()` in any case, as for all optimizers with `_step_supports_amp_scaling`.
+  During that call the optimizer has two more attributes: `found_inf`, and the scale as `grad_scale`, which is None
+  after `unscale_`.
 
-Whether gradients are finite is known from their sums of squares, which are those of all ranks: so ranks skip together,
+The sums of squares, which tell whether gradients are finite, are those of all ranks: so all ranks skip a step together,
 and their scalers stay alike.
 """
 
@@ -24,118 +25,116 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Never, NoReturn, Self, overload
+from typing import Any, Never, NoReturn, Self, overload
 
 import torch
 from torch import Tensor, nn
 
 from offload import config as configuration
-from offload.assembly import assemble
+from offload.build import build, plan_run
 from offload.checkpoint import recovery
 from offload.checkpoint.committer import Commits
 from offload.checkpoint.export import export
 from offload.checkpoint.extra import memory_of
-from offload.checkpoint.manifest import Manifest, Option
 from offload.checkpoint.options import stored
-from offload.checkpoint.recovery import Found, Resumed, Start
+from offload.checkpoint.recovery import Found, Resumed
 from offload.checkpoint.tensors import Entry
-from offload.config import Config, PathLike, Tuning
-from offload.devices.copies import Copier, copier_for
+from offload.config import PathLike, Tuning
 from offload.dist import torch_distributed
-from offload.dist.agreement import agree_on_error, all_gather_shards, require_alike, require_same_step
+from offload.dist.agreement import agree_on_error, all_gather_shards, require_alike
 from offload.errors import (
     ClosedError,
     ConfigError,
     InterruptedStepError,
     NonFiniteGradientError,
     OffloadError,
-    ResumeError,
 )
 from offload.held_model import HeldModel
 from offload.interrupts import uninterrupted
-from offload.layout import Layout, build, tiled
 from offload.model.flat_param import shaped_like
 from offload.model.hooks import require_free
-from offload.model.meta_init import Init, Source, is_meta, source_of
+from offload.model.meta_init import Init, source_of
 from offload.model.trace import recorded
-from offload.model.units import compute_dtypes, device_for, rows_of, specs_of, stop_reducing, untrained_bytes, unwrapped
-from offload.optim.adam import StepKey
-from offload.optim.adopt import NoStates, require_adoptable, require_sound, retire
+from offload.model.units import stop_reducing, unwrapped
+from offload.optim.adam import StepKey, scalars_of
+from offload.optim.adopt import (
+    UNSUPPORTED,
+    NoStates,
+    groups_state,
+    load_groups,
+    require_adoptable,
+    require_sound,
+    retire,
+    take_options,
+)
 from offload.optim.adopt import unwrapped as unwrapped_optimizer
-from offload.planner.choice import choose
-from offload.planner.device import Room
-from offload.planner.machine import free_memory
 from offload.planner.placement import place
 from offload.profiling import PHASES, Timeline
-from offload.run import Owner, Run
+from offload.run import Owner
 from offload.torch_private import DisableTorchFunctionSubclass
 
 CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
 HANDED_OVER = ("grad_scale", "found_inf")
 """Attributes that an optimizer has while a GradScaler calls its step."""
-
-
-class _Plan(NamedTuple):
-    """What is fixed before anything is allocated."""
-
-    params: Sequence[nn.Parameter]
-    device: torch.device
-    copier: Copier
-    room: Room
-    wanted: Manifest
+_SPANS = ("step_s", "landing_s", "adam_s", "gradient_s", "wait_nvme_s", "wait_device_s", "wait_cpu_s")
 
 
 class OffloadZero(torch.optim.Optimizer):
-    """Trains `model` with Adam or AdamW, the fp32 masters and moments on the device, in RAM or in NVMe swap files.
+    """Trains `model` with Adam or AdamW, with the fp32 masters and moments on the device, in RAM or on NVMe.
 
     The model is hooked in place: its parameters become `compute_dtype` on the device they are on, and its class,
-    names and `state_dict` keys stay. Masters are taken from the uncast values. The training loop stays ordinary
-    PyTorch: whoever reads a parameter or a gradient gets its current value, and what is written in place counts, also
-    where they are in another tier. docs/compatibility.md lists the exceptions.
+    names and `state_dict` keys stay. Masters are made from the values before that cast. The training loop stays
+    ordinary PyTorch: whoever reads a parameter or a gradient gets its current value, and what is written to one in
+    place counts, also while it is on another tier. docs/compatibility.md lists the exceptions.
 
     Args:
-        model: any nn.Module with dense floating parameters on one device. Of a DistributedDataParallel the model in it
-            is taken, and its own reduction of gradients switched off.
-        optimizer: a fresh torch.optim.Adam or AdamW, whose param groups are adopted (the same dicts) and whose own
-            `step()` raises from then on, also one that Accelerate or Lightning has wrapped; None:
-            AdamW(model.parameters()).
-        tier: where the optimizer states live: "device", "cpu" or "nvme"; None: "nvme" if `path` is given, else "cpu".
-        path: the directory for this run's swap files and commits, or several; made (0700) if their parents exist.
-        cpu_memory: bytes, or such as "48GiB", for everything this library holds in RAM; None: half of what is free.
+        model: any nn.Module with dense floating-point parameters on one device. Of a DistributedDataParallel, the
+            module inside is trained, and DDP's own reduction of gradients is switched off.
+        optimizer: a fresh torch.optim.Adam or AdamW, also as wrapped by Accelerate or Lightning. Its param groups are
+            adopted (the same dicts), and its own `step()` raises from then on. None: AdamW(model.parameters()).
+        tier: where the optimizer states are: "device", "cpu" or "nvme". None: "nvme" if `path` is given, else "cpu".
+        path: a directory for this run's swap files and commits, or several to stripe them over. A directory is made
+            (mode 0700) if its parent exists.
+        param_tier: where parameters are outside their unit's forward and backward: "device", "cpu" or "nvme"; see
+            docs/guide.md for what is different then. None: the fastest that fits the budgets.
+        grad_tier: where gradients wait for the step: "cpu" or "nvme"; on the device if the states are there. None: the
+            fastest that fits the budgets.
+        cpu_memory: limit of RAM for everything this library holds: bytes, or such as "48GiB". None: half of what is
+            free.
+        device_memory: limit of device memory, likewise, for the parameters and buffers that are there at once and for
+            what `tier` puts there, but not for activations and gradients in transfer. None: what the model takes now,
+            and half of what is free.
         compute_dtype: of the parameters in the model: torch.bfloat16, torch.float32, or torch.float16, which needs a
             torch.amp.GradScaler.
-        keep_fp32: modules, or module types, that stay fp32. Those with running statistics (BatchNorm, spectral norm)
-            do in any case.
-        accumulation: backward passes a step; with more than one, gradients are summed in fp32.
-        nonfinite: "raise" NonFiniteGradientError on NaN or Inf, or "skip" the step and count it.
-        device: where a model built on the meta device is to train; None: "cpu". Of any other it is the model's own.
-        init: where the values of a model built on the meta device come from: a function called with name and tensor,
-            a safetensors file or the index of several, or None: `reset_parameters()` of its modules.
-        tuning: what only tunes speed.
-        param_tier: where the parameters live outside their unit's forward and backward: "device", "cpu" or "nvme"; see
-            docs/guide.md for what is different then. None: the fastest that fits the budgets.
-        grad_tier: where gradients wait for the step: "cpu" or "nvme"; None: the fastest that fits. On the device if the
-            states are there.
-        commit_every: steps between commits, each made where the next step begins; 0: only `commit()`; None: no commits,
-            one slot a chunk and half the space. "auto": 100 where a `path` is given, else None.
-        resume: True: continue the committed run in `path`; "auto": if there is one; or the directories of the run, as a
-            list, if they are not all in `path`; see `resumed`. In another layout (chunks, directories, ranks, split
-            masters) the commit is first written anew, beside the old one, which is removed when that is committed.
-        stage: of ZeRO, with several ranks of torch.distributed: 1, 2 or 3; None: 3 if parameters stream, else 2.
-        process_group: the ranks that hold one partition each, a ProcessGroup or a DeviceMesh; None: all. Of a mesh of
-            two dimensions the second is that over which stage 3 gathers parameters, and the first is of replicas.
-        cast_forward_inputs: whether floating inputs of the model's forward are cast to `compute_dtype`. False leaves
-            them as they are, for models that cast where they have to (time steps, positions).
-        device_memory: bytes, or such as "48GiB", for parameters and buffers on the device at once, and what `tier`
-            puts there; activations and gradients on their way not included; None: half of what is free there, beside
-            what the model has already.
+        keep_fp32: modules, or module types, that stay fp32. Modules with running statistics (BatchNorm, spectral norm)
+            always do.
+        accumulation: backward passes for each step. With more than one, gradients are summed in fp32.
+        nonfinite: for NaN or Inf in a gradient: "raise" NonFiniteGradientError, or "skip" the step and count it.
+        commit_every: steps between commits; a commit is made at the start of the next step. 0: only `commit()`. None:
+            no commits, which halves the disk space. "auto": 100 if a `path` is given, else None.
+        resume: True: continue the run committed in `path`; "auto": do so if there is one; or the directories of the
+            run, as a list, if they are not all in `path`. Where the layout differs (chunks, directories, ranks, split
+            masters), the commit is first written in the new layout, and the old one is removed when that is committed.
+            See `resumed`.
+        device: where a model that was built on the meta device is to train; None: "cpu". Other models stay where they
+            are.
+        init: how a model that was built on the meta device gets its values: a function called with each name and
+            tensor, a safetensors file, or the index of several. None: `reset_parameters()` of its modules.
+        stage: of ZeRO, over several ranks of torch.distributed: 1, 2 or 3. None: 3 if parameters stream, else 2.
+        process_group: the data-parallel ranks, a ProcessGroup or a DeviceMesh; None: all ranks. Of a mesh with two
+            dimensions, the second shards parameters (at stage 3), and the first replicates them.
+        cast_forward_inputs: whether floating-point inputs of the model's forward are cast to `compute_dtype`. False is
+            for models that cast their inputs where they have to (time steps, positions).
+        tuning: options that only change speed.
 
-    Raises: ConfigError, BudgetError, PathError, PathInUseError, ResumeError; before the model is changed. RankError.
+    Raises: ConfigError, BudgetError, PathError, PathInUseError, ResumeError, RankError; the model is not changed then.
 
-    The numeric contract of the step is in offload/optim/reference.py: the result has the same bits on every tier,
-    budget, chunk size, thread count and instruction set.
+    offload/optim/reference.py states the arithmetic of a step. The result has the same bits on every tier, with every
+    budget and chunk size, on any number of threads and with any instruction set.
     """
+
+    # Construct.
 
     _step_supports_amp_scaling = True  # read by torch.amp.GradScaler
 
@@ -196,22 +195,37 @@ class OffloadZero(torch.optim.Optimizer):
             with agree_on_error(self._comm):
                 require_free(model)
                 given = torch.optim.AdamW(model.parameters()) if given is None else given
+                require_adoptable(given)
+                kinds = [{"decoupled_weight_decay": group["decoupled_weight_decay"]} for group in given.param_groups]
+                if self._config.commit_every is not None:
+                    stored(given.param_groups)
                 source = source_of(init)
-                plan = self._plan(given, source, device)
+                source.check(model)
+                self._plan = plan_run(model, given.param_groups, self._config, self._comm, device)
+                self._layout = self._plan.layout
+                wanted = recovery.describe(self._plan.config, self._layout, self._plan.params, kinds)
             undo.callback(self._comm.close)
-            require_alike(self._comm, self._layout, self._config)
-            start = recovery.find_together(undo, self._config, self._comm, self._layout, plan.wanted)
+            require_alike(self._comm, self._layout, self._plan.config)
+            start = recovery.find_together(undo, self._plan.config, self._comm, self._layout, wanted)
             self._config, found = start.config, start.found
             with agree_on_error(self._comm):
-                self._assemble(undo, plan, start)
+                direct, room = self._plan.copier.direct, self._plan.room
+                reading_bytes = 0 if found is None else found.buffer_bytes
+                self._placement = place(self._layout, self._config, direct=direct, room=room, beside=reading_bytes)
+                self._parts = build(undo, self._plan, self._placement, start, self._comm, self._timeline)
+                self._commits = Commits(self._config, self._layout, self._parts, wanted, found)
+                self._commits.read_ahead()
             super().__init__(given.param_groups, dict(given.defaults))
             self.state = NoStates()  # type: ignore[assignment]
             self._adopted = True
-            self._held = self._hold(source, resumes=found is not None)
+            # By parameter: how often it was stepped.
+            self._steps = [0] * len(self._layout.specs)
+            owner = Owner(lambda: self._step, self._require_usable, self._fail, self._finalize_gradients, self._unscale)
+            self._held = HeldModel(model, self._parts, self._placement, source, owner, resumes=found is not None)
             self._resumed = None if found is None else Resumed(found.commit.step, found.extra)
             if found is not None:
                 self._begin_at(found)
-            # Not before: a model that is left without values stays marked as taken.
+            # Not earlier: a model that is left without values stays marked as taken.
             undo.callback(self._held.remove)
             stop_reducing(wrapper, undo)
             self._undo = undo.pop_all()
@@ -219,72 +233,7 @@ class OffloadZero(torch.optim.Optimizer):
         with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
             print(self._placement.describe(self._layout, self._config), file=sys.stderr)
 
-    def _plan(self, given: torch.optim.Optimizer, source: Source, device: torch.device | str | None) -> _Plan:
-        """Decides what lies where. Raises as the constructor does; nothing is allocated."""
-        require_adoptable(given)
-        kinds = tuple({"decoupled_weight_decay": group["decoupled_weight_decay"]} for group in given.param_groups)
-        if self._config.commit_every is not None:
-            stored(given.param_groups)
-        keep, dtype, model, ranks = self._config.keep_fp32, self._config.compute_dtype, self._model, self._comm
-        specs, params = specs_of(
-            model, given.param_groups, keep, dtype, chosen=self._config.units, planned=is_meta(model)
-        )
-        self._ages = [0] * len(specs)
-        device = device_for(device, params[0].device)
-        source.check(model)
-        ranks.require_device(device)
-        self._config = configuration.over_ranks(self._config, ranks=ranks.size, ranks_on_node=ranks.ranks_on_node)
-        replicas = configuration.replicas_of(self._config, ranks=ranks.size, rows=ranks.replicate_group.size)
-        copier = self._copier = copier_for(device)
-        rows = rows_of(model, params)
-
-        def laid_out(config: Config) -> Layout:
-            split = tiled(specs, rows, config.tile_bytes or 0)
-            return build(split, config.chunk_numel, ranks=ranks.size, rank=ranks.rank, replicas=replicas)
-
-        room = self._room(copier, params)
-        self._config, self._layout, _ = choose(self._config, laid_out, direct=copier.direct, room=room)
-        wanted = recovery.describe(self._config, self._layout, params, kinds)
-        return _Plan(params, device, copier, room, wanted)
-
-    def _assemble(self, undo: ExitStack, plan: _Plan, start: Start) -> None:
-        """Reserves memory and opens files. Raises as the constructor does; the model is not touched."""
-        found = start.found
-        beside = 0 if found is None else found.buffer_bytes
-        self._placement = place(self._layout, self._config, direct=plan.copier.direct, room=plan.room, beside=beside)
-        slots = None if found is None else found.slots
-        is_aside = found is not None and slots is None
-        run = (self._config, self._layout, self._placement, plan.params, plan.device, plan.copier)
-        beginning = (slots, is_aside, start.run_id, start.held)
-        self._parts = assemble(undo, *run, self._timeline, self._comm, *beginning)
-        self._commits = Commits(self._config, self._layout, self._parts, plan.wanted, found)
-        self._commits.read_ahead()
-
-    def _room(self, copier: Copier, params: Sequence[nn.Parameter]) -> Room:
-        """On the device: what the model has there now, and half of what is free."""
-        model, free = self._model, copier.free_bytes()
-        dtypes = compute_dtypes(model, self._config.keep_fp32, self._config.compute_dtype)
-        own = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()) if not t.is_meta)
-        free = free_memory() // self._config.ranks_on_node if free is None else free
-        return Room(untrained_bytes(model, params, dtypes), own + free // 2)
-
-    def _room_at_end(self) -> int:
-        """On the device, for parameters that were streamed: in half of what is free, and in what they may take."""
-        free = self._copier.free_bytes()
-        free = (free_memory() // self._config.ranks_on_node if free is None else free) // 2
-        limit = self._placement.device_budget_bytes
-        return free if limit is None else min(free, limit - self._placement.resident_bytes)
-
-    def _hold(self, source: Source, *, resumes: bool) -> HeldModel:
-        parts = self._parts
-        run = Run(self._config, self._layout, parts.memory, parts.kernels, parts.comm, parts.timeline)
-        owner = Owner(lambda: self._step, self._require_usable, self._cut_off, self._collect, self._unscale)
-        return HeldModel(self._model, parts, run, self._placement, source, owner, resumes=resumes)
-
-    def _cut_off(self, error: BaseException) -> None:
-        self._failure = self._failure or error
-
-    # Training.
+    # Step.
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -293,21 +242,22 @@ class OffloadZero(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step of Adam over every parameter whose gradient has arrived; consumes the gradients.
+        """One step of Adam for every parameter that has a gradient; consumes the gradients.
 
-        It fixes the gradients, their scale and the hyper-parameters, queues the work, and returns. Whoever uses a
-        parameter then gets its new value: what is pending is applied by the first use. Where states are in RAM and the
-        model is on the CPU, all is done when it returns.
+        It fixes the gradients, their scale and the hyper-parameters, queues the work, and returns. The new value of a
+        parameter is applied when somebody uses the parameter next. Where states are in RAM and the model is on the CPU,
+        all values are applied when this returns.
 
-        A GradScaler's `scaler.step(optimizer)` calls it, and then it skips a step whose gradients are not finite,
-        whatever `nonfinite` says.
+        Called by a GradScaler (`scaler.step(optimizer)`), it skips a step whose gradients are not finite, whatever
+        `nonfinite` says.
 
-        Args: closure: evaluates the model again and returns the loss, which is returned.
-        Raises: NonFiniteGradientError (nonfinite="raise"; the state is untouched), ConfigError (fp16 without a
-        GradScaler, or one that is not used as it should be; nothing is changed), TierIOError, CorruptionError; over
-        several ranks ConfigError (not the same step on all of them; nothing is changed), AccumulationError, RankError.
+        Args: closure: evaluates the model again and returns the loss.
+        Returns: what `closure` returns.
+        Raises: NonFiniteGradientError (nonfinite="raise"; the state is untouched); ConfigError (fp16 without a
+        GradScaler, or with one that is used in a wrong order; over several ranks, if they are about to step
+        differently; nothing is changed); TierIOError, CorruptionError, AccumulationError, RankError.
         """
-        with self._beside_a_scaler():
+        with self._forgetting_the_scaler():
             self._require_usable()
             loss = None
             if closure is not None:
@@ -316,7 +266,7 @@ class OffloadZero(torch.optim.Optimizer):
             with self._timeline.span("step_s"), self._timeline.event(PHASES, "step"):
                 self._held.step_begins()
                 self._commit_if_due()
-                active = self._collect()
+                active = self._finalize_gradients()
                 factor = self._agreed_factor(active) if self._is_to_step(active) else None
                 if factor is not None:
                     self._held.take_outside_writes()
@@ -324,35 +274,35 @@ class OffloadZero(torch.optim.Optimizer):
                 self._held.step_ends()
         return loss
 
-    def _collect(self) -> list[int]:
-        """Waits for the gradients; returns the parameters that have one."""
+    def _finalize_gradients(self) -> list[int]:
+        """Waits for the gradients; returns the parameters that have one on any rank."""
         with DisableTorchFunctionSubclass():
             self._parts.parameters.require_unchanged(self._model, self.param_groups)
         self._held.pending.before_gradients()
         self._held.answers.take_changes()
-        return self._parts.sink.collect(self._held.answers.active)
+        return self._parts.gradients.finalize(self._held.answers.active)
 
     @uninterrupted
     def _advance(self, active: Sequence[int], factor: float | None) -> None:
-        """All that changes with a step, or none of it. Args: factor: of the gradients; None: the step is skipped."""
+        """Makes all changes of a step, or none of them. Args: factor: of the gradients; None: the step is skipped."""
         if factor is None:
             self._skipped += 1
         else:
-            self._begin(active, factor)
+            self._begin_step(active, factor)
         self._consume(active)
 
-    def _begin(self, active: Sequence[int], factor: float) -> None:
-        specs, factors = self._layout.specs, self._parts.sink.factors
-        keys: dict[int, StepKey] = {n: (specs[n].group, self._ages[n] + 1, factors.get(n, 1.0)) for n in active}
+    def _begin_step(self, active: Sequence[int], factor: float) -> None:
+        specs, factors = self._layout.specs, self._parts.gradients.factors
+        keys: dict[int, StepKey] = {n: (specs[n].group, self._steps[n] + 1, factors.get(n, 1.0)) for n in active}
         try:
             flats = self._held.pending.begin(active)
             self._parts.step.begin(self._step + 1, keys, self.param_groups, factor, flats)
         except BaseException as error:
-            self._cut_off(error)
+            self._fail(error)
             raise
         self._step += 1
         for number in active:
-            self._ages[number] += 1
+            self._steps[number] += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients since the last step; with `set_to_none=False` they become zeros, which the step uses."""
@@ -363,37 +313,37 @@ class OffloadZero(torch.optim.Optimizer):
             self._consume()
             self._held.answers.become_zeros([] if set_to_none else had)
 
-    # Clipping, and torch.amp.GradScaler.
+    # Clip and scale.
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clips the gradients of this step to a 2-norm of `max_norm`, over all parameters together.
 
-        With a GradScaler it comes after `scaler.unscale_(optimizer)`, and is about the unscaled gradients.
+        With a GradScaler, call it after `scaler.unscale_(optimizer)`. It costs no pass over the gradients: the factor,
+        torch's `min(1, max_norm / (norm + 1e-6))`, is applied in the step. A gradient that comes after this call
+        raises AccumulationError.
 
-        Returns: the norm before clipping, a 0-dim fp32 CPU tensor. Clipping costs no pass over the gradients: the
-        factor, torch's `min(1, max_norm / (norm + 1e-6))`, is folded into the step.
-        Raises: NonFiniteGradientError with nonfinite="raise", but not of gradients that a GradScaler has met, whose
-        step is skipped; ConfigError of fp16 gradients that none has. A gradient that comes after it raises
-        AccumulationError.
+        Returns: the norm before clipping (and after unscaling), a 0-dim fp32 CPU tensor.
+        Raises: NonFiniteGradientError with nonfinite="raise", unless a GradScaler has unscaled the gradients, which
+        then skips the step; ConfigError for fp16 gradients that were not unscaled.
         """
         self._require_usable()
         if not float(max_norm) >= 0:
             raise ConfigError(f"max_norm={max_norm!r}: give a number, at least 0")
-        sink, active = self._parts.sink, self._collect()
-        if sink.scale.unscaled is None:
+        gradients, active = self._parts.gradients, self._finalize_gradients()
+        if gradients.scale.unscaled is None:
             if active and self._needs_a_scaler:
                 raise ConfigError(
                     "clip_grad_norm_() of fp16 gradients that are not unscaled yet: call scaler.unscale_(optimizer) of "
                     "a torch.amp.GradScaler before, on every rank, after a backward of scaler.scale(loss)"
                 )
             self._all_finite(active)
-        norm = sink.norm(active) * sink.scale.factor
-        if sink.factors:
-            each = zip(active, sink.norms(active), strict=True)
-            norm = math.sqrt(math.fsum((sink.factor_of(number) * one) ** 2 for number, one in each))
+        norm = gradients.norm(active) * gradients.scale.factor
+        if gradients.factors:
+            each = zip(active, gradients.norms(active), strict=True)
+            norm = math.sqrt(math.fsum((gradients.factor_of(number) * one) ** 2 for number, one in each))
         factor = min(1.0, float(max_norm) / (norm + CLIP_EPSILON)) if norm == norm else 1.0
-        clip = 1.0 if sink.scale.clip is None else sink.scale.clip
-        sink.scale = replace(sink.scale, clip=clip * factor)
+        clip = 1.0 if gradients.scale.clip is None else gradients.scale.clip
+        gradients.scale = replace(gradients.scale, clip=clip * factor)
         return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
     @property
@@ -406,40 +356,41 @@ class OffloadZero(torch.optim.Optimizer):
         return "found_inf" in vars(self)
 
     def _unscale(self, found_inf: Tensor, inverse: Tensor) -> None:
-        """Answers a GradScaler; see the note at the top. Args: found_inf, inverse: 0-dim fp32; the first is written."""
+        """Answers a GradScaler; see [Note: a loss scale]. Args: found_inf, inverse: 0-dim fp32; writes the first."""
         self._require_usable()
         factor = _checked(inverse.item())
-        sink, active = self._parts.sink, self._collect()
-        before = sink.scale
+        gradients, active = self._parts.gradients, self._finalize_gradients()
+        before = gradients.scale
         if factor != 1.0 and before.clip is not None:
             raise _clipped_too_early()
         if factor != 1.0 and before.unscaled not in (None, 1.0):
             raise _unscaled_twice()
-        if not math.isfinite(sink.norm(active)):
+        if not math.isfinite(gradients.norm(active)):
             found_inf.fill_(1.0)
-        sink.scale = replace(before, unscaled=factor * (1.0 if before.unscaled is None else before.unscaled))
+        gradients.scale = replace(before, unscaled=factor * (1.0 if before.unscaled is None else before.unscaled))
 
     @contextmanager
-    def _beside_a_scaler(self) -> Iterator[None]:
-        """A GradScaler takes away what it handed over after a step that returns. After one that raises it does not, and
-        would multiply the next step's scale with what is left."""
+    def _forgetting_the_scaler(self) -> Iterator[None]:
+        """Removes what a GradScaler has set on the optimizer if the step raises: the scaler itself removes it only
+        after a step that returns, and would multiply the next step's scale by what is left."""
         try:
             yield
         except BaseException:
-            handed, sink = [vars(self).pop(name, None) for name in HANDED_OVER], self._parts.sink
-            if handed[0] is not None and sink.scale.unscaled == 1.0:
-                sink.scale = replace(sink.scale, unscaled=None)  # only asked, for this step
+            handed, gradients = [vars(self).pop(name, None) for name in HANDED_OVER], self._parts.gradients
+            if handed[0] is not None and gradients.scale.unscaled == 1.0:
+                gradients.scale = replace(gradients.scale, unscaled=None)  # only asked, for this step
             raise
 
     def _is_to_step(self, active: Sequence[int]) -> bool:
-        """Whether the step under way is not skipped. Raises: NonFiniteGradientError."""
+        """Whether this step is made, and not skipped. Raises: NonFiniteGradientError."""
         if self._is_of_scaler:
-            return math.isfinite(self._parts.sink.norm(active))
+            return math.isfinite(self._parts.gradients.norm(active))
         return self._all_finite(active)
 
     def _all_finite(self, active: Sequence[int]) -> bool:
-        sink = self._parts.sink
-        bad = sink.not_finite(active) or [number for number in active if not math.isfinite(sink.factor_of(number))]
+        gradients = self._parts.gradients
+        bad = gradients.not_finite(active)
+        bad = bad or [number for number in active if not math.isfinite(gradients.factor_of(number))]
         if bad and not self._config.skip_nonfinite:
             name = self._layout.specs[bad[0]].name
             others = f" and in {len(bad) - 1} more parameters" if len(bad) > 1 else ""
@@ -451,11 +402,12 @@ class OffloadZero(torch.optim.Optimizer):
         return not bad
 
     def _agreed_factor(self, active: Sequence[int]) -> float | None:
-        """By what the step multiplies the gradients held; None: it is skipped, a GradScaler has found an Inf elsewhere.
+        """What the step multiplies all gradients by, alike on all ranks; None: a GradScaler has found an Inf elsewhere.
 
         Raises: ConfigError on all ranks if one of them cannot step, or they would step differently; RankError.
         """
-        factor, fault = math.nan, None
+        factor = math.nan
+        fault: ConfigError | None = None
         try:
             require_sound(self.param_groups)
             if self._config.commit_every is not None:
@@ -465,32 +417,45 @@ class OffloadZero(torch.optim.Optimizer):
             fault = error
         skips = bool(vars(self).get("found_inf", 0.0))
         factor = self._with_factors(active, factor)
-        require_same_step(self._comm, self.param_groups, factor, skips=skips, fault=fault)
+        if self._comm.size > 1:
+            # A rank that cannot step agrees with none, so all of them raise.
+            scalars = None if fault is not None else [scalars_of(group, 1, factor) for group in self.param_groups]
+            variants = [[bool(group.get(option)) for option in UNSUPPORTED] for group in self.param_groups]
+            if not self._comm.all_equal(repr((scalars, variants, skips))) and fault is None:
+                fault = ConfigError(
+                    "the ranks differ in the hyper-parameters of this step, or in how its gradients are clipped or "
+                    "scaled: set param groups, call clip_grad_norm_ and use a GradScaler alike on every rank, then "
+                    "step() again; nothing was changed"
+                )
+        if fault is not None:
+            raise fault
         return None if skips else factor
 
     def _with_factors(self, active: Sequence[int], factor: float) -> float:
-        """Makes the factors by which users multiplied gradients alike on all ranks: one that has no gradient of a
-        parameter takes it from the others. Returns `factor`, with one that all have. Raises: ConfigError on all ranks.
+        """Agrees on the factors by which users multiplied single gradients. A rank that has no gradient of a parameter
+        takes the factor from the others. Returns: `factor`, times a factor that all gradients have in common.
+
+        Raises: ConfigError on all ranks.
         """
-        sink = self._parts.sink
+        gradients = self._parts.gradients
         if self._comm.size == 1:
             return factor
         mine = self._held.answers.active
-        own = [sink.factors.get(number, 1.0) for number in mine]
+        own = [gradients.factors.get(number, 1.0) for number in mine]
         row = (1.0, min(own), max(own)) if own else (0.0, 1.0, 1.0)
-        told = self._comm.all_gather(torch.tensor(row, dtype=torch.float64, device="cpu"))
-        known = {value for row in told.tolist() if row[0] for value in row[1:]}
+        rows = self._comm.all_gather(torch.tensor(row, dtype=torch.float64, device="cpu"))
+        known = {value for row in rows.tolist() if row[0] for value in row[1:]}
         if len(known) > 1:
             self._share_factors(mine)
             return factor
-        sink.factors.clear()
+        gradients.factors.clear()
         return factor * known.pop() if known else factor
 
     def _share_factors(self, mine: Sequence[int]) -> None:
-        sink = self._parts.sink
+        gradients = self._parts.gradients
         row = torch.full((len(self._layout.specs),), math.nan, dtype=torch.float64, device="cpu")
         for number in mine:
-            row[number] = sink.factors.get(number, 1.0)
+            row[number] = gradients.factors.get(number, 1.0)
         for number, column in enumerate(self._comm.all_gather(row).T.tolist()):
             factors = {value for value in column if value == value}
             if len(factors) > 1:
@@ -499,10 +464,10 @@ class OffloadZero(torch.optim.Optimizer):
                     "ranks: multiply it by the same number on each; nothing was changed, call zero_grad()"
                 )
             if factors:
-                sink.factors[number] = factors.pop()
+                gradients.factors[number] = factors.pop()
 
     def _factor(self, active: Sequence[int]) -> float:
-        scale, handed = self._parts.sink.scale, vars(self).get("grad_scale")
+        scale, handed = self._parts.gradients.scale, vars(self).get("grad_scale")
         if handed is None:
             if active and scale.unscaled is None and (self._needs_a_scaler or self._is_of_scaler):
                 raise _not_unscaled(is_of_scaler=self._is_of_scaler)
@@ -516,44 +481,50 @@ class OffloadZero(torch.optim.Optimizer):
         return scale.factor * inverse
 
     def _consume(self, used: Sequence[int] | None = None) -> None:
-        """The next gradients begin anew. Args: used: of which parameters a step used them; None: they are dropped."""
+        """Clears the gradients. Args: used: the parameters whose gradients a step has used; None: all are dropped."""
         if used is None:
             self._held.answers.dropped()
         else:
             self._held.answers.consumed(used)
-        self._parts.sink.as_held()
-        self._parts.sink.forget_all()
+        self._parts.gradients.reset_factors()
+        self._parts.gradients.clear_all()
 
-    # Looking at what it holds.
+    # Look.
 
     def grad(self, param: Tensor) -> Tensor | None:
-        """The gradient of `param` as it is now: summed over micro-batches, and, once they were called, unscaled by a
-        GradScaler's `unscale_` and clipped. Before `unscale_` it is that of the scaled loss. None without a gradient.
+        """The gradient of `param` as the next step will use it: summed over micro-batches, unscaled and clipped if
+        `scaler.unscale_` and `clip_grad_norm_` were called. Before `unscale_` it is that of the scaled loss.
 
-        Returns: an fp32 CPU tensor of the parameter's shape; a copy.
+        Returns: a copy, an fp32 CPU tensor of the parameter's shape; None without a gradient.
+        Raises: ConfigError for a tensor that is no trained parameter; over several ranks, which all have to call it,
+        AccumulationError, RankError.
         """
         self._require_usable()
         number = self._number(param)
-        if number not in self._collect():
+        if number not in self._finalize_gradients():
             return None
         first, last = self._layout.param_shard_range(number)
         line = torch.empty(param.numel(), dtype=torch.float32, device="cpu")
-        line[first:last] = self._parts.sink.line(number).float() * self._parts.sink.factor_of(number)
+        line[first:last] = self._parts.gradients.values(number).float() * self._parts.gradients.factor_of(number)
         return shaped_like(param, all_gather_shards(self._comm, self._layout, number, line))
 
     def gathered(
         self, module_or_params: nn.Module | Tensor | Iterable[Tensor], *, writable: bool = False
     ) -> AbstractContextManager[None]:
-        """`with optimizer.gathered(model.head):` the parameters' values are there, the last step's, streamed or not.
+        """`with optimizer.gathered(model.head):` keeps these parameters on the device, with their current values.
 
-        Args: writable: also what is written to them past torch (NumPy) is found at the end; other writes count anyway.
+        Args: writable: look for writes that bypass torch (NumPy), too, at the end; other writes count in any case.
         Raises: ConfigError for a tensor that is no parameter of the model.
         """
         self._require_usable()
         return self._held.access.gathered(module_or_params, writable=writable)
 
     def state_of(self, param: Tensor) -> dict[str, Any]:
-        """{"master", "exp_avg", "exp_avg_sq": fp32 CPU tensors of the parameter's shape, "step": int}; copies."""
+        """Copies of the states of a parameter.
+
+        Returns: {"master", "exp_avg", "exp_avg_sq": fp32 CPU tensors of the parameter's shape, "step": how often it was
+        stepped}. Over several ranks all have to call it.
+        """
         self._require_usable()
         number = self._number(param)
         self._held.pending.apply_all()
@@ -561,39 +532,62 @@ class OffloadZero(torch.optim.Optimizer):
         lines = self._parts.masters.states(number, self._step)
         whole = {kind: all_gather_shards(self._comm, self._layout, number, line) for kind, line in lines.items()}
         shaped: dict[str, Any] = {kind: shaped_like(param, line) for kind, line in whole.items()}
-        return shaped | {"step": self._ages[number]}
+        return shaped | {"step": self._steps[number]}
 
     def stats(self) -> dict[str, Any]:
         """Counters since training began. Bytes end in `_bytes`, seconds in `_s`.
 
-        nvme_init_bytes is what was written before the first step; nvme_read_bytes and nvme_written_bytes what moved
-        since. step_s is spent in step(), landing_s in waits for its results; adam_s, and where that runs on the CPU the
-        waits for tiers wait_nvme_s and wait_device_s, are parts of the two. gradient_s is spent in backward.
+        nvme_init_bytes was written before the first step; nvme_read_bytes and nvme_written_bytes moved since then.
+        step_s is spent in step(), landing_s in applying its results later, gradient_s in backward. adam_s is a part of
+        step_s and landing_s, and so are the waits, wait_nvme_s and wait_device_s, where Adam runs on the CPU.
         peak_device_bytes: the most that parameters and buffers had on the device at once.
         arena_utilisation: the share of the buffers' bytes that chunks fill.
         """
+        placement, parts, memory = self._placement, self._parts, self._parts.run.memory
+        counted, initial = self._timeline.counted, self._held.initial_bytes
         return {
             "step": self._step,
             "skipped_steps": self._skipped,
             "parameters": self._layout.numel,
             "param_tier": self._config.param_tier,
             "grad_tier": self._config.grad_tier,
-            **self._parts.stats(self._placement, self._held.initial_bytes),
+            "chunks": len(placement.kept) + placement.streamed_chunks,
+            "streamed_chunks": placement.streamed_chunks,
+            "nvme_init_bytes": initial,
+            "nvme_read_bytes": counted("nvme_read_bytes"),
+            "nvme_written_bytes": counted("nvme_written_bytes") - initial,
+            "host_to_device_bytes": counted("host_to_device_bytes"),
+            "device_to_host_bytes": counted("device_to_host_bytes"),
+            "gathered_bytes": counted("gathered_bytes"),
+            "peak_cpu_bytes": memory.ram.used,
+            "cpu_budget_bytes": placement.budget_bytes,
+            "peak_device_bytes": parts.parameters.peak_bytes + placement.resident_bytes + memory.device_bytes,
+            "device_budget_bytes": placement.device_budget_bytes,
+            "arena_utilisation": placement.utilisation,
+            "disk_bytes": placement.disk_bytes,
+            **{name: self._timeline.seconds(name) for name in _SPANS},
+            "kernel": parts.run.kernels.variant,
+            "threads": parts.run.kernels.threads,
+            "io_engine": parts.io_engine,
+            "rank": self._comm.rank,
+            "ranks": self._comm.size,
+            **{f"held_{kind}_bytes": nbytes for kind, nbytes in placement.held_bytes.items()},
+            **self._comm.stats(),
         }
 
     def timeline(self, file: PathLike) -> AbstractContextManager[None]:
-        """Records every transfer, kernel, wait and hook inside `with optimizer.timeline("t.json"):`.
+        """`with optimizer.timeline("t.json"):` records every transfer, kernel, wait and hook inside.
 
         The file is in Chrome's trace format, for ui.perfetto.dev or chrome://tracing. It is written at the end, also
-        when the body raises. A recording changes no bit, and keeps the first 100,000 events (some 30 MB of RAM).
-        Raises: PathError before the body runs, or at its end if the disk fails; ConfigError if one is going on.
+        when the body raises. Recording changes no bit. It keeps the first 100,000 events, in about 30 MB of RAM.
+        Raises: PathError before the body runs, or at its end if the disk fails; ConfigError if one is recording.
         """
         self._require_usable()
         return recorded(self._timeline, file, self._model, self._layout, self._config.units)
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The swap files. They stay after `close()`; without commits there is nothing in them to resume from."""
+        """The swap files of this rank. They stay after `close()`; without commits nothing can be resumed from them."""
         return self._parts.files
 
     def _number(self, param: Tensor) -> int:
@@ -602,7 +596,7 @@ class OffloadZero(torch.optim.Optimizer):
             raise ConfigError(f"the tensor of shape {tuple(param.shape)} is no parameter that this optimizer trains")
         return int(number)
 
-    # Committing, and going back.
+    # Commit.
 
     @property
     def resumed(self) -> Resumed | None:
@@ -610,12 +604,13 @@ class OffloadZero(torch.optim.Optimizer):
         return self._resumed
 
     def commit(self, extra: object = None) -> None:
-        """Makes this step the one to come back to, at the end of an iteration; durable when it returns.
+        """Commits the state after this step; it is durable when this returns. Call it at the end of an iteration.
 
-        Args: extra: what else the loop needs to go on: plain values, containers, tensors; no objects.
-        Raises: ConfigError (no path, or commit_every=None; extra cannot be stored; the step is committed already);
-        TierIOError, and then the last commit is still there; OtherRankError and RankError over several ranks, all of
-        which have to call it, each with its own extra.
+        Over several ranks all have to call it, each with its own `extra`.
+
+        Args: extra: what else the loop needs to continue: plain values, containers and tensors, but no objects.
+        Raises: ConfigError (no path, or commit_every=None; extra cannot be stored; the step is committed already),
+        TierIOError, OtherRankError, RankError. The last commit stays what it was then.
         """
         self._require_usable()
         self._held.step_begins()
@@ -628,52 +623,52 @@ class OffloadZero(torch.optim.Optimizer):
     def _commit(self, extra: object) -> None:
         prepare = self._held.take_outside_writes
         try:
-            with self._beside_others():
-                self._commits.commit(prepare, self._step, self._ages, self.param_groups, extra)
+            with self._together():
+                self._commits.commit(prepare, self._step, self._steps, self.param_groups, extra)
         finally:
             if self._commits.final is not None:
-                self._cut_off(self._commits.final)
+                self._fail(self._commits.final)
 
     @contextmanager
-    def _beside_others(self) -> Iterator[None]:
-        """What all ranks do together: one that is interrupted in it (Ctrl-C) is elsewhere than the others."""
+    def _together(self) -> Iterator[None]:
+        """For what all ranks do together: a rank that is interrupted in it (Ctrl-C) cannot continue with the others."""
         try:
             yield
         except Exception:
             raise
         except BaseException as error:
             if self._comm.size > 1:
-                self._cut_off(error)
+                self._fail(error)
             raise
 
     def snapshot(self, *, keep: int | None = None) -> tuple[Path, ...]:
-        """Keeps the last commit, which the next one would replace, for as long as you like.
+        """Copies the last commit, which the next one would replace; the copy is durable when this returns.
 
-        It is copied to a directory of its own in each directory of this run, or shares its blocks with the swap file
-        where the file system can do that (XFS, Btrfs); `resume=[...]` and `offload inspect`, `verify`, `export` and
-        `remove` take these directories as those of any run. Training goes on when it returns, and it is durable then.
+        Each directory of this run gets a directory with its part of the snapshot. `resume=[...]` and `offload inspect`,
+        `verify`, `export` and `remove` take them as they take those of any run. Where the file system can (XFS,
+        Btrfs), a snapshot shares its blocks with the swap file. Over several ranks all have to call it.
 
-        Args: keep: how many snapshots of this run stay, the newest ones, this one among them; None: all.
+        Args: keep: how many snapshots of this run to keep, this one included; older ones are removed. None: all.
         Returns: the directories, one for each of this rank's in `path`.
         Raises: ResumeError (nothing was committed), ConfigError (keep), BudgetError (disk space), PathError (something
-        else has its name), TierIOError, CorruptionError; OtherRankError and RankError over several ranks, all of which
-        have to call it. The run and its last commit stay what they were.
+        else has its name), TierIOError, CorruptionError, OtherRankError, RankError. The run and its last commit stay
+        what they were.
         """
         self._require_usable()
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise ConfigError(f"keep={keep!r}: give a whole number, at least 1, or None to keep all")
-        with self._beside_others():
+        with self._together():
             return self._commits.snapshot(keep)
 
     def rollback(self) -> None:
         """Goes back to the last commit, also after an error: states, parameters, hyper-parameters and step.
 
-        Gradients are dropped. Schedulers, data and frozen parameters are the caller's. Over several ranks all have to
-        call it, and none can after an error that the others did not have: they are elsewhere, and have to start again.
+        Gradients are dropped. Schedulers, data loaders and frozen parameters are not changed. Over several ranks all
+        have to call it; after an error that only some of them had, they have to be started again instead.
         Raises: ResumeError if nothing was committed; CorruptionError, TierIOError, OtherRankError, RankError.
         """
-        is_elsewhere = self._comm.size > 1 and self._failure is not None
-        if os.getpid() != self._pid or isinstance(self._failure, ClosedError) or is_elsewhere:
+        is_alone = self._comm.size > 1 and self._failure is not None
+        if os.getpid() != self._pid or isinstance(self._failure, ClosedError) or is_alone:
             self._require_usable()
         self._commits.require_last()
         try:
@@ -687,26 +682,26 @@ class OffloadZero(torch.optim.Optimizer):
 
     def _return_to_commit(self) -> None:
         manifest = self._commits.restore()
-        _take_groups(self.param_groups, manifest.groups)
+        take_options(self.param_groups, manifest.groups)
         self._step = manifest.step
-        self._ages = [facts.age for facts in manifest.parameters]
+        self._steps = [facts.age for facts in manifest.parameters]
 
     def _begin_at(self, found: Found) -> None:
         if found.manifest is not None:
             self._return_to_commit()
             return
         committed = found.reader.manifests[0]
-        ages = {param.name: param.age for param in committed.parameters}
-        _take_groups(self.param_groups, committed.groups)
+        steps = {param.name: param.age for param in committed.parameters}
+        take_options(self.param_groups, committed.groups)
         self._step = committed.step
-        self._ages = [ages[spec.name] for spec in self._layout.specs]
-        self._commits.take_over(found, self._ages, self.param_groups)
+        self._steps = [steps[spec.name] for spec in self._layout.specs]
+        self._commits.take_over(found, self._steps, self.param_groups)
 
     def export(self, directory: str | os.PathLike[str]) -> tuple[Path, ...]:
-        """Writes the model as it is now, under its own names and in its own dtypes, as safetensors.
+        """Writes the model's state_dict as it is now, in its own dtypes, as safetensors.
 
-        The files are what `from_pretrained` of transformers and `safetensors` read; large models get several and an
-        index. Returns: the files. Raises: PathError, BudgetError (disk space), ConfigError, TierIOError.
+        transformers (`from_pretrained`) and safetensors read these files. A large model gets several, and an index.
+        Returns: the files. Raises: PathError, BudgetError (disk space), ConfigError, TierIOError.
         """
         self._require_usable()
         self._held.synchronize()
@@ -717,36 +712,36 @@ class OffloadZero(torch.optim.Optimizer):
     # Torch's optimizer interface.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not after construction: the layout, and with it the memory and disk reserved, is fixed."""
+        """Raises ConfigError: after construction the layout is fixed, and with it the memory and disk reserved."""
         if self._adopted:
             raise ConfigError("parameters cannot be added after OffloadZero took the model: make a new one")
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Groups, step and path; no tensors: those are in the tiers."""
-        return _groups_state(self.param_groups, self._step, self._config.paths)
+        """Param groups, step and path. It has no tensors: those are committed to `path`."""
+        return groups_state(self.param_groups, self._step, self._config.paths)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes the groups' hyper-parameters. The tensors are not in it, so it must be of this very step.
+        """Takes the hyper-parameters of a state_dict, which must be of the step this optimizer is at.
 
-        Raises: ResumeError if it is of another step, or its groups do not match.
+        Raises: ResumeError if it is of another step, or its groups do not match; ConfigError for a value out of range.
         """
-        _load_groups(self.param_groups, state_dict, self._step)
+        load_groups(self.param_groups, state_dict, self._step)
 
-    # Living and ending.
+    # Close.
 
     def synchronize(self) -> None:
-        """Waits until nothing is under way on any tier. Raises what went wrong there."""
+        """Applies all pending updates and waits for all transfers. Raises what went wrong with them."""
         self._require_usable()
         self._held.synchronize()
 
     def close(self) -> None:
         """Ends the last step, unhooks the model, frees memory, files and their lock. May be called again.
 
-        The model keeps its parameters in the compute dtype; what backward left in `p.grad` is dropped. Streamed ones
-        are brought to the device, if all of them fit in `device_memory` and in half of what is free; if not, or if
-        ranks partition them, they stay released, and any use of them raises ReleasedParameterError.
+        The model keeps its parameters in the compute dtype, and gradients are dropped. Streamed parameters are fetched
+        for good, if all of them fit in `device_memory` and in half of what is free. If they do not, or if ranks share
+        them, they stay released, and any use of them raises ReleasedParameterError.
         """
         if os.getpid() != self._pid or isinstance(self._failure, ClosedError):
             return
@@ -754,7 +749,7 @@ class OffloadZero(torch.optim.Optimizer):
             if self._failure is None:
                 self._held.pending.apply_all()
                 self._commit_if_due()
-                self._held.keep_parameters(self._room_at_end())
+                self._held.keep_parameters(self._plan.room_at_end(self._placement))
         finally:
             self._failure = ClosedError("the optimizer is closed: make a new one")
             self._undo.close()
@@ -766,13 +761,17 @@ class OffloadZero(torch.optim.Optimizer):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and self._comm.size > 1:
-            self._cut_off(error)  # the other ranks may be elsewhere: nothing is done together any more
-        # What is being raised is the cause; an error of the ending follows from it.
+            self._fail(error)  # the other ranks may be somewhere else: no collective is possible any more
+        # What is being raised is the cause of any error of the ending.
         with suppress(OffloadError) if error is not None else nullcontext():
             self.close()
 
     def __getstate__(self) -> NoReturn:
         raise ConfigError("OffloadZero cannot be copied or pickled: its states are in the tiers, not in it")
+
+    def _fail(self, error: BaseException) -> None:
+        """Some parameters are a step further than others, or ranks are apart: every later call raises this error."""
+        self._failure = self._failure or error
 
     def _require_usable(self) -> None:
         if os.getpid() != self._pid:
@@ -790,52 +789,8 @@ class OffloadZero(torch.optim.Optimizer):
             for store in self._parts.stores:
                 store.check()
         except OffloadError as error:
-            self._cut_off(error)
+            self._fail(error)
             raise
-
-
-@torch.no_grad()
-def _take_groups(groups: Sequence[dict[str, Any]], committed: Sequence[Mapping[str, Option]]) -> None:
-    """Gives param groups the hyper-parameters that were committed."""
-    for group, options in zip(groups, committed, strict=True):
-        for name, value in options.items():
-            if isinstance(group.get(name), Tensor):
-                group[name].fill_(value)
-            else:
-                group[name] = value
-
-
-def _groups_state(groups: Sequence[Mapping[str, Any]], step: int, paths: Sequence[Path]) -> dict[str, Any]:
-    """See OffloadZero.state_dict."""
-    params = [param for group in groups for param in group["params"]]
-    numbers = {param: number for number, param in enumerate(params)}
-    names = [str(path) for path in paths]
-    return {
-        "state": {},
-        "param_groups": [{**group, "params": [numbers[param] for param in group["params"]]} for group in groups],
-        "step": step,
-        "path": names[0] if len(names) == 1 else names or None,
-    }
-
-
-def _load_groups(groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any], step: int) -> None:
-    """See OffloadZero.load_state_dict."""
-    theirs = state_dict["param_groups"]
-    sizes = [len(group["params"]) for group in groups]
-    if [len(group["params"]) for group in theirs] != sizes:
-        raise ResumeError(f"the state dict's groups do not match the {len(sizes)} groups of {sizes} parameters")
-    if state_dict.get("step") != step:
-        raise ResumeError(
-            f"the state dict is of step {state_dict.get('step')}, this optimizer is at step {step}, and masters and "
-            "moments are not in a state dict: commit to a path, and give resume=True, for that"
-        )
-    for number, (group, other) in enumerate(zip(groups, theirs, strict=True)):
-        kind = "decoupled_weight_decay"
-        if other.get(kind, group[kind]) != group[kind]:
-            raise ResumeError(f"param group {number} of the state dict is of {'AdamW' if other[kind] else 'Adam'}")
-    require_sound([{**group, **other} for group, other in zip(groups, theirs, strict=True)])
-    for group, other in zip(groups, theirs, strict=True):
-        group.update({key: value for key, value in other.items() if key != "params"})
 
 
 def _checked(inverse: float) -> float:

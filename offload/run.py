@@ -24,14 +24,14 @@ class Memory:
         ram: the arena in RAM; also holds the buffers of transfers from and to swap files.
         device: memory of the model's device, None if none is reserved.
         states: where states and gradients wait for the step: `ram` or `device`.
-        travelling: the communication buffers; in device memory if the model is on a device of its own.
+        communication: for buffers of collectives: in device memory if the model is on a device of its own.
         copier: copies between the model and `states`.
     """
 
     ram: Arena
     device: Lender | None
     states: Lender
-    travelling: Lender
+    communication: Lender
     copier: Copier
 
     @property
@@ -60,12 +60,12 @@ class Owner:
         step: returns the number of the last step.
         require_usable: raises if the run cannot go on.
         failed: called with what interrupted an update of the parameters, some of which are a step ahead now.
-        collect: waits for all gradients, on all ranks together; returns the numbers of the parameters that have one.
+        finalize_gradients: waits for all gradients, on all ranks together; returns the parameters that have one.
         unscale: called with a GradScaler's found_inf and inverse scale, 0-dim fp32 tensors; writes the first.
     """
 
     step: Callable[[], int]
     require_usable: Callable[[], None]
     failed: Callable[[BaseException], None]
-    collect: Callable[[], list[int]]
+    finalize_gradients: Callable[[], list[int]]
     unscale: Callable[[Tensor, Tensor], None]

@@ -45,7 +45,7 @@ def test_a_chunk_is_whole_pages() -> None:
 
 
 def test_prefetch_never_goes_below_three_chunks_in_flight() -> None:
-    assert [check(tuning=Tuning(prefetch=n)).in_flight for n in (0, 1, 2, 5)] == [LEAST_IN_FLIGHT, 3, 4, 7]
+    assert [check(tuning=Tuning(prefetch_chunks=n)).in_flight for n in (0, 1, 2, 5)] == [LEAST_IN_FLIGHT, 3, 4, 7]
 
 
 def test_sizes_are_taken_as_words_or_bytes() -> None:
@@ -108,8 +108,8 @@ WRONG_TUNING: list[tuple[str, Any, str]] = [
     ("chunk", "64 MB/s", '"48GiB"'),
     ("chunk", -4096, "negative"),
     ("chunk", 1.5, '"48GiB"'),
-    ("prefetch", -1, "at least 0"),
-    ("prefetch", "all", "whole number"),
+    ("prefetch_chunks", -1, "at least 0"),
+    ("prefetch_units", "all", "whole number"),
     ("threads", 0, "at least 1"),
     ("threads", 2.0, "whole number"),
     ("io_engine", "libaio", "'auto' or 'uring' or 'threads' or 'portable'"),
@@ -208,8 +208,20 @@ def test_the_options_are_those_of_the_design_and_no_others() -> None:
         "process_group", "cast_forward_inputs", "tuning", "unknown",
     ]  # fmt: skip
     assert [field.name for field in dataclasses.fields(Tuning)] == [
-        "chunk", "prefetch", "threads", "io_engine", "split_master", "bucket", "units", "tile",
+        "chunk", "prefetch_chunks", "prefetch_units", "threads", "io_engine", "split_master", "bucket", "units", "tile",
     ]  # fmt: skip
+
+
+def test_the_prefetch_of_before_names_the_two_options_that_replace_it() -> None:
+    with pytest.raises(ConfigError, match=r"prefetch_chunks=2 .* prefetch_units=2"):
+        Tuning(prefetch=2)  # type: ignore[call-arg]
+
+
+def test_what_is_prefetched_is_chosen_apart() -> None:
+    config = check(tuning=Tuning(prefetch_chunks=5, prefetch_units=0))
+    assert (config.in_flight, config.prefetch_units, config.chooses_prefetch) == (7, 0, False)
+    config = check(tuning=Tuning(prefetch_chunks=5))
+    assert (config.in_flight, config.prefetch_units, config.chooses_prefetch) == (7, 1, True)
 
 
 def test_only_bf16_parameters_split_their_masters() -> None:

@@ -17,8 +17,8 @@ FLOORS = [
     ["run"],
     ["grads", "optim"],
     ["model"],
-    ["planner", "checkpoint"],
-    ["memory", "assembly", "build", "held_model"],
+    ["parts", "planner", "checkpoint"],
+    ["build", "held_model"],
     ["optimizer"],
     ["models", "integrations", "cli"],
 ]

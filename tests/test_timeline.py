@@ -208,7 +208,7 @@ def test_copies_between_host_and_device_have_lanes_of_their_own(
         finish(copied)
 
     monkeypatch.setattr(late_copier._LateCopy, "wait", slowly)
-    monkeypatch.setattr("offload.optimizer.copier_for", lambda device: LateCopier(3))
+    monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(3))
     model = build()
     with open_optimizer(model, tmp_path, accumulation=accumulation, cpu_memory="64MiB") as optimizer:
         with optimizer.timeline(tmp_path / "t.json"):

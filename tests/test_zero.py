@@ -364,7 +364,7 @@ def test_memory_held_is_what_the_plan_said(tmp_path: Path) -> None:
     model = mlp()
     with OffloadZero(model, tier="nvme", path=tmp_path / "run", tuning=Tuning(chunk="4KiB")) as optimizer:
         stats = optimizer.stats()
-        assert stats["peak_cpu_bytes"] == optimizer._placement.arena_bytes == optimizer._parts.memory.ram.used
+        assert stats["peak_cpu_bytes"] == optimizer._placement.arena_bytes == optimizer._parts.run.memory.ram.used
 
 
 def test_close_unhooks_the_model_and_may_be_called_twice() -> None:

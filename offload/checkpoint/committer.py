@@ -33,7 +33,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offload.assembly import Parts
 from offload.checkpoint import recovery as resuming
 from offload.checkpoint.atomic_file import sync_directory
 from offload.checkpoint.commit import Commit, read_commit, remove_superseded, write_commit, write_manifest
@@ -55,6 +54,7 @@ from offload.errors import (
 )
 from offload.layout import Layout
 from offload.optim.adopt import require_sound
+from offload.parts import Parts
 from offload.storage.chunk_cache import Store
 from offload.storage.files import Files
 from offload.storage.lease import Version
@@ -86,7 +86,7 @@ class Commits:
         self._layout = layout
         self._parts = parts
         self._wanted = wanted
-        self._comm = parts.comm
+        self._comm = parts.run.comm
         self._final: OffloadError | None = None
         self.last: Manifest | None = None
         # Of the last durable commit, by chunk, for each of `_stores`.
@@ -361,7 +361,7 @@ class Commits:
     def _put_together(self, step: int) -> None:
         """Gets the other ranks' parameters. Args: step: whose."""
         for flat in self._layout.flats:
-            self._parts.returned.all_gather(flat.index, step)
+            self._parts.new_params.all_gather(flat.index, step)
         for store in self._parts.stores:
             # What is read ahead for the next step is not waited for: a chunk that it needs has been checked already.
             if store is not self._parts.store or self._config.split_master:

@@ -225,7 +225,8 @@ def shape(n: int) -> tuple[int, int]:
 def tuning_of(count: int, width: int, *, split_master: bool) -> Tuning:
     from offload import Tuning
 
-    return Tuning(chunk=4 * width**2, prefetch=min(PREFETCH, count // 16), split_master=split_master)
+    ahead = min(PREFETCH, count // 16)
+    return Tuning(chunk=4 * width**2, prefetch_chunks=ahead, split_master=split_master)
 
 
 def cases_of(n: int, budgets: Sequence[float], *, split_master: bool, commit_every: int | None = None) -> list[Case]:
@@ -256,7 +257,7 @@ def _case(planned: Planned, share: float, count: int, width: int) -> Case:
         cpu_memory=cpu_memory,
         arena_bytes=placement.arena_bytes,
         disk_bytes=placement.disk_bytes,
-        transfers=Transfers(len(planned.records) - len(placement.kept), planned.records[0].nbytes),
+        transfers=Transfers(len(planned.needs.states) - len(placement.kept), planned.needs.states[0].nbytes),
         commit_every=planned.config.commit_every,
     )
 

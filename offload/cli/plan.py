@@ -168,7 +168,7 @@ def summarise(planned: Planned) -> dict[str, Any]:
     from offload.planner import explain
 
     placement = planned.place()
-    kept = sum(planned.records[chunk].nbytes for chunk in placement.kept)
+    kept = sum(planned.needs.states[chunk].nbytes for chunk in placement.kept)
     return {
         "tier": planned.config.tier,
         "param_tier": planned.config.param_tier,
@@ -180,7 +180,7 @@ def summarise(planned: Planned) -> dict[str, Any]:
         "parameters": planned.layout.numel,
         "chunks": len(planned.layout.chunks),
         "kept_chunks": len(placement.kept),
-        "kept_share": kept / planned.state_bytes,
+        "kept_share": kept / planned.needs.state_bytes,
         "buffers": placement.in_flight,
         "arena_utilisation": placement.utilisation,
         "rows": [asdict(row) for row in explain.explain(placement, planned)],
@@ -220,7 +220,7 @@ def _budgets(planned: Planned, free: int) -> Iterator[dict[str, Any]]:
         needed = planned.cpu_memory_for(share)
         if needed == everything and share < 1:
             continue  # so few chunks that buffers for the others would take as much
-        streamed = round((1 - share) * planned.state_bytes)
+        streamed = round((1 - share) * planned.needs.state_bytes)
         yield {"share": share, "cpu_bytes": needed, "streamed_bytes": streamed, "fits": needed <= free}
 
 

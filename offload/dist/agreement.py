@@ -1,23 +1,20 @@
-"""What ranks tell each other beside gradients: first values, whole lines of partitioned tensors, their options."""
+"""What ranks agree on beside gradients: first values, whole parameters, errors, options."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from offload.dist.communicator import Communicator
 from offload.config import Config
+from offload.dist.communicator import Communicator
 from offload.errors import ConfigError, OffloadError
 from offload.layout import Layout
-from offload.optim.adopt import UNSUPPORTED
-from offload.optim.adam import scalars_of
 
 BLOCK = 1 << 20
-"""Elements that are gathered at once, so that what all ranks send stays small."""
+"""Elements gathered at once, so that the buffer for all ranks stays small."""
 
 
 @torch.no_grad()
@@ -34,10 +31,10 @@ def broadcast_from_first(comm: Communicator, tensors: Iterable[Tensor]) -> None:
 
 
 def all_gather_shards(comm: Communicator, layout: Layout, param: int, line: Tensor) -> Tensor:
-    """A line of `param` with every rank's part of it; all ranks have to call it.
+    """The elements of a parameter from all ranks; each of them has to call it.
 
-    Args: line: shape (numel,), on the CPU, of which this rank's part, `layout.param_shard_range(param)`, counts; overwritten.
-    Raises: RankError.
+    Args: line: shape (numel,), on the CPU, of which this rank's shard, `layout.param_shard_range(param)`, is sent;
+    overwritten. Raises: RankError.
     """
     if comm.size == 1:
         return line
@@ -51,7 +48,7 @@ def all_gather_shards(comm: Communicator, layout: Layout, param: int, line: Tens
 
 
 def all_gather_object(comm: Communicator, data: bytes) -> list[bytes]:
-    """What every rank gave, by rank. Raises: RankError."""
+    """The bytes that each rank gave, of any lengths, by rank. Raises: RankError."""
     sizes = comm.all_gather(torch.tensor([len(data)], device="cpu")).flatten().tolist()
     lines = [torch.zeros(size, dtype=torch.uint8, device="cpu") for size in sizes]
     lines[comm.rank] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -62,9 +59,9 @@ def all_gather_object(comm: Communicator, data: bytes) -> list[bytes]:
 
 @contextmanager
 def agree_on_error(comm: Communicator, elsewhere: OffloadError | None = None) -> Iterator[None]:
-    """What raises here on one rank raises on all of them, so that none waits for one that has given up.
+    """An error inside on one rank is raised on all of them, so that none waits for a rank that has given up.
 
-    Raises: on ranks where nothing was wrong `elsewhere` (None: a ConfigError), RankError.
+    Raises: RankError; on ranks where nothing was wrong `elsewhere` (None: a ConfigError).
     """
     try:
         yield
@@ -76,9 +73,9 @@ def agree_on_error(comm: Communicator, elsewhere: OffloadError | None = None) ->
 
 
 def require_alike(comm: Communicator, layout: Layout, config: Config) -> None:
-    """Makes the order of collectives `beside` others, as this is the first time that ranks meet as ranks of one run.
+    """Makes sure that all ranks train the same; the first collective of a run, which also makes `side_group`.
 
-    Raises: ConfigError if their models, or what else decides about what they send, differ; RankError.
+    Raises: ConfigError if their models, or the options that decide what they send, differ; RankError.
     """
     options = (config.stage, config.accumulation, config.param_tier, config.bucket_bytes)
     commits = (config.commit_every, config.resume, config.split_master)
@@ -88,29 +85,3 @@ def require_alike(comm: Communicator, layout: Layout, config: Config) -> None:
             "param_tier, commit_every, resume, Tuning.split_master or Tuning.bucket: give all of them the same"
         )
     comm.side_group.barrier()
-
-
-def require_same_step(
-    comm: Communicator,
-    groups: Sequence[Mapping[str, Any]],
-    scale: float,
-    *,
-    skips: bool = False,
-    fault: ConfigError | None = None,
-) -> None:
-    """Args: groups: the optimizer's param_groups; scale: of the gradients (clipping, a loss scale), NaN if this rank
-    has a fault; skips: whether it skips the step; fault: why it cannot make it, to be raised.
-
-    Raises: ConfigError on all ranks if they are about to step differently, or one has a fault; RankError.
-    """
-    if comm.size > 1:
-        scalars = None if fault is not None else [scalars_of(group, 1, scale) for group in groups]
-        variants = [[bool(group.get(option)) for option in UNSUPPORTED] for group in groups]
-        if not comm.all_equal(repr((scalars, variants, skips))) and fault is None:
-            raise ConfigError(
-                "the ranks differ in the hyper-parameters of this step, or in how its gradients are clipped or scaled: "
-                "set param groups, call clip_grad_norm_ and use a GradScaler alike on every rank, then step() again; "
-                "nothing was changed"
-            )
-    if fault is not None:
-        raise fault

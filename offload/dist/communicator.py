@@ -56,8 +56,9 @@ class Communicator(ABC):
     raises the same error at once. Counts what this rank sends to others, padding included, by name of the collective.
 
     Attributes: rank and size in the group; local_rank and ranks_on_node among all processes of the job on this
-    machine, which share its RAM, cores and drives. With replicas, `size` is a multiple of `shard_group.size`, the ranks of
-    `shard_group` are consecutive ones, and `replicate_group` are those at the same place among them; all three fail together.
+    machine, which share its RAM, cores and drives. With replicas, `size` is a multiple of `shard_group.size`, the ranks
+    of a shard group are consecutive, and those at one place in each of these are a replicate group; all of them fail
+    together.
     """
 
     def __init__(self, rank: int, size: int, local_rank: int, ranks_on_node: int) -> None:
@@ -191,6 +192,9 @@ class SingleProcess(Communicator):
 
     def all_gather(self, values: Tensor) -> Tensor:
         return values.clone().reshape(1, -1)
+
+    def exact_sum(self, values: Iterable[float]) -> float:
+        return _fsum(values)
 
     def stats(self) -> dict[str, int]:
         return {}

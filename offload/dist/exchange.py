@@ -1,4 +1,4 @@
-"""New parameters between ranks, of which each makes those of its own partition."""
+"""New parameters between ranks: each rank makes those of its own shards."""
 
 from __future__ import annotations
 
@@ -15,23 +15,19 @@ from offload.storage.chunk_cache import Store
 
 
 def arena_bytes(layout: Layout) -> int:
-    """What an Exchange takes from the arena."""
+    """What a ReplicaExchange takes of the memory for communication."""
     return carved_bytes(_buffer_bytes(layout)) if layout.replicas > 1 else 0
 
 
 def _buffer_bytes(layout: Layout) -> int:
-    return max((layout.replicas * _window(layout, f.index) * f.dtype.itemsize for f in layout.flats), default=0)
+    windows = ((min(layout.chunk_numel, layout.shard_numel(flat.index)), flat.dtype) for flat in layout.flats)
+    return max((layout.replicas * numel * dtype.itemsize for numel, dtype in windows), default=0)
 
 
-def _window(layout: Layout, flat: int) -> int:
-    """Elements of each partition that travel together: those of a chunk."""
-    return min(layout.chunk_numel, layout.shard_numel(flat))
+class FlatGather:
+    """All-gathers flat parameters that stay on the device, in place; whoever uses one waits for it.
 
-
-class Gathers:
-    """Puts flats that stay on the device together, each in its place: use waits for it.
-
-    Args: flats: the model's parameters, of which this rank's partitions have their new values when they are launched.
+    Args: flats: the model's flat parameters. This rank's shard of one has its new values when it is launched.
     """
 
     def __init__(self, layout: Layout, flats: Sequence[Tensor], comm: Communicator) -> None:
@@ -41,14 +37,14 @@ class Gathers:
         self._works: dict[int, Work] = {}
 
     def launch(self, flat: int) -> None:
-        """Sends this rank's partition to the others, and gets theirs. Raises: RankError."""
+        """Sends this rank's shard to the others, and receives theirs. Raises: RankError."""
         whole, numel = self._flats[flat], self._layout.shard_numel(flat)
         if numel:
             own = whole[self._comm.rank * numel : (self._comm.rank + 1) * numel]
             self._works[flat] = self._comm.all_gather_into_tensor(own, whole)
 
     def finish(self, flat: int) -> None:
-        """Waits for the others' partitions. Raises: RankError."""
+        """Waits for the others' shards. Raises: RankError."""
         if flat in self._works:
             self._works[flat].wait()
             del self._works[flat]
@@ -61,94 +57,99 @@ class Gathers:
         self._works.clear()
 
 
-class Exchange:
-    """New parameters between ranks that keep the same ones in their tiers.
+class ReplicaExchange:
+    """Sends new parameters to the ranks that keep the same parameters in their tiers, and receives theirs.
 
-    With replicas these are those at one place of several groups, each of which keeps all parameters together and
-    gathers a unit within itself; at stages 1 and 2 each rank keeps all. What others make comes here as copies
-    (layout.py), a chunk of each rank at a time, while Adam makes this one's next.
+    With replicas, each shard group keeps all parameters, and the ranks at one place in these groups exchange what each
+    of them made. At stages 1 and 2 with streamed parameters every rank keeps all of them. What other ranks make arrives
+    here as copies (layout.py), one chunk of each rank at a time, while Adam makes this rank's next chunk.
 
-    Args: store: the 16-bit parameters that this rank keeps; comm: the ranks that keep the same; lands: called with each
-    copy and its new values, which are on their way to the store.
+    Args: store: the 16-bit parameters that this rank keeps; comm: the ranks that keep the same ones; chunk_updated:
+    called with each copy and its new values, which are about to be in the store.
     """
 
     def __init__(
-        self, layout: Layout, store: Store, arena: Lender, comm: Communicator, lands: Callable[[Chunk, Tensor], None]
+        self,
+        layout: Layout,
+        store: Store,
+        memory: Lender,
+        comm: Communicator,
+        chunk_updated: Callable[[Chunk, Tensor], None],
     ) -> None:
         self._layout = layout
         self._store = store
         self._comm = comm
-        self._lands = lands
-        self._buffer = arena.carve(_buffer_bytes(layout))
+        self._chunk_updated = chunk_updated
+        self._buffer = memory.carve(_buffer_bytes(layout))
         self._chunks = {(chunk.flat, chunk.start): chunk for chunk in layout.param_chunks}
-        self._sent = 0  # of each partition of the flat that has begun
-        self._travelling: tuple[Work, int, int] | None = None
+        self._sent = 0  # elements of each shard of the flat that has begun
+        self._under_way: tuple[Work, int, int] | None = None
 
     def begin(self) -> None:
-        """Before new values of a flat are sent."""
+        """Before the first new values of a flat are sent."""
         self._sent = 0
 
     def send(self, chunk: Chunk, values: Tensor, step: int) -> None:
         """Sends a chunk of this rank, after those before it in its flat, which did not change.
 
-        Args: values: its new ones; step: whose. Raises: RankError.
+        Args: values: its new ones; step: that they are the result of. Raises: RankError.
         """
         self._send_up_to(chunk.flat, chunk.start - self._layout.shard_range(chunk.flat)[0], step)
         self._launch(chunk.flat, values, step)
 
     def finish(self, flat: int, step: int) -> None:
-        """Sends what is left of a flat; all copies of it are what the ranks that made them have. Raises: RankError."""
+        """Sends the rest of a flat; all copies of it have their new values when it returns. Raises: RankError."""
         self._send_up_to(flat, self._layout.shard_numel(flat), step)
-        self._arrive(step)
+        self._receive(step)
 
     def abandon(self) -> None:
         """Waits for what is under way, successful or not."""
-        if self._travelling is not None:
+        if self._under_way is not None:
             with suppress(RankError):
-                self._travelling[0].wait()
-        self._travelling = None
+                self._under_way[0].wait()
+        self._under_way = None
 
     def _send_up_to(self, flat: int, stop: int, step: int) -> None:
-        """Args: stop: an element of the partitions."""
+        """Args: stop: an element of the shards."""
         while self._sent < stop:
             chunk = self._chunks.get((flat, self._layout.rank * self._layout.shard_numel(flat) + self._sent))
-            if chunk is None:  # behind the end of the last partition, or a gap as a whole
+            if chunk is None:  # behind the end of the last shard, or nothing but a gap
                 self._launch(flat, None, step)
                 continue
             with self._store.lease(chunk.index, step=0) as lease:
                 self._launch(flat, lease.arrays[0].view(self._layout.flats[flat].dtype), step)
 
     def _launch(self, flat: int, values: Tensor | None, step: int) -> None:
-        """Sends `values`, or zeros, for the next elements of this rank's partition."""
-        self._arrive(step)
+        """Sends `values`, or zeros, for the next elements of this rank's shard."""
+        self._receive(step)
         rows = self._rows(flat, self._sent)
         own = rows[self._comm.rank]
         numel = 0 if values is None else values.numel()
         own[numel:] = 0
         if values is not None:
             own[:numel] = values
-        self._travelling = (self._comm.all_gather_into_tensor(own, rows.view(-1)), flat, self._sent)
+        self._under_way = (self._comm.all_gather_into_tensor(own, rows.view(-1)), flat, self._sent)
         self._sent += own.numel()
 
-    def _arrive(self, step: int) -> None:
-        """Takes in what is under way."""
-        if self._travelling is None:
+    def _receive(self, step: int) -> None:
+        """Waits for what is under way, and writes it to the store."""
+        if self._under_way is None:
             return
-        work, flat, start = self._travelling
+        work, flat, start = self._under_way
         work.wait()
-        self._travelling = None
-        part = self._layout.shard_numel(flat)
+        self._under_way = None
+        numel = self._layout.shard_numel(flat)
         for rank, row in zip(self._layout.replicated_shards, self._rows(flat, start), strict=True):
-            chunk = self._chunks.get((flat, rank * part + start))
+            chunk = self._chunks.get((flat, rank * numel + start))
             if chunk is not None and rank != self._layout.rank:
                 with self._store.lease(chunk.index, step=step, is_fresh=True) as lease:
                     lease.dirty = True
                     values = lease.arrays[0].view(row.dtype)
                     values.copy_(row[: chunk.numel])
-                    self._lands(chunk, values)
+                    self._chunk_updated(chunk, values)
 
     def _rows(self, flat: int, start: int) -> Tensor:
-        """Where elements of all partitions from `start` on travel, by rank."""
+        """The buffer for the elements of all shards from `start` on: one row a rank."""
         layout, dtype = self._layout, self._layout.flats[flat].dtype
         numel = min(layout.chunk_numel, layout.shard_numel(flat) - start)
         return self._buffer[: layout.replicas * numel * dtype.itemsize].view(dtype).view(layout.replicas, numel)

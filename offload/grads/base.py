@@ -1,25 +1,42 @@
-"""The contract of a gradient sink."""
+"""The gradient buffer: what a gradient meets between autograd's hook and the step.
+
+[Note: the way of a gradient]
+1. A hook (model/gradient.py) hands over each gradient as soon as autograd has accumulated it: `accumulate`.
+2. With one rank it is copied to the tier of the gradients at once (local.py). With several it is first averaged over
+   the ranks, and each rank keeps the average of its own shards (reduce_scatter.py).
+3. There it waits for the step (shards.py): in RAM, or with `grad_tier="nvme"` in a store of its own, which writes it to
+   the swap file. With more than one micro-batch a step, gradients are summed in fp32, in the order they come in.
+4. On the way the squares are summed, in blocks fixed by an element's position in its parameter. The norm and the check
+   for NaN and Inf come from these sums: they cost no pass over the gradients, and their bits do not depend on units,
+   chunks, threads or the number of ranks.
+5. `finalize` waits for all of it; then the step reads each chunk once, with `shard`.
+"""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from offload.errors import AccumulationError
+from offload.grads.shards import open_shards
 from offload.layout import Chunk
+from offload.run import Run
+from offload.storage.chunk_cache import Store
 
 
 @dataclass(frozen=True)
 class GradientScale:
-    """By what the step multiplies the gradients that are held.
+    """The factors by which the step multiplies every gradient.
 
-    Attributes: unscaled: the inverse of a loss scale, None if no GradScaler has met them yet; clip: the factor of
-    clipping, None if they were not clipped.
+    Attributes: unscaled: the inverse of the loss scale, None until a GradScaler has set it; clip: the factor of
+    clipping, None if the gradients were not clipped.
     """
 
     unscaled: float | None = None
@@ -31,126 +48,175 @@ class GradientScale:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether it would be wrong for a gradient that joins those it was calculated from."""
+        """Whether the factors were computed from the gradients that are here: then no more may be added to them."""
         return self.unscaled is not None or self.factor != 1.0
 
 
-AS_HELD = GradientScale()
+UNIT_SCALE = GradientScale()
 """Neither unscaled nor clipped."""
 
 
-class Gradients(ABC):
-    """Where gradients go. Parameters are named by their index in `layout.specs`.
+class GradientBuffer(ABC):
+    """Holds the gradients of one step. Parameters are named by their index in `layout.specs`.
 
-    Attributes: accumulation, micro-batches a step; scale, by which the step multiplies what is held; factors, by which
-    it multiplies that of one parameter besides.
+    Args: store: of the gradients, with `grad_tier="nvme"`; None: they are in RAM (or on the device, with the states).
+    Attributes: accumulation: micro-batches a step; scale: the factors of all gradients; factors: by parameter, what
+    the step multiplies its gradient by besides.
+
+    Over several ranks all of them have to call `finalize`, `norm`, `norms`, `not_finite`, `clear_all` and `reset`
+    alike; these raise RankError.
     """
 
-    accumulation: int
-    scale: GradientScale
-    factors: dict[int, float]
+    def __init__(self, run: Run, store: Store | None = None) -> None:
+        self.accumulation = run.config.accumulation
+        self.scale = UNIT_SCALE
+        self.factors: dict[int, float] = {}
+        self._layout = run.layout
+        self._kernels = run.kernels
+        self._copier = run.memory.copier
+        self._timeline = run.timeline
+        # Gradients do not come alike on all ranks: their collectives are in an order of their own.
+        self._comm = run.comm.side_group
+        self._shards = open_shards(run, store)
+
+    # As autograd makes them.
+
+    @abstractmethod
+    def accumulate(self, param: int, grad: Tensor, start: int = 0) -> None:
+        """Adds the gradient of one micro-batch.
+
+        It may still be in transfer when this returns.
+
+        Args: grad: shape (numel,), on the model's device, in the parameter's dtype: of the whole parameter, or of one
+            of its tiles; start: the tile's first element.
+        Raises: AccumulationError if the parameter has all of its declared micro-batches already.
+        """
+
+    @abstractmethod
+    def has(self, param: int) -> bool:
+        """Whether a gradient of `param` was accumulated since it was last cleared."""
+
+    @abstractmethod
+    def clear(self, param: int) -> None:
+        """The next gradient of `param` replaces what is held. Raises: AccumulationError if that cannot be any more."""
+
+    @abstractmethod
+    def clear_all(self) -> None:
+        """The next gradients replace all that is held."""
+
+    # When all of them have come.
+
+    @abstractmethod
+    def finalize(self, params: Collection[int]) -> list[int]:
+        """Waits until the gradients of `params`, each of which has one, are where the step reads them.
+
+        Returns: the parameters that have a gradient on any rank.
+        """
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Waits for all transfers under way."""
+
+    def values(self, param: int) -> Tensor:
+        """This rank's elements of a gradient, `layout.param_shard_range(param)`: 1-D, in the order of its memory."""
+        return self._shards.values(param)
+
+    @abstractmethod
+    def write(self, param: int, values: Tensor) -> None:
+        """Replaces what `values` returns. After `finalize`; on one rank alone."""
+
+    def norm(self, params: Collection[int]) -> float:
+        """The 2-norm over `params`, in fp64, over all ranks; inf or nan if one of them is not finite.
+
+        The sum over the blocks is exactly rounded, so it does not depend on their order. After `finalize`.
+        """
+        sums = self._shards.sums_on_cpu()
+        blocks = (block for param in params for block in sums[param])
+        return math.sqrt(self._comm.exact_sum(chain.from_iterable(block.tolist() for block in blocks)))
+
+    def norms(self, params: Sequence[int], order: float = 2.0) -> list[float]:
+        """The norm of each of `params`, without any factor, in fp64, over all ranks. After `finalize`.
+
+        Args: order: of the norm; 2 costs no pass over the gradients.
+        """
+        if not params:
+            return []
+        if order == 2.0:
+            sums = self._shards.sums_on_cpu()
+            own = [math.fsum(chain.from_iterable(block.tolist() for block in sums[param])) for param in params]
+            return self._sum_over_ranks(own).sqrt().tolist()
+        held = (self.values(param).float() for param in params)
+        own = [float(torch.linalg.vector_norm(values, order)) if len(values) else 0.0 for values in held]
+        if self._comm.size == 1:
+            return own
+        if math.isinf(order):
+            rows = self._comm.all_gather(torch.tensor(own, dtype=torch.float64, device="cpu"))
+            return (rows.amax(0) if order > 0 else rows.amin(0)).tolist()
+        return (self._sum_over_ranks([norm**order for norm in own]) ** (1 / order)).tolist()
+
+    def not_finite(self, params: Collection[int]) -> list[int]:
+        """Which of `params` hold NaN or Inf on any rank. After `finalize`."""
+        if math.isfinite(self.norm(params)):
+            return []
+        sums = self._shards.sums_on_cpu()
+        bad = [not all(bool(block.isfinite().all()) for block in sums[param]) for param in params]
+        flags = self._comm.all_gather(torch.tensor(bad, device="cpu")).any(0).tolist()
+        return [param for param, flag in zip(params, flags, strict=True) if flag]
+
+    def _sum_over_ranks(self, own: Sequence[float]) -> Tensor:
+        rows = self._comm.all_gather(torch.tensor(own, dtype=torch.float64, device="cpu"))
+        return torch.tensor([math.fsum(column) for column in rows.T.tolist()], dtype=torch.float64, device="cpu")
+
+    # What the step multiplies them by.
 
     def factor_of(self, param: int) -> float:
-        """By what the step multiplies what is held of `param`."""
+        """What the step multiplies the gradient of `param` by."""
         return self.scale.factor * self.factors.get(param, 1.0)
 
     def set_factor(self, param: int, factor: float) -> None:
-        """Makes `factor` that by which the step multiplies what is held of `param`."""
+        """Makes `factor_of(param)` be `factor`."""
         own = factor / self.scale.factor if self.scale.factor else factor
         if own == 1.0:
             self.factors.pop(param, None)
         else:
             self.factors[param] = own
 
-    def as_held(self) -> None:
-        """Forgets all factors."""
-        self.scale = AS_HELD
+    def reset_factors(self) -> None:
+        """The step multiplies gradients by nothing."""
+        self.scale = UNIT_SCALE
         self.factors.clear()
 
-    @abstractmethod
-    def line(self, param: int) -> Tensor:
-        """What this rank holds of the gradient of `param`: 1-D, on the CPU, in the order of the parameter's memory."""
+    # For the step.
 
-    @abstractmethod
-    def put(self, param: int, line: Tensor) -> None:
-        """Makes `line` what is held of the gradient of `param`, as `line` gives it. After `collect`."""
+    def expect(self, chunks: Iterable[int]) -> None:
+        """Announces the order in which the step reads the chunks."""
+        self._shards.expect(chunks)
 
-    @abstractmethod
-    def taken(self, index: int) -> AbstractContextManager[Tensor]:
-        """The gradients of a chunk's elements, for the step, which is the last to need them: shape (chunk.numel,), on
-        the CPU."""
+    def shard(self, index: int) -> AbstractContextManager[Tensor]:
+        """The gradients of a chunk, shape (chunk.numel,), where the states are. Nobody needs them afterwards."""
+        return self._shards.shard(index)
 
-    def expect(self, chunks: Iterable[int]) -> None:  # noqa: B027
-        """Announces in which order they will be `taken`."""
+    def chunk_memory(self, index: int) -> Tensor:
+        """The memory of a chunk's gradients, shape (chunk.numel,); only where they are in RAM."""
+        return self._shards.chunk_memory(index)
 
-    @abstractmethod
-    def chunk(self, index: int) -> Tensor:
-        """The memory of a chunk's gradients, where they stay in RAM: shape (chunk.numel,)."""
-
-    @abstractmethod
     def dtype(self, chunk: Chunk) -> torch.dtype:
         """Of a chunk's gradients."""
+        return self._shards.dtypes[chunk.flat]
 
-    @abstractmethod
-    def has(self, param: int) -> bool:
-        """Whether a gradient of `param` arrived since it was last forgotten."""
-
-    @abstractmethod
-    def arrive(self, param: int, grad: Tensor, start: int = 0) -> None:
-        """Takes the gradient of one micro-batch: shape (numel,), on the model's device, as the parameter's dtype; or
-        that of one of its tiles, from element `start` on.
-
-        It may still be under way when this returns. Raises: AccumulationError if one more than declared came.
-        """
-
-    @abstractmethod
-    def forget(self, param: int) -> None:
-        """The next gradient of `param` begins anew."""
-
-    @abstractmethod
-    def forget_all(self) -> None:
-        """The next gradients begin anew."""
-
-    @abstractmethod
-    def collect(self, params: Collection[int]) -> list[int]:
-        """Waits until the gradients of `params`, all of which must have arrived, are in RAM, summed and checked.
-
-        Returns: those of which there are gradients: `params`, and what other ranks have.
-        """
-
-    @abstractmethod
-    def drain(self) -> None:
-        """Waits for what is under way."""
+    # Ending.
 
     @abstractmethod
     def reset(self) -> None:
-        """Drops everything, failures too: for going back to a commit."""
-
-    @abstractmethod
-    def norm(self, params: Collection[int]) -> float:
-        """The 2-norm over `params`, in fp64; inf or nan if one of them is not finite. After `collect`.
-
-        The sum over blocks is exactly rounded (fsum), so it does not depend on their order.
-        """
-
-    @abstractmethod
-    def norms(self, params: Sequence[int], order: float = 2.0) -> list[float]:
-        """The norms of each of `params`, as they are held, in fp64. After `collect`.
-
-        Args: order: 2, for which the sums are there; others are computed from the values.
-        """
-
-    @abstractmethod
-    def not_finite(self, params: Collection[int]) -> list[int]:
-        """Which of `params` hold NaN or Inf. After `collect`."""
+        """Drops everything, failures too, before a rollback. The store of gradients is reset by its owner."""
 
     @abstractmethod
     def close(self) -> None:
-        """Waits for what is under way, as far as it writes into the arena."""
+        """Waits for transfers that write into memory about to be freed."""
 
 
 def too_often(name: str, accumulation: int) -> AccumulationError:
-    """A gradient came once more than was declared."""
+    """More gradients came than `accumulation` declares."""
     return AccumulationError(
         f"{name} got its gradient a {_ordinal(accumulation + 1)} time before step(), and accumulation={accumulation}: "
         "declare how many backward passes come before each step, OffloadZero(..., accumulation=N), or call step() or "

@@ -1,152 +1,98 @@
-"""The gradient sink of one rank among several: gradients are averaged over the ranks while backward runs.
+"""The gradient buffer of one rank among several: gradients are averaged over the ranks while backward runs.
 
-[Note: the way of a gradient over ranks]
-A rank holds the gradients of its own partitions only. A hook hands over each parameter's gradient; when those of all
-parameters in a bucket are there (module/stages.py), they are copied into a buffer of constant size and sent; what comes
-back is the average over the ranks of the bucket's part of this rank's partition, which goes into RAM, or to its slots
-(module/waiting.py). Until then the gradients lie where autograd made them. On a device with memory of its own they
-travel and are averaged there, and the averages are copied down.
+[Note: averaging gradients over ranks]
+A rank keeps the gradients of its own shards only. When the gradients of all parameters in a bucket are there
+(dist/partition.py), they are copied into a communication buffer of constant size and sent. What comes back is the
+average over the ranks of the bucket's part of this rank's shard, which goes to where gradients wait (shards.py). Until
+a bucket is sent, its gradients stay where autograd made them. On a device with memory of its own they are sent and
+averaged there, and the averages are copied to RAM.
 
-A *round* sends each bucket once, all ranks in the same order, with zeros where a rank has no gradient. A step is one
-round; with accumulation at stages 2 and 3 one a micro-batch, summed in fp32: a round ends when a gradient comes that
-came in it before. At stage 1 micro-batches are summed before, in fp32, whole, on each rank. What is missing in a round
-is sent by `collect`, so that all ranks send the same, whatever arrived.
-
-What is of all parameters, the norm and the finite check, is exact over the ranks, and the same bits on all of them.
+A *round* sends each bucket once, on all ranks in the same order, with zeros where a rank has no gradient. A step is one
+round. With accumulation at stages 2 and 3 it is one round a micro-batch, and the averages are summed in fp32: a round
+ends when a parameter gets its second gradient in it. At stage 1 whole micro-batches are summed first, in fp32, on each
+rank. What is missing in a round is sent by `finalize`, so all ranks send the same, whichever gradients they have.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 from torch import Tensor
 
-from offload.devices.copies import Copier, Copy
-from offload.dist.communicator import Communicator, Work
+from offload.devices.copies import Copy
+from offload.dist.communicator import Work
 from offload.dist.partition import Bucket, Buckets
 from offload.errors import AccumulationError, OffloadError
-from offload.grads import shards as waiting
-from offload.grads.base import AS_HELD, Gradients, too_often
-from offload.grads.buckets import Reduction
-from offload.layout import Chunk, Layout
-from offload.native import Kernels
-from offload.profiling import GRADIENTS, SUMS, TO_HOST, Event, Timeline
-from offload.storage.arena import Lender
+from offload.grads.base import GradientBuffer, too_often
+from offload.grads.buckets import ReductionPlan
+from offload.layout import Layout
+from offload.profiling import GRADIENTS, SUMS, TO_HOST, Event
+from offload.run import Memory, Run
 from offload.storage.chunk_cache import Store
 
 
 @dataclass
 class _Buffer:
-    """Bytes: full, what is sent; scratch, what comes; part, the averages, if they are to be added or copied; landed,
-    these in RAM, if they are to be added after they were copied."""
+    """Communication buffers of one bucket, in bytes; see ReductionPlan.
+
+    full: what is sent; scratch: what is received; average: the averages, copied: these in RAM, each if needed.
+    """
 
     full: Tensor
     scratch: Tensor
-    part: Tensor
-    landed: Tensor
+    average: Tensor
+    copied: Tensor
 
 
 @dataclass
-class _Travelling:
-    """A bucket under way. average: of its elements of this rank's partition; is_beside: not where they belong yet;
-    round: see the note at the top."""
+class _Reduction:
+    """A bucket under way.
+
+    average: its elements of this rank's shard; is_in_place: whether they are written where they wait; round: its
+    number; copy, moving: of the average from the device, once that has begun.
+    """
 
     work: Work
     buffer: _Buffer
     bucket: Bucket
     average: Tensor
-    is_beside: bool
+    is_in_place: bool
     round: int
+    copy: Copy | None = None
+    moving: Event | None = None
 
 
-@dataclass
-class _Landing:
-    """An average on its way from the device."""
+class ReducedGradients(GradientBuffer):
+    """The averages over all ranks of the gradients of this rank's shards."""
 
-    copy: Copy
-    moving: Event | None
-    travelled: _Travelling
-
-
-class ReducedGradients(Gradients):
-    """See [Note: the way of a gradient over ranks]. Parameters are named by their index in `layout.specs`.
-
-    Args: arena: memory where gradients wait; device: where they are made, which may be the same; copier: from there.
-
-    Every rank has to call `collect`, `norm`, `not_finite`, `forget_all` and `reset` alike. All raise RankError.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        plan: Reduction,
-        accumulation: int,
-        arena: Lender,
-        device: Lender,
-        copier: Copier,
-        kernels: Kernels,
-        comm: Communicator,
-        timeline: Timeline,
-        store: Store | None = None,
-    ) -> None:
-        self._layout = layout
-        self._plan = plan
-        self._copier = copier
-        self.accumulation = accumulation
-        self.scale = AS_HELD
-        self.factors = {}
-        self._kernels = kernels
-        self._comm = comm
-        self._timeline = timeline
-        held = (layout, plan.held, arena, kernels)
-        self._waiting: waiting.Waiting = waiting.InRam(*held) if store is None else waiting.InSlots(*held, store)
-        self._whole = [device.carve(n).view(torch.float32) for n in plan.whole]
-        self._free = [self._new_buffer(arena, device) for _ in range(plan.buffers)]
-        self._buckets = Buckets(plan.buckets, _order(layout, plan.buckets))
-        self._buckets_of = Counter(param for bucket in plan.buckets for param in bucket.params)
-        self._arrived = [0] * len(layout.specs)
-        self._lines: dict[int, Tensor] = {}
+    def __init__(self, run: Run, store: Store | None = None) -> None:
+        super().__init__(run, store)
+        self._plan = ReductionPlan(run.layout, run.config, direct=self._copier.direct)
+        self._whole = [run.memory.communication.carve(n).view(torch.float32) for n in self._plan.whole_bytes]
+        self._free = [self._new_buffer(run.memory) for _ in range(self._plan.buffers)]
+        self._buckets = Buckets(self._plan.buckets, _order(run.layout, self._plan.buckets))
+        self._buckets_of = Counter(param for bucket in self._plan.buckets for param in bucket.params)
+        self._count = [0] * len(run.layout.specs)
+        # Of the round under way: gradients that are not sent yet, and in how many buckets each is still to be sent.
+        self._unsent: dict[int, Tensor] = {}
         self._uses: dict[int, int] = {}
-        self._under_way: deque[_Travelling] = deque()
-        self._landing: deque[_Landing] = deque()
+        self._reducing: deque[_Reduction] = deque()
+        self._copying: deque[_Reduction] = deque()
         self._round = 0
+        # What `finalize` returned, once it has been called.
         self._active: list[int] | None = None
         self._norms: dict[tuple[int, ...], float] = {}
 
-    def _new_buffer(self, arena: Lender, device: Lender) -> _Buffer:
-        plan = self._plan
-        full, scratch = device.carve(plan.full_bytes), device.carve(plan.full_bytes)
-        return _Buffer(full, scratch, device.carve(plan.part_bytes), arena.carve(plan.landing_bytes))
+    def _new_buffer(self, memory: Memory) -> _Buffer:
+        plan, carve = self._plan, memory.communication.carve
+        full, scratch, average = carve(plan.full_bytes), carve(plan.full_bytes), carve(plan.average_bytes)
+        return _Buffer(full, scratch, average, memory.states.carve(plan.copied_bytes))
 
-    def line(self, param: int) -> Tensor:
-        """What this rank holds of the gradient of `param`: elements `layout.param_shard_range(param)`, on the CPU."""
-        return self._waiting.line(param)
-
-    def put(self, param: int, line: Tensor) -> None:
-        raise AssertionError("no rank has all of a gradient")
-
-    def taken(self, index: int) -> AbstractContextManager[Tensor]:
-        return self._waiting.taken(index)
-
-    def expect(self, chunks: Iterable[int]) -> None:
-        self._waiting.expect(chunks)
-
-    def dtype(self, chunk: Chunk) -> torch.dtype:
-        return self._plan.held[chunk.flat]
-
-    def chunk(self, index: int) -> Tensor:
-        return self._waiting.chunk(index)
-
-    def has(self, param: int) -> bool:
-        return self._arrived[param] > 0
-
-    def arrive(self, param: int, grad: Tensor, start: int = 0) -> None:
+    def accumulate(self, param: int, grad: Tensor, start: int = 0) -> None:
         assert start == 0  # there are no tiles over several ranks
         if self._active is not None:
             raise AccumulationError(
@@ -154,7 +100,7 @@ class ReducedGradients(Gradients):
                 "ranks, by clip_grad_norm_() or grad(): call these after the last backward of a step"
             )
         with self._timeline.span("gradient_s"), self._event(GRADIENTS, "gradient", param):
-            if self._arrived[param] == self.accumulation:
+            if self._count[param] == self.accumulation:
                 raise too_often(self._layout.specs[param].name, self.accumulation)
             if self._plan.sums_locally:
                 grad = self._add(param, grad)
@@ -162,151 +108,134 @@ class ReducedGradients(Gradients):
                 if self._round + 1 == self._plan.rounds:
                     raise too_often(self._layout.specs[param].name, self.accumulation)
                 self._end_round()
-            self._arrived[param] += 1
-            if self._plan.rounds > 1 or self._arrived[param] == self.accumulation:
+            self._count[param] += 1
+            if self._plan.rounds > 1 or self._count[param] == self.accumulation:
                 self._ready(param, grad)
-            while self._under_way and self._under_way[0].work.done():
-                self._finish_one()
-            while self._landing and self._landing[0].copy.done():
-                self._land_one()
+            while self._reducing and self._reducing[0].work.done():
+                self._finish_reduction()
+            while self._copying and (copy := self._copying[0].copy) is not None and copy.done():
+                self._finish_copy()
 
-    def forget(self, param: int) -> None:
-        """Raises: AccumulationError if a gradient of `param` has arrived: the other ranks have it by now."""
-        if self._arrived[param]:
+    def has(self, param: int) -> bool:
+        return self._count[param] > 0
+
+    def clear(self, param: int) -> None:
+        """Raises: AccumulationError if there is a gradient of `param`: the other ranks have it by now."""
+        if self._count[param]:
             raise AccumulationError(
                 f"the gradient of {self._layout.specs[param].name} was dropped or replaced by hand after backward, "
                 "when it was on its way to the other ranks: drop all of them, on every rank, with optimizer.zero_grad()"
             )
 
-    def forget_all(self) -> None:
-        """Raises: AccumulationError, as `collect`."""
-        if self._active is None and any(self._arrived):
+    def clear_all(self) -> None:
+        """Raises: AccumulationError, as `finalize`."""
+        if self._active is None and any(self._count):
             self._end_rounds()
             self._agree(drops=True)
         self._begin_anew()
 
-    def collect(self, params: Collection[int]) -> list[int]:
-        """Waits until all that any rank has is averaged, summed and checked; returns what any of them names.
-
-        Raises: AccumulationError on all ranks if some drop what was averaged; it is dropped on all of them then.
-        """
+    def finalize(self, params: Collection[int]) -> list[int]:
+        """Raises: AccumulationError on all ranks if some of them drop what was averaged; then all have dropped it."""
         if self._active is None:
             with self._timeline.span("gradient_s"):
                 self._end_rounds()
                 self._active = self._agree(params)
                 with self._timeline.event(SUMS, "sums of squares"):
-                    self._waiting.sum(self._active)
+                    self._shards.sum_squares(self._active)
         return self._active
 
     def drain(self) -> None:
-        while self._under_way:
-            self._finish_one()
-        while self._landing:
-            self._land_one()
+        while self._reducing:
+            self._finish_reduction()
+        while self._copying:
+            self._finish_copy()
 
     def norm(self, params: Collection[int]) -> float:
-        """Over all ranks."""
         key = tuple(params)
         if key not in self._norms:
-            sums = self._waiting.sums_here()
-            own = chain.from_iterable(sums[param].tolist() for param in params)
-            self._norms[key] = math.sqrt(self._comm.exact_sum(own))
+            self._norms[key] = super().norm(params)
         return self._norms[key]
 
-    def norms(self, params: Sequence[int], order: float = 2.0) -> list[float]:
-        """Over all ranks, in one collective."""
-        own = torch.zeros(len(params), dtype=torch.float64, device="cpu")
-        sums = self._waiting.sums_here() if order == 2.0 else []
-        for at, param in enumerate(params):
-            if order == 2.0:
-                own[at] = math.fsum(sums[param].tolist())
-            elif (line := self.line(param)).numel():
-                norm = float(torch.linalg.vector_norm(line.float(), order))
-                own[at] = norm if math.isinf(order) else norm**order
-        told = self._comm.all_gather(own)
-        if math.isinf(order):
-            return (told.amax(0) if order > 0 else told.amin(0)).tolist()
-        total = torch.tensor([math.fsum(column) for column in told.T.tolist()], dtype=torch.float64, device="cpu")
-        return (total ** (1 / order)).tolist()
-
-    def not_finite(self, params: Collection[int]) -> list[int]:
-        """On any rank."""
-        if math.isfinite(self.norm(params)):
-            return []
-        sums = self._waiting.sums_here()
-        bad = [not bool(sums[param].isfinite().all()) for param in params]
-        flags = self._comm.all_gather(torch.tensor(bad, device="cpu")).any(0).tolist()
-        return [param for param, flag in zip(params, flags, strict=True) if flag]
+    def write(self, param: int, values: Tensor) -> None:
+        raise AssertionError("no rank has all of a gradient")
 
     def reset(self) -> None:
-        """On all ranks alike: what some of them have sent is sent by all."""
+        """What some ranks have sent is sent by all of them."""
         if self._active is None:
             self._end_rounds()
         self._begin_anew()
 
     def close(self) -> None:
-        """Copies are waited for. The communicator says when nobody else writes any more."""
-        for landing in self._landing:
-            with suppress(OffloadError):
-                landing.copy.wait()
-        self._landing.clear()
-        self._under_way.clear()
-        self._lines.clear()
+        """Waits for copies. The communicator says when no other rank writes here any more."""
+        for reduction in self._copying:
+            if reduction.copy is not None:
+                with suppress(OffloadError):
+                    reduction.copy.wait()
+        self._copying.clear()
+        self._reducing.clear()
+        self._unsent.clear()
 
     def _agree(self, params: Collection[int] = (), *, drops: bool = False) -> list[int]:
-        """Ends the rounds of a step on all ranks; returns what any of them names. Args: drops: nobody is to use them.
+        """Ends the rounds of a step on all ranks; returns the parameters that any of them names.
 
-        A rank that has nothing to drop is not here, but on its way to its next gradients: they have met those that the
-        others drop by then, and are as lost.
+        A rank that has nothing to drop does not call this, but goes on to its next gradients: these meet those that the
+        other ranks drop here, and are dropped too.
+
+        Args: drops: whether this rank drops its gradients.
         """
-        mine = torch.zeros(1 + len(self._arrived), dtype=torch.uint8, device="cpu")
+        mine = torch.zeros(1 + len(self._count), dtype=torch.uint8, device="cpu")
         mine[0] = drops
         mine[[1 + param for param in params]] = 1
-        told = self._comm.all_gather(mine)
-        if bool((told[:, 0] != drops).any()):
+        rows = self._comm.all_gather(mine)
+        if bool((rows[:, 0] != drops).any()):
             self._begin_anew()
-            who = [[rank for rank, row in enumerate(told) if bool(row[0]) is dropped] for dropped in (True, False)]
+            who = [[rank for rank, row in enumerate(rows) if bool(row[0]) is dropped] for dropped in (True, False)]
             raise AccumulationError(
                 f"the gradients of ranks {who[0]} were dropped by zero_grad() when they had been averaged with those "
                 f"of ranks {who[1]}: all of them are dropped now; after a backward on any rank call step() on every "
                 "rank, or run it on every rank and call zero_grad() there"
             )
-        return told[:, 1:].any(0).nonzero().flatten().tolist()
+        return rows[:, 1:].any(0).nonzero().flatten().tolist()
 
     def _begin_anew(self) -> None:
-        self._arrived = [0] * len(self._arrived)
+        self._count = [0] * len(self._count)
         self._round = 0
         self._active = None
         self._norms.clear()
 
+    # Rounds.
+
+    def _sum_of(self, param: int) -> Tensor:
+        """Where the micro-batches of a parameter are summed before they are sent."""
+        flat, offset = self._layout.locations[param]
+        return self._whole[flat][offset : offset + self._layout.specs[param].numel]
+
     def _add(self, param: int, grad: Tensor) -> Tensor:
         """Adds a micro-batch's gradient; returns the sum."""
-        flat, offset = self._layout.locations[param]
-        total = self._whole[flat][offset : offset + self._layout.specs[param].numel]
+        total = self._sum_of(param)
         if not self._copier.direct:
             with torch.no_grad():
-                if self._arrived[param]:
+                if self._count[param]:
                     total.add_(grad)  # each rounds once, as the kernels do
                 else:
                     total.copy_(grad)
-        elif self._arrived[param]:
+        elif self._count[param]:
             self._kernels.accumulate(total, grad)
         else:
             self._kernels.cast(grad, total)
         return total
 
-    def _ready(self, param: int, line: Tensor) -> None:
-        self._lines[param] = line
+    def _ready(self, param: int, grad: Tensor) -> None:
+        self._unsent[param] = grad
         self._uses[param] = self._buckets_of[param]
         for bucket in self._buckets.ready(param):
             self._send(bucket)
 
     def _end_rounds(self) -> None:
         if self._plan.sums_locally:
-            for param, count in enumerate(self._arrived):
+            for param, count in enumerate(self._count):
                 if 0 < count < self.accumulation:
-                    flat, offset = self._layout.locations[param]
-                    self._ready(param, self._whole[flat][offset : offset + self._layout.specs[param].numel])
+                    self._ready(param, self._sum_of(param))
         while self._round < self._plan.rounds:
             self._end_round()
         self.drain()
@@ -315,17 +244,19 @@ class ReducedGradients(Gradients):
         for bucket in self._buckets.flush():
             self._send(bucket)
         self._buckets.reset()
-        self._lines.clear()
+        self._unsent.clear()
         self._uses.clear()
         self._round += 1
+
+    # The way of a bucket: sent and averaged, copied from the device, added to what waits.
 
     @torch.no_grad()
     def _send(self, bucket: Bucket) -> None:
         while not self._free:
-            if self._landing:
-                self._land_one()
+            if self._copying:
+                self._finish_copy()
             else:
-                self._finish_one()
+                self._finish_reduction()
         buffer = self._free.pop()
         numel, wire = self._layout.ranks * bucket.numel, self._plan.wire[bucket.flat]
         full = buffer.full[: numel * wire.itemsize].view(wire)
@@ -333,58 +264,62 @@ class ReducedGradients(Gradients):
             full[start:stop] = 0
         for piece in bucket.pieces:
             target = full[piece.chunk_offset : piece.chunk_offset + piece.numel]
-            line = self._lines.get(piece.param)
-            if line is None:
+            grad = self._unsent.get(piece.param)
+            if grad is None:
                 target.zero_()
             else:
-                target.copy_(line[piece.param_offset : piece.param_offset + piece.numel])
-        for param in bucket.params & self._lines.keys():
+                target.copy_(grad[piece.param_offset : piece.param_offset + piece.numel])
+        for param in bucket.params & self._unsent.keys():
             self._uses[param] -= 1
             if not self._uses[param]:
-                del self._lines[param]
-        place = self._waiting.place(bucket) if self._round == 0 and self._copier.direct else None
+                del self._unsent[param]
+        region = self._region(bucket, self._round) if self._copier.direct else None
         held = self._plan.held[bucket.flat]
-        average = buffer.part[: held.itemsize * bucket.numel].view(held) if place is None else place
+        average = buffer.average[: held.itemsize * bucket.numel].view(held) if region is None else region
         scratch = buffer.scratch[: numel * wire.itemsize].view(wire)
         work = self._comm.reduce_scatter(full, average, scratch=scratch)
-        self._under_way.append(_Travelling(work, buffer, bucket, average, place is None, self._round))
+        self._reducing.append(_Reduction(work, buffer, bucket, average, region is not None, self._round))
 
-    def _finish_one(self) -> None:
-        # Forgotten only when it is done: whoever is interrupted here has to wait again.
-        first = self._under_way[0]
+    def _region(self, bucket: Bucket, number: int) -> Tensor | None:
+        """Where the average of a round may be written at once: in the first one its memory, if it waits in memory."""
+        return self._shards.region(bucket.flat, bucket.start, bucket.numel) if number == 0 else None
+
+    def _finish_reduction(self) -> None:
+        # Removed only when it is done: a call that is interrupted here has to wait again.
+        first = self._reducing[0]
         first.work.wait()
-        self._under_way.popleft()
+        self._reducing.popleft()
         if self._copier.direct:
-            self._take_in(first)
+            self._keep(first)
         else:
-            self._bring_down(first)
+            self._start_copy(first)
 
-    def _bring_down(self, travelled: _Travelling) -> None:
-        """Starts copying an average to where it belongs, or to where it is added from."""
-        average = travelled.average
+    def _start_copy(self, reduction: _Reduction) -> None:
+        """Copies an average from the device to where it waits, or to where it is added from."""
+        average = reduction.average
         size = average.numel() * average.element_size()
-        target = self._waiting.place(travelled.bucket) if travelled.round == 0 else None
-        travelled.is_beside = target is None
-        if target is None:
-            target = travelled.buffer.landed[:size].view(average.dtype)
-        travelled.average = target
-        moving = self._timeline.begin(TO_HOST, "copy", size=size, tier="device")
+        target = self._region(reduction.bucket, reduction.round)
+        reduction.is_in_place = target is not None
+        reduction.average = reduction.buffer.copied[:size].view(average.dtype) if target is None else target
+        reduction.moving = self._timeline.begin(TO_HOST, "copy", size=size, tier="device")
         self._timeline.count("device_to_host_bytes", size)
-        self._landing.append(_Landing(self._copier.to_host(average, target), moving, travelled))
+        reduction.copy = self._copier.to_host(average, reduction.average)
+        self._copying.append(reduction)
 
-    def _land_one(self) -> None:
-        first = self._landing[0]
+    def _finish_copy(self) -> None:
+        first = self._copying[0]
+        assert first.copy is not None
         with nullcontext() if first.copy.done() else self._timeline.waiting("wait for gradient", tier="device"):
             first.copy.wait()
         self._timeline.end(first.moving)
-        self._landing.popleft()
-        self._take_in(first.travelled)
+        self._copying.popleft()
+        self._keep(first)
 
-    def _take_in(self, travelled: _Travelling) -> None:
-        if travelled.is_beside:
-            is_last = travelled.round + 1 == self._plan.rounds
-            self._waiting.put(travelled.bucket, travelled.average, is_first=travelled.round == 0, is_last=is_last)
-        self._free.append(travelled.buffer)
+    def _keep(self, reduction: _Reduction) -> None:
+        if not reduction.is_in_place:
+            is_last = reduction.round + 1 == self._plan.rounds
+            self._shards.add_bucket(reduction.bucket, reduction.average, is_first=reduction.round == 0, is_last=is_last)
+        self._free.append(reduction.buffer)
 
     def _event(self, lane: str, name: str, param: int) -> AbstractContextManager[None]:
         return self._timeline.event(lane, name, parameter=self._layout.specs[param].name)

@@ -1,17 +1,22 @@
-"""Where the gradients of a rank's own partitions wait for the step, once they are averaged over the ranks.
+"""Where the gradients of a rank's own shards wait for the step: in memory, or in the slots of a store.
 
-[Note: averages in slots]
-With `grad_tier="nvme"` each chunk of them is an item of a store of their own. Buckets come from the end of a flat to
-its beginning (reduction.py), the same elements in every round: what comes is put into the chunks it lies in, which stay
-in RAM until their first elements are there. The squares are summed on the way, in the blocks in which they are summed
-in RAM, so that they have the same bits: where a bucket begins inside a block, its part of that is carried to the next.
+[Note: gradients in slots]
+With `grad_tier="nvme"` the gradients of each chunk are one item of a store. What comes is added to the chunks it lies
+in; a chunk stays in RAM until its last elements of the micro-batch have come, is written, and is read again by the
+next micro-batch or the step.
+
+The squares are summed while the values are in RAM, in the same blocks as those of gradients in RAM, so the sums have
+the same bits. With one rank chunks end where blocks end. With several, averages come from the end of a flat to its
+beginning (reduce_scatter.py), the same elements in every round: where a bucket begins inside a block, its part of that
+block is carried until the rest of the block comes with the next bucket.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -20,109 +25,164 @@ from torch import Tensor
 from offload.config import SUM_BLOCK
 from offload.dist.partition import Bucket
 from offload.layout import Chunk, Layout
-from offload.native import Kernels, sum_blocks
+from offload.native import sum_blocks
+from offload.run import Run
 from offload.sizes import round_up
-from offload.storage.arena import Lender, carved_bytes
+from offload.storage.arena import carved_bytes
 from offload.storage.chunk_cache import Store
+from offload.storage.swap_file import Record
 
 
-class Waiting(ABC):
-    """Args: dtypes: of the gradients, by flat. Attribute: sums: by parameter, of the squares of what is here of it."""
+def dtypes_of(layout: Layout, accumulation: int) -> list[torch.dtype]:
+    """Of the gradients that wait, by flat: fp32 if they are sums."""
+    return [torch.float32 if accumulation > 1 else flat.dtype for flat in layout.flats]
 
-    def __init__(self, layout: Layout, dtypes: list[torch.dtype], arena: Lender, kernels: Kernels) -> None:
-        self._layout = layout
-        self._dtypes = dtypes
-        self._kernels = kernels
-        blocks = sums_of(layout)
-        self._all_sums = arena.carve(8 * sum(blocks)).view(torch.float64)
-        self.sums = list(self._all_sums.split(blocks))
 
-    def sums_here(self) -> list[Tensor]:
-        """The `sums` on the CPU; from another device they come at once."""
-        return self.sums if self._all_sums.is_cpu else list(self._all_sums.cpu().split(sums_of(self._layout)))
+def records_of(layout: Layout, accumulation: int) -> list[Record]:
+    """What the slot of each chunk's gradients holds, with grad_tier="nvme"."""
+    dtypes = dtypes_of(layout, accumulation)
+    return [Record(chunk.numel, (dtypes[chunk.flat].itemsize,)) for chunk in layout.chunks]
+
+
+def arena_bytes(layout: Layout, accumulation: int, *, stored: bool) -> int:
+    """What `open_shards` takes from the arena. Args: stored: whether the gradients are in slots."""
+    dtypes = dtypes_of(layout, accumulation)
+    sums = carved_bytes(8 * sum(chain.from_iterable(_sum_sizes(layout))))
+    if stored:
+        return sums + carved_bytes(_carried_bytes(layout, dtypes))
+    shards = (layout.shard_numel(flat.index) * dtypes[flat.index].itemsize for flat in layout.flats)
+    return sums + sum(map(carved_bytes, shards))
+
+
+def _sum_sizes(layout: Layout) -> list[list[int]]:
+    """The number of sums of squares that this rank has of each parameter, for each of its tiles."""
+    sizes = []
+    for param in range(len(layout.specs)):
+        first, last = layout.param_shard_range(param)
+        tiles = ((start, max(start, first), min(stop, last)) for start, stop in layout.tiles_of(param))
+        sizes.append([sum_blocks(low - start, max(high - low, 0)) for start, low, high in tiles])
+    return sizes
+
+
+def _carried_bytes(layout: Layout, dtypes: list[torch.dtype]) -> int:
+    return SUM_BLOCK * max((dtype.itemsize for dtype in dtypes), default=0) if layout.ranks > 1 else 0
+
+
+class GradShards(ABC):
+    """The gradients of this rank's shards.
+
+    Attributes: dtypes: by flat; sums: by parameter and tile (a parameter without tiles is one), the fp64 sums of
+    squares of its blocks.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._layout = run.layout
+        self._kernels = run.kernels
+        self.dtypes = dtypes_of(run.layout, run.config.accumulation)
+        self._sizes = _sum_sizes(run.layout)
+        total = sum(chain.from_iterable(self._sizes))
+        self._all_sums = run.memory.states.carve(8 * total).view(torch.float64)
+        self.sums = self._split(self._all_sums)
+
+    def _split(self, sums: Tensor) -> list[list[Tensor]]:
+        sizes = list(chain.from_iterable(self._sizes))
+        blocks = iter(sums.split(sizes) if sizes else ())
+        return [[next(blocks) for _ in tiles] for tiles in self._sizes]
+
+    def sums_on_cpu(self) -> list[list[Tensor]]:
+        """The `sums`; from another device all are copied at once."""
+        return self.sums if self._all_sums.is_cpu else self._split(self._all_sums.cpu())
 
     @abstractmethod
-    def place(self, bucket: Bucket) -> Tensor | None:
-        """Memory to which a bucket's average of the first round may be written; None: `put` it."""
+    def region(self, flat: int, start: int, numel: int) -> Tensor | None:
+        """The memory of elements `start` to `start + numel` of this rank's shard of a flat; None: it is in slots."""
 
     @abstractmethod
-    def put(self, bucket: Bucket, average: Tensor, *, is_first: bool, is_last: bool) -> None:
-        """Takes the average of a bucket, shape (bucket.numel,), or adds it to what came in the rounds before."""
+    def updated(
+        self, chunk: Chunk, start: int, values: Tensor, *, is_first: bool, is_unfinished: bool
+    ) -> AbstractContextManager[Tensor]:
+        """Writes `values` to a chunk, from its element `start` on, or adds them; gives the result.
+
+        Args: is_first: they are of the first micro-batch, and replace what is there; is_unfinished: more elements of
+            this chunk are about to come.
+        """
 
     @abstractmethod
-    def sum(self, params: Collection[int]) -> None:
-        """After the last round: makes the `sums` of these."""
+    def add_bucket(self, bucket: Bucket, average: Tensor, *, is_first: bool, is_last: bool) -> None:
+        """Writes the average of a bucket, shape (bucket.numel,), or adds it. Args: is_first, is_last: of the rounds."""
 
     @abstractmethod
-    def line(self, param: int) -> Tensor:
-        """See Gradients."""
+    def sum_squares(self, params: Iterable[int]) -> None:
+        """After the last round over several ranks: makes the `sums` of these, where they were not made on the way."""
 
     @abstractmethod
-    def chunk(self, index: int) -> Tensor:
-        """See Gradients."""
+    def values(self, param: int) -> Tensor:
+        """See GradientBuffer."""
 
     @abstractmethod
-    def taken(self, index: int) -> AbstractContextManager[Tensor]:
-        """See Gradients."""
+    def write(self, param: int, values: Tensor) -> None:
+        """Replaces what `values` returns; the sums of squares stay what they were."""
+
+    @abstractmethod
+    def chunk_memory(self, index: int) -> Tensor:
+        """See GradientBuffer."""
+
+    @abstractmethod
+    def shard(self, index: int) -> AbstractContextManager[Tensor]:
+        """See GradientBuffer."""
 
     @abstractmethod
     def expect(self, chunks: Iterable[int]) -> None:
-        """See Gradients."""
+        """See GradientBuffer."""
 
 
-def sums_of(layout: Layout) -> list[int]:
-    """How many sums of squares there are of what this rank has of each parameter."""
-    held = (layout.param_shard_range(param) for param in range(len(layout.specs)))
-    return [sum_blocks(first, last - first) if first < last else 0 for first, last in held]
+class ShardsInMemory(GradShards):
+    """All gradients, in RAM or where the states are."""
 
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        sizes = (run.layout.shard_numel(flat.index) * self.dtypes[flat.index].itemsize for flat in run.layout.flats)
+        memory = (run.memory.states.carve(size) for size in sizes)
+        self._flats = [shard.view(dtype) for shard, dtype in zip(memory, self.dtypes, strict=True)]
 
-def arena_bytes(layout: Layout, dtypes: list[torch.dtype], *, stored: bool) -> int:
-    """What either takes from the arena."""
-    sums = carved_bytes(8 * sum(sums_of(layout)))
-    if stored:
-        return sums + carved_bytes(_carried_bytes(dtypes))
-    parts = (layout.shard_numel(flat.index) * dtypes[flat.index].itemsize for flat in layout.flats)
-    return sums + sum(map(carved_bytes, parts))
+    def region(self, flat: int, start: int, numel: int) -> Tensor:
+        return self._flats[flat][start : start + numel]
 
+    @contextmanager
+    def updated(
+        self, chunk: Chunk, start: int, values: Tensor, *, is_first: bool, is_unfinished: bool
+    ) -> Iterator[Tensor]:
+        into = self.chunk_memory(chunk.index)[start : start + len(values)]
+        if is_first:
+            self._kernels.cast(values, into)
+        else:
+            self._kernels.accumulate(into, values)
+        yield into
 
-def _carried_bytes(dtypes: list[torch.dtype]) -> int:
-    return SUM_BLOCK * max((dtype.itemsize for dtype in dtypes), default=0)
+    def add_bucket(self, bucket: Bucket, average: Tensor, *, is_first: bool, is_last: bool) -> None:
+        self._kernels.accumulate(self.region(bucket.flat, bucket.start, bucket.numel), average)
 
-
-class InRam(Waiting):
-    """All of them."""
-
-    def __init__(self, layout: Layout, dtypes: list[torch.dtype], arena: Lender, kernels: Kernels) -> None:
-        super().__init__(layout, dtypes, arena, kernels)
-        self._parts = [
-            arena.carve(layout.shard_numel(flat.index) * dtypes[flat.index].itemsize).view(dtypes[flat.index])
-            for flat in layout.flats
-        ]
-
-    def place(self, bucket: Bucket) -> Tensor:
-        return self._parts[bucket.flat][bucket.start : bucket.start + bucket.numel]
-
-    def put(self, bucket: Bucket, average: Tensor, *, is_first: bool, is_last: bool) -> None:
-        self._kernels.accumulate(self.place(bucket), average)
-
-    def sum(self, params: Collection[int]) -> None:
+    def sum_squares(self, params: Iterable[int]) -> None:
         for param in params:
-            if self.sums[param].numel():
-                self._kernels.sum_squares(self.line(param), self._layout.param_shard_range(param)[0], self.sums[param])
+            (sums,) = self.sums[param]
+            if sums.numel():
+                self._kernels.sum_squares(self.values(param), self._layout.param_shard_range(param)[0], sums)
 
-    def line(self, param: int) -> Tensor:
+    def values(self, param: int) -> Tensor:
         flat, offset = self._layout.locations[param]
         first, last = self._layout.param_shard_range(param)
-        start = offset - self._layout.shard_range(flat)[0]
-        return self._parts[flat][start + first : start + last] if first < last else self._parts[flat][:0]
+        start = offset + first - self._layout.shard_range(flat)[0] if first < last else 0
+        return self.region(flat, start, last - first)
 
-    def chunk(self, index: int) -> Tensor:
+    def write(self, param: int, values: Tensor) -> None:
+        self.values(param).copy_(values)
+
+    def chunk_memory(self, index: int) -> Tensor:
         chunk = self._layout.chunks[index]
-        start = chunk.start - self._layout.shard_range(chunk.flat)[0]
-        return self._parts[chunk.flat][start : start + chunk.numel]
+        return self.region(chunk.flat, chunk.start - self._layout.shard_range(chunk.flat)[0], chunk.numel)
 
-    def taken(self, index: int) -> AbstractContextManager[Tensor]:
-        return nullcontext(self.chunk(index))
+    def shard(self, index: int) -> AbstractContextManager[Tensor]:
+        return nullcontext(self.chunk_memory(index))
 
     def expect(self, chunks: Iterable[int]) -> None:
         return None
@@ -136,39 +196,44 @@ class _Carried(NamedTuple):
     stop: int
 
 
-class InSlots(Waiting):
-    """See [Note: averages in slots]. Args: store: of them."""
+class ShardsInSlots(GradShards):
+    """See [Note: gradients in slots]."""
 
-    def __init__(
-        self, layout: Layout, dtypes: list[torch.dtype], arena: Lender, kernels: Kernels, store: Store
-    ) -> None:
-        super().__init__(layout, dtypes, arena, kernels)
+    def __init__(self, run: Run, store: Store) -> None:
+        super().__init__(run)
         self._store = store
-        self._memory = arena.carve(_carried_bytes(dtypes))
+        self._memory = run.memory.states.carve(_carried_bytes(run.layout, self.dtypes))
         self._carried: _Carried | None = None
-        self._chunks: dict[int, list[Chunk]] = {flat.index: [] for flat in layout.flats}
-        for chunk in reversed(layout.chunks):
+        self._chunks: dict[int, list[Chunk]] = {flat.index: [] for flat in run.layout.flats}
+        for chunk in reversed(run.layout.chunks):
             self._chunks[chunk.flat].append(chunk)
 
-    def place(self, bucket: Bucket) -> None:
+    def region(self, flat: int, start: int, numel: int) -> None:
         return None
 
-    def put(self, bucket: Bucket, average: Tensor, *, is_first: bool, is_last: bool) -> None:
+    @contextmanager
+    def updated(
+        self, chunk: Chunk, start: int, values: Tensor, *, is_first: bool, is_unfinished: bool
+    ) -> Iterator[Tensor]:
+        is_fresh = is_first and len(values) == chunk.numel
+        with self._store.lease(chunk.index, step=0, is_fresh=is_fresh) as lease:
+            lease.dirty, lease.is_unfinished = True, is_unfinished
+            into = lease.arrays[0].view(self.dtypes[chunk.flat])[start : start + len(values)]
+            if is_first:
+                self._kernels.cast(values, into)
+            else:
+                self._kernels.accumulate(into, values)
+            yield into
+
+    def add_bucket(self, bucket: Bucket, average: Tensor, *, is_first: bool, is_last: bool) -> None:
         begin = self._layout.shard_range(bucket.flat)[0] + bucket.start
         for chunk in self._chunks[bucket.flat]:
             start, stop = max(chunk.start, begin), min(chunk.start + chunk.numel, begin + bucket.numel)
-            if start >= stop:
-                continue
-            is_fresh = is_first and stop - start == chunk.numel
-            with self._store.lease(chunk.index, step=0, is_fresh=is_fresh) as lease:
-                lease.dirty, lease.is_unfinished = True, start > chunk.start
-                values = lease.arrays[0].view(self._dtypes[chunk.flat])[start - chunk.start : stop - chunk.start]
-                if is_first:
-                    values.copy_(average[start - begin : stop - begin])
-                else:
-                    self._kernels.accumulate(values, average[start - begin : stop - begin])
-                if is_last:
-                    self._sum_range(chunk, start - chunk.start, values)
+            if start < stop:
+                at, values = start - chunk.start, average[start - begin : stop - begin]
+                with self.updated(chunk, at, values, is_first=is_first, is_unfinished=at > 0) as summed:
+                    if is_last:
+                        self._sum_range(chunk, at, summed)
 
     def _sum_range(self, chunk: Chunk, begin: int, values: Tensor) -> None:
         """Args: values: the elements of a chunk from `begin` on."""
@@ -179,7 +244,7 @@ class InSlots(Waiting):
                 self._sum_part(piece.param, first, values[start - begin : stop - begin])
 
     def _sum_part(self, param: int, first: int, values: Tensor) -> None:
-        """Args: values: the elements of a parameter from `first` on; the next ones have been here before."""
+        """Args: values: the elements of a parameter from `first` on; those after them came before."""
         held = self._layout.param_shard_range(param)[0]
         stop = first + len(values)
         if self._carried is not None:
@@ -207,31 +272,42 @@ class InSlots(Waiting):
 
     def _sum(self, param: int, first: int, values: Tensor) -> None:
         block = first // SUM_BLOCK - self._layout.param_shard_range(param)[0] // SUM_BLOCK
-        self._kernels.sum_squares(values, first, self.sums[param][block : block + sum_blocks(first, len(values))])
+        (sums,) = self.sums[param]
+        self._kernels.sum_squares(values, first, sums[block : block + sum_blocks(first, len(values))])
 
-    def sum(self, params: Collection[int]) -> None:
+    def sum_squares(self, params: Iterable[int]) -> None:
         assert self._carried is None
 
-    def line(self, param: int) -> Tensor:
+    def values(self, param: int) -> Tensor:
         first, last = self._layout.param_shard_range(param)
-        line = torch.empty(last - first, dtype=self._dtypes[self._layout.locations[param][0]], device="cpu")
-        for index in self._layout.chunks_of[param]:
-            with self._store.lease(index, step=0) as lease:
-                values = lease.arrays[0].view(line.dtype)
-                for piece in self._layout.chunks[index].pieces:
-                    if piece.param == param:
-                        start = piece.param_offset - first
-                        line[start : start + piece.numel] = values[piece.chunk_offset :][: piece.numel]
-        return line
+        found = torch.empty(last - first, dtype=self.dtypes[self._layout.locations[param][0]], device="cpu")
+        for chunk, piece in self._layout.pieces_of(param):
+            with self._store.lease(chunk.index, step=0) as lease:
+                held = lease.arrays[0].view(found.dtype)[piece.chunk_offset :][: piece.numel]
+                found[piece.param_offset - first :][: piece.numel] = held
+        return found
 
-    def chunk(self, index: int) -> Tensor:
+    def write(self, param: int, values: Tensor) -> None:
+        first = self._layout.param_shard_range(param)[0]
+        for chunk, piece in self._layout.pieces_of(param):
+            with self._store.lease(chunk.index, step=0) as lease:
+                lease.dirty = True
+                held = lease.arrays[0].view(values.dtype)[piece.chunk_offset :][: piece.numel]
+                held.copy_(values[piece.param_offset - first :][: piece.numel])
+
+    def chunk_memory(self, index: int) -> Tensor:
         raise AssertionError("these gradients are in slots")
 
     @contextmanager
-    def taken(self, index: int) -> Iterator[Tensor]:
+    def shard(self, index: int) -> Iterator[Tensor]:
         with self._store.lease(index, step=0) as lease:
             lease.is_spent = True
-            yield lease.arrays[0].view(self._dtypes[self._layout.chunks[index].flat])
+            yield lease.arrays[0].view(self.dtypes[self._layout.chunks[index].flat])
 
     def expect(self, chunks: Iterable[int]) -> None:
         self._store.expect(chunks)
+
+
+def open_shards(run: Run, store: Store | None) -> GradShards:
+    """Args: store: of the gradients, None if they are in memory."""
+    return ShardsInMemory(run) if store is None else ShardsInSlots(run, store)

@@ -10,8 +10,8 @@ all.
 
 [Note: prefetching]
 All of the policy is here. Training repeats the order of its units, so a pass expects the order of the last pass of its
-kind (`UnitOrder`). Entering a unit prefetches the next `Tuning.prefetch` units of that order, unless an update of them
-is pending, whose values a fetch would miss. A unit that used the parameters of others (`guests`) gets those
+kind (`UnitOrder`). Entering a unit prefetches the next `Tuning.prefetch_units` units of that order, except those with a
+pending update, whose values a fetch would miss. A unit that used the parameters of others (its `guests`) gets those
 prefetched when it is entered.
 
 Other uses of a parameter (guard.py) fetch its unit for that operation, and again when the gradient of the result
@@ -235,7 +235,7 @@ class StreamedUnits(HeldUnits):
     ) -> None:
         super().__init__(run, parameters, pending, masters, owner)
         self.transfers = transfers
-        self._order = UnitOrder(run.config.depth)
+        self._order = UnitOrder(run.config.prefetch_units)
         self._held: list[str] = []  # by `gathered`
         self._used: list[str] = []  # by operations that run now
         self._guests: dict[str, dict[str, None]] = {}  # by unit: those that it used

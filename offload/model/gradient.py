@@ -28,7 +28,7 @@ from torch import Tensor
 
 from offload import torch_private
 from offload.errors import AccumulationError, ClosedError, ConfigError, GradientMovedError
-from offload.grads.base import AS_HELD, Gradients
+from offload.grads.base import UNIT_SCALE, GradientBuffer
 from offload.layout import Layout
 from offload.model.flat_param import FlatParameters, flattened_like, shaped_like
 from offload.model.pending import PendingUpdates
@@ -137,7 +137,7 @@ class Answers:
     """Hands gradients over to the gradient buffers as autograd makes them, and answers for them in `p.grad`."""
 
     def __init__(
-        self, layout: Layout, parameters: FlatParameters, sink: Gradients, pending: PendingUpdates, owner: Owner
+        self, layout: Layout, parameters: FlatParameters, sink: GradientBuffer, pending: PendingUpdates, owner: Owner
     ) -> None:
         self._names = [spec.name for spec in layout.specs]
         self._ranks = layout.ranks
@@ -175,7 +175,7 @@ class Answers:
                 self._copies.pop(number, None)
             else:
                 self._copies.pop(number, None)
-                self._sink.forget(number)
+                self._sink.clear(number)
             self._zeroed.discard(number)
 
     def hand_over(self, number: int, leaf: Tensor, start: int = 0) -> None:
@@ -188,7 +188,7 @@ class Answers:
             # First the stand-in: if the sink raises, the gradient must not be taken for one that the user assigned.
             leaf.grad = None
             param.grad = self._stand_ins[number]
-            self._sink.arrive(number, flattened_like(leaf, grad.detach()), start)
+            self._sink.accumulate(number, flattened_like(leaf, grad.detach()), start)
 
     # What the optimizer calls.
 
@@ -211,7 +211,7 @@ class Answers:
             if self.is_marked(number):
                 param = self._parameters.params[number]
                 with torch_private.DisableTorchFunctionSubclass():
-                    self._sink.arrive(number, torch.zeros(param.numel(), dtype=param.dtype, device=param.device))
+                    self._sink.accumulate(number, torch.zeros(param.numel(), dtype=param.dtype, device=param.device))
         for number, param in enumerate(self._parameters.params):
             with torch_private.DisableTorchFunctionSubclass():
                 grad = param.grad
@@ -223,7 +223,7 @@ class Answers:
                     grad = self.values_of(grad.number)
                 with torch_private.DisableTorchFunctionSubclass():
                     param.grad = grad
-                self._sink.forget(number)
+                self._sink.clear(number)
                 self._zeroed.discard(number)
                 self.hand_over(number, param)
 
@@ -302,8 +302,8 @@ class Answers:
         """The gradient of a parameter as the step would use it: 1-D, in the dtype it is held in; a copy."""
         if number in self._zeroed:
             self.take_changes()
-        self._sink.collect([number])
-        values, factor = self._sink.line(number), self._sink.factor_of(number)
+        self._sink.finalize([number])
+        values, factor = self._sink.values(number), self._sink.factor_of(number)
         return values.clone() if factor == 1.0 else (values.float() * factor).to(values.dtype)
 
     def _on_values(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -339,7 +339,7 @@ class Answers:
                 held = torch.where(bits_of(rounded) == bits_of(new), held, new.to(held.dtype))
             else:
                 held = new
-        self._sink.put(number, held)
+        self._sink.write(number, held)
         self._sink.set_factor(number, 1.0)
         self._norms.clear()
 
@@ -394,10 +394,10 @@ class Answers:
             self.take_changes()
             if self._ranks > 1:
                 has_live = any(map(self.is_live, range(len(self._names))))
-                every = self._owner.collect() if has_live else list(self._used)
+                every = self._owner.finalize_gradients() if has_live else list(self._used)
             else:
                 every = list(numbers)
-                self._sink.collect(live)
+                self._sink.finalize(live)
             held = self._sink.norms(every, order)
             known = self._norms.setdefault(order, {})
             for number, norm in zip(every, held, strict=True):
@@ -435,7 +435,7 @@ class Answers:
     def zero(self, number: int) -> None:
         """A gradient becomes zeros, to which the next ones are added. The step uses them, unlike None."""
         if self._sink.has(number):
-            self._sink.forget(number)
+            self._sink.clear(number)
         self._copies.pop(number, None)
         self._used.pop(number, None)
         self._sink.set_factor(number, 1.0)
@@ -475,9 +475,9 @@ class Answers:
         AccumulationError after unscaling or clipping, whose factor was computed from the gradients before."""
         if os.getpid() != self._pid:
             raise ClosedError("this is a forked child: only the process that made the optimizer can run backward")
-        if self._sink.scale != AS_HELD or self._sink.factors:
+        if self._sink.scale != UNIT_SCALE or self._sink.factors:
             if not self.active:
-                self._sink.scale = AS_HELD  # the user dropped the gradients that it was for
+                self._sink.scale = UNIT_SCALE  # the user dropped the gradients that it was for
                 self._sink.factors.clear()
             elif self._sink.scale.is_fixed or self._sink.factors:
                 raise AccumulationError(

@@ -69,7 +69,7 @@ class PendingUpdates:
         with self._lock, self._timeline.span("landing_s"), hidden():
             try:
                 for flat in list(self._step.pending):
-                    self._step.begin_landing(flat)
+                    self._step.start_apply(flat)
             except BaseException as error:
                 self._owner.failed(error)
                 raise
@@ -120,7 +120,7 @@ class PendingUpdates:
                 numbers = self._active[flat]
                 self._require_unwritten(numbers)
                 try:
-                    self._step.land(flat)
+                    self._step.apply(flat)
                     self._parameters.written_here(numbers)
                     if self._transfers is not None:
                         self._transfers.flat_updated(flat)

@@ -1,14 +1,15 @@
-"""The step: every chunk through Adam, and the new parameters back to the model.
+"""The step: Adam over every chunk, and the new parameters back into the model.
 
 [Note: a step does not block]
-`begin` fixes all that the step depends on, gradients, hyper-parameters and scale, and queues a piece of work for each
-chunk: lease its states ▶ Adam kernel, a segment at a time ▶ release dirty. New parameters get into the model only
-inside `land`, a flat at a time: a reader in between sees the whole old value of a parameter or the whole new one.
+`Step.begin` fixes everything the step depends on (gradients, hyper-parameters, scale) and queues one piece of work for
+each chunk: lease its states ▶ Adam kernel, one segment at a time ▶ release dirty. New parameters are written to the
+model by `Step.apply` only, one flat parameter at a time: a reader in between sees a parameter's whole old value or its
+whole new one.
 
-- On a device with memory of its own one worker does the queue in its order; the new parameters rest in the memory of
-  the gradients they were made from, which nobody needs any more, until `land` copies them to the device.
-- On the CPU `land` itself does the work, on all threads, and the kernels write into the model: a memory-bound thread
-  beside the matrix products of a forward costs more than it hides. Only I/O overlaps.
+- On a device with memory of its own, one worker runs the queue in order. A new parameter is kept in the memory of the
+  gradient it was made from, which nobody needs any more, until `apply` copies it to the device.
+- On the CPU, `apply` itself runs the kernels, on all threads, and they write into the model: a memory-bound thread
+  beside the matrix products of a forward costs more than it hides. Only I/O overlaps with compute.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.devices.copies import Copier, Copy
-from offload.dist.communicator import Communicator
-from offload.dist.exchange import Exchange, Gathers
+from offload.devices.copies import Copy
+from offload.dist.exchange import FlatGather, ReplicaExchange
 from offload.errors import OffloadError
-from offload.grads.base import Gradients
+from offload.grads.base import GradientBuffer
 from offload.interrupts import wait_for_all
 from offload.io.workers import Workers
 from offload.layout import Chunk, Layout, Segment, segments
-from offload.native import AdamScalars, Kernels
-from offload.profiling import ADAM, TO_DEVICE, Event, Timeline
-from offload.storage.arena import Lender, carved_bytes
+from offload.native import AdamScalars
+from offload.profiling import ADAM, TO_DEVICE, Event
+from offload.run import Run
+from offload.storage.arena import carved_bytes
 from offload.storage.chunk_cache import Store
 from offload.storage.lease import Lease
 
 StepKey = tuple[int, int, float]
-"""(param group, how often its parameters were stepped, this step included, a factor of their gradients)."""
+"""(param group, the parameter's step count after this step, a factor of its gradient): what one Adam call needs."""
 
 
 def _bounce_bytes(layout: Layout) -> int:
@@ -47,54 +48,47 @@ def _bounce_bytes(layout: Layout) -> int:
 
 
 def arena_bytes(layout: Layout, accumulation: int, *, direct: bool, split_master: bool) -> int:
-    """What returning parameters takes from the arena."""
+    """What NewParameters takes from the arena."""
     if direct or not (accumulation > 1 or split_master):
         return 0
     return carved_bytes(_bounce_bytes(layout))
 
 
-class ParameterReturn:
-    """Brings new parameters into the model; see [Note: a step does not block].
+class NewParameters:
+    """Writes new parameters into the model; see [Note: a step does not block].
 
-    Args: flats: the model's parameters on its device, one tensor a flat of the layout; streamed: the store of all
-    parameters, if they are on the device only around their use: then the new ones go there; comm: over which flats
-    are put together from all ranks' partitions, or those of replicas; travelling: memory through which they go between
-    these.
-    Attribute: lands: called with each chunk and its new values, on their way to that store, other ranks' too.
+    Args: flats: the model's flat parameters on its device; gradients: whose memory holds new parameters on their way to
+    a device; streamed: the store of all parameters, if they are on the device only around their use: then the new
+    values are written there.
+    Attribute: chunk_updated: called with each chunk and its new values when they are about to be in that store, those
+    from other ranks too.
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        flats: Sequence[Tensor],
-        gradients: Gradients,
-        arena: Lender,
-        copier: Copier,
-        timeline: Timeline,
-        comm: Communicator,
-        travelling: Lender,
-        *,
-        split_master: bool,
-        streamed: Store | None = None,
+        self, run: Run, flats: Sequence[Tensor], gradients: GradientBuffer, streamed: Store | None = None
     ) -> None:
+        layout, comm = run.layout, run.comm
+        self.chunk_updated: Callable[[Chunk, Tensor], None] = lambda chunk, values: None
         self._layout = layout
         self._flats = flats
         self._streamed = streamed
-        self.lands: Callable[[Chunk, Tensor], None] = lambda chunk, values: None
         self._gradients = gradients
-        self._copier = copier
-        self._timeline = timeline
-        through_ram = copier.direct or streamed is not None
-        size = arena_bytes(layout, gradients.accumulation, direct=through_ram, split_master=split_master)
-        self._bounce = arena.carve(size)
+        self._copier = run.memory.copier
+        self._timeline = run.timeline
+        is_direct = self.direct or streamed is not None
+        size = arena_bytes(layout, gradients.accumulation, direct=is_direct, split_master=run.config.split_master)
+        self._bounce = run.memory.states.carve(size)
         self._copies: list[tuple[Chunk, Copy, Event | None]] = []
-        self._gathers: Gathers | None = None
-        self._exchange: Exchange | None = None
+        self._gather: FlatGather | None = None
+        self._exchange: ReplicaExchange | None = None
         if comm.size > 1 and streamed is None:
-            self._gathers = Gathers(layout, flats, comm)
+            self._gather = FlatGather(layout, flats, comm)
         elif streamed is not None and layout.replicas > 1:
             keepers = comm if layout.shard_group_size == 1 else comm.replicate_group
-            self._exchange = Exchange(layout, streamed, travelling, keepers, lambda *new: self.lands(*new))
+            communication = run.memory.communication
+            self._exchange = ReplicaExchange(
+                layout, streamed, communication, keepers, lambda *new: self.chunk_updated(*new)
+            )
 
     @property
     def direct(self) -> bool:
@@ -102,60 +96,60 @@ class ParameterReturn:
         return self._copier.direct
 
     def begin(self, flat: int) -> None:
-        """Before new parameters of a flat are brought into the model."""
+        """Before the first new values of a flat parameter are written."""
         if self._exchange is not None:
             self._exchange.begin()
 
     @contextmanager
-    def into(self, chunk: Chunk, *, step: int, is_whole: bool) -> Iterator[Tensor]:
-        """Where the kernels write the new parameters of `chunk`: shape (chunk.numel,), in the flat's dtype.
+    def writing(self, chunk: Chunk, *, step: int, is_whole: bool) -> Iterator[Tensor]:
+        """Gives the memory to which the kernels write the new parameters of `chunk`: (chunk.numel,), in its dtype.
 
-        Args: step: whose they are; is_whole: whether all parameters of the chunk are written.
+        Args: step: that they are the result of; is_whole: whether all parameters of the chunk are written.
         """
         if self._streamed is not None:
             with self._streamed.lease(chunk.index, step=step, is_fresh=is_whole) as lease:
                 lease.dirty = True
-                values = self._in(lease.arrays[0].view(torch.uint8), chunk)
+                values = self._as_params(lease.arrays[0].view(torch.uint8), chunk)
                 yield values
-                self.lands(chunk, values)
-                # A worker's collectives would be in no order with others: there `put_together` sends it.
+                self.chunk_updated(chunk, values)
+                # Not in a worker: its collectives would be in no order with others. `start_gather` sends it there.
                 if self._exchange is not None and self.direct:
                     self._exchange.send(chunk, values, step)
         elif self.direct:
             yield self._on_device(chunk)
-        elif self._in_place(chunk):
-            yield self._resting(chunk)
+        elif self._fits_gradient(chunk):
+            yield self._in_gradient(chunk)
         else:
-            target = self._in(self._bounce, chunk)
+            target = self._as_params(self._bounce, chunk)
             yield target
-            self._resting(chunk).copy_(target)
+            self._in_gradient(chunk).copy_(target)
 
     def current(self, chunk: Chunk, target: Tensor) -> Tensor:
-        """The 16-bit parameters of `chunk` as they are now: shape (chunk.numel,), on the CPU.
+        """The 16-bit parameters of `chunk` before the step: shape (chunk.numel,), on the CPU.
 
-        Args: target: from `into`, for a chunk that is not whole.
+        Args: target: from `writing`, for a chunk that is not whole.
         """
         if self._streamed is not None:
             return target
         on_device = self._on_device(chunk)
         if self.direct:
             return on_device
-        bounce = self._in(self._bounce, chunk)
+        bounce = self._as_params(self._bounce, chunk)
         with self._timeline.waiting("wait for copy", chunk=chunk.index, tier="device"):
             self._copier.to_host(on_device, bounce).wait()
         self._timeline.count("device_to_host_bytes", bounce.numel() * bounce.element_size())
         return bounce
 
     def send(self, chunk: Chunk, runs: Sequence[Segment[StepKey]]) -> None:
-        """Sends the `runs` of a chunk on their way into the model."""
+        """Starts copying the `runs` of a chunk to the device, where kernels do not write there."""
         if self.direct or self._streamed is not None:
             return
-        resting, target = self._resting(chunk), self._on_device(chunk)
+        source, target = self._in_gradient(chunk), self._on_device(chunk)
         for run in runs:
             part = slice(run.start, run.stop)
-            size = (run.stop - run.start) * resting.element_size()
+            size = (run.stop - run.start) * source.element_size()
             moving = self._timeline.begin(TO_DEVICE, "copy", chunk=chunk.index, size=size, tier="device")
-            self._copies.append((chunk, self._copier.to_device(resting[part], target[part]), moving))
+            self._copies.append((chunk, self._copier.to_device(source[part], target[part]), moving))
             self._timeline.count("host_to_device_bytes", size)
 
     def wait(self) -> None:
@@ -168,15 +162,33 @@ class ParameterReturn:
                     copy.wait()
             self._timeline.end(moving)
         for chunk, _, _ in self._copies:
-            if not self._in_place(chunk):
+            if not self._fits_gradient(chunk):
                 self._clear_gaps(chunk)
         self._copies.clear()
 
+    def start_gather(self, flat: int, step: int) -> None:
+        """Starts getting the new parameters that other ranks made in step `step`. Raises: RankError."""
+        if self._exchange is not None:
+            self._exchange.finish(flat, step)
+        elif self._gather is not None:
+            self._gather.launch(flat)
+
+    def finish(self, flat: int) -> None:
+        """Waits until all of a flat parameter has its new value. Raises: RankError."""
+        if self._gather is not None:
+            self._gather.finish(flat)
+
+    def all_gather(self, flat: int, step: int) -> None:
+        """Gets the other ranks' shards of a flat parameter, of which this rank's is in the model. Raises: RankError."""
+        self.begin(flat)
+        self.start_gather(flat, step)
+        self.finish(flat)
+
     def abandon(self) -> None:
-        """Waits for copies under way, successful or not; what rests in the memory of gradients is dropped."""
+        """Waits for transfers under way, successful or not; new parameters that are not in the model are dropped."""
         self.close()
-        if self._gathers is not None:
-            self._gathers.abandon()
+        if self._gather is not None:
+            self._gather.abandon()
         elif self._exchange is not None:
             self._exchange.abandon()
         if not self.direct and self._streamed is None:
@@ -184,44 +196,26 @@ class ParameterReturn:
                 self._clear_gaps(chunk)
 
     def close(self) -> None:
-        """Waits for copies under way, successful or not: their memory is about to go."""
+        """Waits for copies under way, successful or not: their memory is about to be freed."""
         for _, copy, _ in self._copies:
             with suppress(OffloadError):
                 copy.wait()
         self._copies.clear()
 
-    def put_together(self, flat: int, step: int) -> None:
-        """Gets the other ranks' new parameters of a flat, made in step `step`, until `finish`. Raises: RankError."""
-        if self._exchange is not None:
-            self._exchange.finish(flat, step)
-        elif self._gathers is not None:
-            self._gathers.launch(flat)
-
-    def finish(self, flat: int) -> None:
-        """Waits until all of a flat has its new value. Raises: RankError."""
-        if self._gathers is not None:
-            self._gathers.finish(flat)
-
-    def all_gather(self, flat: int, step: int) -> None:
-        """Gets the other ranks' parameters of a flat, of which this rank's own are in the model. Raises: RankError."""
-        self.begin(flat)
-        self.put_together(flat, step)
-        self.finish(flat)
-
     def _clear_gaps(self, chunk: Chunk) -> None:
-        """The next gradients overwrite all that rested there but the gaps, which are zeros by contract."""
-        grads = self._gradients.chunk(chunk.index)
+        """Gaps between gradients are zeros by contract; the next gradients overwrite all else."""
+        grads = self._gradients.chunk_memory(chunk.index)
         for piece, following in pairwise(chunk.pieces):
             grads[piece.chunk_offset + piece.numel : following.chunk_offset] = 0
 
-    def _in_place(self, chunk: Chunk) -> bool:
-        """Whether a gradient is as wide as its parameter, so that one can be written over the other."""
+    def _fits_gradient(self, chunk: Chunk) -> bool:
+        """Whether a gradient is as wide as its parameter, so that kernels can write one over the other."""
         return self._gradients.dtype(chunk) is self._flats[chunk.flat].dtype
 
-    def _resting(self, chunk: Chunk) -> Tensor:
-        return self._in(self._gradients.chunk(chunk.index).view(torch.uint8), chunk)
+    def _in_gradient(self, chunk: Chunk) -> Tensor:
+        return self._as_params(self._gradients.chunk_memory(chunk.index).view(torch.uint8), chunk)
 
-    def _in(self, memory: Tensor, chunk: Chunk) -> Tensor:
+    def _as_params(self, memory: Tensor, chunk: Chunk) -> Tensor:
         dtype = self._flats[chunk.flat].dtype
         return memory[: chunk.numel * dtype.itemsize].view(dtype)
 
@@ -242,31 +236,21 @@ class _Work:
 
 
 class Step:
-    """Runs Adam over the chunks of a layout; see [Note: a step does not block]."""
+    """Runs Adam over the chunks of a layout; see [Note: a step does not block]. Args: store: of the states."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        store: Store,
-        gradients: Gradients,
-        returned: ParameterReturn,
-        kernels: Kernels,
-        timeline: Timeline,
-        *,
-        split_master: bool,
-    ) -> None:
-        self._layout = layout
+    def __init__(self, run: Run, store: Store, gradients: GradientBuffer, params: NewParameters) -> None:
+        self._layout = run.layout
+        self._kernels = run.kernels
+        self._timeline = run.timeline
+        self._split_master = run.config.split_master
         self._store = store
-        self._split_master = split_master
         self._gradients = gradients
-        self._returned = returned
-        self._kernels = kernels
-        self._timeline = timeline
+        self._params = params
         self._pending: dict[int, list[_Work]] = {}
         self._number = 0
-        self._begun: set[int] = set()
+        self._started: set[int] = set()
         self._failure: BaseException | None = None
-        self._worker = None if returned.direct else Workers(1, "offload-step")
+        self._worker = None if params.direct else Workers(1, "offload-step")
 
     @property
     def pending(self) -> Collection[int]:
@@ -281,10 +265,10 @@ class Step:
         scale: float,
         flats: Sequence[int],
     ) -> None:
-        """Queues one step; the one before has landed.
+        """Queues one step; all of the one before has been applied.
 
         Args: step: its number, from 1; keys: of each parameter that has a gradient; groups: the optimizer's
-        param_groups; scale: of the gradients (clipping); flats: all of them, in the order in which they are needed.
+        param_groups; scale: factor of all gradients; flats: all of them, in the order in which they will be needed.
         """
         self._number = step
         scalars = {key: scalars_of(groups[key[0]], key[1], scale * key[2]) for key in set(keys.values())}
@@ -294,7 +278,7 @@ class Step:
             if runs:
                 is_whole = all(piece.param in keys for piece in chunk.pieces)
                 queue[chunk.flat].append(_Work(step, chunk, is_whole, runs, scalars))
-        # All ranks land the same flats, though not each of them has a part in each.
+        # All ranks apply the same flats, also where a rank's own shard of one does not change.
         changed = {self._layout.locations[param][0] for param in keys if self._layout.specs[param].numel}
         self._pending = {flat: works for flat, works in queue.items() if flat in changed}
         works = [work for works in self._pending.values() for work in works]
@@ -304,27 +288,44 @@ class Step:
             for work in works:
                 work.done = self._worker.submit(self._run, work)
 
-    def begin_landing(self, flat: int) -> None:
+    def start_apply(self, flat: int) -> None:
         """Makes the new parameters of `flat`, which is pending, or waits for them, and sends them to other ranks."""
-        if flat in self._begun:
+        if flat in self._started:
             return
-        self._returned.begin(flat)
+        self._params.begin(flat)
         for work in self._pending[flat]:
             if work.done is None:
                 self._run(work)
             else:
                 self._wait_for(work.done, work.chunk)
-            self._returned.send(work.chunk, work.runs)
-        self._returned.wait()
-        self._returned.put_together(flat, self._number)
-        self._begun.add(flat)
+            self._params.send(work.chunk, work.runs)
+        self._params.wait()
+        self._params.start_gather(flat, self._number)
+        self._started.add(flat)
 
-    def land(self, flat: int) -> None:
-        """Brings the new parameters of `flat`, which is pending, into the model."""
-        self.begin_landing(flat)
-        self._returned.finish(flat)
-        self._begun.discard(flat)
+    def apply(self, flat: int) -> None:
+        """Writes the new parameters of `flat`, which is pending, into the model."""
+        self.start_apply(flat)
+        self._params.finish(flat)
+        self._started.discard(flat)
         del self._pending[flat]
+
+    def abandon(self) -> None:
+        """Drops the step under way, and its failure; waits for what has started."""
+        works = [work.done for queued in self._pending.values() for work in queued if work.done is not None]
+        for done in works:
+            done.cancel()
+        wait_for_all(works)
+        self._pending = {}
+        self._started.clear()
+        self._failure = None
+        self._params.abandon()
+
+    def close(self) -> None:
+        """Ends the worker; what it has not begun is dropped."""
+        if self._worker is not None:
+            self._worker.shutdown(wait=True, cancel_futures=True)
+        self._params.close()
 
     def _wait_for(self, done: Future[None], chunk: Chunk) -> None:
         if not done.done():
@@ -332,37 +333,20 @@ class Step:
                 wait_for_all([done])
         done.result()
 
-    def abandon(self) -> None:
-        """Forgets the step under way, and its failure; what has begun ends first."""
-        works = [work.done for queued in self._pending.values() for work in queued if work.done is not None]
-        for done in works:
-            done.cancel()
-        wait_for_all(works)
-        self._pending = {}
-        self._begun.clear()
-        self._failure = None
-        self._returned.abandon()
-
-    def close(self) -> None:
-        """Ends the worker; what it has not begun is dropped."""
-        if self._worker is not None:
-            self._worker.shutdown(wait=True, cancel_futures=True)
-        self._returned.close()
-
     def _run(self, work: _Work) -> None:
         if self._failure is not None:
             raise self._failure
         try:
-            # A split master is half in its lease and half in the parameters: they are read, too.
+            # A split master is half in its lease and half in the parameter, which is read too.
             is_whole = work.is_whole and not self._split_master
             with (
-                self._returned.into(work.chunk, step=work.step, is_whole=is_whole) as target,
+                self._params.writing(work.chunk, step=work.step, is_whole=is_whole) as target,
                 self._store.lease(work.chunk.index, step=work.step) as lease,
-                self._gradients.taken(work.chunk.index) as grads,
+                self._gradients.shard(work.chunk.index) as grads,
             ):
                 lease.dirty = True
                 is_split = lease.master.dtype is torch.int16
-                current = self._returned.current(work.chunk, target) if is_split else None
+                current = self._params.current(work.chunk, target) if is_split else None
                 with self._timeline.span("adam_s"), self._timeline.event(ADAM, "Adam", chunk=work.chunk.index):
                     self._adam(work, lease, grads, current, target)
         except BaseException as error:

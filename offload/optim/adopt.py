@@ -1,26 +1,28 @@
-"""Taking over an ordinary torch optimizer, and what its param groups may hold.
+"""Adopting an ordinary torch optimizer, and what its param groups may hold.
 
-A scheduler or the user may write anything into a param group at any time, so they are looked at where a run begins, and
-before each step and each commit changes anything.
+A scheduler or the user may write anything into a param group at any time. So the groups are checked when a run begins,
+and again before each step or commit changes anything.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MethodType
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
-from offload.errors import ConfigError, GradientMovedError
+from offload.errors import ConfigError, GradientMovedError, ResumeError
 
 UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
 """Variants of Adam, by their option."""
 
 
 class NoStates(dict[Any, Any]):
-    """`optimizer.state`, which is empty: the states are in their tiers. To ask for one says how to get it."""
+    """`optimizer.state`, which is empty: the states are in their tiers. Its errors say how to get them."""
 
     def __missing__(self, param: Any) -> NoReturn:
         raise ConfigError(
@@ -36,7 +38,7 @@ class NoStates(dict[Any, Any]):
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside of what Accelerate's `prepare`, Lightning or Fabric made of it; others as they are."""
+    """The optimizer inside the wrapper of Accelerate, Lightning or Fabric; any other as it is."""
     while not isinstance(optimizer, torch.optim.Adam):
         inner = getattr(optimizer, "optimizer", None)
         if not isinstance(inner, torch.optim.Optimizer):
@@ -58,7 +60,7 @@ def require_adoptable(optimizer: torch.optim.Optimizer) -> None:
 
 
 def require_sound(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raises: ConfigError if a group asks for a variant of Adam that this library lacks, or for what is no Adam."""
+    """Raises: ConfigError if a group wants a variant of Adam that this library lacks, or a value is out of range."""
     for number, group in enumerate(groups):
         for option in UNSUPPORTED:
             if group.get(option):
@@ -75,7 +77,7 @@ def require_sound(groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _number(value: object) -> float:
-    """NaN for what is none: it is in no range."""
+    """As a float; NaN, which is in no range, for what is no number."""
     try:
         plain = value.item() if hasattr(value, "item") else value
     except (ValueError, RuntimeError):  # more than one element
@@ -89,7 +91,7 @@ def _refused(number: int, group: Mapping[str, Any], option: str, allowed: str) -
 
 
 def retire(optimizer: torch.optim.Optimizer) -> None:
-    """A step of the old optimizer would move nothing, silently: makes it say what to call."""
+    """Makes the old optimizer's step(), which would change nothing, raise an error that says what to call."""
 
     def step(*args: Any, **kwargs: Any) -> NoReturn:
         raise GradientMovedError("this optimizer was taken over by OffloadZero: call the step() of the OffloadZero")
@@ -97,3 +99,47 @@ def retire(optimizer: torch.optim.Optimizer) -> None:
     step.taken_over = True  # type: ignore[attr-defined]
     # A method, as schedulers expect: those made from the old optimizer go on to steer the groups.
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def take_options(groups: Sequence[dict[str, Any]], committed: Sequence[Mapping[str, Any]]) -> None:
+    """Gives param groups the hyper-parameters that were committed."""
+    for group, options in zip(groups, committed, strict=True):
+        for name, value in options.items():
+            if isinstance(group.get(name), Tensor):
+                group[name].fill_(value)
+            else:
+                group[name] = value
+
+
+def groups_state(groups: Sequence[Mapping[str, Any]], step: int, paths: Sequence[Path]) -> dict[str, Any]:
+    """See OffloadZero.state_dict."""
+    params = [param for group in groups for param in group["params"]]
+    numbers = {param: number for number, param in enumerate(params)}
+    names = [str(path) for path in paths]
+    return {
+        "state": {},
+        "param_groups": [{**group, "params": [numbers[param] for param in group["params"]]} for group in groups],
+        "step": step,
+        "path": names[0] if len(names) == 1 else names or None,
+    }
+
+
+def load_groups(groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any], step: int) -> None:
+    """See OffloadZero.load_state_dict."""
+    theirs = state_dict["param_groups"]
+    sizes = [len(group["params"]) for group in groups]
+    if [len(group["params"]) for group in theirs] != sizes:
+        raise ResumeError(f"the state dict's groups do not match the {len(sizes)} groups of {sizes} parameters")
+    if state_dict.get("step") != step:
+        raise ResumeError(
+            f"the state dict is of step {state_dict.get('step')}, this optimizer is at step {step}, and masters and "
+            "moments are not in a state dict: commit to a path, and give resume=True, for that"
+        )
+    for number, (group, other) in enumerate(zip(groups, theirs, strict=True)):
+        kind = "decoupled_weight_decay"
+        if other.get(kind, group[kind]) != group[kind]:
+            raise ResumeError(f"param group {number} of the state dict is of {'AdamW' if other[kind] else 'Adam'}")
+    require_sound([{**group, **other} for group, other in zip(groups, theirs, strict=True)])
+    for group, other in zip(groups, theirs, strict=True):
+        group.update({key: value for key, value in other.items() if key != "params"})

@@ -1,24 +1,56 @@
-"""Choosing what the user left open: the tiers of parameters and gradients, how much is brought ahead, and tiles."""
+"""Choosing what the user left open: the tiers of parameters and gradients, what is prefetched, and tiles."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
-from offload.config import SUM_BLOCK, Config, Tier
+import torch
+from torch import nn
+
+from offload import config as configuration
+from offload.config import SUM_BLOCK, Config, Tier, Tuning
 from offload.errors import BudgetError
-from offload.layout import Layout
-from offload.planner.device import Room
-from offload.planner.placement import Placement, place
+from offload.layout import Layout, ParamSpec, build, tiled
+from offload.model.units import rows_of, specs_of
+from offload.planner.placement import Needs, Placement, Room, place
 
 # Read and written a parameter and step by streamed 16-bit parameters, and by gradients in slots.
 _BYTES_OF_PARAM: dict[Tier, int] = {"device": 0, "cpu": 0, "nvme": 6}
 _BYTES_OF_GRAD: dict[Tier, int] = {"device": 0, "cpu": 0, "nvme": 4}
 
-
 MOST_HALVINGS = 8
 """Of the largest weight, until its tiles fit."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What a layout needs to know of a model.
+
+    Attributes: params: in the order of `specs`; rows: the elements of a row of each parameter that can be tiled.
+    """
+
+    specs: Sequence[ParamSpec]
+    params: Sequence[nn.Parameter]
+    rows: Mapping[int, int]
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, groups: Sequence[Mapping[str, Any]], config: Config, *, planned: bool = True
+    ) -> ModelShape:
+        """Args: groups: the optimizer's param_groups; planned: only shapes count, as of a model on the meta device.
+
+        Raises: ConfigError as `OffloadZero` does.
+        """
+        keep, dtype = config.keep_fp32, config.compute_dtype
+        specs, params = specs_of(model, groups, keep, dtype, chosen=config.units, planned=planned)
+        return cls(specs, params, rows_of(model, params))
+
+    def layout(self, config: Config, *, ranks: int = 1, rank: int = 0, replicas: int = 1) -> Layout:
+        specs = tiled(self.specs, self.rows, config.tile_bytes or 0)
+        return build(specs, config.chunk_numel, ranks=ranks, rank=rank, replicas=replicas)
 
 
 def choose(
@@ -27,7 +59,7 @@ def choose(
     """The fastest configuration that fits the budgets: fewest bytes over the disk first, then over the link.
 
     Args: layout_of: lays the model out for a configuration; direct: as in `place`.
-    Raises: BudgetError if nothing fits, the one of what lacks least; ConfigError.
+    Raises: BudgetError if nothing fits: that of the configuration which lacks least; ConfigError.
     """
     refused: list[BudgetError] = []
     for tiers in _tiers(config, direct=direct):
@@ -57,15 +89,57 @@ def _tiers(config: Config, *, direct: bool) -> Iterator[Config]:
 
 
 def _shapes(config: Config, layout_of: Callable[[Config], Layout]) -> Iterator[Config]:
-    """What is brought ahead, and in which tiles: from the fastest to what takes least on the device."""
+    """How many units are prefetched, and in which tiles: from the fastest to what takes least on the device."""
     if config.param_tier == "device":
         yield replace(config, tile_bytes=0)
         return
-    depths = (config.depth, 0) if config.in_flight is None else (config.depth,)  # Tuning(prefetch=None)
+    depths = (config.prefetch_units, 0) if config.chooses_prefetch else (config.prefetch_units,)
     whole = replace(config, tile_bytes=config.tile_bytes or 0)
-    yield from (replace(whole, depth=depth) for depth in depths)
+    yield from (replace(whole, prefetch_units=depth) for depth in depths)
     if config.tile_bytes is None:
         specs = layout_of(whole).specs
         largest = max((spec.numel * spec.dtype.itemsize for spec in specs), default=0)
         for tile in (largest >> halvings for halvings in range(1, MOST_HALVINGS + 1)):
-            yield from (replace(whole, depth=depth, tile_bytes=max(tile, 1)) for depth in depths)
+            yield from (replace(whole, prefetch_units=depth, tile_bytes=max(tile, 1)) for depth in depths)
+
+
+def least_cpu_memory(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    compute_dtype: torch.dtype = torch.bfloat16,
+    keep_fp32: Iterable[nn.Module | type[nn.Module]] = (),
+    accumulation: int = 1,
+    param_tier: str | None = None,
+    grad_tier: str | None = None,
+    commit_every: int | str | None = "auto",
+    tuning: Tuning | None = None,
+    stage: int | None = None,
+    ranks: int = 1,
+    replicas: int = 1,
+) -> int:
+    """The least `cpu_memory`, in bytes, with which `OffloadZero(model, ..., tier="nvme")` runs on each of `ranks`.
+
+    Args: replicas: rows of the mesh that is given as process_group.
+    Raises: ConfigError as `OffloadZero` does.
+    """
+    config = configuration.check(
+        tier="nvme",
+        path=".",
+        compute_dtype=compute_dtype,
+        keep_fp32=keep_fp32,
+        accumulation=accumulation,
+        param_tier=param_tier,
+        grad_tier=grad_tier,
+        commit_every=commit_every,
+        tuning=tuning,
+        stage=stage,
+    )
+    groups = [{"params": list(model.parameters())}] if optimizer is None else optimizer.param_groups
+    shape = ModelShape.of(model, groups, config)
+    config = configuration.over_ranks(config, ranks=ranks, ranks_on_node=1)
+    copies = configuration.replicas_of(config, ranks=ranks, rows=replicas)
+    tiles = config if config.param_tier != "device" else replace(config, tile_bytes=0)
+    layouts = (shape.layout(tiles, ranks=ranks, rank=rank, replicas=copies) for rank in range(ranks))
+    direct = shape.params[0].device.type != "cuda"
+    return max(Needs(layout, config, direct).least_bytes for layout in layouts)

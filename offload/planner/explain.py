@@ -1,39 +1,46 @@
-"""A placement in rows for people and machines: which kind of bytes lies on which tier, and what other budgets would do.
+"""A placement in rows for people and machines: which kind of bytes is on which tier, and what other budgets would do.
 
 [Note: rows]
 The rows of a tier add up to the placement's figure for it: `device_bytes`, `arena_bytes`, `disk_bytes`. A row is of a
 state kind (param, grad, master, exp_avg, exp_avg_sq), or one of
 
-    buffers   what streamed chunks pass through, and new parameters between ranks that keep the same ones
-    slots     reserved on the disk, and not written in every step: those of chunks that are kept in RAM, and with
-              commits the second place of each, and of parameters that live elsewhere both
-    rest      headers, padding, what copies to and from a device pass through, and temporaries of a device's kernels
+    buffers   that streamed chunks pass through, and in which replicas exchange new parameters
+    slots     reserved on the disk, and not written in every step: those of chunks that are kept in RAM; with commits,
+              the second slot of each chunk, and both of parameters that live elsewhere
+    rest      headers, padding, bounce buffers of copies to and from a device, and temporaries of a device's kernels
 
-With `tier="device"` what else is in RAM is on the device, and in RAM are the buffers of commits.
+With `tier="device"` all of this is on the device, and only the buffers of commits are in RAM.
 
-`grad` holds the gradients' sums of squares and bounce buffers, too, and the buffers in which they travel between ranks.
+`grad` includes the sums of squares, bounce buffers, and the buffers in which gradients travel between ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from offload import config as configuration
 from offload.config import Config, Tier
-from offload.dist import exchange
 from offload.errors import BudgetError
-from offload.grads import local as gradients
-from offload.grads.buckets import Reduction
-from offload.layout import Layout, build, tiled
-from offload.model.units import ROOT, compute_dtypes, rows_of, specs_of, untrained_bytes
-from offload.planner.choice import choose
-from offload.planner.device import Room
-from offload.planner.placement import IN_FLIGHT, TYPICAL_TBW, Placement, committed_slots, place, slot_records
-from offload.storage.swap_file import STATE_KINDS, Record, records_of
+from offload.grads.shards import records_of as gradient_records_of
+from offload.layout import Layout
+from offload.model.units import ROOT, compute_dtypes, untrained_bytes
+from offload.planner.choice import ModelShape, choose
+from offload.planner.placement import (
+    IN_FLIGHT,
+    TYPICAL_TBW,
+    Needs,
+    Placement,
+    Room,
+    committed_slots,
+    place,
+    slot_records,
+)
+from offload.storage.swap_file import STATE_KINDS, Record
 
 
 @dataclass(frozen=True)
@@ -58,13 +65,8 @@ class Planned:
     room: Room = field(default_factory=Room)
 
     @property
-    def records(self) -> list[Record]:
-        return records_of(self.layout, split_master=self.config.split_master)
-
-    @property
-    def state_bytes(self) -> int:
-        """What all chunks take in RAM."""
-        return sum(record.nbytes for record in self.records)
+    def needs(self) -> Needs:
+        return Needs(self.layout, self.config, self.direct)
 
     def place(self) -> Placement:
         """Raises: BudgetError as `OffloadZero` does."""
@@ -86,9 +88,8 @@ class Planned:
 
         Args: share: 0 to 1; at 0 there is still room for all buffers in flight that the planner uses.
         """
-        everything = self._all_in_ram()
-        fixed = everything - self.state_bytes
-        return min(fixed + self._buffer_bytes() + round(share * self.state_bytes), everything)
+        everything, states = self._all_in_ram(), self.needs.state_bytes
+        return min(everything - states + self._buffer_bytes() + round(share * states), everything)
 
     def largest_share(self, cpu_memory: int) -> float | None:
         """The share of the states that `cpu_memory` keeps in RAM with tier="nvme"; None: not even the least fits."""
@@ -97,7 +98,7 @@ class Planned:
         if cpu_memory >= self._all_in_ram():
             return 1.0
         room = cpu_memory - self.cpu_memory_for(0.0)
-        return max(0.0, min(1.0, room / self.state_bytes))
+        return max(0.0, min(1.0, room / self.needs.state_bytes))
 
     def _all_in_ram(self) -> int:
         in_ram = self._on("cpu")
@@ -109,7 +110,7 @@ class Planned:
         return replace(self, config=replace(self.config, tier=tier, grad_tier=grads))
 
     def _buffer_bytes(self) -> int:
-        records = self.records
+        records = self.needs.states
         buffers = min(self.config.in_flight or IN_FLIGHT, len(records))
         return buffers * max((record.nbytes for record in records), default=0)
 
@@ -121,22 +122,16 @@ def plan_of(model: nn.Module, *, direct: bool, ranks: int = 1, **options: Any) -
     Raises: ConfigError as `OffloadZero` does.
     """
     config = configuration.check(**options)
-    groups = [{"params": list(model.parameters())}]
-    specs, params = specs_of(model, groups, config.keep_fp32, config.compute_dtype, chosen=config.units, planned=True)
+    shape = ModelShape.of(model, [{"params": list(model.parameters())}], config)
     dtypes = compute_dtypes(model, config.keep_fp32, config.compute_dtype)
-    room = Room(untrained_bytes(model, params, dtypes))
-    rows = rows_of(model, params)
+    room = Room(untrained_bytes(model, shape.params, dtypes))
     config = configuration.over_ranks(config, ranks=ranks, ranks_on_node=1)
     replicas = configuration.replicas_of(config, ranks=ranks, rows=1)
-
-    def laid_out(chosen: Config) -> Layout:
-        split = tiled(specs, rows, chosen.tile_bytes or 0)
-        return build(split, chosen.chunk_numel, ranks=ranks, replicas=replicas)
-
+    layout_of = partial(shape.layout, ranks=ranks, replicas=replicas)
     try:
-        config, layout, _ = choose(config, laid_out, direct=direct, room=room)
-    except BudgetError:  # said by `place`
-        layout = laid_out(config)
+        config, layout, _ = choose(config, layout_of, direct=direct, room=room)
+    except BudgetError:  # `Planned.place` raises it again
+        layout = layout_of(config)
     return Planned(layout, config, direct, room)
 
 
@@ -147,20 +142,19 @@ def sent_numel(planned: Planned) -> dict[str, int]:
     there: the root and the last block, if blocks run in the order of the model.
     """
     layout, config = planned.layout, planned.config
-    if layout.ranks == 1:
+    reduction = planned.needs.reduction
+    if reduction is None:
         return {"gradients": 0, "parameters": 0}
-    assert config.stage is not None
     parts = dict.fromkeys(dict.fromkeys(flat.unit for flat in layout.flats), 0)
     for flat in layout.flats:
         parts[flat.unit] += layout.shard_numel(flat.index)
-    rounds = Reduction(layout, config.stage, config.accumulation, config.bucket_bytes).rounds
     gathered = sum(parts.values())
     if config.stage == 3:
         last = next((unit for unit in reversed(parts) if unit != ROOT), ROOT)
         kept = sum(parts[unit] for unit in {ROOT, last} if unit in parts)
         gathered = config.accumulation * (2 * gathered - kept)
     others = layout.ranks - 1
-    return {"gradients": others * rounds * sum(parts.values()), "parameters": others * gathered}
+    return {"gradients": others * reduction.rounds * sum(parts.values()), "parameters": others * gathered}
 
 
 def explain(placement: Placement, planned: Planned) -> list[Row]:
@@ -177,10 +171,10 @@ def _in_memory(placement: Placement, planned: Planned) -> Iterator[Row]:
     """In RAM, or on the device."""
     where: Tier = "device" if planned.config.tier == "device" else "cpu"
     total = placement.slab_bytes if where == "device" else placement.arena_bytes
-    records = planned.records
+    records = planned.needs.states
     streamed = [record.nbytes for chunk, record in enumerate(records) if chunk not in placement.kept]
     rows = [
-        Row("grad", where, _gradient_bytes(planned)),
+        Row("grad", where, planned.needs.gradient_bytes),
         *_states([records[chunk] for chunk in placement.kept], where),
         Row("param", where, placement.params.kept_bytes if placement.params else 0),
         Row("buffers", where, placement.in_flight * max(streamed, default=0) + _param_buffers(placement, planned)),
@@ -193,41 +187,27 @@ def _in_memory(placement: Placement, planned: Planned) -> Iterator[Row]:
         yield Row("buffers", "device", placement.slab_bytes)
 
 
-def _gradient_bytes(planned: Planned) -> int:
-    config, layout = planned.config, planned.layout
-    stored = config.grad_tier == "nvme"
-    direct = planned.direct or config.tier == "device"
-    if layout.ranks > 1:
-        assert config.stage is not None
-        reduction = Reduction(
-            layout, config.stage, config.accumulation, config.bucket_bytes, direct=direct, stored=stored
-        )
-        return reduction.waiting_bytes + (reduction.travelling_bytes if direct else 0)
-    return gradients.arena_bytes(planned.layout, config.accumulation, direct=direct, stored=stored)
-
-
 def _param_buffers(placement: Placement, planned: Planned) -> int:
     """What streamed parameters and gradients pass through."""
     pools = sum(pool.in_flight * pool.largest for pool in (placement.params, placement.grads) if pool)
-    direct = planned.direct or planned.config.tier == "device"
-    return pools + (exchange.arena_bytes(planned.layout) if direct else 0)
+    return pools + planned.needs.exchange_bytes
 
 
 def _on_disk(placement: Placement, planned: Planned) -> Iterator[Row]:
     if not placement.disk_bytes:
         return
-    records = planned.records
+    records = planned.needs.states
     rows = [
         *_states([record for chunk, record in enumerate(records) if chunk not in placement.kept], "nvme"),
         Row("param", "nvme", sum(_param_bytes(planned.layout)) if planned.config.param_tier == "nvme" else 0),
         Row("grad", "nvme", _stored_gradient_bytes(planned)),
-        Row("slots", "nvme", sum(records[chunk].nbytes for chunk in placement.kept) + _second_places(planned)),
+        Row("slots", "nvme", sum(records[chunk].nbytes for chunk in placement.kept) + _second_slots(planned)),
     ]
     yield from rows
     yield Row("rest", "nvme", placement.disk_bytes - sum(row.nbytes for row in rows))
 
 
-def _second_places(planned: Planned) -> int:
+def _second_slots(planned: Planned) -> int:
     """What commits take more on the disk."""
     config, layout = planned.config, planned.layout
     records = slot_records(layout, config)[: committed_slots(layout, config)]
@@ -239,7 +219,7 @@ def _second_places(planned: Planned) -> int:
 def _stored_gradient_bytes(planned: Planned) -> int:
     if planned.config.grad_tier != "nvme":
         return 0
-    records = gradients.records_of(planned.layout, planned.config.accumulation)
+    records = gradient_records_of(planned.layout, planned.config.accumulation)
     return sum(record.numel * record.itemsizes[0] for record in records)
 
 

@@ -1,29 +1,26 @@
-"""Where the bytes go: computed from the same layout and cache code that training runs on, before anything runs.
+"""Where the bytes go, computed before anything is allocated, from the same layout and sizes that training runs on.
 
-With `tier="cpu"` every chunk is kept in RAM; with `tier="nvme"` as many as the budget has room for beside the
-buffers that the others stream through. It is one computation with different budgets. With `tier="device"` all that
+With `tier="cpu"` every chunk is kept in RAM. With `tier="nvme"` as many chunks are kept as the budget has room for,
+beside the buffers that the others stream through: one computation with different budgets. With `tier="device"` all that
 would be in RAM is on the device, and in RAM are only the buffers through which commits go.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
-import torch
-from torch import nn
-
-from offload import config as configuration
-from offload.config import LEAST_IN_FLIGHT, MASTER_ITEM_BYTES, Config, Tuning
+from offload.config import LEAST_IN_FLIGHT, MASTER_ITEM_BYTES, Config
 from offload.dist import exchange
 from offload.errors import BudgetError, ConfigError
 from offload.grads import local as gradients
-from offload.grads.buckets import Reduction
-from offload.layout import Layout, build, tiled
-from offload.model.units import rows_of, specs_of
+from offload.grads.buckets import ReductionPlan
+from offload.grads.shards import records_of as gradient_records_of
+from offload.layout import Layout
+from offload.model.units import ROOT, encloses
 from offload.native.device import scratch_bytes
-from offload.optim import adam as step
-from offload.planner.device import Room, require_room
+from offload.optim import adam
 from offload.planner.machine import free_memory
 from offload.sizes import format_bytes
 from offload.storage.arena import carved_bytes
@@ -36,13 +33,12 @@ IN_FLIGHT = 4
 TYPICAL_TBW = 600e12
 """Bytes a common 1 TB consumer drive is warranted for."""
 
-
 _SHOWN = {"device": "the device", "cpu": "RAM", "nvme": "NVMe"}
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Which chunks of one kind stay in RAM, and how many buffers the others pass through. Sizes in bytes."""
+    """Which chunks of one kind stay in RAM, and how many buffers of `largest` bytes the others pass through."""
 
     kept: frozenset[int]
     in_flight: int
@@ -58,15 +54,18 @@ class Pool:
 class Placement:
     """Bytes by tier, fixed before the first step.
 
-    kept: chunks whose states stay where they are; in_flight: buffers for the others; arena_bytes: all that this library
-    holds in RAM; budget_bytes: what it may hold; read_bytes, written_bytes: of the disk, a step; disk_bytes: the swap
-    file; device_bytes: the most that parameters and buffers take on the model's device at once, resident_bytes of it by
-    those that nobody trains; device_budget_bytes: what they may take, None: anything; streamed_chunks: those not kept;
-    utilisation: the share of the chunks' buffers that chunks fill; params: of 16-bit parameters that are streamed, or
-    brought here only to be committed, None where they stay on the device; staged: the same of states that are on the
-    device; held_bytes: what this rank holds of each state kind, wherever it lies, gaps between parameters included;
-    slab_bytes: of device_bytes, those of states, gradients and what works on them, with tier="device"; with others, of
-    what goes between ranks, if the device has memory of its own.
+    Attributes:
+        kept: chunks whose states stay where they are; in_flight: buffers for the others, streamed_chunks of them.
+        arena_bytes: all that this library holds in RAM; budget_bytes: what it may hold.
+        read_bytes, written_bytes: of the disk, a step; disk_bytes: the swap files.
+        device_bytes: the most that parameters and buffers take on the model's device at once; resident_bytes: of these,
+            frozen parameters and buffers; device_budget_bytes: what all may take, None: anything.
+        slab_bytes: of device_bytes, with tier="device" those of states, gradients and what works on them; else those of
+            communication buffers, if the device has memory of its own.
+        utilisation: the share of the chunks' buffers that chunks fill.
+        params: of 16-bit parameters that are streamed, or copied to RAM for commits; None: they stay on the device.
+        grads: of gradients in slots; staged: of states that are on the device, for commits.
+        held_bytes: what this rank holds of each state kind, on any tier, gaps between parameters included.
     """
 
     kept: frozenset[int]
@@ -123,6 +122,239 @@ def _every(config: Config) -> str:
     return f" every {config.commit_every} steps" if config.commit_every else " when commit() is called"
 
 
+# What the device needs.
+
+
+@dataclass(frozen=True)
+class Room:
+    """The model's device.
+
+    Attributes: resident_bytes: of frozen parameters and buffers, which are always there; available_bytes: for these
+    and all others, if no `device_memory` is given; None: without a limit.
+    """
+
+    resident_bytes: int = 0
+    available_bytes: int | None = None
+
+    def limit(self, config: Config) -> int | None:
+        return self.available_bytes if config.device_memory is None else config.device_memory
+
+
+def peak_bytes(layout: Layout, config: Config) -> int:
+    """The most that trained parameters take on the device at once.
+
+    Where they are streamed: the root unit, the unit in use and the one around it, each with the units that enclose it,
+    and the units that are prefetched.
+    """
+    sizes = unit_bytes(layout)
+    if config.param_tier == "device":
+        return sum(sizes.values())
+    root = sizes.pop(ROOT, 0)
+    inner: dict[str, list[str]] = {unit: [] for unit in (ROOT, *sizes)}
+    for unit in sizes:
+        outer = [other for other in sizes if other != unit and encloses(other, unit)]
+        inner[max(outer, key=len, default=ROOT)].append(unit)
+    ahead = sum(sorted(sizes.values(), reverse=True)[: config.prefetch_units])
+    return root + min(_deepest(ROOT, inner, sizes)[1] + ahead, sum(sizes.values()))
+
+
+def _deepest(unit: str, inner: Mapping[str, list[str]], sizes: Mapping[str, int]) -> tuple[int, int]:
+    """The most bytes of `unit` with one stack of units nested in it, and with two such stacks."""
+    found = [_deepest(one, inner, sizes) for one in inner[unit]]
+    ones = sorted((one for one, _ in found), reverse=True)
+    own = sizes.get(unit, 0)
+    return own + sum(ones[:1]), own + max(sum(ones[:2]), max((two for _, two in found), default=0))
+
+
+def unit_bytes(layout: Layout) -> dict[str, int]:
+    """What each unit takes on the device, in the order of the layout."""
+    sizes: dict[str, int] = {}
+    for one in layout.slices:
+        if one.is_tile or not layout.tile_of(one.flat):  # what has tiles is never there as a whole
+            nbytes = one.numel * layout.flats[one.flat].dtype.itemsize
+            sizes[one.unit] = sizes.get(one.unit, 0) + nbytes
+    return sizes
+
+
+def _require_room(layout: Layout, config: Config, room: Room, slab_bytes: int) -> int:
+    """The most that the device holds. Raises: BudgetError if it is more than there is room for."""
+    needed, limit = room.resident_bytes + peak_bytes(layout, config) + slab_bytes, room.limit(config)
+    if limit is None or needed <= limit:
+        return needed
+    origin = "half of what is free on the device allows" if config.device_memory is None else "device_memory allows"
+    if config.tier == "device":
+        others = ', or choose tier="cpu", or "nvme" with a path'
+    elif config.param_tier == "device":
+        others = ', or param_tier="cpu" or "nvme"'
+    else:
+        sizes = unit_bytes(layout)
+        largest = max(sizes, key=lambda unit: sizes[unit])
+        others = (
+            f", or smaller units with Tuning(units=...): the largest, {largest or 'the root'}, takes "
+            f"{format_bytes(sizes[largest])}"
+        )
+    raise BudgetError(
+        f"{format_bytes(needed)} are needed on the device and {origin} {format_bytes(limit)}: "
+        f"give device_memory={needed} or more{others}",
+        needed=needed,
+        available=limit,
+        option="device_memory",
+    )
+
+
+# What each kind of bytes needs, whatever the budget.
+
+
+def slot_records(layout: Layout, config: Config) -> list[Record]:
+    """What all slots of a run hold: the states of each chunk, then, if they go there, its parameters and gradients."""
+    params = param_records_of(layout) if config.param_tier == "nvme" or config.commits_parameters else []
+    grads = gradient_records_of(layout, config.accumulation) if config.grad_tier == "nvme" else []
+    return records_of(layout, split_master=config.split_master) + params + grads
+
+
+def committed_slots(layout: Layout, config: Config) -> int:
+    """How many of `slot_records`, the first ones, are committed."""
+    return len(layout.chunks) * (2 if config.commits_parameters else 1)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that a configuration needs. Args: direct: whether the model's device is the CPU."""
+
+    layout: Layout
+    config: Config
+    direct: bool
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the kernels read gradients and write parameters where the model has them."""
+        return self.direct or self.config.tier == "device"
+
+    @cached_property
+    def states(self) -> list[Record]:
+        """Of each chunk."""
+        return records_of(self.layout, split_master=self.config.split_master)
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(record.nbytes for record in self.states)
+
+    @cached_property
+    def params(self) -> Pool | None:
+        """Streamed parameters: all in RAM, or as few as work, because states in RAM save as many bytes."""
+        sizes = [record.nbytes for record in param_records_of(self.layout)]
+        if self.config.param_tier == "nvme":
+            return self._few(sizes)
+        if self.config.param_tier == "cpu":
+            return Pool(frozenset(range(len(sizes))), 0, sum(sizes), 0)
+        if not self.config.commits_parameters:
+            return None
+        # At a commit some are written while another is copied: with two, the drive would wait for half of the time.
+        return Pool(frozenset(), min(IN_FLIGHT, len(sizes)), 0, max(sizes, default=0))
+
+    @cached_property
+    def grads(self) -> Pool | None:
+        """Gradients in slots; None: they are not."""
+        if self.config.grad_tier != "nvme":
+            return None
+        return self._few([record.nbytes for record in gradient_records_of(self.layout, self.config.accumulation)])
+
+    @cached_property
+    def staged(self) -> Pool | None:
+        """Buffers of commits of states that are on the device."""
+        is_staged = self.config.tier == "device" and self.config.paths
+        return self._few([record.nbytes for record in self.states]) if is_staged else None
+
+    def _few(self, sizes: list[int]) -> Pool:
+        return Pool(frozenset(), min(self.config.in_flight or IN_FLIGHT, len(sizes)), 0, max(sizes, default=0))
+
+    @cached_property
+    def reduction(self) -> ReductionPlan | None:
+        """None of one rank."""
+        return ReductionPlan(self.layout, self.config, direct=self.in_place) if self.layout.ranks > 1 else None
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the gradient buffer, where states are."""
+        if self.reduction is not None:
+            return self.reduction.arena_bytes + (self.reduction.communication_bytes if self.in_place else 0)
+        stored = self.config.grad_tier == "nvme"
+        return gradients.arena_bytes(self.layout, self.config.accumulation, direct=self.in_place, stored=stored)
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Through which replicas exchange new parameters, where states are."""
+        return exchange.arena_bytes(self.layout) if self.in_place else 0
+
+    @property
+    def fixed_bytes(self) -> int:
+        """All but the states and what stages them."""
+        pools = sum(pool.nbytes for pool in (self.params, self.grads) if pool is not None)
+        is_direct = self.in_place or self.config.param_tier != "device"
+        new_params = adam.arena_bytes(
+            self.layout, self.config.accumulation, direct=is_direct, split_master=self.config.split_master
+        )
+        return self.gradient_bytes + self.exchange_bytes + new_params + pools
+
+    @property
+    def slab_bytes(self) -> int:
+        """Of the device, beside parameters and buffers of the model."""
+        if self.config.tier != "device":
+            if self.direct or self.reduction is None:
+                return 0
+            return self.reduction.communication_bytes + exchange.arena_bytes(self.layout)
+        largest = max((spec.numel for spec in self.layout.specs), default=0)
+        return self.fixed_bytes + self.state_bytes + (0 if self.direct else carved_bytes(scratch_bytes(largest)))
+
+    @property
+    def least_bytes(self) -> int:
+        """Of RAM, with states on NVMe: all but the states, and the fewest buffers that these can stream through."""
+        largest = max((record.nbytes for record in self.states), default=0)
+        return self.fixed_bytes + min(LEAST_IN_FLIGHT * largest, self.state_bytes)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Of this rank's swap files, but for a page each after the first."""
+        layout, config = self.layout, self.config
+        if not config.paths:
+            return 0
+        return file_bytes(slot_records(layout, config), config.slots_per_chunk, committed_slots(layout, config))
+
+    @property
+    def held_bytes(self) -> dict[str, int]:
+        """By state kind; parameters that are on the device only for a while do not count there."""
+        layout, config = self.layout, self.config
+        params = grads = 0
+        for flat in layout.flats:
+            shard, whole = layout.shard_numel(flat.index), layout.padded_numel(flat.index)
+            params += (layout.replicas * shard if config.param_tier != "device" else whole) * flat.dtype.itemsize
+            sums_locally = self.reduction is not None and self.reduction.sums_locally
+            grads += (whole if sums_locally else shard) * (4 if config.accumulation > 1 else flat.dtype.itemsize)
+        states = sum(chunk.numel for chunk in layout.chunks) * MASTER_ITEM_BYTES
+        return {"param": params, "grad": grads} | dict.fromkeys(STATE_KINDS, states)
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """Of parameters and gradients, read from the disk and written to it in a step.
+
+        A forward after a step finds its parameters in RAM, where they were just made; every other pass reads them. But
+        a tile is fetched when its whole weight has been updated, so it is read in that forward too. Gradients are
+        written by each micro-batch, and read by the next one or the step.
+        """
+        passes = self.config.accumulation
+        params = tiled = grads = 0
+        if self.config.param_tier == "nvme":
+            for chunk, record in zip(self.layout.param_chunks, param_records_of(self.layout), strict=True):
+                params += record.nbytes
+                tiled += record.nbytes if self.layout.tile_of(chunk.flat) else 0
+        if self.config.grad_tier == "nvme":
+            grads = passes * sum(record.nbytes for record in gradient_records_of(self.layout, passes))
+        return (2 * passes - 1) * params + tiled + grads, params + grads
+
+
+# Where the states go.
+
+
 def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = None, beside: int = 0) -> Placement:
     """Decides which chunks stay in RAM.
 
@@ -131,34 +363,30 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
     Raises: ConfigError; BudgetError naming what is needed, what is there and the option that would fix it.
     """
     if config.grad_tier == "nvme" and config.param_tier == "device" and not direct:
-        # New parameters rest in the memory of their gradients until they land.
+        # New parameters are kept in the memory of their gradients until they are applied.
         raise ConfigError('grad_tier="nvme" needs param_tier="cpu" or "nvme" where the device has memory of its own')
     room = Room() if room is None else room
-    slab_bytes = _slab_bytes(layout, config, direct=direct)
-    device_bytes = require_room(layout, config, room, slab_bytes)
+    needs = Needs(layout, config, direct)
+    device_bytes = _require_room(layout, config, room, needs.slab_bytes)
     given = config.cpu_memory
     budget = free_memory() // 2 // config.ranks_on_node if given is None else given
-    records = records_of(layout, split_master=config.split_master)
-    sizes = [record.nbytes for record in records]
-    staged = _few(sizes, config) if config.tier == "device" and config.paths else None
-    fixed = beside + (0 if config.tier == "device" else _fixed_bytes(layout, config, direct=direct))
-    fixed += 0 if staged is None else staged.nbytes
-    states = 0 if config.tier == "device" else sum(sizes)
+    sizes = [record.nbytes for record in needs.states]
+    is_on_device = config.tier == "device"
+    fixed = beside + (0 if is_on_device else needs.fixed_bytes) + (0 if needs.staged is None else needs.staged.nbytes)
+    states = 0 if is_on_device else needs.state_bytes
     if config.tier != "nvme":
         if fixed + states > budget:
-            other = 'or tier="nvme" with a path' if config.tier == "cpu" else "or a smaller Tuning(chunk=...)"
+            other = "or a smaller Tuning(chunk=...)" if is_on_device else 'or tier="nvme" with a path'
             raise _too_small(fixed + states, budget, given, other)
         kept, in_flight = frozenset(range(len(sizes))), 0
     else:
-        least = fixed + min(LEAST_IN_FLIGHT * max(sizes, default=0), sum(sizes))
-        if least > budget:
-            raise _too_small(least, budget, given, "or a smaller Tuning(chunk=...)")
+        if beside + needs.least_bytes > budget:
+            raise _too_small(beside + needs.least_bytes, budget, given, "or a smaller Tuning(chunk=...)")
         kept, in_flight = _keep_and_stream(sizes, budget - fixed, config.in_flight)
     streamed = [size for chunk, size in enumerate(sizes) if chunk not in kept]
     kept_bytes, largest = sum(sizes) - sum(streamed), max(streamed, default=0)
     arena_bytes = fixed - beside + (kept_bytes if states else 0) + in_flight * largest
     filled = kept_bytes + (in_flight * sum(streamed) / len(streamed) if streamed else 0)
-    read, written = _moved_beside(layout, config)
     if given is not None and arena_bytes + beside > (free := free_memory()):
         other = ', and tier="nvme" with a path' if config.tier == "cpu" else ""
         raise BudgetError(
@@ -168,6 +396,7 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
             available=free,
             option="cpu_memory",
         )
+    read, written = needs.moved_bytes
     return Placement(
         kept=kept,
         in_flight=in_flight,
@@ -175,129 +404,18 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
         budget_bytes=budget,
         read_bytes=sum(streamed) + read,
         written_bytes=sum(streamed) + written,
-        disk_bytes=_disk_bytes(layout, config),
+        disk_bytes=needs.disk_bytes,
         device_bytes=device_bytes,
         device_budget_bytes=room.limit(config),
         resident_bytes=room.resident_bytes,
-        params=_params_pool(layout, config),
-        grads=_grads_pool(layout, config),
-        held_bytes=_held_bytes(layout, config),
-        slab_bytes=slab_bytes,
-        staged=staged,
+        params=needs.params,
+        grads=needs.grads,
+        held_bytes=needs.held_bytes,
+        slab_bytes=needs.slab_bytes,
+        staged=needs.staged,
         streamed_chunks=len(streamed),
         utilisation=filled / max(kept_bytes + in_flight * largest, 1),
     )
-
-
-def _slab_bytes(layout: Layout, config: Config, *, direct: bool) -> int:
-    """Of the device, for all but parameters: with tier="device" nothing has to be copied there; else what goes between
-    ranks."""
-    if config.tier != "device":
-        return 0 if direct or layout.ranks == 1 else _travelling_bytes(layout, config, direct=False)
-    states = sum(record.nbytes for record in records_of(layout, split_master=config.split_master))
-    largest = max((spec.numel for spec in layout.specs), default=0)
-    return _fixed_bytes(layout, config, direct=True) + states + (0 if direct else carved_bytes(scratch_bytes(largest)))
-
-
-def _held_bytes(layout: Layout, config: Config) -> dict[str, int]:
-    """By state kind; parameters that are on the device only for a while do not count."""
-    states = sum(chunk.numel for chunk in layout.chunks) * MASTER_ITEM_BYTES
-    params = gradients_held = 0
-    for flat in layout.flats:
-        part, whole = layout.shard_numel(flat.index), layout.padded_numel(flat.index)
-        params += (layout.replicas * part if config.param_tier != "device" else whole) * flat.dtype.itemsize
-        sums_locally = layout.ranks > 1 and config.stage == 1 and config.accumulation > 1
-        itemsize = 4 if config.accumulation > 1 else flat.dtype.itemsize
-        gradients_held += (whole if sums_locally else part) * itemsize
-    return {"param": params, "grad": gradients_held} | dict.fromkeys(STATE_KINDS, states)
-
-
-def slot_records(layout: Layout, config: Config) -> list[Record]:
-    """What all slots of a run hold: the states of each chunk, then, if they go there, its parameters and gradients."""
-    params = param_records_of(layout) if config.param_tier == "nvme" or config.commits_parameters else []
-    grads = gradients.records_of(layout, config.accumulation) if config.grad_tier == "nvme" else []
-    return records_of(layout, split_master=config.split_master) + params + grads
-
-
-def committed_slots(layout: Layout, config: Config) -> int:
-    """How many of `slot_records`, the first ones, are committed."""
-    return len(layout.chunks) * (2 if config.commits_parameters else 1)
-
-
-def _disk_bytes(layout: Layout, config: Config) -> int:
-    """Of this rank's swap files, but for a page each after the first."""
-    if not config.paths:
-        return 0
-    return file_bytes(slot_records(layout, config), config.slots_per_chunk, committed_slots(layout, config))
-
-
-def _params_pool(layout: Layout, config: Config) -> Pool | None:
-    """All in RAM, or as few as work: what else the budget has room for saves as many bytes with states in it."""
-    sizes = [record.nbytes for record in param_records_of(layout)]
-    if config.param_tier == "device":
-        # At a commit some are written while another is copied: with two, the drive would wait for half of the time.
-        return (
-            Pool(frozenset(), min(IN_FLIGHT, len(sizes)), 0, max(sizes, default=0))
-            if config.commits_parameters
-            else None
-        )
-    return Pool(frozenset(range(len(sizes))), 0, sum(sizes), 0) if config.param_tier == "cpu" else _few(sizes, config)
-
-
-def _grads_pool(layout: Layout, config: Config) -> Pool | None:
-    """None where the sink has them all in RAM."""
-    if config.grad_tier != "nvme":
-        return None
-    return _few([record.nbytes for record in gradients.records_of(layout, config.accumulation)], config)
-
-
-def _moved_beside(layout: Layout, config: Config) -> tuple[int, int]:
-    """Bytes of parameters and gradients read, and written, a step.
-
-    A forward after a step finds its parameters in RAM, where they have just been made; every other pass reads them.
-    Gradients are written by each micro-batch, and read by the next one or the step.
-    """
-    passes = config.accumulation
-    params = tiled = 0
-    if config.param_tier == "nvme":
-        for chunk, record in zip(layout.param_chunks, param_records_of(layout), strict=True):
-            params += record.nbytes
-            # A tile comes when all new values of its weight have landed: it is read in the first forward as in others.
-            tiled += record.nbytes if layout.tile_of(chunk.flat) else 0
-    grads = gradients.records_of(layout, passes) if config.grad_tier == "nvme" else []
-    gradient_bytes = passes * sum(record.nbytes for record in grads)
-    return (2 * passes - 1) * params + tiled + gradient_bytes, params + gradient_bytes
-
-
-def _few(sizes: list[int], config: Config) -> Pool:
-    return Pool(frozenset(), min(config.in_flight or IN_FLIGHT, len(sizes)), 0, max(sizes, default=0))
-
-
-def _fixed_bytes(layout: Layout, config: Config, *, direct: bool) -> int:
-    """All but the states."""
-    pools = [pool.nbytes for pool in (_params_pool(layout, config), _grads_pool(layout, config)) if pool is not None]
-    stored = config.grad_tier == "nvme"
-    returned = step.arena_bytes(
-        layout,
-        config.accumulation,
-        direct=direct or config.param_tier != "device",
-        split_master=config.split_master,
-    )
-    if layout.ranks > 1:
-        travelling = _travelling_bytes(layout, config, direct=True) if direct else 0
-        return _reduction(layout, config, direct=direct).waiting_bytes + travelling + returned + sum(pools)
-    return gradients.arena_bytes(layout, config.accumulation, direct=direct, stored=stored) + returned + sum(pools)
-
-
-def _reduction(layout: Layout, config: Config, *, direct: bool) -> Reduction:
-    assert config.stage is not None
-    stored = config.grad_tier == "nvme"
-    return Reduction(layout, config.stage, config.accumulation, config.bucket_bytes, direct=direct, stored=stored)
-
-
-def _travelling_bytes(layout: Layout, config: Config, *, direct: bool) -> int:
-    """Of the device's memory, in which gradients and parameters go between ranks."""
-    return _reduction(layout, config, direct=direct).travelling_bytes + exchange.arena_bytes(layout)
 
 
 def _keep_and_stream(sizes: list[int], room: int, in_flight: int | None) -> tuple[frozenset[int], int]:
@@ -319,53 +437,3 @@ def _too_small(needed: int, budget: int, given: int | None, other: str) -> Budge
         available=budget,
         option="cpu_memory",
     )
-
-
-def least_cpu_memory(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    compute_dtype: torch.dtype = torch.bfloat16,
-    keep_fp32: Iterable[nn.Module | type[nn.Module]] = (),
-    accumulation: int = 1,
-    param_tier: str | None = None,
-    grad_tier: str | None = None,
-    commit_every: int | str | None = "auto",
-    tuning: Tuning | None = None,
-    stage: int | None = None,
-    ranks: int = 1,
-    replicas: int = 1,
-) -> int:
-    """The least `cpu_memory`, in bytes, with which `OffloadZero(model, ..., tier="nvme")` runs on each of `ranks`.
-
-    Args: replicas: rows of the mesh that is given as process_group.
-
-    Raises: ConfigError as `OffloadZero` does.
-    """
-    config = configuration.check(
-        tier="nvme",
-        path=".",
-        compute_dtype=compute_dtype,
-        keep_fp32=keep_fp32,
-        accumulation=accumulation,
-        param_tier=param_tier,
-        grad_tier=grad_tier,
-        commit_every=commit_every,
-        tuning=tuning,
-        stage=stage,
-    )
-    groups = [{"params": list(model.parameters())}] if optimizer is None else optimizer.param_groups
-    specs, params = specs_of(model, groups, config.keep_fp32, config.compute_dtype, chosen=config.units, planned=True)
-    device = params[0].device
-    config = configuration.over_ranks(config, ranks=ranks, ranks_on_node=1)
-    copies = configuration.replicas_of(config, ranks=ranks, rows=replicas)
-    if config.param_tier != "device":
-        specs = tiled(specs, rows_of(model, params), config.tile_bytes or 0)
-    layouts = (build(specs, config.chunk_numel, ranks=ranks, rank=rank, replicas=copies) for rank in range(ranks))
-    return max(_least(layout, config, direct=device.type != "cuda") for layout in layouts)
-
-
-def _least(layout: Layout, config: Config, *, direct: bool) -> int:
-    sizes = [record.nbytes for record in records_of(layout, split_master=config.split_master)]
-    fixed = _fixed_bytes(layout, config, direct=direct)
-    return fixed + min(LEAST_IN_FLIGHT * max(sizes, default=0), sum(sizes))

@@ -188,7 +188,7 @@ def test_rows_of_a_rank_add_up_too() -> None:
 @pytest.mark.parametrize("prefetch", [None, 5])
 def test_budget_for_a_share_keeps_that_share(share: float, prefetch: int | None) -> None:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False, device="meta") for _ in range(40)))
-    tuning = Tuning(chunk=4 * 64 * 64, prefetch=prefetch)
+    tuning = Tuning(chunk=4 * 64 * 64, prefetch_chunks=prefetch, prefetch_units=prefetch)
     planned = plan_of(model, direct=True, path=".", tuning=tuning)
     memory = planned.cpu_memory_for(share)
     placed = planned.with_memory(memory).place()

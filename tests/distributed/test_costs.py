@@ -203,7 +203,7 @@ def _phases_s(stage: int, kind: type[Delayed], delay_s: float) -> tuple[float, f
             loss = model(torch.ones(4, 32)).float().sum()
             between = time.monotonic()
             loss.backward()
-            optimizer._parts.sink.drain()
+            optimizer._parts.gradients.drain()
             found.append((between - began, time.monotonic() - between))
         optimizer.zero_grad()
     return min(forward for forward, _ in found[1:]), min(backward for _, backward in found[1:])

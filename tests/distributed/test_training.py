@@ -86,7 +86,7 @@ def _gaps(stage: int) -> int:
     batches = models.losses("mlp", model)
     found = 0
     with OffloadZero(model, stage=stage, tuning=Tuning(chunk=4096, threads=1, bucket=4096)) as optimizer:
-        for buffer in optimizer._parts.sink._free:  # type: ignore[attr-defined]
+        for buffer in optimizer._parts.gradients._free:  # type: ignore[attr-defined]
             buffer.full.fill_(0x40)
         next(batches)().backward()
         optimizer.step()

@@ -102,5 +102,5 @@ def make(path: Path) -> Iterator[Make]:
 def disk(monkeypatch: pytest.MonkeyPatch) -> FaultyEngine:
     """The disk under the next OffloadZero."""
     engine = FaultyEngine(delay_s=0.0005)
-    monkeypatch.setattr("offload.assembly.open_engine", lambda name, paths: engine)
+    monkeypatch.setattr("offload.build.open_engine", lambda name, paths: engine)
     return engine

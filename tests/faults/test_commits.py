@@ -135,7 +135,7 @@ class Cuts:
         self.files.cut_at = chance.randrange(60) if chance.random() < 0.6 else None
         self.files.operations = 0
         disk = CutDisk(clock)
-        self._patch.setattr("offload.assembly.open_engine", lambda name, paths: disk)
+        self._patch.setattr("offload.build.open_engine", lambda name, paths: disk)
         self._patch.setattr("offload.checkpoint.recovery.FILES", self.files)
         model, made = Tiny(), []
         try:

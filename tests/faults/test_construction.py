@@ -17,8 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-import offload.assembly
-import offload.memory
+import offload.build
 from offload import (
     BudgetError,
     ConfigError,
@@ -116,7 +115,7 @@ def test_too_little_ram_is_refused_and_the_advice_works(
     with OffloadZero(model, cpu_memory=caught.value.needed, **options) as optimizer:
         one_step(model, optimizer)
         assert optimizer.stats()["peak_cpu_bytes"] == caught.value.needed
-        assert optimizer._parts.memory.ram.size == caught.value.needed
+        assert optimizer._parts.run.memory.ram.size == caught.value.needed
 
 
 @pytest.mark.parametrize("path", [False, True], ids=["without commits", "with commits"])
@@ -125,7 +124,7 @@ def test_too_little_device_memory_for_the_states_is_refused_and_the_advice_works
     is_apart: bool, path: bool, model: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_apart:
-        monkeypatch.setattr("offload.optimizer.copier_for", lambda device: LateCopier(0))
+        monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(0))
     options: dict[str, Any] = {"tier": "device", "tuning": SMALL} | ({"path": tmp_path / "run"} if path else {})
     with pytest.raises(BudgetError, match='choose tier="cpu"') as caught:
         OffloadZero(model, device_memory="1KiB", **options)
@@ -162,7 +161,7 @@ def test_a_budget_beyond_what_the_machine_has_free_is_refused(
 def test_memory_that_the_machine_refuses_leaves_nothing(
     model: Tiny, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offload.memory, "Arena", lambda size, copier, **options: Arena(1 << 60, copier))
+    monkeypatch.setattr(offload.build, "Arena", lambda size, copier, **options: Arena(1 << 60, copier))
     with pytest.raises(BudgetError) as caught:
         make(model)
     assert caught.value.needed == 1 << 60
@@ -488,7 +487,7 @@ def test_a_disk_that_fails_while_masters_are_written_leaves_nothing_held(
     one_step(fresh, make(fresh))
 
 
-@pytest.mark.parametrize("culprit", ["kernels_for", "LocalGradients", "Store", "Parameters", "Masters", "Step"])
+@pytest.mark.parametrize("culprit", ["_kernels_for", "LocalGradients", "Store", "Parameters", "Masters", "Step"])
 def test_whatever_fails_half_way_leaves_nothing(
     culprit: str, model: Tiny, unchanged: None, make: Make, monkeypatch: pytest.MonkeyPatch, path: Path
 ) -> None:
@@ -498,7 +497,7 @@ def test_whatever_fails_half_way_leaves_nothing(
     path.mkdir()
     make_first = Tiny()
     make(make_first).close()
-    monkeypatch.setattr(offload.assembly, culprit, broken)
+    monkeypatch.setattr(offload.build, culprit, broken)
     with pytest.raises(ZeroDivisionError):
         make(model)
     monkeypatch.undo()
@@ -549,5 +548,7 @@ def test_prefetch_and_least_memory_agree(model: Tiny, make: Make) -> None:
     least = least_cpu_memory(model, tuning=SMALL)
     with pytest.raises(BudgetError):
         make(model, cpu_memory=least - 1)
-    optimizer = make(model, cpu_memory=least, tuning=Tuning(chunk="4KiB", prefetch=50, threads=1))
+    optimizer = make(
+        model, cpu_memory=least, tuning=Tuning(chunk="4KiB", prefetch_chunks=50, prefetch_units=50, threads=1)
+    )
     assert optimizer.stats()["peak_cpu_bytes"] <= least

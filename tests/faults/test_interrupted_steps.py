@@ -95,10 +95,10 @@ def test_a_step_is_made_or_not_at_any_instruction(placement: str, share: int, tm
 
 def test_closing_after_an_interrupt_waits_for_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copier = LateCopier(1)
-    monkeypatch.setattr("offload.optimizer.copier_for", lambda device: copier)
+    monkeypatch.setattr("offload.build.copier_for", lambda device: copier)
     model, optimizer = build(tmp_path, {"tier": "cpu"})
     train(model, optimizer)
-    copies = optimizer._parts.returned
+    copies = optimizer._parts.new_params
     with monkeypatch.context() as patch:
         patch.setattr(copies, "wait", _interrupt)
         with pytest.raises(KeyboardInterrupt):

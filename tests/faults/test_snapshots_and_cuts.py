@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from offload import OffloadZero, assembly
+from offload import OffloadZero, build
 from offload.checkpoint.reader import Reader
 from offload.storage.directories import ASIDE, COMMIT_NAME
 from offload.storage.files import LOCAL
@@ -47,7 +47,7 @@ class KeepingCuts(Cuts):
     """Takes snapshots, too, and looks at them when the power is back. Attributes: found: how many it looked at."""
 
     def __init__(self, make: Make, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._engine = assembly.open_engine
+        self._engine = build.open_engine
         self._taken: list[int] = []
         self.found = 0
         super().__init__(make, path, monkeypatch)
@@ -94,7 +94,7 @@ class KeepingCuts(Cuts):
             assert reader.commit.is_snapshot
             assert all(slot.error is None for slot in reader.verify())
         if resumes:
-            self._patch.setattr("offload.assembly.open_engine", self._engine)
+            self._patch.setattr("offload.build.open_engine", self._engine)
             self._patch.setattr("offload.checkpoint.recovery.FILES", LOCAL)
             model = Tiny()
             with self._make(

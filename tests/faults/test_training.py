@@ -428,7 +428,7 @@ def test_forked_data_loaders_change_no_bit(make: Make) -> None:
 def test_forked_workers_do_not_double_the_memory(tmp_path: Path) -> None:
     model = nn.Linear(2048, 4096)
     optimizer = OffloadZero(model, tier="cpu", tuning=Tuning(threads=1))
-    state = optimizer._parts.memory.ram.used
+    state = optimizer._parts.run.memory.ram.used
     assert state > 100 * MIB
 
     def step() -> None:
@@ -437,7 +437,7 @@ def test_forked_workers_do_not_double_the_memory(tmp_path: Path) -> None:
         optimizer.zero_grad()
 
     step()
-    address = optimizer._parts.memory.ram._slab.data_ptr()
+    address = optimizer._parts.run.memory.ram._slab.data_ptr()
     assert region_of(address)
     assert holds_in_child(lambda: region_of(address) == "")
     before = proportional_bytes(os.getpid())
@@ -640,7 +640,7 @@ def test_an_interrupt_inside_a_step_is_remembered(make: Make, monkeypatch: pytes
     optimizer = make(model)
     one_step(model, optimizer)
     optimizer.synchronize()
-    real, calls = optimizer._parts.kernels.adam, []
+    real, calls = optimizer._parts.run.kernels.adam, []
 
     def interrupted(*args: object) -> None:
         calls.append(args)
@@ -648,7 +648,7 @@ def test_an_interrupt_inside_a_step_is_remembered(make: Make, monkeypatch: pytes
             raise KeyboardInterrupt
         real(*args)
 
-    monkeypatch.setattr(optimizer._parts.kernels, "adam", interrupted)
+    monkeypatch.setattr(optimizer._parts.run.kernels, "adam", interrupted)
     backward(model)
     optimizer.step()
     with pytest.raises(KeyboardInterrupt):

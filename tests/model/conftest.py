@@ -13,7 +13,7 @@ from tests.support.streamed import Streams
 @pytest.fixture(params=["cpu", "nvme", "late copies"])
 def streams(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Streams:
     if request.param == "late copies":
-        monkeypatch.setattr("offload.optimizer.copier_for", lambda device: LateCopier(1))
+        monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(1))
     return Streams(tmp_path, {"param_tier": "cpu" if request.param == "cpu" else "nvme"})
 
 

@@ -44,7 +44,9 @@ def squares(model: Net, x: Tensor, count: int) -> Tensor:
 def test_no_bit_depends_on_what_the_units_are(streams: Streams, choice: str, build: Callable[[], nn.Module]) -> None:
     losses, expected = streams.run(train(squares), build, param_tier="device")
     for prefetch in (0, 3):
-        tuning = Tuning(chunk="4KiB", prefetch=prefetch, threads=1, units=CHOICES[choice])
+        tuning = Tuning(
+            chunk="4KiB", prefetch_chunks=prefetch, prefetch_units=prefetch, threads=1, units=CHOICES[choice]
+        )
         chosen_losses, chosen = streams.run(train(squares), build, tuning=tuning)
         assert chosen_losses == losses
         assert all(torch.equal(chosen[name], tensor) for name, tensor in expected.items())

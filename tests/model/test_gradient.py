@@ -23,7 +23,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "on the device": {"tier": "device"},
     "in RAM": {"tier": "cpu"},
     "summed in fp32": {"tier": "cpu", "accumulation": 2},
-    "on NVMe": {"tier": "nvme", "grad_tier": "nvme", "tuning": Tuning(chunk="256KiB", prefetch=1, threads=1)},
+    "on NVMe": {
+        "tier": "nvme",
+        "grad_tier": "nvme",
+        "tuning": Tuning(chunk="256KiB", prefetch_chunks=1, prefetch_units=1, threads=1),
+    },
     "streamed": {"tier": "cpu", "param_tier": "cpu"},
 }
 
@@ -60,7 +64,7 @@ class Made(NamedTuple):
 
 @pytest.fixture(params=list(WAYS))
 def made(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Made]:
-    options = {"tuning": Tuning(chunk="4KiB", prefetch=1, threads=1), **WAYS[request.param]}
+    options = {"tuning": Tuning(chunk="4KiB", prefetch_chunks=1, prefetch_units=1, threads=1), **WAYS[request.param]}
     if options["tier"] == "nvme":
         options["path"] = tmp_path / "run"
     model, plain = Net(), Net().bfloat16()

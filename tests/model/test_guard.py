@@ -70,7 +70,7 @@ def step(model: nn.Module, optimizer: OffloadZero) -> None:
 
 @pytest.fixture(params=["resident", "streamed from cpu", "streamed from nvme"])
 def held(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Held]:
-    plain, model, tuning = Net(), Net(), Tuning(chunk="4KiB", prefetch=1, threads=1)
+    plain, model, tuning = Net(), Net(), Tuning(chunk="4KiB", prefetch_chunks=1, prefetch_units=1, threads=1)
     with OffloadZero(plain, tier="cpu", tuning=tuning) as finished:
         step(plain, finished)
     options: dict[str, Any] = {"tier": "nvme", "path": tmp_path / "run", "tuning": tuning}

@@ -83,7 +83,7 @@ def stepped(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
         assert not waiting(finished)
         after = values(twin)
     if request.param == "late copies":
-        monkeypatch.setattr("offload.optimizer.copier_for", lambda device: LateCopier(1))
+        monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(1))
     model = Net()
     optimizer = lazy(model, tmp_path / "run")
     before, views = values(model), {name: param.data for name, param in model.named_parameters()}

@@ -115,7 +115,7 @@ def test_inside_its_forward_a_parameter_costs_nothing_and_outside_it_is_guarded(
 
 def test_a_tiled_weight_is_guarded_always() -> None:
     model = Net()
-    tuning = Tuning(chunk="4KiB", prefetch=1, threads=1, tile=300)
+    tuning = Tuning(chunk="4KiB", prefetch_chunks=1, prefetch_units=1, threads=1, tile=300)
     with OffloadZero(model, tier="cpu", param_tier="cpu", tuning=tuning) as optimizer:
         weight = model.blocks[0].up.weight
         expected = weight.detach().clone()

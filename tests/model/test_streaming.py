@@ -112,7 +112,9 @@ def test_modules_not_called_and_called_in_another_order_from_step_to_step(stream
                 h = self.blocks[block](h)
             return self.head(h)
 
-    streams.assert_same_bits(train(squares, steps=12), Shuffled, tuning=Tuning(chunk="4KiB", prefetch=3, threads=1))
+    streams.assert_same_bits(
+        train(squares, steps=12), Shuffled, tuning=Tuning(chunk="4KiB", prefetch_chunks=3, prefetch_units=3, threads=1)
+    )
 
 
 def test_branches_that_join(streams: Streams) -> None:
@@ -596,7 +598,7 @@ def test_an_interrupt_while_a_unit_comes(streams: Streams, at: int) -> None:
         optimizer.zero_grad()
         train(squares, steps=2)(model, optimizer)
 
-    streams.assert_same_bits(body, tuning=Tuning(chunk="4KiB", prefetch=2, threads=1))
+    streams.assert_same_bits(body, tuning=Tuning(chunk="4KiB", prefetch_chunks=2, prefetch_units=2, threads=1))
 
 
 def test_a_forward_in_another_thread(streams: Streams) -> None:
@@ -655,7 +657,7 @@ def test_a_closed_optimizer_leaves_parameters_that_refuse_if_they_do_not_fit(
         train(squares, steps=1)(model, optimizer)
         loss = squares(model, batch(0), 0)
         if limit == "free":
-            monkeypatch.setattr("offload.optimizer.free_memory", lambda: 20_000)
+            monkeypatch.setattr("offload.build.free_memory", lambda: 20_000)
     with pytest.raises(ReleasedParameterError):
         model(batch(0).bfloat16())
     with pytest.raises(ReleasedParameterError):
@@ -727,7 +729,7 @@ def test_parameters_added_or_replaced_afterwards_are_refused_by_name(streams: St
 
 def test_a_pass_without_gradients_does_not_cost_the_next_backward_its_read_ahead(tmp_path: Path) -> None:
     model = Net(6)
-    least = least_cpu_memory(model, param_tier="nvme", tuning=Tuning(chunk="4KiB", prefetch=1))
+    least = least_cpu_memory(model, param_tier="nvme", tuning=Tuning(chunk="4KiB", prefetch_chunks=1, prefetch_units=1))
     options: dict[str, Any] = {"param_tier": "nvme", "cpu_memory": least}
     with Streams(tmp_path, options).optimizer(model) as optimizer:
         train(squares, steps=2)(model, optimizer)
@@ -779,7 +781,9 @@ def test_memory_on_the_device_does_not_grow_with_depth(
     if checkpoints is not None:
         model = Checkpointed((blocks // 2, blocks // 2), checkpoints)
         model.blocks = nn.ModuleList(Block() for _ in range(blocks))
-    with streams.optimizer(model, tuning=Tuning(chunk="4KiB", prefetch=prefetch, threads=1)) as optimizer:
+    with streams.optimizer(
+        model, tuning=Tuning(chunk="4KiB", prefetch_chunks=prefetch, prefetch_units=prefetch, threads=1)
+    ) as optimizer:
         gauge = Gauge(optimizer, monkeypatch)
         for count in range(3):
             squares(model, batch(count), count).backward()
@@ -804,7 +808,9 @@ def test_memory_on_the_device_is_bounded_when_the_order_is_never_the_same(
             return self.head(h)
 
     model = Random(10)
-    with streams.optimizer(model, tuning=Tuning(chunk="4KiB", prefetch=2, threads=1)) as optimizer:
+    with streams.optimizer(
+        model, tuning=Tuning(chunk="4KiB", prefetch_chunks=2, prefetch_units=2, threads=1)
+    ) as optimizer:
         gauge = Gauge(optimizer, monkeypatch)
         for count in range(4):
             squares(model, batch(count), count).backward()
@@ -824,7 +830,9 @@ def test_units_come_into_the_memory_that_others_left(streams: Streams, monkeypat
     monkeypatch.setattr(flat_param, "UntypedStorage", storage)
     for block in model.blocks[8:]:
         block.larger = nn.Linear(WIDTH, WIDTH)
-    with streams.optimizer(model, tuning=Tuning(chunk="4KiB", prefetch=2, threads=1)) as optimizer:
+    with streams.optimizer(
+        model, tuning=Tuning(chunk="4KiB", prefetch_chunks=2, prefetch_units=2, threads=1)
+    ) as optimizer:
         parameters = optimizer._parts.parameters
 
         def note(block: nn.Module, args: object) -> None:

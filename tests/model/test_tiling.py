@@ -38,7 +38,7 @@ class Checkpointed(Net):
 
 
 def tuning(prefetch: int, tile: int | str = TILE, chunk: str = "4KiB") -> Tuning:
-    return Tuning(chunk=chunk, prefetch=prefetch, threads=1, tile=tile)
+    return Tuning(chunk=chunk, prefetch_chunks=prefetch, prefetch_units=prefetch, threads=1, tile=tile)
 
 
 BUILDS = {"": Net, "saved": lambda: Checkpointed(False), "reentrant": lambda: Checkpointed(True)}
@@ -85,7 +85,7 @@ def test_gradients_in_slots_change_no_bit(streams: Streams, tmp_path: Path) -> N
 def test_a_layer_larger_than_the_device_budget_is_tiled_by_itself(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("offload.optimizer.copier_for", lambda device: LateCopier(1))
+    monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(1))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 64), nn.Linear(64, 3000), nn.Linear(3000, 64), nn.Linear(64, 3))
     before = {name: (type(module), list(module._parameters)) for name, module in model.named_modules()}

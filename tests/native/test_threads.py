@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload import memory, native
+from offload import build, native
 from offload.errors import ClosedError
 from offload.native import threads
 from tests.support.interrupted import interrupt, interrupted_at, thrown_in
@@ -218,7 +218,7 @@ def test_closed_kernels_say_so_and_their_threads_end() -> None:
 
 EXIT = """
 import sys, torch
-from offload import memory, native
+from offload import build, native
 mine = [native.load(3, variant) for variant in native.available_variants()]
 x = torch.ones(300_000)
 sums = torch.zeros(native.sum_blocks(0, 300_000), dtype=torch.float64)
@@ -247,7 +247,7 @@ def test_kernels_let_go_end_their_threads() -> None:
 
 FORK = """
 import os, sys, torch
-from offload import memory, native
+from offload import build, native
 mine = native.load(2, sys.argv[1])
 x = torch.ones(300_000)
 mine.scale(x, 2.0)
@@ -288,9 +288,9 @@ def test_ranks_share_the_cpus_of_their_machine_once(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
     monkeypatch.setattr(threads, "_cgroup_quotas", lambda *_: [])
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert memory.kernel_threads(None, ranks_on_node=8) == 8
-    assert memory.kernel_threads(3, ranks_on_node=8) == 3
-    assert memory.kernel_threads(None, ranks_on_node=100) == 1
+    assert build.kernel_threads(None, ranks_on_node=8) == 8
+    assert build.kernel_threads(3, ranks_on_node=8) == 3
+    assert build.kernel_threads(None, ranks_on_node=100) == 1
 
 
 def test_quota_of_cgroup_v2_is_read_up_to_the_root(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ class SlowCopier(LateCopier):
 
 
 def test_nan_after_a_dropped_gradient_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.optimizer.copier_for", lambda device: SlowCopier())
+    monkeypatch.setattr("offload.build.copier_for", lambda device: SlowCopier())
     model = nn.Linear(16, 4, bias=False)
     x = torch.ones(2, 16)
     with OffloadZero(model, accumulation=2, cpu_memory="8MiB") as optimizer:
@@ -42,9 +42,9 @@ def test_nan_after_a_dropped_gradient_does_not_pass(monkeypatch: pytest.MonkeyPa
 
 
 def test_synchronize_waits_for_gradients_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.optimizer.copier_for", lambda device: SlowCopier())
+    monkeypatch.setattr("offload.build.copier_for", lambda device: SlowCopier())
     model = nn.Linear(16, 4, bias=False)
     with OffloadZero(model, cpu_memory="8MiB") as optimizer:
         model(torch.ones(2, 16)).sum().backward()
         optimizer.synchronize()
-        assert not optimizer._parts.sink._pending
+        assert not optimizer._parts.gradients._pending

@@ -73,7 +73,7 @@ def test_late_copies_change_no_bit(
 ) -> None:
     """As a device with memory of its own makes them; new parameters rest where gradients were."""
     copier = LateCopier(1)
-    monkeypatch.setattr("offload.optimizer.copier_for", lambda device: copier)
+    monkeypatch.setattr("offload.build.copier_for", lambda device: copier)
     options: dict[str, Any] = {"tier": "nvme", "path": tmp_path / "swap", "tuning": Tuning(chunk="4KiB")}
     run = fp16("gpt", accumulation, cpu_memory="2MiB", param_tier="cpu" if streams else "device", **options)
     assert copier.copies > 0

@@ -69,13 +69,13 @@ def run_in(
             optimizer.synchronize()
 
     options: dict[str, Any] = {
-        "tuning": Tuning(chunk=chunk, prefetch=prefetch, split_master=split_master),
+        "tuning": Tuning(chunk=chunk, prefetch_chunks=prefetch, prefetch_units=prefetch, split_master=split_master),
         "cpu_memory": "least" if seed % 2 else "2MiB",
     }
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        patch.setattr("offload.assembly.open_engine", lambda name, paths: FaultyEngine(seed=seed, delay_s=delay_s))
+        patch.setattr("offload.build.open_engine", lambda name, paths: FaultyEngine(seed=seed, delay_s=delay_s))
         if on_device:
-            patch.setattr("offload.optimizer.copier_for", lambda device: LateCopier(seed))
+            patch.setattr("offload.build.copier_for", lambda device: LateCopier(seed))
             options["cpu_memory"] = "2MiB"
         path = Path(folder) / "swap"
         run = train(kind, steps=STEPS, accumulation=accumulation, path=path, each_step=look, **options)

@@ -37,7 +37,7 @@ PLACES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def _a_device_of_its_own(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "a device of its own" in request.node.name:
-        monkeypatch.setattr("offload.optimizer.copier_for", lambda device: LateCopier(1))
+        monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(1))
 
 
 @cache

@@ -58,7 +58,7 @@ def test_training_from_disk_equals_training_in_ram(kind: str, chunk: str, accumu
 
 @pytest.mark.parametrize("prefetch", [0, 1, 4])
 def test_prefetch_depth_changes_no_bit(prefetch: int, tmp_path: Path) -> None:
-    tuning = Tuning(chunk="4KiB", prefetch=prefetch)
+    tuning = Tuning(chunk="4KiB", prefetch_chunks=prefetch, prefetch_units=prefetch)
     run = train("mlp", tier="nvme", path=tmp_path / "swap", cpu_memory="192KiB", tuning=tuning)
     run.assert_same_bits(in_ram("mlp", 1))
 
@@ -86,7 +86,7 @@ def test_late_copies_in_any_order_change_no_bit(
     kind: str, accumulation: int, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copier = LateCopier(seed)
-    monkeypatch.setattr("offload.optimizer.copier_for", lambda device: copier)
+    monkeypatch.setattr("offload.build.copier_for", lambda device: copier)
     options: dict[str, Any] = {"cpu_memory": "1MiB", "tuning": Tuning(chunk="4KiB")}
     if seed:
         options |= {"tier": "nvme", "path": tmp_path / "swap"}
@@ -104,7 +104,7 @@ def test_training_with_states_on_the_device_equals_training_in_ram(
     kind: str, accumulation: int, is_apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_apart:
-        monkeypatch.setattr("offload.optimizer.copier_for", lambda device: LateCopier(0))
+        monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(0))
     run = train(kind, accumulation=accumulation, tier="device", tuning=Tuning(chunk="4KiB"))
     run.assert_same_bits(in_ram(kind, accumulation))
     assert (run.stats["kernel"] == "device") is is_apart

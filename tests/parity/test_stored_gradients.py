@@ -85,8 +85,8 @@ def test_gradients_in_slots_change_no_bit_and_take_no_ram(accumulation: int, par
 def test_gradients_in_slots_under_late_copies_and_a_late_disk_change_no_bit(
     accumulation: int, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload.assembly.open_engine", lambda name, paths: FaultyEngine(seed=seed))
-    monkeypatch.setattr("offload.optimizer.copier_for", lambda device: LateCopier(seed))
+    monkeypatch.setattr("offload.build.open_engine", lambda name, paths: FaultyEngine(seed=seed))
+    monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(seed))
     tier = ("cpu", "nvme")[seed % 2]
     found = run(accumulation, path=tmp_path / "run", grad_tier="nvme", param_tier=tier, tuning=TUNING)
     assert_same(found, accumulation)
@@ -95,7 +95,7 @@ def test_gradients_in_slots_under_late_copies_and_a_late_disk_change_no_bit(
 def test_a_device_that_holds_its_parameters_needs_gradients_in_ram(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload.optimizer.copier_for", lambda device: LateCopier(0))
+    monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(0))
     with pytest.raises(ConfigError, match="param_tier"):
         OffloadZero(Wide(), path=tmp_path / "run", param_tier="device", grad_tier="nvme")
     with OffloadZero(Wide(), path=tmp_path / "run", grad_tier="nvme") as optimizer:

@@ -29,7 +29,7 @@ def resident(kind: str, accumulation: int) -> Run:
 def test_streamed_parameters_change_no_bit(
     kind: str, accumulation: int, param_tier: str, prefetch: int, tmp_path: Path
 ) -> None:
-    tuning = Tuning(chunk="4KiB", prefetch=prefetch)
+    tuning = Tuning(chunk="4KiB", prefetch_chunks=prefetch, prefetch_units=prefetch)
     run = train(
         kind,
         steps=STEPS,
@@ -50,9 +50,9 @@ def test_streamed_parameters_change_no_bit(
 def test_streamed_parameters_under_late_copies_and_a_late_disk_change_no_bit(
     kind: str, split_master: bool, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload.assembly.open_engine", lambda name, paths: FaultyEngine(seed=seed))
-    monkeypatch.setattr("offload.optimizer.copier_for", lambda device: LateCopier(seed))
+    monkeypatch.setattr("offload.build.open_engine", lambda name, paths: FaultyEngine(seed=seed))
+    monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(seed))
     options: dict[str, Any] = {"param_tier": "nvme" if seed % 2 else "cpu", "cpu_memory": "4MiB"}
-    tuning = Tuning(chunk="4KiB", prefetch=seed % 5, split_master=split_master)
+    tuning = Tuning(chunk="4KiB", prefetch_chunks=seed % 5, prefetch_units=seed % 5, split_master=split_master)
     run = train(kind, steps=STEPS, path=tmp_path / "swap", tuning=tuning, **options)
     run.assert_same_bits(resident(kind, 1))

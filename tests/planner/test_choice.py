@@ -61,10 +61,10 @@ UNITS = {"blocks": None, "nested": (Block, nn.Linear), "all": ()}
 def test_the_device_holds_what_the_plan_said(
     reentrant: bool | None, prefetch: int, units: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("offload.optimizer.copier_for", lambda device: LateCopier(1))
+    monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(1))
     model = Net(8) if reentrant is None else Pairs(8, reentrant)
     model.blocks[0].up.requires_grad_(False)
-    tuning = Tuning(chunk="4KiB", threads=1, prefetch=prefetch, units=UNITS[units])
+    tuning = Tuning(chunk="4KiB", threads=1, prefetch_chunks=prefetch, prefetch_units=prefetch, units=UNITS[units])
     with OffloadZero(model, path=tmp_path / "run", param_tier="nvme", tuning=tuning) as optimizer:
         stats = train(model, optimizer)
         planned = optimizer._placement.device_bytes
@@ -92,7 +92,11 @@ def test_too_little_device_memory_is_refused_and_the_advice_works(param_tier: st
     model = Net(8)
 
     def take(memory: int) -> OffloadZero:
-        options = {"path": tmp_path / "run", "param_tier": param_tier, "tuning": Tuning(chunk="4KiB", prefetch=1)}
+        options = {
+            "path": tmp_path / "run",
+            "param_tier": param_tier,
+            "tuning": Tuning(chunk="4KiB", prefetch_chunks=1, prefetch_units=1),
+        }
         return OffloadZero(model, device_memory=memory, **options)
 
     with pytest.raises(BudgetError, match=r"are needed on the device and device_memory allows 100") as caught:
@@ -127,7 +131,7 @@ def test_the_fastest_tiers_that_fit_are_chosen(tmp_path: Path) -> None:
         with OffloadZero(model, **options) as optimizer:
             stats = optimizer.stats()
             assert stats["peak_cpu_bytes"] <= stats["cpu_budget_bytes"]
-            return stats["param_tier"], stats["grad_tier"], optimizer._config.depth
+            return stats["param_tier"], stats["grad_tier"], optimizer._config.prefetch_units
 
     unit = 2 * 256 * 256
     assert chosen() == chosen(device_memory=16 * unit) == ("device", "cpu", 1)
@@ -140,7 +144,13 @@ def test_the_fastest_tiers_that_fit_are_chosen(tmp_path: Path) -> None:
     assert chosen(**small, device_memory=3 * unit)[:2] == ("cpu", "nvme")
     assert chosen(cpu_memory=(3 * 6 + 6) * unit)[:2] == ("device", "nvme")
     assert (
-        chosen(**small, device_memory=3 * unit, grad_tier="cpu", tuning=Tuning(chunk="256KiB", prefetch=0))[0] == "nvme"
+        chosen(
+            **small,
+            device_memory=3 * unit,
+            grad_tier="cpu",
+            tuning=Tuning(chunk="256KiB", prefetch_chunks=0, prefetch_units=0),
+        )[0]
+        == "nvme"
     )
     with pytest.raises(BudgetError) as caught:
         chosen(device_memory=2 * unit - 1)

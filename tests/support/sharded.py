@@ -58,7 +58,7 @@ def communicators(kind: str) -> Iterator[None]:
 def devices_apart(is_so: bool) -> Iterator[None]:
     """Whether devices count as having memory of their own."""
     rank = torch.distributed.get_rank()
-    with patch("offload.optimizer.copier_for", lambda device: LateCopier(rank)) if is_so else nullcontext():
+    with patch("offload.build.copier_for", lambda device: LateCopier(rank)) if is_so else nullcontext():
         yield
 
 

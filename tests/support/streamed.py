@@ -92,7 +92,7 @@ class Streams:
     def optimizer(self, model: nn.Module, **options: Any) -> Watched:
         self._runs += 1
         chosen = {
-            "tuning": Tuning(chunk="4KiB", prefetch=1, threads=1),
+            "tuning": Tuning(chunk="4KiB", prefetch_chunks=1, prefetch_units=1, threads=1),
             "path": self._path / str(self._runs),
             **self._options,
         }

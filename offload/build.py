@@ -1,0 +1,265 @@
+"""Puts a run together: decides what is where, then reserves memory, opens files and makes the parts.
+
+None of this knows torch's optimizer interface, which is optimizer.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload import config as configuration
+from offload import interrupts
+from offload.checkpoint.recovery import Start
+from offload.config import Config
+from offload.devices.copies import Copier, HostCopier, copier_for
+from offload.dist.communicator import Communicator
+from offload.grads.base import GradientBuffer
+from offload.grads.local import LocalGradients
+from offload.grads.reduce_scatter import ReducedGradients
+from offload.grads.shards import records_of as gradient_records_of
+from offload.io.probe import weights
+from offload.io.select import open_engine
+from offload.layout import Layout
+from offload.model.flat_param import FlatParameters
+from offload.model.master_weights import MasterWeights
+from offload.model.meta_init import is_meta
+from offload.model.units import compute_dtypes, device_for, untrained_bytes
+from offload.native import Kernels, load, load_on
+from offload.native.device import scratch_bytes
+from offload.native.library import return_large_blocks
+from offload.native.threads import usable_cpus
+from offload.optim.adam import NewParameters, Step
+from offload.parts import Parts
+from offload.planner.choice import ModelShape, choose
+from offload.planner.machine import free_memory
+from offload.planner.placement import Placement, Pool, Room, committed_slots, slot_records
+from offload.profiling import Timeline
+from offload.run import Memory, Run
+from offload.storage.arena import Arena, Lender
+from offload.storage.chunk_cache import Store
+from offload.storage.device_store import DeviceArena, DeviceStore
+from offload.storage.stripes import Stripes
+from offload.storage.swap_file import Record, param_records_of, records_of
+
+# Deciding.
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is decided before anything is allocated.
+
+    Attributes: config: with the tiers chosen; params: in the order of `layout.specs`; room: on the model's device.
+    """
+
+    config: Config
+    layout: Layout
+    params: Sequence[nn.Parameter]
+    device: torch.device
+    copier: Copier
+    room: Room
+
+    def room_at_end(self, placement: Placement) -> int:
+        """Bytes on the device for parameters that were streamed: half of what is free, and within their budget."""
+        free = _free_on_device(self.copier, self.config) // 2
+        limit = placement.device_budget_bytes
+        return free if limit is None else min(free, limit - placement.resident_bytes)
+
+
+def plan_run(
+    model: nn.Module,
+    groups: Sequence[Mapping[str, Any]],
+    config: Config,
+    comm: Communicator,
+    device: torch.device | str | None,
+) -> Plan:
+    """Decides what is where. Args: groups: the optimizer's param_groups; device: of a model on the meta device.
+
+    Raises: ConfigError, BudgetError.
+    """
+    shape = ModelShape.of(model, groups, config, planned=is_meta(model))
+    on = device_for(device, shape.params[0].device)
+    comm.require_device(on)
+    config = configuration.over_ranks(config, ranks=comm.size, ranks_on_node=comm.ranks_on_node)
+    replicas = configuration.replicas_of(config, ranks=comm.size, rows=comm.replicate_group.size)
+    copier = copier_for(on)
+    dtypes = compute_dtypes(model, config.keep_fp32, config.compute_dtype)
+    own = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()) if not t.is_meta)
+    available = own + _free_on_device(copier, config) // 2
+    room = Room(untrained_bytes(model, shape.params, dtypes), available)
+    layout_of = partial(shape.layout, ranks=comm.size, rank=comm.rank, replicas=replicas)
+    config, layout, _ = choose(config, layout_of, direct=copier.direct, room=room)
+    return Plan(config, layout, shape.params, on, copier, room)
+
+
+def _free_on_device(copier: Copier, config: Config) -> int:
+    free = copier.free_bytes()
+    return free_memory() // config.ranks_on_node if free is None else free
+
+
+# Building.
+
+
+def build(
+    undo: ExitStack, plan: Plan, placement: Placement, start: Start, comm: Communicator, timeline: Timeline
+) -> Parts:
+    """Reserves memory, opens files and makes the parts. Calls no other rank.
+
+    Args: undo: gets what closes them, to be called in reverse order; start: what is resumed, or that a run begins anew.
+    Raises: BudgetError, PathError, PathInUseError, ResumeError, ConfigError; the model is not touched.
+    """
+    interrupts.hold()
+    undo.callback(interrupts.give_back)
+    config, layout = start.config, plan.layout
+    memory = _reserve(undo, replace(plan, config=config), placement, comm)
+    slots, io_engine = _open_files(undo, config, layout, placement, memory, start, timeline)
+    run = Run(config, layout, memory, _kernels_for(undo, config, layout, memory), comm, timeline)
+    states = records_of(layout, split_master=config.split_master)
+    # First of all in memory: a resume reads into it while the rest is made.
+    store = _state_store(undo, run, placement, slots, states)
+    first_of_gradients = len(slot_records(layout, config)) - len(layout.chunks)
+    grad_records = gradient_records_of(layout, config.accumulation)
+    grads = _pool_store(undo, run, placement.grads, grad_records, slots, first_of_gradients)
+    gradients: GradientBuffer = LocalGradients(run, grads) if comm.size == 1 else ReducedGradients(run, grads)
+    undo.callback(gradients.close)
+    parameters = FlatParameters(layout, plan.params, plan.device, streams=config.param_tier != "device")
+    params = _pool_store(undo, run, placement.params, param_records_of(layout), slots, len(states))
+    streamed = None if config.param_tier == "device" else params
+    if streamed is not None:
+        return_large_blocks()  # units come and go: without it RSS would grow with depth
+    new_params = NewParameters(run, parameters.flats, gradients, streamed)
+    step = Step(run, store, gradients, new_params)
+    undo.callback(step.close)
+    split = config.split_master
+    masters = MasterWeights(
+        layout, parameters, store, run.kernels, split_master=split, params=params, streamed=streamed
+    )
+    stores = tuple(one for one in (store, params, grads) if one is not None)
+    return Parts(
+        run, store, params, streamed, stores, parameters, masters, gradients, new_params, step, slots, io_engine
+    )
+
+
+def _reserve(undo: ExitStack, plan: Plan, placement: Placement, comm: Communicator) -> Memory:
+    """RAM, whose pages are there when it is prefaulted, and memory of the model's device. Raises: BudgetError."""
+    ram = Arena(placement.arena_bytes, plan.copier, at_once=False)
+    undo.callback(_free, comm, ram)
+    is_on_device = plan.config.tier == "device"
+    if not is_on_device and not placement.slab_bytes:
+        return Memory(ram, None, ram, ram, plan.copier)
+    slab = _slab(placement.slab_bytes, plan)
+    undo.callback(_free, comm, slab)
+    if is_on_device:
+        return Memory(ram, slab, slab, slab, HostCopier())  # nothing leaves it in a step
+    return Memory(ram, slab, ram, slab, plan.copier)
+
+
+def _slab(nbytes: int, plan: Plan) -> Arena | DeviceArena:
+    if not plan.copier.direct:
+        return DeviceArena(nbytes, plan.device)
+    arena = Arena(nbytes, plan.copier, at_once=False)
+    arena.touch(lambda: None)
+    return arena
+
+
+_abandoned: list[Arena | DeviceArena] = []
+"""Memory that stays mapped: a rank that is stuck may still make this one write to it."""
+
+
+def _free(comm: Communicator, arena: Arena | DeviceArena) -> None:
+    if not comm.close():
+        _abandoned.append(arena)
+    arena.close()
+
+
+def _kernels_for(undo: ExitStack, config: Config, layout: Layout, memory: Memory) -> Kernels:
+    """The kernels that work where the states are."""
+    if isinstance(memory.states, DeviceArena):
+        largest = max((spec.numel for spec in layout.specs), default=0)
+        kernels = load_on(memory.states.carve(scratch_bytes(largest)))
+    else:
+        kernels = load(kernel_threads(config.threads, ranks_on_node=config.ranks_on_node))
+    undo.callback(kernels.close)
+    return kernels
+
+
+def kernel_threads(wanted: int | None, *, ranks_on_node: int) -> int:
+    """How many threads this rank's kernels take. Args: wanted: `Tuning.threads`; None: a share of the usable CPUs."""
+    return wanted or max(usable_cpus() // ranks_on_node, 1)
+
+
+def _state_store(
+    undo: ExitStack, run: Run, placement: Placement, slots: Stripes | None, records: Sequence[Record]
+) -> Store:
+    """The store of the states; on a device it has one in RAM beneath it, through which commits go."""
+    memory, timeline = run.memory, run.timeline
+    if memory.states is memory.ram:
+        is_due = run.config.is_due
+        store = Store(records, placement.kept, placement.in_flight, memory.ram, slots, timeline, is_due=is_due)
+    else:
+        beneath = _pool_store(undo, run, placement.staged, records, slots, 0, memory.ram)
+        store = DeviceStore(records, memory.states, beneath, timeline)
+    undo.callback(store.close)
+    return store
+
+
+def _pool_store(
+    undo: ExitStack,
+    run: Run,
+    pool: Pool | None,
+    records: Sequence[Record],
+    slots: Stripes | None,
+    first: int,
+    memory: Lender | None = None,
+) -> Store | None:
+    """A store with the buffers of a pool; None without one. Args: first: slot of its first chunk."""
+    if pool is None:
+        return None
+    memory = run.memory.states if memory is None else memory
+    store = Store(records, pool.kept, pool.in_flight, memory, slots, run.timeline, first=first)
+    undo.callback(store.close)
+    return store
+
+
+def _open_files(
+    undo: ExitStack,
+    config: Config,
+    layout: Layout,
+    placement: Placement,
+    memory: Memory,
+    start: Start,
+    timeline: Timeline,
+) -> tuple[Stripes | None, str | None]:
+    """The swap files and the name of their engine, if there are any."""
+    if not config.paths:
+        memory.ram.touch(lambda: None)
+        return None, None
+    engine = open_engine(config.io_engine, config.paths)
+    undo.callback(engine.close)
+    undo.callback(memory.ram.settle)
+    memory.ram.touch(partial(engine.register, memory.ram.memory))
+    resumed = None if start.found is None else start.found.slots
+    slots = Stripes(
+        engine,
+        config.paths,
+        weights(config.paths),
+        slot_records(layout, config),
+        timeline,
+        # With commits another budget has to find the same order of slots.
+        placement.kept if config.commit_every is None else (),
+        places=config.slots_per_chunk,
+        committed=None if config.commit_every is None else committed_slots(layout, config),
+        resumed=resumed,
+        rank=layout.rank,
+        is_aside=start.found is not None and resumed is None,
+        run_id=start.run_id,
+        within=start.held,
+    )
+    undo.callback(slots.close)
+    return slots, engine.name
