@@ -31,6 +31,7 @@ from rich.console import Console
 
 from bench.contest import Grid, hardware
 from offload import OffloadZero, Tuning
+from offload.checkpoint.manifest import Slot, committed_slots
 from offload.checkpoint.reader import Reader
 from offload.cli.bench_step_contestants import layers
 from offload.devices.copies import HostCopier
@@ -39,8 +40,7 @@ from offload.io.select import open_engine
 from offload.planner import least_cpu_memory
 from offload.sizes import format_bytes
 from offload.storage.arena import Arena
-from offload.storage.directories import SWAP_NAME
-from offload.storage.swap_format import Slot, committed_slots
+from offload.storage.files import SWAP_NAME
 
 RESULTS = Path(__file__).parent / "results" / "resume.md"
 WIDTH = 2048

@@ -39,9 +39,6 @@
 /* READ and WRITE came with RW_CUR_POS (5.6); with NODROP a full completion ring loses nothing. */
 #define NEEDED (IORING_FEAT_SINGLE_MMAP | IORING_FEAT_NODROP | IORING_FEAT_RW_CUR_POS)
 
-/* The kernel refuses a table longer than RLIMIT_NOFILE, which may be 64. */
-#define FILES 32
-
 enum { IDLE, WAITED_ON, CLOSED };
 
 struct offload_ring {
@@ -57,8 +54,7 @@ struct offload_ring {
     struct io_uring_sqe *sqes;
     void *rings;
     size_t rings_bytes, sqes_bytes;
-    int has_files, has_buffers;
-    uint32_t files_used; /* bit i: slot i is taken */
+    int has_buffers;
 };
 
 static int result(long returned) { return returned < 0 ? -errno : (int)returned; }
@@ -152,9 +148,6 @@ OFFLOAD_EXPORT int offload_ring_open(unsigned entries, unsigned without, struct 
         free(ring);
         return error;
     }
-    int none[FILES];
-    for (int i = 0; i < FILES; i++) none[i] = -1;
-    ring->has_files = ring_register(fd, IORING_REGISTER_FILES, none, FILES) >= 0;
     *out = ring;
     return 0;
 }
@@ -175,9 +168,7 @@ OFFLOAD_EXPORT int offload_ring_close(struct offload_ring *ring) {
     } else if (__atomic_load_n(&ring->under_way, __ATOMIC_SEQ_CST) || !become(ring, IDLE, CLOSED)) {
         error = -EBUSY;
     } else {
-        /* The kernel tears a ring down some time after the last close. What others may be waiting for, the lock of a
-         * file or pinned memory, is given back before. */
-        if (ring->has_files) ring_register(ring->fd, IORING_UNREGISTER_FILES, 0, 0);
+        /* The kernel tears a ring down some time after the last close. Pinned memory is given back before. */
         if (ring->has_buffers) ring_register(ring->fd, IORING_UNREGISTER_BUFFERS, 0, 0);
         unmap(ring);
         close(ring->fd);
@@ -222,45 +213,6 @@ OFFLOAD_EXPORT int offload_ring_register_buffers(struct offload_ring *ring, cons
     return error < 0 ? error : 0;
 }
 
-static int update_file(struct offload_ring *ring, int slot, int fd) {
-    struct io_uring_files_update update = {.offset = (unsigned)slot, .fds = (uint64_t)(uintptr_t)&fd};
-    int updated = ring_register(ring->fd, IORING_REGISTER_FILES_UPDATE, &update, 1);
-    return updated < 0 ? updated : 0;
-}
-
-OFFLOAD_EXPORT int offload_ring_register_file(struct offload_ring *ring, int fd) {
-    int found = unusable(ring);
-    if (found) return found;
-    if (fd < 0) return -EBADF;
-    pthread_mutex_lock(&ring->mutex);
-    found = unusable(ring);
-    if (!found) {
-        int slot = 0;
-        while (slot < FILES && ring->files_used >> slot & 1) slot++;
-        found = !ring->has_files ? -ENXIO : slot == FILES ? -ENFILE : update_file(ring, slot, fd);
-        if (!found) {
-            ring->files_used |= UINT32_C(1) << slot;
-            found = slot;
-        }
-    }
-    pthread_mutex_unlock(&ring->mutex);
-    return found;
-}
-
-OFFLOAD_EXPORT int offload_ring_unregister_file(struct offload_ring *ring, int slot) {
-    int error = unusable(ring);
-    if (error) return error;
-    pthread_mutex_lock(&ring->mutex);
-    error = unusable(ring);
-    if (!error) {
-        int taken = slot >= 0 && slot < FILES && (ring->files_used >> slot & 1);
-        error = taken ? update_file(ring, slot, -1) : -EINVAL;
-        if (!error) ring->files_used &= ~(UINT32_C(1) << slot);
-    }
-    pthread_mutex_unlock(&ring->mutex);
-    return error;
-}
-
 /* 0, or -EINVAL for an unknown operation. */
 static int fill(struct io_uring_sqe *sqe, const struct offload_ring_request *r) {
     memset(sqe, 0, sizeof *sqe);
@@ -272,17 +224,15 @@ static int fill(struct io_uring_sqe *sqe, const struct offload_ring_request *r) 
     case OFFLOAD_RING_NOP: sqe->opcode = IORING_OP_NOP; break;
     default: return -EINVAL;
     }
-    if (r->length > UINT32_MAX) return -EINVAL;
     sqe->user_data = r->user_data;
     if (r->op == OFFLOAD_RING_NOP) return 0;
-    sqe->fd = r->file_slot >= 0 ? r->file_slot : r->fd;
-    if (r->file_slot >= 0) sqe->flags = IOSQE_FIXED_FILE;
+    sqe->fd = r->fd;
     if (r->op == OFFLOAD_RING_FDATASYNC) {
         sqe->fsync_flags = IORING_FSYNC_DATASYNC;
         return 0;
     }
     sqe->addr = r->address;
-    sqe->len = (uint32_t)r->length;
+    sqe->len = r->length;
     sqe->off = r->offset;
     if (fixed) sqe->buf_index = (uint16_t)r->buffer_index;
     return 0;
@@ -379,12 +329,6 @@ OFFLOAD_EXPORT int offload_ring_entries(struct offload_ring *ring) { return (voi
 OFFLOAD_EXPORT int offload_ring_register_buffers(struct offload_ring *ring, const uint64_t *addresses,
                                                  const uint64_t *lengths, int n) {
     return (void)ring, (void)addresses, (void)lengths, (void)n, -ENOSYS;
-}
-OFFLOAD_EXPORT int offload_ring_register_file(struct offload_ring *ring, int fd) {
-    return (void)ring, (void)fd, -ENOSYS;
-}
-OFFLOAD_EXPORT int offload_ring_unregister_file(struct offload_ring *ring, int slot) {
-    return (void)ring, (void)slot, -ENOSYS;
 }
 OFFLOAD_EXPORT int offload_ring_submit(struct offload_ring *ring, const struct offload_ring_request *requests, int n) {
     return (void)ring, (void)requests, (void)n, -ENOSYS;

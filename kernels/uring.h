@@ -1,4 +1,4 @@
-/* A ring of io_uring for one drive or several; offload/ring.py binds it.
+/* A ring of io_uring for one drive or several; offload/io/io_uring.py binds it.
  *
  * Every function returns 0 or more, or -errno, and never aborts. -ENOSYS: built or run without io_uring. -EBADF:
  * the ring is closed. -ECHILD: this is a forked child, which has no part in its parent's ring and may only close it.
@@ -12,14 +12,13 @@ enum { OFFLOAD_RING_READ = 0, OFFLOAD_RING_WRITE = 1, OFFLOAD_RING_FDATASYNC = 2
 
 struct offload_ring;
 
-/* No padding: ring.py packs the fields one after the other. */
+/* No padding: io_uring.py packs the fields one after the other. */
 struct offload_ring_request {
     uint32_t op;
-    int32_t fd;           /* not looked at when file_slot >= 0 */
-    int32_t file_slot;    /* from offload_ring_register_file, or -1 */
+    int32_t fd;
     int32_t buffer_index; /* place in the list given to offload_ring_register_buffers, or -1 */
+    uint32_t length;      /* bytes; the kernel cuts at 2^31 - 4096 */
     uint64_t address;     /* of the memory; inside that buffer if there is one */
-    uint64_t length;      /* bytes, below 2^32; the kernel cuts at 2^31 - 4096 */
     uint64_t offset;      /* in the file, bytes */
     uint64_t user_data;   /* comes back with the completion */
 };
@@ -47,10 +46,6 @@ int offload_ring_entries(struct offload_ring *ring);
  * RLIMIT_MEMLOCK, leaves none registered. -EOPNOTSUPP before Linux 5.13 (IORING_FEAT_RSRC_TAGS): there it would wait for
  * the thread that waits. */
 int offload_ring_register_buffers(struct offload_ring *ring, const uint64_t *addresses, const uint64_t *lengths, int n);
-
-/* The slot; the ring then holds the open file (and so its flock) until the slot is given back or the ring closed. */
-int offload_ring_register_file(struct offload_ring *ring, int fd);
-int offload_ring_unregister_file(struct offload_ring *ring, int slot);
 
 /* How many of the n were taken, from the first on; each of those gets one completion. Fewer when the ring is full:
  * submit the others after a completion. 0 only while something is under way. */

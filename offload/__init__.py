@@ -29,7 +29,7 @@ from offload.errors import (
 )
 
 if TYPE_CHECKING:
-    from offload.checkpoint.rng import collect_rng, restore_rng
+    from offload.checkpoint.extra import collect_rng, restore_rng
     from offload.config import Tuning
     from offload.optimizer import OffloadZero
 
@@ -38,8 +38,8 @@ __version__ = "0.1.0"
 _WITH_TORCH = {
     "OffloadZero": "offload.optimizer",
     "Tuning": "offload.config",
-    "collect_rng": "offload.checkpoint.rng",
-    "restore_rng": "offload.checkpoint.rng",
+    "collect_rng": "offload.checkpoint.extra",
+    "restore_rng": "offload.checkpoint.extra",
 }
 
 __all__ = [

@@ -24,29 +24,27 @@ from offload.grads.base import GradientBuffer
 from offload.grads.local import LocalGradients
 from offload.grads.reduce_scatter import ReducedGradients
 from offload.grads.shards import records_of as gradient_records_of
-from offload.io.probe import weights
-from offload.io.select import open_engine
+from offload.io.select import open_engine, weights
 from offload.layout import Layout
 from offload.model.flat_param import FlatParameters
 from offload.model.master_weights import MasterWeights
 from offload.model.meta_init import is_meta
 from offload.model.units import compute_dtypes, device_for, untrained_bytes
 from offload.native import Kernels, load, load_on
-from offload.native.device import scratch_bytes
-from offload.native.library import return_large_blocks
+from offload.native.memory import return_large_blocks
 from offload.native.threads import usable_cpus
+from offload.native.torch_kernels import scratch_bytes
 from offload.optim.adam import NewParameters, Step
-from offload.parts import Parts
 from offload.planner.choice import ModelShape, choose
 from offload.planner.machine import free_memory
 from offload.planner.placement import Placement, Pool, Room, committed_slots, slot_records
 from offload.profiling import Timeline
-from offload.run import Memory, Run
+from offload.run import Memory, Run, Stores
 from offload.storage.arena import Arena, Lender
 from offload.storage.chunk_cache import Store
 from offload.storage.device_store import DeviceArena, DeviceStore
-from offload.storage.stripes import Stripes
-from offload.storage.swap_file import Record, param_records_of, records_of
+from offload.storage.swap_file import RunFiles, Stripes
+from offload.storage.swap_format import Record, param_records_of, records_of
 
 # Deciding.
 
@@ -106,6 +104,36 @@ def _free_on_device(copier: Copier, config: Config) -> int:
 # Building.
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of.
+
+    Attributes:
+        run: what all parts share.
+        stores: of states, parameters and gradients.
+        streamed: that of the parameters, if these are on the device only around their use.
+        parameters: the model's, in flat parameters; masters: between them and the states.
+        gradients: the gradient buffer; step: Adam; new_params: the way of its results into the model.
+        slots: the swap files; io_engine: the name of what reads and writes them; None without files.
+    """
+
+    run: Run
+    stores: Stores
+    streamed: Store | None
+    parameters: FlatParameters
+    masters: MasterWeights
+    gradients: GradientBuffer
+    new_params: NewParameters
+    step: Step
+    slots: Stripes | None
+    io_engine: str | None
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The swap files of this rank."""
+        return () if self.slots is None else self.slots.paths
+
+
 def build(
     undo: ExitStack, plan: Plan, placement: Placement, start: Start, comm: Communicator, timeline: Timeline
 ) -> Parts:
@@ -140,10 +168,8 @@ def build(
     masters = MasterWeights(
         layout, parameters, store, run.kernels, split_master=split, params=params, streamed=streamed
     )
-    stores = tuple(one for one in (store, params, grads) if one is not None)
-    return Parts(
-        run, store, params, streamed, stores, parameters, masters, gradients, new_params, step, slots, io_engine
-    )
+    stores = Stores(store, params, grads)
+    return Parts(run, stores, streamed, parameters, masters, gradients, new_params, step, slots, io_engine)
 
 
 def _reserve(undo: ExitStack, plan: Plan, placement: Placement, comm: Communicator) -> Memory:
@@ -164,7 +190,7 @@ def _slab(nbytes: int, plan: Plan) -> Arena | DeviceArena:
     if not plan.copier.direct:
         return DeviceArena(nbytes, plan.device)
     arena = Arena(nbytes, plan.copier, at_once=False)
-    arena.touch(lambda: None)
+    arena.prefault(lambda: None)
     return arena
 
 
@@ -222,7 +248,8 @@ def _pool_store(
     if pool is None:
         return None
     memory = run.memory.states if memory is None else memory
-    store = Store(records, pool.kept, pool.in_flight, memory, slots, run.timeline, first=first)
+    held = None if slots is None else slots.starting_at(first)
+    store = Store(records, pool.kept, pool.in_flight, memory, held, run.timeline)
     undo.callback(store.close)
     return store
 
@@ -238,28 +265,26 @@ def _open_files(
 ) -> tuple[Stripes | None, str | None]:
     """The swap files and the name of their engine, if there are any."""
     if not config.paths:
-        memory.ram.touch(lambda: None)
+        memory.ram.prefault(lambda: None)
         return None, None
     engine = open_engine(config.io_engine, config.paths)
     undo.callback(engine.close)
-    undo.callback(memory.ram.settle)
-    memory.ram.touch(partial(engine.register, memory.ram.memory))
+    undo.callback(memory.ram.join)
+    memory.ram.prefault(partial(engine.register, memory.ram.memory))
     resumed = None if start.found is None else start.found.slots
-    slots = Stripes(
-        engine,
-        config.paths,
-        weights(config.paths),
-        slot_records(layout, config),
-        timeline,
-        # With commits another budget has to find the same order of slots.
-        placement.kept if config.commit_every is None else (),
+    files = RunFiles(
         places=config.slots_per_chunk,
         committed=None if config.commit_every is None else committed_slots(layout, config),
-        resumed=resumed,
+        resumed=None if resumed is None else resumed[1],
+        is_temporary=start.found is not None and resumed is None,
+        is_known=True,
+        run_id=start.run_id if resumed is None else resumed[0],
         rank=layout.rank,
-        is_aside=start.found is not None and resumed is None,
-        run_id=start.run_id,
-        within=start.held,
+        directories=start.held,
     )
+    # With commits, another budget has to find the same order of slots.
+    kept = placement.kept if config.commit_every is None else ()
+    records, speeds = slot_records(layout, config), weights(config.paths)
+    slots = Stripes(engine, config.paths, speeds, records, files, timeline=timeline, kept=kept)
     undo.callback(slots.close)
     return slots, engine.name

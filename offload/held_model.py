@@ -7,6 +7,7 @@ from itertools import chain
 
 from torch import nn
 
+from offload.build import Parts
 from offload.dist.agreement import broadcast_from_first
 from offload.errors import OffloadError
 from offload.model.fetch import HeldUnits, StreamedUnits
@@ -19,7 +20,6 @@ from offload.model.pending import PendingUpdates
 from offload.model.state_dict import Access
 from offload.model.transfer import UnitTransfers
 from offload.model.units import cast_untrained, compute_dtypes, units_of
-from offload.parts import Parts
 from offload.planner.placement import Placement
 from offload.run import Owner
 
@@ -45,7 +45,7 @@ class HeldModel:
     ) -> None:
         self._model = model
         self._parts = parts
-        self._run = run = parts.run
+        run = self._run = parts.run
         self._is_resident = parts.streamed is None
         parameters = parts.parameters
         transfers = self._new_transfers(placement, owner)
@@ -90,7 +90,7 @@ class HeldModel:
         """Waits until nothing is under way on any tier."""
         self.pending.apply_all()
         self._parts.gradients.drain()
-        for store in self._parts.stores:
+        for store in self._parts.stores.all:
             store.drain()
 
     def abandon(self) -> None:
@@ -150,13 +150,13 @@ class HeldModel:
                         parts.parameters.free(flat)
                     continue
                 params = parts.parameters.params
-                broadcast_from_first(self._run.comm, (flattened(params[n]) for n in layout.flats[flat].params))
+                broadcast_from_first(parts.run.comm, (flattened(params[n]) for n in layout.flats[flat].params))
                 parts.masters.take_flat(flat)
                 if transfers is not None:
                     transfers.store_and_free(flat)
             if not resumes:
-                parts.store.expect(chunk.index for chunk in layout.chunks)
-                for store in parts.stores:
+                parts.stores.states.expect(chunk.index for chunk in layout.chunks)
+                for store in parts.stores.all:
                     store.drain()
         except OffloadError as error:
             error.add_note("some of the model's parameters are already in compute_dtype: build the model again")
@@ -164,7 +164,7 @@ class HeldModel:
         trained = parts.parameters.index
         cast_untrained(self._model, trained, dtypes)
         others = chain(self._model.parameters(), self._model.buffers())
-        broadcast_from_first(self._run.comm, (tensor for tensor in others if tensor not in trained))
+        broadcast_from_first(parts.run.comm, (tensor for tensor in others if tensor not in trained))
 
     def _complete_flats(self, source: Source) -> Iterator[int]:
         """The flat parameters whose parameters all have values. Those on the meta device get them on the way."""

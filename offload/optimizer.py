@@ -35,9 +35,8 @@ from offload.build import build, plan_run
 from offload.checkpoint import recovery
 from offload.checkpoint.committer import Commits
 from offload.checkpoint.export import export
-from offload.checkpoint.extra import memory_of
-from offload.checkpoint.options import stored
-from offload.checkpoint.recovery import Found, Resumed
+from offload.checkpoint.extra import memory_of, stored
+from offload.checkpoint.recovery import RecoveryPlan, Resumed
 from offload.checkpoint.tensors import Entry
 from offload.config import PathLike, Tuning
 from offload.dist import torch_distributed
@@ -213,15 +212,25 @@ class OffloadZero(torch.optim.Optimizer):
                 reading_bytes = 0 if found is None else found.buffer_bytes
                 self._placement = place(self._layout, self._config, direct=direct, room=room, beside=reading_bytes)
                 self._parts = build(undo, self._plan, self._placement, start, self._comm, self._timeline)
-                self._commits = Commits(self._config, self._layout, self._parts, wanted, found)
+                parts = self._parts
+                self._commits = Commits(
+                    parts.run, parts.slots, parts.stores, parts.masters, parts.new_params, wanted, found
+                )
                 self._commits.read_ahead()
             super().__init__(given.param_groups, dict(given.defaults))
             self.state = NoStates()  # type: ignore[assignment]
             self._adopted = True
             # By parameter: how often it was stepped.
             self._steps = [0] * len(self._layout.specs)
-            owner = Owner(lambda: self._step, self._require_usable, self._fail, self._finalize_gradients, self._unscale)
-            self._held = HeldModel(model, self._parts, self._placement, source, owner, resumes=found is not None)
+            owner = Owner(
+                step=lambda: self._step,
+                require_usable=self._require_usable,
+                failed=self._fail,
+                collect=self._finalize_gradients,
+                unscale=self._unscale,
+            )
+            is_resumed = found is not None
+            self._held = HeldModel(model, self._parts, self._placement, source, owner, resumes=is_resumed)
             self._resumed = None if found is None else Resumed(found.commit.step, found.extra)
             if found is not None:
                 self._begin_at(found)
@@ -686,7 +695,7 @@ class OffloadZero(torch.optim.Optimizer):
         self._step = manifest.step
         self._steps = [facts.age for facts in manifest.parameters]
 
-    def _begin_at(self, found: Found) -> None:
+    def _begin_at(self, found: RecoveryPlan) -> None:
         if found.manifest is not None:
             self._return_to_commit()
             return
@@ -786,7 +795,7 @@ class OffloadZero(torch.optim.Optimizer):
         try:
             self._commits.know()
             self._comm.check()
-            for store in self._parts.stores:
+            for store in self._parts.stores.all:
                 store.check()
         except OffloadError as error:
             self._fail(error)

@@ -1,13 +1,13 @@
-"""What ran, when, and for how long.
+"""Counters, and the record of what ran when.
 
 [Note: totals and events]
-Totals, seconds a kind of work and bytes a direction, are always on and feed `OffloadZero.stats()`. Events, one for
-each transfer, kernel, wait and hook, are kept only inside `Timeline.recorded(file)`, which writes them in Chrome's
-trace format (ui.perfetto.dev and chrome://tracing open it). Without it an event costs a look at one attribute: nothing
-is made, so who records passes only what it has at hand, and names are put together when the file is written.
+Totals are always counted, and feed `OffloadZero.stats()`: seconds for each kind of work, bytes for each direction.
+Events (each transfer, kernel, wait and hook) are kept only inside `Timeline.recorded(file)`, which writes them in
+Chrome's trace format, for ui.perfetto.dev and chrome://tracing. Outside of it, nothing is made for an event, so callers
+pass only what they have at hand; names are put together when the file is written.
 
-A lane is a row of the picture. What can overlap with its like, the transfers, is a pair of async events ("b", "e");
-all else is a complete event ("X"), and where two threads were in one lane at once, it gets a second row.
+A lane is a row of the picture. Transfers, which can overlap with others of their lane, are pairs of async events ("b",
+"e"). All other events are complete ones ("X"); a lane in which two threads worked at once gets a second row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from offload.errors import ConfigError, PathError
 
@@ -42,6 +42,7 @@ COLLECTIVES = "collectives"
 _LANES = (PHASES, UNITS, GRADIENTS, SUMS, ADAM, WAITS, TO_HOST, TO_DEVICE, COLLECTIVES)
 """From the top of the picture; drives follow."""
 
+_SHOWN_AS = {"size": "bytes"}
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
@@ -50,29 +51,25 @@ def drive_lanes(number: int) -> tuple[str, str, str]:
     return f"drive {number}: reads", f"drive {number}: writes", f"drive {number}: checksums"
 
 
+class About(TypedDict, total=False):
+    """What an event is about. size: bytes; tier: where it moves to or from, or which is waited for."""
+
+    chunk: int | None
+    unit: str | None
+    parameter: str | None
+    size: int | None
+    tier: str | None
+
+
 class Event:
     """Something that began, on the clock of `time.perf_counter_ns`. `end` may be called from any thread."""
 
-    __slots__ = ("began", "bytes", "chunk", "ended", "failed", "lane", "name", "overlaps", "parameter", "tier", "unit")
+    __slots__ = ("about", "began", "ended", "failed", "lane", "name", "overlaps")
 
-    def __init__(
-        self,
-        lane: str,
-        name: str,
-        chunk: int | None,
-        parameter: str | None,
-        size: int | None,
-        tier: str | None,
-        unit: str | None,
-        overlaps: bool,
-    ) -> None:
+    def __init__(self, lane: str, name: str, about: About, *, overlaps: bool) -> None:
         self.lane = lane
         self.name = name
-        self.chunk = chunk
-        self.parameter = parameter
-        self.bytes = size
-        self.tier = tier
-        self.unit = unit
+        self.about = about
         self.overlaps = overlaps
         self.failed = False
         self.ended: int | None = None
@@ -122,51 +119,30 @@ class Timeline:
         with self._lock:
             return self._counts[name]
 
-    def event(
-        self,
-        lane: str,
-        name: str,
-        *,
-        chunk: int | None = None,
-        parameter: str | None = None,
-        size: int | None = None,
-        tier: str | None = None,
-    ) -> AbstractContextManager[None]:
-        """Records what runs inside, in a lane where one thing runs at a time.
-
-        Args: size: bytes; tier: which one is waited for.
-        """
+    def event(self, lane: str, name: str, **about: Unpack[About]) -> AbstractContextManager[None]:
+        """Records what runs inside, in a lane where one thing runs at a time."""
         recording = self._recording
         if recording is None:
             return _NOTHING
-        return recording.begin(Event(lane, name, chunk, parameter, size, tier, None, False)) or _NOTHING
+        return recording.begin(Event(lane, name, about, overlaps=False)) or _NOTHING
 
     @contextmanager
     def waiting(
         self, what: str, *, tier: str, chunk: int | None = None, parameter: str | None = None
     ) -> Iterator[None]:
-        """Says who is waited for inside: seconds of the tier, `wait_<tier>_s`, and an event in the lane of waits."""
+        """Counts the time inside as a wait for a tier, `wait_<tier>_s`, and records it in the lane of waits."""
         with self.span(f"wait_{tier}_s"), self.event(WAITS, what, chunk=chunk, parameter=parameter, tier=tier):
             yield
 
-    def begin(
-        self,
-        lane: str,
-        name: str,
-        *,
-        chunk: int | None = None,
-        parameter: str | None = None,
-        size: int | None = None,
-        tier: str | None = None,
-        unit: str | None = None,
-        overlaps: bool = True,
-    ) -> Event | None:
-        """Records the beginning of something that ends elsewhere, and in its lane may overlap with its like; hand
-        what is returned to `end`."""
+    def begin(self, lane: str, name: str, *, overlaps: bool = True, **about: Unpack[About]) -> Event | None:
+        """Records the beginning of something that ends elsewhere; hand what is returned to `end`.
+
+        Args: overlaps: whether others like it may run in its lane at the same time.
+        """
         recording = self._recording
         if recording is None:
             return None
-        return recording.begin(Event(lane, name, chunk, parameter, size, tier, unit, overlaps))
+        return recording.begin(Event(lane, name, about, overlaps=overlaps))
 
     @staticmethod
     def end(event: Event | None, *, failed: bool = False) -> None:
@@ -291,10 +267,10 @@ class _Recording:
 
     def _told(self, event: Event, row: int, number: int) -> Iterator[dict[str, Any]]:
         ended, is_cut = self._end_of(event)
-        names = ("chunk", "unit", "parameter", "bytes", "tier")
-        args = {name: getattr(event, name) for name in names if getattr(event, name) is not None}
-        if event.chunk is not None and event.chunk < len(self._chunks):
-            args = dict(self._chunks[event.chunk]) | args
+        args = {_SHOWN_AS.get(key, key): value for key, value in event.about.items() if value is not None}
+        chunk = event.about.get("chunk")
+        if chunk is not None and chunk < len(self._chunks):
+            args = dict(self._chunks[chunk]) | args
         if is_cut:
             args["under_way_at_the_end"] = True
         if event.failed:
@@ -305,7 +281,8 @@ class _Recording:
             yield self._entry(event.lane, "b", row, event.began - self._began) | shared | {"args": args}
             yield self._entry(event.lane, "e", row, ended - self._began) | shared
             return
-        detail = event.parameter or event.unit or ("" if event.chunk is None else f"chunk {event.chunk}")
+        what = event.about.get("parameter") or event.about.get("unit")
+        detail = what or ("" if chunk is None else f"chunk {chunk}")
         name = f"{event.name} {detail}".rstrip()
         entry = self._entry(name, "X", row, event.began - self._began)
         yield entry | {"cat": event.name, "dur": (ended - event.began) / 1000, "args": args}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from offload.layout import Layout
 from offload.native import Kernels
 from offload.profiling import Timeline
 from offload.storage.arena import Arena, Lender
+from offload.storage.chunk_cache import Store
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,22 @@ class Run:
     timeline: Timeline
 
 
+class Stores(NamedTuple):
+    """The chunk caches of a run.
+
+    Attributes: states: of the optimizer states; params: of the 16-bit parameters, if they are streamed or committed;
+    grads: of the gradients, with grad_tier="nvme".
+    """
+
+    states: Store
+    params: Store | None
+    grads: Store | None
+
+    @property
+    def all(self) -> list[Store]:
+        return [store for store in self if store is not None]
+
+
 @dataclass(frozen=True)
 class Owner:
     """The optimizer, as the parts of a held model call it. All calls upwards are here.
@@ -60,12 +78,12 @@ class Owner:
         step: returns the number of the last step.
         require_usable: raises if the run cannot go on.
         failed: called with what interrupted an update of the parameters, some of which are a step ahead now.
-        finalize_gradients: waits for all gradients, on all ranks together; returns the parameters that have one.
+        collect: waits for all gradients, on all ranks together; returns the numbers of the parameters that have one.
         unscale: called with a GradScaler's found_inf and inverse scale, 0-dim fp32 tensors; writes the first.
     """
 
     step: Callable[[], int]
     require_usable: Callable[[], None]
     failed: Callable[[BaseException], None]
-    finalize_gradients: Callable[[], list[int]]
+    collect: Callable[[], list[int]]
     unscale: Callable[[Tensor, Tensor], None]

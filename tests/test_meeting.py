@@ -14,11 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.checkpoint import rendezvous as meeting
+from offload.checkpoint import recovery as meeting
 from offload.checkpoint.commit import Commit, write_commit, write_manifest
 from offload.checkpoint.manifest import Digest
-from offload.checkpoint.recovery import Found
-from offload.checkpoint.rendezvous import Places, Seen, in_turns, look_together, manifests_of_all
+from offload.checkpoint.recovery import (
+    RecoveryPlan,
+    RunDirectories,
+    Scans,
+    in_turns,
+    manifests_of_all,
+    scan_together,
+)
 from offload.dist.agreement import all_gather_object
 from offload.dist.communicator import Communicator
 from offload.storage.files import LOCAL
@@ -83,13 +89,13 @@ def test_each_rank_works_once_the_most_pressing_first(stays: bool) -> None:
 
 def test_a_record_that_was_replaced_is_what_presses_most(tmp_path: Path) -> None:
     before, after = (Commit(run * 32, 7, (Digest(1, "0" * 32),), old) for run, old in (("a", None), ("b", "a" * 32)))
-    found: Any = SimpleNamespace(settled=[tmp_path], files=LOCAL)
-    assert Found._left(found, after) == 0
+    found: Any = SimpleNamespace(target=SimpleNamespace(owned=[tmp_path]), files=LOCAL)
+    assert RecoveryPlan._left(found, after) == 0
     (tmp_path / "COMMIT.new").touch()
-    assert Found._left(found, after) == 1
+    assert RecoveryPlan._left(found, after) == 1
     write_commit(tmp_path, before)
     (tmp_path / "COMMIT.new").touch()
-    assert Found._left(found, after) == 2
+    assert RecoveryPlan._left(found, after) == 2
 
 
 def test_a_manifest_that_some_rank_lacks_is_sent_once_by_the_first_that_sees_it(
@@ -129,8 +135,8 @@ def test_what_one_rank_resumes_from_and_another_goes_on_in_is_no_directory_besid
     for folder, commit in ((run, ours), (kept, theirs)):
         folder.mkdir()
         write_commit(folder, commit)
-    places = [Places((tmp_path / "none",), (), (), (run, kept)), Places((run,), (), (), ())]
-    for seen in Threads(2).run(lambda comm: look_together(places[comm.rank], comm, LOCAL)):
-        assert isinstance(seen, Seen)
+    places = [RunDirectories((tmp_path / "none",), (), (), (run, kept)), RunDirectories((run,), (), (), ())]
+    for seen in Threads(2).run(lambda comm: scan_together(places[comm.rank], comm, LOCAL)):
+        assert isinstance(seen, Scans)
         assert seen.runs.records == ((run, ours),)
         assert seen.named.records == ((kept, theirs),)

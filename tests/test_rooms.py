@@ -17,7 +17,7 @@ FLOORS = [
     ["run"],
     ["grads", "optim"],
     ["model"],
-    ["parts", "planner", "checkpoint"],
+    ["planner", "checkpoint"],
     ["build", "held_model"],
     ["optimizer"],
     ["models", "integrations", "cli"],

@@ -15,12 +15,11 @@ import xxhash
 
 from offload.checkpoint.manifest import Digest
 from offload.errors import CorruptionError, PathError, TierIOError
-from offload.storage.directories import TEMPORARY
-from offload.storage.files import Files
+from offload.storage.files import TEMPORARY, Files
 
 
-def write_aside(files: Files, path: Path, pieces: Iterable[bytes | memoryview]) -> Digest:
-    """Writes `pieces` beside `path` and syncs them; `put_in_place` makes them the file.
+def write_temporary(files: Files, path: Path, pieces: Iterable[bytes | memoryview]) -> Digest:
+    """Writes `pieces` beside `path` and syncs them; `atomic_replace` makes them the file.
 
     Returns: what was written. A leftover of an earlier attempt is replaced; after a failure there is none.
     Raises: TierIOError. A failed sync is final: it is not tried again.
@@ -56,8 +55,8 @@ def temporary(path: Path) -> Path:
     return path.with_name(path.name + TEMPORARY)
 
 
-def put_in_place(files: Files, path: Path) -> None:
-    """Renames what `write_aside` wrote to `path`. Not durable before `sync_directory`. Raises: TierIOError."""
+def atomic_replace(files: Files, path: Path) -> None:
+    """Renames what `write_temporary` wrote to `path`. Not durable before `sync_directory`. Raises: TierIOError."""
     with failing("rename", path):
         files.rename(temporary(path), path)
 

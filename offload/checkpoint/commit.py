@@ -8,9 +8,9 @@ Only after that may a rank clear away its older manifests (`remove_superseded`) 
 
 [Note: COMMIT format 1]
 Two lines: {"schema": "offload commit", "version": 1, "run_id", "step", "replaces", "manifests": [[bytes, XXH3-128] of
-each rank's manifest, by rank]}, spelled as `strict.canonical` spells it, and the XXH3-128 of that line. Where a commit
+each rank's manifest, by rank]}, spelled by `canonical`, and the XXH3-128 of that line. Where a commit
 is written anew in another layout, under another run id, `replaces` is the id that the same run had before; else null.
-The record of a snapshot (snapshots.py) has the schema "offload snapshot", and replaces nothing.
+The record of a snapshot (snapshot.py) has the schema "offload snapshot", and replaces nothing.
 
 If `write_commit` raises, the older commit is what is found, with one exception: when renaming or the sync of the
 directory failed, either may be. Then nothing of either may be overwritten by this process.
@@ -18,54 +18,53 @@ directory failed, either may be. Then nothing of either may be overwritten by th
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
+from msgspec import Meta
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from torch import Tensor
 
 from offload.checkpoint import extra as extra_state
-from offload.checkpoint.atomic_file import failing, put_in_place, read_whole, sync_directory, write_aside
+from offload.checkpoint.atomic_file import atomic_replace, failing, read_whole, sync_directory, write_temporary
 from offload.checkpoint.manifest import (
     MAX_BYTES,
     MAX_WORLD,
     Digest,
     Manifest,
+    Natural,
+    Schema,
+    canonical,
+    decode,
+    digest,
     parse,
-    parse_digest,
     serialise,
 )
-from offload.checkpoint.strict import canonical, digest, load, require_schema
 from offload.checkpoint.tensors import Entry, stream
 from offload.errors import ConfigError, CorruptionError, OffloadError, PathError, ResumeError
-from offload.storage.directories import ASIDE, COMMIT_NAME, RECORD_START, TEMPORARY
-from offload.storage.files import LOCAL, Files
+from offload.storage.files import COMMIT_NAME, LOCAL, NEW_SUFFIX, RECORD_START, TEMPORARY, Files, file_name
+from offload.storage.swap_format import RunId
 
 SCHEMA = "offload commit"
 SNAPSHOT_SCHEMA = "offload snapshot"
 VERSION = 1
-_FIELDS = ("schema", "version", "run_id", "step", "replaces", "manifests")
 MAX_COMMIT_BYTES = 4 << 20
 MAX_TENSORS_BYTES = 16 << 30
 """Of the tensors in the user's extra state: they are read as one."""
-
-FILE_NAME = re.compile(
-    r"(?:manifest|extra)-([0-9a-f]{32})-(0|[1-9]\d{0,18})-rank(0|[1-9]\d{0,4})\.(?:json|safetensors)(?:(?:\.offload)?\.new)?"
-)
 
 
 @dataclass(frozen=True)
 class Commit:
     """What was decided: run (32 hex digits), step, the manifest of each rank, and see [Note: COMMIT format 1]."""
 
-    run_id: str
-    step: int
-    manifests: tuple[Digest, ...]
-    replaces: str | None = None
+    run_id: RunId
+    step: Natural
+    manifests: Annotated[tuple[Digest, ...], Meta(min_length=1, max_length=MAX_WORLD)]
+    replaces: RunId | None = None
     is_snapshot: bool = False
 
 
@@ -92,28 +91,32 @@ def write_manifest(directory: Path, manifest: Manifest, extra: object = None, fi
     found = None
     if tensors:
         path = directory / tensors_name(manifest, manifest.rank)
-        found = write_aside(files, path, stream([_entry(number, tensor) for number, tensor in enumerate(tensors)]))
-        put_in_place(files, path)
+        found = write_temporary(files, path, stream([_entry(number, tensor) for number, tensor in enumerate(tensors)]))
+        atomic_replace(files, path)
     path = directory / manifest_name(manifest, manifest.rank)
-    written = write_aside(files, path, [serialise(replace(manifest, extra=structure, tensors=found))])
-    put_in_place(files, path)
+    written = write_temporary(files, path, [serialise(replace(manifest, extra=structure, tensors=found))])
+    atomic_replace(files, path)
     sync_directory(files, directory)
     return written
 
 
 def serialise_commit(commit: Commit) -> bytes:
     """The record that `parse_commit` reads. Checks nothing."""
-    line = canonical(
+    line = _line(commit)
+    return line + digest(line).encode() + b"\n"
+
+
+def _line(commit: Commit) -> bytes:
+    return canonical(
         {
             "schema": SNAPSHOT_SCHEMA if commit.is_snapshot else SCHEMA,
             "version": VERSION,
             "run_id": commit.run_id,
             "step": commit.step,
             "replaces": commit.replaces,
-            "manifests": [[manifest.size, manifest.xxh3] for manifest in commit.manifests],
+            "manifests": commit.manifests,
         }
     )
-    return line + digest(line).encode() + b"\n"
 
 
 def write_commit(directory: Path, commit: Commit, files: Files = LOCAL) -> None:
@@ -121,8 +124,8 @@ def write_commit(directory: Path, commit: Commit, files: Files = LOCAL) -> None:
     data = serialise_commit(commit)
     parse_commit(data, COMMIT_NAME)
     path = directory / COMMIT_NAME
-    write_aside(files, path, [data])
-    put_in_place(files, path)
+    write_temporary(files, path, [data])
+    atomic_replace(files, path)
     sync_directory(files, directory)
 
 
@@ -142,19 +145,15 @@ def parse_commit(data: bytes, file: str = COMMIT_NAME) -> Commit:
     line, seal = data[:end], data[end:]
     if seal != digest(line).encode() + b"\n":
         raise CorruptionError("is damaged: it does not match its checksum", file=file)
-    root = load(line, file, MAX_COMMIT_BYTES)
-    is_snapshot = isinstance(root.value, dict) and root.value.get("schema") == SNAPSHOT_SCHEMA
-    require_schema(root, SNAPSHOT_SCHEMA if is_snapshot else SCHEMA, VERSION)
-    _, _, run_id, step, replaces, manifests = root.fields(*_FIELDS)
-    found = tuple(parse_digest(node) for node in manifests.items(MAX_WORLD))
-    if not found:
-        manifests.refuse("names no manifest")
-    before = None if replaces.value is None else replaces.hex(32)
-    if is_snapshot and before is not None:
-        replaces.refuse("a snapshot replaces nothing")
-    commit = Commit(run_id.hex(32), step.integer(), found, before, is_snapshot)
-    if canonical(root.value) != line:
-        root.refuse("is spelled in another way than this library spells it")
+    is_snapshot = line.startswith(canonical({"schema": SNAPSHOT_SCHEMA})[:-2])
+
+    def spell(commit: Commit) -> bytes:
+        return _line(replace(commit, is_snapshot=is_snapshot))
+
+    schema = Schema(SNAPSHOT_SCHEMA if is_snapshot else SCHEMA, VERSION)
+    commit = replace(decode(line, Commit, spell, schema, file, MAX_COMMIT_BYTES), is_snapshot=is_snapshot)
+    if is_snapshot and commit.replaces is not None:
+        raise CorruptionError("is a snapshot that replaces a run", file=file)
     return commit
 
 
@@ -207,8 +206,8 @@ def copy_manifest(source: Path, target: Path, commit: Commit, rank: int, files: 
     if manifest.tensors is not None:
         wanted.append((tensors_name(commit, rank), manifest.tensors, MAX_TENSORS_BYTES))
     for name, expected, limit in wanted:
-        write_aside(files, target / name, [_read_exactly(files, source / name, expected, limit)])
-        put_in_place(files, target / name)
+        write_temporary(files, target / name, [_read_exactly(files, source / name, expected, limit)])
+        atomic_replace(files, target / name)
     sync_directory(files, target)
 
 
@@ -240,36 +239,37 @@ def superseded(
     runs = {commit.run_id, commit.replaces, *also}
     # Manifests first: they say whose the tensors are. These go first.
     for name in sorted(names, reverse=True):
-        match = FILE_NAME.fullmatch(name)
-        if match is None or rank not in (None, int(match[3])):
+        file = file_name(name)
+        if file is None or file.kind == "swap" or rank not in (None, file.rank):
             continue
-        if (match[1], int(match[2])) == (commit.run_id, commit.step) and not name.endswith(ASIDE):
+        if (file.run_id, file.step) == (commit.run_id, commit.step) and not file.suffix:
             continue
         # Of a run that committed nothing, and began here before this one.
-        if match[1] not in runs and (name.endswith(TEMPORARY) or manifest_in(directory / name, files) is not None):
-            runs.add(match[1])
-        if match[1] in runs:
+        if file.run_id not in runs and (file.suffix == TEMPORARY or manifest_in(directory / name, files) is not None):
+            runs.add(file.run_id)
+        if file.run_id in runs:
             found.insert(0, name)
     return found
 
 
 def manifest_in(path: Path, files: Files = LOCAL) -> Manifest | None:
     """The manifest that a file holds; None if it holds none, or another than its name says. Raises: TierIOError."""
-    match = FILE_NAME.fullmatch(path.name)
-    if match is None or not path.name.endswith(".json"):
+    file = file_name(path.name)
+    if file is None or not path.name.endswith(".json"):
         return None
     try:
         data = read_whole(files, path, MAX_BYTES)
         manifest = None if data is None else parse(data, str(path))
     except (CorruptionError, PathError, ResumeError):
         return None
-    named = (match[1], int(match[2]), int(match[3]))
-    return manifest if manifest and (manifest.run_id, manifest.step, manifest.rank) == named else None
+    if manifest is None or (manifest.run_id, manifest.step, manifest.rank) != (file.run_id, file.step, file.rank):
+        return None
+    return manifest
 
 
 def _is_left(path: Path, files: Files) -> bool:
     """Whether it was to become a COMMIT record. The version before called it so as others may call their own files."""
-    if path.name != COMMIT_NAME + ASIDE:
+    if path.name != COMMIT_NAME + NEW_SUFFIX:
         return path.name == COMMIT_NAME + TEMPORARY
     with suppress(OSError):
         return (files.read(path, len(RECORD_START)) + RECORD_START).startswith(RECORD_START)

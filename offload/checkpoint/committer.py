@@ -10,7 +10,7 @@ went, and the digests of the manifests. If all went well rank 0 writes the COMMI
 it has heard, no rank writes over a slot that the commit before names. What fails on one rank fails on all, before any
 goes on. A rank that dies meanwhile is a RankError on the others, and final: they write to no slot any more, and a
 resume finds the one commit or the other, on all ranks the same, for one record names all manifests. Not all of them
-need to see it: [Note: disks of machines] in meeting.py.
+need to see it: [Note: disks of machines] in recovery.py.
 
 [Note: a commit that is cut off]
 An interrupt, or whatever else another thread or a signal handler raises, may come between the rename of COMMIT and the
@@ -36,12 +36,11 @@ import torch
 from offload.checkpoint import recovery as resuming
 from offload.checkpoint.atomic_file import sync_directory
 from offload.checkpoint.commit import Commit, read_commit, remove_superseded, write_commit, write_manifest
+from offload.checkpoint.extra import stored
 from offload.checkpoint.manifest import ChunkFacts, Digest, Manifest
-from offload.checkpoint.options import stored
-from offload.checkpoint.recovery import Found
+from offload.checkpoint.recovery import RecoveryPlan
 from offload.checkpoint.reshard import moves
 from offload.checkpoint.snapshot import Need, Snapshot, require_space
-from offload.config import Config
 from offload.dist.agreement import agree_on_error, all_gather_object
 from offload.errors import (
     ConfigError,
@@ -52,12 +51,13 @@ from offload.errors import (
     ResumeError,
     TierIOError,
 )
-from offload.layout import Layout
+from offload.model.master_weights import MasterWeights
+from offload.optim.adam import NewParameters
 from offload.optim.adopt import require_sound
-from offload.parts import Parts
-from offload.storage.chunk_cache import Store
+from offload.run import Run, Stores
+from offload.storage.chunk_cache import Store, Version
 from offload.storage.files import Files
-from offload.storage.lease import Version
+from offload.storage.swap_file import Stripes
 
 AMBIGUOUS = ("sync", "rename")
 """Operations after whose failure nobody knows what is on the disk."""
@@ -76,17 +76,30 @@ class _Pending(NamedTuple):
 class Commits:
     """The commits of one run whose directories are open and locked.
 
-    Args: wanted: from `describe`; found: the commit it resumes from.
+    Args: slots: the swap files; masters, new_params: through which parameters are restored; wanted: from `describe`;
+    found: the commit that the run resumes from.
     Attributes: last: the manifest of the last durable commit, None before the first.
     Raises: ResumeError if the commit found is no longer the last one.
     """
 
-    def __init__(self, config: Config, layout: Layout, parts: Parts, wanted: Manifest, found: Found | None) -> None:
-        self._config = config
-        self._layout = layout
-        self._parts = parts
+    def __init__(
+        self,
+        run: Run,
+        slots: Stripes | None,
+        stores: Stores,
+        masters: MasterWeights,
+        new_params: NewParameters,
+        wanted: Manifest,
+        found: RecoveryPlan | None,
+    ) -> None:
+        self._config = run.config
+        self._layout = run.layout
+        self._comm = run.comm
+        self._slots = slots
+        self._all_stores = stores
+        self._masters = masters
+        self._new_params = new_params
         self._wanted = wanted
-        self._comm = parts.run.comm
         self._final: OffloadError | None = None
         self.last: Manifest | None = None
         # Of the last durable commit, by chunk, for each of `_stores`.
@@ -125,8 +138,8 @@ class Commits:
         """
         with self._together():
             self.know()
-            if self._parts.slots is not None:
-                self._parts.slots.require_here()
+            if self._slots is not None:
+                self._slots.require_here()
             prepare()
             written = self._write(step, ages, groups, extra)
         if written is None:
@@ -157,7 +170,7 @@ class Commits:
     def _take_note(self, pending: _Pending) -> None:
         """`pending` is the last commit. May be cut off anywhere and called again."""
         for store, of in zip(self._stores, pending.versions, strict=True):
-            store.settle(of)
+            store.set_committed(of)
         self.last, self._versions, self._record = pending
         self._pending = None
 
@@ -191,8 +204,8 @@ class Commits:
     @property
     def _files(self) -> Files:
         """What the directories of this run are reached through."""
-        slots = self._parts.slots
-        return resuming.FILES if slots is None else resuming.FILES.within(slots.within)
+        slots = self._slots
+        return resuming.FILES if slots is None else resuming.FILES.within(slots.directories)
 
     @property
     def _home(self) -> Path:
@@ -203,7 +216,7 @@ class Commits:
         self, step: int, ages: Sequence[int], groups: Sequence[Mapping[str, Any]], extra: object
     ) -> tuple[Manifest, list[dict[int, Version]], Digest] | None:
         """This rank's part before the decision, durable: what is in the slots. None: all of it is committed already."""
-        slots = self._parts.slots
+        slots = self._slots
         if self._config.commit_every is None or slots is None:
             raise ConfigError("commit() needs a path, and commit_every: 0 for commit() alone, or a number of steps")
         require_sound(groups)
@@ -253,8 +266,8 @@ class Commits:
         """Of all ranks."""
         return int(self._comm.all_gather(torch.tensor([outcome], dtype=torch.uint8, device="cpu")).max())
 
-    def take_over(self, found: Found, ages: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Makes states and parameters those of a commit in another layout; see [Note: another layout] in places.py.
+    def take_over(self, found: RecoveryPlan, ages: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Makes states and parameters those of a commit in another layout; see [Note: another layout] in scan.py.
 
         Every slot is read once. Where this run commits, the commit is made anew in its own layout, which decides, and
         the other one is cleared away; else that stays as it is. Nothing else is under way.
@@ -265,27 +278,27 @@ class Commits:
         order = sorted(what, key=lambda at: what[at][0].target)
         taken = ((what[at], states) for at, states in zip(order, reader.slots(order), strict=True))
         with agree_on_error(self._comm, _not_restored()):
-            self._parts.masters.take_over(taken, step)
+            self._masters.take_over(taken, step)
         self._put_together(step)
-        slots = self._parts.slots
+        slots = self._slots
         if self._config.commit_every is not None and slots is not None:
             self._replaces = found.commit.run_id
             self.commit(_nothing, step, ages, groups, found.extra)
             self._replaces = None
             assert self._record is not None
-            found.settle(self._record, self._comm, _not_restored())
-            slots.took_place()
+            found.finish(self._record, self._comm, _not_restored())
+            slots.was_renamed()
         reader.close()
 
     def snapshot(self, keep: int | None) -> tuple[Path, ...]:
-        """Keeps the last commit aside, whatever this run writes meanwhile; see [Note: snapshots] in snapshots.py.
+        """Keeps the last commit aside, whatever this run writes meanwhile; see [Note: snapshots] in snapshot.py.
 
         Every rank has to call it. Args: keep: how many of this run's stay, the newest; None: all.
         Returns: this rank's directories of it.
         Raises: ResumeError (nothing is committed), BudgetError, PathError, TierIOError, CorruptionError,
         OtherRankError, RankError. Run and commits are what they were. What fails on one rank fails on all.
         """
-        manifest, slots, comm = self.require_last(), self._parts.slots, self._comm
+        manifest, slots, comm = self.require_last(), self._slots, self._comm
         assert slots is not None
         assert self._record is not None
         part = Snapshot(self._record, manifest, self._config.paths, slots.paths, self._files)
@@ -304,13 +317,13 @@ class Commits:
                 self._keep(part)
             with suppress(TierIOError, OtherRankError):  # the next one clears away what is left
                 with agree_on_error(comm, _not_kept()):
-                    part.settle([part.name])
+                    part.finish([part.name])
                     part.retire(surplus)
                 with agree_on_error(comm, _not_kept()):
                     if comm.rank == 0:
                         part.withdraw(surplus)
                 part.clear(surplus)
-                part.settle(others)
+                part.finish(others)
         return part.directories
 
     def _keep(self, part: Snapshot) -> None:
@@ -361,10 +374,10 @@ class Commits:
     def _put_together(self, step: int) -> None:
         """Gets the other ranks' parameters. Args: step: whose."""
         for flat in self._layout.flats:
-            self._parts.new_params.all_gather(flat.index, step)
-        for store in self._parts.stores:
+            self._new_params.all_gather(flat.index, step)
+        for store in self._all_stores.all:
             # What is read ahead for the next step is not waited for: a chunk that it needs has been checked already.
-            if store is not self._parts.store or self._config.split_master:
+            if store is not self._all_stores.states or self._config.split_master:
                 store.drain()
 
     def read_ahead(self) -> None:
@@ -378,34 +391,34 @@ class Commits:
         if not self._is_coming:
             self._go_to(manifest)
         self._is_coming = False
-        self._parts.masters.give_back(manifest.step)
+        self._masters.give_back(manifest.step)
 
     def _go_to(self, manifest: Manifest) -> None:
         """Everything in the stores is what `manifest` names."""
         self._versions = [
-            {number: Version(slot.step, slot.place, slot.checksum) for number, slot in enumerate(slots)}
+            {number: Version(slot.step, slot.slot, slot.checksum) for number, slot in enumerate(slots)}
             for slots in (manifest.chunks, manifest.copies)[: len(self._stores)]
         ]
-        for store in self._parts.stores:
+        for store in self._all_stores.all:
             store.reset({})
         for store, versions in zip(self._stores, self._versions, strict=True):
             store.reset(versions)
-        self._parts.store.expect(chunk.index for chunk in self._layout.chunks)
+        self._all_stores.states.expect(chunk.index for chunk in self._layout.chunks)
 
     @property
     def _stores(self) -> list[Store]:
         """What is committed: the states, and with a split master the parameters, which are their other halves."""
-        params = self._parts.params
+        params = self._all_stores.params
         assert params is not None or not self._config.commits_parameters
-        return [self._parts.store] + ([params] if params is not None and self._config.commits_parameters else [])
+        return [self._all_stores.states] + ([params] if params is not None and self._config.commits_parameters else [])
 
     def _flush(self) -> list[dict[int, Version]]:
         """Writes what only RAM, or the device, has newer. Returns: what is in the slots, for each of `_stores`."""
-        versions = [self._parts.store.flush()]
+        versions = [self._all_stores.states.flush()]
         if self._config.commits_parameters:
             before = self._versions[0] if self._versions else {}
             changed = {chunk: at.step for chunk, at in versions[0].items() if before.get(chunk) != at}
-            self._parts.masters.bring_parameters(changed)
+            self._masters.bring_parameters(changed)
         own = range(len(self._layout.chunks))  # with replicas a rank keeps parameters that others commit
         for store in self._stores[1:]:
             found = store.flush()
@@ -435,7 +448,7 @@ class Commits:
         groups: Sequence[Mapping[str, Any]],
         versions: Sequence[Mapping[int, Version]],
     ) -> Manifest:
-        slots = self._parts.slots
+        slots = self._slots
         assert slots is not None
         found: list[ChunkFacts] = []
         for of in versions:
@@ -443,7 +456,9 @@ class Commits:
                 at, number = of[chunk.index], len(found)
                 checksum = slots.checksum(number) if at.checksum is None else at.checksum
                 path = slots.chosen[number]
-                found.append(ChunkFacts(chunk.flat, chunk.start, chunk.numel, path, at.place, at.step, checksum))
+                found.append(
+                    ChunkFacts(chunk.flat, chunk.start, chunk.numel, path, at.slot, at.step, f"{checksum:016x}")
+                )
         chunks = len(self._layout.chunks)
         return replace(
             self._wanted,

@@ -11,11 +11,16 @@ import contextlib
 import errno
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
-from offload.checkpoint.atomic_file import failing, put_in_place, sync_directory, temporary, write_aside
-from offload.checkpoint.strict import canonical
+import torch
+
+from offload.checkpoint.atomic_file import atomic_replace, failing, sync_directory, temporary, write_temporary
+from offload.checkpoint.extra import memory_of
+from offload.checkpoint.manifest import ParameterFacts, canonical
+from offload.checkpoint.reader import Reader
 from offload.checkpoint.tensors import DTYPES, Entry, aligned, stream
 from offload.errors import BudgetError, ConfigError, PathError
 from offload.sizes import GIB, format_bytes
@@ -55,12 +60,12 @@ def export(
         # One shard's tensors are streamed before the next one's are asked for.
         for name, shard in zip(names, shards, strict=True):
             done.append(directory / name)
-            write_aside(files, directory / name, stream(aligned(shard), METADATA))
+            write_temporary(files, directory / name, stream(aligned(shard), METADATA))
         if len(shards) > 1:
             done.append(directory / index)
-            write_aside(files, directory / index, [_index(total, names, shards)])
+            write_temporary(files, directory / index, [_index(total, names, shards)])
         for path in done:
-            put_in_place(files, path)
+            atomic_replace(files, path)
             placed.append(path)
         sync_directory(files, directory)
         if made:
@@ -148,3 +153,27 @@ def _require_space(directory: Path, needed: int) -> None:
             available=available,
             option="directory",
         )
+
+
+def entries(reader: Reader, kind: str = "master", dtype: torch.dtype | None = None) -> Iterator[Entry]:
+    """The parameters of a commit under their own names, in the order in which their slots are read once each.
+
+    Args: kind: one of STATE_KINDS; dtype: what they are rounded to (to nearest even); None: a master to its
+    parameter's compute dtype, a moment stays fp32.
+    Memory: a slot and its cast; for a parameter that does not lie row-major, all of it, twice.
+    """
+    parameters = reader.manifests[0].parameters
+    for flat in reader.manifests[0].flats:
+        for number in flat.params:
+            facts = parameters[number]
+            own: torch.dtype = getattr(torch, facts.dtype) if kind == "master" else torch.float32
+            wanted = own if dtype is None else dtype
+            yield Entry(facts.name, wanted, facts.shape, partial(_pieces, reader, facts, kind, wanted))
+
+
+def _pieces(reader: Reader, facts: ParameterFacts, kind: str, dtype: torch.dtype) -> Iterator[memoryview]:
+    if facts.order is not None:
+        yield memory_of(reader.read(facts.name, kind).to(dtype))
+        return
+    for piece in reader.pieces(facts.name, kind):
+        yield memory_of(piece.to(dtype))

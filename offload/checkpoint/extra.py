@@ -17,20 +17,21 @@ gradient, on the CPU.
 from __future__ import annotations
 
 import base64
-import binascii
 import math
+import random
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
-from offload.checkpoint.strict import MAX_INT, Json, Node
+from offload.checkpoint.manifest import MAX_OPTIONS, Json, Option, Scalar, is_text
 from offload.checkpoint.tensors import DTYPES
-from offload.errors import ConfigError
+from offload.errors import ConfigError, CorruptionError, ResumeError
+from offload.storage.swap_format import MAX_INT
 
 MAX_DEPTH = 64
 MAX_HEX = 1 << 12
@@ -59,13 +60,15 @@ def encode(value: object) -> tuple[Json, list[Tensor]]:
 def decode(structure: Json, tensors: Mapping[str, Tensor], file: str) -> object:
     """The inverse of `encode`; `tensors` by their number, as a string.
 
-    Raises: CorruptionError naming `file` and the place in it.
+    Raises: CorruptionError naming `file`.
     """
     decoder = _Decoder(dict(tensors))
-    root = Node(structure, "extra", file)
-    value = decoder.decode(root, 0)
-    if decoder.tensors:
-        root.refuse("does not refer to all of its tensors")
+    try:
+        value = decoder.decode(structure, 0)
+        if decoder.tensors:
+            raise _DamagedError("does not refer to all of its tensors")
+    except (_DamagedError, ValueError, struct.error) as error:  # of hexadecimal digits and base64
+        raise CorruptionError(f"extra: {error}", file=file) from error
     return value
 
 
@@ -166,103 +169,197 @@ def _numpy(value: numpy.generic, place: str, depth: int) -> Json:
     return {"numpy": [value.dtype.name, base64.b64encode(little.tobytes()).decode()]}
 
 
+class _DamagedError(Exception):
+    """What is wrong with a structure."""
+
+
 class _Decoder:
     """Attribute: tensors, those that nothing has referred to yet."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
-        self._known: dict[str, Callable[[Node, int], object]] = {
-            "int": _to_int,
-            "float": _to_float,
-            "bytes": lambda node, depth: _to_bytes(node),
-            "tuple": lambda node, depth: tuple(self._list(node, depth)),
-            "tensor": lambda node, depth: self._tensor(node),
-            "ndarray": lambda node, depth: self._array(node),
-            "numpy": _to_numpy,
+        self._known: dict[str, Callable[[Any, int], object]] = {
+            "int": lambda value, depth: _to_int(value),
+            "float": lambda value, depth: _to_float(value),
+            "bytes": lambda value, depth: _to_bytes(value),
+            "tuple": lambda value, depth: tuple(self._list(value, depth)),
+            "tensor": lambda value, depth: self._tensor(value),
+            "ndarray": lambda value, depth: self._array(value),
+            "numpy": lambda value, depth: _to_numpy(value),
         }
 
-    def decode(self, node: Node, depth: int) -> object:
-        value = node.value
+    def decode(self, value: Any, depth: int) -> object:
         if depth > MAX_DEPTH:
-            node.refuse(f"is nested deeper than {MAX_DEPTH} levels")
+            raise _DamagedError(f"is nested deeper than {MAX_DEPTH} levels")
         if isinstance(value, list):
-            return self._list(node, depth)
+            return self._list(value, depth)
+        if type(value) is int and not -MAX_INT - 1 <= value <= MAX_INT:
+            raise _DamagedError("holds a number that is out of range")
         if not isinstance(value, dict):
             return value
         if len(value) != 1:
-            node.refuse("expected one field that says what this is")
-        kind, inner = node.pairs()[0]
+            raise _DamagedError("an object has to have one field, which says what it is")
+        ((kind, inner),) = value.items()
         if kind in _DICTS:
             return self._dict(inner, depth, _DICTS[kind])
         if kind not in self._known:
-            node.refuse("is of a kind that does not exist")
+            raise _DamagedError(f"{kind[:80]!r} is of a kind that does not exist")
         return self._known[kind](inner, depth)
 
-    def _list(self, node: Node, depth: int) -> list[object]:
-        return [self.decode(item, depth + 1) for item in node.items(MAX_ITEMS)]
+    def _list(self, values: Any, depth: int) -> list[object]:
+        return [self.decode(item, depth + 1) for item in _items(values)]
 
-    def _dict(self, node: Node, depth: int, kind: type[dict[Any, Any]]) -> dict[object, object]:
+    def _dict(self, values: Any, depth: int, kind: type[dict[Any, Any]]) -> dict[object, object]:
         found: dict[object, object] = kind()
-        for item in node.items(MAX_ITEMS):
-            pair = item.items(2)
-            if len(pair) != 2:
-                item.refuse("expected a key and a value")
-            key = self.decode(pair[0], MAX_DEPTH)
+        for item in _items(values):
+            written, value = _items(item, 2)
+            key = self.decode(written, MAX_DEPTH)
             if type(key) not in _KEYS or key in found:
-                item.refuse("its key is of another type than keys have, or stands there twice")
-            found[key] = self.decode(pair[1], depth + 1)
+                raise _DamagedError("a key is of another type than keys have, or stands there twice")
+            found[key] = self.decode(value, depth + 1)
         return found
 
-    def _tensor(self, node: Node) -> Tensor:
-        tensor = self.tensors.pop(str(node.integer(MAX_ITEMS)), None)
+    def _tensor(self, number: Any) -> Tensor:
+        tensor = self.tensors.pop(str(number), None) if type(number) is int else None
         if tensor is None:
-            node.refuse("there is no such tensor, or something else refers to it")
+            raise _DamagedError("there is no such tensor, or something else refers to it")
         return tensor
 
-    def _array(self, node: Node) -> numpy.ndarray[Any, Any]:
-        tensor = self._tensor(node)
+    def _array(self, number: Any) -> numpy.ndarray[Any, Any]:
+        tensor = self._tensor(number)
         if str(tensor.dtype).removeprefix("torch.") not in _NUMPY:
-            node.refuse("no array has this dtype")
+            raise _DamagedError("no array has this dtype")
         return tensor.numpy()
 
 
-def _to_int(node: Node, depth: int) -> int:
-    text = node.text(MAX_HEX)
-    try:
-        value = int(text, 16)
-    except ValueError:
-        node.refuse("expected hexadecimal digits")
+def _items(value: Any, count: int | None = None) -> list[Any]:
+    """The elements of a list of `count`; None: of at most MAX_ITEMS."""
+    if not isinstance(value, list) or len(value) > MAX_ITEMS or count not in (None, len(value)):
+        raise _DamagedError(f"expected a list{'' if count is None else f' of {count}'}")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise _DamagedError("expected a string")
+    return value
+
+
+def _to_int(text: Any) -> int:
+    value = int(_text(text)[: MAX_HEX + 1], 16)
     if f"{value:x}" != text or -MAX_INT - 1 <= value <= MAX_INT:
-        node.refuse("expected a large int in its shortest form")
+        raise _DamagedError("expected a large int in its shortest hexadecimal form")
     return value
 
 
-def _to_float(node: Node, depth: int) -> float:
-    value = float(_FLOAT.unpack(bytes.fromhex(node.hex(16)))[0])
-    if math.isfinite(value):
-        node.refuse("expected NaN or an infinity")
+def _to_float(text: Any) -> float:
+    value = float(_FLOAT.unpack(bytes.fromhex(_text(text)))[0])
+    if math.isfinite(value) or _FLOAT.pack(value).hex() != text:
+        raise _DamagedError("expected NaN or an infinity")
     return value
 
 
-def _to_bytes(node: Node) -> bytes:
-    if not isinstance(node.value, str):
-        node.refuse("expected base64")
-    try:
-        data = base64.b64decode(node.value, validate=True)
-    except (binascii.Error, ValueError):
-        node.refuse("expected base64")
-    if base64.b64encode(data).decode() != node.value:
-        node.refuse("expected base64 without stray bits")
+def _to_bytes(text: Any) -> bytes:
+    data = base64.b64decode(_text(text), validate=True)
+    if base64.b64encode(data).decode() != text:
+        raise _DamagedError("expected base64 without stray bits")
     return data
 
 
-def _to_numpy(node: Node, depth: int) -> numpy.generic:
-    parts = node.items(2)
-    if len(parts) != 2:
-        node.refuse("expected dtype and bytes")
-    dtype = numpy.dtype(parts[0].one_of(tuple(_NUMPY))).newbyteorder("<")
-    data = _to_bytes(parts[1])
+def _to_numpy(value: Any) -> numpy.generic:
+    name, text = _items(value, 2)
+    if _text(name) not in _NUMPY:
+        raise _DamagedError("expected a NumPy dtype")
+    dtype, data = numpy.dtype(name).newbyteorder("<"), _to_bytes(text)
     if len(data) != dtype.itemsize:
-        parts[1].refuse(f"expected {dtype.itemsize} bytes")
-    value: numpy.generic = _NUMPY[dtype.name](numpy.frombuffer(data, dtype)[0])
-    return value
+        raise _DamagedError(f"expected {dtype.itemsize} bytes")
+    found: numpy.generic = _NUMPY[name](numpy.frombuffer(data, dtype)[0])
+    return found
+
+
+_PARTS = ("python", "numpy", "torch", "cuda")
+
+
+def collect_rng() -> dict[str, object]:
+    """The global states of Python's random, NumPy's legacy generator, torch's CPU and (where used) CUDA generators.
+
+    What it returns can be committed as, or in, `extra`. Generators of one's own have states of their own:
+    `generator.get_state()`, or `generator.bit_generator.state`.
+    """
+    # Without CUDA in use there is no state of it; asking for one would start it.
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": cuda,
+    }
+
+
+def restore_rng(state: object) -> None:
+    """Puts back what `collect_rng` gave: all of it, or nothing.
+
+    Raises: ConfigError if it is something else, ResumeError if it is of more GPUs than there are.
+    """
+    if not isinstance(state, dict) or state.keys() != set(_PARTS):
+        raise ConfigError("this is no state of random number generators: give what collect_rng() returned")
+    here = torch.cuda.device_count() if state["cuda"] else 0
+    if len(state["cuda"]) > here:
+        raise ResumeError(f"the random number generators are of {len(state['cuda'])} GPUs, and here are {here}")
+    before = collect_rng()
+    try:
+        _set(state)
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
+        _set(before)
+        raise ConfigError(f"this is no state of random number generators: {error}") from error
+
+
+def _set(state: dict[str, object]) -> None:
+    random.setstate(state["python"])  # type: ignore[arg-type]
+    numpy.random.set_state(state["numpy"])  # type: ignore[arg-type]
+    torch.set_rng_state(state["torch"])  # type: ignore[arg-type]
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])  # type: ignore[arg-type]
+
+
+def stored(groups: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Option], ...]:
+    """The groups' options as a commit stores them. Raises: ConfigError naming what cannot be stored."""
+    for number, group in enumerate(groups):
+        if len(group) > MAX_OPTIONS:
+            raise ConfigError(f"param group {number} has {len(group)} keys: at most {MAX_OPTIONS} can be stored")
+    return tuple(
+        {key: _option(number, group, key) for key in group if key != "params"} for number, group in enumerate(groups)
+    )
+
+
+def _option(number: int, group: Mapping[str, Any], key: object) -> Option:
+    allowed = "numbers, strings, bools and None, and lists of these, under short names; keep others elsewhere"
+    if not (isinstance(key, str) and is_text(key)):
+        raise ConfigError(f"param group {number} has the key {key!r}, which a commit cannot store: {allowed}")
+    value = group[key]
+    items = list(value) if isinstance(value, list | tuple) else [value]
+    try:
+        found = [_scalar(item) for item in items]
+        if len(found) > MAX_OPTIONS:
+            raise ValueError(len(found))
+    except (TypeError, ValueError, RuntimeError) as error:
+        shown = f"{key}={value!r}"
+        raise ConfigError(
+            f"param group {number} has {shown:.200}, which a commit cannot store: {allowed}; nothing was changed"
+        ) from error
+    return tuple(found) if isinstance(value, list | tuple) else found[0]
+
+
+def _scalar(value: Any) -> Scalar:
+    """Raises: TypeError, ValueError, RuntimeError if it is none."""
+    # Tensors and NumPy's scalars: a learning rate may be either.
+    plain = value.item() if hasattr(value, "item") else value
+    if isinstance(plain, str) and not is_text(plain):
+        raise ValueError(plain)
+    if isinstance(plain, float) and not math.isfinite(plain):
+        raise ValueError(plain)
+    if isinstance(plain, int) and not -(1 << 63) <= plain < 1 << 63:
+        raise ValueError(plain)
+    if plain is None or isinstance(plain, bool | int | float | str):
+        return plain
+    raise TypeError(type(plain))

@@ -1,7 +1,7 @@
 """The manifest: what one rank's swap files hold at one commit, enough to read every number in them again.
 
 [Note: manifest format 2]
-One JSON object, spelled as `strict.canonical` spells it, with these fields:
+One JSON object, spelled as `canonical` spells it, with these fields:
 
     schema, version    "offload manifest", 2
     run_id             32 hex digits, the same in all files of a run
@@ -23,28 +23,50 @@ One JSON object, spelled as `strict.canonical` spells it, with these fields:
     tensors            [bytes, XXH3-128] of the file with the tensors of `extra`; null: there is none
 
 Sizes, offsets and starts are in elements. Names are names: no path is ever made of anything in here.
+
+Records are decoded into these types by msgspec, with bounded sizes and exact types, and are encoded again: only the
+bytes that this library would write are taken, so there is no room for duplicate or unknown fields. The XXH3 checksums
+detect damage. They are no protection against somebody who writes a file on purpose.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
-from types import MappingProxyType
-from typing import TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
-from offload.checkpoint.strict import Json, Node, canonical, load, require_schema, short
-from offload.errors import ConfigError
+import msgspec
+import xxhash
+from msgspec import Meta
+
+from offload.errors import ConfigError, CorruptionError, ResumeError
+from offload.layout import Layout
+from offload.storage.swap_format import (
+    MAX_INT,
+    MAX_NUMEL,
+    MAX_PATHS,
+    MAX_PLACES,
+    SPLIT,
+    STATE_KINDS,
+    WHOLE,
+    Record,
+    RunId,
+    SlotTable,
+)
 
 SCHEMA = "offload manifest"
 VERSION = 2
-DTYPES = ("bfloat16", "float16", "float32")
 
 MAX_BYTES = 128 << 20
+MAX_COMMAS = 1 << 23
+"""Most values a document holds, roughly: what bounds the memory that reading it takes."""
+MAX_TEXT = 4096
+"""Characters of a name or another string."""
 MAX_WORLD = 1 << 16
-MAX_PATHS = 1 << 10
-MAX_PLACES = 2
 MAX_DIMENSIONS = 64
 MAX_PARAMETERS = 1 << 20
 MAX_GROUPS = 1 << 12
@@ -52,27 +74,40 @@ MAX_OPTIONS = 1 << 8
 MAX_CHUNKS = 1 << 20
 ROW_BYTES = 96
 """The most that a chunk takes: seven fields, of which five are short numbers, a step and a checksum."""
-MAX_NUMEL = 1 << 48
-"""Elements of a run: 256 times the largest model anybody has spoken of, and no product of two overflows 128 bits."""
 
-_FIELDS: tuple[str, ...] = ("schema", "version", "run_id", "step", "rank", "world", "paths", "places")
-_FIELDS += ("compute_dtype", "split_master", "groups", "parameters", "flats", "chunks", "copies", "extra", "tensors")
+_CONTROL = "\\x00-\\x1f\\x7f-\\x9f"
+_FORBIDDEN = re.compile(f"[{_CONTROL}\\ud800-\\udfff]")
 
-Scalar: TypeAlias = "bool | int | float | str | None"
-Option: TypeAlias = "Scalar | tuple[Scalar, ...]"
+Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
+T = TypeVar("T")
+
+Natural = Annotated[int, Meta(ge=0, le=MAX_INT)]
+Count = Annotated[int, Meta(ge=0, le=MAX_NUMEL)]
+Number = Annotated[int, Meta(ge=0, le=MAX_PARAMETERS)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT, pattern=f"^[^{_CONTROL}]*\\Z")]
+DType = Annotated[str, Meta(pattern=r"^(bfloat16|float16|float32)\Z")]
+Scalar: TypeAlias = bool | Annotated[int, Meta(ge=-MAX_INT - 1, le=MAX_INT)] | float | Text | None
+Option: TypeAlias = Scalar | Annotated[tuple[Scalar, ...], Meta(max_length=MAX_OPTIONS)]
+
+
+class Digest(NamedTuple):
+    """What a file has to be: bytes, and XXH3-128 in 32 hex digits."""
+
+    size: Natural
+    xxh3: RunId
 
 
 @dataclass(frozen=True)
 class ParameterFacts:
     """One trained parameter; fields as in [Note: manifest format 2]."""
 
-    name: str
-    shape: tuple[int, ...]
-    order: tuple[int, ...] | None
-    unit: str
-    dtype: str
-    group: int
-    age: int
+    name: Text
+    shape: Annotated[tuple[Count, ...], Meta(max_length=MAX_DIMENSIONS)]
+    order: Annotated[tuple[Natural, ...], Meta(max_length=MAX_DIMENSIONS)] | None
+    unit: Text
+    dtype: DType
+    group: Natural
+    age: Natural
 
     @cached_property
     def numel(self) -> int:
@@ -81,53 +116,53 @@ class ParameterFacts:
 
 @dataclass(frozen=True)
 class FlatFacts:
-    """One unit's parameters of one dtype, end to end; `owned` is the rank's stretch, [start, stop)."""
+    """One unit's parameters of one dtype, end to end; `owned` is the rank's shard, [start, stop)."""
 
-    params: tuple[int, ...]
-    offsets: tuple[int, ...]
-    numel: int
-    owned: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class ChunkFacts:
-    """Where a chunk's committed version lies. `checksum` is the XXH3-64 of its slot after the header."""
-
-    flat: int
-    start: int
-    numel: int
-    path: int
-    place: int
-    step: int
-    checksum: int
+    params: Annotated[tuple[Number, ...], Meta(max_length=MAX_PARAMETERS)]
+    offsets: Annotated[tuple[Count, ...], Meta(max_length=MAX_PARAMETERS)]
+    numel: Count
+    owned: tuple[Count, Count]
 
 
-@dataclass(frozen=True)
-class Digest:
-    """What a file has to be: bytes, and XXH3-128 in 32 hex digits."""
+class ChunkFacts(NamedTuple):
+    """Where a chunk's committed version lies: path is the number of its swap file, slot 0 (A) or 1 (B) in it.
 
-    size: int
-    xxh3: str
+    xxh3: the XXH3-64 of its slot after the header, 16 hex digits.
+    """
+
+    flat: Number
+    start: Count
+    numel: Annotated[int, Meta(ge=1, le=MAX_NUMEL)]
+    path: Annotated[int, Meta(ge=0, le=MAX_PATHS)]
+    slot: Annotated[int, Meta(ge=0, le=MAX_PLACES)]
+    step: Natural
+    xxh3: Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
+
+    @property
+    def checksum(self) -> int:
+        return int(self.xxh3, 16)
 
 
 @dataclass(frozen=True)
 class Manifest:
     """See [Note: manifest format 2]. What `parse` returns is consistent; one made by hand is checked when written."""
 
-    run_id: str
-    step: int
-    rank: int
-    world: int
-    paths: int
-    places: int
-    compute_dtype: str
+    run_id: RunId
+    step: Natural
+    rank: Natural
+    world: Annotated[int, Meta(ge=1, le=MAX_WORLD)]
+    paths: Annotated[int, Meta(ge=1, le=MAX_PATHS)]
+    places: Annotated[int, Meta(ge=1, le=MAX_PLACES)]
+    compute_dtype: DType
     split_master: bool
-    groups: tuple[Mapping[str, Option], ...]
-    parameters: tuple[ParameterFacts, ...]
-    flats: tuple[FlatFacts, ...]
-    chunks: tuple[ChunkFacts, ...]
-    copies: tuple[ChunkFacts, ...] = ()
-    extra: Json = None
+    groups: Annotated[
+        tuple[Annotated[dict[Text, Option], Meta(max_length=MAX_OPTIONS)], ...], Meta(max_length=MAX_GROUPS)
+    ]
+    parameters: Annotated[tuple[ParameterFacts, ...], Meta(max_length=MAX_PARAMETERS)]
+    flats: Annotated[tuple[FlatFacts, ...], Meta(max_length=MAX_PARAMETERS)]
+    chunks: Annotated[tuple[ChunkFacts, ...], Meta(max_length=MAX_CHUNKS)]
+    copies: Annotated[tuple[ChunkFacts, ...], Meta(max_length=MAX_CHUNKS)] = ()
+    extra: Any = None
     tensors: Digest | None = None
 
     @cached_property
@@ -144,36 +179,141 @@ class Manifest:
             for param, offset in zip(flat.params, flat.offsets, strict=True)
         }
 
+    def kinds(self, number: int) -> tuple[str, ...]:
+        """The names of the arrays in a slot."""
+        return STATE_KINDS if number < len(self.chunks) else ("param",)
+
+    @cached_property
+    def records(self) -> list[Record]:
+        """What each slot holds."""
+        found = []
+        for number, slot in enumerate(self.slots):
+            params = self.flats[slot.flat].params
+            halves = self.split_master and any(self.parameters[param].dtype == "bfloat16" for param in params)
+            states = SPLIT if halves else WHOLE
+            found.append(Record(slot.numel, states if number < len(self.chunks) else (2 if halves else 4,)))
+        return found
+
+    def held(self, path: int) -> list[int]:
+        """The numbers of the slots in one swap file."""
+        return [number for number, slot in enumerate(self.slots) if slot.path == path]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a committed slot lies in its file, and the arrays in it. Sizes in bytes.
+
+    chunk: its number; arrays: by state kind: (bytes an element, offset in the slot).
+    """
+
+    chunk: int
+    path: int
+    offset: int
+    size: int
+    arrays: dict[str, tuple[int, int]]
+
+
+def committed_slots(manifest: Manifest) -> list[Slot]:
+    """By number: where the committed version lies."""
+    records = manifest.records
+    tables = {
+        path: SlotTable(records, manifest.held(path), manifest.places)
+        for path in {slot.path for slot in manifest.slots}
+    }
+    found = []
+    for number, (slot, record) in enumerate(zip(manifest.slots, records, strict=True)):
+        ranges = zip(manifest.kinds(number), record.ranges(), strict=True)
+        arrays = {kind: (itemsize, start) for kind, (itemsize, start, _) in ranges}
+        offset = tables[slot.path].offset(number, slot.slot)
+        found.append(Slot(number, slot.path, offset, record.nbytes, arrays))
+    return found
+
+
+def is_text(value: str) -> bool:
+    """Whether it is short enough, and without control characters and halves of characters."""
+    return len(value) <= MAX_TEXT and not _FORBIDDEN.search(value)
+
+
+def canonical(value: Json) -> bytes:
+    """The one spelling of `value`: ASCII, keys in the order they have, no blanks, a newline at the end."""
+    return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+
+
+def digest(data: bytes | memoryview) -> str:
+    """XXH3-128 as 32 hex digits."""
+    return str(xxhash.xxh3_128_hexdigest(data))
+
+
+@dataclass(frozen=True)
+class Schema:
+    """How every record begins."""
+
+    schema: Any = None
+    version: Any = None
+
+
+def decode(
+    data: bytes, kind: type[T], spell: Callable[[T], bytes], schema: Schema, file: str, most: int = MAX_BYTES
+) -> T:
+    """The record that `data` spells.
+
+    Args: spell: its inverse: only what it would write is taken; file: its name, for the errors; most: bytes allowed.
+    Raises: CorruptionError naming `file`; ResumeError if it is of a newer or older version of this library.
+    """
+    if len(data) > most:
+        raise CorruptionError(f"{len(data)} bytes are too many, {most} are allowed", file=file)
+    # Before parsing, which takes some 40 bytes of RAM a value.
+    if data.count(b",") > MAX_COMMAS:
+        raise CorruptionError(f"holds more than {MAX_COMMAS} values", file=file)
+    try:
+        found = msgspec.json.decode(data, type=Schema)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise CorruptionError(f"is not the JSON that this library writes: {error}", file=file) from error
+    _require_schema(found, schema, file)
+    try:
+        record = msgspec.json.decode(data, type=kind)
+        is_own = spell(record) == data
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise CorruptionError(f"is not a record that this library writes: {error}", file=file) from error
+    if not is_own:
+        raise CorruptionError("is spelled in another way than this library spells it", file=file)
+    return record
+
+
+def _require_schema(found: Schema, wanted: Schema, file: str) -> None:
+    if found.schema != wanted.schema:
+        raise CorruptionError(f"is no {wanted.schema}", file=file)
+    number = found.version
+    if type(number) is not int or number < 1:
+        raise CorruptionError(f"has no version that exists: {number!r:.120}", file=file)
+    if number > wanted.version:
+        raise ResumeError(
+            f"{file} has version {number} of its format, and this version of offload reads up to {wanted.version}: "
+            "use the offload that wrote it, or a newer one"
+        )
+    if number < wanted.version:
+        raise ResumeError(
+            f"{file} has version {number} of its format, and this version of offload reads {wanted.version} only: "
+            "resume with the offload that wrote it, or choose another path"
+        )
+
 
 def serialise(manifest: Manifest) -> bytes:
     """The bytes of `manifest`, the same for equal manifests. Checks nothing: `parse` does."""
-    return canonical(
-        {
-            "schema": SCHEMA,
-            "version": VERSION,
-            "run_id": manifest.run_id,
-            "step": manifest.step,
-            "rank": manifest.rank,
-            "world": manifest.world,
-            "paths": manifest.paths,
-            "places": manifest.places,
-            "compute_dtype": manifest.compute_dtype,
-            "split_master": manifest.split_master,
-            "groups": [
-                {name: list(value) if isinstance(value, tuple) else value for name, value in group.items()}
-                for group in manifest.groups
-            ],
-            "parameters": [_parameter_json(param) for param in manifest.parameters],
-            "flats": [
-                {"params": [*flat.params], "offsets": [*flat.offsets], "numel": flat.numel, "owned": [*flat.owned]}
-                for flat in manifest.flats
-            ],
-            "chunks": _rows(manifest.chunks),
-            "copies": _rows(manifest.copies),
-            "extra": manifest.extra,
-            "tensors": None if manifest.tensors is None else [manifest.tensors.size, manifest.tensors.xxh3],
-        }
-    )
+    values = {field.name: getattr(manifest, field.name) for field in fields(manifest)}
+    return canonical({"schema": SCHEMA, "version": VERSION, **msgspec.to_builtins(values)})
+
+
+def parse(data: bytes, file: str = "manifest") -> Manifest:
+    """The manifest that `data` spells, checked: every field, and that they fit together.
+
+    Args: file: its name, for the errors.
+    Raises: CorruptionError naming file and place; ResumeError if another version of this library wrote it.
+    """
+    manifest = decode(data, Manifest, serialise, Schema(SCHEMA, VERSION), file)
+    if problem := next(_problems(manifest), None):
+        raise CorruptionError(problem, file=file)
+    return manifest
 
 
 def require_room(manifest: Manifest, slots: int) -> None:
@@ -191,172 +331,46 @@ def require_room(manifest: Manifest, slots: int) -> None:
         )
 
 
-def _rows(slots: Sequence[ChunkFacts]) -> Json:
-    return [
-        [slot.flat, slot.start, slot.numel, slot.path, slot.place, slot.step, f"{slot.checksum:016x}"] for slot in slots
-    ]
-
-
-def _parameter_json(param: ParameterFacts) -> Json:
-    return {
-        "name": param.name,
-        "shape": [*param.shape],
-        "order": None if param.order is None else [*param.order],
-        "unit": param.unit,
-        "dtype": param.dtype,
-        "group": param.group,
-        "age": param.age,
-    }
-
-
-def parse(data: bytes, file: str = "manifest") -> Manifest:
-    """The manifest that `data` spells, checked: every field, and that they fit together.
-
-    Args: file: its name, for the errors.
-    Raises: CorruptionError naming file and place; ResumeError if a newer version of this library wrote it.
-    """
-    root = load(data, file, MAX_BYTES)
-    require_schema(root, SCHEMA, VERSION)
-    fields = dict(zip(_FIELDS, root.fields(*_FIELDS), strict=True))
-    world = fields["world"].integer(MAX_WORLD, least=1)
-    step = fields["step"].integer()
-    groups = tuple(_group(node) for node in fields["groups"].items(MAX_GROUPS))
-    manifest = Manifest(
-        run_id=fields["run_id"].hex(32),
-        step=step,
-        rank=fields["rank"].integer(world - 1),
-        world=world,
-        paths=fields["paths"].integer(MAX_PATHS, least=1),
-        places=fields["places"].integer(MAX_PLACES, least=1),
-        compute_dtype=fields["compute_dtype"].one_of(DTYPES),
-        split_master=fields["split_master"].flag(),
-        groups=groups,
-        parameters=tuple(_parameter(node, len(groups), step) for node in fields["parameters"].items(MAX_PARAMETERS)),
-        flats=tuple(_flat(node) for node in fields["flats"].items(MAX_PARAMETERS)),
-        chunks=tuple(_chunks(fields["chunks"], step)),
-        copies=tuple(_chunks(fields["copies"], step)),
-        extra=fields["extra"].value,
-        tensors=None if fields["tensors"].value is None else parse_digest(fields["tensors"]),
-    )
-    _require_fitting(manifest, fields)
-    if serialise(manifest) != data:
-        root.refuse("is spelled in another way than this library spells it")
-    return manifest
-
-
-def parse_digest(node: Node) -> Digest:
-    """[bytes, XXH3-128]. Raises: CorruptionError."""
-    parts = node.items(2)
-    if len(parts) != 2:
-        node.refuse("expected [bytes, XXH3-128]")
-    return Digest(parts[0].integer(), parts[1].hex(32))
-
-
-def _group(node: Node) -> Mapping[str, Option]:
-    pairs = node.pairs()
-    if len(pairs) > MAX_OPTIONS:
-        node.refuse(f"{len(pairs)} hyper-parameters are too many, {MAX_OPTIONS} are allowed")
-    found: dict[str, Option] = {}
-    for name, value in pairs:
-        Node(name, f"{node.place}, a name", node.file).text()
-        if isinstance(value.value, list):
-            found[name] = tuple(_scalar(item) for item in value.items(MAX_OPTIONS))
-        else:
-            found[name] = _scalar(value)
-    return MappingProxyType(found)
-
-
-def _scalar(node: Node) -> Scalar:
-    if isinstance(node.value, list | dict):
-        node.refuse("expected a number, string, bool or null")
-    return node.text() if isinstance(node.value, str) else node.value
-
-
-def _parameter(node: Node, groups: int, step: int) -> ParameterFacts:
-    name, shape, order, unit, dtype, group, age = node.fields("name", "shape", "order", "unit", "dtype", "group", "age")
-    param = ParameterFacts(
-        name=name.text(),
-        shape=shape.integers(MAX_NUMEL, MAX_DIMENSIONS),
-        order=None if order.value is None else order.integers(MAX_DIMENSIONS, MAX_DIMENSIONS),
-        unit=unit.text(),
-        dtype=dtype.one_of(DTYPES),
-        group=group.integer(groups - 1),
-        age=age.integer(step),
-    )
-    dimensions = range(len(param.shape))
-    if param.order is not None and (sorted(param.order) != [*dimensions] or param.order == (*dimensions,)):
-        order.refuse("expected the dimensions in another order than their own")
-    return param
-
-
-def _flat(node: Node) -> FlatFacts:
-    params, offsets, numel, owned = node.fields("params", "offsets", "numel", "owned")
-    size = numel.integer(MAX_NUMEL)
-    stretch = owned.integers(size, 2)
-    if len(stretch) != 2 or stretch[0] > stretch[1]:
-        owned.refuse("expected [start, stop], start not after stop")
-    return FlatFacts(
-        params=params.integers(MAX_PARAMETERS, MAX_PARAMETERS),
-        offsets=offsets.integers(size, MAX_PARAMETERS),
-        numel=size,
-        owned=(stretch[0], stretch[1]),
-    )
-
-
-def _chunks(node: Node, step: int) -> Iterator[ChunkFacts]:
-    # Without a Node a number: there may be a hundred thousand rows.
-    least = (0, 0, 1, 0, 0, 0)
-    most = (MAX_PARAMETERS, MAX_NUMEL, MAX_NUMEL, MAX_PATHS, MAX_PLACES, step)
-    for number, row in enumerate(node.array(MAX_CHUNKS)):
-        if not isinstance(row, list) or len(row) != 7:
-            node.refuse(f"[{number}]: expected flat, start, numel, path, place, step and checksum")
-        numbers: list[int] = []
-        for value, low, high in zip(row[:6], least, most, strict=True):
-            if type(value) is not int or not low <= value <= high:
-                node.refuse(f"[{number}]: expected a whole number from {low} to {high}, found {short(value)}")
-            numbers.append(value)
-        checksum = int(Node(row[6], f"{node.place}[{number}][6]", node.file).hex(16), 16)
-        flat, start, numel, path, place, written = numbers
-        yield ChunkFacts(flat, start, numel, path, place, written, checksum)
-
-
-def _require_fitting(manifest: Manifest, fields: Mapping[str, Node]) -> None:
-    """Raises: CorruptionError unless parameters, flats and chunks make sense together."""
-    flats, chunks, parameters = fields["flats"], fields["chunks"], fields["parameters"]
-    if len({param.name for param in manifest.parameters}) != len(manifest.parameters):
-        parameters.refuse("two have one name")
-    if sum(flat.numel for flat in manifest.flats) > MAX_NUMEL:
-        flats.refuse(f"hold more than {MAX_NUMEL} elements together")
-    held = [param for flat in manifest.flats for param in flat.params]
-    if sorted(held) != [*range(len(manifest.parameters))]:
-        flats.refuse("every parameter has to be in exactly one")
-    for number, flat in enumerate(manifest.flats):
-        problem = _flat_problem(flat, manifest.parameters)
-        if problem:
-            flats.refuse(f"[{number}]: {problem}")
-    of_flat: list[list[ChunkFacts]] = [[] for _ in manifest.flats]
-    for number, chunk in enumerate(manifest.chunks):
-        if chunk.flat >= len(of_flat) or chunk.path >= manifest.paths or chunk.place >= manifest.places:
-            chunks.refuse(f"[{number}]: there is no such flat, path or place")
-        if number and manifest.chunks[number - 1].flat > chunk.flat:
-            chunks.refuse(f"[{number}]: not in the order of the flats")
+def _problems(manifest: Manifest) -> Iterator[str]:
+    """Why parameters, flats and chunks do not make sense together."""
+    step, parameters, flats = manifest.step, manifest.parameters, manifest.flats
+    if manifest.rank >= manifest.world:
+        yield f"rank: there is no rank {manifest.rank} of {manifest.world}"
+    for number, param in enumerate(parameters):
+        if param.group >= len(manifest.groups) or param.age > step:
+            yield f"parameters[{number}]: there is no such group, or it took more steps than the run"
+        own = (*range(len(param.shape)),)
+        if param.order is not None and (tuple(sorted(param.order)) != own or param.order == own):
+            yield f"parameters[{number}].order: expected the dimensions in another order than their own"
+    if len({param.name for param in parameters}) != len(parameters):
+        yield "parameters: two have one name"
+    if sum(flat.numel for flat in flats) > MAX_NUMEL:
+        yield f"flats: hold more than {MAX_NUMEL} elements together"
+    if sorted(param for flat in flats for param in flat.params) != [*range(len(parameters))]:
+        yield "flats: every parameter has to be in exactly one"
+    for number, flat in enumerate(flats):
+        if problem := _flat_problem(flat, parameters):
+            yield f"flats[{number}]: {problem}"
+    for number, slot in enumerate(manifest.slots):
+        if slot.flat >= len(flats) or slot.path >= manifest.paths or slot.slot >= manifest.places or slot.step > step:
+            yield f"chunks[{number}]: there is no such flat, path, place or step"
+    if [chunk.flat for chunk in manifest.chunks] != sorted(chunk.flat for chunk in manifest.chunks):
+        yield "chunks: not in the order of the flats"
+    of_flat: list[list[ChunkFacts]] = [[] for _ in flats]
+    for chunk in manifest.chunks:
         of_flat[chunk.flat].append(chunk)
-    for number, (flat, mine) in enumerate(zip(manifest.flats, of_flat, strict=True)):
-        problem = _chunks_problem(flat, mine, manifest.parameters)
-        if problem:
-            chunks.refuse(f"of flat {number}: {problem}")
-    _require_copies(manifest, fields["copies"])
-
-
-def _require_copies(manifest: Manifest, node: Node) -> None:
-    wanted = [(chunk.flat, chunk.start, chunk.numel) for chunk in manifest.chunks] if manifest.split_master else []
-    if [(copy.flat, copy.start, copy.numel) for copy in manifest.copies] != wanted:
-        node.refuse("expected a row for each chunk with a split master, and none without")
-    if any(copy.path >= manifest.paths or copy.place >= manifest.places for copy in manifest.copies):
-        node.refuse("there is no such path or place")
+    for number, (flat, mine) in enumerate(zip(flats, of_flat, strict=True)):
+        if problem := _chunks_problem(flat, mine, parameters):
+            yield f"chunks of flat {number}: {problem}"
+    wanted = [chunk[:3] for chunk in manifest.chunks] if manifest.split_master else []
+    if [copy[:3] for copy in manifest.copies] != wanted:
+        yield "copies: expected a row for each chunk with a split master, and none without"
 
 
 def _flat_problem(flat: FlatFacts, parameters: Sequence[ParameterFacts]) -> str | None:
+    start, stop = flat.owned
+    if not start <= stop <= flat.numel:
+        return "expected owned to be [start, stop] within the flat"
     if len(flat.params) != len(flat.offsets):
         return "as many offsets as parameters are needed"
     if len({(parameters[number].unit, parameters[number].dtype) for number in flat.params}) > 1:
@@ -403,3 +417,76 @@ def _in_both(gaps: Sequence[tuple[int, int]], spans: Iterator[tuple[int, int]]) 
             if first < last:
                 yield first, last
             at += 1
+
+
+def memory_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...] | None:
+    """The dimensions of a dense tensor from the outermost in memory to the innermost; None if that is their own order.
+
+    Dimensions of one element, whose strides mean nothing, come first.
+    """
+    single = [dimension for dimension, size in enumerate(shape) if size == 1]
+    several = [dimension for dimension, size in enumerate(shape) if size != 1]
+    ordered = sorted(several, key=lambda dimension: -stride[dimension])
+    return None if ordered == several else (*single, *ordered)
+
+
+def parameters_of(
+    layout: Layout, shapes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]], ages: Sequence[int]
+) -> tuple[ParameterFacts, ...]:
+    """The parameters of `layout` as a manifest has them. Args: shapes, strides, ages (steps taken): by parameter."""
+    return tuple(
+        ParameterFacts(
+            name=spec.name,
+            shape=tuple(shape),
+            order=memory_order(shape, stride),
+            unit=spec.unit,
+            dtype=str(spec.dtype).removeprefix("torch."),
+            group=spec.group,
+            age=age,
+        )
+        for spec, shape, stride, age in zip(layout.specs, shapes, strides, ages, strict=True)
+    )
+
+
+def flats_of(layout: Layout, owned: Sequence[tuple[int, int]] | None = None) -> tuple[FlatFacts, ...]:
+    """The flats of `layout`. Args: owned: the rank's stretch of each, in elements; None: all of it, on one rank."""
+    stretches = [(0, flat.numel) for flat in layout.flats] if owned is None else owned
+    return tuple(
+        FlatFacts(flat.params, flat.offsets, flat.numel, stretch)
+        for flat, stretch in zip(layout.flats, stretches, strict=True)
+    )
+
+
+def differences(committed: Manifest, wanted: Manifest) -> list[str]:
+    """What keeps `committed` from being resumed as `wanted`, in words; empty if nothing does.
+
+    Units, chunks, paths, ranks and hyper-parameters may differ: elements are found by their parameter's name.
+    """
+    found = []
+    if committed.compute_dtype != wanted.compute_dtype:
+        found.append(f"compute_dtype is {wanted.compute_dtype}, and {committed.compute_dtype} was committed")
+    if len(committed.groups) != len(wanted.groups):
+        found.append(f"there are {len(wanted.groups)} param groups, and {len(committed.groups)} were committed")
+    for number, (group, before) in enumerate(zip(wanted.groups, committed.groups, strict=False)):
+        is_adamw, was_adamw = (bool(of.get("decoupled_weight_decay")) for of in (group, before))
+        if is_adamw != was_adamw:
+            kinds = ("Adam", "AdamW")
+            found.append(f"param group {number} is of {kinds[is_adamw]}, and one of {kinds[was_adamw]} was committed")
+    old = {param.name: param for param in committed.parameters}
+    new = {param.name: param for param in wanted.parameters}
+    found += [f"{name} is in the model, and was not committed" for name in new if name not in old]
+    found += [f"{name} was committed, and is not in the model" for name in old if name not in new]
+    for name in new:
+        if name in old:
+            found += _param_differences(old[name], new[name])
+    return found
+
+
+def _param_differences(old: ParameterFacts, new: ParameterFacts) -> list[str]:
+    pairs = [
+        ("has the shape", new.shape, old.shape),
+        ("is", new.dtype, old.dtype),
+        ("has its dimensions in memory in the order", new.order, old.order),
+        ("is in param group", new.group, old.group),
+    ]
+    return [f"{new.name} {what} {one}, and {other} was committed" for what, one, other in pairs if one != other]

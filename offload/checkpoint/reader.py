@@ -8,29 +8,172 @@ A split master needs the slot of its 16-bit parameters beside.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 import torch
+import xxhash
 from torch import Tensor
 
 from offload.checkpoint.commit import Commit, agree, manifest_name, read_extra
-from offload.checkpoint.manifest import Manifest, ParameterFacts
-from offload.checkpoint.places import last_commit, listed
-from offload.checkpoint.swapfile import aligned_memory
-from offload.checkpoint.swapfiles import SwapFiles
-from offload.checkpoint.visible import directory_of, ranks_in, read_manifests, require_manifests
+from offload.checkpoint.manifest import Manifest, ParameterFacts, Slot, committed_slots
+from offload.checkpoint.scan import (
+    directory_of,
+    last_commit,
+    listed,
+    names_in,
+    ranks_in,
+    read_manifests,
+    require_manifests,
+    swaps,
+)
 from offload.errors import ConfigError, CorruptionError, OffloadError, ResumeError
+from offload.io.engine import aligned_memory
 from offload.native import Kernels, load
-from offload.sizes import MIB
-from offload.storage.files import LOCAL, Files
-from offload.storage.swap_file import STATE_KINDS
-from offload.storage.swap_format import Slot, committed_slots
+from offload.sizes import MIB, PAGE_BYTES
+from offload.storage.files import LOCAL, Files, swap_name
+from offload.storage.swap_file import CommittedFile
+from offload.storage.swap_format import STATE_KINDS, described_chunks, parse_header, superblock_padding_is_clean
+
+
+class CommittedFiles:
+    """Those of a run in `paths`, which `manifests`, by rank, describe. Nothing is opened before `lock`.
+
+    Raises: ResumeError (a directory is missing), CorruptionError, PathError, PathInUseError (a live run), TierIOError.
+    """
+
+    def __init__(self, paths: Sequence[Path], manifests: Sequence[Manifest], files: Files) -> None:
+        self._paths = tuple(paths)
+        self._disk = files
+        self._manifests = tuple(manifests)
+        self._files: dict[tuple[int, int], CommittedFile] = {}
+        self._without: Collection[int] = ()
+        self._undo = ExitStack()
+
+    def close(self) -> None:
+        """Closes the files, which frees their locks. May be called again."""
+        self._files.clear()
+        self._undo.close()
+
+    def lock(
+        self,
+        *,
+        exclusive: bool = False,
+        without: Collection[int] | None = None,
+        damage: list[tuple[int, OffloadError]] | None = None,
+    ) -> None:
+        """Opens and locks the swap files, if they are not.
+
+        Args: exclusive: against other readers, too; without: ranks of which some may be missing, from now on: they are
+        not read; damage: gets rank and error of what is wrong with the files themselves, instead of raising it.
+        """
+        self._without = self._without if without is None else without
+        if self._files:
+            return
+        with ExitStack() as undo:
+            files: dict[tuple[int, int], CommittedFile] = {}
+            for rank, manifest in enumerate(self._manifests):
+                is_damaged = False
+                for path in self._names_of(rank, manifest.run_id):
+                    try:
+                        file = CommittedFile(path, self._disk, exclusive=exclusive)
+                        undo.callback(file.close)
+                        if file.block.run_id != manifest.run_id:
+                            file.close()  # and is free for others
+                            continue
+                        files[rank, file.block.stripe[0]] = file
+                        _require_superblock(file, manifest)
+                    except CorruptionError as error:
+                        if damage is None:
+                            raise
+                        damage.append((rank, error))
+                        is_damaged = True
+                for number in sorted({slot.path for slot in manifest.slots}):
+                    if (rank, number) not in files and not is_damaged and rank not in self._without:
+                        raise ResumeError(self._missing(rank, number))
+            self._files = files
+            self._undo.push(undo.pop_all())
+
+    def _missing(self, rank: int, number: int) -> str:
+        manifest, name = self._manifests[rank], swap_name(rank)
+        own = manifest_name(manifest, rank)
+        homes = [path for path in self._paths if own in names_in(path, self._disk)]
+        if len(homes) == manifest.paths:
+            return (
+                f"{name}, the swap file of rank {rank} of this run, is not in all of {listed(homes)}, where its "
+                "manifest is, or is another run's: put it back; nothing was changed"
+            )
+        return (
+            f"directory {number} of the {manifest.paths} that rank {rank} of this run lies in is not among "
+            f"{listed(self._paths)}: name all of them"
+        )
+
+    def hold(self, paths: Iterable[Path], *, exclusive: bool) -> None:
+        """Locks swap files beside those that are read, until `close`. Raises: as `lock`."""
+        for path in paths:
+            self._undo.callback(CommittedFile(path, self._disk, exclusive=exclusive).close)
+
+    def _names_of(self, rank: int, run_id: str) -> Iterator[Path]:
+        """Where the swap files of `rank` may be: what is there under its name is looked at closely."""
+        for path in self._paths:
+            if swap_name(rank) in names_in(path, self._disk):
+                yield path / swap_name(rank)
+            for swap in swaps(path, self._disk, {rank}):
+                if swap.is_temporary and (swap.rank, swap.run_id) == (rank, run_id):
+                    yield swap.path
+
+    def require_whole(self, rank: int, slot: Slot) -> None:
+        """Before memory is taken for a slot: a manifest may say anything."""
+        file = self._files[rank, slot.path]
+        if file.size < slot.offset + slot.size:
+            _refuse(file, slot, f"the file ends before this slot of {slot.size} bytes does")
+
+    def check(self, rank: int, slot: Slot, buffer: Tensor) -> None:
+        """Reads a slot through `buffer`, piece by piece if that is smaller. Raises: as `CommittedFiles`."""
+        manifest = self._manifests[rank]
+        if (file := self._files.get((rank, slot.path))) is None:
+            raise CorruptionError("lies in a swap file that is damaged", chunk=slot.chunk, file=swap_name(rank))
+        facts = manifest.slots[slot.chunk]
+        hasher = xxhash.xxh3_64()
+        for start in range(0, slot.size, len(buffer)):
+            data = memoryview(buffer[: min(len(buffer), slot.size - start)].numpy().data)
+            if file.read(data, slot.offset + start) < len(data):
+                _refuse(file, slot, f"the file ends before this slot of {slot.size} bytes does")
+            if start == 0:
+                header = parse_header(data[:PAGE_BYTES], file.path, slot.offset, slot.chunk)
+                if problem := header.problem(manifest.run_id, slot.chunk, facts.step, facts.numel, facts.checksum):
+                    _refuse(file, slot, problem)
+                data = data[PAGE_BYTES:]
+            hasher.update(data)
+        if hasher.intdigest() != facts.checksum:
+            _refuse(file, slot, "the slot's data does not match its checksum")
+
+
+def _require_superblock(file: CommittedFile, manifest: Manifest) -> None:
+    """Raises: CorruptionError if a swap file is not the one that the manifest of its rank describes."""
+    block, path = file.block, file.block.stripe[0]
+    problem = None
+    if not block.commits:
+        problem = "belongs to a run that commits nothing, and a commit lies beside it"
+    elif (block.places, block.stripe[1]) != (manifest.places, manifest.paths):
+        problem = "has other places or paths than its manifest"
+    elif not block.describes(described_chunks(manifest.records, manifest.held(path))):
+        problem = "holds other chunks than its manifest says"
+    elif not superblock_padding_is_clean(file.page):
+        problem = "is damaged after the text of its superblock"
+    if problem:
+        raise CorruptionError(problem, file=file.path)
+
+
+def _refuse(file: CommittedFile, slot: Slot, problem: str) -> NoReturn:
+    raise CorruptionError(problem, chunk=slot.chunk, file=file.path, offset=slot.offset)
+
 
 BLOCK = 1 << 20
 """Elements of split masters that are joined at once."""
@@ -92,12 +235,12 @@ class Reader:
         self.paths = tuple(paths)
         self._disk = files
         # One for states, one for the 16-bit parameters beside them: which slot each holds.
-        self._buffers = [aligned_memory(0), aligned_memory(0)]
+        self._buffers = [_buffer(0), _buffer(0)]
         self._loaded: list[tuple[int, int] | None] = [None, None]
         self._kernels: Kernels | None = None
         self.home, self.commit, self.manifests = self._look() if told is None else told
         agree(self.manifests, str(self.home))
-        self.swap_files = SwapFiles(self.paths, self.manifests, files)
+        self.swap_files = CommittedFiles(self.paths, self.manifests, files)
         self._slots = [committed_slots(manifest) for manifest in self.manifests]
         self._chunks = [len(manifest.chunks) for manifest in self.manifests]
         self._names = {param.name: number for number, param in enumerate(self.manifests[0].parameters)}
@@ -219,8 +362,8 @@ class Reader:
         for rank, chunk in wanted:
             for number in self._needed(rank, chunk):
                 self.swap_files.require_whole(rank, self._slots[rank][number])
-        pairs = deque([aligned_memory(size) for size in self._largest()] for _ in range(2))
-        joined = aligned_memory(self._joined_bytes()).view(torch.float32)
+        pairs = deque([_buffer(size) for size in self._largest()] for _ in range(2))
+        joined = _buffer(self._joined_bytes()).view(torch.float32)
         with ThreadPoolExecutor(1, thread_name_prefix="offload-read") as pool:
             coming: deque[tuple[int, int, Future[list[Tensor]]]] = deque()
             for rank, chunk in wanted:
@@ -289,7 +432,7 @@ class Reader:
                 damage.append((rank, error))
         yield from (Verified(rank, None, 0, error) for rank, error in damage)
         work = ((rank, slot) for rank, slots in enumerate(self._slots) for slot in slots)
-        buffers = deque(aligned_memory(PIECE_BYTES) for _ in range(threads))
+        buffers = deque(_buffer(PIECE_BYTES) for _ in range(threads))
         with ThreadPoolExecutor(threads, thread_name_prefix="offload-verify") as pool:
             running: deque[Future[Verified]] = deque()
             while True:
@@ -319,7 +462,7 @@ class Reader:
         slot = self._slots[rank][number]
         self.swap_files.require_whole(rank, slot)
         if len(self._buffers[role]) < slot.size:
-            self._buffers[role] = aligned_memory(slot.size)
+            self._buffers[role] = _buffer(slot.size)
         self.swap_files.check(rank, slot, self._buffers[role][: slot.size])
         self._loaded[role] = rank, number
         return self._buffers[role]
@@ -343,7 +486,8 @@ class Reader:
 
     def _read_manifests(self, home: Path, commit: Commit) -> tuple[Manifest, ...]:
         found = read_manifests(self.paths, commit, self._disk)
-        require_manifests(commit, found, ranks_in(self.paths, commit, self._disk), self.paths, home)
+        missing = set(range(len(commit.manifests))) - found.keys()
+        require_manifests(commit, found, ranks_in(self.paths, commit, self._disk, missing), self.paths, home)
         return tuple(found[rank] for rank in sorted(found))
 
     def _directory_of(self, name: str) -> Path:
@@ -354,6 +498,11 @@ class Reader:
         if name not in self._names:
             raise ConfigError(f"{name!r} is no parameter of this run")
         return self._names[name]
+
+
+def _buffer(nbytes: int) -> Tensor:
+    """`nbytes`, uint8, at the start of a page, as O_DIRECT wants them."""
+    return torch.frombuffer(aligned_memory(nbytes), dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
 
 
 def in_shape(line: Tensor, facts: ParameterFacts) -> Tensor:

@@ -9,24 +9,21 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from offload.checkpoint.atomic_file import failing, sync_directory
-from offload.checkpoint.commit import FILE_NAME, MAX_COMMIT_BYTES, manifest_in, parse_commit
-from offload.checkpoint.places import claimed
+from offload.checkpoint.commit import MAX_COMMIT_BYTES, manifest_in, parse_commit
 from offload.errors import ConfigError, CorruptionError, ResumeError
 from offload.sizes import PAGE_BYTES
-from offload.storage.directories import ASIDE, COMMIT_NAME, MAGIC, RECORD_START, TEMPORARY
-from offload.storage.files import LOCAL
-from offload.storage.swap_format import parse_superblock
+from offload.storage.files import COMMIT_NAME, LOCAL, NEW_SUFFIX, RECORD_START, TEMPORARY, file_name
+from offload.storage.swap_file import open_locked
+from offload.storage.swap_format import MAGIC, parse_superblock
 
-_SWAP = re.compile(rf"offload-rank\d+\.swap(?:{re.escape(ASIDE)})?")
 _NOT_KNOWN = "is none of this library's, or damaged"
-_RECORDS = (COMMIT_NAME, COMMIT_NAME + ASIDE, COMMIT_NAME + TEMPORARY)
+_RECORDS = (COMMIT_NAME, COMMIT_NAME + NEW_SUFFIX, COMMIT_NAME + TEMPORARY)
 
 
 @dataclass(frozen=True)
@@ -73,8 +70,8 @@ def remove(files: Sequence[Path]) -> None:
     """
     with ExitStack() as stack:
         for path in files:
-            if _SWAP.fullmatch(path.name):
-                stack.callback(claimed(path, LOCAL).close)
+            if _is_swap(path):
+                stack.callback(open_locked(path, LOCAL).close)
         records = [path for path in files if path.name == COMMIT_NAME]
         # Without them the others mean nothing, in whatever directory they are.
         for those in (records, [path for path in files if path.name != COMMIT_NAME]):
@@ -95,13 +92,13 @@ def _named(directory: Path) -> Iterator[Path]:
     with failing("read", directory):
         names = sorted(LOCAL.names(directory), key=lambda name: (name != COMMIT_NAME, name))
     for name in names:
-        if name in _RECORDS or _SWAP.fullmatch(name) or FILE_NAME.fullmatch(name):
+        if name in _RECORDS or file_name(name) is not None:
             yield directory / name
 
 
 def _runs_in(path: Path) -> set[str] | None:
     """The runs that a file of this library speaks of; None if it is not known to be one. Raises: OSError."""
-    if _SWAP.fullmatch(path.name):
+    if _is_swap(path):
         page = LOCAL.read(path, PAGE_BYTES)
         if page.startswith(MAGIC):
             try:
@@ -125,8 +122,12 @@ def _runs_in(path: Path) -> set[str] | None:
     return None
 
 
+def _is_swap(path: Path) -> bool:
+    return (file := file_name(path.name)) is not None and file.kind == "swap"
+
+
 def _is_of(path: Path, runs: set[str]) -> bool:
     """Whether a file that cannot be read is of one of `runs`."""
-    if (match := FILE_NAME.fullmatch(path.name)) is not None:
-        return match[1] in runs
+    if (file := file_name(path.name)) is not None:
+        return file.run_id in runs
     return path.name == COMMIT_NAME and any(run.encode() in LOCAL.read(path, MAX_COMMIT_BYTES) for run in runs)

@@ -27,19 +27,16 @@ from functools import cached_property
 from pathlib import Path
 
 from offload.checkpoint.atomic_file import failing, sync_directory
-from offload.checkpoint.commit import FILE_NAME, Commit, copy_manifest, read_commit, read_manifest, write_commit
-from offload.checkpoint.manifest import Manifest
-from offload.checkpoint.places import claimed
+from offload.checkpoint.commit import Commit, copy_manifest, read_commit, read_manifest, write_commit
+from offload.checkpoint.manifest import Manifest, committed_slots
 from offload.errors import BudgetError, OffloadError, PathError, PathInUseError
 from offload.sizes import PAGE_BYTES, format_bytes
-from offload.storage.directories import ASIDE, COMMIT_NAME, TEMPORARY, swap_name
-from offload.storage.files import Files
-from offload.storage.swap_format import committed_slots
+from offload.storage.files import COMMIT_NAME, NEW_SUFFIX, TEMPORARY, Files, file_name, swap_name
+from offload.storage.swap_file import open_locked
 
 RUN_DIGITS = 8
 """Of the run's id, in the name: a run that began from a snapshot may come to the same step again."""
 _NAME = re.compile(rf"snapshot-(?:0|[1-9]\d{{0,18}})-[0-9a-f]{{{RUN_DIGITS}}}")
-_SWAP = re.compile(r"offload-rank(?:0|[1-9]\d{0,4})\.swap")
 
 
 def name_of(commit: Commit) -> str:
@@ -169,7 +166,7 @@ class Snapshot:
             with failing("write", directory):
                 self.files.make_directory(directory)
             sync_directory(self.files, directory.parent)
-            self._copy_slots(number, directory / (swap_name(self.manifest.rank) + ASIDE))
+            self._copy_slots(number, directory / (swap_name(self.manifest.rank) + NEW_SUFFIX))
             sync_directory(self.files, directory)
             copy_manifest(directory.parent, directory, self.commit, self.manifest.rank, self.files)
 
@@ -177,12 +174,12 @@ class Snapshot:
         """For rank 0, when all have made their part."""
         write_commit(self.directories[0], self.record, self.files)
 
-    def settle(self, names: Iterable[str]) -> None:
-        """When these are decided, but for what somebody is reading. One that is settled already stays as it is."""
+    def finish(self, names: Iterable[str]) -> None:
+        """When these are decided, but for what somebody is reading. One that is finished already stays as it is."""
         for path in self.paths:
             for name in names:
                 with ExitStack() as held:
-                    if self._claims(path / name / (swap_name(self.manifest.rank) + ASIDE), held):
+                    if self._claims(path / name / (swap_name(self.manifest.rank) + NEW_SUFFIX), held):
                         self._rename(path / name, to_aside=False)
 
     def retire(self, names: Iterable[str]) -> None:
@@ -227,7 +224,7 @@ class Snapshot:
 
     def _rename(self, directory: Path, *, to_aside: bool) -> None:
         place = directory / swap_name(self.manifest.rank)
-        aside = place.with_name(place.name + ASIDE)
+        aside = place.with_name(place.name + NEW_SUFFIX)
         old, new = (place, aside) if to_aside else (aside, place)
         names = self._names(directory)
         # With a file in place, the one aside is of a run in another layout that began inside, and did not get far.
@@ -239,11 +236,12 @@ class Snapshot:
     def _clear(self, directory: Path) -> None:
         """What makes it known as cut off goes last."""
         names = self._names(directory)
-        asides = [name for name in names if name.endswith(ASIDE) and _SWAP.fullmatch(name.removesuffix(ASIDE))]
+        known = {name: file for name in names if (file := file_name(name)) is not None}
+        asides = [name for name, file in known.items() if file.kind == "swap" and file.suffix]
         if COMMIT_NAME in names or (names and not asides):
             return
         run = directory.name[-RUN_DIGITS:]
-        others = [name for name in names if (match := FILE_NAME.fullmatch(name)) and match[1].startswith(run)]
+        others = [name for name, file in known.items() if file.kind != "swap" and file.run_id.startswith(run)]
         others += [name for name in names if name == COMMIT_NAME + TEMPORARY]
         # Where ranks share a directory another one may be doing the same.
         with failing("remove", directory), suppress(FileNotFoundError):
@@ -254,13 +252,14 @@ class Snapshot:
             self.files.remove_directory(directory)
 
     def _is_free(self, directory: Path, held: ExitStack) -> bool:
-        names = [name for name in self._names(directory) if _SWAP.fullmatch(name.removesuffix(ASIDE))]
+        files = ((name, file_name(name)) for name in self._names(directory))
+        names = [name for name, file in files if file is not None and file.kind == "swap"]
         return all(self._claims(directory / name, held) for name in names)
 
     def _claims(self, swap: Path, held: ExitStack) -> bool:
         """Whether nobody uses it. Args: held: gets its lock."""
         try:
-            held.callback(claimed(swap, self.files).close)
+            held.callback(open_locked(swap, self.files).close)
         except PathInUseError:
             return False
         except PathError:  # gone or damaged: nobody can use it

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.checkpoint.strict import canonical
+from offload.checkpoint.manifest import canonical
 
 DTYPES = {
     torch.float64: "F64",

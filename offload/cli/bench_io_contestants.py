@@ -17,8 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from offload.cli.bench_io_place import Place
-from offload.io.engine import IOFile, IOFuture
-from offload.io.queue import QueuedEngine
+from offload.io.engine import IOFile, IOFuture, QueuedEngine
 from offload.sizes import KIB, MIB
 
 OPERATIONS = ("read", "write", "mixed")

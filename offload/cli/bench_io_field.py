@@ -12,11 +12,10 @@ from pathlib import Path
 from offload.cli.bench_io_contestants import TRANSFERS, Fio, Ours, Pool
 from offload.cli.bench_io_place import SMALLEST_BYTES, Place
 from offload.cli.bench_io_race import Family, Point
-from offload.io import ring
-from offload.io.engine import IOFile
+from offload.io import io_uring
+from offload.io.engine import IOFile, QueuedEngine
 from offload.io.io_uring import UringEngine
 from offload.io.portable import PortableEngine
-from offload.io.queue import QueuedEngine
 from offload.io.threads import ThreadEngine
 from offload.sizes import KIB, MIB
 
@@ -71,7 +70,7 @@ class Field:
 
     def points(self) -> tuple[list[Point], list[str]]:
         """The settings to try, and why an engine is missing."""
-        available, reason = ring.is_available()
+        available, reason = io_uring.is_available()
         points = [
             Point(name, request, depth)
             for name in (["uring", "threads"] if available else ["threads"])
@@ -98,7 +97,7 @@ class Field:
         )
 
     def _nameless(self, engine: QueuedEngine) -> IOFile:
-        return engine.adopt(IOFile(str(self.place.path), os.dup(self.place.fd), self.place.direct))
+        return engine.adopt(IOFile(str(self.place.path), os.dup(self.place.fd)))
 
     def _by_name(self, engine: QueuedEngine) -> IOFile:
         return engine.open(str(self.named))

@@ -114,9 +114,9 @@ def export(
     """
     import torch
 
+    from offload.checkpoint.export import entries
     from offload.checkpoint.export import export as write
     from offload.checkpoint.reader import Reader
-    from offload.checkpoint.weights import entries
 
     if len(paths) < 2:
         raise ConfigError("give the directory of a run and the one to export to")

@@ -182,7 +182,7 @@ def _take(stack: contextlib.ExitStack, model: GPT, options: TrainOptions) -> Off
     """The optimizer, whose files go with `stack` unless they are to be kept."""
     from offload.cli.loop import build_optimizer
     from offload.cli.workspace import Workspace, removed_at_end
-    from offload.storage.directories import SWAP_NAME
+    from offload.storage.files import SWAP_NAME
 
     if options.tier != "nvme" or options.keep or options.commit_every:
         return stack.enter_context(build_optimizer(model, options))

@@ -20,7 +20,7 @@ from functools import cached_property
 from offload.errors import ConfigError, StateError
 from offload.layout import ALIGN_NUMEL, Layout, Piece, pieces_between
 from offload.sizes import round_up
-from offload.storage.swap_file import STATE_KINDS
+from offload.storage.swap_format import STATE_KINDS
 
 KINDS = ("param", "grad", *STATE_KINDS)
 """State kinds: the 16-bit parameter, its gradient, the fp32 master and Adam's moments."""

@@ -18,7 +18,7 @@ from offload.config import SUM_BLOCK
 from offload.grads import shards
 from offload.grads.base import GradientBuffer, too_often
 from offload.interrupts import wait_for_all
-from offload.io.workers import Workers
+from offload.io.threads import Workers
 from offload.layout import Chunk, Layout, Piece
 from offload.native import sum_blocks
 from offload.profiling import GRADIENTS, SUMS, TO_HOST

@@ -30,7 +30,7 @@ from offload.run import Run
 from offload.sizes import round_up
 from offload.storage.arena import carved_bytes
 from offload.storage.chunk_cache import Store
-from offload.storage.swap_file import Record
+from offload.storage.swap_format import Record
 
 
 def dtypes_of(layout: Layout, accumulation: int) -> list[torch.dtype]:

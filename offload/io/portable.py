@@ -18,9 +18,8 @@ from weakref import WeakKeyDictionary
 import aiofiles
 import aiofiles.os
 
-from offload.io.engine import IOFile, open_file, reopened
-from offload.io.queue import DEPTH, REQUEST_BYTES, QueuedEngine, Refused, Request
-from offload.io.workers import Workers
+from offload.io.engine import DEPTH, REQUEST_BYTES, IOFile, QueuedEngine, Refused, Request, open_file, reopened
+from offload.io.threads import Workers
 
 _fsync = aiofiles.os.wrap(os.fsync)
 

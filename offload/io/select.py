@@ -18,14 +18,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from offload.errors import ConfigError
-from offload.io import ring
-from offload.io.engine import IOEngine
+from offload.errors import ConfigError, OffloadError
+from offload.io import io_uring
+from offload.io.engine import DEPTH, O_DIRECT, REQUEST_BYTES, IOEngine, IOFile, IOFuture, aligned_memory
 from offload.io.io_uring import UringEngine
 from offload.io.portable import PortableEngine
-from offload.io.queue import DEPTH, REQUEST_BYTES
 from offload.io.threads import ThreadEngine
-from offload.sizes import GIB, PAGE_BYTES
+from offload.sizes import GIB, MIB, PAGE_BYTES
 
 ENGINES: dict[str, Callable[[int, int], IOEngine]] = {
     "uring": UringEngine,
@@ -70,7 +69,7 @@ def open_engine(name: str, paths: Sequence[Path]) -> IOEngine:
     wanted = chosen.engine if name == AUTO else name
     if wanted == AUTO:
         wanted = next(iter(ENGINES))
-    available, reason = ring.is_available() if wanted == "uring" else (True, "")
+    available, reason = io_uring.is_available() if wanted == "uring" else (True, "")
     if not available:
         if name != AUTO:
             raise ConfigError(f'io_engine="uring" cannot run here: {reason}; choose "threads" or "auto"')
@@ -167,3 +166,73 @@ def _say_once(text: str) -> None:
     if text not in _told:
         _told.add(text)
         _log.warning("%s", text)
+
+
+PROBE_BYTES = 128 * MIB
+TRANSFER_BYTES = 8 * MIB
+MUCH_SLOWER = 4
+"""A path this many times slower than the fastest is worth a line."""
+
+_log = logging.getLogger("offload")
+
+
+def weights(paths: Sequence[Path]) -> list[float]:
+    """The share that each path should get, as bandwidths in bytes a second; all equal where it cannot be known."""
+    if len(paths) == 1:
+        return [1.0]
+    found = [_bandwidth(path) for path in paths]
+    if None in found:
+        return [1.0] * len(paths)
+    known = [speed for speed in found if speed is not None]
+    for path, speed in zip(paths, known, strict=True):
+        if MUCH_SLOWER * speed < max(known):
+            _log.warning(
+                "%s moves %.2f GB/s, the fastest path %.2f: it gets that share of the chunks, and is worth leaving out",
+                path,
+                speed / 1e9,
+                max(known) / 1e9,
+            )
+    return known
+
+
+def _bandwidth(path: Path) -> float | None:
+    known = recall(path)
+    if known is not None and known.mixed_bytes_per_s:
+        return known.mixed_bytes_per_s
+    try:
+        speed = measure_mixed(path)
+    except (OSError, OffloadError) as error:
+        _log.info("%s: its bandwidth cannot be measured: %s", path, error)
+        return None
+    with contextlib.suppress(OSError, RuntimeError):  # a read-only cache; no home directory
+        remember(path, Settings(AUTO, mixed_bytes_per_s=speed))
+    return speed
+
+
+def measure_mixed(path: Path, size: int = PROBE_BYTES) -> float:
+    """Bytes a second, both directions together, of half reading and half writing `size` bytes in transfers of 8 MiB.
+
+    The file has no name and is gone afterwards, whatever happens.
+    Raises: OSError where the file system has no nameless files, no O_DIRECT or no room; TierIOError.
+    """
+    folder = str(nearest_existing(path))
+    engine = ThreadEngine()
+    try:
+        file = engine.adopt(IOFile(folder, os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | O_DIRECT, 0o600)))
+        os.posix_fallocate(file.fd, 0, size)
+        into, out = (aligned_memory(TRANSFER_BYTES) for _ in range(2))
+        half = range(0, size // 2, TRANSFER_BYTES)
+        # Once without a clock: the first write into reserved space is slower than any later one.
+        _wait([engine.write(file, start, out) for start in range(0, size, TRANSFER_BYTES)])
+        begun = time.perf_counter()
+        reads = [engine.read(file, start, into) for start in half]
+        writes = [engine.write(file, size // 2 + start, out) for start in half]
+        _wait(reads + writes)
+        return 2 * len(half) * TRANSFER_BYTES / (time.perf_counter() - begun)
+    finally:
+        engine.close()
+
+
+def _wait(futures: list[IOFuture]) -> None:
+    for future in futures:
+        future.result()

@@ -4,11 +4,91 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
-from concurrent.futures import Future
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from queue import Empty, SimpleQueue
+from typing import Any, ParamSpec, TypeVar
 
-from offload.io.queue import DEPTH, REQUEST_BYTES, QueuedEngine, Refused, Request
-from offload.io.workers import Workers
+from offload.errors import ClosedError
+from offload.io.engine import DEPTH, REQUEST_BYTES, QueuedEngine, Refused, Request
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_Call = tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+class Workers(Executor):
+    """An executor; see the top of this file. One that is forgotten ends its threads when its calls are done.
+
+    Args: count: of threads; name: theirs.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._is_closed = False
+        self._threads = [
+            threading.Thread(target=_work, args=(self._calls,), name=f"{name}_{number}", daemon=True)
+            for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+        # Also at exit: a thread that ends while the interpreter does can take it down.
+        self._end = weakref.finalize(self, _stop, self._calls, self._threads, os.getpid())
+
+    def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """Raises: ClosedError after `shutdown`, and when Python has ended the threads."""
+        future: Future[R] = Future()
+        self.put(future, fn, *args, **kwargs)
+        return future
+
+    def put(self, future: Future[R], fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> None:
+        """As `submit`, for a future of the caller's own: whatever is raised here, who cancels it knows that `fn` is not
+        called."""
+        if self._is_closed or not self._end.alive:
+            raise ClosedError("the threads for this have ended: close the optimizer before Python ends")
+        self._calls.put((future, fn, args, kwargs))
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._is_closed = True
+        if cancel_futures:
+            try:
+                while (call := self._calls.get_nowait()) is not None:
+                    call[0].cancel()
+            except Empty:
+                pass
+        if wait:
+            self._end()
+        elif self._end.detach() is not None:
+            for _ in self._threads:
+                self._calls.put(None)
+
+
+def _work(calls: SimpleQueue[_Call | None]) -> None:
+    while (call := calls.get()) is not None:
+        future, function, args, kwargs = call
+        if future.set_running_or_notify_cancel():
+            try:
+                result = function(*args, **kwargs)
+            except BaseException as error:
+                future.set_exception(error)
+                del error
+            else:
+                future.set_result(result)
+                del result
+        # What it holds has to go when its caller lets it go.
+        del call, future, function, args, kwargs
+
+
+def _stop(calls: SimpleQueue[_Call | None], threads: list[threading.Thread], pid: int) -> None:
+    if pid != os.getpid():
+        return  # a forked child has no such threads
+    for _ in threads:
+        calls.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join()
 
 
 class ThreadEngine(QueuedEngine):

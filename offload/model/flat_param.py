@@ -29,8 +29,7 @@ from torch import Tensor, UntypedStorage, nn
 from offload import torch_private
 from offload.errors import ConfigError
 from offload.layout import Layout
-from offload.native.library import advise_huge_pages
-from offload.native.poison import poison
+from offload.native.memory import advise_huge_pages, poison
 
 NO_VERSION = 1 << 31
 """The version of a parameter whose memory is elsewhere. No graph has saved it. So autograd, which knows nothing of

@@ -137,12 +137,17 @@ class Answers:
     """Hands gradients over to the gradient buffers as autograd makes them, and answers for them in `p.grad`."""
 
     def __init__(
-        self, layout: Layout, parameters: FlatParameters, sink: GradientBuffer, pending: PendingUpdates, owner: Owner
+        self,
+        layout: Layout,
+        parameters: FlatParameters,
+        gradients: GradientBuffer,
+        pending: PendingUpdates,
+        owner: Owner,
     ) -> None:
         self._names = [spec.name for spec in layout.specs]
         self._ranks = layout.ranks
         self._parameters = parameters
-        self._sink = sink
+        self._gradients = gradients
         self._pending = pending
         self._owner = owner
         self._pid = os.getpid()
@@ -175,7 +180,7 @@ class Answers:
                 self._copies.pop(number, None)
             else:
                 self._copies.pop(number, None)
-                self._sink.clear(number)
+                self._gradients.clear(number)
             self._zeroed.discard(number)
 
     def hand_over(self, number: int, leaf: Tensor, start: int = 0) -> None:
@@ -185,10 +190,10 @@ class Answers:
             grad = leaf.grad
             if grad is None:
                 raise AssertionError("a gradient hook ran without a gradient")
-            # First the stand-in: if the sink raises, the gradient must not be taken for one that the user assigned.
+            # First the stand-in: if the buffer raises, the gradient must not be taken for one that the user assigned.
             leaf.grad = None
             param.grad = self._stand_ins[number]
-            self._sink.accumulate(number, flattened_like(leaf, grad.detach()), start)
+            self._gradients.accumulate(number, flattened_like(leaf, grad.detach()), start)
 
     # What the optimizer calls.
 
@@ -211,7 +216,9 @@ class Answers:
             if self.is_marked(number):
                 param = self._parameters.params[number]
                 with torch_private.DisableTorchFunctionSubclass():
-                    self._sink.accumulate(number, torch.zeros(param.numel(), dtype=param.dtype, device=param.device))
+                    self._gradients.accumulate(
+                        number, torch.zeros(param.numel(), dtype=param.dtype, device=param.device)
+                    )
         for number, param in enumerate(self._parameters.params):
             with torch_private.DisableTorchFunctionSubclass():
                 grad = param.grad
@@ -223,13 +230,13 @@ class Answers:
                     grad = self.values_of(grad.number)
                 with torch_private.DisableTorchFunctionSubclass():
                     param.grad = grad
-                self._sink.clear(number)
+                self._gradients.clear(number)
                 self._zeroed.discard(number)
                 self.hand_over(number, param)
 
     def consumed(self, used: Sequence[int]) -> None:
         """A step has used the gradients of these parameters; the next ones begin anew."""
-        self._used = {number: self._sink.factor_of(number) for number in used}
+        self._used = {number: self._gradients.factor_of(number) for number in used}
         self._forget()
 
     def dropped(self) -> None:
@@ -264,7 +271,7 @@ class Answers:
 
     def is_live(self, number: int) -> bool:
         """Whether there is a gradient that no step has used."""
-        return not self._is_removed and (number in self._zeroed or self._sink.has(number))
+        return not self._is_removed and (number in self._zeroed or self._gradients.has(number))
 
     def answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """`func(*args, **kwargs)`, where some of the arguments are stand-ins."""
@@ -302,8 +309,8 @@ class Answers:
         """The gradient of a parameter as the step would use it: 1-D, in the dtype it is held in; a copy."""
         if number in self._zeroed:
             self.take_changes()
-        self._sink.finalize([number])
-        values, factor = self._sink.values(number), self._sink.factor_of(number)
+        self._gradients.finalize([number])
+        values, factor = self._gradients.values(number), self._gradients.factor_of(number)
         return values.clone() if factor == 1.0 else (values.float() * factor).to(values.dtype)
 
     def _on_values(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -339,8 +346,8 @@ class Answers:
                 held = torch.where(bits_of(rounded) == bits_of(new), held, new.to(held.dtype))
             else:
                 held = new
-        self._sink.write(number, held)
-        self._sink.set_factor(number, 1.0)
+        self._gradients.write(number, held)
+        self._gradients.set_factor(number, 1.0)
         self._norms.clear()
 
     def _require_values(self, number: int) -> None:
@@ -394,15 +401,15 @@ class Answers:
             self.take_changes()
             if self._ranks > 1:
                 has_live = any(map(self.is_live, range(len(self._names))))
-                every = self._owner.finalize_gradients() if has_live else list(self._used)
+                every = self._owner.collect() if has_live else list(self._used)
             else:
                 every = list(numbers)
-                self._sink.finalize(live)
-            held = self._sink.norms(every, order)
+                self._gradients.finalize(live)
+            held = self._gradients.norms(every, order)
             known = self._norms.setdefault(order, {})
             for number, norm in zip(every, held, strict=True):
                 used = self._used.get(number, 1.0)
-                known[number] = norm * abs(self._sink.factor_of(number) if self.is_live(number) else used)
+                known[number] = norm * abs(self._gradients.factor_of(number) if self.is_live(number) else used)
         return [known[number] for number in numbers]
 
     def _multiply(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -428,17 +435,17 @@ class Answers:
                 return False  # somebody has a view, which has to see the product
         for one, by in zip(ones, map(float, factors), strict=True):
             by = (1.0 / by if by else math.copysign(math.inf, by)) if divides else by
-            self._sink.set_factor(one.number, self._sink.factor_of(one.number) * by)
+            self._gradients.set_factor(one.number, self._gradients.factor_of(one.number) * by)
         self._norms.clear()
         return True
 
     def zero(self, number: int) -> None:
         """A gradient becomes zeros, to which the next ones are added. The step uses them, unlike None."""
-        if self._sink.has(number):
-            self._sink.clear(number)
+        if self._gradients.has(number):
+            self._gradients.clear(number)
         self._copies.pop(number, None)
         self._used.pop(number, None)
-        self._sink.set_factor(number, 1.0)
+        self._gradients.set_factor(number, 1.0)
         self._zeroed.add(number)
         self._norms.clear()
 
@@ -475,11 +482,11 @@ class Answers:
         AccumulationError after unscaling or clipping, whose factor was computed from the gradients before."""
         if os.getpid() != self._pid:
             raise ClosedError("this is a forked child: only the process that made the optimizer can run backward")
-        if self._sink.scale != UNIT_SCALE or self._sink.factors:
+        if self._gradients.scale != UNIT_SCALE or self._gradients.factors:
             if not self.active:
-                self._sink.scale = UNIT_SCALE  # the user dropped the gradients that it was for
-                self._sink.factors.clear()
-            elif self._sink.scale.is_fixed or self._sink.factors:
+                self._gradients.scale = UNIT_SCALE  # the user dropped the gradients that it was for
+                self._gradients.factors.clear()
+            elif self._gradients.scale.is_fixed or self._gradients.factors:
                 raise AccumulationError(
                     "a gradient came between clipping or multiplying the gradients, or a GradScaler's unscale_(), and "
                     "step(): unscale, clip and divide once, after the last backward of a step"

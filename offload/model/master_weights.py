@@ -20,9 +20,8 @@ from offload.layout import Chunk, CopyRange, Layout, Piece
 from offload.model.flat_param import FlatParameters, flattened
 from offload.model.torch_helpers import bits_of
 from offload.native import Kernels
-from offload.storage.chunk_cache import Store
-from offload.storage.lease import Lease
-from offload.storage.swap_file import STATE_KINDS
+from offload.storage.chunk_cache import Lease, Store
+from offload.storage.swap_format import STATE_KINDS
 
 BLOCK = 1 << 20
 """Elements that are processed at once, so that temporaries stay small."""

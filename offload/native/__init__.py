@@ -21,11 +21,18 @@ from torch import Tensor
 
 from offload.config import SUM_BLOCK
 from offload.errors import ClosedError, ConfigError
-from offload.native.contract import AdamScalars, Backend, Part, sum_blocks
-from offload.native.device import DeviceKernels
-from offload.native.fallback import TorchKernels
-from offload.native.library import Library, c_variants, library_path, open_library
+from offload.native.library import (
+    AdamScalars,
+    Backend,
+    Library,
+    Part,
+    c_variants,
+    library_path,
+    open_library,
+    sum_blocks,
+)
 from offload.native.threads import Pool, usable_cpus
+from offload.native.torch_kernels import DeviceKernels, TorchKernels
 
 __all__ = [
     "SUM_BLOCK",

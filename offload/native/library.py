@@ -4,73 +4,147 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
-import sys
+import math
 import sysconfig
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from offload.config import SUM_BLOCK
-from offload.native.contract import AdamScalars, Part
+
+Part = Callable[[int, int], None]
+"""A kernel bound to its tensors, to be run on a range [low, high) of their elements."""
+
+
+class AdamStruct(ctypes.Structure):
+    """kernels.h: struct offload_adam_scalars. Assigning a float rounds it once to fp32."""
+
+    _fields_ = (
+        ("scale", ctypes.c_float),
+        ("weight_decay", ctypes.c_float),
+        ("decay", ctypes.c_float),
+        ("one_minus_beta1", ctypes.c_float),
+        ("beta2", ctypes.c_float),
+        ("one_minus_beta2", ctypes.c_float),
+        ("neg_step_size", ctypes.c_float),
+        ("sqrt_bias_correction2", ctypes.c_float),
+        ("eps", ctypes.c_float),
+        ("add_decay", ctypes.c_int32),
+    )
+
+
+@dataclass(frozen=True)
+class AdamScalars:
+    """What one Adam step of one param group needs beside its tensors, as doubles; each is rounded
+    once to fp32 when a kernel takes it.
+
+    `decoupled` is AdamW: `p *= decay`; otherwise `g += weight_decay * p`, left out if that is 0.
+    """
+
+    scale: float
+    weight_decay: float
+    decay: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    neg_step_size: float
+    sqrt_bias_correction2: float
+    eps: float
+    decoupled: bool
+
+    @classmethod
+    def at(
+        cls,
+        *,
+        step: int,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        decoupled: bool,
+        scale: float = 1.0,
+    ) -> AdamScalars:
+        """The scalars of step `step`, counted from 1. `scale` multiplies the gradient: the inverse of
+        the loss scale times the clip coefficient."""
+        if step < 1:
+            raise ValueError(f"step {step}: steps are counted from 1")
+        beta1, beta2 = betas
+        return cls(
+            scale=scale,
+            weight_decay=weight_decay,
+            decay=1 - lr * weight_decay,
+            one_minus_beta1=1 - beta1,
+            beta2=beta2,
+            one_minus_beta2=1 - beta2,
+            neg_step_size=-(lr / (1 - beta1**step)),
+            sqrt_bias_correction2=math.sqrt(1 - beta2**step),
+            eps=eps,
+            decoupled=decoupled,
+        )
+
+    @functools.cached_property
+    def packed(self) -> AdamStruct:
+        """The same as the C struct, made once."""
+        return AdamStruct(
+            scale=self.scale,
+            weight_decay=self.weight_decay,
+            # Without weight decay both kinds are p *= 1.
+            decay=self.decay if self.decoupled else 1.0,
+            one_minus_beta1=self.one_minus_beta1,
+            beta2=self.beta2,
+            one_minus_beta2=self.one_minus_beta2,
+            neg_step_size=self.neg_step_size,
+            sqrt_bias_correction2=self.sqrt_bias_correction2,
+            eps=self.eps,
+            add_decay=int(not self.decoupled and self.weight_decay != 0),
+        )
+
+
+def sum_blocks(first: int, numel: int) -> int:
+    """How many blocks of SUM_BLOCK positions the positions first .. first+numel touch."""
+    return 0 if numel == 0 else (first + numel - 1) // SUM_BLOCK - first // SUM_BLOCK + 1
+
+
+class Backend(Protocol):
+    """Each method binds one kernel to tensors that were checked before."""
+
+    def adam(
+        self,
+        master: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        grad: Tensor,
+        out: Tensor | None,
+        s: AdamScalars,
+    ) -> Part: ...
+    def adam_split(
+        self,
+        param: Tensor,
+        low: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        grad: Tensor,
+        out: Tensor,
+        s: AdamScalars,
+    ) -> Part: ...
+    def split(self, master: Tensor, low: Tensor, exp_avg_sq: Tensor, param: Tensor) -> Part: ...
+    def join(
+        self, param: Tensor, low: Tensor, exp_avg_sq: Tensor, master_out: Tensor, exp_avg_sq_out: Tensor
+    ) -> Part: ...
+    def sum_squares(self, x: Tensor, first: int, out: Tensor) -> Part: ...
+    def accumulate(self, acc: Tensor, x: Tensor) -> Part: ...
+    def cast(self, src: Tensor, dst: Tensor) -> Part: ...
+    def scale(self, x: Tensor, factor: float) -> Part: ...
+
 
 _LIBRARY_NAME = "liboffload_kernels.so"
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # kernels.h
 _NONE = 3
-
-
-_HUGE_PAGE = 2 << 20
-_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
-
-
-LARGE_BYTES = 4 << 20
-"""Of a block that goes back to the system when it is freed. Smaller ones, many activations and what a backward makes of
-them, are used again: memory from the system is cleared page by page."""
-_HELD_BYTES = 64 << 20
-"""What may lie free at the end of the heap: as much as glibc chooses itself where nothing is set."""
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-
-
-@functools.cache
-def return_large_blocks() -> None:
-    """Makes malloc of this process map blocks of LARGE_BYTES and more one by one, so that freed ones are given back.
-
-    glibc does so only until the first of them is freed: later ones it cuts from its heap, where what small blocks that
-    live longer leave between them is too short for the next large one. Does nothing where there is no such option, or
-    where the environment has set it.
-    """
-    if "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", ""):
-        return
-    if sys.platform == "linux":
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
-        if mallopt is not None:
-            mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
-            # Setting the one fixes the other too, at 128 KiB.
-            mallopt(_M_TRIM_THRESHOLD, _HELD_BYTES)
-
-
-def advise_huge_pages(memory: Tensor) -> None:
-    """Asks the kernel for huge pages behind a CPU tensor that was just allocated: its first touch is then several times
-    faster. Where there are none, nothing changes."""
-    size = memory.numel() * memory.element_size()
-    if size < 2 * _HUGE_PAGE or not sys.platform.startswith("linux"):
-        return
-    start = -(-memory.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
-    end = (memory.data_ptr() + size) // _HUGE_PAGE * _HUGE_PAGE
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_HUGEPAGE)
-
-
-def populate(memory: Tensor) -> bool:
-    """Puts pages behind a page-aligned CPU tensor, without writing to it: what is there stays, what others write
-    meanwhile, too. Returns: whether the kernel could (Linux 5.14)."""
-    if not sys.platform.startswith("linux"):
-        return False
-    size = ctypes.c_size_t(memory.numel() * memory.element_size())
-    return bool(ctypes.CDLL(None).madvise(ctypes.c_void_p(memory.data_ptr()), size, _MADV_POPULATE_WRITE) == 0)
 
 
 class Library:

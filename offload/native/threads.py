@@ -11,7 +11,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from offload.interrupts import LET_IN_S, uninterrupted
-from offload.native.contract import Part
+from offload.native.library import Part
 
 
 class Pool:

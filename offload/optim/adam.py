@@ -29,14 +29,13 @@ from offload.dist.exchange import FlatGather, ReplicaExchange
 from offload.errors import OffloadError
 from offload.grads.base import GradientBuffer
 from offload.interrupts import wait_for_all
-from offload.io.workers import Workers
+from offload.io.threads import Workers
 from offload.layout import Chunk, Layout, Segment, segments
 from offload.native import AdamScalars
 from offload.profiling import ADAM, TO_DEVICE, Event
 from offload.run import Run
 from offload.storage.arena import carved_bytes
-from offload.storage.chunk_cache import Store
-from offload.storage.lease import Lease
+from offload.storage.chunk_cache import Lease, Store
 
 StepKey = tuple[int, int, float]
 """(param group, the parameter's step count after this step, a factor of its gradient): what one Adam call needs."""

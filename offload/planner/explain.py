@@ -40,7 +40,7 @@ from offload.planner.placement import (
     place,
     slot_records,
 )
-from offload.storage.swap_file import STATE_KINDS, Record
+from offload.storage.swap_format import STATE_KINDS, Record
 
 
 @dataclass(frozen=True)

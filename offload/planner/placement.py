@@ -19,13 +19,13 @@ from offload.grads.buckets import ReductionPlan
 from offload.grads.shards import records_of as gradient_records_of
 from offload.layout import Layout
 from offload.model.units import ROOT, encloses
-from offload.native.device import scratch_bytes
+from offload.native.torch_kernels import scratch_bytes
 from offload.optim import adam
 from offload.planner.machine import free_memory
 from offload.sizes import format_bytes
 from offload.storage.arena import carved_bytes
-from offload.storage.policy import residents
-from offload.storage.swap_file import STATE_KINDS, Record, file_bytes, param_records_of, records_of
+from offload.storage.chunk_cache import residents
+from offload.storage.swap_format import STATE_KINDS, Record, file_bytes, param_records_of, records_of
 
 IN_FLIGHT = 4
 """Buffers for streamed chunks if the budget allows: one more than the least, so that a late write delays no read."""

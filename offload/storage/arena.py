@@ -18,7 +18,7 @@ from torch import Tensor
 
 from offload.devices.copies import Copier
 from offload.errors import BudgetError
-from offload.native.library import populate
+from offload.native.memory import populate
 from offload.sizes import MIB, PAGE_BYTES, format_bytes, round_up
 
 _PIECE_BYTES = 16 * MIB
@@ -51,7 +51,7 @@ class Arena(Lender):
     """RAM.
 
     Args: size: bytes, rounded up to whole pages; copier: page-locks the slab where that helps; at_once: whether all
-    pages are there from the beginning; if not, they come as they are used, or by `touch`.
+    pages are there from the beginning; if not, they come as they are used, or by `prefault`.
     Raises: BudgetError if the machine refuses the memory.
     """
 
@@ -74,7 +74,7 @@ class Arena(Lender):
         if at_once:
             self._slab.zero_()
         copier.pin(self._slab)
-        self._toucher: threading.Thread | None = None
+        self._prefaulter: threading.Thread | None = None
         self._is_closing = False
         # Also for an arena that nobody closes: memory must not go while it is page-locked.
         self._unpin = weakref.finalize(self, copier.unpin, self._slab)
@@ -84,17 +84,17 @@ class Arena(Lender):
         """The whole slab, for I/O engines that want to know it beforehand."""
         return memoryview(self._map)
 
-    def touch(self, then: Callable[[], None]) -> None:
+    def prefault(self, then: Callable[[], None]) -> None:
         """Gets the pages that are not there yet, in the background, and calls `then` there.
 
         The system clears them, and a virtual machine may have to get them from its host, at 1 to 3 GB/s: what is read
         from a disk into the first of them need not wait for the last. A machine that promised more than it has shows
         it now, and not in the first step.
         """
-        self._toucher = threading.Thread(target=self._touch, args=(then,), name="offload-arena")
-        self._toucher.start()
+        self._prefaulter = threading.Thread(target=self._prefault, args=(then,), name="offload-arena")
+        self._prefaulter.start()
 
-    def _touch(self, then: Callable[[], None]) -> None:
+    def _prefault(self, then: Callable[[], None]) -> None:
         for piece in self._slab.split(_PIECE_BYTES):
             if self._is_closing:
                 return
@@ -102,15 +102,15 @@ class Arena(Lender):
                 break
         then()
 
-    def settle(self) -> None:
-        """Ends what `touch` began; what `then` has begun ends first."""
+    def join(self) -> None:
+        """Ends `prefault`, and waits for it and for `then` if that is running."""
         self._is_closing = True
-        if self._toucher is not None:
-            self._toucher.join()
+        if self._prefaulter is not None:
+            self._prefaulter.join()
 
     def close(self) -> None:
         """Gives the memory back; tensors lent read zeros from then on."""
-        self.settle()
+        self.join()
         self._unpin()
         with contextlib.suppress(OSError, AttributeError):
             self._map.madvise(mmap.MADV_DONTNEED)

@@ -1,12 +1,32 @@
-"""The only mover of bytes between RAM and the swap files.
+"""The chunk cache: what of each chunk is in RAM, who uses it, and what is read and written next.
 
-A chunk is used through a lease. Chunks that the plan keeps in RAM have buffers of their own and never move; the
-others pass through a few constant-size buffers: announced with `expect`, read ahead while there are free buffers,
-leased, released dirty, written behind. When the announced order has been used up it is expected to come again, so
-what a step begins with is read while the one before it ends: into half of the buffers, so that the next step reads and
-writes from its first chunk on. Kept chunks are written for commits only: behind the step that is to be committed, if
-that is known beforehand, so that the commit finds them written, else by `flush`. Which copies exist is written in
-residency.py, what to drop is decided in cache.py, and nowhere else.
+A chunk is used through a lease. Resident chunks have buffers of their own and never leave RAM. The others pass through
+a few constant-size buffers: they are announced with `expect`, read ahead into free buffers, leased, and written back
+after a dirty release. The cache expects the announced order to repeat. So it reads the beginning of the next step while
+the present one ends, into half of the buffers: the next step then reads and writes from its first chunk on. Resident
+chunks are written for commits only: behind the step that is to be committed, if that is known beforehand, else by
+`flush`.
+
+[Note: residency]
+| state   | RAM     | slot  | meaning                                                        |
+|---------|---------|-------|----------------------------------------------------------------|
+| EMPTY   | -       | -     | nothing: before the first lease, or used up                    |
+| STORED  | -       | valid | only in the swap file                                          |
+| READING | filling | valid | being read                                                     |
+| CLEAN   | valid   | valid | both hold the same                                             |
+| LEASED  | in use  | maybe | the holder of the lease may write to it                        |
+| DIRTY   | valid   | old   | RAM is newer                                                   |
+| WRITING | valid   | torn  | being written; readers wait                                    |
+
+A STORED chunk is LEASED at once if its user overwrites all of it, and STORED again if that is cut off. A LEASED chunk
+becomes EMPTY if nobody needs it any more. Residency is a state, never a count.
+
+[Note: policy]
+Training uses chunks in the same order every step, so the future is known and the best policy can be computed (Belady,
+"A study of replacement algorithms for a virtual-storage computer", 1966): evict what is used furthest ahead. Where a
+step uses every chunk once, that is always the chunk just used, so a fixed resident set is best: `residents`. Where a
+step returns to a chunk sooner, the chunk is retained until then if a buffer can wait with it: `belady`. Reading ahead
+never evicts a chunk that is used earlier, so it costs no extra byte.
 """
 
 from __future__ import annotations
@@ -14,8 +34,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from types import TracebackType
 from typing import NamedTuple
@@ -23,30 +45,197 @@ from typing import NamedTuple
 from torch import Tensor
 
 from offload.config import LEAST_IN_FLIGHT
-from offload.errors import ClosedError, InterruptedStepError
+from offload.errors import ClosedError, InterruptedStepError, StateError
 from offload.interrupts import uninterrupted, uninterrupted_entry, wait_until
 from offload.io.engine import IOFuture
 from offload.profiling import Timeline
 from offload.storage.arena import Lender
-from offload.storage.lease import Lease, Version
-from offload.storage.policy import announced, stays, victim
-from offload.storage.residency import Residency, ResidencyTable
-from offload.storage.stripes import Stripes
-from offload.storage.swap_file import Record
+from offload.storage.swap_file import Slots
+from offload.storage.swap_format import STATE_KINDS, Record
+
+
+class Residency(Enum):
+    EMPTY = "empty"
+    STORED = "stored"
+    READING = "reading"
+    CLEAN = "clean"
+    LEASED = "leased"
+    DIRTY = "dirty"
+    WRITING = "writing"
+
+
+_LEGAL: dict[Residency, frozenset[Residency]] = {
+    Residency.EMPTY: frozenset({Residency.LEASED}),
+    Residency.STORED: frozenset({Residency.READING, Residency.LEASED}),
+    Residency.READING: frozenset({Residency.CLEAN, Residency.STORED}),
+    Residency.CLEAN: frozenset({Residency.LEASED, Residency.STORED}),
+    Residency.LEASED: frozenset({Residency.CLEAN, Residency.DIRTY, Residency.EMPTY, Residency.STORED}),
+    Residency.DIRTY: frozenset({Residency.LEASED, Residency.WRITING}),
+    Residency.WRITING: frozenset({Residency.STORED, Residency.CLEAN}),
+}
+
+
+class ResidencyTable:
+    """The state of every chunk; all begin EMPTY."""
+
+    def __init__(self, chunks: int) -> None:
+        self._states = [Residency.EMPTY] * chunks
+
+    def __getitem__(self, chunk: int) -> Residency:
+        return self._states[chunk]
+
+    def move(self, chunk: int, to: Residency) -> None:
+        """Raises: StateError if the move is not legal."""
+        now = self._states[chunk]
+        if to not in _LEGAL[now]:
+            legal = ", ".join(sorted(state.value for state in _LEGAL[now]))
+            raise StateError(f"chunk {chunk} is {now.value} and cannot become {to.value}, only {legal}")
+        self._states[chunk] = to
+
+    def reset(self, chunk: int, to: Residency) -> None:
+        """Whatever it was: for a return to the last commit, when nobody uses the chunk."""
+        self._states[chunk] = to
+
+
+def residents(order: Sequence[int], sizes: Sequence[int], budget: int) -> frozenset[int]:
+    """The chunks that never leave RAM.
+
+    Args: order: ids as a step uses them, each once; sizes: bytes of each in RAM, by id; budget: bytes for them.
+    They are spread evenly over the order: then the disk works while the kernels are busy with what is there, and any
+    stretch of a step moves the same share of bytes.
+    """
+    total = sum(sizes[chunk] for chunk in order)
+    share = min(budget / total, 1.0) if total else 0.0
+    chosen: set[int] = set()
+    due = 0.0
+    for chunk in order:
+        due += share * sizes[chunk]
+        if due >= sizes[chunk] * (1 - 1e-9) and sizes[chunk] <= budget:
+            chosen.add(chunk)
+            budget -= sizes[chunk]
+            due -= sizes[chunk]
+    for chunk in order:
+        if chunk not in chosen and sizes[chunk] <= budget:
+            chosen.add(chunk)
+            budget -= sizes[chunk]
+    return frozenset(chosen)
+
+
+def belady(order: Sequence[int], waiting: int, fresh: Collection[int] = ()) -> frozenset[int]:
+    """The positions of `order` after which a chunk is retained in RAM until its next use.
+
+    Args: order: chunks as they are used; waiting: how many chunks may wait in RAM beside the one in use; fresh:
+    positions of uses that overwrite the chunk, for which nothing has to be retained.
+    All others are read again at their next use; no other choice reads fewer.
+    """
+    following = [len(order) if use in fresh else use for use in _next_uses(order)]
+    retained: set[int] = set()
+    held: dict[int, int] = {}  # chunk: position after which it stays
+    for position, chunk in enumerate(order):
+        if chunk in held:
+            retained.add(held.pop(chunk))
+        while len(held) > waiting:
+            del held[max(held, key=lambda other: following[held[other]])]
+        if following[position] < len(order):
+            held[chunk] = position
+    return frozenset(retained)
+
+
+def announced(ahead: Iterable[tuple[int, bool]], in_ram: Container[int]) -> Iterator[tuple[int, bool, int]]:
+    """Yields (chunk, should_prefetch, buffers reserved by earlier uses) for each use to come.
+
+    Args: ahead: (chunk, whether the use overwrites all of it); in_ram: chunks that have a buffer.
+    A chunk that is overwritten before it is read is not prefetched, but reserves a buffer.
+    """
+    overwritten: set[int] = set()
+    taken = 0
+    for chunk, is_fresh in ahead:
+        if is_fresh:
+            overwritten.add(chunk)
+            taken += chunk not in in_ram
+        yield chunk, chunk not in overwritten, taken
+
+
+def victim(candidates: Iterable[int], ahead: Iterable[int]) -> int | None:
+    """The candidate to evict: it is used furthest ahead, or never again. None without candidates.
+
+    Args: candidates: chunks whose eviction costs no write; ahead: the uses to come.
+    """
+    left = dict.fromkeys(candidates)
+    for chunk in ahead:
+        if len(left) <= 1:
+            break
+        left.pop(chunk, None)
+    return next(iter(left), None)
+
+
+def _next_uses(order: Sequence[int]) -> list[int]:
+    """For each position, that of the next use of the same chunk; len(order) without one."""
+    following = [len(order)] * len(order)
+    seen: dict[int, int] = {}
+    for position in range(len(order) - 1, -1, -1):
+        following[position] = seen.get(order[position], len(order))
+        seen[order[position]] = position
+    return following
+
+
+@dataclass
+class Lease:
+    """The right to use one chunk's arrays: CPU tensors of shape (chunk.numel,), as its record says.
+
+    The holder sets `dirty` if it wrote to them; `is_unfinished` if it will write again: do not write back unless the
+    buffer must be evicted; `is_spent` if nobody needs the values any more: the next lease finds zeros.
+    is_blank: the arrays hold nothing of the chunk yet.
+    """
+
+    chunk: int
+    arrays: Sequence[Tensor]
+    dirty: bool = False
+    is_unfinished: bool = False
+    is_spent: bool = False
+    is_blank: bool = False
+
+    @property
+    def master(self) -> Tensor:
+        """fp32; with a split master its low halves, int16, and exp_avg_sq carries the tie bits."""
+        return self.arrays[0]
+
+    @property
+    def exp_avg(self) -> Tensor:
+        return self.arrays[1]
+
+    @property
+    def exp_avg_sq(self) -> Tensor:
+        return self.arrays[2]
+
+    def states(self) -> dict[str, Tensor]:
+        return dict(zip(STATE_KINDS, self.arrays, strict=True))
+
+
+class Version(NamedTuple):
+    """Which content of a chunk a slot holds: slot A (0) or B (1), and the step whose result it is.
+
+    checksum: the one that the commit names; None: the one in the slot's header.
+    """
+
+    step: int
+    slot: int
+    checksum: int | None = None
+
 
 _WAITS_FOR = {
     Residency.READING: "wait for read",
     Residency.WRITING: "wait for write",
     Residency.LEASED: "wait for lease",
 }
-"""By what it finds; otherwise it waits for a buffer, until some other chunk is written."""
+"""What a lease waits for, by the state that it finds. In other states it waits for a buffer."""
 
 
 class _Use(NamedTuple):
-    """One to come. stays: whether the chunk stays in RAM after it; is_fresh: it needs nothing of what was there."""
+    """A lease to come. is_retained: the chunk stays in RAM after it; is_fresh: it overwrites all of the chunk."""
 
     chunk: int
-    stays: bool
+    is_retained: bool
     is_fresh: bool
 
 
@@ -59,33 +248,33 @@ class _Leasing(AbstractContextManager[Lease]):
         self._step = step
         self._is_fresh = is_fresh
         self._life = store._life
-        self.lent: Lease | None = None
+        self.lease: Lease | None = None
 
     @uninterrupted_entry
     def __enter__(self) -> Lease:
         try:
-            self._store._wait_to_lend(self._chunk, self._is_fresh, self)
-            assert self.lent is not None
-            return self.lent
+            self._store._wait_to_acquire(self._chunk, self._is_fresh, self)
+            assert self.lease is not None
+            return self.lease
         except BaseException:
-            self._give_back()
+            self._release()
             raise
 
     @uninterrupted
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._give_back()
+        self._release()
 
-    def _give_back(self) -> None:
-        if self.lent is not None and self._life == self._store._life:
+    def _release(self) -> None:
+        if self.lease is not None and self._life == self._store._life:
             with self._store._lock:
-                self._store._put(self.lent, self._step)
-                self.lent = None
+                self._store._release(self.lease, self._step)
+                self.lease = None
 
 
 class _Books:
-    """`with store._books: ...`: an exception that leaves what a store knows half written is a failure of the store."""
+    """`with store._books: ...`: an exception while the store's tables are being changed is a failure of the store."""
 
     def __init__(self, store: Store) -> None:
         self._store = weakref.ref(store)
@@ -102,38 +291,36 @@ class _Books:
 
 
 class Store:
-    """One kind of thing for all chunks: their states, or their parameters.
+    """The cache of one kind of data for all chunks: states, parameters or gradients.
 
-    Args: records: what each chunk holds; kept: chunks that stay in RAM; in_flight: buffers for the others; slots:
-    their swap file, None if all are kept, in which chunk 0 has slot `first`; is_due: whether the results of a
-    step are known to be committed, so that kept chunks are written behind it. The first lease of a chunk finds zeros.
-    A slot that `settle` or `reset` named is never written to: a chunk's new versions go to its other place.
+    Args: records: what each chunk holds; resident: chunks that never leave RAM; in_flight: buffers for the others;
+    slots: of the chunks, None if all are resident; is_due: whether the results of a step are known to be committed, so
+    that resident chunks are written behind it. The first lease of a chunk finds zeros.
+    The slots that the last commit names are never written to: a new version goes to the chunk's other slot.
     A failure of the disk is raised by the call that meets it and by every later one.
     """
 
     def __init__(
         self,
         records: Sequence[Record],
-        kept: frozenset[int],
+        resident: frozenset[int],
         in_flight: int,
         arena: Lender,
-        slots: Stripes | None,
+        slots: Slots | None,
         timeline: Timeline,
-        first: int = 0,
         is_due: Callable[[int], bool] = lambda step: False,
     ) -> None:
         self._records = tuple(records)
-        self._first = first
         self._is_due = is_due
-        self._kept = kept
+        self._resident = resident
         self._slots = slots
         self._timeline = timeline
         self._table = ResidencyTable(len(self._records))
-        largest = max((record.nbytes for chunk, record in enumerate(records) if chunk not in kept), default=0)
+        largest = max((record.nbytes for chunk, record in enumerate(records) if chunk not in resident), default=0)
         self._in_flight = in_flight if largest else 0
         self._free = [arena.carve(largest) for _ in range(self._in_flight)]
         self._waiting = max(len(self._free) - LEAST_IN_FLIGHT, 0)
-        self._buffers = {chunk: arena.carve(self._records[chunk].nbytes) for chunk in sorted(kept)}
+        self._buffers = {chunk: arena.carve(self._records[chunk].nbytes) for chunk in sorted(resident)}
         self._at: dict[int, Version] = {}
         self._committed: dict[int, int] = {}
         # Kept chunks that are newer in RAM, and since which step.
@@ -142,7 +329,7 @@ class Store:
         self._order: tuple[_Use, ...] = ()
         self._is_between = False  # the order has been used up, and has not begun again
         self._used: list[tuple[int, bool]] = []
-        self._staying: set[int] = set()
+        self._retained: set[int] = set()
         self._moving: dict[int, IOFuture] = {}
         # Left unfinished, and newer in RAM: nobody has it yet, or somebody holds it now.
         self._unwritten: dict[int, int] = {}
@@ -169,19 +356,19 @@ class Store:
             self._announce(self._used)
 
     def lease(self, chunk: int, *, step: int, is_fresh: bool = False) -> AbstractContextManager[Lease]:
-        """Waits until `chunk` is in RAM and lends it; left dirty, it is written behind.
+        """Waits until `chunk` is in RAM and acquires it. A dirty one is written back after its release.
 
         Args: step: what a dirty chunk is the result of; goes into its slot's header; is_fresh: the caller overwrites
         all of it, so that nothing has to be read.
         """
         return _Leasing(self, chunk, step, is_fresh=is_fresh)
 
-    def _wait_to_lend(self, chunk: int, is_fresh: bool, to: _Leasing) -> None:
+    def _wait_to_acquire(self, chunk: int, is_fresh: bool, to: _Leasing) -> None:
         with self._lock:
-            is_there = self._lend(chunk, is_fresh, to)
+            is_there = self._acquire(chunk, is_fresh, to)
         if not is_there:
             with self._waiting_for(chunk):
-                wait_until(self._lock, self._changed, lambda: self._lend(chunk, is_fresh, to))
+                wait_until(self._lock, self._changed, lambda: self._acquire(chunk, is_fresh, to))
 
     @uninterrupted
     def drain(self) -> None:
@@ -195,7 +382,7 @@ class Store:
             wait_until(self._lock, self._changed, lambda: self._failure is not None or chunk not in self._moving)
 
     def flush(self) -> dict[int, Version]:
-        """Writes what is newer in RAM, kept or not, and waits. Returns: which version of each chunk is in its slot.
+        """Writes what is newer in RAM, resident or not, and waits. Returns: which version of each chunk is in its slot.
 
         Nothing may be leased meanwhile.
         """
@@ -216,10 +403,10 @@ class Store:
             return dict(self._at)
 
     @uninterrupted
-    def settle(self, versions: Mapping[int, Version]) -> None:
-        """These, of `flush`, are committed now: their slots are not written to before the next call."""
+    def set_committed(self, versions: Mapping[int, Version]) -> None:
+        """These versions, from `flush`, are committed now: their slots are not written to before the next call."""
         with self._lock:
-            self._committed = {chunk: version.place for chunk, version in versions.items()}
+            self._committed = {chunk: version.slot for chunk, version in versions.items()}
 
     @uninterrupted
     def reset(self, versions: Mapping[int, Version]) -> None:
@@ -235,15 +422,15 @@ class Store:
         self._failure = None
         self._life += 1
         self._order = ()
-        for left in (self._ahead, self._used, self._staying, self._unwritten, self._owed, self._newer, self._holders):
+        for left in (self._ahead, self._used, self._retained, self._unwritten, self._owed, self._newer, self._holders):
             left.clear()
         for chunk in range(len(self._records)):
             self._table.reset(chunk, Residency.STORED if chunk in versions else Residency.EMPTY)
-            if chunk not in self._kept and chunk in self._buffers:
+            if chunk not in self._resident and chunk in self._buffers:
                 self._free.append(self._buffers.pop(chunk))
         self._at = dict(versions)
-        self._committed = {chunk: version.place for chunk, version in versions.items()}
-        for chunk in sorted(self._kept & versions.keys()):
+        self._committed = {chunk: version.slot for chunk, version in versions.items()}
+        for chunk in sorted(self._resident & versions.keys()):
             self._read(chunk)
         self._changed.notify_all()
 
@@ -274,23 +461,23 @@ class Store:
     # Everything below is called with the lock held.
 
     def _announce(self, order: Sequence[tuple[int, bool]]) -> None:
-        streamed = [use for use in order if use[0] not in self._kept]
+        streamed = [use for use in order if use[0] not in self._resident]
         fresh = frozenset(position for position, use in enumerate(streamed) if use[1])
-        staying = stays([chunk for chunk, _ in streamed], self._waiting, fresh)
-        self._order = tuple(_Use(use[0], position in staying, use[1]) for position, use in enumerate(streamed))
+        retained = belady([chunk for chunk, _ in streamed], self._waiting, fresh)
+        self._order = tuple(_Use(use[0], position in retained, use[1]) for position, use in enumerate(streamed))
         self._ahead = deque(self._order)
         self._is_between = False
         self._used = []
         self._read_ahead()
 
-    def _lend(self, chunk: int, is_fresh: bool, to: _Leasing) -> bool:
+    def _acquire(self, chunk: int, is_fresh: bool, to: _Leasing) -> bool:
         """Moves the chunk to LEASED, and gives the lease to `to`, if it has a buffer in RAM with its data; whether."""
         with self._books:
             if not self._is_ready(chunk, is_fresh):
                 return False
             is_blank = is_fresh and self._table[chunk] in (Residency.EMPTY, Residency.STORED)
             self._table.move(chunk, Residency.LEASED)
-            to.lent = Lease(chunk, self._records[chunk].views(self._buffers[chunk]), is_blank=is_blank)
+            to.lease = Lease(chunk, self._records[chunk].views(self._buffers[chunk]), is_blank=is_blank)
             self._holders[chunk] = weakref.ref(to)
             if chunk in self._unwritten:
                 del self._unwritten[chunk]
@@ -299,9 +486,9 @@ class Store:
             use = next((use for use in self._ahead if use.chunk == chunk), None)
             if use is not None:
                 self._ahead.remove(use)
-                if use.stays:
-                    self._staying.add(chunk)
-                # A chunk that is kept, and never moves, may come after the last one that does.
+                if use.is_retained:
+                    self._retained.add(chunk)
+                # A chunk that is resident, and never moves, may come after the last one that does.
                 self._is_between = not self._ahead
             if not self._ahead:
                 self._ahead.extend(self._order)
@@ -325,7 +512,7 @@ class Store:
                 raise InterruptedStepError(f"the lease of chunk {chunk} was lost: call rollback(), or start again")
         if state not in (Residency.EMPTY, Residency.STORED):
             return False
-        if chunk not in self._kept and not self._free:
+        if chunk not in self._resident and not self._free:
             self._drop_one()
             if not self._free:
                 return False
@@ -333,17 +520,17 @@ class Store:
             self._read(chunk)
             # It may have ended before it could be waited for.
             return self._table[chunk] is Residency.CLEAN
-        if chunk not in self._kept:
+        if chunk not in self._resident:
             self._buffers[chunk] = self._free.pop()
         if not is_fresh:
             self._buffers[chunk].zero_()
         return True
 
-    def _put(self, lease: Lease, step: int) -> None:
+    def _release(self, lease: Lease, step: int) -> None:
         with self._books:
             chunk = lease.chunk
-            is_staying, is_owed = chunk in self._staying, chunk in self._owed
-            self._staying.discard(chunk)
+            is_retained, is_owed = chunk in self._retained, chunk in self._owed
+            self._retained.discard(chunk)
             self._owed.discard(chunk)
             self._holders.pop(chunk, None)
             if lease.is_spent:
@@ -351,9 +538,9 @@ class Store:
                 self._newer.pop(chunk, None)
             if lease.is_spent or (lease.is_blank and not lease.dirty):  # or cut off before anything was put there
                 self._table.move(chunk, Residency.STORED if chunk in self._at else Residency.EMPTY)
-                if chunk not in self._kept:
+                if chunk not in self._resident:
                     self._free.append(self._buffers.pop(chunk))
-            elif chunk in self._kept:
+            elif chunk in self._resident:
                 if lease.dirty or chunk not in self._at:
                     self._newer[chunk] = step
                 self._table.move(chunk, Residency.DIRTY if chunk in self._newer else Residency.CLEAN)
@@ -361,14 +548,14 @@ class Store:
                     self._write(chunk, step, Residency.CLEAN)
             elif not (lease.dirty or is_owed) and chunk in self._at:
                 self._table.move(chunk, Residency.CLEAN)
-                if not is_staying:
+                if not is_retained:
                     self._drop(chunk)
             else:
                 self._table.move(chunk, Residency.DIRTY)
                 if lease.is_unfinished or (is_owed and not lease.dirty):
                     self._unwritten[chunk] = step
                 else:
-                    self._write(chunk, step, Residency.CLEAN if is_staying else Residency.STORED)
+                    self._write(chunk, step, Residency.CLEAN if is_retained else Residency.STORED)
             self._changed.notify_all()
             self._read_ahead()
 
@@ -378,7 +565,7 @@ class Store:
 
     def _drop_one(self) -> None:
         """Takes the buffer of a chunk that is not needed now, for one that is."""
-        clean = [c for c in self._buffers if self._table[c] is Residency.CLEAN and c not in self._kept]
+        clean = [c for c in self._buffers if self._table[c] is Residency.CLEAN and c not in self._resident]
         chunk = victim(clean, (use.chunk for use in self._ahead if not use.is_fresh))
         if chunk is not None:
             self._drop(chunk)
@@ -406,19 +593,19 @@ class Store:
 
     def _read(self, chunk: int) -> None:
         self._table.move(chunk, Residency.READING)
-        if chunk not in self._kept:
+        if chunk not in self._resident:
             self._buffers[chunk] = self._free.pop()
         at = self._at[chunk]
-        future = self._swap.read(self._first + chunk, self._bytes(chunk), **at._asdict())
+        future = self._swap.read(chunk, self._bytes(chunk), **at._asdict())
         self._follow(future, chunk, Residency.CLEAN, "nvme_read_bytes")
 
     def _write(self, chunk: int, step: int, then: Residency) -> None:
         self._unwritten.pop(chunk, None)
         self._newer.pop(chunk, None)
         self._table.move(chunk, Residency.WRITING)
-        place = 1 - self._committed[chunk] if chunk in self._committed else 0
-        self._at[chunk] = Version(step, place)
-        future = self._swap.write(self._first + chunk, self._bytes(chunk), step=step, place=place)
+        slot = 1 - self._committed[chunk] if chunk in self._committed else 0
+        self._at[chunk] = Version(step, slot)
+        future = self._swap.write(chunk, self._bytes(chunk), step=step, slot=slot)
         self._follow(future, chunk, then, "nvme_written_bytes")
 
     def _follow(self, future: IOFuture, chunk: int, then: Residency, counter: str) -> None:
@@ -451,7 +638,7 @@ class Store:
         return self._buffers[chunk][: self._records[chunk].nbytes]
 
     @property
-    def _swap(self) -> Stripes:
+    def _swap(self) -> Slots:
         if self._slots is None:
             raise AssertionError("a chunk is to be streamed, but there is no swap file")
         return self._slots

@@ -17,10 +17,8 @@ from offload.interrupts import uninterrupted
 from offload.profiling import Timeline
 from offload.sizes import PAGE_BYTES, format_bytes, round_up
 from offload.storage.arena import Lender
-from offload.storage.chunk_cache import Store
-from offload.storage.lease import Lease, Version
-from offload.storage.residency import Residency
-from offload.storage.swap_file import Record
+from offload.storage.chunk_cache import Lease, Residency, Store, Version
+from offload.storage.swap_format import Record
 
 
 class DeviceArena(Lender):
@@ -100,8 +98,8 @@ class DeviceStore(Store):
         with self._lock:
             self._now_in_slots({chunk: at for chunk, at in versions.items() if chunk not in self._below})
 
-    def settle(self, versions: Mapping[int, Version]) -> None:
-        self._committing.settle(versions)
+    def set_committed(self, versions: Mapping[int, Version]) -> None:
+        self._committing.set_committed(versions)
 
     def reset(self, versions: Mapping[int, Version]) -> None:
         super().reset({})

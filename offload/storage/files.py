@@ -1,8 +1,8 @@
-"""The files of this machine, reached through directories that are held open.
+"""The directories of a run: how files are called, and how they are reached.
 
-A name may lead elsewhere later: a relative one when the working directory changes, any when a directory is moved or
-another takes its place. So a run opens each of its directories once (`Directories`), and whatever it does in one from
-then on is relative to that descriptor (`LocalFiles.within`).
+A path may lead elsewhere later: a relative one when the working directory changes, any other when a directory is moved
+or replaced. So a run opens each of its directories once (`Directories`) and reaches what is in them relative to that
+descriptor (`LocalFiles.within`).
 """
 
 from __future__ import annotations
@@ -10,13 +10,61 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
-from offload.errors import PathError
-from offload.io.engine import IOFile
-from offload.sizes import MIB
+from offload.errors import CorruptionError, PathError, ResumeError
+from offload.io.engine import IOFile, open_nofollow
+from offload.sizes import MIB, PAGE_BYTES
+from offload.storage.swap_format import parse_superblock
+
+NEW_SUFFIX = ".new"
+"""Ends the temporary name of a swap file that is going to replace another one."""
+TEMPORARY = ".offload.new"
+"""Ends the name of a file that is being written. Nobody else has files of such names."""
+SWAP_NAME = "offload-rank0.swap"
+"""Of the first rank, or the only one; `swap_name` of the others."""
+COMMIT_NAME = "COMMIT"
+RECORD_START = b'{"schema":"offload '
+"""How a COMMIT record and a manifest begin."""
+
+_NAME = re.compile(
+    r"(?:(?P<kind>manifest|extra)-(?P<run>[0-9a-f]{32})-(?P<step>0|[1-9]\d{0,18})|(?P<swap>offload))"
+    r"-rank(?P<rank>0|[1-9]\d{0,4})(?P<type>\.swap|\.json|\.safetensors)(?P<suffix>(?:\.offload)?\.new)?"
+)
+
+
+class FileName(NamedTuple):
+    """What the name of a file says. It may be somebody else's: a file is known by its content.
+
+    kind: "swap", "manifest" or "extra"; run_id (32 hex digits) and step: not in the name of a swap file; suffix:
+    NEW_SUFFIX, TEMPORARY or "".
+    """
+
+    kind: str
+    rank: int
+    run_id: str
+    step: int
+    suffix: str
+
+
+def file_name(name: str) -> FileName | None:
+    """What `name` says if files of this library are called so, else None. Not for COMMIT."""
+    match = _NAME.fullmatch(name)
+    if match is None or (match["type"] == ".swap") != (match["swap"] is not None):
+        return None
+    suffix = match["suffix"] or ""
+    if match["swap"] is None:
+        return FileName(match["kind"], int(match["rank"]), match["run"], int(match["step"]), suffix)
+    return None if suffix == TEMPORARY else FileName("swap", int(match["rank"]), "", 0, suffix)
+
+
+def swap_name(rank: int) -> str:
+    """The swap file's: each rank has its own, so that a directory can be shared."""
+    return f"offload-rank{rank}.swap"
+
 
 COPIED_BYTES = 64 * MIB
 """Asked of the kernel at once, so that a copy can be interrupted."""
@@ -39,7 +87,7 @@ class Directories:
                 fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             except OSError as error:
                 raise PathError(error.errno, f"cannot be opened: {error.strerror}", str(path)) from error
-            self._held[path] = IOFile(str(path), fd, direct=False)
+            self._held[path] = IOFile(str(path), fd)
         return self._held[path].fd
 
     def __contains__(self, path: Path) -> bool:
@@ -151,8 +199,7 @@ class LocalFiles:
 
     def create(self, path: Path) -> int:
         name, within = self._at(path)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.open(name, flags, 0o600, dir_fd=within)
+        return open_nofollow(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, dir_fd=within)
 
     def write(self, fd: int, data: memoryview) -> None:
         while data:
@@ -230,8 +277,7 @@ class LocalFiles:
 
     def open(self, path: Path, flags: int) -> int:
         name, within = self._at(path)
-        # O_NONBLOCK: a FIFO put in the file's place must not hang us; it changes nothing for a regular file.
-        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=within)
+        return open_nofollow(name, flags, dir_fd=within)
 
     def space(self, path: Path) -> tuple[int, int]:
         fd = self._open_directory(path)
@@ -265,3 +311,77 @@ def _copy_some(source: int, target: int, offset: int, length: int) -> int:
 
 
 LOCAL = LocalFiles()
+
+
+def check_directory(path: Path, *, resumes: bool = False) -> None:
+    """Checks that `path` is, or can be made, the directory of a run; writes nothing.
+
+    Args: resumes: whether it may hold a commit.
+
+    Raises: PathError, ResumeError.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        parent = path.parent
+        if not parent.is_dir():
+            raise PathError(
+                errno.ENOENT, "the directory to make it in does not exist: make it first", str(path)
+            ) from None
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise PathError(errno.EACCES, "its parent directory is not writable", str(path)) from None
+        return
+    except OSError as error:
+        raise PathError(error.errno, f"cannot be looked at: {error.strerror}", str(path)) from error
+    if stat.S_ISLNK(mode):
+        raise PathError(errno.ELOOP, f"is a symlink: give the directory itself, {os.path.realpath(path)}", str(path))
+    if not stat.S_ISDIR(mode):
+        raise PathError(errno.ENOTDIR, "is not a directory: give a directory for the swap files", str(path))
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise PathError(errno.EACCES, "is not writable", str(path))
+    if not resumes and holds_commit(path):
+        _require_own_record(path)
+        raise ResumeError(
+            f"{path} holds a committed run: give resume=True to continue it, choose another path, or remove it with "
+            f"`offload remove {path}`"
+        )
+
+
+def _require_own_record(path: Path) -> None:
+    """Raises: ResumeError if what is called COMMIT there is none, or cannot be read."""
+    try:
+        is_own = LOCAL.read(path / COMMIT_NAME, len(RECORD_START)).startswith(RECORD_START)
+    except FileNotFoundError:
+        return
+    except OSError:
+        is_own = False
+    if not is_own:
+        raise ResumeError(
+            f"{path / COMMIT_NAME} is no record of a commit, or a damaged one: move it away, or choose another path"
+        )
+
+
+def holds_commit(path: Path, files: Files = LOCAL) -> bool:
+    """Whether a committed run has, or may have, a file here. Its COMMIT record is in rank 0's first directory only."""
+    try:
+        names = files.names(path)
+    except OSError:
+        return False
+    if COMMIT_NAME in names:
+        return True
+    found = {(name.run_id, name.rank) for name in map(file_name, names) if name and name.kind == "manifest"}
+    decided_here = _known(path, 0, files)
+    own = None if decided_here is None or decided_here[1] else decided_here[0]
+    return any(
+        run != own and (known := _known(path, rank, files)) is not None and known[0] == run for run, rank in found
+    )
+
+
+def _known(path: Path, rank: int, files: Files) -> tuple[str, int] | None:
+    """The run and the stripe of a rank's swap file. A damaged one counts, too: this is only used to refuse."""
+    try:
+        page = files.read(path / swap_name(rank), PAGE_BYTES)[:PAGE_BYTES]
+        block = parse_superblock(page, str(path), is_whole=False)
+    except (OSError, CorruptionError, ResumeError):
+        return None
+    return block.run_id, block.stripe[0]

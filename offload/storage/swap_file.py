@@ -1,16 +1,4 @@
-"""Swap files: a superblock, then a slot for every chunk and place.
-
-[Note: swap file format 1]
-All integers little-endian, all blocks whole pages. Page 0 is the superblock: 16 bytes magic, u32 format version, u32
-length of the text, u64 XXH3-64 of the text, and the text, JSON: {"run_id", "places", "stripe": [this file, of how
-many], "chunks": {"held": those here, "numels": elements of each of the run}, "commits": whether this run ever commits
-(false: nothing in the file can be resumed from)}; where the page is too small for "chunks", {"xxh3": its digest}.
-A slot is one page of header (see `_HEADER`), then the arrays of the chunk's record, each padded with zeros to whole
-pages: master, exp_avg and exp_avg_sq, fp32; with a split master its low halves, 16 bits each, in place of the first,
-and the superblock's "chunks" have "itemsizes": bytes an element of each array. The header carries run id, chunk, step,
-element count and the XXH3-64 of what follows it, and ends with the XXH3-64 of itself. `places` slots a chunk, all of
-place 0 first: with two, the new version of a chunk goes beside the committed one. What is never committed, gradients
-and parameters in slots, follows with one place each; where a run commits, "chunks" are the others alone.
+"""Swap files: opened, locked, reserved, striped over directories, read and written. Their bytes: swap_format.py.
 
 A file belongs to the process that holds its flock. It is never shortened, and never deleted here.
 """
@@ -19,96 +7,201 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
+import fcntl
 import os
 import secrets
-import struct
-from collections.abc import Callable, Iterator, Sequence
+import stat
+import time
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from itertools import accumulate
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Protocol
 
-import torch
 import xxhash
 from torch import Tensor
 
-from offload.errors import CorruptionError, PathError, ResumeError, TierIOError
-from offload.interrupts import result_of
-from offload.io.engine import IOEngine, IOFile, IOFuture
-from offload.io.workers import Workers
-from offload.layout import Layout
+from offload.errors import BudgetError, CorruptionError, PathError, PathInUseError, ResumeError, TierIOError
+from offload.interrupts import result_of, uninterrupted
+from offload.io.engine import O_DIRECT, IOEngine, IOFile, IOFuture, aligned_memory
+from offload.io.threads import Workers
 from offload.profiling import Event, Timeline, drive_lanes
-from offload.sizes import PAGE_BYTES, round_up
-from offload.storage.claim import first_page, lock, page, reserve
-from offload.storage.directories import ASIDE, MAGIC, SUPERBLOCK, check_directory, swap_name
-from offload.storage.files import LOCAL, Directories
+from offload.sizes import PAGE_BYTES, format_bytes, round_up
+from offload.storage.files import LOCAL, NEW_SUFFIX, Directories, Files, check_directory, swap_name
+from offload.storage.swap_format import (
+    HEADER_BYTES,
+    MAGIC,
+    Record,
+    SlotHeader,
+    SlotTable,
+    Superblock,
+    described_chunks,
+    parse_header,
+    parse_superblock,
+)
 
-FORMAT = 1
-STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")
-WHOLE = (4, 4, 4)
-"""Bytes an element of each state kind in a slot."""
-SPLIT = (2, 4, 4)
-"""The same with a split master: its upper half is the 16-bit parameter, which is in RAM anyway."""
-_DTYPES = {2: torch.int16, 4: torch.float32}
-_HEADER = struct.Struct("<8sI16sQQQQ")  # magic, format, run id, chunk, step, elements, checksum of the payload
-_HEADER_MAGIC = b"off slot"
-_CHECKSUM = struct.Struct("<Q")
+BUSY = (errno.EWOULDBLOCK, errno.EACCES)
+"""What `flock` says where another open file has the lock."""
+PATIENCE_S = 30.0
+"""How long a lock may outlive its process."""
 
 
-class Record(NamedTuple):
-    """What one slot holds: arrays of `numel` elements each.
+def take_lock(fd: int, how: int) -> None:
+    """`flock` without waiting for anybody who lives. Args: how: LOCK_EX or LOCK_SH.
 
-    itemsizes: bytes an element of each array: 4 is fp32, 2 the low halves of a split master, as int16.
+    A process that was killed may have had transfers under way, and io_uring ends them, and then lets go of the file, a
+    moment after the process. Until then nobody may write there: so the lock is waited for.
+    Raises: OSError; of `BUSY` if a live process has it.
+    """
+    ends, unknown = time.monotonic() + PATIENCE_S, 0
+    while True:
+        try:
+            return fcntl.flock(fd, how | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in BUSY or time.monotonic() > ends:
+                raise
+            holders = _holders(fd)
+            # None is seen in another container, and where it has let go meanwhile.
+            unknown += not holders
+            if unknown > 2 or any(map(_lives, holders)):
+                raise
+        time.sleep(0.01)
+
+
+def _holders(fd: int) -> list[int]:
+    """The processes that locked the file, as far as the kernel tells."""
+    try:
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return []
+    info = os.fstat(fd)
+    file = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
+    fields = [line.split() for line in lines if " -> " not in line]
+    locks = [(int(words[4]), words[5]) for words in fields if words[1] == "FLOCK"]
+    exact = [pid for pid, where in locks if where == file]
+    # Btrfs tells `stat` the device of the subvolume, and /proc/locks that of the file system.
+    return exact or [pid for pid, where in locks if where.rpartition(":")[2] == str(info.st_ino)]
+
+
+def _lives(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def _lock(fd: int, path: str, how: int) -> None:
+    """Raises: PathInUseError if another process holds it, PathError."""
+    try:
+        take_lock(fd, how)
+    except OSError as error:
+        if error.errno not in BUSY:
+            raise PathError(error.errno, f"cannot be locked: {error.strerror}", path) from error
+        raise PathInUseError(
+            errno.EBUSY, "a live run holds this path: close it, or give each run a path of its own", path
+        ) from error
+
+
+def lock(file: IOFile) -> None:
+    """Raises: PathInUseError if another process holds it, or has just removed it; PathError."""
+    _lock(file.fd, file.path, fcntl.LOCK_EX)
+    if os.fstat(file.fd).st_nlink == 0:
+        raise PathInUseError(errno.EBUSY, "another run has just removed this file: try again", file.path)
+
+
+def open_locked(path: Path, files: Files) -> IOFile:
+    """Opens and locks a swap file that is to be moved or removed. Raises: PathInUseError, PathError."""
+    try:
+        fd = files.open(path, os.O_RDWR)
+    except OSError as error:
+        raise PathError(error.errno, f"cannot be opened: {error.strerror}", str(path)) from error
+    file = IOFile(str(path), fd)
+    try:
+        lock(file)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def first_page(file: IOFile) -> memoryview:
+    """The file's first page, with zeros after the file's end. Raises: PathError."""
+    start = aligned_memory(PAGE_BYTES)
+    try:
+        os.preadv(file.fd, [start], 0)
+    except OSError as error:
+        raise PathError(error.errno, f"cannot be read: {error.strerror}", file.path) from error
+    return start
+
+
+def reserve(file: IOFile, needed: int, uncommitted: int) -> None:
+    """Allocates the file's blocks now: a full disk shows before training, not in it.
+
+    Args: needed: bytes; uncommitted: what would do without commits.
+    Raises: BudgetError, PathError.
+    """
+    info = os.fstat(file.fd)
+    os.fchmod(file.fd, 0o600)
+    disk = os.fstatvfs(file.fd)
+    available = disk.f_bavail * disk.f_frsize + info.st_blocks * 512
+    try:
+        if needed > available:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.posix_fallocate(file.fd, 0, needed)
+    except OSError as error:
+        # What was allocated before the disk was full goes back; what was there before stays.
+        os.ftruncate(file.fd, info.st_size)
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise PathError(error.errno, f"cannot reserve space: {error.strerror}", file.path) from error
+        fits = uncommitted <= available < needed
+        other = f", or give commit_every=None, which takes {format_bytes(uncommitted)} and commits nothing"
+        raise BudgetError(
+            f"{file.path} needs {format_bytes(needed)} of disk and {format_bytes(available)} are free: "
+            f"free some, or choose another path{other if fits else ''}",
+            needed=needed,
+            available=available,
+            option="commit_every" if fits else "path",
+        ) from error
+
+
+def new_run_id() -> bytes:
+    """16 random bytes: no two runs have the same."""
+    return secrets.token_bytes(16)
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """Whose swap files these are, and how they begin.
+
+    Attributes:
+        places: slots a chunk, 1 or 2.
+        committed: how many of the chunks, the first ones, are committed and have all the slots; None: this run does
+            not commit.
+        resumed: the number of each committed chunk's directory, if the files are there and are used where they lie.
+        is_temporary: the directory may hold the run that this one continues, so the file has a temporary name until
+            `was_renamed`.
+        is_known: whether the directory holds a commit has been checked already.
+        run_id: 16 bytes, the same in all files of a run.
+        rank: whose files.
+        directories: directories that are held open, to which these are added.
     """
 
-    numel: int
-    itemsizes: tuple[int, ...] = WHOLE
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the slot, header included, in RAM and on disk."""
-        return PAGE_BYTES + sum(round_up(itemsize * self.numel, PAGE_BYTES) for itemsize in self.itemsizes)
-
-    def ranges(self) -> Iterator[tuple[int, int, int]]:
-        """For each array: its itemsize, and where its bytes begin and end in the slot, padding left out."""
-        start = PAGE_BYTES
-        for itemsize in self.itemsizes:
-            yield itemsize, start, start + itemsize * self.numel
-            start += round_up(itemsize * self.numel, PAGE_BYTES)
-
-    def views(self, buffer: Tensor) -> list[Tensor]:
-        """The arrays, of shape (numel,), in a slot's uint8 `buffer`."""
-        return [buffer[start:end].view(_DTYPES[itemsize]) for itemsize, start, end in self.ranges()]
+    places: int = 1
+    committed: int | None = None
+    resumed: Sequence[int] | None = None
+    is_temporary: bool = False
+    is_known: bool = False
+    run_id: bytes = field(default_factory=new_run_id)
+    rank: int = 0
+    directories: Directories = field(default_factory=Directories)
 
 
-def records_of(layout: Layout, *, split_master: bool) -> list[Record]:
-    """What the slot of each chunk holds. Only a bf16 copy is the upper half of its master."""
-    split = [split_master and flat.dtype is torch.bfloat16 for flat in layout.flats]
-    return [Record(chunk.numel, SPLIT if split[chunk.flat] else WHOLE) for chunk in layout.chunks]
+class SwapFile:
+    """The slots of one rank in one directory; see [Note: swap file format 1].
 
-
-def param_records_of(layout: Layout) -> list[Record]:
-    """The same for the 16-bit parameters of each chunk, copies too, where they are streamed."""
-    return [Record(chunk.numel, (layout.flats[chunk.flat].dtype.itemsize,)) for chunk in layout.param_chunks]
-
-
-def file_bytes(records: Sequence[Record], places: int, committed: int | None = None) -> int:
-    """Bytes of the swap file. Args: committed: how many records, the first ones, have all the places; None: all."""
-    both = records if committed is None else records[:committed]
-    return PAGE_BYTES + sum(record.nbytes for record in records) + (places - 1) * sum(record.nbytes for record in both)
-
-
-class SlotFile:
-    """The slots of one rank on one path; see [Note: swap file format 1].
-
-    Args: directory: made with mode 0700 if missing; records: what each chunk of the run holds; places: slots a
-    chunk; held: the chunks that lie here (None: all); run_id: 16 bytes, the same in all files of a run; stripe: which
-    of the rank's files this is, of how many; committed: how many of the chunks, the first ones, are committed and have
-    all the places; None: this run does not commit; resumes: the file is there, with this very superblock; rank: whose;
-    is_aside: the directory may hold the run that this one continues, so it lies beside its name until `took_place`;
-    is_known: somebody has looked already whether the directory holds a commit; within: directories that are held open,
-    to which this one is added; None: it alone.
+    Args: directory: made with mode 0700 if missing; records: what each chunk of the run holds; held: the chunks in this
+    file, in the order in which they lie (None: all); stripe: which of the rank's files this is, of how many.
     Raises: PathError, PathInUseError, BudgetError (disk space), ResumeError. Nothing of another run is lost then.
     """
 
@@ -117,47 +210,34 @@ class SlotFile:
         engine: IOEngine,
         directory: Path,
         records: Sequence[Record],
-        places: int = 1,
+        run: RunFiles | None = None,
         *,
         held: Sequence[int] | None = None,
-        run_id: bytes | None = None,
         stripe: tuple[int, int] = (0, 1),
-        committed: int | None = None,
-        resumes: bool = False,
         timeline: Timeline | None = None,
-        rank: int = 0,
-        is_aside: bool = False,
-        is_known: bool = False,
-        within: Directories | None = None,
     ) -> None:
-        check_directory(directory, resumes=resumes or is_aside or is_known)
+        is_alone = run is None
+        self._run = run = run or RunFiles()
+        resumes = run.resumed is not None
+        check_directory(directory, resumes=resumes or run.is_temporary or run.is_known)
         self._records = tuple(records)
-        self._held = tuple(range(len(self._records)) if held is None else held)
-        self._committed = committed
-        both = [chunk for chunk in self._held if committed is None or chunk < committed]
-        *starts, self._place_bytes = accumulate((self._records[chunk].nbytes for chunk in both), initial=0)
-        self._starts = dict(zip(both, starts, strict=True))
-        once = [chunk for chunk in self._held if chunk not in self._starts]
-        *starts, end = accumulate((self._records[chunk].nbytes for chunk in once), initial=places * self._place_bytes)
-        self._starts |= zip(once, starts, strict=True)
-        self._sealed: dict[int, int] = {}
+        held = range(len(self._records)) if held is None else held
+        self._table = SlotTable(self._records, held, run.places, run.committed)
+        self._checksums: dict[int, int] = {}
         self._engine = engine
         self._timeline = timeline or Timeline()
-        self._reads, self._writes, self._checksums = drive_lanes(stripe[0])
-        self._run_id = run_id or new_run_id()
-        self._place = directory / swap_name(rank)
-        self._is_left = is_aside
-        self._within = Directories() if within is None else within
-        self._nbytes = PAGE_BYTES + end
+        self._reads, self._writes, self._hashes = drive_lanes(stripe[0])
+        self._place = directory / swap_name(run.rank)
+        self._is_left = run.is_temporary
         self._size_before: int | None = None
-        path = self._place.with_name(self._place.name + ASIDE) if is_aside else self._place
+        path = self._place.with_name(self._place.name + NEW_SUFFIX) if run.is_temporary else self._place
         with ExitStack() as undo:
-            if within is None:
-                undo.callback(self._within.close)
-            if directory not in self._within and _made(directory):
+            if is_alone:
+                undo.callback(run.directories.close)
+            if directory not in run.directories and _made(directory):
                 undo.callback(_remove_if_empty, directory)
-            dir_fd = self._within.hold(directory)
-            is_new = path.name not in LOCAL.within(self._within).names(directory)
+            dir_fd = run.directories.hold(directory)
+            is_new = path.name not in LOCAL.within(run.directories).names(directory)
             if is_new and resumes:
                 raise ResumeError(f"{path}, a file of the committed run, is missing: was it moved or removed?")
             self._file = engine.open(str(path), dir_fd=dir_fd)
@@ -166,18 +246,22 @@ class SlotFile:
             if is_new:
                 undo.callback(self._remove)
             is_blank = _is_blank(self._file)
-            block = self._superblock(places, stripe)
+            described = self._records[: run.committed]
+            chunks = described_chunks(described, [chunk for chunk in held if chunk < len(described)])
+            superblock = Superblock(run.run_id.hex(), run.places, stripe, run.committed is not None, chunks)
+            block = aligned_memory(PAGE_BYTES)
+            block[:] = superblock.encode()
             if resumes:
                 _require_same(self._file, block)
                 self._size_before = os.fstat(self._file.fd).st_size
-            # Before the file has more than this page: so a longer one of zeros is never one of this library's.
+            # Before the file grows beyond this page: so a longer one of zeros is never one of this library's.
             is_marked = is_blank and not resumes and self._mark(block)
-            reserve(self._file, self._nbytes, self._nbytes - (places - 1) * self._place_bytes)
+            reserve(self._file, self._table.nbytes, self._table.nbytes_of_one)
             if not (resumes or is_marked):
                 result_of(self._engine.write(self._file, 0, block))
             self._undo = undo.pop_all()
         # Checksums are taken beside the step and the transfers; XXH3 outruns any drive on one core.
-        self._sealer = Workers(1, "offload-seal")
+        self._hasher = Workers(1, "offload-checksum")
 
     @property
     def path(self) -> str:
@@ -188,47 +272,52 @@ class SlotFile:
         """Whether O_DIRECT is on."""
         return self._file.direct
 
-    def write(self, chunk: int, buffer: Tensor, *, step: int, place: int = 0) -> IOFuture:
-        """Seals `buffer` (uint8, `Record.nbytes` long: room for the header first) and writes it to its slot.
+    def write(self, chunk: int, buffer: Tensor, *, step: int, slot: int = 0) -> IOFuture:
+        """Adds checksum and header to `buffer` and writes it to slot A (0) or B (1) of the chunk.
 
-        Args: step: the step whose result it is. The future's errors are those of the engine.
+        Args: buffer: uint8, `Record.nbytes` long, of which the first page is for the header; step: the step whose
+        result it is. The future's errors are those of the engine.
         """
         written: IOFuture = IOFuture()
         written.set_running_or_notify_cancel()
         self._size_before = None
-        record = self._records[chunk]
 
-        def seal() -> None:
+        def add_header() -> None:
             data = memory_of(buffer)
-            with self._timeline.event(self._checksums, "seal", chunk=chunk, size=len(data)):
-                _zero_padding(buffer, record)
-                checksum = self._sealed[chunk] = xxhash.xxh3_64_intdigest(data[PAGE_BYTES:])
-                head = _HEADER.pack(_HEADER_MAGIC, FORMAT, self._run_id, chunk, step, record.numel, checksum)
-                data[: len(head)] = head
-                data[len(head) : len(head) + _CHECKSUM.size] = _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head))
+            record = self._records[chunk]
+            with self._timeline.event(self._hashes, "seal", chunk=chunk, size=len(data)):
+                for _, _, end in record.ranges():
+                    buffer[end : round_up(end, PAGE_BYTES)] = 0
+                checksum = self._checksums[chunk] = xxhash.xxh3_64_intdigest(data[PAGE_BYTES:])
+                header = SlotHeader(self._run.run_id.hex(), chunk, step, record.numel, checksum)
+                data[:HEADER_BYTES] = header.encode()
             moving = self._timeline.begin(self._writes, "write", chunk=chunk, size=len(data), tier="nvme")
-            future = self._engine.write(self._file, self._offset(chunk, place), data)
+            future = self._engine.write(self._file, self._table.offset(chunk, slot), data)
             future.add_done_callback(_pass_on(written, moving))
 
-        self._sealer.submit(_guarded(seal, written))
+        self._hasher.submit(_guarded(add_header, written))
         return written
 
-    def read(self, chunk: int, buffer: Tensor, *, step: int, place: int = 0, checksum: int | None = None) -> IOFuture:
+    def read(self, chunk: int, buffer: Tensor, *, step: int, slot: int = 0, checksum: int | None = None) -> IOFuture:
         """Reads a slot into `buffer` and checks that it is what `write(chunk, ..., step)` wrote.
 
-        Args: checksum: that its data have to have; None: the one in its header.
+        Args: checksum: the one that the header has to name; None: any.
 
         The future raises CorruptionError if it is not, and the engine's errors.
         """
         checked: IOFuture = IOFuture()
         checked.set_running_or_notify_cancel()
         data = memory_of(buffer)
-        offset = self._offset(chunk, place)
+        offset = self._table.offset(chunk, slot)
         moving = self._timeline.begin(self._reads, "read", chunk=chunk, size=len(data), tier="nvme")
 
         def check() -> None:
-            with self._timeline.event(self._checksums, "check", chunk=chunk, size=len(data)):
-                problem = self._problem(data, chunk, step, checksum)
+            with self._timeline.event(self._hashes, "check", chunk=chunk, size=len(data)):
+                header = parse_header(data[:PAGE_BYTES], self.path, offset, chunk)
+                numel = self._records[chunk].numel
+                problem = header.problem(self._run.run_id.hex(), chunk, step, numel, checksum)
+                if not problem and xxhash.xxh3_64_intdigest(data[PAGE_BYTES:]) != header.checksum:
+                    problem = "the slot's data does not match its checksum"
             if problem:
                 raise CorruptionError(problem, chunk=chunk, file=self.path, offset=offset)
             checked.set_result(len(data))
@@ -239,14 +328,14 @@ class SlotFile:
             if error is not None:
                 checked.set_exception(error)
             else:
-                self._sealer.submit(_guarded(check, checked))
+                self._hasher.submit(_guarded(check, checked))
 
         self._engine.read(self._file, offset, data).add_done_callback(arrived)
         return checked
 
     def checksum(self, chunk: int) -> int:
         """The XXH3-64 of the slot's data that the last `write` of `chunk`, which has ended, wrote."""
-        return self._sealed[chunk]
+        return self._checksums[chunk]
 
     def sync(self) -> IOFuture:
         """Makes durable what was written before; see IOEngine.sync."""
@@ -256,19 +345,19 @@ class SlotFile:
         """From now on a commit may name this file: it is not removed, wherever it lies."""
         self._is_left = False
 
-    def took_place(self) -> None:
-        """It has been given the name of the file beside which it was made."""
+    def was_renamed(self) -> None:
+        """The temporary name has been replaced by the swap file's."""
         self._file.path = str(self._place)
 
     def close(self) -> None:
-        """Waits for what is being sealed or checked. The engine's `close` frees the lock.
+        """Waits until no checksum is being taken or compared. The engine's `close` frees the lock.
 
-        A file that is still beside another one, and was not kept, is removed: nobody could ever use it. One that was to
-        be resumed, and was not written to, gets the size back that it had.
+        A file that still has its temporary name, and was not kept, is removed: no commit names it. One that was to be
+        resumed, and was not written to, gets the size back that it had.
         """
-        self._sealer.shutdown(wait=True)
+        self._hasher.shutdown(wait=True)
         size, self._size_before = self._size_before, None
-        if size is not None and size < self._nbytes:
+        if size is not None and size < self._table.nbytes:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file.fd, size)
         if self._is_left:
@@ -297,10 +386,10 @@ class SlotFile:
 
         Raises: PathError if one was moved, removed or cut off: what is committed must be there to be found.
         """
-        self._within.require_here(self._place.parent)
+        self._run.directories.require_here(self._place.parent)
         file = Path(self._file.path)
         try:
-            name, dir_fd = self._within.at(file)
+            name, dir_fd = self._run.directories.at(file)
             is_here = os.path.samestat(os.stat(name, dir_fd=dir_fd, follow_symlinks=False), os.fstat(self._file.fd))
         except FileNotFoundError:
             is_here = False
@@ -313,71 +402,23 @@ class SlotFile:
                 "start again",
                 str(file),
             )
-        if (size := os.fstat(self._file.fd).st_size) < self._nbytes:
+        if (size := os.fstat(self._file.fd).st_size) < self._table.nbytes:
             raise PathError(
                 errno.ESTALE,
-                f"was cut off at {size} of {self._nbytes} bytes while this run used it: start again",
+                f"was cut off at {size} of {self._table.nbytes} bytes while this run used it: start again",
                 str(file),
             )
 
     def _remove(self) -> None:
         """Removes the file, if it is still the one that has its name. Raises: OSError."""
-        name, dir_fd = self._within.at(Path(self._file.path))
+        name, dir_fd = self._run.directories.at(Path(self._file.path))
         if os.path.samestat(os.stat(name, dir_fd=dir_fd, follow_symlinks=False), os.fstat(self._file.fd)):
             os.unlink(name, dir_fd=dir_fd)
-
-    def _offset(self, chunk: int, place: int) -> int:
-        return PAGE_BYTES + place * self._place_bytes + self._starts[chunk]
-
-    def _problem(self, data: memoryview, chunk: int, step: int, wanted: int | None) -> str | None:
-        head = bytes(data[: _HEADER.size])
-        (own,) = _CHECKSUM.unpack_from(data, _HEADER.size)
-        if xxhash.xxh3_64_intdigest(head) != own:
-            return "the slot's header is damaged"
-        magic, version, run_id, found_chunk, found_step, numel, checksum = _HEADER.unpack(head)
-        if (magic, version) != (_HEADER_MAGIC, FORMAT) or numel != self._records[chunk].numel:
-            return "this is no slot of this format"
-        if run_id != self._run_id:
-            return f"the slot was written by run {run_id.hex()}, not by this one"
-        if (found_chunk, found_step) != (chunk, step):
-            return f"expected chunk {chunk} of step {step}, found chunk {found_chunk} of step {found_step}"
-        if wanted is not None and checksum != wanted:
-            return "the slot is not the one that was committed"
-        if xxhash.xxh3_64_intdigest(data[PAGE_BYTES:]) != checksum:
-            return "the slot's data does not match its checksum"
-        return None
-
-    def _superblock(self, places: int, stripe: tuple[int, int]) -> memoryview:
-        commits = self._committed is not None
-        records = self._records[: self._committed]
-        held = [chunk for chunk in self._held if chunk < len(records)]
-        chunks: dict[str, Any] = {"held": held, "numels": [record.numel for record in records]}
-        if any(record.itemsizes != WHOLE for record in records):
-            chunks["itemsizes"] = [record.itemsizes for record in records]
-        known = {"run_id": self._run_id.hex(), "places": places, "stripe": stripe, "commits": commits}
-        text = json.dumps(known | {"chunks": chunks}).encode()
-        if SUPERBLOCK.size + len(text) > PAGE_BYTES:
-            digest = xxhash.xxh3_64_hexdigest(json.dumps(chunks).encode())
-            text = json.dumps(known | {"chunks": {"xxh3": digest}}).encode()
-        block = page()
-        head = SUPERBLOCK.pack(MAGIC, FORMAT, len(text), xxhash.xxh3_64_intdigest(text))
-        block[: len(head) + len(text)] = head + text
-        return block
-
-
-def new_run_id() -> bytes:
-    """16 random bytes: no two runs have the same."""
-    return secrets.token_bytes(16)
 
 
 def memory_of(buffer: Tensor) -> memoryview:
     """The bytes of a contiguous uint8 CPU tensor, without a copy."""
     return memoryview(buffer.numpy().data)
-
-
-def _zero_padding(buffer: Tensor, record: Record) -> None:
-    for _, _, end in record.ranges():
-        buffer[end : round_up(end, PAGE_BYTES)] = 0
 
 
 def _pass_on(target: IOFuture, moving: Event | None) -> Callable[[IOFuture], None]:
@@ -443,3 +484,200 @@ def _require_same(file: IOFile, block: memoryview) -> None:
             f"{file.path} is not the file that was committed here, or the directories are named in another order: give "
             "them as the run had them"
         )
+
+
+def assign(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """The path of each chunk, by number: pure, so that a plan and a run agree.
+
+    Args: sizes: bytes of each chunk, in the order of a step; weights: bandwidth of each path, in any unit, positive.
+    Each chunk goes to the path that would be done with it first. So every path has its share of any stretch of the
+    order, not only of the whole, and all of them work at all times.
+    """
+    loads = [0.0] * len(weights)
+    chosen = []
+    for size in sizes:
+        path = min(range(len(weights)), key=lambda number: ((loads[number] + size) / weights[number], number))
+        loads[path] += size
+        chosen.append(path)
+    return chosen
+
+
+class Slots(Protocol):
+    """The slots of some chunks."""
+
+    def write(self, chunk: int, buffer: Tensor, *, step: int, slot: int = 0) -> IOFuture:
+        """See SwapFile.write."""
+
+    def read(self, chunk: int, buffer: Tensor, *, step: int, slot: int = 0, checksum: int | None = None) -> IOFuture:
+        """See SwapFile.read."""
+
+
+class Stripes:
+    """The slots of all chunks over several directories, found by chunk.
+
+    Args: directories: one or more, all different; weights: their bandwidths; records: what each chunk holds; kept:
+    chunks that seldom move.
+    Attributes: run_id, 16 bytes; chosen: the number of each chunk's directory; directories, as in `RunFiles`.
+    Raises: as `SwapFile`, naming the directory; then nothing is left behind in any of them.
+    """
+
+    def __init__(
+        self,
+        engine: IOEngine,
+        directories: Sequence[Path],
+        weights: Sequence[float],
+        records: Sequence[Record],
+        run: RunFiles | None = None,
+        *,
+        timeline: Timeline | None = None,
+        kept: Collection[int] = (),
+    ) -> None:
+        run = run or RunFiles()
+        for directory in directories:
+            check_directory(directory, resumes=run.is_temporary or run.is_known or run.resumed is not None)
+        chosen = assign([record.nbytes for record in records], weights)
+        if run.resumed is not None:
+            chosen[: len(run.resumed)] = run.resumed
+        self.run_id = run.run_id
+        self.chosen = tuple(chosen)
+        self.directories = run.directories
+        self._files: list[SwapFile] = []
+        self._of: dict[int, SwapFile] = {}
+        self._syncs: list[IOFuture] = []
+        with ExitStack() as undo:
+            for number, directory in enumerate(directories):
+                # The chunks that move lie side by side: a drive reads on faster than it skips.
+                held = [chunk for chunk, path in enumerate(chosen) if path == number]
+                held.sort(key=lambda chunk: chunk in kept)
+                stripe = (number, len(directories))
+                file = SwapFile(engine, directory, records, run, held=held, stripe=stripe, timeline=timeline)
+                undo.callback(file.abandon)
+                self._files.append(file)
+                self._of |= dict.fromkeys(held, file)
+            undo.pop_all()
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The swap files."""
+        return tuple(file.path for file in self._files)
+
+    def write(self, chunk: int, buffer: Tensor, *, step: int, slot: int = 0) -> IOFuture:
+        """See SwapFile.write."""
+        return self._of[chunk].write(chunk, buffer, step=step, slot=slot)
+
+    def read(self, chunk: int, buffer: Tensor, *, step: int, slot: int = 0, checksum: int | None = None) -> IOFuture:
+        """See SwapFile.read."""
+        return self._of[chunk].read(chunk, buffer, step=step, slot=slot, checksum=checksum)
+
+    def starting_at(self, first: int) -> Slots:
+        """The slots from number `first` on, which is chunk 0 there."""
+        return _Shifted(self, first)
+
+    def checksum(self, chunk: int) -> int:
+        """See SwapFile.checksum."""
+        return self._of[chunk].checksum(chunk)
+
+    def sync(self) -> None:
+        """Makes durable, in all files, what was written before.
+
+        Raises: TierIOError, also that of an earlier call which was interrupted, for a disk says it once; nothing after
+        that is trusted.
+        """
+        for future in self._syncs:
+            result_of(future)
+        self._begin_syncs()
+        for future in self._syncs:
+            result_of(future)
+
+    @uninterrupted
+    def _begin_syncs(self) -> None:
+        self._syncs = [file.sync() for file in self._files]
+
+    def require_here(self) -> None:
+        """See SwapFile.require_here."""
+        for file in self._files:
+            file.require_here()
+
+    def keep(self) -> None:
+        """See SwapFile.keep."""
+        for file in self._files:
+            file.keep()
+
+    def was_renamed(self) -> None:
+        """See SwapFile.was_renamed."""
+        for file in self._files:
+            file.was_renamed()
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+
+@dataclass(frozen=True)
+class _Shifted:
+    """See Stripes.starting_at."""
+
+    stripes: Stripes
+    first: int
+
+    def write(self, chunk: int, buffer: Tensor, *, step: int, slot: int = 0) -> IOFuture:
+        return self.stripes.write(self.first + chunk, buffer, step=step, slot=slot)
+
+    def read(self, chunk: int, buffer: Tensor, *, step: int, slot: int = 0, checksum: int | None = None) -> IOFuture:
+        return self.stripes.read(self.first + chunk, buffer, step=step, slot=slot, checksum=checksum)
+
+
+class CommittedFile:
+    """A swap file opened to be read: past the page cache where that works, locked against a run, never changed.
+
+    Args: exclusive: locked against other readers, too.
+    Attributes: path; page, the first one; block, the superblock in it; size in bytes.
+
+    Holds a shared lock until `close()`: other readers may too, but no run starts on it meanwhile.
+    Raises: PathError, PathInUseError (a live run), CorruptionError, ResumeError (a newer version's), TierIOError.
+    """
+
+    def __init__(self, path: Path, files: Files = LOCAL, *, exclusive: bool = False) -> None:
+        self.path = str(path)
+        try:
+            # NFS gives an exclusive lock only to who may write.
+            fd = files.open(path, O_DIRECT | (os.O_RDWR if exclusive else os.O_RDONLY))
+        except OSError as error:
+            why = "is a symlink: put the swap file itself in its place"
+            if error.errno != errno.ELOOP:
+                why = f"cannot open the swap file: {error.strerror}"
+            raise PathError(error.errno, why, self.path) from error
+        self._fd = fd
+        try:
+            info = os.fstat(fd)
+            if not stat.S_ISREG(info.st_mode):
+                raise PathError(errno.EINVAL, "is no regular file", self.path)
+            self.size = info.st_size
+            _lock(fd, self.path, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+            page = aligned_memory(PAGE_BYTES)
+            self.page = bytes(page[: self.read(page, 0)])
+            self.block = parse_superblock(self.page, self.path)
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, data: memoryview, offset: int) -> int:
+        """Fills `data` from `offset`, all in whole pages. Returns: bytes read, fewer only at the end of the file."""
+        done = 0
+        while done < len(data):
+            try:
+                got = os.preadv(self._fd, [data[done:]], offset + done)
+            except OSError as error:
+                code = error.errno or errno.EIO
+                raise TierIOError("read", code, self.path, offset + done, len(data) - done) from error
+            # Past the page cache, what is no whole page was the last of the file.
+            done += got
+            if not got or got % PAGE_BYTES:
+                break
+        return done
+
+    def close(self) -> None:
+        """May be called again."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)

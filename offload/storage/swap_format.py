@@ -1,43 +1,229 @@
-"""The pages that describe a swap file, read as if an enemy had written them; see store.slots, swap file format 1."""
+"""The format of a swap file: its superblock and slot headers are encoded and parsed here and nowhere else.
+
+[Note: swap file format 1]
+All integers are little-endian, all blocks whole pages. Page 0 is the superblock: 16 bytes magic, u32 format version,
+u32 length of the text, u64 XXH3-64 of the text, and the text, JSON: {"run_id", "places": slots a chunk, "stripe": [this
+file, of how many], "commits": whether this run ever commits (false: nothing in the file can be resumed from), "chunks":
+{"held": those in this file, "numels": elements of each chunk of the run}}. If "chunks" does not fit into the page it is
+{"xxh3": its digest}.
+
+A slot is one page of header (see `_HEADER`), then the arrays of the chunk's record, each padded with zeros to whole
+pages: master, exp_avg and exp_avg_sq, fp32. With a split master the first array is its low halves, 16 bits each, and
+the superblock's "chunks" have "itemsizes": bytes an element of each array. The header holds run id, chunk, step,
+element count and the XXH3-64 of the pages after it, and ends with the XXH3-64 of itself.
+
+A chunk has one slot, or two: A and B, so that a new version is written beside the committed one. All slots A come
+first, then all slots B. Chunks that are never committed (gradients and parameters in slots) follow, with one slot each.
+In a run that commits, "chunks" describes the committed ones only.
+
+The checksums detect damage. They are no protection against somebody who writes a file on purpose; against that, every
+size and type is checked before it is used.
+"""
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Iterable
+import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Annotated, NamedTuple, TypedDict
 
+import msgspec
+import torch
 import xxhash
+from msgspec import Meta
+from torch import Tensor
 
-from offload.checkpoint.manifest import MAX_CHUNKS, MAX_NUMEL, MAX_PATHS, MAX_PLACES, Manifest
-from offload.checkpoint.strict import MAX_INT, Json, load
 from offload.errors import CorruptionError, ResumeError
+from offload.layout import Layout
 from offload.sizes import PAGE_BYTES, round_up
-from offload.storage import swap_file as slots
-from offload.storage.directories import MAGIC, SUPERBLOCK
-from offload.storage.swap_file import FORMAT, STATE_KINDS
 
-HEAD_BYTES = SUPERBLOCK.size
-HEADER_BYTES = slots._HEADER.size + slots._CHECKSUM.size
+FORMAT = 1
+MAX_INT = (1 << 63) - 1
+MAX_PATHS = 1 << 10
+MAX_PLACES = 2
+MAX_NUMEL = 1 << 48
+"""Elements of a run: 256 times the largest known model, and no product of two overflows 128 bits."""
+
+STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")
+WHOLE = (4, 4, 4)
+"""Bytes an element of each state kind in a slot."""
+SPLIT = (2, 4, 4)
+"""The same with a split master, whose upper half is the 16-bit parameter and is in RAM anyway."""
+_DTYPES = {2: torch.int16, 4: torch.float32}
+
+MAGIC = b"offload swap\n\0\0\0"
+_SUPERBLOCK = struct.Struct("<16sIIQ")  # magic, format, length and checksum of the text
+_HEADER_MAGIC = b"off slot"
+_HEADER = struct.Struct("<8sI16sQQQQ")  # magic, format, run id, chunk, step, elements, checksum of the payload
+_CHECKSUM = struct.Struct("<Q")
+HEADER_BYTES = _HEADER.size + _CHECKSUM.size
+
+RunId = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+_Natural = Annotated[int, Meta(ge=0, le=MAX_INT)]
+_Count = Annotated[int, Meta(ge=0, le=MAX_NUMEL)]
+_Stripe = Annotated[int, Meta(ge=0, le=MAX_PATHS)]
+
+
+class Record(NamedTuple):
+    """The arrays of one slot, each of `numel` elements.
+
+    itemsizes: bytes an element of each array: 4 is fp32, 2 the low halves of a split master, as int16.
+    """
+
+    numel: int
+    itemsizes: tuple[int, ...] = WHOLE
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slot, header included, in RAM and on disk."""
+        return PAGE_BYTES + sum(round_up(itemsize * self.numel, PAGE_BYTES) for itemsize in self.itemsizes)
+
+    def ranges(self) -> Iterator[tuple[int, int, int]]:
+        """For each array: its itemsize, and where its bytes begin and end in the slot, without the padding."""
+        start = PAGE_BYTES
+        for itemsize in self.itemsizes:
+            yield itemsize, start, start + itemsize * self.numel
+            start += round_up(itemsize * self.numel, PAGE_BYTES)
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """The arrays, of shape (numel,), in a slot's uint8 `buffer`."""
+        return [buffer[start:end].view(_DTYPES[itemsize]) for itemsize, start, end in self.ranges()]
+
+
+def records_of(layout: Layout, *, split_master: bool) -> list[Record]:
+    """The record of each chunk's states. Only a bf16 parameter is the upper half of its master."""
+    split = [split_master and flat.dtype is torch.bfloat16 for flat in layout.flats]
+    return [Record(chunk.numel, SPLIT if split[chunk.flat] else WHOLE) for chunk in layout.chunks]
+
+
+def param_records_of(layout: Layout) -> list[Record]:
+    """The record of each chunk's 16-bit parameters, replicas included, where parameters are streamed."""
+    return [Record(chunk.numel, (layout.flats[chunk.flat].dtype.itemsize,)) for chunk in layout.param_chunks]
+
+
+class SlotTable:
+    """Where the slots lie in one swap file.
+
+    Args: records: of each chunk of the run; held: the chunks in this file, in the order in which they lie; places:
+    slots a chunk; committed: how many of the run's chunks, the first ones, have all slots; None: all of them.
+    Attributes: nbytes, of the file; nbytes_of_one: with one slot a chunk.
+    """
+
+    def __init__(
+        self, records: Sequence[Record], held: Sequence[int], places: int, committed: int | None = None
+    ) -> None:
+        both = [chunk for chunk in held if committed is None or chunk < committed]
+        once = [chunk for chunk in held if committed is not None and chunk >= committed]
+        *starts, self._step = accumulate((records[chunk].nbytes for chunk in both), initial=0)
+        self._starts = dict(zip(both, starts, strict=True))
+        *starts, end = accumulate((records[chunk].nbytes for chunk in once), initial=places * self._step)
+        self._starts |= zip(once, starts, strict=True)
+        self.nbytes = PAGE_BYTES + end
+        self.nbytes_of_one = self.nbytes - (places - 1) * self._step
+
+    def offset(self, chunk: int, slot: int = 0) -> int:
+        """Of a chunk's slot A (0) or B (1) in the file, in bytes."""
+        return PAGE_BYTES + slot * self._step + self._starts[chunk]
+
+
+def file_bytes(records: Sequence[Record], places: int, committed: int | None = None) -> int:
+    """Bytes of the swap file if all chunks lie in one. Args: as of `SlotTable`."""
+    return SlotTable(records, range(len(records)), places, committed).nbytes
+
+
+def described_chunks(records: Sequence[Record], held: Sequence[int]) -> Chunks:
+    """The "chunks" of a superblock. Args: records: of the chunks to be described; held: those in the file."""
+    found: Chunks = {"held": [*held], "numels": [record.numel for record in records]}
+    if any(record.itemsizes != WHOLE for record in records):
+        found["itemsizes"] = [[*record.itemsizes] for record in records]
+    return found
+
+
+class Chunks(TypedDict, total=False):
+    """What a superblock says of the chunks: all but xxh3, where itemsizes may be missing, or xxh3 alone."""
+
+    held: list[_Natural]
+    numels: list[_Count]
+    itemsizes: list[list[_Natural]]
+    xxh3: Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 
 
 @dataclass(frozen=True)
 class Superblock:
-    """Page 0 of a swap file. run_id: 32 hex digits; stripe: which of a rank's files this is, of how many.
+    """Page 0 of a swap file; see [Note: swap file format 1].
 
-    chunks: as the page has it: what it says of the chunks, or the digest of that.
+    run_id: 32 hex digits; places: slots a chunk; stripe: which of a rank's files this is, of how many.
+    chunks: as described by `described_chunks`, or {"xxh3": the digest of that}.
     """
 
-    run_id: str
-    places: int
-    stripe: tuple[int, int]
+    run_id: RunId
+    places: Annotated[int, Meta(ge=1, le=MAX_PLACES)]
+    stripe: tuple[_Stripe, _Stripe]
     commits: bool
-    chunks: Json
+    chunks: Chunks
+
+    def encode(self) -> bytes:
+        """The page."""
+        text = self.encode_text(self.chunks)
+        if _SUPERBLOCK.size + len(text) > PAGE_BYTES:
+            text = self.encode_text({"xxh3": _digest(self.chunks)})
+        head = _SUPERBLOCK.pack(MAGIC, FORMAT, len(text), xxhash.xxh3_64_intdigest(text))
+        return (head + text).ljust(PAGE_BYTES, b"\0")
+
+    def describes(self, chunks: Chunks) -> bool:
+        """Whether its chunks are these, by value or by digest."""
+        return self.chunks in (chunks, {"xxh3": _digest(chunks)})
+
+    def encode_text(self, chunks: Chunks) -> bytes:
+        """The text of the page. Args: chunks: what it says of them."""
+        known = {"run_id": self.run_id, "places": self.places, "stripe": self.stripe, "commits": self.commits}
+        return json.dumps(known | {"chunks": chunks}).encode()
 
 
-@dataclass(frozen=True)
-class SlotHeader:
-    """What a slot says of itself. run_id: 32 hex digits; checksum: XXH3-64 of the slot after its first page."""
+def _digest(chunks: Chunks) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(chunks).encode())
+
+
+def parse_superblock(page: bytes, file: str, *, is_whole: bool = True) -> Superblock:
+    """Args: is_whole: whether a checksum that does not match is an error.
+
+    Raises: CorruptionError naming `file`; ResumeError (a newer version's).
+    """
+    if len(page) < PAGE_BYTES:
+        raise CorruptionError(f"ends after {len(page)} bytes, in its superblock", file=file)
+    magic, version, length, checksum = _SUPERBLOCK.unpack_from(page)
+    if magic != MAGIC:
+        raise CorruptionError("has no superblock of a swap file of this library", file=file)
+    _require_format(version, file, 0)
+    text = page[_SUPERBLOCK.size : _SUPERBLOCK.size + length]
+    if is_whole and xxhash.xxh3_64_intdigest(text) != checksum:
+        raise CorruptionError("the superblock is damaged", file=file)
+    try:
+        block = msgspec.json.decode(text, type=Superblock)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise CorruptionError(f"the superblock is not one that this library writes: {error}", file=file) from error
+    is_own = not is_whole or (_is_sound(block) and block.encode_text(block.chunks) == text)
+    if not is_own:
+        raise CorruptionError("the superblock is not one that this library writes", file=file)
+    return block
+
+
+def _is_sound(block: Superblock) -> bool:
+    chunks = block.chunks
+    if chunks.keys() != {"xxh3"} and not {"held", "numels"} <= chunks.keys() <= {"held", "numels", "itemsizes"}:
+        return False
+    return block.stripe[0] < block.stripe[1] and max(chunks.get("held", ()), default=-1) < len(chunks.get("numels", ()))
+
+
+def superblock_padding_is_clean(page: bytes) -> bool:
+    """Whether only zeros follow the text of a superblock that can be parsed."""
+    return not any(page[_SUPERBLOCK.size + _SUPERBLOCK.unpack_from(page)[2] :])
+
+
+class SlotHeader(NamedTuple):
+    """The header of a slot. run_id: 32 hex digits; checksum: XXH3-64 of the slot after its first page."""
 
     run_id: str
     chunk: int
@@ -45,137 +231,42 @@ class SlotHeader:
     numel: int
     checksum: int
 
+    def encode(self) -> bytes:
+        """The header's bytes, its own checksum included."""
+        run_id = bytes.fromhex(self.run_id)
+        head = _HEADER.pack(_HEADER_MAGIC, FORMAT, run_id, self.chunk, self.step, self.numel, self.checksum)
+        return head + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head))
 
-@dataclass(frozen=True)
-class Slot:
-    """Where a committed slot lies in its file, and the arrays in it. Sizes in bytes.
-
-    chunk: its number; arrays: by state kind: (bytes an element, offset in the slot).
-    """
-
-    chunk: int
-    path: int
-    offset: int
-    size: int
-    arrays: dict[str, tuple[int, int]]
-
-
-def parse_superblock(page: bytes, file: str) -> Superblock:
-    """Raises: CorruptionError naming `file`; ResumeError (a newer version's)."""
-    if len(page) < PAGE_BYTES:
-        raise CorruptionError(f"ends after {len(page)} bytes, in its superblock", file=file)
-    magic, version, length, checksum = SUPERBLOCK.unpack_from(page)
-    if magic != MAGIC:
-        raise CorruptionError("has no superblock of a swap file of this library", file=file)
-    _require_format(version, file, 0)
-    text = page[HEAD_BYTES : HEAD_BYTES + length]
-    if xxhash.xxh3_64_intdigest(text) != checksum:
-        raise CorruptionError("the superblock is damaged", file=file)
-    root = load(text, file, PAGE_BYTES)
-    run_id, places, stripe, commits, chunks = root.fields("run_id", "places", "stripe", "commits", "chunks")
-    stripes = stripe.integers(MAX_PATHS, 2)
-    if len(stripes) != 2 or stripes[0] >= stripes[1]:
-        stripe.refuse("expected [this file, of how many]")
-    described = dict(chunks.pairs())
-    if described.keys() == {"xxh3"}:
-        described["xxh3"].hex(16)
-    else:
-        held, numels = chunks.fields("held", "numels", *sorted(described.keys() & {"itemsizes"}))[:2]
-        known = numels.integers(MAX_NUMEL, 2 * MAX_CHUNKS)
-        held.integers(len(known) - 1, 2 * MAX_CHUNKS)
-    return Superblock(
-        run_id.hex(32), places.integer(MAX_PLACES, least=1), (stripes[0], stripes[1]), commits.flag(), chunks.value
-    )
+    def problem(self, run_id: str, chunk: int, step: int, numel: int, checksum: int | None) -> str | None:
+        """In what it differs from the header wanted; None if in nothing. Args: checksum: None: any."""
+        if self.run_id != run_id:
+            return f"the slot was written by run {self.run_id}, not by {run_id}"
+        if (self.chunk, self.step) != (chunk, step):
+            return f"expected chunk {chunk} of step {step}, found chunk {self.chunk} of step {self.step}"
+        if self.numel != numel or checksum not in (None, self.checksum):
+            return "the slot is not the one that was committed"
+        return None
 
 
-def parse_header(page: bytes, file: str, offset: int, chunk: int) -> SlotHeader:
+def parse_header(page: bytes | memoryview, file: str, offset: int, chunk: int) -> SlotHeader:
     """Args: offset, chunk: of the slot, for the errors. Raises: CorruptionError, ResumeError (a newer version's)."""
+
+    def refused(problem: str) -> CorruptionError:
+        return CorruptionError(problem, chunk=chunk, file=file, offset=offset)
+
     if len(page) < HEADER_BYTES:
-        raise CorruptionError("the file ends in the slot's header", chunk=chunk, file=file, offset=offset)
-    head = page[: slots._HEADER.size]
-    (own,) = slots._CHECKSUM.unpack_from(page, slots._HEADER.size)
-    if xxhash.xxh3_64_intdigest(head) != own:
-        raise CorruptionError("the slot's header is damaged", chunk=chunk, file=file, offset=offset)
-    magic, version, run_id, number, step, numel, checksum = slots._HEADER.unpack(head)
-    if magic != slots._HEADER_MAGIC:
-        raise CorruptionError("there is no slot here", chunk=chunk, file=file, offset=offset)
+        raise refused("the file ends in the slot's header")
+    (own,) = _CHECKSUM.unpack_from(page, _HEADER.size)
+    if xxhash.xxh3_64_intdigest(page[: _HEADER.size]) != own:
+        raise refused("the slot's header is damaged")
+    magic, version, run_id, *numbers = _HEADER.unpack_from(page)
+    if magic != _HEADER_MAGIC:
+        raise refused("there is no slot here")
     _require_format(version, file, offset)
-    if max(number, step) > MAX_INT or numel > MAX_NUMEL:
-        raise CorruptionError("the slot's header is impossible", chunk=chunk, file=file, offset=offset)
-    return SlotHeader(run_id.hex(), number, step, numel, checksum)
-
-
-def header_problem(header: SlotHeader, manifest: Manifest, chunk: int) -> str | None:
-    """What is wrong with a slot that `manifest` says has the number `chunk`, as far as its header tells."""
-    facts = manifest.slots[chunk]
-    if header.run_id != manifest.run_id:
-        return f"the slot was written by run {header.run_id}, not by {manifest.run_id}"
-    if (header.chunk, header.step) != (chunk, facts.step):
-        return f"expected chunk {chunk} of step {facts.step}, found chunk {header.chunk} of step {header.step}"
-    if (header.numel, header.checksum) != (facts.numel, facts.checksum):
-        return "the slot is not the one that was committed"
-    return None
-
-
-def padding_problem(page: bytes) -> str | None:
-    """What is wrong with a superblock that can be parsed, after its text."""
-    length = SUPERBLOCK.unpack_from(page)[2]
-    return "is damaged after the text of its superblock" if any(page[HEAD_BYTES + length :]) else None
-
-
-def superblock_problem(block: Superblock, manifest: Manifest) -> str | None:
-    """What is wrong with a swap file of the rank that `manifest` is of."""
-    if not block.commits:
-        return "belongs to a run that commits nothing, and a commit lies beside it"
-    if (block.places, block.stripe[1]) != (manifest.places, manifest.paths):
-        return "has other places or paths than its manifest"
-    expected = described_chunks(manifest, block.stripe[0])
-    if block.chunks not in (expected, {"xxh3": xxhash.xxh3_64_hexdigest(json.dumps(expected).encode())}):
-        return "holds other chunks than its manifest says"
-    return None
-
-
-def described_chunks(manifest: Manifest, path: int) -> dict[str, Json]:
-    """What the superblock of file `path` says of its chunks."""
-    held: Json = [number for number, slot in enumerate(manifest.slots) if slot.path == path]
-    found: dict[str, Json] = {"held": held, "numels": [slot.numel for slot in manifest.slots]}
-    itemsizes = [_itemsizes(manifest, number) for number in range(len(manifest.slots))]
-    if any(tuple(sizes.values()) != slots.WHOLE for sizes in itemsizes):
-        found["itemsizes"] = [[*sizes.values()] for sizes in itemsizes]
-    return found
-
-
-def committed_slots(manifest: Manifest) -> list[Slot]:
-    """By number: where the committed version lies. What a slot looks like is said in `_itemsizes` and here only."""
-    itemsizes = [_itemsizes(manifest, number) for number in range(len(manifest.slots))]
-    sizes = [_slot_bytes(slot.numel, of.values()) for slot, of in zip(manifest.slots, itemsizes, strict=True)]
-    starts: list[int] = []
-    ends: defaultdict[int, int] = defaultdict(int)
-    for slot, size in zip(manifest.slots, sizes, strict=True):
-        starts.append(ends[slot.path])
-        ends[slot.path] += size
-    found = []
-    for number, (slot, size) in enumerate(zip(manifest.slots, sizes, strict=True)):
-        offset = PAGE_BYTES + slot.place * ends[slot.path] + starts[number]
-        arrays, start = {}, PAGE_BYTES
-        for kind, itemsize in itemsizes[number].items():
-            arrays[kind] = (itemsize, start)
-            start += round_up(itemsize * slot.numel, PAGE_BYTES)
-        found.append(Slot(number, slot.path, offset, size, arrays))
-    return found
-
-
-def _itemsizes(manifest: Manifest, number: int) -> dict[str, int]:
-    """Bytes an element of each array in a slot, by state kind."""
-    params = manifest.flats[manifest.slots[number].flat].params
-    halves = manifest.split_master and any(manifest.parameters[param].dtype == "bfloat16" for param in params)
-    if number < len(manifest.chunks):
-        return dict(zip(STATE_KINDS, slots.SPLIT if halves else slots.WHOLE, strict=True))
-    return {"param": 2 if halves else 4}
-
-
-def _slot_bytes(numel: int, itemsizes: Iterable[int]) -> int:
-    return PAGE_BYTES + sum(round_up(itemsize * numel, PAGE_BYTES) for itemsize in itemsizes)
+    header = SlotHeader(run_id.hex(), *numbers)
+    if max(header.chunk, header.step) > MAX_INT or header.numel > MAX_NUMEL:
+        raise refused("the slot's header is impossible")
+    return header
 
 
 def _require_format(version: int, file: str, offset: int) -> None:

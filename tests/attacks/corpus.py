@@ -6,10 +6,11 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from offload.checkpoint.manifest import MAX_BYTES, MAX_NUMEL, serialise
+from offload.checkpoint.manifest import MAX_BYTES, serialise
 from offload.errors import CorruptionError, OffloadError, ResumeError
 from offload.sizes import PAGE_BYTES
-from offload.storage import swap_file as slots
+from offload.storage import swap_format as slots
+from offload.storage.swap_format import MAX_NUMEL
 from tests.support.committed import RUN, STEP, header, manifest_of, superblock, superblock_of
 
 Attack = tuple[str, bytes, type[OffloadError]]

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from offload.checkpoint import extra
 from offload.checkpoint.commit import parse_commit
-from offload.checkpoint.manifest import parse, serialise
-from offload.checkpoint.strict import canonical, digest
+from offload.checkpoint.manifest import canonical, digest, parse, serialise
 from offload.errors import OffloadError
 from offload.sizes import PAGE_BYTES
 from offload.storage.swap_format import HEADER_BYTES, parse_header, parse_superblock

@@ -29,8 +29,7 @@ from offload.checkpoint.commit import (
 )
 from offload.checkpoint.manifest import MAX_BYTES, Digest, Manifest
 from offload.errors import ConfigError, CorruptionError, OffloadError, PathError, ResumeError, TierIOError
-from offload.storage.directories import COMMIT_NAME
-from offload.storage.files import Files
+from offload.storage.files import COMMIT_NAME, Files
 from tests.support.committed import RUN, STEP, manifest_of
 from tests.support.simulated_files import PowerCut, SimulatedFiles
 
@@ -42,7 +41,7 @@ def at(step: int, rank: int = 0, world: int = 1) -> Manifest:
     """Larger than a sector, and different for every step."""
     made = manifest_of(rank, world)
     parameters = tuple(dataclasses.replace(param, age=min(param.age, step)) for param in made.parameters)
-    chunks = tuple(dataclasses.replace(chunk, step=step, checksum=step) for chunk in made.chunks)
+    chunks = tuple(chunk._replace(step=step, xxh3=f"{step:016x}") for chunk in made.chunks)
     return dataclasses.replace(made, step=step, parameters=parameters, chunks=chunks)
 
 
@@ -368,7 +367,7 @@ def test_what_could_not_be_read_back_is_not_written() -> None:
 
 
 def record(**changes: object) -> bytes:
-    from offload.checkpoint.strict import canonical, digest
+    from offload.checkpoint.manifest import canonical, digest
 
     fields = {"schema": "offload commit", "version": 1, "run_id": RUN, "step": STEP}
     fields |= {"replaces": None, "manifests": [[5, "0" * 32]]}
@@ -413,7 +412,7 @@ def test_a_record_that_makes_no_sense_is_refused(changes: dict[str, object]) -> 
 
 
 def test_a_record_spelled_otherwise_is_refused() -> None:
-    from offload.checkpoint.strict import digest
+    from offload.checkpoint.manifest import digest
 
     for old, new in ((b",", b", "), (b'"step":7', b'"step":7.0'), (b'"schema"', b'"\\u0073chema"')):
         line = record().split(b"\n")[0].replace(old, new, 1) + b"\n"

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from offload.checkpoint.describe import differences, flats_of, memory_order, parameters_of
-from offload.checkpoint.manifest import Manifest, parse, serialise
+from offload.checkpoint.manifest import Manifest, differences, flats_of, memory_order, parameters_of, parse, serialise
 from offload.checkpoint.reader import in_shape
 from offload.layout import ParamSpec, build
 from tests.support.committed import manifest_of

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from offload.checkpoint.commit import read_extra, write_manifest
 from offload.checkpoint.extra import MAX_DEPTH, decode, encode
-from offload.checkpoint.manifest import parse
-from offload.checkpoint.strict import canonical, load
+from offload.checkpoint.manifest import canonical, parse
 from offload.checkpoint.tensors import DTYPES
 from offload.errors import ConfigError, CorruptionError
+from offload.native import load
 from tests.support.committed import RUN, manifest_of
 
 

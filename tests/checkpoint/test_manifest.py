@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from offload.checkpoint.manifest import (
     MAX_BYTES,
     MAX_CHUNKS,
-    MAX_NUMEL,
+    MAX_COMMAS,
     ROW_BYTES,
     ChunkFacts,
     Digest,
@@ -20,9 +20,9 @@ from offload.checkpoint.manifest import (
     require_room,
     serialise,
 )
-from offload.checkpoint.strict import MAX_COMMAS
 from offload.errors import ConfigError, CorruptionError, ResumeError
 from offload.layout import ParamSpec, build
+from offload.storage.swap_format import MAX_NUMEL
 from tests.support.committed import GROUPS, RUN, STEP, manifest_of
 
 
@@ -129,8 +129,8 @@ def test_copies_are_of_the_chunks_with_a_split_master_and_of_none_without() -> N
     split = manifest_of(split_master=True)
     assert parse(serialise(split)) == split
     assert split.slots == split.chunks + split.copies
-    other = dataclasses.replace(split.copies[1], start=999)
-    path = dataclasses.replace(split.copies[1], path=1)
+    other = split.copies[1]._replace(start=999)
+    path = split.copies[1]._replace(path=1)
     for copies in ((), split.copies[:-1], (split.copies[0], other, *split.copies[2:])):
         with pytest.raises(CorruptionError, match="copies: expected a row for each chunk"):
             parse(serialise(dataclasses.replace(split, copies=copies)))
@@ -160,7 +160,7 @@ def test_elements_of_no_parameter_may_lie_in_no_chunk() -> None:
     manifest = manifest_of()
     # The gap behind embed.weight, and the last element of the last flat.
     chunks = tuple(
-        dataclasses.replace(chunk, numel=100) if chunk.numel == 112 else
+        chunk._replace(numel=100) if chunk.numel == 112 else
         dataclasses.replace(chunk, numel=9) if chunk.flat == 2 else chunk
         for chunk in manifest.chunks
     )  # fmt: skip

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.checkpoint.describe import flats_of, parameters_of
-from offload.checkpoint.manifest import ChunkFacts, Manifest
+from offload.checkpoint.manifest import ChunkFacts, Manifest, flats_of, parameters_of
 from offload.checkpoint.reshard import moves
 from offload.layout import Layout, ParamSpec, build
 from tests.support.committed import manifest_of

@@ -14,12 +14,12 @@ import pytest
 
 from offload.checkpoint.commit import Commit, manifest_name, read_commit, write_commit, write_manifest
 from offload.checkpoint.manifest import Digest
-from offload.checkpoint.places import claimed, foreign, is_settled, last_commit, require_free, settle, swaps
+from offload.checkpoint.scan import clean_up, foreign, is_clean, last_commit, require_free, swaps
 from offload.errors import PathError, PathInUseError, ResumeError
 from offload.sizes import PAGE_BYTES
-from offload.storage import swap_file as slots
-from offload.storage.directories import COMMIT_NAME, SWAP_NAME
-from offload.storage.files import LOCAL, LocalFiles
+from offload.storage import swap_format as slots
+from offload.storage.files import COMMIT_NAME, LOCAL, SWAP_NAME, LocalFiles
+from offload.storage.swap_file import open_locked
 from tests.support.committed import manifest_of, superblock, superblock_of
 from tests.support.simulated_files import PowerCut, SimulatedFiles
 
@@ -68,7 +68,7 @@ def test_what_is_no_regular_file_is_no_swap_file(places: list[Path]) -> None:
     (places[0] / "offload-rank2.swap").mkdir()
     swap(places[0], "rank03.swap", NEW)
     swap(places[0], "rank3.swap.new", NEW)
-    assert [(one.rank, one.is_aside, one.run_id) for one in swaps(places[0], LOCAL)] == [(3, True, NEW)]
+    assert [(one.rank, one.is_temporary, one.run_id) for one in swaps(places[0], LOCAL)] == [(3, True, NEW)]
     assert not [*swaps(places[0] / "missing", LOCAL)]
     assert not [*swaps(real, LOCAL)]
 
@@ -145,7 +145,7 @@ def test_only_files_under_their_names_and_of_neither_run_are_in_the_way(places: 
 
 
 def settled(places: Sequence[Path], files: LocalFiles = LOCAL) -> None:
-    settle(places, AFTER, files, locked=False)
+    clean_up(places, AFTER, files, locked=False)
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -185,24 +185,24 @@ STAYS: dict[str, tuple[str, bytes | str]] = {
 def test_what_was_left_goes_and_what_others_have_stays(places: list[Path], what: str) -> None:
     write_commit(places[0], AFTER)
     swap(places[0], "rank0.swap", NEW)
-    assert is_settled(places, AFTER, LOCAL)
+    assert is_clean(places, AFTER, LOCAL)
     name, content = (LEFT | STAYS)[what]
     if isinstance(content, str):
         swap(places[1], name, content)
     else:
         (places[1] / f"offload-{name}").write_bytes(content)
-    assert is_settled(places, AFTER, LOCAL) == (what in STAYS)
+    assert is_clean(places, AFTER, LOCAL) == (what in STAYS)
     settled(places)
     expected = {name} if what in STAYS else {"rank5.swap"} if content == NEW else set()
     assert (names(places[0]), names(places[1])) == ({COMMIT_NAME, "rank0.swap"}, expected)
-    assert is_settled(places, AFTER, LOCAL)
+    assert is_clean(places, AFTER, LOCAL)
 
 
 def test_what_older_commits_left_goes_along_with_what_is_astray(places: list[Path]) -> None:
     manifest = manifest_of(run_id=OLD)
     write_manifest(places[0], manifest)
     assert manifest_name(BEFORE, 0) in names(places[0])
-    assert not is_settled(places, AFTER, LOCAL)
+    assert not is_clean(places, AFTER, LOCAL)
     swap(places[0], "rank0.swap.new", NEW)
     settled(places)
     assert names(places[0]) == {"rank0.swap"}
@@ -219,7 +219,7 @@ def test_what_a_start_that_was_cut_off_wrote_goes_with_its_swap_file(places: lis
     strange.write_text("mine")
     settled(places)
     assert names(places[0]) == {COMMIT_NAME, "rank0.swap", strange.name}
-    assert is_settled(places, AFTER, LOCAL)
+    assert is_clean(places, AFTER, LOCAL)
 
 
 def test_power_cuts_while_files_get_their_names_lose_none(places: list[Path]) -> None:
@@ -233,7 +233,7 @@ def test_power_cuts_while_files_get_their_names_lose_none(places: list[Path]) ->
         for seed in range(6):
             files = SimulatedFiles(cut_at=cut_at).load(places[0].parent)
             with suppress(PowerCut):
-                settle(places, AFTER, files, locked=True)
+                clean_up(places, AFTER, files, locked=True)
             assert cut_at < 9 or {"rename offload-rank0.swap", "sync directory b"} < {*files.log}
             after = files.after_cut(seed)
             assert last_commit(places, after) == (places[1], AFTER)
@@ -241,7 +241,7 @@ def test_power_cuts_while_files_get_their_names_lose_none(places: list[Path]) ->
             seen.add(str(names))
             for place in places:
                 assert [one.run_id for one in swaps(place, after)] in ([OLD, NEW], [NEW])
-            settle(places, AFTER, after, locked=True)
+            clean_up(places, AFTER, after, locked=True)
             assert [after.names(place) for place in places] == [[SWAP_NAME], [COMMIT_NAME, SWAP_NAME]]
     assert len(seen) > 3
 
@@ -269,14 +269,14 @@ def test_a_file_to_be_claimed_is_no_link_and_a_held_one_leaves_no_descriptor(pla
     link = places[1] / "offload-rank0.swap"
     link.symlink_to(file)
     with pytest.raises(PathError) as caught:
-        claimed(link, LOCAL)
+        open_locked(link, LOCAL)
     assert caught.value.errno == errno.ELOOP
     with open(file, "rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         before = len(os.listdir("/proc/self/fd"))
         with pytest.raises(PathInUseError) as busy:
-            claimed(file, LOCAL)
+            open_locked(file, LOCAL)
         assert len(os.listdir("/proc/self/fd")) == before, busy
     shutil.rmtree(places[0])
     with pytest.raises(PathError):
-        claimed(file, LOCAL)
+        open_locked(file, LOCAL)

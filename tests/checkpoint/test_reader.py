@@ -12,30 +12,27 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from offload.checkpoint import places as places_of_runs
 from offload.checkpoint import reader as reading
+from offload.checkpoint import scan as places_of_runs
 from offload.checkpoint.commit import Commit, read_commit, write_commit, write_manifest
-from offload.checkpoint.export import export
-from offload.checkpoint.manifest import Manifest
+from offload.checkpoint.export import entries, export
+from offload.checkpoint.manifest import Manifest, committed_slots
 from offload.checkpoint.reader import Reader
-from offload.checkpoint.swapfile import SwapFile
-from offload.checkpoint.weights import entries
 from offload.devices.copies import HostCopier
-from offload.errors import (
-    ConfigError,
-    CorruptionError,
-    PathError,
-    PathInUseError,
-    ResumeError,
-    TierIOError,
-)
+from offload.errors import ConfigError, CorruptionError, PathError, PathInUseError, ResumeError, TierIOError
 from offload.io.threads import ThreadEngine
 from offload.sizes import PAGE_BYTES
 from offload.storage.arena import Arena
-from offload.storage.directories import SWAP_NAME, swap_name
-from offload.storage.files import Files
-from offload.storage.swap_file import STATE_KINDS, Record, SlotFile, file_bytes
-from offload.storage.swap_format import committed_slots, described_chunks, parse_header, parse_superblock
+from offload.storage.files import SWAP_NAME, Files, swap_name
+from offload.storage.swap_file import CommittedFile, RunFiles, SwapFile
+from offload.storage.swap_format import (
+    STATE_KINDS,
+    Record,
+    described_chunks,
+    file_bytes,
+    parse_header,
+    parse_superblock,
+)
 from tests.support.committed import FLATS, PARAMETERS, RUN, STEP, header, manifest_of, superblock, value_of, write_run
 
 
@@ -94,14 +91,14 @@ def test_slots_lie_where_the_store_puts_them(tmp_path: Path) -> None:
     numels, steps = (1000, 1, 1500), (3, 5, 4)
     engine = ThreadEngine()
     records = [Record(numel) for numel in numels]
-    file = SlotFile(engine, tmp_path / "run", records, places=2, committed=len(records))
+    file = SwapFile(engine, tmp_path / "run", records, RunFiles(places=2, committed=len(records)))
     for place in (0, 1):
         for chunk, numel in enumerate(numels):
             record = records[chunk]
             buffer = Arena(record.nbytes, HostCopier()).carve(record.nbytes)
             for number, state in enumerate(record.views(buffer)):
                 state.copy_(torch.arange(numel) + 10_000 * number + 100_000 * place)
-            file.write(chunk, buffer, step=steps[chunk], place=place).result(30)
+            file.write(chunk, buffer, step=steps[chunk], slot=place).result(30)
     file.close()
     engine.close()
     data = (tmp_path / "run" / SWAP_NAME).read_bytes()
@@ -109,15 +106,15 @@ def test_slots_lie_where_the_store_puts_them(tmp_path: Path) -> None:
     block = parse_superblock(data[:PAGE_BYTES], "swap")
     made = manifest_of()
     chunks = [
-        dataclasses.replace(chunk, numel=numel, place=place, path=0)
+        chunk._replace(numel=numel, slot=place, path=0)
         for chunk, numel, place in zip(made.chunks, numels, (1, 0, 1), strict=False)
     ]
     manifest = dataclasses.replace(made, chunks=tuple(chunks))
-    assert block.chunks == described_chunks(manifest, 0)
+    assert block.chunks == described_chunks(manifest.records, manifest.held(0))
     assert (block.places, block.stripe, block.commits) == (2, (0, 1), True)
     assert len(data) == file_bytes(records, 2)
     for slot in committed_slots(manifest):
-        place = chunks[slot.chunk].place
+        place = chunks[slot.chunk].slot
         assert slot.size == records[slot.chunk].nbytes
         found = parse_header(data[slot.offset : slot.offset + PAGE_BYTES], "swap", slot.offset, slot.chunk)
         assert (found.chunk, found.step, found.numel) == (slot.chunk, steps[slot.chunk], numels[slot.chunk])
@@ -141,14 +138,14 @@ def test_the_table_has_every_parameter(places: list[Path], split_master: bool) -
 def test_slots_are_read_once_in_the_order_of_the_flats(places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = write_run(places[:1])[0]
     read: list[int] = []
-    real = SwapFile.read
+    real = CommittedFile.read
 
-    def counted(file: SwapFile, data: memoryview, offset: int) -> int:
+    def counted(file: CommittedFile, data: memoryview, offset: int) -> int:
         read.append(len(data))
         return real(file, data, offset)
 
     with Reader(places[:1]) as reader:
-        monkeypatch.setattr(SwapFile, "read", counted)
+        monkeypatch.setattr(CommittedFile, "read", counted)
         export(places[1], entries(reader))
     assert sum(read) == PAGE_BYTES + sum(slot.size for slot in committed_slots(manifest))
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from offload.checkpoint.commit import read_extra, write_manifest
+from offload.checkpoint.extra import collect_rng, restore_rng
 from offload.checkpoint.manifest import parse
-from offload.checkpoint.rng import collect_rng, restore_rng
 from offload.errors import ConfigError, ResumeError
 from tests.support.committed import RUN, manifest_of
 

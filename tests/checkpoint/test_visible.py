@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.checkpoint import rendezvous as meeting
-from offload.checkpoint import swapfile
+from offload.checkpoint import recovery as meeting
 from offload.checkpoint.commit import Commit
 from offload.checkpoint.manifest import Digest, Manifest
-from offload.checkpoint.visible import hidden_ranks, ranks_in
+from offload.checkpoint.scan import hidden_ranks, ranks_in
 from offload.dist.communicator import SingleProcess
 from offload.errors import CorruptionError
+from offload.storage import swap_file as swapfile
 from offload.storage.files import LOCAL
 from tests.support.committed import RUN, manifest_of, superblock
 
@@ -39,10 +39,10 @@ def put(place: Path, manifest: Manifest, path: int, **changes: object) -> None:
 def test_files_of_other_runs_are_no_part_of_a_commit(places: list[Path], manifests: list[Manifest]) -> None:
     put(places[0], manifests[0], 0)
     put(places[1], manifests[1], 0, run_id=OTHER)
-    assert ranks_in(places, COMMIT, LOCAL) == {0}
+    assert ranks_in(places, COMMIT, LOCAL, range(8)) == {0}
     put(places[1], manifests[1], 0)
-    assert ranks_in(places, COMMIT, LOCAL) == {0, 1}
-    assert ranks_in(places[1:], COMMIT, LOCAL) == {1}
+    assert ranks_in(places, COMMIT, LOCAL, range(8)) == {0, 1}
+    assert ranks_in(places[1:], COMMIT, LOCAL, range(8)) == {1}
 
 
 def test_a_rank_is_hidden_if_any_of_its_files_with_slots_is(places: list[Path], manifests: list[Manifest]) -> None:
@@ -108,5 +108,5 @@ def test_an_exclusive_lock_is_asked_for_on_a_file_that_may_be_written(
     monkeypatch.setattr(swapfile, "take_lock", on_nfs)
     put(places[0], manifests[0], 0)
     place = places[0] / "offload-rank0.swap"
-    swapfile.SwapFile(place, exclusive=True).close()
-    swapfile.SwapFile(place).close()
+    swapfile.CommittedFile(place, exclusive=True).close()
+    swapfile.CommittedFile(place).close()

@@ -35,7 +35,7 @@ from offload.cli.bench_io_progress import progress
 from offload.cli.bench_io_race import Family, Point
 from offload.cli.main import app
 from offload.errors import BudgetError, PathError
-from offload.io import ring
+from offload.io import io_uring as ring
 from offload.io import select as settings
 from offload.sizes import GIB, MIB
 from tests.support.processes import ROOT, open_files, own_threads

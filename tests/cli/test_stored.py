@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
 from offload import OffloadZero
+from offload.checkpoint.manifest import committed_slots
 from offload.checkpoint.reader import Reader
 from offload.cli.main import app
 from offload.errors import CorruptionError, PathError, ResumeError
 from offload.sizes import PAGE_BYTES
-from offload.storage.directories import SWAP_NAME
-from offload.storage.swap_format import committed_slots
+from offload.storage.files import SWAP_NAME
 
 
 def call(*args: object, typed: str = "") -> Result:

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from offload.checkpoint.commit import MAX_COMMIT_BYTES, read_commit
+from offload.checkpoint.manifest import committed_slots
 from offload.checkpoint.reader import in_shape
 from offload.sizes import PAGE_BYTES
-from offload.storage.directories import ASIDE, COMMIT_NAME, swap_name
-from offload.storage.swap_format import committed_slots
+from offload.storage.files import COMMIT_NAME, NEW_SUFFIX, swap_name
 from tests.cli.test_stored import call, trained
 from tests.support.committed import FLATS, PARAMETERS, RUN, STEP, value_of, write_run
 
@@ -156,7 +156,7 @@ def test_remove_takes_the_files_of_all_ranks_and_directories(tmp_path: Path) -> 
     places = folders(tmp_path, 2)
     write_run(places, 3, extra={"x": torch.ones(3)})
     (places[0] / "notes.txt").write_text("mine")
-    (places[0] / (swap_name(1) + ASIDE)).write_bytes(bytes(PAGE_BYTES))
+    (places[0] / (swap_name(1) + NEW_SUFFIX)).write_bytes(bytes(PAGE_BYTES))
     (places[1] / f"manifest-{RUN}-{STEP - 1}-rank2.json.new").write_text("{}")
     ours = [file for place in places for file in place.iterdir() if file.name != "notes.txt"]
     sizes = sum(file.stat().st_size for file in ours)

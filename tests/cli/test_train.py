@@ -17,7 +17,7 @@ import offload
 from offload.cli import loop, text
 from offload.cli.main import app
 from offload.models import PRESETS, GPTConfig, gpt
-from offload.storage.directories import SWAP_NAME
+from offload.storage.files import SWAP_NAME
 
 FIELDS = {
     "loss_first", "loss_last", "val_loss_first", "val_loss_last", "tokens_per_s", "step_s", "wait_nvme_s",

@@ -410,7 +410,7 @@ def _resumed_at(path: str) -> int:
     [
         pytest.param("offload.checkpoint.committer.write_manifest", 2, AT, marks=pytest.mark.slow),
         ("offload.checkpoint.committer.write_commit", 0, AT),
-        pytest.param("offload.storage.chunk_cache.Store.settle", 0, AT + MORE, marks=pytest.mark.slow),
+        pytest.param("offload.storage.chunk_cache.Store.set_committed", 0, AT + MORE, marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_dies_at_a_commit_leaves_one_of_the_two(

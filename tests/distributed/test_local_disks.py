@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.checkpoint.commit import read_commit, write_commit
-from offload.checkpoint.places import swaps
 from offload.checkpoint.reader import Reader
+from offload.checkpoint.scan import swaps
 from offload.errors import OffloadError, PathInUseError, ResumeError, TierIOError
 from offload.storage.files import LOCAL
 from tests.cli.test_stored import call
@@ -209,7 +209,9 @@ def test_other_chunks_need_nothing_of_other_machines(worlds: Worlds, tmp_path: P
 
 def _decided(base: str, options: dict[str, Any]) -> None:
     """Cut off when the commit in the new layout is decided, and no machine is cleared up."""
-    never = patch("offload.checkpoint.committer.Found.settle", side_effect=TierIOError("rename", errno.EIO, "x", 0, 0))
+    never = patch(
+        "offload.checkpoint.committer.RecoveryPlan.finish", side_effect=TierIOError("rename", errno.EIO, "x", 0, 0)
+    )
     with on(base, TWO), never, pytest.raises(TierIOError):
         Training(RUN, **options, resume=True)
 

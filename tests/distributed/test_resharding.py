@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from offload.checkpoint.reader import Reader
-from offload.checkpoint.swapfile import SwapFile
+from offload.storage.swap_file import CommittedFile
 from tests.distributed.test_commits import Training, same
 from tests.support.ranks import Worlds
 
@@ -24,17 +24,17 @@ def _goes_on(base: str, number: int, options: dict[str, Any]) -> tuple[list[floa
     Returns: the losses; how many bytes of states this rank read from swap files of the commit.
     """
     read: list[int] = []
-    real = SwapFile.read
+    real = CommittedFile.read
 
-    def counted(file: SwapFile, data: memoryview, offset: int) -> int:
+    def counted(file: CommittedFile, data: memoryview, offset: int) -> int:
         read.append(len(data) if offset else 0)
         return real(file, data, offset)
 
-    SwapFile.read = counted  # type: ignore[method-assign]
+    CommittedFile.read = counted  # type: ignore[method-assign]
     try:
         training = Training([f"{base}/a", f"{base}/b"], **options, resume="auto")
     finally:
-        SwapFile.read = real  # type: ignore[method-assign]
+        CommittedFile.read = real  # type: ignore[method-assign]
     with training.optimizer as optimizer:
         if number:
             assert optimizer.resumed is not None

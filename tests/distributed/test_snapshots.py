@@ -182,7 +182,7 @@ def _again(base: str) -> None:
     [
         ("copy_manifest", 2, False),
         pytest.param("write_commit", 0, False, marks=pytest.mark.slow),
-        ("Snapshot.settle", 1, True),
+        ("Snapshot.finish", 1, True),
     ],
 )
 def test_a_rank_that_dies_leaves_a_whole_one_or_none(

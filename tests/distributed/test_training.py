@@ -95,7 +95,7 @@ def _gaps(stage: int) -> int:
             inside = torch.zeros(chunk.numel, dtype=torch.bool)
             for piece in chunk.pieces:
                 inside[piece.chunk_offset : piece.chunk_offset + piece.numel] = True
-            with optimizer._parts.store.lease(chunk.index, step=1) as lease:
+            with optimizer._parts.stores.states.lease(chunk.index, step=1) as lease:
                 for state in lease.states().values():
                     found += int(state[~inside].count_nonzero())
     return found

@@ -13,12 +13,10 @@ import torch
 from offload.checkpoint.commit import read_commit
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.snapshot import Snapshot
-from offload.checkpoint.swapfile import SwapFile
 from offload.errors import ConfigError, PathInUseError, TierIOError
 from offload.io.engine import IOFile, IOFuture
-from offload.storage.directories import ASIDE, COMMIT_NAME, SWAP_NAME, TEMPORARY
-from offload.storage.files import LocalFiles
-from offload.storage.swap_file import SlotFile
+from offload.storage.files import COMMIT_NAME, NEW_SUFFIX, SWAP_NAME, TEMPORARY, LocalFiles
+from offload.storage.swap_file import CommittedFile, SwapFile
 from tests.faults.conftest import Make, Tiny, assert_same, bits, one_step
 from tests.faults.test_commits import committed
 from tests.faults.test_resharding import LARGER
@@ -72,7 +70,7 @@ def files(monkeypatch: pytest.MonkeyPatch) -> Logged:
 def test_nothing_is_decided_before_all_that_it_names_is_durable(
     make: Make, tmp_path: Path, files: Logged, disk: FaultyEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sync, keep = disk.sync, SlotFile.keep
+    sync, keep = disk.sync, SwapFile.keep
 
     def noted(file: IOFile) -> IOFuture:
         future = sync(file)
@@ -80,12 +78,12 @@ def test_nothing_is_decided_before_all_that_it_names_is_durable(
         files.log.append("sync swap")
         return future
 
-    def kept(file: SlotFile) -> None:
+    def kept(file: SwapFile) -> None:
         files.log.append("keep")
         keep(file)
 
     monkeypatch.setattr(disk, "sync", noted)
-    monkeypatch.setattr(SlotFile, "keep", kept)
+    monkeypatch.setattr(SwapFile, "keep", kept)
     model = Tiny()
     (tmp_path / "x").mkdir()
     optimizer = make(model, path=[tmp_path / "x" / "first", tmp_path / "second"], commit_every=0)
@@ -132,7 +130,7 @@ def test_what_another_rank_is_writing_is_not_cleared_away(make: Make, path: Path
     assert found is not None
     for step in (2, 9):
         (path / f"manifest-{found.run_id}-{step}-rank1.json").touch()
-    (path / f"{COMMIT_NAME}{ASIDE}").touch()
+    (path / f"{COMMIT_NAME}{NEW_SUFFIX}").touch()
     one_step(model, optimizer, 3)
     optimizer.commit()
     assert len([*path.glob("manifest-*-rank1.json")]) == 2
@@ -193,7 +191,7 @@ def test_a_snapshot_on_its_way_out_is_held(make: Make, path: Path, monkeypatch: 
 
     def meanwhile(part: Snapshot, names: list[str]) -> None:
         with pytest.raises(PathInUseError):
-            SwapFile(old / f"{SWAP_NAME}{ASIDE}")
+            CommittedFile(old / f"{SWAP_NAME}{NEW_SUFFIX}")
         held.append(names)
         withdraw(part, names)
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from offload import OffloadZero, Tuning
+from offload.checkpoint.manifest import committed_slots
 from offload.checkpoint.reader import Reader
 from offload.errors import (
     ConfigError,
@@ -32,9 +33,7 @@ from offload.errors import (
 from offload.io.engine import IOFile, IOFuture
 from offload.planner import least_cpu_memory
 from offload.planner.placement import slot_records
-from offload.storage.directories import COMMIT_NAME, SWAP_NAME
-from offload.storage.files import LOCAL
-from offload.storage.swap_format import committed_slots
+from offload.storage.files import COMMIT_NAME, LOCAL, SWAP_NAME
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, backward, bits, one_step
 from tests.support.faulty_engine import FaultyEngine, resolved
 from tests.support.processes import ROOT

@@ -31,7 +31,7 @@ from offload import (
 )
 from offload.planner import least_cpu_memory, placement
 from offload.storage.arena import Arena
-from offload.storage.directories import COMMIT_NAME, SWAP_NAME
+from offload.storage.files import COMMIT_NAME, SWAP_NAME
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, bits, one_step
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.late_copier import LateCopier
@@ -487,7 +487,9 @@ def test_a_disk_that_fails_while_masters_are_written_leaves_nothing_held(
     one_step(fresh, make(fresh))
 
 
-@pytest.mark.parametrize("culprit", ["_kernels_for", "LocalGradients", "Store", "Parameters", "Masters", "Step"])
+@pytest.mark.parametrize(
+    "culprit", ["_kernels_for", "LocalGradients", "Store", "FlatParameters", "MasterWeights", "Step"]
+)
 def test_whatever_fails_half_way_leaves_nothing(
     culprit: str, model: Tiny, unchanged: None, make: Make, monkeypatch: pytest.MonkeyPatch, path: Path
 ) -> None:

@@ -23,9 +23,8 @@ from offload.checkpoint.reader import Reader
 from offload.errors import TierIOError
 from offload.io.engine import IOFile, IOFuture
 from offload.storage import files as local
-from offload.storage import stripes
-from offload.storage.directories import COMMIT_NAME
-from offload.storage.files import LocalFiles
+from offload.storage import swap_file as stripes
+from offload.storage.files import COMMIT_NAME, LocalFiles
 from tests.faults.conftest import Make, Tiny, assert_same, bits, one_step
 from tests.support.faulty_engine import FaultyEngine, resolved
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from offload import OffloadZero, Tuning
 from offload.checkpoint.reader import Reader
 from offload.errors import CorruptionError, PathError
-from offload.storage.directories import COMMIT_NAME, SWAP_NAME
+from offload.storage.files import COMMIT_NAME, SWAP_NAME
 from tests.faults.conftest import Make, Tiny, assert_same, backward, bits, one_step
 from tests.faults.test_commits import committed
 
@@ -133,14 +133,14 @@ def test_what_is_cut_short_while_a_commit_is_written_is_not_committed(
     model, optimizer = committed(make)
     record = (path / COMMIT_NAME).read_bytes()
     one_step(model, optimizer)
-    flush = optimizer._parts.store.flush
+    flush = optimizer._parts.stores.states.flush
 
     def meanwhile() -> object:
         found = flush()
         delete(path / SWAP_NAME)
         return found
 
-    monkeypatch.setattr(optimizer._parts.store, "flush", meanwhile)
+    monkeypatch.setattr(optimizer._parts.stores.states, "flush", meanwhile)
     with pytest.raises(PathError):
         optimizer.commit()
     assert (path / COMMIT_NAME).read_bytes() == record

@@ -15,12 +15,11 @@ import pytest
 
 from offload import OffloadZero, Tuning
 from offload.checkpoint import reader as reading
+from offload.checkpoint.manifest import committed_slots
 from offload.checkpoint.reader import Reader
 from offload.errors import BudgetError, CorruptionError, PathInUseError, ResumeError
 from offload.planner import least_cpu_memory
-from offload.storage.directories import COMMIT_NAME, SWAP_NAME
-from offload.storage.files import LocalFiles
-from offload.storage.swap_format import committed_slots
+from offload.storage.files import COMMIT_NAME, SWAP_NAME, LocalFiles
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, bits, one_step
 from tests.faults.test_commits import committed, flip, kill
 from tests.support.simulated_files import PowerCut
@@ -81,7 +80,7 @@ def cut_off(monkeypatch: pytest.MonkeyPatch, left: int) -> Iterator[Counted]:
 
     with monkeypatch.context() as patch:
         patch.setattr("offload.checkpoint.recovery.FILES", files)
-        patch.setattr("offload.storage.swap_file.SlotFile.close", close)
+        patch.setattr("offload.storage.swap_file.SwapFile.close", close)
         yield files
 
 
@@ -147,8 +146,8 @@ def test_clearing_up_may_be_lost_in_any_part(
                     super().rename(old, new)
 
             def remove(self, path: Path, chance: random.Random = chance) -> None:
-                is_aside = path.name.endswith(".new") and not path.name.startswith("offload-")
-                if path.name == COMMIT_NAME or is_aside or chance.random() < 0.5:
+                is_temporary = path.name.endswith(".new") and not path.name.startswith("offload-")
+                if path.name == COMMIT_NAME or is_temporary or chance.random() < 0.5:
                     super().remove(path)
 
         with monkeypatch.context() as patch:
@@ -213,7 +212,7 @@ def test_too_little_disk_for_both_is_refused_before_anything_is_written(
         return SimpleNamespace(f_bavail=20, f_frsize=4096, f_bsize=found.f_bsize)
 
     with monkeypatch.context() as patch:
-        patch.setattr("offload.storage.claim.os.fstatvfs", small)
+        patch.setattr("offload.storage.swap_file.os.fstatvfs", small)
         with pytest.raises(BudgetError) as caught:
             make(Tiny(), commit_every=0, resume=True, tuning=LARGER, cpu_memory="1MiB")
     assert caught.value.available == 21 * 4096 < caught.value.needed  # the superblock has its page already

@@ -12,9 +12,9 @@ from offload import OffloadZero, Tuning
 from offload.checkpoint import committer as commits
 from offload.checkpoint import recovery as resuming
 from offload.checkpoint.reader import Reader
-from offload.checkpoint.recovery import Found
+from offload.checkpoint.recovery import RecoveryPlan
 from offload.errors import CorruptionError, PathInUseError, ResumeError
-from offload.storage.directories import SWAP_NAME
+from offload.storage.files import SWAP_NAME
 from tests.faults.conftest import SMALL, Make, Tiny, one_step
 from tests.faults.test_commits import committed
 from tests.faults.test_resharding import LARGER, contents
@@ -47,8 +47,8 @@ def another(path: Path, tuning: Tuning) -> None:
 MOMENTS = [
     (resuming, "manifests_of_all", False),
     (resuming, "_find", True),
-    (Found, "clear_up", True),
-    (Found, "claim", True),
+    (RecoveryPlan, "clear_up", True),
+    (RecoveryPlan, "lock", True),
 ]
 
 

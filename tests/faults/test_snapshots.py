@@ -21,7 +21,6 @@ from offload.checkpoint.commit import read_commit, write_commit
 from offload.checkpoint.manifest import Digest
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.snapshot import Need, Snapshot, require_space
-from offload.checkpoint.swapfile import SwapFile
 from offload.errors import (
     BudgetError,
     ConfigError,
@@ -33,8 +32,8 @@ from offload.errors import (
     TierIOError,
 )
 from offload.storage import files as local
-from offload.storage.directories import COMMIT_NAME, SWAP_NAME
-from offload.storage.files import LocalFiles
+from offload.storage.files import COMMIT_NAME, SWAP_NAME, LocalFiles
+from offload.storage.swap_file import CommittedFile
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, bits, one_step
 from tests.faults.test_commits import committed, flip
 from tests.faults.test_resharding import LARGER, contents, cut_off
@@ -172,18 +171,18 @@ def test_what_is_replaced_is_held_and_what_is_only_read_is_shared(
     real, looked = commits.moves, []
 
     def look_around(*args: Any) -> Any:
-        SwapFile(directories[0] / SWAP_NAME).close()
+        CommittedFile(directories[0] / SWAP_NAME).close()
         with pytest.raises(PathInUseError):
-            SwapFile(directories[0] / SWAP_NAME, exclusive=True)
+            CommittedFile(directories[0] / SWAP_NAME, exclusive=True)
         with pytest.raises(PathInUseError):
-            SwapFile(path / SWAP_NAME)
+            CommittedFile(path / SWAP_NAME)
         looked.append(True)
         return real(*args)
 
     monkeypatch.setattr(commits, "moves", look_around)
     make(Tiny(), resume=[*directories], cpu_memory="1MiB")
     assert looked
-    SwapFile(directories[0] / SWAP_NAME, exclusive=True).close()
+    CommittedFile(directories[0] / SWAP_NAME, exclusive=True).close()
 
 
 def test_another_run_does_not_give_way_to_a_snapshot(make: Make, path: Path, tmp_path: Path) -> None:
@@ -363,7 +362,7 @@ def test_nobody_can_begin_to_read_one_that_is_about_to_go(
 
     def read_first(part: Snapshot, names: Iterable[str]) -> None:
         with pytest.raises(PathInUseError):
-            SwapFile(first / SWAP_NAME)
+            CommittedFile(first / SWAP_NAME)
         tried.append(1)
         retire(part, names)
 
@@ -422,14 +421,14 @@ def test_one_that_was_cut_off_when_it_was_there_is_put_in_place_by_the_next(
         raise PowerCut
 
     with monkeypatch.context() as patch:
-        patch.setattr(Snapshot, "settle", cut)
+        patch.setattr(Snapshot, "finish", cut)
         with pytest.raises(PowerCut):
             optimizer.snapshot()
     first = [place / next(place.glob("snapshot-*")).name for place in places]
     assert is_whole(first)
     one_step(model, optimizer, 3)
     optimizer.commit()
-    reading = SwapFile(first[0] / f"{SWAP_NAME}.new")
+    reading = CommittedFile(first[0] / f"{SWAP_NAME}.new")
     optimizer.snapshot()  # not while somebody reads
     assert [names_in(one) for one in first] == [[f"{SWAP_NAME}.new"], [SWAP_NAME]]
     reading.close()
@@ -450,7 +449,7 @@ def test_one_that_is_being_read_stays_this_time(make: Make, path: Path) -> None:
     first = optimizer.snapshot()[0]
     one_step(model, optimizer)
     optimizer.commit()
-    reading = SwapFile(first / SWAP_NAME)
+    reading = CommittedFile(first / SWAP_NAME)
     optimizer.snapshot(keep=1)
     assert steps_of(path) == [3, 4]
     assert is_whole([first])

@@ -12,8 +12,7 @@ import pytest
 
 from offload import OffloadZero, build
 from offload.checkpoint.reader import Reader
-from offload.storage.directories import ASIDE, COMMIT_NAME
-from offload.storage.files import LOCAL
+from offload.storage.files import COMMIT_NAME, LOCAL, NEW_SUFFIX
 from tests.faults.conftest import Make, Tiny, assert_same, bits
 from tests.faults.test_commits import Cuts, cut_power
 from tests.support.processes import ROOT
@@ -70,7 +69,7 @@ class KeepingCuts(Cuts):
         for name in there:
             files = self.files.names(self._path / name)
             assert COMMIT_NAME in files
-            assert not [file for file in files if file.endswith(ASIDE)]
+            assert not [file for file in files if file.endswith(NEW_SUFFIX)]
 
     def _look(self, resumes: bool) -> None:
         steps = set()

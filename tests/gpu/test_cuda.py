@@ -12,7 +12,7 @@ import torch
 
 from offload import Tuning
 from offload.native import SUM_BLOCK, AdamScalars, load_on, sum_blocks
-from offload.native.device import scratch_bytes
+from offload.native.torch_kernels import scratch_bytes
 from offload.optim import reference
 from tests.support import models
 from tests.support.training import LossScale, NumpyAdam, Run, train

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from offload.errors import PathError, TierIOError
-from offload.io import queue, ring
-from offload.io.engine import IOEngine
+from offload.io import engine as queue
+from offload.io import io_uring as ring
+from offload.io.engine import REQUEST_BYTES, IOEngine, QueuedEngine, Request
 from offload.io.io_uring import UringEngine
 from offload.io.portable import PortableEngine
-from offload.io.queue import REQUEST_BYTES, QueuedEngine, Request
 from offload.io.threads import ThreadEngine
 from offload.sizes import MIB, PAGE_BYTES
 from tests.io.conftest import ENGINES, QUEUED
@@ -625,7 +625,7 @@ def test_what_a_ring_does_not_take_at_once_is_submitted_after_a_completion(
     file = engine.open(place)
     real, taken = engine._ring.submit, []
 
-    def submit(batch: Sequence[ring.Request | tuple[int, int, int, int, int, int, int, int]]) -> int:
+    def submit(batch: Sequence[ring.Submission]) -> int:
         taken.append(real(batch[: most or len(taken) % 2]))
         return taken[-1]
 
@@ -664,7 +664,7 @@ def test_registering_where_the_kernel_would_wait_for_the_reaper_is_left_out(plac
     waiting.start()
     time.sleep(0.05)
     assert not old.register_buffers([blank(PAGE_BYTES)])
-    old.submit([ring.Request(ring.NOP)])
+    old.submit([ring.Submission(ring.NOP)])
     waiting.join(WAIT_S)
     assert not waiting.is_alive()
     old.close()

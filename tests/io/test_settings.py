@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from offload import ConfigError
-from offload.io import ring
+from offload.io import io_uring as ring
 from offload.io import select as settings
-from offload.io.probe import measure_mixed, weights
-from offload.io.select import Settings, cache_file, open_engine, recall, remember
+from offload.io.select import Settings, cache_file, measure_mixed, open_engine, recall, remember, weights
 from offload.sizes import MIB
 
 

@@ -657,7 +657,7 @@ def test_a_closed_optimizer_leaves_parameters_that_refuse_if_they_do_not_fit(
         train(squares, steps=1)(model, optimizer)
         loss = squares(model, batch(0), 0)
         if limit == "free":
-            monkeypatch.setattr("offload.build.free_memory", lambda: 20_000)
+            monkeypatch.setattr("offload.optimizer.free_memory", lambda: 20_000)
     with pytest.raises(ReleasedParameterError):
         model(batch(0).bfloat16())
     with pytest.raises(ReleasedParameterError):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from offload import native
-from offload.native.device import scratch_bytes
+from offload.native.torch_kernels import scratch_bytes
 from offload.optim import reference
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

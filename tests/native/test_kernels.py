@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offload import native
-from offload.native.fallback import _KeepDenormals
 from offload.native.library import open_library
+from offload.native.torch_kernels import _KeepDenormals
 from offload.optim import reference
 
 from .bits import DTYPES, SIZES, SPECIAL, assert_same_bits, at_offset, halves, kernels, narrowed, numbers, widened

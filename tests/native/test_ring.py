@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
-import fcntl
 import itertools
 import os
 import random
@@ -20,8 +18,16 @@ import pytest
 
 from offload import native
 from offload.errors import ClosedError
-from offload.io import ring
-from offload.io.ring import FDATASYNC, NOP, READ, WRITE, Completion, Request, Ring
+from offload.io import io_uring as ring
+from offload.io.io_uring import (
+    FDATASYNC,
+    NOP,
+    READ,
+    WRITE,
+    Completion,
+    Ring,
+    Submission,
+)
 from offload.sizes import GIB, MIB, PAGE_BYTES
 from tests.support.faulty_engine import aligned
 from tests.support.processes import holds_in_child, open_files, start_python
@@ -57,7 +63,7 @@ def address_of(buffer: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
-def run(rings: Ring, *requests: Request) -> list[Completion]:
+def run(rings: Ring, *requests: Submission) -> list[Completion]:
     """All at once, waited for; in the order of user_data."""
     assert rings.submit(requests) == len(requests)
     found: list[Completion] = []
@@ -68,21 +74,17 @@ def run(rings: Ring, *requests: Request) -> list[Completion]:
 
 @needs_ring
 @pytest.mark.parametrize("size", [PAGE_BYTES, 3 * PAGE_BYTES, MIB, 4 * MIB + PAGE_BYTES])
-@pytest.mark.parametrize("files", [False, True], ids=["fd", "registered file"])
 @pytest.mark.parametrize("buffers", [False, True], ids=["memory", "registered memory"])
-def test_what_was_written_is_read_back(rings: Ring, file: int, size: int, files: bool, buffers: bool) -> None:
+def test_what_was_written_is_read_back(rings: Ring, file: int, size: int, buffers: bool) -> None:
     data, into = noise(size), noise(size, 1)
     if buffers and not rings.register_buffers([data, (address_of(into), size)]):
         pytest.skip("this system refuses to pin so much")
-    slot = rings.register_file(file) if files else -1
-    assert slot is not None
-    # With a slot the descriptor is not looked at, with an index the memory has to lie in that buffer.
-    fd = -1 if files else file
+    # With an index the memory has to lie in that buffer.
     one, two = (0, 1) if buffers else (-1, -1)
     at = 5 * PAGE_BYTES
-    assert run(rings, Request(WRITE, fd, slot, one, address_of(data), size, at, 7)) == [(7, size)]
-    assert run(rings, Request(FDATASYNC, fd, slot, user_data=8)) == [(8, 0)]
-    assert run(rings, Request(READ, fd, slot, two, address_of(into), size, at, LAST)) == [(LAST, size)]
+    assert run(rings, Submission(WRITE, file, one, size, address_of(data), at, 7)) == [(7, size)]
+    assert run(rings, Submission(FDATASYNC, file, user_data=8)) == [(8, 0)]
+    assert run(rings, Submission(READ, file, two, size, address_of(into), at, LAST)) == [(LAST, size)]
     assert into == data
     with open(f"/proc/self/fd/{file}", "rb") as again:
         assert again.read()[at:] == data
@@ -92,12 +94,12 @@ def test_what_was_written_is_read_back(rings: Ring, file: int, size: int, files:
 def test_a_registered_buffer_is_the_one_its_index_names(rings: Ring, file: int) -> None:
     first, second = noise(PAGE_BYTES), noise(PAGE_BYTES, 1)
     assert rings.register_buffers([first, second])
-    assert run(rings, Request(WRITE, file, -1, 0, address_of(second), PAGE_BYTES, 0, 1)) == [(1, -errno.EFAULT)]
-    assert run(rings, Request(WRITE, file, -1, 1, address_of(second), PAGE_BYTES, 0, 1)) == [(1, PAGE_BYTES)]
+    assert run(rings, Submission(WRITE, file, 0, PAGE_BYTES, address_of(second), 0, 1)) == [(1, -errno.EFAULT)]
+    assert run(rings, Submission(WRITE, file, 1, PAGE_BYTES, address_of(second), 0, 1)) == [(1, PAGE_BYTES)]
     assert rings.register_buffers([second]), "a new list takes the place of the old one"
-    assert run(rings, Request(READ, file, -1, 0, address_of(second), PAGE_BYTES, 0, 1)) == [(1, PAGE_BYTES)]
+    assert run(rings, Submission(READ, file, 0, PAGE_BYTES, address_of(second), 0, 1)) == [(1, PAGE_BYTES)]
     assert rings.register_buffers([])
-    assert run(rings, Request(READ, file, -1, 0, address_of(second), PAGE_BYTES, 0, 1)) == [(1, -errno.EFAULT)]
+    assert run(rings, Submission(READ, file, 0, PAGE_BYTES, address_of(second), 0, 1)) == [(1, -errno.EFAULT)]
 
 
 @needs_ring
@@ -111,9 +113,9 @@ def test_many_from_several_threads_come_back_once_each(file: int) -> None:
 
     def submit(first: int) -> None:
         todo = [
-            Request(READ, file, -1, -1, address_of(into[n % 16]), PAGE_BYTES, n % 16 * PAGE_BYTES, n)
+            Submission(READ, file, -1, PAGE_BYTES, address_of(into[n % 16]), n % 16 * PAGE_BYTES, n)
             if n % 3
-            else Request(NOP, user_data=n)
+            else Submission(NOP, user_data=n)
             for n in range(first, first + each)
         ]
         while todo:
@@ -138,7 +140,7 @@ def test_many_from_several_threads_come_back_once_each(file: int) -> None:
 @needs_ring
 def test_a_full_ring_takes_what_fits_and_goes_on_after_a_completion() -> None:
     small = Ring(4)
-    batch = [Request(NOP, user_data=n) for n in range(100)]
+    batch = [Submission(NOP, user_data=n) for n in range(100)]
     most = []
     found: list[Completion] = []
     while batch:
@@ -159,8 +161,8 @@ def test_a_full_ring_takes_what_fits_and_goes_on_after_a_completion() -> None:
 def test_a_thread_that_ends_leaves_its_requests_to_be_completed(rings: Ring, file: int) -> None:
     # A write beyond the file's end and a sync are done by workers of the kernel that belong to the thread.
     data = noise(MIB)
-    batch = [Request(WRITE, file, -1, -1, address_of(data), MIB, n * MIB, n) for n in range(24)]
-    batch += [Request(FDATASYNC, file, user_data=100 + n) for n in range(8)]
+    batch = [Submission(WRITE, file, -1, MIB, address_of(data), n * MIB, n) for n in range(24)]
+    batch += [Submission(FDATASYNC, file, user_data=100 + n) for n in range(8)]
     thread = threading.Thread(target=lambda: rings.submit(batch))
     thread.start()
     thread.join()
@@ -177,13 +179,13 @@ def test_errors_and_short_reads_are_results(rings: Ring, file: int) -> None:
     address = address_of(data)
     assert run(
         rings,
-        Request(READ, 9999, -1, -1, address, PAGE_BYTES, 0, 1),
-        Request(READ, -1, 31, -1, address, PAGE_BYTES, 0, 2),
-        Request(READ, file, -1, 5, address, PAGE_BYTES, 0, 3),
-        Request(READ, file, -1, -1, address, 4 * PAGE_BYTES, PAGE_BYTES, 4),
-        Request(READ, file, -1, -1, address, PAGE_BYTES, 3 * PAGE_BYTES, 5),
-        Request(WRITE, file, -1, -1, 0, PAGE_BYTES, 0, 6),
-        Request(FDATASYNC, 9999, user_data=7),
+        Submission(READ, 9999, -1, PAGE_BYTES, address, 0, 1),
+        Submission(READ, -1, -1, PAGE_BYTES, address, 0, 2),
+        Submission(READ, file, 5, PAGE_BYTES, address, 0, 3),
+        Submission(READ, file, -1, 4 * PAGE_BYTES, address, PAGE_BYTES, 4),
+        Submission(READ, file, -1, PAGE_BYTES, address, 3 * PAGE_BYTES, 5),
+        Submission(WRITE, file, -1, PAGE_BYTES, 0, 0, 6),
+        Submission(FDATASYNC, 9999, user_data=7),
     ) == [
         (1, -errno.EBADF),
         (2, -errno.EBADF),
@@ -197,21 +199,24 @@ def test_errors_and_short_reads_are_results(rings: Ring, file: int) -> None:
 
 @needs_ring
 def test_what_is_no_request_is_refused_at_the_call(rings: Ring) -> None:
-    for wrong in (Request(9), Request(READ, length=2**32), Request(READ, offset=-1), Request(READ, fd=2**31)):
+    for wrong in (
+        Submission(9),
+        Submission(READ, length=2**32),
+        Submission(READ, offset=-1),
+        Submission(READ, fd=2**31),
+    ):
         with pytest.raises(ValueError, match=r"request has"):
             rings.submit([wrong])
     assert rings.submit([]) == 0
-    assert rings.submit([Request(NOP, user_data=1), Request(9)]) == 1, "those before it are under way"
+    assert rings.submit([Submission(NOP, user_data=1), Submission(9)]) == 1, "those before it are under way"
     assert rings.wait() == [(1, 0)]
     with pytest.raises(ValueError, match="1 GiB"):
         rings.register_buffers([(PAGE_BYTES, GIB + 1)])
-    with pytest.raises(OSError, match="Invalid"):
-        rings.unregister_file(3)
 
 
 @needs_ring
 def test_waiting_takes_no_cpu_and_ends_with_the_completion(rings: Ring) -> None:
-    late = threading.Timer(0.3, lambda: rings.submit([Request(NOP, user_data=3)]))
+    late = threading.Timer(0.3, lambda: rings.submit([Submission(NOP, user_data=3)]))
     late.start()
     wall, cpu = time.monotonic(), time.process_time()
     assert rings.wait() == [(3, 0)]
@@ -234,7 +239,7 @@ def test_a_signal_is_handled_while_waiting(rings: Ring) -> None:
         with pytest.raises(CameError):
             rings.wait()
         # And one that does not raise ends no wait.
-        signal.signal(signal.SIGALRM, lambda *_: rings.submit([Request(NOP, user_data=4)]) and None)
+        signal.signal(signal.SIGALRM, lambda *_: rings.submit([Submission(NOP, user_data=4)]) and None)
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         assert rings.wait() == [(4, 0)]
     finally:
@@ -252,10 +257,10 @@ def test_one_thread_waits_at_a_time_and_a_busy_ring_is_not_closed(rings: Ring) -
         rings.close()
     with pytest.raises(OSError, match="busy"):
         rings.wait()
-    rings.submit([Request(NOP, user_data=5)])
+    rings.submit([Submission(NOP, user_data=5)])
     waiter.join()
     assert found == [(5, 0)]
-    rings.submit([Request(NOP, user_data=6)])
+    rings.submit([Submission(NOP, user_data=6)])
     with pytest.raises(OSError, match="busy"):
         rings.close()
     assert rings.wait() == [(6, 0)]
@@ -279,12 +284,11 @@ def test_closing_frees_descriptor_and_mappings(how: str, file: int) -> None:
         assert one is not None
         assert ring_mappings() > mappings
         one.register_buffers([noise(MIB)])
-        one.register_file(file)
-        assert run(one, Request(NOP, user_data=1)) == [(1, 0)]
+        assert run(one, Submission(NOP, user_data=1)) == [(1, 0)]
         if how == "close":
             one.close()
             one.close()
-            for call in (one.wait, lambda: one.submit([Request(NOP)]), lambda: one.register_file(file)):  # noqa: B023
+            for call in (one.wait, lambda: one.submit([Submission(NOP)])):  # noqa: B023
                 with pytest.raises(ClosedError):
                     call()
             with pytest.raises(ClosedError):
@@ -294,58 +298,9 @@ def test_closing_frees_descriptor_and_mappings(how: str, file: int) -> None:
         assert ring_mappings() == mappings
 
 
-@needs_ring
-def test_file_slots_run_out_and_come_back(rings: Ring, file: int) -> None:
-    slots: list[int] = []
-    while (slot := rings.register_file(file)) is not None:
-        slots.append(slot)
-    assert slots == list(range(len(slots)))
-    assert len(slots) >= 16
-    for slot in slots[:2]:
-        rings.unregister_file(slot)
-    assert rings.register_file(file) == 0
-    with pytest.raises(OSError, match="Invalid"):
-        rings.unregister_file(1)
-
-
-def can_lock(path: Path, tries: int) -> bool:
-    """Whether the file can be locked; tries are 10 ms apart."""
-    fd = os.open(path, os.O_RDWR)
-    try:
-        for _ in range(tries):
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return True
-            time.sleep(0.01)
-        return False
-    finally:
-        os.close(fd)
-
-
-@needs_ring
-@pytest.mark.parametrize("how", ["unregister", "close"])
-def test_a_registered_file_keeps_its_lock_until_it_is_given_back(rings: Ring, tmp_path: Path, how: str) -> None:
-    path = tmp_path / "locked"
-    mine = os.open(path, os.O_RDWR | os.O_CREAT)
-    fcntl.flock(mine, fcntl.LOCK_EX)
-    slot = rings.register_file(mine)
-    assert slot is not None
-    os.close(mine)
-    other = os.open(path, os.O_RDWR)
-    with pytest.raises(BlockingIOError):
-        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.close(other)
-    if how == "unregister":
-        rings.unregister_file(slot)
-        assert can_lock(path, 500), "older kernels let go a moment later"
-    else:
-        rings.close()
-        assert can_lock(path, 1), "the next run may follow at once"
-
-
 LOW_MEMLOCK = """
 import ctypes, mmap, os, resource, sys
-from offload.io.ring import READ, WRITE, Request, Ring, is_available
+from offload.io.io_uring import READ, WRITE, Submission, Ring, is_available
 is_available()  # loads the library while we may read it
 fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, 1 << 16))
@@ -358,10 +313,10 @@ memory[:] = b"x" * len(memory)
 address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 ring = Ring(8)
 print(ring.register_buffers([memory]))
-print(ring.submit([Request(WRITE, fd, -1, -1, address, 1 << 20, 0, 1)]), ring.wait())
-print(ring.submit([Request(READ, fd, -1, 0, address, 1 << 20, 0, 2)]), ring.wait())
+print(ring.submit([Submission(WRITE, fd, -1, 1 << 20, address, 0, 1)]), ring.wait())
+print(ring.submit([Submission(READ, fd, 0, 1 << 20, address, 0, 2)]), ring.wait())
 print(ring.register_buffers([memory[:4096]]))
-print(ring.submit([Request(READ, fd, -1, 0, address, 4096, 0, 3)]), ring.wait())
+print(ring.submit([Submission(READ, fd, 0, 4096, address, 0, 3)]), ring.wait())
 ring.close()
 """
 
@@ -417,31 +372,26 @@ def test_without_the_library_there_is_no_ring(monkeypatch: pytest.MonkeyPatch, t
 
 
 @needs_ring
-def test_a_forked_child_has_no_part_in_the_ring(rings: Ring, file: int) -> None:
-    slot = rings.register_file(file)
-    assert slot is not None
-
+def test_a_forked_child_has_no_part_in_the_ring(rings: Ring) -> None:
     def shut_out() -> bool:
         # At once, without a call: a child that never uses the ring keeps nothing of it open.
         left = any("io_uring" in name for name in open_files()) or ring_mappings() > 0
         calls: list[Callable[[], object]] = [
             rings.wait,
-            lambda: rings.submit([Request(NOP)]),
+            lambda: rings.submit([Submission(NOP)]),
             lambda: rings.register_buffers([]),
-            lambda: rings.register_file(file),
-            lambda: rings.unregister_file(slot),
         ]
         for call in calls:
             with pytest.raises(ClosedError, match="child"):
                 call()
         rings.close()
         own = Ring(8)
-        works = run(own, Request(NOP, user_data=9)) == [(9, 0)]
+        works = run(own, Submission(NOP, user_data=9)) == [(9, 0)]
         own.close()
         return works and not left and not any("io_uring" in name for name in open_files()) and ring_mappings() == 0
 
     assert holds_in_child(shut_out)
-    assert run(rings, Request(NOP, user_data=1)) == [(1, 0)], "the parent's goes on"
+    assert run(rings, Submission(NOP, user_data=1)) == [(1, 0)], "the parent's goes on"
 
 
 @needs_ring
@@ -451,8 +401,8 @@ def test_a_fork_in_the_middle_of_a_submit_and_a_wait_does_not_hang_the_child(rin
 
     def submit() -> None:
         while not stop.is_set():
-            rings.submit([Request(NOP)] * 8)
-        while rings.submit([Request(NOP, user_data=LAST)]) == 0:
+            rings.submit([Submission(NOP)] * 8)
+        while rings.submit([Submission(NOP, user_data=LAST)]) == 0:
             time.sleep(0.001)
 
     def wait() -> None:
@@ -474,32 +424,3 @@ def test_a_fork_in_the_middle_of_a_submit_and_a_wait_does_not_hang_the_child(rin
         for thread in threads:
             thread.join()
     assert next(seen)
-
-
-@needs_ring
-def test_a_child_that_lives_on_keeps_no_lock_of_its_parent(tmp_path: Path) -> None:
-    path = tmp_path / "locked"
-    parent = start_python(LEAVES_A_CHILD, str(path))
-    child = int(parent.communicate(timeout=60)[0])
-    try:
-        assert can_lock(path, 500), "the child holds the ring, and the ring the file"
-    finally:
-        os.kill(child, signal.SIGKILL)
-
-
-LEAVES_A_CHILD = """
-import fcntl, os, sys, time
-from offload.io.ring import Ring
-ring = Ring(8)
-fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
-fcntl.flock(fd, fcntl.LOCK_EX)
-assert ring.register_file(fd) is not None
-child = os.fork()
-if child == 0:
-    os.close(fd)
-    os.close(1)
-    time.sleep(60)
-    os._exit(0)
-print(child, flush=True)
-os._exit(1)  # no close: the parent is killed
-"""

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from offload import OffloadZero, Tuning
 from offload.checkpoint.reader import Reader
-from offload.checkpoint.swapfile import SwapFile
 from offload.planner import least_cpu_memory
+from offload.storage.swap_file import CommittedFile
 from tests.faults.conftest import assert_same, bits
 from tests.parity.test_resumed import HALF, assert_goes_on, commit_at, resume, uninterrupted
 from tests.support.training import train
@@ -189,13 +189,13 @@ def test_every_committed_byte_is_read_once(tmp_path: Path, order: list[str], mon
     with Reader([tmp_path / "a"]) as reader:
         slots = sum(slot.size for slot in reader._slots[0])
     read: list[int] = []
-    real: Callable[..., int] = SwapFile.read
+    real: Callable[..., int] = CommittedFile.read
 
-    def counted(file: SwapFile, data: memoryview, offset: int) -> int:
+    def counted(file: CommittedFile, data: memoryview, offset: int) -> int:
         read.append(len(data) if offset else 0)
         return real(file, data, offset)
 
-    monkeypatch.setattr(SwapFile, "read", counted)
+    monkeypatch.setattr(CommittedFile, "read", counted)
     with resumed(Named(order), path=tmp_path / "a", tuning=in_chunks("8KiB")) as optimizer:
         assert sum(read) == slots
         assert optimizer.stats()["nvme_read_bytes"] == 0

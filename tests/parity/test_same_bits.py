@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offload import Tuning
-from offload.io import ring
+from offload.io import io_uring as ring
 from offload.native import available_variants
 from tests.support import models
 from tests.support.late_copier import LateCopier

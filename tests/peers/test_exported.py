@@ -12,9 +12,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from offload import OffloadZero, Tuning
-from offload.checkpoint.export import export
+from offload.checkpoint.export import entries, export
 from offload.checkpoint.reader import Reader
-from offload.checkpoint.weights import entries
 from offload.cli.main import app
 from tests.peers.test_transformers import gpt2, llama
 

@@ -65,7 +65,7 @@ def test_pages_come_in_the_background_and_what_is_written_meanwhile_stays() -> N
     arena, is_there = Arena(64 * MIB, HostCopier(), at_once=False), threading.Event()
     buffer = arena.carve(64 * MIB)
     assert resident_bytes(buffer.data_ptr()) < MIB
-    arena.touch(is_there.set)
+    arena.prefault(is_there.set)
     for start in range(0, 64 * MIB, MIB):
         buffer[start] = 7
     assert is_there.wait(30)
@@ -79,16 +79,16 @@ def test_what_follows_the_pages_comes_behind_them(monkeypatch: pytest.MonkeyPatc
     told: list[int] = []
     arena = Arena(40 * MIB, HostCopier(), at_once=False)
     address = arena.carve(40 * MIB).data_ptr()
-    arena.touch(lambda: told.append(resident_bytes(address)))
-    arena._toucher.join()
+    arena.prefault(lambda: told.append(resident_bytes(address)))
+    arena._prefaulter.join()
     assert told
     assert told[0] >= 40 * MIB
 
     # Where the kernel cannot, they come as they are used.
     monkeypatch.setattr("offload.storage.arena.populate", lambda piece: False)
     other = Arena(40 * MIB, HostCopier(), at_once=False)
-    other.touch(lambda: told.append(-1))
-    other._toucher.join()
+    other.prefault(lambda: told.append(-1))
+    other._prefaulter.join()
     assert told[1:] == [-1]
 
 
@@ -103,13 +103,13 @@ def test_closing_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("offload.storage.arena.populate", populate)
     arena = Arena(64 * MIB, HostCopier(), at_once=False)
-    arena.touch(lambda: was_called.append(True))
+    arena.prefault(lambda: was_called.append(True))
     closing = threading.Thread(target=arena.close)
     closing.start()
     while not arena._is_closing:
         pass
     goes_on.set()
     closing.join()
-    assert not arena._toucher.is_alive()
+    assert not arena._prefaulter.is_alive()
     assert len(pieces) <= 1
     assert not was_called

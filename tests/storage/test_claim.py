@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from offload.storage import claim
-from offload.storage.claim import take_lock
+from offload.storage import swap_file as claim
+from offload.storage.swap_file import take_lock
 from tests.support.processes import start_python
 
 HOLD = """

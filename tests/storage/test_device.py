@@ -19,11 +19,10 @@ from offload.io.engine import IOEngine
 from offload.profiling import Timeline
 from offload.sizes import MIB, PAGE_BYTES
 from offload.storage.arena import Arena
-from offload.storage.chunk_cache import Store
+from offload.storage.chunk_cache import Lease, Store, Version
 from offload.storage.device_store import DeviceArena, DeviceStore
-from offload.storage.lease import Lease, Version
-from offload.storage.stripes import Stripes
-from offload.storage.swap_file import Record
+from offload.storage.swap_file import RunFiles, Stripes
+from offload.storage.swap_format import Record
 from tests.support.faulty_engine import FaultyEngine
 
 NUMELS = (1024, 700, 5, 1500)
@@ -35,7 +34,7 @@ pytestmark = pytest.mark.timeout(60)
 @contextmanager
 def device_store(engine: IOEngine, path: Path, buffers: int = 2) -> Iterator[DeviceStore]:
     records = [Record(numel) for numel in NUMELS]
-    slots = Stripes(engine, [path], [1.0], records, places=2)
+    slots = Stripes(engine, [path], [1.0], records, RunFiles(places=2))
     beneath = Store(records, frozenset(), buffers, Arena(MIB, HostCopier()), slots, Timeline())
     store = DeviceStore(records, DeviceArena(MIB, CPU), beneath, Timeline())
     try:
@@ -93,7 +92,7 @@ def test_any_use_equals_two_plain_dicts(script: list[tuple[str, int | None]], bu
                     store.reset(versions)  # a failure stays until then
                     now = dict(committed)
                 else:
-                    store.settle(versions)
+                    store.set_committed(versions)
                     committed = dict(now)
             else:
                 store.reset(versions)
@@ -108,7 +107,7 @@ def test_only_what_changed_is_brought_down(engine: FaultyEngine, tmp_path: Path)
         for chunk in range(len(NUMELS)):
             put(store, chunk, 1.0, 1)
         first = store.flush()
-        store.settle(first)
+        store.set_committed(first)
         assert engine.writes == before + len(NUMELS)
         put(store, 2, 2.0, 2)
         found(store, 1)
@@ -138,7 +137,7 @@ def test_a_commit_that_was_cut_off_is_made_whole_by_the_next(engine: FaultyEngin
         store.lease = lease  # type: ignore[method-assign]
         versions = store.flush()
         assert versions.keys() == set(range(len(NUMELS)))
-        store.settle(versions)
+        store.set_committed(versions)
         put(store, 0, 9.0, 2)
         store.reset(versions)
         assert [found(store, chunk) for chunk in range(len(NUMELS))] == [1.0] * len(NUMELS)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from offload.errors import StateError
-from offload.storage.residency import Residency, ResidencyTable
+from offload.storage.chunk_cache import Residency, ResidencyTable
 
 # Written out here a second time: a move added there by mistake has to be added here on purpose.
 LEGAL = {

@@ -17,8 +17,9 @@ from offload.errors import BudgetError, CorruptionError, PathError, PathInUseErr
 from offload.io.threads import ThreadEngine
 from offload.sizes import MIB, PAGE_BYTES
 from offload.storage.arena import Arena
-from offload.storage.directories import COMMIT_NAME, SWAP_NAME, check_directory
-from offload.storage.swap_file import Record, SlotFile, file_bytes
+from offload.storage.files import COMMIT_NAME, SWAP_NAME, check_directory
+from offload.storage.swap_file import RunFiles, SwapFile
+from offload.storage.swap_format import Record, file_bytes
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.processes import open_files, start_python
 from tests.support.records import records
@@ -33,8 +34,8 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def slots(engine: FaultyEngine, path: Path) -> Iterator[SlotFile]:
-    made = SlotFile(engine, path, records(NUMELS), places=2)
+def slots(engine: FaultyEngine, path: Path) -> Iterator[SwapFile]:
+    made = SwapFile(engine, path, records(NUMELS), RunFiles(places=2))
     yield made
     made.close()
 
@@ -55,14 +56,14 @@ def offset_of(chunk: int, place: int = 0) -> int:
     return PAGE_BYTES + place * sum(sizes) + sum(sizes[:chunk])
 
 
-def write(slots: SlotFile, chunk: int, value: float, *, step: int = 1, place: int = 0) -> None:
-    slots.write(chunk, filled(chunk, value), step=step, place=place).result(WAIT_S)
+def write(slots: SwapFile, chunk: int, value: float, *, step: int = 1, place: int = 0) -> None:
+    slots.write(chunk, filled(chunk, value), step=step, slot=place).result(WAIT_S)
 
 
-def read(slots: SlotFile, chunk: int, *, step: int = 1, place: int = 0) -> float:
+def read(slots: SwapFile, chunk: int, *, step: int = 1, place: int = 0) -> float:
     """Reads and checks a slot; the value it was filled with."""
     buffer = buffer_for(chunk)
-    slots.read(chunk, buffer, step=step, place=place).result(WAIT_S)
+    slots.read(chunk, buffer, step=step, slot=place).result(WAIT_S)
     value = Record(NUMELS[chunk]).views(buffer)[0][0].item()
     for state, expected in zip(
         Record(NUMELS[chunk]).views(buffer), Record(NUMELS[chunk]).views(filled(chunk, value)), strict=True
@@ -71,7 +72,7 @@ def read(slots: SlotFile, chunk: int, *, step: int = 1, place: int = 0) -> float
     return value
 
 
-def test_every_slot_gives_back_what_was_written_there(slots: SlotFile) -> None:
+def test_every_slot_gives_back_what_was_written_there(slots: SwapFile) -> None:
     for place in (0, 1):
         for chunk in range(3):
             write(slots, chunk, chunk + 10 * place, step=3 + place, place=place)
@@ -80,14 +81,14 @@ def test_every_slot_gives_back_what_was_written_there(slots: SlotFile) -> None:
             assert read(slots, chunk, step=3 + place, place=place) == chunk + 10 * place
 
 
-def test_the_new_version_of_a_chunk_goes_beside_the_old_one(slots: SlotFile) -> None:
+def test_the_new_version_of_a_chunk_goes_beside_the_old_one(slots: SwapFile) -> None:
     write(slots, 0, 5, step=1, place=0)
     write(slots, 0, 6, step=2, place=1)
     assert read(slots, 0, step=1, place=0) == 5
     assert read(slots, 0, step=2, place=1) == 6
 
 
-def test_the_file_has_its_whole_size_from_the_start_and_is_private(slots: SlotFile, path: Path) -> None:
+def test_the_file_has_its_whole_size_from_the_start_and_is_private(slots: SwapFile, path: Path) -> None:
     info = os.stat(path / SWAP_NAME)
     assert info.st_size == file_bytes(records(NUMELS), 2)
     assert info.st_blocks * 512 >= info.st_size
@@ -96,7 +97,7 @@ def test_the_file_has_its_whole_size_from_the_start_and_is_private(slots: SlotFi
     assert slots.path == str(path / SWAP_NAME)
 
 
-def test_the_superblock_says_that_nothing_is_committed(slots: SlotFile, path: Path) -> None:
+def test_the_superblock_says_that_nothing_is_committed(slots: SwapFile, path: Path) -> None:
     block = (path / SWAP_NAME).read_bytes()[:PAGE_BYTES]
     assert block.startswith(b"offload swap\n")
     text = json.loads(block[32 : 32 + int.from_bytes(block[20:24], "little")])
@@ -105,7 +106,7 @@ def test_the_superblock_says_that_nothing_is_committed(slots: SlotFile, path: Pa
 
 
 def test_a_superblock_fits_its_page_for_any_number_of_chunks(engine: FaultyEngine, path: Path) -> None:
-    SlotFile(engine, path, records([1] * 5000)).close()
+    SwapFile(engine, path, records([1] * 5000)).close()
     block = (path / SWAP_NAME).read_bytes()[:PAGE_BYTES]
     assert "xxh3" in json.loads(block[32 : 32 + int.from_bytes(block[20:24], "little")])["chunks"]
 
@@ -123,7 +124,7 @@ def flip(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("at", [0, 8, 13, 28, 36, 44, 52, 60])
-def test_a_damaged_header_is_found(slots: SlotFile, path: Path, at: int) -> None:
+def test_a_damaged_header_is_found(slots: SwapFile, path: Path, at: int) -> None:
     write(slots, 2, 7)
     patch(path, offset_of(2) + at, flip)
     with pytest.raises(CorruptionError) as caught:
@@ -135,7 +136,7 @@ def test_a_damaged_header_is_found(slots: SlotFile, path: Path, at: int) -> None
 
 
 @pytest.mark.parametrize("at", [PAGE_BYTES, PAGE_BYTES + 4 * 1500 - 1, -1])
-def test_one_flipped_bit_in_the_data_is_found(slots: SlotFile, path: Path, at: int) -> None:
+def test_one_flipped_bit_in_the_data_is_found(slots: SwapFile, path: Path, at: int) -> None:
     write(slots, 2, 7)
     patch(path, offset_of(2) + at % Record(NUMELS[2]).nbytes, flip)
     with pytest.raises(CorruptionError, match="checksum"):
@@ -143,14 +144,14 @@ def test_one_flipped_bit_in_the_data_is_found(slots: SlotFile, path: Path, at: i
 
 
 @pytest.mark.parametrize("operation", ["read", "write"])
-def test_a_bit_flipped_on_its_way_is_found(slots: SlotFile, engine: FaultyEngine, operation: str) -> None:
+def test_a_bit_flipped_on_its_way_is_found(slots: SwapFile, engine: FaultyEngine, operation: str) -> None:
     engine.flip(operation, PAGE_BYTES + 5)
     write(slots, 0, 7)
     with pytest.raises(CorruptionError, match="checksum"):
         read(slots, 0)
 
 
-def test_a_lost_write_is_found_by_the_step_in_the_header(slots: SlotFile, engine: FaultyEngine) -> None:
+def test_a_lost_write_is_found_by_the_step_in_the_header(slots: SwapFile, engine: FaultyEngine) -> None:
     write(slots, 0, 1, step=1)
     engine.lose()
     write(slots, 0, 2, step=2)
@@ -159,7 +160,7 @@ def test_a_lost_write_is_found_by_the_step_in_the_header(slots: SlotFile, engine
 
 
 @pytest.mark.parametrize("pages", [1, 2])
-def test_a_torn_write_is_found(slots: SlotFile, engine: FaultyEngine, pages: int) -> None:
+def test_a_torn_write_is_found(slots: SwapFile, engine: FaultyEngine, pages: int) -> None:
     write(slots, 0, 1, step=1)
     engine.tear(pages * PAGE_BYTES)
     write(slots, 0, 2, step=2)
@@ -167,13 +168,13 @@ def test_a_torn_write_is_found(slots: SlotFile, engine: FaultyEngine, pages: int
         read(slots, 0, step=2)
 
 
-def test_a_slot_that_was_never_written_is_found(slots: SlotFile) -> None:
+def test_a_slot_that_was_never_written_is_found(slots: SwapFile) -> None:
     with pytest.raises(CorruptionError):
         read(slots, 1, step=0)
 
 
 def test_swapped_slots_are_found(engine: FaultyEngine, path: Path) -> None:
-    twins = SlotFile(engine, path, records((1024, 1024)))
+    twins = SwapFile(engine, path, records((1024, 1024)))
     size = Record(1024).nbytes
     write(twins, 0, 1)
     whole = (path / SWAP_NAME).read_bytes()
@@ -185,19 +186,19 @@ def test_swapped_slots_are_found(engine: FaultyEngine, path: Path) -> None:
 
 def test_another_runs_slot_is_found(path: Path) -> None:
     first = ThreadEngine()
-    old = SlotFile(first, path, records(NUMELS))
+    old = SwapFile(first, path, records(NUMELS))
     write(old, 0, 1)
     old.close()
     first.close()
     second = ThreadEngine()
-    new = SlotFile(second, path, records(NUMELS))
-    with pytest.raises(CorruptionError, match="not by this one"):
+    new = SwapFile(second, path, records(NUMELS))
+    with pytest.raises(CorruptionError, match="not by "):
         read(new, 0)
     new.close()
     second.close()
 
 
-def test_a_truncated_file_is_an_error_with_its_place(slots: SlotFile, path: Path) -> None:
+def test_a_truncated_file_is_an_error_with_its_place(slots: SwapFile, path: Path) -> None:
     write(slots, 2, 1, place=1)
     os.truncate(path / SWAP_NAME, offset_of(2, 1) + 2 * PAGE_BYTES)
     with pytest.raises(TierIOError) as caught:
@@ -206,7 +207,7 @@ def test_a_truncated_file_is_an_error_with_its_place(slots: SlotFile, path: Path
     assert caught.value.offset == offset_of(2, 1) + 2 * PAGE_BYTES
 
 
-def test_an_error_of_the_engine_arrives_unchanged(slots: SlotFile, engine: FaultyEngine) -> None:
+def test_an_error_of_the_engine_arrives_unchanged(slots: SwapFile, engine: FaultyEngine) -> None:
     engine.fail("write", errno.ENOSPC)
     with pytest.raises(TierIOError, match="No space left"):
         write(slots, 0, 1)
@@ -216,7 +217,7 @@ def test_an_error_of_the_engine_arrives_unchanged(slots: SlotFile, engine: Fault
     assert caught.value.errno == errno.EIO
 
 
-def test_padding_of_a_buffer_that_held_something_else_is_written_as_zeros(slots: SlotFile, path: Path) -> None:
+def test_padding_of_a_buffer_that_held_something_else_is_written_as_zeros(slots: SwapFile, path: Path) -> None:
     buffer = buffer_for(1).fill_(255)
     for state in Record(1).views(buffer):
         state.zero_()
@@ -228,11 +229,11 @@ def test_padding_of_a_buffer_that_held_something_else_is_written_as_zeros(slots:
 # Whose the path is.
 
 
-def test_two_runs_of_one_process_cannot_share_a_path(slots: SlotFile, path: Path) -> None:
+def test_two_runs_of_one_process_cannot_share_a_path(slots: SwapFile, path: Path) -> None:
     write(slots, 0, 1)
     other = ThreadEngine()
     with pytest.raises(PathInUseError) as caught:
-        SlotFile(other, path, records(NUMELS))
+        SwapFile(other, path, records(NUMELS))
     assert caught.value.filename == str(path / SWAP_NAME)
     assert open_files().count(str(path / SWAP_NAME)) == 1
     other.close()
@@ -243,9 +244,9 @@ HOLD = """
 import os, sys
 from pathlib import Path
 from offload.io.threads import ThreadEngine
-from offload.storage.swap_file import Record, SlotFile
+from offload.storage.swap_file import Record, SwapFile
 engine = ThreadEngine()
-slots = SlotFile(engine, Path(sys.argv[1]), [Record(1024)])
+slots = SwapFile(engine, Path(sys.argv[1]), [Record(1024)])
 child = os.fork() if sys.argv[2] == "fork" else None
 if child == 0:
     import time
@@ -259,7 +260,7 @@ sys.stdin.read()
 def opens(path: Path) -> bool:
     engine = ThreadEngine()
     try:
-        SlotFile(engine, path, records(NUMELS)).close()
+        SwapFile(engine, path, records(NUMELS)).close()
     except PathInUseError:
         return False
     finally:
@@ -292,7 +293,7 @@ def test_a_file_that_another_run_removes_meanwhile_is_not_taken(path: Path, monk
     monkeypatch.setattr(fcntl, "flock", removed)
     engine = ThreadEngine()
     with pytest.raises(PathInUseError):
-        SlotFile(engine, path, records(NUMELS))
+        SwapFile(engine, path, records(NUMELS))
     engine.close()
 
 
@@ -308,7 +309,7 @@ def test_a_file_of_a_run_that_committed_nothing_is_reused(path: Path) -> None:
 
 def test_a_larger_file_of_an_earlier_run_is_not_shortened(path: Path) -> None:
     engine = ThreadEngine()
-    SlotFile(engine, path, records([50_000])).close()
+    SwapFile(engine, path, records([50_000])).close()
     engine.close()
     assert opens(path)
     assert os.stat(path / SWAP_NAME).st_size == file_bytes(records([50_000]), 1)
@@ -446,7 +447,7 @@ def test_the_current_directory_can_be_the_path(tmp_path: Path, monkeypatch: pyte
 def test_a_disk_that_is_too_small_is_a_budget_error_and_nothing_is_left(small_disk: Path) -> None:
     engine = ThreadEngine()
     with pytest.raises(BudgetError) as caught:
-        SlotFile(engine, small_disk / "run", records([MIB]))
+        SwapFile(engine, small_disk / "run", records([MIB]))
     assert caught.value.needed == file_bytes(records([MIB]), 1)
     assert 0 < caught.value.available <= MIB
     assert caught.value.option == "path"
@@ -469,7 +470,7 @@ def test_a_disk_that_fills_up_meanwhile_is_a_budget_error_and_nothing_is_left(
     (small_disk / "run").mkdir()
     engine = ThreadEngine()
     with pytest.raises(BudgetError) as caught:
-        SlotFile(engine, small_disk / "run", records([MIB]))
+        SwapFile(engine, small_disk / "run", records([MIB]))
     assert isinstance(caught.value.__cause__, OSError)
     assert caught.value.__cause__.errno == errno.ENOSPC
     assert list((small_disk / "run").iterdir()) == []
@@ -482,7 +483,7 @@ def test_a_file_that_cannot_grow_stays_as_it_was(small_disk: Path) -> None:
     before = (small_disk / SWAP_NAME).read_bytes()
     engine = ThreadEngine()
     with pytest.raises(BudgetError):
-        SlotFile(engine, small_disk, records([MIB]))
+        SwapFile(engine, small_disk, records([MIB]))
     assert (small_disk / SWAP_NAME).read_bytes() == before
     engine.close()
     assert opens(small_disk)
@@ -500,7 +501,7 @@ def test_what_a_file_grew_by_before_the_disk_was_full_goes_back(path: Path, monk
     monkeypatch.setattr(os, "posix_fallocate", half)
     engine = ThreadEngine()
     with pytest.raises(BudgetError):
-        SlotFile(engine, path, records([MIB]))
+        SwapFile(engine, path, records([MIB]))
     engine.close()
     assert os.stat(path / SWAP_NAME).st_size == size
 
@@ -509,7 +510,7 @@ def test_space_that_an_earlier_run_reserved_counts_as_available(small_disk: Path
     numels = [50_000]
     for _ in range(2):
         engine = ThreadEngine()
-        SlotFile(engine, small_disk, records(numels)).close()
+        SwapFile(engine, small_disk, records(numels)).close()
         engine.close()
 
 
@@ -527,11 +528,11 @@ def test_a_disk_without_a_free_page_is_a_budget_error_and_nothing_is_left(
     engine = FaultyEngine()
     engine.fail("write", errno.ENOSPC)
     with pytest.raises(BudgetError):
-        SlotFile(engine, path, records([MIB]))
+        SwapFile(engine, path, records([MIB]))
     assert not path.exists()
     engine.fail("write", errno.EIO)
     with pytest.raises(TierIOError):
-        SlotFile(engine, path, records([MIB]))
+        SwapFile(engine, path, records([MIB]))
     assert not path.exists()
     engine.close()
 
@@ -555,6 +556,6 @@ def test_space_that_statvfs_denies_is_a_budget_error(path: Path, monkeypatch: py
 def test_a_superblock_that_cannot_be_written_leaves_nothing(engine: FaultyEngine, path: Path) -> None:
     engine.fail("write", errno.EIO)
     with pytest.raises(TierIOError):
-        SlotFile(engine, path, records(NUMELS))
+        SwapFile(engine, path, records(NUMELS))
     assert not path.exists()
     assert str(path / SWAP_NAME) not in open_files()

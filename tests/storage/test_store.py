@@ -20,10 +20,9 @@ from offload.io.threads import ThreadEngine
 from offload.profiling import Timeline
 from offload.sizes import MIB, PAGE_BYTES
 from offload.storage.arena import Arena
-from offload.storage.chunk_cache import Store
-from offload.storage.lease import Lease
-from offload.storage.stripes import Stripes
-from offload.storage.swap_file import Record
+from offload.storage.chunk_cache import Lease, Store
+from offload.storage.swap_file import Stripes
+from offload.storage.swap_format import Record
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.interrupted import interrupt, interrupted_at, thrown_in
 

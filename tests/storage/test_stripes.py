@@ -16,9 +16,9 @@ from offload.errors import BudgetError, PathInUseError
 from offload.io.threads import ThreadEngine
 from offload.sizes import PAGE_BYTES
 from offload.storage.arena import Arena
-from offload.storage.directories import SWAP_NAME
-from offload.storage.stripes import Stripes, assign
-from offload.storage.swap_file import Record
+from offload.storage.files import SWAP_NAME
+from offload.storage.swap_file import Stripes, assign
+from offload.storage.swap_format import Record
 from tests.support.records import records
 
 NUMELS = (1024, 700, 1024, 5, 1500, 1024, 1024)

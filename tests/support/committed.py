@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from offload.checkpoint.commit import Commit, write_commit, write_manifest
-from offload.checkpoint.manifest import ChunkFacts, FlatFacts, Manifest, ParameterFacts
+from offload.checkpoint.manifest import ChunkFacts, FlatFacts, Manifest, ParameterFacts, committed_slots
 from offload.optim import reference
 from offload.sizes import PAGE_BYTES
-from offload.storage import swap_file as slots
-from offload.storage.directories import MAGIC, SUPERBLOCK, swap_name
-from offload.storage.swap_format import committed_slots, described_chunks
+from offload.storage import swap_format as slots
+from offload.storage.files import swap_name
+from offload.storage.swap_format import MAGIC, described_chunks
 
 RUN = "0123456789abcdef" * 2
 STEP = 7
@@ -56,13 +56,13 @@ def manifest_of(rank: int = 0, world: int = 1, paths: int = 1, share: int | None
         for start in range(own[0], own[1], CHUNK_NUMEL):
             at = len(chunks)
             size = min(CHUNK_NUMEL, own[1] - start)
-            chunks.append(ChunkFacts(number, start, size, at % paths, at % 2, STEP - at % 3, at))
+            chunks.append(ChunkFacts(number, start, size, at % paths, at % 2, STEP - at % 3, f"{at:016x}"))
     made = Manifest(
         RUN, STEP, rank, world, paths, 2, "bfloat16", False, GROUPS, PARAMETERS, tuple(flats), tuple(chunks)
     )
     if changes.get("split_master"):
         copies = [
-            dataclasses.replace(chunk, path=(at + 1) % paths, place=(at + 1) % 2, step=STEP - at % 2)
+            chunk._replace(path=(at + 1) % paths, slot=(at + 1) % 2, step=STEP - at % 2)
             for at, chunk in enumerate(chunks)
         ]
         made = dataclasses.replace(made, copies=tuple(copies))
@@ -70,15 +70,15 @@ def manifest_of(rank: int = 0, world: int = 1, paths: int = 1, share: int | None
 
 
 def superblock(manifest: Manifest, path: int, **changes: object) -> bytes:
-    """As store.slots writes it, with `commits` true."""
-    chunks = described_chunks(manifest, path)
+    """As `Superblock.encode` writes it, with `commits` true."""
+    chunks = described_chunks(manifest.records, manifest.held(path))
     known = {"run_id": manifest.run_id, "places": manifest.places, "stripe": [path, manifest.paths], "commits": True}
     text = json.dumps({**known, "chunks": chunks, **changes}).encode()
     return superblock_of(text)
 
 
 def superblock_of(text: bytes, version: int = slots.FORMAT) -> bytes:
-    head = SUPERBLOCK.pack(MAGIC, version, len(text), xxhash.xxh3_64_intdigest(text))
+    head = slots._SUPERBLOCK.pack(MAGIC, version, len(text), xxhash.xxh3_64_intdigest(text))
     return (head + text).ljust(PAGE_BYTES, b"\0")
 
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from offload import OffloadZero
 from offload.checkpoint.reader import Reader
-from offload.storage.directories import ASIDE, COMMIT_NAME
+from offload.storage.files import COMMIT_NAME, NEW_SUFFIX
 from tests.support.killed import EVERY, Layout, begin, finish, fork, require_same, states, train
 
 KEEP = 2
@@ -79,7 +79,7 @@ def require_tidy(paths: Sequence[Path]) -> None:
     for path in paths:
         there = sorted((one.name for one in path.glob("snapshot-*")), key=step_of)
         require(there == decided, f"{decided} are snapshots, and in {path.name} there are {there}")
-        aside = [str(file.relative_to(path)) for file in path.glob(f"snapshot-*/*{ASIDE}")]
+        aside = [str(file.relative_to(path)) for file in path.glob(f"snapshot-*/*{NEW_SUFFIX}")]
         require(not aside, f"{aside} were left")
 
 

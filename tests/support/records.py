@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from offload.storage.swap_file import Record
+from offload.storage.swap_format import Record
 
 
 def records(numels: Iterable[int]) -> list[Record]:

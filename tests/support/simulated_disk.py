@@ -10,8 +10,7 @@ import random
 import threading
 from collections import defaultdict
 
-from offload.io.engine import IOFile, IOFuture
-from offload.io.queue import Request
+from offload.io.engine import IOFile, IOFuture, Request
 from offload.io.threads import ThreadEngine
 
 SECTOR_BYTES = 512

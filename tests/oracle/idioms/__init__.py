@@ -2,6 +2,4 @@
 
 from __future__ import annotations
 
-from tests.oracle.idioms import basics, gradients, loops, modules, reading, saving, writing
-
 __all__ = ["basics", "gradients", "loops", "modules", "reading", "saving", "writing"]

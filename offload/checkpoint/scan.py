@@ -3,7 +3,7 @@
 [Note: another layout]
 A run that is resumed in another layout (chunks, directories, ranks, split masters) gets another run id, and writes its
 swap files beside the old ones, under their names with `.new`. Then it commits the same step; the record says which run
-id it `replaces`, and decides. What follows is `settle`, which only clears up and may be cut off anywhere: a record of
+id it `replaces`, and decides. What follows is `clean_up`, which only clears up and may be cut off anywhere: a record of
 the old run in another directory goes first, for the old files mean nothing without it; then the `.new` files get their
 names, and what is left of the old run is removed. Over ranks each does so in its own directories, one rank after the
 other, and those with the old record first. Files are known by the run id in them, never by the name alone: a
@@ -13,25 +13,20 @@ other, and those with the old record first. Files are known by the run id in the
 from __future__ import annotations
 
 import errno
-import os
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
 from offload.checkpoint.atomic_file import failing, sync_directory
-from offload.checkpoint.commit import FILE_NAME, Commit, read_commit, remove_superseded, superseded
+from offload.checkpoint.commit import Commit, manifest_name, read_commit, read_manifest, remove_superseded, superseded
+from offload.checkpoint.manifest import Manifest
 from offload.errors import CorruptionError, PathError, ResumeError
-from offload.io.engine import IOFile
 from offload.sizes import PAGE_BYTES
-from offload.storage.claim import lock
-from offload.storage.directories import ASIDE, COMMIT_NAME, holds_commit, swap_name
-from offload.storage.files import Files
+from offload.storage.files import COMMIT_NAME, Files, file_name, holds_commit, swap_name
+from offload.storage.swap_file import open_locked
 from offload.storage.swap_format import Superblock, parse_superblock
-
-_SWAP = re.compile(rf"offload-rank(0|[1-9]\d*)\.swap({re.escape(ASIDE)})?")
 
 
 @dataclass(frozen=True)
@@ -40,7 +35,7 @@ class Swap:
 
     path: Path
     rank: int
-    is_aside: bool
+    is_temporary: bool
     block: Superblock | None
 
     @property
@@ -48,15 +43,17 @@ class Swap:
         return None if self.block is None else self.block.run_id
 
 
-def swaps(directory: Path, files: Files) -> Iterator[Swap]:
+def swaps(directory: Path, files: Files, ranks: Container[int] | None = None) -> Iterator[Swap]:
     """The regular files in `directory` with a swap file's name; none if there is no such directory.
 
-    Raises: PathError.
+    Args: ranks: only theirs; those of others are not opened. Raises: PathError.
     """
     for name in names_in(directory, files):
-        match = _SWAP.fullmatch(name)
-        if match is not None and (page := _page_of(directory / name, files)) is not None:
-            yield Swap(directory / name, int(match[1]), match[2] is not None, _block_of(page, directory / name))
+        file = file_name(name)
+        if file is None or file.kind != "swap" or not (ranks is None or file.rank in ranks):
+            continue
+        if (page := _page_of(directory / name, files)) is not None:
+            yield Swap(directory / name, file.rank, bool(file.suffix), _block_of(page, directory / name))
 
 
 def names_in(directory: Path, files: Files) -> list[str]:
@@ -74,13 +71,13 @@ def directories_of(run_id: str, rank: int, places: Sequence[Path], files: Files)
     return {
         swap.block.stripe[0]: place
         for place in places
-        for swap in swaps(place, files)
-        if swap.block is not None and swap.rank == rank and swap.run_id == run_id
+        for swap in swaps(place, files, {rank})
+        if swap.block is not None and swap.run_id == run_id
     }
 
 
 @dataclass(frozen=True)
-class Looked:
+class ScanResult:
     """What some directories say of commits, without judging it: several ranks may each see a part of a run's.
 
     records: of COMMIT, and where; begun: runs whose first file, beside which their record would be, lies there without
@@ -91,25 +88,27 @@ class Looked:
     begun: frozenset[str] = frozenset()
     held: tuple[tuple[Path, frozenset[str]], ...] = ()
 
-    def __add__(self, other: Looked) -> Looked:
-        return Looked(self.records + other.records, self.begun | other.begun, self.held + other.held)
+    def __add__(self, other: ScanResult) -> ScanResult:
+        return ScanResult(self.records + other.records, self.begun | other.begun, self.held + other.held)
 
 
-def look(places: Sequence[Path], files: Files) -> Looked:
+def scan(places: Sequence[Path], files: Files) -> ScanResult:
     """Raises: CorruptionError (a record), ResumeError (a newer version's), PathError, TierIOError."""
     records = tuple((place, commit) for place in places if (commit := read_commit(place, files)) is not None)
     if records:
-        return Looked(records)
+        return ScanResult(records)
     found = {place: swaps(place, files) for place in places}
     runs = {place: [(swap.rank, swap.block) for swap in those if swap.block] for place, those in found.items()}
     begun = {block.run_id for those in runs.values() for rank, block in those if (rank, block.stripe[0]) == (0, 0)}
     ids = {place: frozenset(block.run_id for _, block in those) for place, those in runs.items()}
-    return Looked((), frozenset(begun), tuple((place, ids[place]) for place in places if holds_commit(place, files)))
+    return ScanResult(
+        (), frozenset(begun), tuple((place, ids[place]) for place in places if holds_commit(place, files))
+    )
 
 
-def together(looks: Sequence[Looked]) -> Looked:
+def together(looks: Sequence[ScanResult]) -> ScanResult:
     """What ranks see together, by rank: a record that several see, in a shared directory, counts once."""
-    found = Looked()
+    found = ScanResult()
     for rank, one in enumerate(looks):
         known = {commit for _, commit in found.records}
         names = {place for place, _ in found.records}
@@ -119,28 +118,28 @@ def together(looks: Sequence[Looked]) -> Looked:
             for place, commit in one.records
             if commit not in known
         ]
-        found += Looked(tuple(new), one.begun, one.held)
+        found += ScanResult(tuple(new), one.begun, one.held)
     return found
 
 
 def last_commit(places: Sequence[Path], files: Files) -> tuple[Path, Commit] | None:
     """The last commit in the directories of a run, and in which its record lies; None if there is none.
 
-    Raises: as `last_of` and `look`.
+    Raises: as `last_of` and `scan`.
     """
-    return last_of(look(places, files), places)
+    return last_of(scan(places, files), places)
 
 
-def last_of(looked: Looked, places: Sequence[Path]) -> tuple[Path, Commit] | None:
+def last_of(scanned: ScanResult, places: Sequence[Path]) -> tuple[Path, Commit] | None:
     """The last commit, and where its record lies; None if there is none. Args: places: that were looked at.
 
     Raises: ResumeError (a directory of a committed run, whose record is in none; several runs').
     """
-    found = looked.records
+    found = scanned.records
     if not found:
-        for place, runs in looked.held:
+        for place, runs in scanned.held:
             # Where the first file of a run is and no record, nothing was ever committed.
-            if not looked.begun & runs:
+            if not scanned.begun & runs:
                 raise ResumeError(
                     f"{place} belongs to a committed run whose COMMIT record is not in {listed(places)}: give all the "
                     "directories of that run"
@@ -161,7 +160,7 @@ def require_no_other(directories: Sequence[Path], commit: Commit, files: Files) 
     for directory in directories:
         runs = {swap.run_id for swap in swaps(directory, files) if swap.run_id is not None}
         if not runs:  # where the swap file is missing or damaged, other files say whose the directory is
-            runs = {match[1] for name in names_in(directory, files) if (match := FILE_NAME.fullmatch(name))}
+            runs = {file.run_id for file in map(file_name, names_in(directory, files)) if file and file.run_id}
             record = read_commit(directory, files)
             runs |= set() if record is None else {record.run_id}
         if holds_commit(directory, files) and not runs & {commit.run_id, commit.replaces}:
@@ -177,14 +176,14 @@ def require_free(directories: Sequence[Path], commit: Commit, files: Files) -> N
     Raises: PathInUseError, PathError.
     """
     for swap in foreign(directories, commit, files):
-        claimed(swap.path, files).close()
+        open_locked(swap.path, files).close()
 
 
 def foreign(directories: Sequence[Path], commit: Commit, files: Files) -> list[Swap]:
     """Swap files of other runs, which are in the way. Raises: PathError."""
     ours = (commit.run_id, commit.replaces)
     found = (swap for place in directories for swap in swaps(place, files))
-    return [swap for swap in found if not swap.is_aside and swap.run_id not in ours]
+    return [swap for swap in found if not swap.is_temporary and swap.run_id not in ours]
 
 
 def holds_record(places: Sequence[Path], run_id: str | None, files: Files) -> bool:
@@ -193,8 +192,8 @@ def holds_record(places: Sequence[Path], run_id: str | None, files: Files) -> bo
     return run_id is not None and any(record is not None and record.run_id == run_id for record in records)
 
 
-def is_settled(places: Sequence[Path], commit: Commit, files: Files) -> bool:
-    """Whether `settle` would change nothing but a record that was replaced. Raises: PathError, TierIOError."""
+def is_clean(places: Sequence[Path], commit: Commit, files: Files) -> bool:
+    """Whether `clean_up` would change nothing but a record that was replaced. Raises: PathError, TierIOError."""
     for place in places:
         new, stale = _astray([*swaps(place, files)], commit, files)
         if new or stale or superseded(place, commit, None, files):
@@ -202,7 +201,7 @@ def is_settled(places: Sequence[Path], commit: Commit, files: Files) -> bool:
     return True
 
 
-def settle(places: Sequence[Path], commit: Commit, files: Files, *, locked: bool) -> None:
+def clean_up(places: Sequence[Path], commit: Commit, files: Files, *, locked: bool) -> None:
     """Makes the files in `places` those of `commit` alone, under their names. See [Note: another layout].
 
     Args: locked: this process holds the files that are moved or removed.
@@ -212,8 +211,8 @@ def settle(places: Sequence[Path], commit: Commit, files: Files, *, locked: bool
     with ExitStack() as undo:
         found = {place: [*swaps(place, files)] for place in places}
         for swap in () if locked else chain(*found.values()):
-            if swap.is_aside or swap.run_id in (commit.run_id, before):
-                undo.callback(claimed(swap.path, files).close)
+            if swap.is_temporary or swap.run_id in (commit.run_id, before):
+                undo.callback(open_locked(swap.path, files).close)
         _remove_record(places, before, files)
         for place, those in found.items():
             # As long as the swap file of a start that was cut off is there, it is known whose the other files are.
@@ -233,9 +232,9 @@ def _remove_record(places: Sequence[Path], run_id: str | None, files: Files) -> 
 
 def _astray(found: Sequence[Swap], commit: Commit, files: Files) -> tuple[list[Swap], list[Swap]]:
     """Of the swap files in a directory those of `commit` that lack their names, and those that are to go."""
-    new = [swap for swap in found if swap.run_id == commit.run_id and swap.is_aside]
+    new = [swap for swap in found if swap.run_id == commit.run_id and swap.is_temporary]
     others = [swap for swap in found if swap.run_id != commit.run_id]
-    stale = [swap for swap in others if swap.is_aside or swap.run_id == commit.replaces]
+    stale = [swap for swap in others if swap.is_temporary or swap.run_id == commit.replaces]
     return new, [swap for swap in stale if swap.run_id is not None or _is_blank(swap.path, files)]
 
 
@@ -253,21 +252,6 @@ def _put_in_place(found: Sequence[Swap], commit: Commit, files: Files) -> bool:
             with failing("remove", swap.path):
                 files.remove(swap.path)
     return bool(new or stale)
-
-
-def claimed(path: Path, files: Files) -> IOFile:
-    """Opens and locks a file that is to be moved or removed. Raises: PathInUseError, PathError."""
-    try:
-        fd = files.open(path, os.O_RDWR)
-    except OSError as error:
-        raise PathError(error.errno, f"cannot be opened: {error.strerror}", str(path)) from error
-    file = IOFile(str(path), fd, direct=False)
-    try:
-        lock(file)
-    except BaseException:
-        file.close()
-        raise
-    return file
 
 
 def _page_of(path: Path, files: Files) -> bytes | None:
@@ -299,3 +283,65 @@ def _is_blank(path: Path, files: Files) -> bool:
 
 def listed(paths: Sequence[Path]) -> str:
     return ", ".join(str(path) for path in paths) or "no directory"
+
+
+ON_OTHER_MACHINES = (
+    "if disks of other machines have them, start as many ranks as committed, each on the machine where it ran, in the "
+    "same layout (stage, chunks, directories); or copy all directories to a file system that every rank sees, for any "
+    "number of ranks, or to one machine for `offload export`"
+)
+"""What to do where a rank sees a part of a run alone."""
+
+
+def directory_of(name: str, places: Sequence[Path], files: Files) -> Path | None:
+    """The first of `places` with a file of this name."""
+    return next((place for place in places if name in names_in(place, files)), None)
+
+
+def read_manifests(places: Sequence[Path], commit: Commit, files: Files) -> dict[int, Manifest]:
+    """By rank: those manifests of `commit` that lie in `places`. Raises: as `read_manifest`."""
+    found = {}
+    for rank in range(len(commit.manifests)):
+        if (place := directory_of(manifest_name(commit, rank), places, files)) is not None:
+            found[rank] = read_manifest(place, commit, rank, files)
+    return found
+
+
+def ranks_in(places: Sequence[Path], commit: Commit, files: Files, ranks: Container[int]) -> set[int]:
+    """Those of `ranks` that have a swap file of the run of `commit` in `places`. Raises: PathError."""
+    return {swap.rank for place in places for swap in swaps(place, files, ranks) if swap.run_id == commit.run_id}
+
+
+def require_manifests(
+    commit: Commit, found: Collection[int], lying: Collection[int], places: Sequence[Path], home: Path
+) -> None:
+    """Whether the manifests of all ranks were found.
+
+    Args: lying: ranks of which a swap file was found; places: where; home: of the record.
+    Raises: CorruptionError (a manifest is gone), ResumeError (directories are missing).
+    """
+    ranks = range(len(commit.manifests))
+    if gone := [rank for rank in ranks if rank not in found and rank in lying]:
+        name = manifest_name(commit, gone[0])
+        raise CorruptionError(
+            "is missing: name all directories of the run, or was it moved or removed?", file=str(home / name)
+        )
+    if missing := [rank for rank in ranks if rank not in found]:
+        raise ResumeError(
+            f"nothing of {ranks_named(missing)} of the {len(ranks)} that committed step {commit.step} lies in "
+            f"{listed(places)}: name all directories of the run; {ON_OTHER_MACHINES}"
+        )
+
+
+def ranks_named(ranks: Collection[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
+
+
+def hidden_ranks(places: Sequence[Path], manifests: Sequence[Manifest], files: Files) -> frozenset[int]:
+    """Those of which a swap file with committed slots is in none of `places`. Raises: PathError."""
+    found = (swap for place in places for swap in swaps(place, files))
+    blocks = [(swap.rank, swap.block) for swap in found if swap.block is not None]
+    seen = {(rank, block.stripe[0]) for rank, block in blocks if block.run_id == manifests[0].run_id}
+    return frozenset(
+        rank for rank, manifest in enumerate(manifests) if any((rank, slot.path) not in seen for slot in manifest.slots)
+    )
