@@ -24,28 +24,28 @@ def write_temporary(files: Files, path: Path, pieces: Iterable[bytes | memoryvie
     Returns: what was written. A leftover of an earlier attempt is replaced; after a failure there is none.
     Raises: TierIOError. A failed sync is final: it is not tried again.
     """
-    aside = temporary(path)
-    with failing("remove", aside):
-        files.remove(aside)
-    with failing("write", aside):
-        fd = files.create(aside)
+    made = temporary(path)
+    with failing("remove", made):
+        files.remove(made)
+    with failing("write", made):
+        fd = files.create(made)
     size, hasher = 0, xxhash.xxh3_128()
     try:
         try:
             for piece in pieces:
                 data = memoryview(piece).cast("B")
-                with failing("write", aside, size, len(data)):
+                with failing("write", made, size, len(data)):
                     files.write(fd, data)
                 hasher.update(data)
                 size += len(data)
-            with failing("sync", aside, 0, size):
+            with failing("sync", made, 0, size):
                 files.sync(fd)
         finally:
-            with failing("sync", aside, 0, size):
+            with failing("sync", made, 0, size):
                 files.close(fd)
     except BaseException:
         with contextlib.suppress(OSError):
-            files.remove(aside)
+            files.remove(made)
         raise
     return Digest(size, hasher.hexdigest())
 

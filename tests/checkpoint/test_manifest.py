@@ -134,7 +134,7 @@ def test_copies_are_of_the_chunks_with_a_split_master_and_of_none_without() -> N
     for copies in ((), split.copies[:-1], (split.copies[0], other, *split.copies[2:])):
         with pytest.raises(CorruptionError, match="copies: expected a row for each chunk"):
             parse(serialise(dataclasses.replace(split, copies=copies)))
-    with pytest.raises(CorruptionError, match="there is no such flat, path, place or step"):
+    with pytest.raises(CorruptionError, match="there is no such flat, path, slot or step"):
         parse(serialise(dataclasses.replace(split, copies=(split.copies[0], path, *split.copies[2:]))))
     with pytest.raises(CorruptionError, match="copies: expected a row for each chunk"):
         parse(serialise(dataclasses.replace(split, split_master=False)))
