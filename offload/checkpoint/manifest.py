@@ -15,7 +15,8 @@ One JSON object, spelled as `canonical` spells it, with these fields:
     flats              {params: numbers of its parameters, offsets, numel, owned: [start, stop)}: all ranks have the
                        same flats, and each owns a shard of each
     chunks             rows of flat, start, numel, path, slot (A: 0, B: 1), step it was written at, checksum of its
-                       slot's data (XXH3-64, 16 hex digits); by flat and start. A row's number is the chunk's number in its slot.
+                       slot's data (XXH3-64, 16 hex digits); by flat and start. A row's number is the chunk's number
+                       in its slot.
     copies             with a split master as many rows of the same kind: of the slots that hold the same chunks' 16-bit
                        parameters, which are the other halves. They are numbered on: chunk c has slot c and slot
                        len(chunks) + c, each with a step of its own. Without one: none
