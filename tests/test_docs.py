@@ -1,0 +1,95 @@
+"""Documents keep their word: every Python example runs as it stands, links lead somewhere, paths in them exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import OffloadZero
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+WITH_EXAMPLES = [ROOT / "README.md", ROOT / "docs" / "guide.md"]
+BATCHES = 60
+"""Enough for the commits that the examples make."""
+
+
+class Model(nn.Module):
+    """What the documents call `model`: blocks, a head, and an output with a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return SimpleNamespace(loss=nn.functional.mse_loss(self.head(x).float(), y))
+
+
+def examples() -> Iterator[Any]:
+    """The fenced Python blocks of the documents that have them, by document and line."""
+    for document in WITH_EXAMPLES:
+        source = document.read_text()
+        for found in re.finditer(r"^```python\n(.*?)^```$", source, re.MULTILINE | re.DOTALL):
+            line = source[: found.start()].count("\n") + 1
+            yield pytest.param(found[1], id=f"{document.stem}-line-{line}")
+
+
+def runs(code: str, scratch: Path) -> None:
+    """Runs an example with a tiny model. Args: scratch: takes the place of /scratch in it."""
+    torch.manual_seed(0)
+    model = Model()
+    names: dict[str, Any] = {
+        "build_model": lambda: model,
+        "model": model,
+        "loader": [{"x": torch.randn(3, 8), "y": torch.randn(3, 1)} for _ in range(BATCHES)],
+    }
+    if "OffloadZero(" not in code:
+        names["optimizer"] = OffloadZero(model)
+    try:
+        exec(compile(code.replace('"/scratch', f'"{scratch}'), "example", "exec"), names)
+    finally:
+        names.get("optimizer", SimpleNamespace(close=lambda: None)).close()
+
+
+@pytest.mark.parametrize("code", list(examples()))
+def test_example_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs(code, tmp_path)
+    if 'resume="auto"' in code:
+        runs(code, tmp_path)  # goes on from what the first run committed
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_links_lead_somewhere(document: Path) -> None:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+        path, _, anchor = target.partition("#")
+        if "://" in target:
+            continue
+        file = document.parent / path if path else document
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(target)
+    assert not broken
+
+
+def anchors(document: Path) -> set[str]:
+    """The names that its headings have in links."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_files_that_are_named_exist(document: Path) -> None:
+    """`offload/...`, `tests/...` and the like, in backquotes."""
+    named = re.findall(r"`((?:offload|tests|bench|docs|kernels)/[\w./]+)`", document.read_text())
+    assert not [name for name in named if not (ROOT / name).exists()]
