@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,3 +94,21 @@ def test_files_that_are_named_exist(document: Path) -> None:
     """`offload/...`, `tests/...` and the like, in backquotes."""
     named = re.findall(r"`((?:offload|tests|bench|docs|kernels)/[\w./]+)`", document.read_text())
     assert not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_stations_of_a_step_exist() -> None:
+    """Each row of one-step.md names a file and a function that is in it."""
+    rows = re.findall(r"^\| `([\w/]+\.py)` \| `([\w.]+)` \|", (ROOT / "docs" / "one-step.md").read_text(), re.MULTILINE)
+    assert len(rows) > 20
+    assert not [f"{file}: {function}" for file, function in rows if function not in functions(ROOT / file)]
+
+
+def functions(file: Path) -> set[str]:
+    """The functions and methods that a file defines, methods with their class."""
+    found: set[str] = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{one.name}" for one in node.body if isinstance(one, ast.FunctionDef)}
+    return found
