@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import OffloadZero
+from offload import OffloadZero, Tuning
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -68,6 +70,14 @@ def test_example_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     runs(code, tmp_path)
     if 'resume="auto"' in code:
         runs(code, tmp_path)  # goes on from what the first run committed
+
+
+def test_the_guide_names_every_option() -> None:
+    rows = re.findall(r"^\| (`.*?`) \|", (ROOT / "docs" / "guide.md").read_text(), re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    parameters = inspect.signature(OffloadZero.__init__).parameters.values()
+    options = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}
+    assert options | {field.name for field in fields(Tuning)} <= named
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
