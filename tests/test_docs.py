@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadZero, Tuning
+from tests.test_rooms import FLOORS, sources
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -111,6 +112,14 @@ def test_stations_of_a_step_exist() -> None:
     rows = re.findall(r"^\| `([\w/]+\.py)` \| `([\w.]+)` \|", (ROOT / "docs" / "one-step.md").read_text(), re.MULTILINE)
     assert len(rows) > 20
     assert not [f"{file}: {function}" for file, function in rows if function not in functions(ROOT / file)]
+
+
+def test_the_table_of_rooms_is_in_the_order_of_imports() -> None:
+    page = (ROOT / "docs" / "development.md").read_text().split("## Rooms")[1].split("## Words")[0]
+    rows = re.findall(r"^\| (`.*?`) \|", page, re.MULTILINE)
+    named = [name.removesuffix("/").removesuffix(".py") for row in rows for name in re.findall(r"`([\w/.]+)`", row)]
+    rooms = {room for room, _ in sources()}
+    assert named == [*(room for floor in reversed(FLOORS) for room in reversed(floor) if room in rooms), "kernels"]
 
 
 def functions(file: Path) -> set[str]:
