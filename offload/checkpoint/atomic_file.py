@@ -1,7 +1,7 @@
-"""Files written whole and aside, and read whole, with nothing trusted that the disk did not confirm.
+"""Files that are written to a temporary name, synced, and then renamed: an atomic replace.
 
-A file is made beside its name (`name.offload.new`), synced, and only then renamed to it. The rename is durable once the
-directory is synced. Whatever cuts in between leaves the old file, the new one, or none; never half of one.
+The temporary name is `name.offload.new`. The rename is durable once the directory is synced. A crash at any moment
+leaves the old file, the new one, or none; never half of one.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from offload.storage.files import TEMPORARY, Files
 
 
 def write_temporary(files: Files, path: Path, pieces: Iterable[bytes | memoryview]) -> Digest:
-    """Writes `pieces` beside `path` and syncs them; `atomic_replace` makes them the file.
+    """Writes `pieces` to the temporary file of `path` and syncs them; `atomic_replace` makes them the file.
 
     Returns: what was written. A leftover of an earlier attempt is replaced; after a failure there is none.
     Raises: TierIOError. A failed sync is final: it is not tried again.
     """
-    aside = temporary(path)
-    with failing("remove", aside):
-        files.remove(aside)
-    with failing("write", aside):
-        fd = files.create(aside)
+    made = temporary(path)
+    with failing("remove", made):
+        files.remove(made)
+    with failing("write", made):
+        fd = files.create(made)
     size, hasher = 0, xxhash.xxh3_128()
     try:
         try:
             for piece in pieces:
                 data = memoryview(piece).cast("B")
-                with failing("write", aside, size, len(data)):
+                with failing("write", made, size, len(data)):
                     files.write(fd, data)
                 hasher.update(data)
                 size += len(data)
-            with failing("sync", aside, 0, size):
+            with failing("sync", made, 0, size):
                 files.sync(fd)
         finally:
-            with failing("sync", aside, 0, size):
+            with failing("sync", made, 0, size):
                 files.close(fd)
     except BaseException:
         with contextlib.suppress(OSError):
-            files.remove(aside)
+            files.remove(made)
         raise
     return Digest(size, hasher.hexdigest())
 
 
 def temporary(path: Path) -> Path:
-    """Where a file is written that is going to be called `path`."""
+    """The temporary name of a file that is going to be called `path`."""
     return path.with_name(path.name + TEMPORARY)
 
 
@@ -62,7 +62,7 @@ def atomic_replace(files: Files, path: Path) -> None:
 
 
 def sync_directory(files: Files, directory: Path) -> None:
-    """Makes what was put in place in `directory` durable.
+    """Makes what was renamed, made and removed in `directory` durable.
 
     Raises: TierIOError; then nobody knows whether it is, and it is not tried again.
     """

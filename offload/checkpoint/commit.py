@@ -142,8 +142,8 @@ def read_commit(directory: Path, files: Files = LOCAL) -> Commit | None:
 def parse_commit(data: bytes, file: str = COMMIT_NAME) -> Commit:
     """The record that `data` spells. Raises: CorruptionError naming `file`, ResumeError (a newer version's)."""
     end = data.find(b"\n") + 1
-    line, seal = data[:end], data[end:]
-    if seal != digest(line).encode() + b"\n":
+    line, checksum = data[:end], data[end:]
+    if checksum != digest(line).encode() + b"\n":
         raise CorruptionError("is damaged: it does not match its checksum", file=file)
     is_snapshot = line.startswith(canonical({"schema": SNAPSHOT_SCHEMA})[:-2])
 
@@ -305,7 +305,7 @@ def _read_exactly(files: Files, path: Path, expected: Digest, limit: int) -> byt
 
 
 def agree(manifests: Sequence[Manifest], file: str) -> None:
-    """Whether the manifests of all ranks, by rank, describe one model of which each rank owns its stretch.
+    """Whether the manifests of all ranks, by rank, describe one model of which each rank owns its shard.
 
     Args: file: what to name in the error. Raises: CorruptionError.
     """

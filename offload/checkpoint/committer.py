@@ -1,4 +1,4 @@
-"""Commits of a run, and the way back to the last one: between the parts and what lies in the run's directories.
+"""Commits of a run, and the return to the last one.
 
 A commit needs no bytes of parameters: their 16-bit values are what the masters round to. Only with a split master they
 are the other halves of what is in the slots, and committed too. The COMMIT record lies in the first directory, that of
@@ -472,7 +472,10 @@ class Commits:
 
 
 def _cause(raised: BaseException, before: BaseException | None) -> OffloadError | OSError | None:
-    """What went wrong, which an interrupt may have hidden. Args: before: was being handled already; not meant."""
+    """The error behind `raised`, which an interrupt may have hidden.
+
+    Args: before: an exception that was being handled already, and is not the cause.
+    """
     error: BaseException | None = raised
     while error is not None and error is not before:
         # Where a file may be missing, that it is comes before, and is nothing wrong.

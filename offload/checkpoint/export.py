@@ -1,8 +1,8 @@
 """Weights as others read them: safetensors, in shards with an index, written in constant memory.
 
-The names and the index are those that `from_pretrained` of transformers and `safetensors.safe_open` expect. Files are
-written aside and synced, all of them, and then renamed, the index last: a folder cut off in between has no index and
-no name that a reader would take for the whole.
+The names and the index are those that `from_pretrained` of transformers and `safetensors.safe_open` expect. All
+files are written under temporary names and synced, and then renamed, the index last. So a folder that was cut off in
+between has no index, and no name that a reader would take for the whole.
 """
 
 from __future__ import annotations

@@ -13,9 +13,10 @@ One JSON object, spelled as `canonical` spells it, with these fields:
     parameters         {name, shape, order, unit, dtype, group, age}; order: dimensions from the outermost in memory to
                        the innermost, null if that is their own order; age: steps that this parameter has taken
     flats              {params: numbers of its parameters, offsets, numel, owned: [start, stop)}: all ranks have the
-                       same flats, and each owns a stretch of each
-    chunks             rows of flat, start, numel, path, place, step it was written at, checksum of its slot's data
-                       (XXH3-64, 16 hex digits); by flat and start. A row's number is the chunk's number in its slot.
+                       same flats, and each owns a shard of each
+    chunks             rows of flat, start, numel, path, slot (A: 0, B: 1), step it was written at, checksum of its
+                       slot's data (XXH3-64, 16 hex digits); by flat and start. A row's number is the chunk's number
+                       in its slot.
     copies             with a split master as many rows of the same kind: of the slots that hold the same chunks' 16-bit
                        parameters, which are the other halves. They are numbered on: chunk c has slot c and slot
                        len(chunks) + c, each with a step of its own. Without one: none
@@ -353,7 +354,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
             yield f"flats[{number}]: {problem}"
     for number, slot in enumerate(manifest.slots):
         if slot.flat >= len(flats) or slot.path >= manifest.paths or slot.slot >= manifest.places or slot.step > step:
-            yield f"chunks[{number}]: there is no such flat, path, place or step"
+            yield f"chunks[{number}]: there is no such flat, path, slot or step"
     if [chunk.flat for chunk in manifest.chunks] != sorted(chunk.flat for chunk in manifest.chunks):
         yield "chunks: not in the order of the flats"
     of_flat: list[list[ChunkFacts]] = [[] for _ in flats]
@@ -384,7 +385,7 @@ def _flat_problem(flat: FlatFacts, parameters: Sequence[ParameterFacts]) -> str 
 
 
 def _chunks_problem(flat: FlatFacts, chunks: Sequence[ChunkFacts], parameters: Sequence[ParameterFacts]) -> str | None:
-    """Chunks follow each other in the owned stretch, and only what belongs to no parameter is in none of them."""
+    """Chunks follow each other in the owned shard, and only what belongs to no parameter is in none of them."""
     start, stop = flat.owned
     end = start
     gaps: list[tuple[int, int]] = []
@@ -449,7 +450,7 @@ def parameters_of(
 
 
 def flats_of(layout: Layout, owned: Sequence[tuple[int, int]] | None = None) -> tuple[FlatFacts, ...]:
-    """The flats of `layout`. Args: owned: the rank's stretch of each, in elements; None: all of it, on one rank."""
+    """The flats of `layout`. Args: owned: the rank's shard of each, in elements; None: all of it, on one rank."""
     stretches = [(0, flat.numel) for flat in layout.flats] if owned is None else owned
     return tuple(
         FlatFacts(flat.params, flat.offsets, flat.numel, stretch)

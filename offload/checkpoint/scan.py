@@ -1,13 +1,13 @@
-"""Which of the files in a run's directories are the committed ones, and bringing them to their place.
+"""Scans a run's directories: which files are the committed ones, and what is left of others and has to be cleaned up.
 
 [Note: another layout]
 A run that is resumed in another layout (chunks, directories, ranks, split masters) gets another run id, and writes its
-swap files beside the old ones, under their names with `.new`. Then it commits the same step; the record says which run
-id it `replaces`, and decides. What follows is `clean_up`, which only clears up and may be cut off anywhere: a record of
-the old run in another directory goes first, for the old files mean nothing without it; then the `.new` files get their
-names, and what is left of the old run is removed. Over ranks each does so in its own directories, one rank after the
-other, and those with the old record first. Files are known by the run id in them, never by the name alone: a
-`.new` file that no record names was left by a run that was cut off, and goes.
+swap files under temporary names, which end in `.new`. Then it commits the same step; the record says which run id it
+`replaces`, and decides. `clean_up` follows and may be cut off anywhere. It first removes a record of the old run in
+another directory, because the old files mean nothing without it. Then it renames the `.new` files and removes what is
+left of the old run. Each rank does so in its own directories, one rank after the other, and those with the old record
+first. Files are known by the run id in them, never by the name alone: a `.new` file that no record names was left by a
+run that was cut off, and is removed.
 """
 
 from __future__ import annotations

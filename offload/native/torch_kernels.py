@@ -1,8 +1,13 @@
-"""The same contract without the C library: separate torch and NumPy operations."""
+"""The kernels' numeric contract as separate torch and NumPy operations: without the C library, and on a device.
+
+Every operation rounds once, as IEEE 754 has it: no product is contracted with a sum, no division becomes a product with
+an inverse, no sum changes its order. So these give the bits of the C kernels.
+"""
 
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
@@ -45,12 +50,20 @@ class _KeepDenormals:
             torch.set_flush_denormal(True)
 
 
-class TorchKernels:
-    """The kernels as separate operations on blocks that stay in the cache. Torch runs blocks of this
-    size on the calling thread alone, so the pool splits here too."""
+class _Operations(ABC):
+    """The kernels that are the same on the CPU and on a device."""
 
-    def __init__(self) -> None:
-        self._scratch = _Scratch()
+    @abstractmethod
+    def _temporaries(self) -> tuple[Tensor, Tensor]:
+        """Two fp32 tensors, as long as a block."""
+
+    @abstractmethod
+    def _divisor(self, c: AdamStruct, device: torch.device) -> float | Tensor:
+        """`c.sqrt_bias_correction2`, in a form by which the device really divides."""
+
+    @abstractmethod
+    def _in_blocks(self, block: Part) -> Part:
+        """Runs `block` on pieces of a range that are no longer than the temporaries."""
 
     def adam(
         self,
@@ -64,17 +77,65 @@ class TorchKernels:
         c = s.packed
         master, exp_avg, exp_avg_sq = master.detach(), exp_avg.detach(), exp_avg_sq.detach()
         grad, out = grad.detach(), None if out is None else out.detach()
+        divisor = self._divisor(c, master.device)
 
         def block(low: int, high: int) -> None:
             p = master[low:high]
-            self._adam(p, exp_avg[low:high], exp_avg_sq[low:high], grad[low:high], c)
+            states = p, exp_avg[low:high], exp_avg_sq[low:high]
+            adam_steps(*states, grad[low:high], c, divisor, *self._temporaries())
             if out is not None:
                 out[low:high].copy_(p)
 
-        return _in_blocks(block)
+        return self._in_blocks(block)
 
-    def _adam(self, p: Tensor, m: Tensor, v: Tensor, grad: Tensor, c: AdamStruct) -> None:
-        adam_steps(p, m, v, grad, c, c.sqrt_bias_correction2, self._scratch.a, self._scratch.b)
+    def accumulate(self, acc: Tensor, x: Tensor) -> Part:
+        acc, x = acc.detach(), x.detach()
+
+        def block(low: int, high: int) -> None:
+            wide = self._temporaries()[0][: high - low]
+            acc[low:high].add_(wide.copy_(x[low:high]))
+
+        return self._in_blocks(block)
+
+    def cast(self, src: Tensor, dst: Tensor) -> Part:
+        src, dst = src.detach(), dst.detach()
+
+        def block(low: int, high: int) -> None:
+            dst[low:high].copy_(src[low:high])
+
+        return self._in_blocks(block)
+
+    def scale(self, x: Tensor, factor: float) -> Part:
+        x = x.detach()
+        with np.errstate(over="ignore"):
+            once = float(np.float32(factor))
+
+        def block(low: int, high: int) -> None:
+            x[low:high].mul_(once)
+
+        return self._in_blocks(block)
+
+
+class TorchKernels(_Operations):
+    """The kernels as separate operations on blocks that stay in the cache. Torch runs blocks of this
+    size on the calling thread alone, so the pool splits here too."""
+
+    def __init__(self) -> None:
+        self._scratch = _Scratch()
+
+    def _temporaries(self) -> tuple[Tensor, Tensor]:
+        return self._scratch.a, self._scratch.b
+
+    def _divisor(self, c: AdamStruct, device: torch.device) -> float:
+        return float(c.sqrt_bias_correction2)
+
+    def _in_blocks(self, block: Part) -> Part:
+        def part(low: int, high: int) -> None:
+            with _KeepDenormals(), np.errstate(all="ignore"):
+                for start in range(low, high, _TORCH_BLOCK):
+                    block(start, min(start + _TORCH_BLOCK, high))
+
+        return part
 
     def adam_split(
         self,
@@ -94,10 +155,11 @@ class TorchKernels:
             master = self._scratch.c[: b - a]
             bits = _bits(master)
             self._join(params[a:b], lows[a:b], squares[a:b], bits, squares[a:b])
-            self._adam(master, exp_avg[a:b], exp_avg_sq[a:b], grad[a:b], c)
+            states = master, exp_avg[a:b], exp_avg_sq[a:b]
+            adam_steps(*states, grad[a:b], c, c.sqrt_bias_correction2, *self._temporaries())
             self._split(bits, lows[a:b], squares[a:b], outs[a:b])
 
-        return _in_blocks(block)
+        return self._in_blocks(block)
 
     def split(self, master: Tensor, low: Tensor, exp_avg_sq: Tensor, param: Tensor) -> Part:
         masters, lows, squares, params = _bits(master), _bits(low), _bits(exp_avg_sq), _bits(param)
@@ -107,7 +169,7 @@ class TorchKernels:
             np.copyto(bits, masters[a:b])
             self._split(bits, lows[a:b], squares[a:b], params[a:b])
 
-        return _in_blocks(block)
+        return self._in_blocks(block)
 
     def join(self, param: Tensor, low: Tensor, exp_avg_sq: Tensor, master_out: Tensor, exp_avg_sq_out: Tensor) -> Part:
         params, lows, squares = _bits(param), _bits(low), _bits(exp_avg_sq)
@@ -116,7 +178,7 @@ class TorchKernels:
         def block(a: int, b: int) -> None:
             self._join(params[a:b], lows[a:b], squares[a:b], masters[a:b], squares_out[a:b])
 
-        return _in_blocks(block)
+        return self._in_blocks(block)
 
     def _split(self, master: _Bits, low: _Bits, exp_avg_sq: _Bits, param: _Bits) -> None:
         """kernels/split.h: store_split, on bits; `master` is used up."""
@@ -170,33 +232,6 @@ class TorchKernels:
 
         return part
 
-    def accumulate(self, acc: Tensor, x: Tensor) -> Part:
-        acc, x = acc.detach(), x.detach()
-
-        def block(low: int, high: int) -> None:
-            wide = self._scratch.a[: high - low]
-            acc[low:high].add_(wide.copy_(x[low:high]))
-
-        return _in_blocks(block)
-
-    def cast(self, src: Tensor, dst: Tensor) -> Part:
-        src, dst = src.detach(), dst.detach()
-
-        def block(low: int, high: int) -> None:
-            dst[low:high].copy_(src[low:high])
-
-        return _in_blocks(block)
-
-    def scale(self, x: Tensor, factor: float) -> Part:
-        x = x.detach()
-        with np.errstate(over="ignore"):
-            once = float(np.float32(factor))
-
-        def block(low: int, high: int) -> None:
-            x[low:high].mul_(once)
-
-        return _in_blocks(block)
-
 
 def adam_steps(
     p: Tensor, m: Tensor, v: Tensor, grad: Tensor, c: AdamStruct, divisor: float | Tensor, a: Tensor, b: Tensor
@@ -226,15 +261,6 @@ def _bits(x: Tensor) -> _Bits:
     return x.detach().numpy().view(np.uint32)
 
 
-def _in_blocks(block: Part) -> Part:
-    def part(low: int, high: int) -> None:
-        with _KeepDenormals(), np.errstate(all="ignore"):
-            for start in range(low, high, _TORCH_BLOCK):
-                block(start, min(start + _TORCH_BLOCK, high))
-
-    return part
-
-
 BLOCK = 64 * SUM_BLOCK
 """Elements at a time at most: enough that a device is busy with one operation for longer than it takes to launch it."""
 
@@ -252,7 +278,7 @@ def _block(largest: int) -> int:
     return min(BLOCK, max(-(-largest // SUM_BLOCK), 1) * SUM_BLOCK)
 
 
-class DeviceKernels:
+class DeviceKernels(_Operations):
     """One thread launches; the device does the work, in the order of its current stream.
 
     Args: scratch: uint8, of `scratch_bytes(largest)`, on the device.
@@ -264,24 +290,12 @@ class DeviceKernels:
         self._squares, self._sums = scratch.view(torch.float64).split(self._block)
         self._g, self._t = scratch.view(torch.float32)[: 2 * self._block].split(self._block)
 
-    def adam(
-        self, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, out: Tensor | None, s: AdamScalars
-    ) -> Part:
-        c = s.packed
-        master, exp_avg, exp_avg_sq = master.detach(), exp_avg.detach(), exp_avg_sq.detach()
-        grad, out = grad.detach(), None if out is None else out.detach()
+    def _temporaries(self) -> tuple[Tensor, Tensor]:
+        return self._g, self._t
+
+    def _divisor(self, c: AdamStruct, device: torch.device) -> Tensor:
         # By a number on the CPU torch's CUDA kernel would multiply with its inverse.
-        divisor = torch.full((), c.sqrt_bias_correction2, dtype=torch.float32, device=master.device)
-
-        def block(low: int, high: int) -> None:
-            p = master[low:high]
-            states = p, exp_avg[low:high], exp_avg_sq[low:high]
-            with np.errstate(invalid="ignore"):
-                adam_steps(*states, grad[low:high], c, divisor, self._g, self._t)
-            if out is not None:
-                out[low:high].copy_(p)
-
-        return self._in_blocks(block)
+        return torch.full((), c.sqrt_bias_correction2, dtype=torch.float32, device=device)
 
     def sum_squares(self, x: Tensor, first: int, out: Tensor) -> Part:
         x, out = x.detach(), out.detach()
@@ -312,32 +326,6 @@ class DeviceKernels:
             lanes[:, :width] += lanes[:, width : 2 * width]
         out.copy_(lanes[:, 0])
 
-    def accumulate(self, acc: Tensor, x: Tensor) -> Part:
-        acc, x = acc.detach(), x.detach()
-
-        def block(low: int, high: int) -> None:
-            acc[low:high].add_(self._g[: high - low].copy_(x[low:high]))
-
-        return self._in_blocks(block)
-
-    def cast(self, src: Tensor, dst: Tensor) -> Part:
-        src, dst = src.detach(), dst.detach()
-
-        def part(low: int, high: int) -> None:
-            dst[low:high].copy_(src[low:high])
-
-        return part
-
-    def scale(self, x: Tensor, factor: float) -> Part:
-        x = x.detach()
-        with np.errstate(over="ignore"):
-            once = float(np.float32(factor))
-
-        def part(low: int, high: int) -> None:
-            x[low:high].mul_(once)
-
-        return part
-
     def split(self, *_: Tensor) -> Part:
         raise _no_split()
 
@@ -349,8 +337,9 @@ class DeviceKernels:
 
     def _in_blocks(self, block: Part) -> Part:
         def part(low: int, high: int) -> None:
-            for start in range(low, high, self._block):
-                block(start, min(start + self._block, high))
+            with np.errstate(all="ignore"):
+                for start in range(low, high, self._block):
+                    block(start, min(start + self._block, high))
 
         return part
 

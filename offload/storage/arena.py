@@ -1,4 +1,4 @@
-"""The one slab of RAM from which everything this library holds on the CPU is lent.
+"""The one slab of RAM from which everything this library holds on the CPU is taken.
 
 Its size is fixed before the first step; nothing is allocated later. It is page-aligned (O_DIRECT), on huge pages
 where the kernel grants them (half the CPU time of I/O), page-locked when there is a GPU, and not inherited by

@@ -643,7 +643,7 @@ class CommittedFile:
             # NFS gives an exclusive lock only to who may write.
             fd = files.open(path, O_DIRECT | (os.O_RDWR if exclusive else os.O_RDONLY))
         except OSError as error:
-            why = "is a symlink: put the swap file itself in its place"
+            why = "is a symlink: replace the link by the swap file"
             if error.errno != errno.ELOOP:
                 why = f"cannot open the swap file: {error.strerror}"
             raise PathError(error.errno, why, self.path) from error

@@ -44,7 +44,7 @@ def test_a_layout_makes_a_manifest_that_can_be_read() -> None:
     assert [param.age for param in parameters] == [1, 2, 3, 4]
     assert [param.order for param in parameters] == [None, (0, 2, 3, 1), None, None]
     chunks = tuple(
-        dataclasses.replace(manifest_of().chunks[0], flat=chunk.flat, start=chunk.start, numel=chunk.numel)
+        manifest_of().chunks[0]._replace(flat=chunk.flat, start=chunk.start, numel=chunk.numel)
         for chunk in layout.chunks
     )
     manifest = manifest_of(parameters=parameters, flats=flats_of(layout), chunks=chunks)

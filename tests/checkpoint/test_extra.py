@@ -19,7 +19,6 @@ from offload.checkpoint.extra import MAX_DEPTH, decode, encode
 from offload.checkpoint.manifest import canonical, parse
 from offload.checkpoint.tensors import DTYPES
 from offload.errors import ConfigError, CorruptionError
-from offload.native import load
 from tests.support.committed import RUN, manifest_of
 
 
@@ -43,7 +42,7 @@ def same(one: object, other: object) -> bool:
 
 def through_json(value: object) -> object:
     structure, tensors = encode(value)
-    again = load(canonical(structure), "extra", 1 << 26).value
+    again = json.loads(canonical(structure))
     return decode(again, {str(number): tensor for number, tensor in enumerate(tensors)}, "extra")
 
 

@@ -62,7 +62,7 @@ def test_everything_in_it_comes_back() -> None:
 
 
 def test_more_chunks_than_a_manifest_can_name_are_refused_beforehand() -> None:
-    largest = ChunkFacts(MAX_CHUNKS, 1 << 40, 1 << 30, 1 << 9, 1, (1 << 63) - 1, (1 << 64) - 1)
+    largest = ChunkFacts(MAX_CHUNKS, 1 << 40, 1 << 30, 1 << 9, 1, (1 << 63) - 1, "f" * 16)
     one = len(serialise(manifest_of(chunks=(largest,)))) - len(serialise(manifest_of(chunks=())))
     assert one <= ROW_BYTES
     assert MAX_CHUNKS * ROW_BYTES < MAX_BYTES
@@ -81,7 +81,7 @@ def test_the_text_is_plain_ascii_in_one_line() -> None:
 
 def test_errors_name_the_file_and_the_place() -> None:
     bad = serialise(manifest_of()).replace(b'"age":5', b'"age":-5')
-    with pytest.raises(CorruptionError, match=r"parameters\[2\].age: expected a whole number from 0 to 7") as caught:
+    with pytest.raises(CorruptionError, match=r"Expected `int` >= 0 - at `\$.parameters\[2\].age`") as caught:
         parse(bad, "/scratch/manifest")
     assert caught.value.file == "/scratch/manifest"
     assert caught.value.chunk is None
@@ -95,16 +95,16 @@ TEXT = serialise(manifest_of())
     [
         (TEXT.replace(b"offload manifest", b"offload commit"), "is no offload manifest"),
         (TEXT.replace(b'"version":2', b'"version":0'), "no version that exists: 0"),
-        (TEXT.replace(b'"step":', b'"step":7,"step":'), "a key stands twice"),
-        (TEXT.replace(b'"step":7', b'"step":' + b"9" * 4200), "the number 9{24} is out of range"),
+        (TEXT.replace(b'"step":', b'"step":7,"step":'), "spelled in another way"),
+        (TEXT.replace(b'"step":7', b'"step":' + b"9" * 4200), "Expected `int` <= 9223372036854775807"),
         (TEXT.replace(b'"step":7', b'"step": 7'), "spelled in another way"),
-        (TEXT.replace(b'"owned":[0,2112]', b'"owned":[2,1]'), r"flats\[0\].owned: expected \[start, stop\]"),
+        (TEXT.replace(b'"owned":[0,2112]', b'"owned":[2,1]'), r"flats\[0\]: expected owned to be \[start, stop\]"),
         (TEXT.replace(b"[0,1000,1000,", b"[0,999,1001,"), "of flat 0: one begins at 999, before 1000"),
         (TEXT.replace(b"[0,1000,1000,", b"[0,1001,999,"), "none holds the elements 1000 to 1001"),
         (TEXT.replace(b'"offsets":[0,384,385]', b'"offsets":[0,300,385]'), "parameter 2 begins at 300, before 360"),
         (b" " * (MAX_BYTES + 1), "bytes are too many"),
         (b"[" + b"0," * (MAX_COMMAS + 1) + b"0]", "more than 8388608 values"),
-        (b"[" * 100_000, "nested too deep"),
+        (b"[" * 100_000, "is not the JSON that this library writes"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -134,7 +134,7 @@ def test_copies_are_of_the_chunks_with_a_split_master_and_of_none_without() -> N
     for copies in ((), split.copies[:-1], (split.copies[0], other, *split.copies[2:])):
         with pytest.raises(CorruptionError, match="copies: expected a row for each chunk"):
             parse(serialise(dataclasses.replace(split, copies=copies)))
-    with pytest.raises(CorruptionError, match="copies: there is no such path or place"):
+    with pytest.raises(CorruptionError, match="there is no such flat, path, slot or step"):
         parse(serialise(dataclasses.replace(split, copies=(split.copies[0], path, *split.copies[2:]))))
     with pytest.raises(CorruptionError, match="copies: expected a row for each chunk"):
         parse(serialise(dataclasses.replace(split, split_master=False)))
@@ -147,7 +147,7 @@ def test_where_each_parameter_lies() -> None:
 def test_the_largest_run_is_taken_and_one_element_more_is_not() -> None:
     def run(numel: int) -> bytes:
         param = ParameterFacts("w", (numel,), None, "", "bfloat16", 0, 0)
-        chunk = ChunkFacts(0, 0, numel, 0, 0, 0, (1 << 64) - 1)
+        chunk = ChunkFacts(0, 0, numel, 0, 0, 0, "f" * 16)
         flat = FlatFacts((0,), (0,), numel, (0, numel))
         return serialise(Manifest(RUN, 0, 0, 1, 1, 1, "bfloat16", False, ({},), (param,), (flat,), (chunk,)))
 
@@ -161,7 +161,7 @@ def test_elements_of_no_parameter_may_lie_in_no_chunk() -> None:
     # The gap behind embed.weight, and the last element of the last flat.
     chunks = tuple(
         chunk._replace(numel=100) if chunk.numel == 112 else
-        dataclasses.replace(chunk, numel=9) if chunk.flat == 2 else chunk
+        chunk._replace(numel=9) if chunk.flat == 2 else chunk
         for chunk in manifest.chunks
     )  # fmt: skip
     assert parse(serialise(dataclasses.replace(manifest, chunks=chunks))).chunks == chunks
@@ -199,7 +199,7 @@ def test_every_layout_makes_a_manifest(specs: list[tuple[int, str, str]], chunk_
             for chunk in layout.chunks:
                 first, last = max(start, chunk.start), min(stop, chunk.start + chunk.numel)
                 if chunk.flat == flat.index and first < last:
-                    chunks.append(ChunkFacts(flat.index, first, last - first, 0, 0, STEP, 1))
+                    chunks.append(ChunkFacts(flat.index, first, last - first, 0, 0, STEP, f"{1:016x}"))
         changes: dict[str, object] = {"parameters": parameters, "flats": tuple(flats), "chunks": tuple(chunks)}
         manifest = manifest_of(rank, world, **changes)  # type: ignore[arg-type]
         assert parse(serialise(manifest)) == manifest

@@ -27,7 +27,9 @@ def manifests_of(of_ranks: list[Layout]) -> list[Manifest]:
     found = []
     for layout in of_ranks:
         shapes = [(spec.numel,) for spec in layout.specs]
-        chunks = tuple(ChunkFacts(chunk.flat, chunk.start, chunk.numel, 0, 0, 7, 1) for chunk in layout.chunks)
+        chunks = tuple(
+            ChunkFacts(chunk.flat, chunk.start, chunk.numel, 0, 0, 7, f"{1:016x}") for chunk in layout.chunks
+        )
         made = manifest_of(
             layout.rank,
             layout.ranks,

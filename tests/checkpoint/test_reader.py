@@ -244,7 +244,7 @@ def test_a_slot_that_fits_itself_but_not_the_manifest_is_found(places: list[Path
     stale = dataclasses.replace(
         Reader(places[:1]).manifests[0],
         chunks=tuple(
-            dataclasses.replace(chunk, checksum=chunk.checksum ^ 1) for chunk in Reader(places[:1]).manifests[0].chunks
+            chunk._replace(xxh3=f"{chunk.checksum ^ 1:016x}") for chunk in Reader(places[:1]).manifests[0].chunks
         ),
     )
     write_commit(places[0], Commit(RUN, STEP, (write_manifest(places[0], stale),)))
@@ -309,7 +309,7 @@ def test_a_manifest_that_asks_for_a_huge_slot_takes_no_memory(places: list[Path]
     huge = 1 << 44
     parameters = (dataclasses.replace(PARAMETERS[0], shape=(huge,)), *PARAMETERS[1:])
     flats = (dataclasses.replace(made.flats[0], numel=huge, owned=(0, huge)), *made.flats[1:])
-    chunks = (dataclasses.replace(made.chunks[0], numel=huge), *made.chunks[3:])
+    chunks = (made.chunks[0]._replace(numel=huge), *made.chunks[3:])
     hostile = dataclasses.replace(made, parameters=parameters, flats=flats, chunks=chunks)
     (places[0] / swap_name(0)).write_bytes(superblock(hostile, 0) + bytes(PAGE_BYTES))
     write_commit(places[0], Commit(RUN, STEP, (write_manifest(places[0], hostile),)))

@@ -13,7 +13,7 @@ from tests.support.processes import ROOT
 CODE = """
 import re, resource, sys, torch
 from pathlib import Path
-from offload.native.library import return_large_blocks
+from offload.native.memory import return_large_blocks
 
 def rss_mib():
     return int(re.search(r"VmRSS:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024

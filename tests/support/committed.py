@@ -146,7 +146,7 @@ def _write_rank(manifest: Manifest, directories: list[Path]) -> Manifest:
             value = _stored(manifest, kind, facts.flat, itemsize)[facts.start : facts.start + facts.numel]
             payload[start - PAGE_BYTES : start - PAGE_BYTES + itemsize * facts.numel] = value.tobytes()
         checksum = xxhash.xxh3_64_intdigest(payload)
-        written[slot.chunk] = dataclasses.replace(facts, checksum=checksum)
+        written[slot.chunk] = facts._replace(xxh3=f"{checksum:016x}")
         file = files[slot.path]
         file.extend(bytes(max(0, slot.offset + slot.size - len(file))))
         file[slot.offset : slot.offset + slot.size] = (
