@@ -10,8 +10,8 @@ all.
 
 [Note: prefetching]
 All of the policy is here. Training repeats the order of its units, so a pass expects the order of the last pass of its
-kind (`UnitOrder`). Entering a unit prefetches the next `Tuning.prefetch` units of that order, unless an update of them
-is pending, whose values a fetch would miss. A unit that used the parameters of others (`guests`) gets those
+kind (`UnitOrder`). Entering a unit prefetches the next `Tuning.prefetch_units` units of that order, except those with a
+pending update, whose values a fetch would miss. A unit that used the parameters of others (its `guests`) gets those
 prefetched when it is entered.
 
 Other uses of a parameter (guard.py) fetch its unit for that operation, and again when the gradient of the result
@@ -317,7 +317,7 @@ class StreamedUnits(HeldUnits):
                     one.register_hook(begins)
 
     def _backward_begins(self, unit: str) -> None:
-        self.transfers.require_usable()
+        self._owner.require_usable()
         self._note_task()
         self._makes_graph = self._makes_graph or torch.is_grad_enabled()
         if unit != ROOT:
@@ -388,7 +388,7 @@ class StreamedUnits(HeldUnits):
         node.register_prehook(partial(call_alive, weakref.WeakMethod(self._node_runs), tuple(units)))
 
     def _node_runs(self, units: Sequence[str]) -> None:
-        self.transfers.require_usable()
+        self._owner.require_usable()
         self._note_task()
         self._makes_graph = self._makes_graph or torch.is_grad_enabled()
         with self.used(units):

@@ -66,7 +66,7 @@ _CHANGES_MEMORY = frozenset({Tensor.share_memory_, Tensor.set_, Tensor.resize_, 
 _PARAMETER_NEW = nn.Parameter.__new__.__code__
 
 
-class _Owner:
+class _GuardsRef:
     """What the guarded classes of one optimizer refer to; it outlives the optimizer.
 
     Attributes: guards: those of the optimizer while it lives; is_elsewhere: whether values may be in a store.
@@ -82,7 +82,7 @@ class _Guarded:
 
     __slots__ = ()
     _kind: type[Tensor]
-    _owner: _Owner
+    _guards_ref: _GuardsRef
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         return cls._kind(*args, **kwargs)  # `type(p)(x)` is a plain one
@@ -94,16 +94,16 @@ class _Guarded:
         if func in _NEEDS_NO_VALUES:
             with torch_private.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        guards = cls._owner.guards()
+        guards = cls._guards_ref.guards()
         if guards is not None:
             return guards.call(func, args, kwargs or {})
-        if cls._owner.is_elsewhere:
+        if cls._guards_ref.is_elsewhere:
             _refuse(getattr(func, "__name__", str(func)))
         with torch_private.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     def __repr__(self, **options: Any) -> str:
-        if self._owner.guards() is None and self._owner.is_elsewhere:
+        if self._guards_ref.guards() is None and self._guards_ref.is_elsewhere:
             return f"{self._kind.__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, released)"  # type: ignore[attr-defined]
         return str(self._plainly(repr))
 
@@ -111,19 +111,19 @@ class _Guarded:
         return self._plainly(lambda tensor: _copied(tensor, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        is_streamed = self._owner.is_elsewhere
+        is_streamed = self._guards_ref.is_elsewhere
         return self._plainly(lambda tensor: (_cloned(tensor) if is_streamed else tensor).__reduce_ex__(protocol))
 
     def __dlpack__(self, **options: Any) -> Any:
-        is_streamed = self._owner.is_elsewhere
+        is_streamed = self._guards_ref.is_elsewhere
         return self._plainly(lambda t: (_cloned(t.detach()) if is_streamed else t.detach()).__dlpack__(**options))
 
     def _plainly(self, use: Callable[[Any], Any]) -> Any:
         """`use(self)`, with this tensor plain and of current values."""
-        guards = self._owner.guards()
+        guards = self._guards_ref.guards()
         if guards is not None:
             return guards.plainly(self, use)
-        if self._owner.is_elsewhere:
+        if self._guards_ref.is_elsewhere:
             _refuse("a copy")
         kind = type(self)
         self.__class__ = self._kind  # type: ignore[assignment]
@@ -138,7 +138,7 @@ class _Watched:
 
     __slots__ = ()
     _kind: type[Tensor]
-    _owner: _Owner
+    _guards_ref: _GuardsRef
 
     __torch_function__ = torch_private.disabled_torch_function
 
@@ -147,13 +147,13 @@ class _Watched:
 
     @property
     def data(self) -> Tensor:
-        guards = self._owner.guards()
+        guards = self._guards_ref.guards()
         made: Tensor = _DATA.__get__(self) if guards is None else guards.data_of(self, runs=True)
         return made
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        guards = self._owner.guards()
+        guards = self._guards_ref.guards()
         if guards is None:
             _DATA.__set__(self, value)
         else:
@@ -162,7 +162,7 @@ class _Watched:
     def detach(self) -> Tensor:
         made: Tensor = Tensor.detach(self)  # type: ignore[arg-type]
         if sys._getframe(1).f_code is _PARAMETER_NEW:
-            made = made.clone() if self._owner.is_elsewhere else made
+            made = made.clone() if self._guards_ref.is_elsewhere else made
             made.__class__ = type(self)  # type: ignore[assignment]
         return made
 
@@ -218,13 +218,13 @@ class Guards:
         self._units = units
         self._streamed = units if isinstance(units, StreamedUnits) else None
         self._tiling = None if self._streamed is None else Tiling(layout, parameters, self._streamed)
-        self._owner = _Owner(self, is_elsewhere=self._streamed is not None)
+        self._guards_ref = _GuardsRef(self, is_elsewhere=self._streamed is not None)
         self._classes: dict[tuple[type[Tensor], bool], type[Tensor]] = {}
 
     def class_for(self, kind: type[Tensor], *, runs: bool = False) -> type[Tensor]:
         """The guarded class of tensors that are `kind` otherwise. Args: runs: that of parameters whose unit runs."""
         if (kind, runs) not in self._classes:
-            names = {"_kind": kind, "_owner": self._owner, "__module__": __name__, "__slots__": ()}
+            names = {"_kind": kind, "_guards_ref": self._guards_ref, "__module__": __name__, "__slots__": ()}
             name, base = ("Watched", _Watched) if runs else ("Guarded", _Guarded)
             self._classes[kind, runs] = type(f"{name}{kind.__name__}", (base, kind), names)
         return self._classes[kind, runs]
@@ -240,8 +240,8 @@ class Guards:
 
     def stop(self, *, are_here: bool) -> None:
         """The optimizer is closing. Args: are_here: all values are in the model for good."""
-        self._owner.guards = lambda: None
-        self._owner.is_elsewhere = not are_here
+        self._guards_ref.guards = lambda: None
+        self._guards_ref.is_elsewhere = not are_here
         if are_here:
             self._parameters.stop_guarding()
 
@@ -331,7 +331,7 @@ class Guards:
         return list(found)
 
     def _is_ours(self, value: Any) -> bool:
-        return isinstance(value, _Guarded) and value._owner is self._owner
+        return isinstance(value, _Guarded) and value._guards_ref is self._guards_ref
 
     def _guarded_in(self, tree: Any) -> Iterator[Any]:
         """The guarded tensors of this optimizer in nested lists, tuples and dicts, each once."""

@@ -122,10 +122,6 @@ class UnitTransfers:
         """The unit itself; of a tile the unit of its weight."""
         return self._layout.flats[self._slices_of[unit][0].flat].unit
 
-    def require_usable(self) -> None:
-        """Raises what is wrong with the run."""
-        self._owner.require_usable()
-
     def expect(self, units: Iterable[str]) -> None:
         """Tells the store the order in which units will be fetched."""
         slices = (one for unit in units for one in self._slices_of.get(unit, ()))
