@@ -80,17 +80,14 @@ class ContestError(RuntimeError):
 class Contestant:
     """A trainer in a process of its own.
 
-    Attributes: name; versions: of what it runs on; blocks: all that it has done; most_rss_bytes: its peak from its
-    start.
+    Attributes: name; versions: of what it runs on; blocks: all that it has done.
     """
 
     def __init__(self, entry: Entry, child: subprocess.Popen[str], log: Path) -> None:
         self.name = entry.name
         self.blocks: list[Block] = []
         self._child, self._log = child, log
-        ready = self._answer()
-        self.versions: dict[str, str] = ready["ready"]
-        self.most_rss_bytes = int(ready["peak_rss_bytes"])
+        self.versions: dict[str, str] = self._answer()["ready"]
 
     def run(self, steps: int, batch: int, seq: int, **how: Any) -> Block:
         """Times `steps` steps of batch x seq tokens. Args: how: the other orders, see bench/trainer.py.
@@ -103,7 +100,6 @@ class Contestant:
             print(json.dumps(orders), file=self._child.stdin, flush=True)
         block = Block(steps, **self._answer())
         self.blocks.append(block)
-        self.most_rss_bytes = max(self.most_rss_bytes, block.peak_rss_bytes)
         return block
 
     def _answer(self) -> dict[str, Any]:

@@ -11,13 +11,12 @@ import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 MEMORY_BYTES = 64 << 20
 
 
 class Mover:
-    """Keeps a handle for each direction and setting. Its memory is on huge pages if GLIBC_TUNABLES says so."""
+    """Takes a handle for each direction. Its memory is on huge pages if GLIBC_TUNABLES says so."""
 
     def __init__(self) -> None:
         builder = importlib.import_module("deepspeed.ops.op_builder").AsyncIOBuilder
@@ -26,24 +25,20 @@ class Mover:
         # Page-locked by DeepSpeed itself: any other memory it copies from and to, at a fifth of the speed.
         self._memory = self._aio.aio_handle().new_cpu_locked_tensor(MEMORY_BYTES, torch.empty(0, dtype=torch.uint8))
         self._memory.random_()
-        self._handles: dict[tuple[Any, ...], Any] = {}
 
     def run(self, file: str, operation: str, nbytes: int, block: int, depth: int, threads: int) -> float:
         sides = [(operation, 0, nbytes)]
         if operation == "mixed":
             sides = [("read", 0, nbytes // 2), ("write", nbytes // 2, nbytes // 2)]
         call = MEMORY_BYTES // len(sides)
-        for side, *_ in sides:
-            key = (side, block, depth, threads)
-            # single_submit and overlap_events: the faster of their settings.
-            self._handles[key] = self._handles.get(key) or self._aio.aio_handle(block, depth, True, True, threads)
+        # single_submit and overlap_events: the faster of their settings.
+        handles = [self._aio.aio_handle(block, depth, True, True, threads) for _ in sides]
 
         def move(index: int) -> None:
             side, start, length = sides[index]
-            handle = self._handles[side, block, depth, threads]
             for at in range(start, start + length, call):
                 part = self._memory[index * call :][: min(call, start + length - at)]
-                done = (handle.sync_pread if side == "read" else handle.sync_pwrite)(part, file, at)
+                done = (handles[index].sync_pread if side == "read" else handles[index].sync_pwrite)(part, file, at)
                 if done != 1:
                     raise OSError(f"{side} at {at} returned {done}")
 

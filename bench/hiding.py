@@ -42,6 +42,8 @@ TARGETS = {"device": 1.075, "nvme": 1.15}
 """Of the limit, by the tier of parameters."""
 SEQ = 256
 TIMELINE_STEPS = 3
+PARTS = ("forward_s", "backward_s", "adam_s", "disk_s", "limit_s", "step_s", "torch_s")
+"""Of a `Round`, shown as medians."""
 
 
 @dataclass(frozen=True)
@@ -86,19 +88,16 @@ class Result:
         return ratio(self.all("step_s"), self.all("limit_s"))
 
     def as_json(self) -> dict[str, Any]:
-        names = ("forward_s", "backward_s", "adam_s", "disk_s", "limit_s", "step_s", "torch_s")
-        values = {name: self.median(name) for name in names}
+        values = {name: self.median(name) for name in PARTS}
         moved = {"bytes_per_param": self.median("moved_bytes") / self.count}
         return {"tokens": self.tokens, "x_limit": self.x_limit, **values, **moved, "rounds_s": self.all("step_s")}
 
     def row(self) -> tuple[str, ...]:
-        parts = ("forward_s", "backward_s", "adam_s", "disk_s", "limit_s", "step_s")
         return (
             f"{self.tokens:,}",
-            *(f"{self.median(name):.3f}" for name in parts),
+            *(f"{self.median(name):.3f}" for name in PARTS),
             spread(self.all("step_s")),
             f"{self.x_limit:.3f}",
-            f"{self.median('torch_s'):.3f}",
             f"{self.median('moved_bytes') / self.count:.2f}",
             f"{ratio(self.all('forward_bytes'), self.all('moved_bytes')):.0%}",
         )
@@ -179,15 +178,15 @@ def main(
             contestants[0].run(TIMELINE_STEPS, *shape, timeline=str(file))
             title = f"{TIMELINE_STEPS} steps of {done:,} tokens, {count:,} parameters"
             pictures[f"hiding-{done}.png"] = partial(timeline_picture, file, title=title)
-        headings = ("tokens", "forward", "backward", "Adam", "disk", "limit", "iteration", "spread", "x limit")
-        more = ("torch", "bytes a parameter", "in forward")
+        headings = ("tokens", *(name.removesuffix("_s") for name in PARTS))
+        more = ("spread", "x limit", "bytes a parameter", "in forward")
         Report(
             name="hiding" if param_tier == "device" else "iterations",
             title="Hiding the disk behind compute",
             about=f"{count:,} parameters on {param_tier}, gradients on {grad_tier}, optimizer states on NVMe. "
-            "**forward, backward**: plain torch's; **Adam**: the kernel alone, states in RAM; **disk**: the bytes that "
+            "**forward, backward**: plain torch's; **adam**: the kernel alone, states in RAM; **disk**: the bytes that "
             "the iteration moved, through the same engine alone; **limit**: max(forward, its I/O) + max(backward + "
-            "Adam, the rest of the I/O). **iteration**: from where one step returns to where the next does; **x "
+            "Adam, the rest of the I/O). **step**: from where one step returns to where the next does; **x "
             "limit**: the median of the rounds' ratios. **torch**: plain torch with resident fp32 masters. Seconds, "
             "medians.",
             tables=[Table(headings + more, [result.row() for result in results])],

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -34,6 +33,7 @@ from offload.cli.io_speed import (
     Contestant,
     LeftOutError,
     Result,
+    Speeds,
     measure_all,
 )
 from offload.cli.plots import new_figure
@@ -134,27 +134,19 @@ def peers(child: Child | None, file: Path, memory: memoryview) -> list[Contestan
     return found
 
 
-def heat_map(result: Result, file: Path) -> None:
-    """GB/s of the sweep by request size and depth: a row of panels for each engine, a column for each operation."""
-    engines = {one.contestant.name: None for one in result.sweep}
-    requests = sorted({one.contestant.request_bytes for one in result.sweep})
-    depths = sorted({one.contestant.depth for one in result.sweep})
-    figure = new_figure(4 + 1.8 * len(requests), len(engines) * (1.2 + 0.4 * len(depths)))
-    panels = figure.subplots(len(engines), len(OPERATIONS), squeeze=False)
-    for row, engine in enumerate(engines):
-        for axes, operation in zip(panels[row], OPERATIONS, strict=True):
-            cells = [[math.nan] * len(requests) for _ in depths]
-            for one in result.sweep:
-                if one.contestant.name == engine:
-                    x, y = requests.index(one.contestant.request_bytes), depths.index(one.contestant.depth)
-                    cells[y][x] = one.speed(operation)
-                    axes.text(x, y, f"{cells[y][x]:.2f}", ha="center", va="center", fontsize=7)
-            # From 0, so that equal colours are equal speeds.
-            most = max(one.speed(operation) for one in result.sweep)
-            axes.imshow(cells, vmin=0, vmax=most, cmap="YlGn", origin="lower", aspect="auto")
-            axes.set_xticks(range(len(requests)), [f"{request / MIB:g}M" for request in requests])
-            axes.set_yticks(range(len(depths)), [str(depth) for depth in depths])
-            axes.set(title=f"{engine}, {operation}, GB/s", xlabel="request", ylabel="depth")
+def draw(result: Result, file: Path) -> None:
+    """GB/s of the sweep by request size: a panel for each operation, a line for each engine and depth."""
+    lines: dict[str, list[Speeds]] = {}
+    for one in sorted(result.sweep, key=lambda one: one.contestant.request_bytes):
+        lines.setdefault(f"{one.contestant.name}, depth {one.contestant.depth}", []).append(one)
+    figure = new_figure(15, 6)
+    for axes, operation in zip(figure.subplots(1, len(OPERATIONS)), OPERATIONS, strict=True):
+        for name, line in lines.items():
+            requests = [one.contestant.request_bytes / MIB for one in line]
+            axes.plot(requests, [one.speed(operation) for one in line], "o-", label=name)
+        axes.set(title=f"{operation}, {result.file_system}", xlabel="request (MiB)", ylabel="GB/s", xscale="log")
+        axes.set_ylim(bottom=0)  # so that drift looks as small as it is
+    axes.legend(fontsize=8)
     figure.savefig(file)
 
 
@@ -168,7 +160,7 @@ def main(
     out: Out = Path("out"),
     save: Save = False,
 ) -> None:
-    """Measure, print the tables, draw the heat maps."""
+    """Measure, print the tables, draw the speeds."""
     with child_of(deepspeed) as child:
         results = measure_all(
             paths, size, rounds, quick=quick, console=Console(stderr=True), peers=partial(peers, child)
@@ -182,7 +174,7 @@ def main(
         tables=[Table(HEADINGS, list(result.rows()), result.title) for result in results],
         data={"drives": [result.as_json() for result in results]},
         remarks=[remark for result in results for remark in result.remarks()],
-        pictures={f"io-heat-{number + 1}.png": partial(heat_map, one) for number, one in enumerate(results)},
+        pictures={f"io-{number + 1}.png": partial(draw, one) for number, one in enumerate(results)},
     ).publish(as_json=as_json, save=save, out=out)
 
 

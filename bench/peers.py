@@ -47,13 +47,13 @@ ABOUT = """\
   that. Medians over the rounds.
 - **x ours**: the median of the rounds' times by those of `offload, NVMe`.
 - **read, written**: bytes a parameter and step, as the kernel counted them for the process.
-- **peak RSS**: of the process in the timed steps, and from its start (which includes building the model in fp32).
+- **peak RSS**: of the process in the timed steps.
 - Same initial values (rounded to bf16), same text, AdamW without clipping, bf16. One process runs at a time."""
 NVME_ABOUT = """
 - Gradients are on NVMe as well, ours in bf16, DeepSpeed's in fp32; it leaves parameters below a MiB in RAM."""
 HEADINGS = (
     "contestant", "step s", "spread", "x ours", "f + b s", "optimizer s", "x ours", "read", "written", "peak RSS",
-    "from start", "loss",
+    "loss",
 )  # fmt: skip
 
 
@@ -162,7 +162,6 @@ class Score:
             "read_bytes_per_param": sum(block.read_bytes for block in self.whole) / each,
             "written_bytes_per_param": sum(block.written_bytes for block in self.whole) / each,
             "peak_rss_bytes": max(block.peak_rss_bytes for block in [*self.whole, *self.phases]),
-            "most_rss_bytes": self.one.most_rss_bytes,
             "losses": losses,
         }
 
@@ -179,7 +178,6 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['read_bytes_per_param']:.1f}",
         f"{row['written_bytes_per_param']:.1f}",
         format_bytes(row["peak_rss_bytes"]),
-        format_bytes(row["most_rss_bytes"]),
         f"{row['losses'][0]:.3f} → {row['losses'][-1]:.3f}",
     )
 

@@ -292,7 +292,7 @@ def main() -> None:
     versions = {"torch": str(torch.__version__)}
     if spec["kind"] == "deepspeed":
         versions["DeepSpeed"] = metadata.version("deepspeed")
-    print(json.dumps({"ready": versions, "peak_rss_bytes": peak_rss_bytes()}), file=answers, flush=True)
+    print(json.dumps({"ready": versions}), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(worker.run(json.loads(line))), file=answers, flush=True)
 

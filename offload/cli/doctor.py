@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -126,7 +127,7 @@ def _memory() -> list[Row]:
     slow = "I/O takes twice the CPU time: set /sys/kernel/mm/transparent_hugepage/enabled to madvise"
     files = machine.soft_limit(resource.RLIMIT_NOFILE)
     return [
-        _size("memory_total_bytes", "memory", machine.total_memory_bytes(), "unknown"),
+        _size("memory_total_bytes", "memory", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "unknown"),
         _size("memory_free_bytes", "memory free for this process", free_memory(), "unknown"),
         _size("cgroup_room_bytes", "left by its control group", cgroup_room(), "no limit"),
         _size("memlock_limit_bytes", "locked-memory limit", memlock, "no limit"),

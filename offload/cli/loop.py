@@ -63,12 +63,9 @@ class Record:
     begun: int = 0
 
     @property
-    def training_s(self) -> float:
-        return sum(spent for phase, spent in self.seconds.items() if phase != "evaluate")
-
-    @property
     def tokens_per_s(self) -> float:
-        return self.tokens / self.training_s if self.training_s else 0.0
+        training_s = sum(spent for phase, spent in self.seconds.items() if phase != "evaluate")
+        return self.tokens / training_s if training_s else 0.0
 
 
 class Clock:
@@ -171,13 +168,6 @@ def evaluate(model: GPT, windows: tuple[Tensor, Tensor], batch: int) -> float:
     return total / len(tokens)
 
 
-def _more_at_once(model: GPT) -> int:
-    """How many micro-batches validation takes in one pass, which brings all parameters that stream. Not so many that it
-    takes more memory than training: at its peak it holds 10 widths a token, where training holds one of every block and
-    16 of one block even with checkpoints, without which validation has the same bits."""
-    return 1 + model.config.layers // 10
-
-
 def train_loop(
     model: GPT,
     optimizer: OffloadZero,
@@ -195,7 +185,10 @@ def train_loop(
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, options.steps))
     batches = Batches(text.train, options.batch, options.seq, options.seed, device)
     starts = even_starts(text.validation, options.validation, options.seq)
-    at_once = options.batch * _more_at_once(model)
+    # A pass fetches all parameters that stream, so it takes several micro-batches, but no more memory than training: at
+    # its peak it holds 10 widths a token, where training holds one of every block and 16 of one block even with
+    # checkpoints, without which validation has the same bits.
+    at_once = options.batch * (1 + model.config.layers // 10)
     held_out = cut_windows(text.validation, starts, options.seq, device)
     # A short run would validate as long as it trains, above all where parameters stream.
     between = options.steps // VALIDATION_POINTS if options.steps >= 2 * VALIDATION_POINTS else options.steps
@@ -359,7 +352,6 @@ def summarise(record: Record, stats: dict[str, Any], options: TrainOptions) -> d
         "parameters chunks kernel threads wait_nvme_s adam_s nvme_read_bytes nvme_written_bytes nvme_init_bytes "
         "host_to_device_bytes device_to_host_bytes peak_cpu_bytes cpu_budget_bytes peak_device_bytes"
     )
-    seconds = {f"{phase}_s": spent for phase, spent in record.seconds.items()}
     return {
         "preset": options.preset,
         "tier": options.tier,
@@ -374,7 +366,7 @@ def summarise(record: Record, stats: dict[str, Any], options: TrainOptions) -> d
         "val_loss_first": record.validation[0][1],
         "val_loss_last": record.validation[-1][1],
         "tokens_per_s": record.tokens_per_s,
-        **seconds,
+        **{f"{phase}_s": spent for phase, spent in record.seconds.items()},
         **{name: stats[name] for name in taken.split()},
         "peak_rss_bytes": peak_rss_bytes(),
         "losses": record.losses,
@@ -410,7 +402,8 @@ def _table(summary: dict[str, Any]) -> Table:
     table = Table(title=_title(summary), show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column()
-    steps = summary["steps"]
+    each = summary["parameters"] * max(summary["steps"] - summary["steps_before"], 1)
+    moved = summary["nvme_read_bytes"] + summary["nvme_written_bytes"]
     rows = {
         "training loss": f"{summary['loss_first']:.3f} → {summary['loss_last']:.3f} nats a byte",
         "validation loss": f"{summary['val_loss_first']:.3f} → {summary['val_loss_last']:.3f} nats a byte",
@@ -420,13 +413,11 @@ def _table(summary: dict[str, Any]) -> Table:
         "step": f"{summary['step_s']:.2f} s",
         "waiting": f"{summary['wait_nvme_s']:.2f} s",
         "NVMe": f"{size('nvme_read_bytes')} read, {size('nvme_written_bytes')} written",
+        "a parameter and step": f"{moved / each:.2f} bytes, in {summary['chunks']} chunks",
+        "peak CPU memory": f"{size('peak_cpu_bytes')} of a budget of {size('cpu_budget_bytes')}",
+        "peak of the process": size("peak_rss_bytes"),
+        "Adam kernel": f"{summary['kernel']}, {summary['threads']} threads",
     }
-    each = summary["parameters"] * max(steps - summary["steps_before"], 1)
-    moved = summary["nvme_read_bytes"] + summary["nvme_written_bytes"]
-    rows["a parameter and step"] = f"{moved / each:.2f} bytes, in {summary['chunks']} chunks"
-    rows["peak CPU memory"] = f"{size('peak_cpu_bytes')} of a budget of {size('cpu_budget_bytes')}"
-    rows["peak of the process"] = size("peak_rss_bytes")
-    rows["Adam kernel"] = f"{summary['kernel']}, {summary['threads']} threads"
     for name, value in rows.items():
         table.add_row(name, value)
     return table

@@ -18,10 +18,6 @@ def read_text(file: str | Path) -> str | None:
         return None
 
 
-def total_memory_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def soft_limit(kind: int) -> int | None:
     """This process's soft resource limit; None: unlimited."""
     soft, _ = resource.getrlimit(kind)

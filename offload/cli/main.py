@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import signal
 import sys
-from types import FrameType
-from typing import NoReturn
 
 import typer
 
@@ -35,14 +33,10 @@ bench.callback()(lambda: None)
 app.add_typer(bench, name="bench")
 
 
-def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    sys.exit(128 + number)
-
-
 def run() -> None:
     """The console script."""
     # Schedulers and `timeout` send SIGTERM: a run then removes its swap files, as after Ctrl-C.
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         app()
     except KeyboardInterrupt:  # before or after a command, which handles its own

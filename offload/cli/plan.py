@@ -190,22 +190,15 @@ def _what_fits(planned: Planned) -> dict[str, Any]:
     """What other budgets would do on the NVMe tier, and what of them is possible here."""
     from offload.planner.machine import free_memory
 
-    free = free_memory()
-    return {
-        "free_cpu_bytes": free,
-        "largest_share": planned.largest_share(free),
-        "budgets": list(_budgets(planned, free)),
-    }
-
-
-def _budgets(planned: Planned, free: int) -> Iterator[dict[str, Any]]:
-    everything = planned.cpu_memory_for(1.0)
+    free, everything = free_memory(), planned.cpu_memory_for(1.0)
+    budgets = []
     for share in SHARES:
         needed = planned.cpu_memory_for(share)
-        if needed == everything and share < 1:
-            continue  # so few chunks that buffers for the others would take as much
-        streamed = round((1 - share) * planned.needs.state_bytes)
-        yield {"share": share, "cpu_bytes": needed, "streamed_bytes": streamed, "fits": needed <= free}
+        # With so few chunks, buffers for the others would take as much as all.
+        if needed != everything or share == 1:
+            streamed = round((1 - share) * planned.needs.state_bytes)
+            budgets.append({"share": share, "cpu_bytes": needed, "streamed_bytes": streamed, "fits": needed <= free})
+    return {"free_cpu_bytes": free, "largest_share": planned.largest_share(free), "budgets": budgets}
 
 
 def _show(console: Console, summary: dict[str, Any]) -> None:
@@ -259,7 +252,10 @@ def _rank_table(summary: dict[str, Any]) -> Table:
 
 
 def _lines(summary: dict[str, Any]) -> Iterator[str]:
-    limit = summary["device_budget_bytes"]
+    limit, built = summary["device_budget_bytes"], summary["build_bytes"]
+    building = f"The model takes {format_bytes(built)} more while it is built in fp32."
+    if not built:
+        building = "The model is built in parts, on the way to its tiers."
     allowed = "" if limit is None else f" of {format_bytes(limit)} allowed"
     yield (
         f"Peak on the device: {format_bytes(summary['device_bytes'])}{allowed}, with parameters on "
@@ -267,7 +263,7 @@ def _lines(summary: dict[str, Any]) -> Iterator[str]:
     )
     yield (
         f"Peak RAM: {format_bytes(summary['peak_cpu_bytes'])} of {format_bytes(summary['cpu_budget_bytes'])} allowed; "
-        f"the least that works is {format_bytes(summary['least_cpu_bytes'])}. " + _building(summary["build_bytes"])
+        f"the least that works is {format_bytes(summary['least_cpu_bytes'])}. {building}"
     )
     kept, chunks = summary["kept_chunks"], summary["chunks"]
     if not summary["written_bytes"]:
@@ -283,12 +279,6 @@ def _lines(summary: dict[str, Any]) -> Iterator[str]:
         f"{summary['bytes_per_param']:.2f} "
         f"bytes a parameter; a drive warranted for 600 TB written lasts {summary['drive_life_steps']:,.0f} steps."
     )
-
-
-def _building(nbytes: int) -> str:
-    if not nbytes:
-        return "The model is built in parts, on the way to its tiers."
-    return f"The model takes {format_bytes(nbytes)} more while it is built in fp32."
 
 
 def _budget_table(summary: dict[str, Any]) -> Table:

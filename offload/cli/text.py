@@ -49,10 +49,10 @@ def load_text(data: Path | None, seq: int) -> Text:
     """
     if data is None:
         source = f"Python's standard library, {standard_library()}"
-        content = _join(_library_files(standard_library()))
+        content = np.frombuffer(b"".join(_library_files(standard_library())), dtype=np.uint8)
     elif data.is_dir():
         source = str(data)
-        content = _join(_folder_files(data))
+        content = np.frombuffer(b"".join(_folder_files(data)), dtype=np.uint8)
     elif data.is_file():
         source = str(data)
         content = _map_file(data)
@@ -109,10 +109,6 @@ def _folder_files(folder: Path) -> Iterator[bytes]:
             raise ConfigError(f"--data: {file} cannot be read: {error.strerror}") from error
         if b"\0" not in content:  # text has no NUL bytes
             yield content
-
-
-def _join(parts: Iterator[bytes]) -> Bytes:
-    return np.frombuffer(b"".join(parts), dtype=np.uint8)
 
 
 def _walk(folder: Path, skip: frozenset[str]) -> list[Path]:

@@ -10,17 +10,13 @@ from pathlib import Path
 
 
 class Workspace:
-    """Remembers what lay at `path` before the run, and takes away what came with it.
-
-    Attributes: kept: files of the run that were there before it; it wrote over them but does not delete them.
-    """
+    """Remembers what lay at `path` before the run, and removes what came with it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path.absolute()
         self._existed = self._path.exists()
         self._before = set(self._path.iterdir()) if self._path.is_dir() else set()
         self._known: dict[Path, os.stat_result] = {}
-        self.kept: tuple[Path, ...] = ()
 
     def know(self, files: Sequence[str | Path]) -> None:
         """From now on what has these names goes only as long as it is what has them now: a directory may be moved,
@@ -31,9 +27,7 @@ class Workspace:
 
     def remove_files(self, files: Sequence[str | Path]) -> None:
         """Deletes those of the run's files that it made."""
-        paths = [Path(file).absolute() for file in files]
-        self.kept = tuple(file for file in paths if file in self._before)
-        for file in paths:
+        for file in (Path(file).absolute() for file in files):
             if file not in self._before and self._is_known(file):
                 file.unlink(missing_ok=True)
 

@@ -69,7 +69,7 @@ def test_json_has_speeds_and_ratios_and_the_best_settings_are_remembered(drive: 
 
 def test_people_get_a_table_and_it_leaves_no_file_descriptor_or_thread(drive: Path) -> None:
     shown = bench(drive)  # what is loaded once stays
-    assert all(words in shown.stdout for words in ("preadv pool", "settings", "GB/s; x: the chosen"))
+    assert "GB/s; x: the chosen engine's by this one's" in " ".join(shown.stdout.split())
     assert "s a step for a billion parameters" in shown.stdout
     assert 'io_engine="auto" will use' in shown.stderr
     before = open_files()
@@ -144,8 +144,7 @@ def test_without_io_uring_the_threads_are_measured(drive: Path, monkeypatch: pyt
     assert names == {"threads", "portable", "preadv pool"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_sweep_leaves_nothing(drive: Path, number: int) -> None:
+def test_terminated_sweep_leaves_nothing(drive: Path) -> None:
     code = "import sys; from offload.cli.main import run; sys.argv = ['offload', *sys.argv[1:]]; run()"
     words = ["bench", "io", str(drive), "--size", "64MiB"]
     child = subprocess.Popen(
@@ -154,8 +153,8 @@ def test_interrupted_sweep_leaves_nothing(drive: Path, number: int) -> None:
     try:
         assert child.stderr is not None
         assert any("round 1/" in line for line in child.stderr)
-        child.send_signal(number)
-        assert child.wait(timeout=60) == (130 if number == signal.SIGINT else 128 + number)
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(timeout=60) == 128 + signal.SIGTERM
     finally:
         child.kill()
         child.wait()
