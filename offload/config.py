@@ -256,7 +256,7 @@ HYPER_PARAMETERS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize",
 
 
 def _refuse_reserved(reserved: dict[str, Any], tuning: Tuning) -> None:
-    """Options that DESIGN.md names and this version cannot do yet: refused, never silently accepted."""
+    """Raises ConfigError for an option that does not exist, or a value that is not available."""
     options = {*(check.__kwdefaults__ or ()), "device", "process_group"}
     taken: dict[str, tuple[object, ...]] = {
         "Tuning.io_engine": ("auto", "uring", "threads", "portable"),

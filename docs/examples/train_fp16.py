@@ -1,4 +1,4 @@
-"""fp16 with torch's own GradScaler: an overflow skips a step and halves the scale; committed, and gone on with."""
+"""fp16 with torch's own GradScaler: an overflow skips a step and halves the scale. The run is committed and resumed."""
 
 import tempfile
 
@@ -12,7 +12,7 @@ inputs, targets = torch.randn(512, 64), torch.randint(10, (512,))
 
 
 def train(path: str, until: int) -> None:
-    """Trains up to batch `until`, from where the run in `path` ended."""
+    """Trains up to batch `until`, from the last commit in `path`."""
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
     adamw = torch.optim.AdamW(model.parameters(), lr=3e-3)
     options = {"compute_dtype": torch.float16, "commit_every": 0, "resume": "auto", "tuning": Tuning(chunk="64KiB")}
@@ -25,7 +25,7 @@ def train(path: str, until: int) -> None:
         for batch in range(done + 1, until + 1):
             loss = nn.functional.cross_entropy(model(inputs).float(), targets)
             scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)  # so that what is clipped are the gradients of the loss itself
+            scaler.unscale_(optimizer)  # before clipping, which is about the unscaled gradients
             optimizer.clip_grad_norm_(1.0)
             scaler.step(optimizer)
             scaler.update()
