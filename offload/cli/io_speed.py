@@ -349,7 +349,7 @@ def measure_path(path: Path, size: int, rounds: int, *, quick: bool, console: Co
             best = {one.contestant.name: one.contestant for one in sorted(sweep, key=lambda one: one.score)}
             del best[chosen.name]
             race, more = measure([chosen, *best.values()], nbytes, rounds, tell)
-    available, reason = ring.is_available()
+    available, reason = io_uring.is_available()
     left_out += more if available else [*more, f"uring: {reason}"]
     return Result(path, machine.file_system(path) or "unknown", nbytes, sweep, race, left_out)
 
