@@ -40,7 +40,6 @@ from offload.cli.plots import new_figure
 from offload.sizes import KIB, MIB
 
 CHILD = Path(__file__).with_name("deepspeed_aio.py")
-FIO_ENGINES = ("io_uring", "libaio")
 FIO_TIMEOUT_S = 300
 FIO_REQUESTS = (MIB, 2 * MIB, 4 * MIB)
 """With as many under way as fill the buffer."""
@@ -71,14 +70,11 @@ class Fio(Contestant):
             raise LeftOutError(f"{type(error).__name__}: {error}") from error
 
 
-Child = subprocess.Popen[str]
-
-
 @dataclass(frozen=True, eq=False)
 class DeepSpeed(Contestant):
     """Its aio_handle, in a process of its own, with a handle for each direction."""
 
-    child: Child
+    child: subprocess.Popen[str]
     threads: int
 
     @property
@@ -98,7 +94,7 @@ class DeepSpeed(Contestant):
 
 
 @contextlib.contextmanager
-def child_of(python: str | None) -> Iterator[Child | None]:
+def child_of(python: str | None) -> Iterator[subprocess.Popen[str] | None]:
     """The process that has DeepSpeed, ready; None without. Building its extension takes minutes the first time.
 
     Raises: RuntimeError if it cannot be built.
@@ -117,12 +113,12 @@ def child_of(python: str | None) -> Iterator[Child | None]:
             child.kill()
 
 
-def peers(child: Child | None, file: Path, memory: memoryview) -> list[Contestant]:
+def peers(child: subprocess.Popen[str] | None, file: Path, memory: memoryview) -> list[Contestant]:
     found: list[Contestant] = []
     if shutil.which("fio"):
         found += [
             Fio(f"fio {engine}", file, memory, request, MEMORY_BYTES // request)
-            for engine in FIO_ENGINES
+            for engine in ("io_uring", "libaio")
             for request in FIO_REQUESTS
         ]
     if child is not None:

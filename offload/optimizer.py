@@ -210,7 +210,7 @@ class OffloadZero(torch.optim.Optimizer):
             with agree_on_error(self._comm):
                 direct, room = self._plan.copier.direct, self._plan.room
                 reading_bytes = 0 if found is None else found.buffer_bytes
-                self._placement = place(self._layout, self._config, direct=direct, room=room, beside=reading_bytes)
+                self._placement = place(self._layout, self._config, direct=direct, room=room, reserved=reading_bytes)
                 self._parts = build(undo, self._plan, self._placement, start, self._comm, self._timeline)
                 parts = self._parts
                 self._commits = Commits(

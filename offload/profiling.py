@@ -305,9 +305,9 @@ def _checked(file: str | os.PathLike[str]) -> str:
                 raise PathError(errno.EISDIR, "is no regular file: give the timeline a file of its own", path)
             if not os.access(path, os.W_OK):
                 raise PathError(errno.EACCES, "is not writable", path)
-        aside = _aside(path)
-        os.close(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
-        os.unlink(aside)
+        temporary = _temporary_path(path)
+        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+        os.unlink(temporary)
     except PathError:
         raise
     except (OSError, ValueError) as error:
@@ -316,20 +316,20 @@ def _checked(file: str | os.PathLike[str]) -> str:
     return path
 
 
-def _aside(path: str) -> str:
+def _temporary_path(path: str) -> str:
     return os.path.join(os.path.dirname(path), f".timeline-{os.getpid()}-{secrets.token_hex(4)}.partial")
 
 
 def _write(path: str, lines: Iterator[str]) -> None:
-    """Writes aside, syncs and renames: `path` is never half a file."""
-    aside = _aside(path)
+    """Writes a temporary file, syncs it and renames it: `path` is never half a file."""
+    temporary = _temporary_path(path)
     try:
-        with open(aside, "x", encoding="utf-8") as out:
+        with open(temporary, "x", encoding="utf-8") as out:
             out.writelines(lines)
             out.flush()
             os.fsync(out.fileno())
-        os.replace(aside, path)
+        os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(aside)
+            os.unlink(temporary)
         raise

@@ -337,8 +337,8 @@ def measure_path(path: Path, size: int, rounds: int, *, quick: bool, console: Co
         memory[:] = os.urandom(len(memory))  # a drive that compresses would be faster with equal bytes
         nbytes = _lay_out(file, size, memory)
         field = field_of(file, memory, quick=quick) + (peers(file, memory) if peers else [])
-        names = {one.name for one in field}
-        with progress(console, f"{path}:", SWEEP_ROUNDS * len(field) + rounds * len(names)) as told:
+        steps = SWEEP_ROUNDS * len(field) + rounds * len({one.name for one in field})
+        with progress(console, f"{path}:", steps) as told:
             count = itertools.count(1)
 
             def tell(what: str) -> None:
@@ -349,7 +349,9 @@ def measure_path(path: Path, size: int, rounds: int, *, quick: bool, console: Co
             best = {one.contestant.name: one.contestant for one in sorted(sweep, key=lambda one: one.score)}
             del best[chosen.name]
             race, more = measure([chosen, *best.values()], nbytes, rounds, tell)
-    return Result(path, machine.file_system(path) or "unknown", nbytes, sweep, race, left_out + more)
+    available, reason = io_uring.is_available()
+    left_out += more if available else [*more, f"uring: {reason}"]
+    return Result(path, machine.file_system(path) or "unknown", nbytes, sweep, race, left_out)
 
 
 @contextlib.contextmanager

@@ -267,9 +267,9 @@ def check_gather(shard: Tensor, out: Tensor, size: int) -> None:
         raise ValueError(f"shard is {shard.dtype} and out {out.dtype}: they have to be alike")
 
 
-def _check_vector(name: str, x: Tensor, numel: int, beside: Tensor) -> None:
-    if x.dim() != 1 or not x.is_contiguous() or x.numel() != numel or x.device != beside.device:
-        raise ValueError(f"{name} has to be a contiguous [{numel}] tensor on {beside.device}, not {describe(x)}")
+def _check_vector(name: str, x: Tensor, numel: int, other: Tensor) -> None:
+    if x.dim() != 1 or not x.is_contiguous() or x.numel() != numel or x.device != other.device:
+        raise ValueError(f"{name} has to be a contiguous [{numel}] tensor on {other.device}, not {describe(x)}")
 
 
 def check_source(source: int, size: int) -> None:

@@ -140,16 +140,16 @@ class Group(Communicator):
         check_source(source, self.size)
         if not tensor.is_contiguous():
             raise ValueError(f"tensor has to be contiguous, not {describe(tensor)}")
-        travelling = tensor.detach().to(self._host) if tensor.is_cpu else tensor.detach()
+        sent = tensor.detach().to(self._host) if tensor.is_cpu else tensor.detach()
 
         def exchange() -> Any:
-            return dist.broadcast(_bytes(travelling), self._ranks[source], group=self._group, async_op=True)
+            return dist.broadcast(_bytes(sent), self._ranks[source], group=self._group, async_op=True)
 
         numel = tensor.numel() * (self.size - 1) if self.rank == source else 0
-        self._launch("broadcast", exchange, travelling, numel).wait()
-        if travelling.data_ptr() != tensor.data_ptr():
+        self._launch("broadcast", exchange, sent, numel).wait()
+        if sent.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
-                tensor.copy_(travelling)
+                tensor.copy_(sent)
 
     def all_gather(self, values: Tensor) -> Tensor:
         if values.dim() != 1 or not values.is_cpu:

@@ -355,10 +355,10 @@ class Needs:
 # Where the states go.
 
 
-def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = None, beside: int = 0) -> Placement:
+def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = None, reserved: int = 0) -> Placement:
     """Decides which chunks stay in RAM.
 
-    Args: direct: whether the model's device is the CPU, so that copies need no buffers; room: on the device; beside:
+    Args: direct: whether the model's device is the CPU, so that copies need no buffers; room: on the device; reserved:
     bytes to leave free for reading a commit in another layout.
     Raises: ConfigError; BudgetError naming what is needed, what is there and the option that would fix it.
     """
@@ -372,7 +372,7 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
     budget = free_memory() // 2 // config.ranks_on_node if given is None else given
     sizes = [record.nbytes for record in needs.states]
     is_on_device = config.tier == "device"
-    fixed = beside + (0 if is_on_device else needs.fixed_bytes) + (0 if needs.staged is None else needs.staged.nbytes)
+    fixed = reserved + (0 if is_on_device else needs.fixed_bytes) + (0 if needs.staged is None else needs.staged.nbytes)
     states = 0 if is_on_device else needs.state_bytes
     if config.tier != "nvme":
         if fixed + states > budget:
@@ -380,14 +380,14 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
             raise _too_small(fixed + states, budget, given, other)
         kept, in_flight = frozenset(range(len(sizes))), 0
     else:
-        if beside + needs.least_bytes > budget:
-            raise _too_small(beside + needs.least_bytes, budget, given, "or a smaller Tuning(chunk=...)")
+        if reserved + needs.least_bytes > budget:
+            raise _too_small(reserved + needs.least_bytes, budget, given, "or a smaller Tuning(chunk=...)")
         kept, in_flight = _keep_and_stream(sizes, budget - fixed, config.in_flight)
     streamed = [size for chunk, size in enumerate(sizes) if chunk not in kept]
     kept_bytes, largest = sum(sizes) - sum(streamed), max(streamed, default=0)
-    arena_bytes = fixed - beside + (kept_bytes if states else 0) + in_flight * largest
+    arena_bytes = fixed - reserved + (kept_bytes if states else 0) + in_flight * largest
     filled = kept_bytes + (in_flight * sum(streamed) / len(streamed) if streamed else 0)
-    if given is not None and arena_bytes + beside > (free := free_memory()):
+    if given is not None and arena_bytes + reserved > (free := free_memory()):
         other = ', and tier="nvme" with a path' if config.tier == "cpu" else ""
         raise BudgetError(
             f"{format_bytes(arena_bytes)} of RAM would be used and {format_bytes(free)} are free: "

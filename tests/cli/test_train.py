@@ -28,12 +28,14 @@ FIELDS = {
     "timeline", "tokens", "validation",
 }  # fmt: skip
 TINY = ["train", "--preset", "1m", "--steps", "3", "--batch", "2", "--seq", "16", "--lr", "0.003", "--sample", "3"]
+TINY += ["--validation", "4"]
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty current directory, and samples short enough for a test."""
+    """An empty current directory; losses are drawn in tests/cli/test_plots.py."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loop, "loss_curve", lambda file, *rest: file.write_bytes(b"\x89PNG"))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a tiny model is quicker so, ten times on a busy machine
     yield tmp_path

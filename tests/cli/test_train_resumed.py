@@ -37,13 +37,15 @@ COMMITTING = [
     "out",
     "--sample",
     "3",
+    "--validation",
+    "1",
     "--json",
 ]
 
 
 def test_a_resumed_run_has_the_losses_of_one_that_went_through() -> None:
     base = ["train", "--preset", "1m", "--steps", "6"]
-    whole = json.loads(CliRunner().invoke(app, [*base, *COMMITTING[:4], "--sample", "3", "--json"]).stdout)
+    whole = json.loads(CliRunner().invoke(app, [*base, *COMMITTING[:4], *COMMITTING[10:]]).stdout)
     process = start("--preset", "1m", "--steps", "6", *COMMITTING, stop_after=3)
     assert process == 143
     rest = CliRunner().invoke(app, [*base, *COMMITTING, "--resume"])

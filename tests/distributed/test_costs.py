@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from offload import OffloadZero, Tuning
 from offload.dist import torch_distributed as comm
 from offload.dist.communicator import Communicator
-from offload.dist.partition import total_held
 from offload.layout import Layout, build
 from offload.model.units import specs_of
 from offload.models.gpt import GPT, GPTConfig
@@ -24,6 +23,7 @@ from offload.planner.explain import plan_of, sent_numel
 from tests.support import models
 from tests.support.communicators import Delayed, Waiting
 from tests.support.ranks import Worlds
+from tests.support.zero_stages import total_held
 
 STEPS = 3
 TUNING = Tuning(chunk=4096, threads=1, bucket="64KiB")

@@ -261,12 +261,11 @@ def test_rollback_recovers_from_a_failed_write_of_what_is_not_committed(
     model, optimizer = committed(make, cpu_memory=least_cpu_memory(Tiny(), **tiers), **tiers)
     optimizer.synchronize()
     expected = bits(model, optimizer)
-    slots = optimizer._parts.slots
-    assert slots is not None
+    store = getattr(optimizer._parts, which)
     lost = TierIOError("write", errno.EIO, "swap", 0, 0)
     with monkeypatch.context() as patch:
-        broken = SimpleNamespace(read=slots.read, write=lambda *args, **named: resolved(error=lost))
-        patch.setattr(getattr(optimizer._parts, which), "_slots", broken)
+        broken = SimpleNamespace(read=store._slots.read, write=lambda *args, **named: resolved(error=lost))
+        patch.setattr(store, "_slots", broken)
         with pytest.raises(TierIOError):
             some_steps(model, optimizer)
     with pytest.raises(TierIOError):

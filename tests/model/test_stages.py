@@ -7,21 +7,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.dist.partition import (
+from offload.dist.partition import Buckets, cut_buckets, split, splits_of
+from offload.errors import ConfigError, StateError
+from offload.layout import ALIGN_NUMEL, Layout, ParamSpec, build
+from tests.support.zero_stages import (
     KINDS,
     STATE_KINDS,
-    Buckets,
-    cut_buckets,
     device_bytes,
     held_bytes,
     partition_of,
     sharded_at,
-    split,
-    splits_of,
     total_held,
 )
-from offload.errors import ConfigError, StateError
-from offload.layout import ALIGN_NUMEL, Layout, ParamSpec, build
 from tests.test_layout import specs
 
 ranks_st = st.integers(1, 5)

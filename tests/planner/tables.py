@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
-from offload.dist.partition import STAGES, device_bytes, held_bytes, split
+from offload.dist.partition import split
+from tests.support.zero_stages import STAGES, device_bytes, held_bytes
 
 GB = 10**9
 MODELS = {"7.5B": 7_500_000_000, "128B": 128_000_000_000, "1T": 1_000_000_000_000}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from offload.dist.partition import STATE_KINDS, sharded_at
 from tests.planner.tables import (
     GB,
     format_gb,
@@ -14,6 +13,7 @@ from tests.planner.tables import (
     memory_rows,
     rank_bytes,
 )
+from tests.support.zero_stages import STATE_KINDS, sharded_at
 
 MEMORY = """
 1    | 120 / 120 / 120    | 2048 / 2048 / 2048 | 16000 / 16000 / 16000

@@ -1,0 +1,144 @@
+"""The gradient buffers by themselves: in RAM and in slots, of one rank and of several, the same sums and bits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload.config import SUM_BLOCK
+from offload.errors import AccumulationError
+from offload.grads.base import GradientBuffer, GradientScale
+from offload.grads.local import LocalGradients
+from offload.grads.reduce_scatter import ReducedGradients
+from offload.grads.shards import records_of
+from offload.layout import Layout
+from tests.support.runs import Twins, layout_of, run_of, store_in_ram
+
+NUMELS = (3 * SUM_BLOCK + 5, 100, 7, SUM_BLOCK)
+"""Over several blocks and chunks, and several in one chunk."""
+
+
+def gradients_of(layout: Layout, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(spec.numel, generator=generator).to(spec.dtype) for spec in layout.specs]
+
+
+def buffer_of(kind: str, accumulation: int = 1, **options: object) -> tuple[GradientBuffer, Layout]:
+    """Args: kind: "local" or "reduced", then "in slots" if they are."""
+    is_local, is_stored = kind.startswith("local"), kind.endswith("in slots")
+    layout = layout_of(NUMELS, ranks=1 if is_local else 2)
+    given = {"tier": "nvme", "path": ".", "grad_tier": "nvme"} if is_stored else {"tier": "cpu"}
+    run = run_of(layout, None if is_local else Twins(), accumulation=accumulation, **given, **options)
+    store = store_in_ram(run, records_of(layout, accumulation)) if is_stored else None
+    return (LocalGradients if is_local else ReducedGradients)(run, store), layout
+
+
+KINDS = ("local", "local in slots", "reduced", "reduced in slots")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_is_held_as_it_was_made(kind: str) -> None:
+    buffer, layout = buffer_of(kind)
+    grads = gradients_of(layout, 1)
+    for param in reversed(range(len(grads))):
+        assert not buffer.has(param)
+        buffer.accumulate(param, grads[param])
+        assert buffer.has(param)
+    params = list(range(len(grads)))
+    assert buffer.finalize(params) == params
+    for param, grad in enumerate(grads):
+        first, last = layout.param_shard_range(param)
+        assert torch.equal(buffer.values(param), grad[first:last])
+    for chunk in layout.chunks:
+        with buffer.shard(chunk.index) as values:
+            for piece in chunk.pieces:
+                held = values[piece.chunk_offset : piece.chunk_offset + piece.numel]
+                assert torch.equal(held, grads[piece.param][piece.param_offset : piece.param_offset + piece.numel])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_micro_batches_are_summed_in_fp32_in_their_order(kind: str) -> None:
+    buffer, layout = buffer_of(kind, accumulation=3)
+    expected = [torch.zeros(spec.numel) for spec in layout.specs]
+    for seed in range(3):
+        for param, grad in reversed(list(enumerate(gradients_of(layout, seed)))):
+            buffer.accumulate(param, grad)
+            expected[param] += grad
+    buffer.finalize(range(len(NUMELS)))
+    for param, total in enumerate(expected):
+        first, last = layout.param_shard_range(param)
+        assert torch.equal(buffer.values(param), total[first:last])
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("kind", ["local", "reduced"])
+def test_norms_have_the_same_bits_in_ram_and_in_slots(kind: str, accumulation: int) -> None:
+    found = []
+    for where in (kind, f"{kind} in slots"):
+        buffer, layout = buffer_of(where, accumulation)
+        for seed in range(accumulation):
+            for param, grad in reversed(list(enumerate(gradients_of(layout, seed)))):
+                buffer.accumulate(param, grad)
+        params = range(len(NUMELS))
+        buffer.finalize(params)
+        found.append((buffer.norm(params), buffer.norms(params), buffer.norms(params, math.inf)))
+        values = [buffer.values(param).double() for param in params]
+        # Both twins hold the shards of rank 0.
+        whole = math.sqrt((1 if kind == "local" else 2) * sum(float((x * x).sum()) for x in values))
+        assert found[-1][0] == pytest.approx(whole, rel=1e-12)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_gradient_too_many_is_refused(kind: str) -> None:
+    buffer, layout = buffer_of(kind)
+    grads = gradients_of(layout, 1)
+    buffer.accumulate(2, grads[2])
+    with pytest.raises(AccumulationError, match="p2 got its gradient a 2nd time"):
+        buffer.accumulate(2, grads[2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_nan_is_found_and_named(kind: str) -> None:
+    buffer, layout = buffer_of(kind)
+    grads = gradients_of(layout, 1)
+    grads[0][17] = math.nan
+    for param in reversed(range(len(grads))):
+        buffer.accumulate(param, grads[param])
+    params = buffer.finalize(range(len(grads)))
+    assert buffer.not_finite(params) == [0]
+    assert not math.isfinite(buffer.norm(params))
+    assert math.isfinite(buffer.norm([param for param in params if param]))
+
+
+@pytest.mark.parametrize("kind", ["local", "local in slots"])
+def test_what_is_written_replaces_values_and_sums(kind: str) -> None:
+    buffer, layout = buffer_of(kind)
+    for param, grad in enumerate(gradients_of(layout, 1)):
+        buffer.accumulate(param, grad)
+    buffer.finalize([0])
+    buffer.write(0, torch.ones(NUMELS[0], dtype=torch.bfloat16))
+    assert buffer.norm([0]) == math.sqrt(NUMELS[0])
+    assert torch.equal(buffer.values(0), torch.ones(NUMELS[0], dtype=torch.bfloat16))
+
+
+def test_a_cleared_gradient_is_replaced_by_the_next() -> None:
+    buffer, layout = buffer_of("local", accumulation=2)
+    first, second = gradients_of(layout, 1)[1], gradients_of(layout, 2)[1]
+    buffer.accumulate(1, first)
+    buffer.clear(1)
+    buffer.accumulate(1, second)
+    buffer.finalize([1])
+    assert torch.equal(buffer.values(1), second.float())
+
+
+def test_factors_multiply_and_are_reset() -> None:
+    buffer, _ = buffer_of("local")
+    buffer.scale = GradientScale(unscaled=0.5, clip=0.25)
+    buffer.set_factor(1, 3.0)
+    assert (buffer.factor_of(0), buffer.factor_of(1)) == (0.125, 3.0)
+    buffer.reset_factors()
+    assert (buffer.factor_of(0), buffer.factor_of(1)) == (1.0, 1.0)

@@ -1,0 +1,64 @@
+"""The step by itself, against the reference in NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from offload.grads.local import LocalGradients
+from offload.optim import reference
+from offload.optim.adam import NewParameters, Step
+from offload.storage.swap_format import records_of
+from tests.support.runs import layout_of, run_of, store_in_ram
+
+GROUP = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "decoupled_weight_decay": True}
+NUMELS = (700, 64, 1000)
+
+
+@pytest.mark.parametrize("chunk_numel", [1024, 4096])
+def test_a_step_is_the_reference_s_and_applied_when_asked(chunk_numel: int) -> None:
+    layout = layout_of(NUMELS, chunk_numel=chunk_numel)
+    run = run_of(layout, tier="cpu")
+    store = store_in_ram(run, records_of(layout, split_master=False))
+    flats = [torch.zeros(flat.numel, dtype=flat.dtype) for flat in layout.flats]
+    gradients = LocalGradients(run)
+    step = Step(run, store, gradients, NewParameters(run, flats, gradients))
+    generator = torch.Generator().manual_seed(0)
+    masters = [torch.randn(numel, generator=generator) for numel in NUMELS]
+    for param, master in enumerate(masters):
+        for chunk, piece in layout.pieces_of(param):
+            with store.lease(chunk.index, step=0) as lease:
+                lease.dirty = True
+                at = slice(piece.chunk_offset, piece.chunk_offset + piece.numel)
+                lease.master[at] = master[piece.param_offset : piece.param_offset + piece.numel]
+    states = [(master.numpy(), np.zeros_like(master.numpy()), np.zeros_like(master.numpy())) for master in masters]
+    for number in (1, 2):
+        grads = [torch.randn(numel, generator=generator).bfloat16() for numel in NUMELS]
+        # The last parameter has a gradient in the first step only.
+        active = range(len(NUMELS) if number == 1 else len(NUMELS) - 1)
+        for param in active:
+            gradients.accumulate(param, grads[param])
+        gradients.finalize(active)
+        before = flats[0].clone()
+        step.begin(number, dict.fromkeys(active, (0, number, 1.0)), [GROUP], 0.5, [0])
+        assert list(step.pending) == [0]
+        assert torch.equal(flats[0], before)
+        step.apply(0)
+        assert not step.pending
+        gradients.clear_all()
+        for param in active:
+            options = {key: value for key, value in GROUP.items() if key != "decoupled_weight_decay"}
+            states[param] = reference.adam(
+                *states[param], grads[param].float().numpy(), step=number, decoupled=True, scale=0.5, **options
+            )
+    for param, (master, exp_avg, _) in enumerate(states):
+        _, offset = layout.locations[param]
+        found = flats[0][offset : offset + NUMELS[param]].view(torch.int16).numpy().view(np.uint16)
+        assert np.array_equal(found, reference.to_bf16(master))
+        for chunk, piece in layout.pieces_of(param):
+            with store.lease(chunk.index, step=2) as lease:
+                held = lease.exp_avg[piece.chunk_offset : piece.chunk_offset + piece.numel].numpy()
+                assert np.array_equal(held, exp_avg[piece.param_offset : piece.param_offset + piece.numel])
+    step.close()
+    gradients.close()

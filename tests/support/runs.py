@@ -1,0 +1,70 @@
+"""What the parts of a run share, made by hand: for unit tests of parts, without a model and without files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload import config as configuration
+from offload import native
+from offload.devices.copies import HostCopier
+from offload.dist.communicator import Communicator, SingleProcess, Work, average
+from offload.layout import Layout, ParamSpec, build
+from offload.profiling import Timeline
+from offload.run import Memory, Run
+from offload.sizes import MIB
+from offload.storage.arena import Arena
+from offload.storage.chunk_cache import Store
+from offload.storage.swap_format import Record
+
+
+class Done(Work):
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+class Twins(SingleProcess):
+    """Rank 0 of two; the other one always sends what this one sends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 2
+
+    def reduce_scatter(self, full: Tensor, out: Tensor, *, scratch: Tensor | None = None) -> Work:
+        own = full.view(2, -1)[0]
+        average(torch.stack([own, own]), out)
+        return Done()
+
+    def all_gather(self, values: Tensor) -> Tensor:
+        return torch.stack([values, values])
+
+    def exact_sum(self, values: Iterable[float]) -> float:
+        return Communicator.exact_sum(self, values)
+
+
+def layout_of(
+    numels: Sequence[int], *, dtype: torch.dtype = torch.bfloat16, chunk_numel: int = 1 << 16, ranks: int = 1
+) -> Layout:
+    """Parameters p0, p1, ... of one unit."""
+    specs = [ParamSpec(f"p{number}", numel, "", dtype, 0) for number, numel in enumerate(numels)]
+    return build(specs, chunk_numel, ranks=ranks)
+
+
+def run_of(layout: Layout, comm: Communicator | None = None, **options: Any) -> Run:
+    """Args: options: of `OffloadZero`."""
+    comm = comm or SingleProcess()
+    config = configuration.over_ranks(configuration.check(**options), ranks=comm.size, ranks_on_node=1)
+    copier = HostCopier()
+    arena = Arena(64 * MIB, copier, at_once=False)
+    return Run(config, layout, Memory(arena, None, arena, arena, copier), native.load(1), comm, Timeline())
+
+
+def store_in_ram(run: Run, records: Sequence[Record]) -> Store:
+    """All chunks are kept, so it has no swap file."""
+    return Store(records, frozenset(range(len(records))), 0, run.memory.ram, None, run.timeline)
