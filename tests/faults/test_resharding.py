@@ -76,7 +76,7 @@ def cut_off(monkeypatch: pytest.MonkeyPatch, left: int) -> Iterator[Counted]:
 
     # A file that is beside another one is removed when a run ends in order; a process that is killed removes nothing.
     def close(file: Any) -> None:
-        file._sealer.shutdown(wait=True)
+        file._hasher.shutdown(wait=True)
 
     with monkeypatch.context() as patch:
         patch.setattr("offload.checkpoint.recovery.FILES", files)

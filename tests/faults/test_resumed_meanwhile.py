@@ -73,7 +73,7 @@ def test_what_another_run_commits_meanwhile_is_not_touched(
         late.append(contents(path))
 
     once(monkeypatch, owner, name, meanwhile, after=after)
-    is_held = (name, own) == ("claim", LARGER)
+    is_held = (name, own) == ("lock", LARGER)
     with pytest.raises(PathInUseError if is_held else ResumeError):
         make(Tiny(), resume=True, commit_every=0, tuning=own, cpu_memory="1MiB")
     if not is_held:
