@@ -189,7 +189,7 @@ class TrainOptions:
 
     @property
     def given_grad_tier(self) -> str | None:
-        """As OffloadZero takes it: None where it chooses, and with states on the device, where gradients have one place."""
+        """As OffloadZero takes it: None where it chooses, and beside states on the device, where there is one place."""
         is_default = self.tier == "device" and self.grad_tier == "cpu"
         return None if is_default or self.grad_tier == "auto" else self.grad_tier
 
