@@ -140,7 +140,7 @@ def draw(result: Result, file: Path) -> None:
         for name, line in lines.items():
             requests = [one.contestant.request_bytes / MIB for one in line]
             axes.plot(requests, [one.speed(operation) for one in line], "o-", label=name)
-        axes.set(title=f"{operation}, {result.file_system}", xlabel="request (MiB)", ylabel="GB/s", xscale="log")
+        axes.set(title=f"{operation}, {result.file_system}", xlabel="request (MiB)", ylabel="GB/s")
         axes.set_ylim(bottom=0)  # so that drift looks as small as it is
     axes.legend(fontsize=8)
     figure.savefig(file)

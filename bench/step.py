@@ -294,8 +294,8 @@ def draw(results: Sequence[Result], file: Path) -> None:
     times.errorbar(names, middle, [below, above], fmt="o", capsize=3, label="measured, fastest to slowest")
     for name, mid, one in zip(names, middle, results, strict=True):
         times.annotate(f"{one.x_limit:.2f}", (name, mid), xytext=(8, 4), textcoords="offset points")
-    times.set(ylabel="seconds", title="Medians; the number is x limit")
-    times.set_ylim(bottom=0)
+    times.set(ylabel="seconds", title="Medians; the number is x limit", ylim=(0, None))
+    times.margins(x=0.12)
     times.grid(alpha=0.3)
     times.legend(fontsize=8)
     figure.savefig(file)

@@ -16,7 +16,7 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count it
 
 
 class Commands(TyperGroup):
-    """A group of commands whose errors are for people: no traceback for what the user can mend."""
+    """A group of commands that print errors of this library as one message, without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         # Here and not in `run`, so that commands called by a test's runner end the same way.

@@ -1,4 +1,4 @@
-"""`offload doctor`: what this machine gives, and what of it costs speed."""
+"""`offload doctor`: what this machine has, and what makes it slower than it could be."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ NETWORK = ("nfs", "cifs", "smb", "9p", "fuse", "ceph", "lustre")
 
 @dataclass(frozen=True)
 class Row:
-    """One finding. `key` names it in the JSON for good; `shown` is for people; `hint` if it costs speed."""
+    """One finding. Attributes: key: its name in the JSON, which never changes; shown: the value for people; hint: what
+    to do if it costs speed."""
 
     key: str
     item: str
@@ -34,7 +35,7 @@ def doctor(
     path: Annotated[Path, typer.Option(help="Directory that would hold swap files.")] = Path(),
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """Show what this machine gives, and what of it costs speed."""
+    """Show what this machine has, and what makes it slower than it could be."""
     if not path.is_dir():
         raise ConfigError(f"--path {path} is not a directory: give one that exists")
     rows = [*_software(), *_processor(), *_kernels(), *_memory(), *_disk(path)]

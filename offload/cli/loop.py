@@ -80,8 +80,8 @@ class Clock:
         start = time.perf_counter()
         yield
         if self._device.type == "cuda":
-            # Work queued in one phase would be paid in the next. What it costs, an empty queue between
-            # forward and backward, is small beside either.
+            # Otherwise work queued in one phase would be timed in the next. An empty queue between forward and
+            # backward costs little beside either.
             torch.cuda.synchronize(self._device)
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
 
@@ -195,7 +195,7 @@ def train_loop(
 
     def validate(done: int) -> None:
         with clock("step"):
-            optimizer.synchronize()  # or validation would pay for the step under way
+            optimizer.synchronize()  # otherwise validation would wait for the step under way
         with clock("evaluate"):
             record.validation.append((done, evaluate(model, held_out, at_once)))
 
@@ -233,7 +233,7 @@ def train_loop(
 def _continue(
     optimizer: OffloadZero, scheduler: torch.optim.lr_scheduler.LambdaLR, batches: Batches, steps: int
 ) -> int:
-    """The steps done by the run that this one resumes; puts schedule and batches where they were."""
+    """The steps done by the run that this one resumes, whose schedule and batches it continues; 0 without one."""
     if optimizer.resumed is None:
         return 0
     step, extra = optimizer.resumed
@@ -250,7 +250,7 @@ def _continue(
 
 @contextlib.contextmanager
 def _noted_sigterm() -> Iterator[list[int]]:
-    """A list that is not empty once SIGTERM has come."""
+    """Gives a list that gets the signal's number when SIGTERM comes."""
     came: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
     try:
@@ -290,7 +290,7 @@ def peak_rss_bytes() -> int:
 
 
 def run(options: TrainOptions, *, as_json: bool) -> None:
-    """Check, build, train, report; the swap files go whatever happens."""
+    """Checks, builds, trains and reports. The swap files are removed at the end, also after an error."""
     if options.preset not in PRESETS:
         raise ConfigError(f"--preset {options.preset}: choose one of {', '.join(PRESETS)}")
     config = PRESETS[options.preset]
@@ -333,7 +333,7 @@ def run(options: TrainOptions, *, as_json: bool) -> None:
 
 
 def _take(stack: contextlib.ExitStack, model: GPT, options: TrainOptions) -> OffloadZero:
-    """The optimizer, whose files go with `stack` unless they are to be kept."""
+    """The optimizer; its files are removed when `stack` is left, unless they are to be kept."""
     if options.tier != "nvme" or options.keep or options.commit_every:
         return stack.enter_context(build_optimizer(model, options))
     space = Workspace(options.path)

@@ -30,7 +30,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Text:
-    """Bytes to learn and bytes to judge by; `source` says where from, for people."""
+    """Bytes to train on and to validate with. Attributes: source: where they are from, for people."""
 
     train: Bytes
     validation: Bytes
@@ -86,7 +86,7 @@ def _map_file(file: Path) -> Bytes:
 
 
 def _library_files(library: Path) -> Iterator[bytes]:
-    """The sources, in the order of relative paths; one that cannot be read is no loss."""
+    """The sources, in the order of relative paths, without those that cannot be read."""
     for file in _walk(library, skip=NOT_LIBRARY):
         if file.suffix == ".py":
             with contextlib.suppress(OSError):

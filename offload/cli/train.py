@@ -189,7 +189,7 @@ class TrainOptions:
 
     @property
     def given_grad_tier(self) -> str | None:
-        """Beside states on the device there is one place for gradients, whatever the default here is."""
+        """As OffloadZero takes it: None where it chooses, and beside states on the device, where there is one place."""
         is_default = self.tier == "device" and self.grad_tier == "cpu"
         return None if is_default or self.grad_tier == "auto" else self.grad_tier
 
@@ -214,5 +214,5 @@ def _name(option: str) -> str:
 
 
 def _number(value: str) -> int | str:
-    """A bare number is bytes, negative ones too, so that the error says what is wrong with them."""
+    """A bare number is bytes, also a negative one, so that the error names what is wrong with it."""
     return int(value) if value.lstrip("-").isdecimal() else value

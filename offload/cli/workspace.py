@@ -1,4 +1,4 @@
-"""The directory of a run's swap files: what the run made in it goes when the run ends, and nothing else."""
+"""The directory of a run's swap files: when the run ends, what it made there is removed, and nothing else."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Workspace:
         self._known: dict[Path, os.stat_result] = {}
 
     def know(self, files: Sequence[str | Path]) -> None:
-        """From now on what has these names goes only as long as it is what has them now: a directory may be moved,
-        and another run begin under its name."""
+        """Remembers which files have these names now. Others that get the names later are not removed: the directory
+        may be moved away, and another run may begin under its name."""
         for path in (self._path, *(Path(file).absolute() for file in files)):
             with contextlib.suppress(FileNotFoundError):
                 self._known[path] = path.lstat()
@@ -32,7 +32,7 @@ class Workspace:
                 file.unlink(missing_ok=True)
 
     def remove_abandoned(self, name: str) -> None:
-        """Deletes a file that a run that could not begin left, unless a live run holds its lock."""
+        """Deletes a file that was left by a run that could not begin, unless a live run holds its lock."""
         file = self._path / name
         with contextlib.suppress(OSError), open(file, "r+b") as handle:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -55,10 +55,10 @@ class Workspace:
 
 @contextlib.contextmanager
 def removed_at_end(space: Workspace, files: Sequence[str | Path]) -> Iterator[None]:
-    """Deletes `files` on the way out, whatever happened inside.
+    """Deletes `files` at the end of the block, also after an error.
 
-    Enter it after the optimizer, so that it leaves before: as long as the optimizer holds its lock, no
-    other run can have taken the files over.
+    Enter it after the optimizer, so that it is left before it: no other run can take the files over as long as the
+    optimizer holds its lock.
     """
     space.know(files)
     try:
