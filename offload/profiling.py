@@ -4,7 +4,8 @@
 Totals are always counted, and feed `OffloadZero.stats()`: seconds for each kind of work, bytes for each direction.
 Events (each transfer, kernel, wait and hook) are kept only inside `Timeline.recorded(file)`, which writes them in
 Chrome's trace format, for ui.perfetto.dev and chrome://tracing. Outside of it, nothing is made for an event, so callers
-pass only what they have at hand; names are put together when the file is written.
+pass only what they have at hand; names are put together when the file is written. While a torch.profiler records,
+events that one thread begins and ends are ranges of its trace, named "offload: ...".
 
 A lane is a row of the picture. Transfers, which can overlap with others of their lane, are pairs of async events ("b",
 "e"). All other events are complete ones ("X"); a lane in which two threads worked at once gets a second row.
@@ -25,7 +26,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypedDict, Unpack
 
+import torch
+
 from offload.errors import ConfigError, PathError
+from offload.torch_private import profiler_enabled
 
 MOST_EVENTS = 100_000
 """Events a recording keeps, about 30 MB of RAM; those after it are counted, and the file says how many."""
@@ -120,11 +124,12 @@ class Timeline:
             return self._counts[name]
 
     def event(self, lane: str, name: str, **about: Unpack[About]) -> AbstractContextManager[None]:
-        """Records what runs inside, in a lane where one thing runs at a time."""
-        recording = self._recording
+        """Records what runs inside, in a lane where one thing runs at a time; as a range of a torch.profiler, too."""
+        recording, profiler_range = self._recording, _profiler_range(name)
         if recording is None:
-            return _NOTHING
-        return recording.begin(Event(lane, name, about, overlaps=False)) or _NOTHING
+            return profiler_range or _NOTHING
+        event = recording.begin(Event(lane, name, about, overlaps=False)) or _NOTHING
+        return event if profiler_range is None else _both(event, profiler_range)
 
     @contextmanager
     def waiting(
@@ -182,6 +187,17 @@ class Timeline:
             _write(path, recording.lines())
         except OSError as error:
             raise PathError(error.errno, f"the timeline cannot be written: {error.strerror}", path) from error
+
+
+def _profiler_range(name: str) -> AbstractContextManager[None] | None:
+    """A range in the trace of the user's torch.profiler; None if none records."""
+    return torch.profiler.record_function(f"offload: {name}") if profiler_enabled() else None
+
+
+@contextmanager
+def _both(one: AbstractContextManager[None], other: AbstractContextManager[None]) -> Iterator[None]:
+    with one, other:
+        yield
 
 
 class _Recording:

@@ -66,6 +66,9 @@ set_version_counters: Any = _find("torch._C._autograd", "_unsafe_set_version_cou
 Args: a tuple of tensors, a tuple of ints. Public, only upwards by one: `torch.autograd.graph.increment_version`.
 """
 
+profiler_enabled: Any = _find("torch.autograd", "_profiler_enabled")
+"""Whether a `torch.profiler.profile` records on this thread."""
+
 # --- The memory of tensors ---
 
 swap_memory: Any = _find("torch", "UntypedStorage._swap_data_ptr_")
