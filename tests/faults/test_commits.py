@@ -68,9 +68,8 @@ def kill(tmp_path: Path, kills: int, paths: int, seed: int, *, layouts: bool = F
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("paths", [1, 2])
-def test_killed_at_any_instant_it_goes_on_with_the_same_bits(tmp_path: Path, paths: int) -> None:
-    kill(tmp_path, 4, paths, seed=paths)
+def test_killed_at_any_instant_it_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    kill(tmp_path, 2, 2, seed=2)
 
 
 @pytest.mark.slow
@@ -186,7 +185,7 @@ def cut_power(training: Cuts, cuts: int, seed: int) -> None:
 
 
 def test_power_cuts_lose_nothing_that_was_committed(make: Make, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut_power(Cuts(make, path, monkeypatch), 60, seed=1)
+    cut_power(Cuts(make, path, monkeypatch), 20, seed=1)
 
 
 @pytest.mark.slow

@@ -164,7 +164,7 @@ def test_clearing_up_may_be_lost_in_any_part(
 
 
 def test_killed_at_any_instant_in_ever_other_layouts(tmp_path: Path) -> None:
-    kill(tmp_path, 4, 3, seed=5, layouts=True)
+    kill(tmp_path, 2, 3, seed=5, layouts=True)
 
 
 @pytest.mark.slow
