@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,3 +45,15 @@ def _leaves_torch_as_it_was() -> Iterator[None]:
     assert not torch._C._len_torch_function_stack(), "a torch function mode is still on"
     assert not torch._C._len_torch_dispatch_stack(), "a dispatch mode is still on"
     assert torch.is_grad_enabled(), "gradients are off for this thread"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the cases that `one_in` leaves to make test-slow, before `-m` chooses."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        if (marker := item.get_closest_marker("one_in")) is not None:
+            name = item.nodeid.partition("[")[0]
+            if seen[name] % marker.args[0]:
+                item.add_marker("slow")
+            seen[name] += 1

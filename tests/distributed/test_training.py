@@ -67,6 +67,7 @@ def test_every_kind_of_model(worlds: Worlds, kind: str, stage: int) -> None:
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.one_in(3)
 def test_every_kind_of_model_whose_ranks_stream_all_parameters(worlds: Worlds, kind: str, accumulation: int) -> None:
     """Of 4 ranks some have nothing of a small unit, and of a large one several chunks."""
     for stage in (1, 2):
@@ -155,12 +156,14 @@ def test_a_commit_may_come_when_not_all_ranks_have_sent_as_much(worlds: Worlds, 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.one_in(3)
 def test_collectives_at_the_last_moment_give_the_same_bits(worlds: Worlds, stage: int, accumulation: int) -> None:
     trained(worlds, "gpt", 2, 3, stage=stage, accumulation=accumulation, wire="late")
 
 
 @pytest.mark.parametrize("bucket", [4096, "32MiB"])
 @pytest.mark.parametrize("split_master", [False, True])
+@pytest.mark.one_in(2)
 def test_bucket_size_and_split_masters_change_no_bit(worlds: Worlds, bucket: int | str, split_master: bool) -> None:
     for stage, param_tier in ((2, None), (2, "cpu"), (3, None)):
         tuning = Tuning(chunk=8192, threads=1, bucket=bucket, split_master=split_master)
@@ -195,6 +198,7 @@ def _on(tier: str, path: Path, stage: int, ranks: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.one_in(2)
 def test_every_tier(worlds: Worlds, tmp_path: Path, stage: int, tier: str) -> None:
     path = tmp_path / "run"
     runs = trained(worlds, "mlp", 2, 3, **_on(tier, path, stage, 2))

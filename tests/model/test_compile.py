@@ -62,6 +62,7 @@ def train(whole: bool, counter: Any, options: dict[str, Any] | None) -> tuple[li
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "by block"])
+@pytest.mark.one_in(2)
 def test_a_compiled_model_learns_the_same_and_is_compiled_once(whole: bool, placement: str, tmp_path: Path) -> None:
     options: dict[str, Any] = dict(PLACEMENTS[placement])
     if options["tier"] == "nvme":
