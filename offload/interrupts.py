@@ -131,6 +131,7 @@ def wait_for_all(futures: Iterable[Future[Any]]) -> None:
         while not future.done():
             try:
                 future.exception(LET_IN_S)
+                break
             except TimeoutError:
                 let_in()
             except CancelledError:
