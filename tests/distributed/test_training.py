@@ -229,6 +229,7 @@ def test_replicas_of_shards_have_the_bits_of_as_many_ranks(
 
 @pytest.mark.parametrize("mesh", [(4, 1), (1, 4), (2, 2)])
 @pytest.mark.parametrize("kind", ["gpt", "mlp"])
+@pytest.mark.one_in(2)
 def test_meshes_of_every_shape(worlds: Worlds, kind: str, mesh: tuple[int, int]) -> None:
     """Tied weights; a parameter that gets a gradient in turn, frozen ones, partitions that are empty."""
     trained(worlds, kind, 4, 3, mesh=mesh, stage=3, accumulation=2)
@@ -246,6 +247,7 @@ def test_a_data_parallel_group_inside_a_larger_mesh(worlds: Worlds, along: str, 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("tier", APART)
 @pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.one_in(4)
 def test_devices_with_memory_of_their_own(
     worlds: Worlds, tmp_path: Path, stage: int, tier: str, accumulation: int
 ) -> None:

@@ -250,7 +250,7 @@ def test_rollback_recovers_from_a_failed_write(make: Make, disk: FaultyEngine) -
     ("which", "tiers"),
     [
         ("params", {"param_tier": "nvme", "tuning": SMALL}),
-        ("stored", {"grad_tier": "nvme", "tuning": Tuning(chunk="256KiB")}),
+        ("grads", {"grad_tier": "nvme", "tuning": Tuning(chunk="256KiB")}),
     ],
 )
 def test_rollback_recovers_from_a_failed_write_of_what_is_not_committed(
@@ -260,7 +260,7 @@ def test_rollback_recovers_from_a_failed_write_of_what_is_not_committed(
     model, optimizer = committed(make, cpu_memory=least_cpu_memory(Tiny(), **tiers), **tiers)
     optimizer.synchronize()
     expected = bits(model, optimizer)
-    store = getattr(optimizer._parts, which)
+    store = getattr(optimizer._parts.stores, which)
     lost = TierIOError("write", errno.EIO, "swap", 0, 0)
     with monkeypatch.context() as patch:
         broken = SimpleNamespace(read=store._slots.read, write=lambda *args, **named: resolved(error=lost))
