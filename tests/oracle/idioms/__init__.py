@@ -2,4 +2,6 @@
 
 from __future__ import annotations
 
+from tests.oracle.idioms import basics, gradients, loops, modules, reading, saving, writing
+
 __all__ = ["basics", "gradients", "loops", "modules", "reading", "saving", "writing"]
