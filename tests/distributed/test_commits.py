@@ -143,7 +143,7 @@ def _interrupted(base: str, options: dict[str, Any], wire: str) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "stage", "wire", "options"), PLACES)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(5)
 def test_resumed_ranks_have_the_bits_of_ranks_that_never_stopped(
     worlds: Worlds, tmp_path: Path, ranks: int, stage: int, wire: str, options: dict[str, Any]
 ) -> None:

@@ -247,7 +247,7 @@ def test_a_data_parallel_group_inside_a_larger_mesh(worlds: Worlds, along: str, 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("tier", APART)
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(5)
 def test_devices_with_memory_of_their_own(
     worlds: Worlds, tmp_path: Path, stage: int, tier: str, accumulation: int
 ) -> None:
@@ -273,6 +273,7 @@ def test_split_masters_and_idle_ranks_on_devices_with_memory_of_their_own(worlds
 
 
 @pytest.mark.parametrize("kind", ["gpt", "conv", "sums"])
+@pytest.mark.one_in(3)
 def test_every_kind_of_model_on_devices_with_memory_of_their_own(worlds: Worlds, kind: str) -> None:
     for stage, param_tier, mesh in ((2, "cpu", None), (3, None, (2, 2))):
         options = {"param_tier": param_tier, "mesh": mesh, "apart": True, "accumulation": 2}

@@ -37,6 +37,7 @@ print("nothing left")
     "engine",
     ["uring", pytest.param("threads", marks=pytest.mark.slow), pytest.param("portable", marks=pytest.mark.slow)],
 )
+@pytest.mark.slow
 def test_a_run_with_few_descriptors_leaves_none_and_no_thread(engine: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", SCRIPT, engine, str(tmp_path / "one"), str(tmp_path / "two")],

@@ -266,7 +266,7 @@ SHAPES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(5)
 def test_outputs_and_inputs_of_any_structure(streams: Streams, shape: str) -> None:
     pack, unpack = SHAPES[shape]
 
@@ -559,7 +559,7 @@ class Failing(Checkpointed):
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["", "saved", "reentrant"])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(5)
 def test_exceptions_of_the_user(streams: Streams, reentrant: bool | None) -> None:
     def body(model: Failing, optimizer: Watched) -> None:
         for phase in ("forward", "backward", "recomputation"):
@@ -590,7 +590,7 @@ class Interrupted:
 
 
 @pytest.mark.parametrize("at", [1, 2, 4, 6])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(5)
 def test_an_interrupt_while_a_unit_comes(streams: Streams, at: int) -> None:
     def body(model: Net, optimizer: Watched) -> None:
         train(squares, steps=2)(model, optimizer)

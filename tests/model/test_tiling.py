@@ -50,7 +50,7 @@ BUILDS = {"": Net, "saved": lambda: Checkpointed(False), "reentrant": lambda: Ch
     [("", 1), ("", 2), *(pytest.param(kind, 2, marks=pytest.mark.slow) for kind in BUILDS if kind)]
     + [(kind, 1) for kind in BUILDS if kind],
 )
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(5)
 def test_tiled_runs_have_the_same_bits_on_every_tier(
     streams: Streams, build: str, accumulation: int, tmp_path: Path
 ) -> None:

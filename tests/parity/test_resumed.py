@@ -53,6 +53,7 @@ def commit_at(step: int, optimizer: OffloadZero) -> None:
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", ["gpt", "conv"])
+@pytest.mark.one_in(5)
 def test_resumed_training_has_the_bits_of_training_that_never_stopped(
     kind: str, place: str, accumulation: int, tmp_path: Path
 ) -> None:
@@ -98,6 +99,7 @@ def resume(kind: str, accumulation: int, **options: Any) -> Run:
 
 
 @pytest.mark.parametrize("place", [*PLACES, "gradients on disk"])
+@pytest.mark.one_in(5)
 def test_steps_taken_back_and_taken_again_change_no_bit(place: str, tmp_path: Path) -> None:
     """After every third step: two steps of nonsense, and back."""
     options = {"tuning": FOUR_KIB} | PLACES.get(place, {"grad_tier": "nvme", "tuning": Tuning(chunk="256KiB")})

@@ -58,6 +58,7 @@ UNITS = {"blocks": None, "nested": (Block, nn.Linear), "all": ()}
 @pytest.mark.parametrize("units", UNITS)
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["", "saved", "reentrant"])
+@pytest.mark.one_in(5)
 def test_the_device_holds_what_the_plan_said(
     reentrant: bool | None, prefetch: int, units: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
