@@ -66,6 +66,7 @@ def _train(kind: str, options: dict[str, Any]) -> Run:
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.one_in(2)
 def test_every_stage_has_the_bits_of_one_process(worlds: Worlds, stage: int, accumulation: int) -> None:
     trained(worlds, "mlp", stage=stage, accumulation=accumulation)
 

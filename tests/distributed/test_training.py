@@ -54,12 +54,14 @@ def _train(kind: str, steps: int, idle: bool, options: dict[str, Any]) -> Run:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.one_in(2)
 def test_every_stage_has_the_bits_of_one_process(worlds: Worlds, ranks: int, stage: int) -> None:
     trained(worlds, "mlp", ranks, 4, stage=stage)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["gpt", "conv"])
+@pytest.mark.one_in(3)
 def test_every_kind_of_model(worlds: Worlds, kind: str, stage: int) -> None:
     """Tied weights, channels-last weights, modules kept in fp32: flats of two dtypes."""
     trained(worlds, kind, 2, 4, stage=stage)
@@ -110,6 +112,7 @@ def test_gaps_between_parameters_stay_zero(worlds: Worlds, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("idle", [False, True])
+@pytest.mark.one_in(2)
 def test_accumulation(worlds: Worlds, stage: int, idle: bool) -> None:
     """At stage 1 micro-batches are added before they travel, at 2 and 3 after."""
     trained(worlds, "mlp", 2, 4, accumulation=3, stage=stage, idle=idle)
@@ -198,7 +201,7 @@ def _on(tier: str, path: Path, stage: int, ranks: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 def test_every_tier(worlds: Worlds, tmp_path: Path, stage: int, tier: str) -> None:
     path = tmp_path / "run"
     runs = trained(worlds, "mlp", 2, 3, **_on(tier, path, stage, 2))

@@ -128,6 +128,7 @@ USES: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=list(USES))
+@pytest.mark.one_in(3)
 def test_its_values_are_read_before_the_step_and_are_gone_after_it(made: Made, use: Callable[[Tensor], Any]) -> None:
     grad = made.grad
     assert alike(use(grad), use(made.plain_grad))
@@ -185,6 +186,7 @@ FACTORS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("multiply", FACTORS.values(), ids=list(FACTORS))
+@pytest.mark.one_in(3)
 def test_a_factor_counts_and_costs_no_copy(made: Made, multiply: Callable[[Tensor], Any]) -> None:
     for _ in range(2):
         multiply(made.grad)
