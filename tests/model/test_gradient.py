@@ -150,6 +150,7 @@ NORMS: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
 
 
 @pytest.mark.parametrize("norms", NORMS.values(), ids=list(NORMS))
+@pytest.mark.one_in(3)
 def test_norms_are_in_fp32_and_also_there_after_the_step(
     made: Made, norms: Callable[[list[Tensor]], list[Tensor]]
 ) -> None:
