@@ -43,6 +43,7 @@ def _cases() -> list[Any]:
     return cases
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("name", "placement"), _cases())
 def test_idiom_is_as_in_plain_torch(name: str, placement: str, tmp_path: Path) -> None:
     check(IDIOMS[name], placement, tmp_path)
