@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from offload.dist import torch_distributed as comm
-from offload.dist.partition import Bucket, Buckets, cut_buckets, splits_of
+from offload.dist.partition import Bucket, Buckets, cut_buckets
 from offload.layout import Layout, ParamSpec, build
 from tests.distributed.test_comm import KINDS, gradients
 from tests.native.bits import assert_same_bits
@@ -20,10 +20,9 @@ from tests.support.ranks import Worlds
 NUMELS = (1000, 1, 4097, 64, 0, 333, 2500)
 
 
-def _layout() -> Layout:
-    return build(
-        [ParamSpec(f"p{n}", numel, f"block{n // 3}", torch.bfloat16, 0) for n, numel in enumerate(NUMELS)], 1 << 20
-    )
+def _layout(ranks: int) -> Layout:
+    specs = [ParamSpec(f"p{n}", numel, f"block{n // 3}", torch.bfloat16, 0) for n, numel in enumerate(NUMELS)]
+    return build(specs, 1 << 20, ranks=ranks)
 
 
 def _gets_no_gradient(param: int, rank: int) -> bool:
@@ -39,19 +38,20 @@ def _gradient(param: int, rank: int) -> Tensor:
 def _reduced(kind: str, bucket_numel: int, seed: int) -> list[Tensor]:
     """This rank's partitions of the averaged gradients, which arrive in an order of the rank's own."""
     group = KINDS[kind](comm.connect())
-    layout = _layout()
-    splits = splits_of(layout, group.size)
-    buckets = Buckets(cut_buckets(layout, splits, bucket_numel))
+    layout = _layout(group.size)
+    cut = cut_buckets(layout, bucket_numel)
+    buckets = Buckets(cut, list(reversed(range(len(cut)))))
     buffers = [torch.full((group.size * b.numel,), float("nan"), dtype=torch.bfloat16) for b in buckets.buckets]
-    found = [torch.zeros(cut.shard_numel) for cut in splits]
+    found = [torch.zeros(layout.shard_numel(flat.index)) for flat in layout.flats]
     works = []
 
     def launch(bucket: Bucket) -> None:
         buffer = buffers[bucket.index]
         for start, stop in bucket.holes:
             buffer[start:stop] = 0
-        for piece in buckets.missing(bucket):
-            buffer[piece.chunk_offset : piece.chunk_offset + piece.numel] = 0
+        for piece in bucket.pieces:
+            if _gets_no_gradient(piece.param, group.rank):
+                buffer[piece.chunk_offset : piece.chunk_offset + piece.numel] = 0
         out = found[bucket.flat][bucket.start : bucket.start + bucket.numel]
         works.append(group.reduce_scatter(buffer, out))
 
@@ -76,8 +76,8 @@ def _reduced(kind: str, bucket_numel: int, seed: int) -> list[Tensor]:
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", ["plain", "late"])
 def test_partitions_have_the_same_bits_at_any_bucket_size_and_order(worlds: Worlds, size: int, kind: str) -> None:
-    layout = _layout()
-    wanted = [torch.zeros(cut.padded_numel) for cut in splits_of(layout, size)]
+    layout = _layout(size)
+    wanted = [torch.zeros(layout.padded_numel(flat.index)) for flat in layout.flats]
     for param, numel in enumerate(NUMELS):
         total = _gradient(param, 0).float()
         for rank in range(1, size):

@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
-from offload.dist.partition import split
 from tests.support.zero_stages import STAGES, device_bytes, held_bytes
 
 GB = 10**9
@@ -41,11 +40,10 @@ class LargestRow:
 
 def rank_bytes(parameters: int, ranks: int, stage: int, offloaded: Collection[str] = ()) -> int:
     """Bytes of model states on one rank's device, without alignment; `offloaded` names the state kinds elsewhere."""
-    return device_bytes(held_bytes(split(parameters, ranks, align=1), stage), offloaded)
+    return device_bytes(held_bytes(parameters, ranks, stage), offloaded)
 
 
 def memory_rows(ranks: Sequence[int] = RANKS) -> Iterator[MemoryRow]:
-    """Raises: ConfigError for fewer than one rank."""
     for count in ranks:
         by_stage = {
             name: {stage: rank_bytes(parameters, count, stage) for stage in STAGES[1:]}

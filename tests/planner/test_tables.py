@@ -13,7 +13,7 @@ from tests.planner.tables import (
     memory_rows,
     rank_bytes,
 )
-from tests.support.zero_stages import STATE_KINDS, sharded_at
+from tests.support.zero_stages import SHARDED, STATE_KINDS
 
 MEMORY = """
 1    | 120 / 120 / 120    | 2048 / 2048 / 2048 | 16000 / 16000 / 16000
@@ -57,7 +57,7 @@ def test_70b_on_16_ranks() -> None:
     psi = 70 * GB
     assert [rank_bytes(psi, 16, stage) / GB for stage in (0, 1, 2, 3)] == [1120, 332.5, 201.25, 70]
     assert rank_bytes(psi, 16, 3, offloaded=STATE_KINDS) / GB == 17.5
-    assert rank_bytes(psi, 16, 3, offloaded=sharded_at(3)) == 0
+    assert rank_bytes(psi, 16, 3, offloaded=SHARDED[3]) == 0
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
