@@ -97,8 +97,8 @@ def test_what_chosen_units_share_belongs_to_the_root() -> None:
 @pytest.mark.parametrize(
     ("units", "message"),
     [
-        ("blocks.0", r"Tuning.units='blocks.0': give a sequence of names and module classes"),
-        (Block, r"Tuning.units=.*: give a sequence of names and module classes"),
+        ("blocks.0", r"Tuning.units='blocks.0': give a sequence, such as"),
+        (Block, r"Tuning.units=.*: give a sequence, such as"),
         ((3,), r"Tuning.units holds 3"),
         ((int,), r"Tuning.units holds <class 'int'>"),
         (("blocks.7",), r"'blocks.7', which is no module of the model; did you mean 'blocks.\d'"),
