@@ -24,6 +24,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -65,19 +66,17 @@ class About(TypedDict, total=False):
     tier: str | None
 
 
+@dataclass(slots=True, eq=False)
 class Event:
     """Something that began, on the clock of `time.perf_counter_ns`. `end` may be called from any thread."""
 
-    __slots__ = ("about", "began", "ended", "failed", "lane", "name", "overlaps")
-
-    def __init__(self, lane: str, name: str, about: About, *, overlaps: bool) -> None:
-        self.lane = lane
-        self.name = name
-        self.about = about
-        self.overlaps = overlaps
-        self.failed = False
-        self.ended: int | None = None
-        self.began = time.perf_counter_ns()
+    lane: str
+    name: str
+    about: About
+    overlaps: bool
+    failed: bool = False
+    ended: int | None = None
+    began: int = field(default_factory=time.perf_counter_ns)
 
     def __enter__(self) -> None:
         return

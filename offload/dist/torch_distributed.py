@@ -168,7 +168,7 @@ class Group(Communicator):
 
     def close(self) -> bool:
         self._ends = min(self._ends, time.monotonic() + _GRACE_S)
-        quiet = [work.abandoned(self._ends) for work in self._shared.under_way]
+        quiet = [work.arrives_by(self._ends) for work in self._shared.under_way]
         # A part of the world's names its groups by how many there are: where one has gone, the next gets its name.
         if self._own is not None and self.size == dist.get_world_size() and self._shared.failure is None and all(quiet):
             dist.destroy_process_group(self._own)
@@ -264,14 +264,10 @@ class _GroupWork(Work):
             Timeline.end(self._event)
         self._complete = True
 
-    def abandoned(self, deadline: float) -> bool:
-        """Gives the call a last moment to complete; what comes of it does not matter."""
-        return self._arrives_by(deadline)
-
     def _fault(self) -> str | None:
         """Waits; says what went wrong, if anything."""
         # Not in the backend's own wait: that one takes no Ctrl-C, and NCCL's does not wait for the ranks.
-        if not self._arrives_by(self._launched + self._timeout_s):
+        if not self.arrives_by(self._launched + self._timeout_s):
             return "timed out"
         try:
             self._call.wait()
@@ -279,7 +275,7 @@ class _GroupWork(Work):
             return str(error)
         return None
 
-    def _arrives_by(self, deadline: float) -> bool:
+    def arrives_by(self, deadline: float) -> bool:
         """Whether the call completed, well or not, before `deadline`."""
         sleep_s = _SHORTEST_SLEEP_S
         while not self._call.is_completed():

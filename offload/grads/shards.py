@@ -107,6 +107,12 @@ class GradShards(ABC):
             this chunk are about to come.
         """
 
+    def _put(self, values: Tensor, into: Tensor, *, is_first: bool) -> None:
+        if is_first:
+            self._kernels.cast(values, into)
+        else:
+            self._kernels.accumulate(into, values)
+
     @abstractmethod
     def add_bucket(self, bucket: Bucket, average: Tensor, *, is_first: bool, is_last: bool) -> None:
         """Writes the average of a bucket, shape (bucket.numel,), or adds it. Args: is_first, is_last: of the rounds."""
@@ -153,10 +159,7 @@ class ShardsInMemory(GradShards):
         self, chunk: Chunk, start: int, values: Tensor, *, is_first: bool, is_unfinished: bool
     ) -> Iterator[Tensor]:
         into = self.chunk_memory(chunk.index)[start : start + len(values)]
-        if is_first:
-            self._kernels.cast(values, into)
-        else:
-            self._kernels.accumulate(into, values)
+        self._put(values, into, is_first=is_first)
         yield into
 
     def add_bucket(self, bucket: Bucket, average: Tensor, *, is_first: bool, is_last: bool) -> None:
@@ -219,10 +222,7 @@ class ShardsInSlots(GradShards):
         with self._store.lease(chunk.index, step=0, is_fresh=is_fresh) as lease:
             lease.dirty, lease.is_unfinished = True, is_unfinished
             into = lease.arrays[0].view(self.dtypes[chunk.flat])[start : start + len(values)]
-            if is_first:
-                self._kernels.cast(values, into)
-            else:
-                self._kernels.accumulate(into, values)
+            self._put(values, into, is_first=is_first)
             yield into
 
     def add_bucket(self, bucket: Bucket, average: Tensor, *, is_first: bool, is_last: bool) -> None:
