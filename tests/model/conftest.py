@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.model.held import Held, held_after_a_step
 from tests.support.late_copier import LateCopier
 from tests.support.streamed import Streams
 
@@ -15,6 +16,12 @@ def streams(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     if request.param == "late copies":
         monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(1))
     return Streams(tmp_path, {"param_tier": "cpu" if request.param == "cpu" else "nvme"})
+
+
+@pytest.fixture(params=["resident", "streamed from cpu", "streamed from nvme"])
+def held(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Held]:
+    with held_after_a_step(request.param, tmp_path / "run") as found:
+        yield found
 
 
 @pytest.fixture(autouse=True)
