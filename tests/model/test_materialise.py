@@ -49,7 +49,7 @@ def trained(model: nn.Module, path: Path, **options: Any) -> dict[str, Tensor]:
         assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
         for _ in range(2):
             out = model(torch.arange(8).view(1, 8))
-            one_step(optimizer, out[0] if isinstance(out, tuple) else out).square().sum()
+            one_step(optimizer, (out[0] if isinstance(out, tuple) else out).square().sum())
         found = {}
         for name, param in model.named_parameters():
             found[name] = optimizer.state_of(param)["master"]
