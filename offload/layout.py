@@ -166,9 +166,9 @@ class Layout:
 
     def shard_range(self, flat: int, rank: int | None = None) -> tuple[int, int]:
         """First element of a rank's (None: the own) shard and the one after its last, without padding."""
-        numel, part = self.flats[flat].numel, self.shard_numel(flat)
-        start = min((self.rank if rank is None else rank) * part, numel)
-        return start, min(start + part, numel)
+        numel, shard = self.flats[flat].numel, self.shard_numel(flat)
+        start = min((self.rank if rank is None else rank) * shard, numel)
+        return start, min(start + shard, numel)
 
     def param_shard_range(self, param: int, rank: int | None = None) -> tuple[int, int]:
         """Which elements of a parameter, first and one after the last, are in a rank's (None: the own) shard."""

@@ -500,9 +500,9 @@ class OffloadZero(torch.optim.Optimizer):
         if number not in self._finalize_gradients():
             return None
         first, last = self._layout.param_shard_range(number)
-        line = torch.empty(param.numel(), dtype=torch.float32, device="cpu")
-        line[first:last] = self._parts.gradients.values(number).float() * self._parts.gradients.factor_of(number)
-        return shaped_like(param, all_gather_shards(self._comm, self._layout, number, line))
+        view = torch.empty(param.numel(), dtype=torch.float32, device="cpu")
+        view[first:last] = self._parts.gradients.values(number).float() * self._parts.gradients.factor_of(number)
+        return shaped_like(param, all_gather_shards(self._comm, self._layout, number, view))
 
     def gathered(
         self, module_or_params: nn.Module | Tensor | Iterable[Tensor], *, writable: bool = False
@@ -525,9 +525,9 @@ class OffloadZero(torch.optim.Optimizer):
         number = self._number(param)
         self._held.pending.apply_all()
         self._held.take_outside_writes()
-        lines = self._parts.masters.states(number, self._step)
-        whole = {kind: all_gather_shards(self._comm, self._layout, number, line) for kind, line in lines.items()}
-        shaped: dict[str, Any] = {kind: shaped_like(param, line) for kind, line in whole.items()}
+        views = self._parts.masters.states(number, self._step)
+        whole = {kind: all_gather_shards(self._comm, self._layout, number, view) for kind, view in views.items()}
+        shaped: dict[str, Any] = {kind: shaped_like(param, view) for kind, view in whole.items()}
         return shaped | {"step": self._steps[number]}
 
     def stats(self) -> dict[str, Any]:

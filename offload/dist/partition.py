@@ -97,7 +97,7 @@ class Buckets:
 
     def reset(self) -> None:
         """Before the first gradient of a step."""
-        self._arrived: set[int] = set()
+        self._complete: set[int] = set()
         self._left = [len(bucket.params) for bucket in self.buckets]
         self._launched = 0
 
@@ -106,9 +106,9 @@ class Buckets:
 
         Raises: StateError if `param` was ready before in this step.
         """
-        if param in self._arrived:
+        if param in self._complete:
             raise StateError(f"the gradient of parameter {param} arrived twice in a step")
-        self._arrived.add(param)
+        self._complete.add(param)
         for bucket in self._of_param.get(param, ()):
             self._left[bucket.index] -= 1
         return self._launch(lambda index: self._left[index] == 0)

@@ -26,7 +26,7 @@ from offload.dist.communicator import (
     describe,
 )
 from offload.errors import ConfigError, RankError
-from offload.dist.launch import launched, place_on_node
+from offload.dist.launch import launched, rank_on_node
 from offload.profiling import COLLECTIVES, Event, Timeline
 
 TIMEOUT_S = 600.0
@@ -69,7 +69,7 @@ class Group(Communicator):
         shard_group: dist.ProcessGroup | None = None,
         replicate_group: dist.ProcessGroup | None = None,
     ) -> None:
-        local_rank, ranks_on_node = place_on_node(environ, dist.get_rank(), dist.get_world_size())
+        local_rank, ranks_on_node = rank_on_node(environ, dist.get_rank(), dist.get_world_size())
         super().__init__(dist.get_rank(members), dist.get_world_size(members), local_rank, ranks_on_node)
         backends = dist.get_backend_config(members)
         self._group = members
@@ -78,19 +78,19 @@ class Group(Communicator):
         self._timeout_s = timeout_s
         self._timeline = timeline or Timeline()
         self._shared = _Shared()
-        self._shard_group, self._replicate_group = self._part(shard_group), self._part(replicate_group)
+        self._shard_group, self._replicate_group = self._subgroup(shard_group), self._subgroup(replicate_group)
         self._own: dist.ProcessGroup | None = None  # made here, to be taken away at the end
         self._side_group: Communicator | None = None
         self._ends = math.inf
 
-    def _part(self, members: dist.ProcessGroup | None) -> Communicator | None:
+    def _subgroup(self, members: dist.ProcessGroup | None) -> Communicator | None:
         if members is None:
             return None
         if dist.get_world_size(members) == 1:
             return SingleProcess(self.local_rank, self.ranks_on_node)
-        part = Group(members, timeout_s=self._timeout_s, timeline=self._timeline)
-        part._shared = self._shared
-        return part
+        group = Group(members, timeout_s=self._timeout_s, timeline=self._timeline)
+        group._shared = self._shared
+        return group
 
     @property
     def shard_group(self) -> Communicator:
@@ -112,7 +112,7 @@ class Group(Communicator):
                 made = _another(self._ranks, names.pop() if len(names) == 1 else backends, self._timeout_s + _GRACE_S)
             except RuntimeError as error:
                 raise self.fail("new_group", time.monotonic() - began, str(error)) from error
-            self._own, self._side_group = made, self._part(made)
+            self._own, self._side_group = made, self._subgroup(made)
         assert self._side_group is not None
         return self._side_group
 
@@ -306,10 +306,10 @@ def connect(
                 "would train alone: call torch.distributed.init_process_group() before OffloadZero(...)"
             )
         return SingleProcess()
-    members, *parts = _members(process_group)
+    members, *dimensions = _members(process_group)
     if dist.get_world_size(members) == 1:
-        return SingleProcess(*place_on_node(os.environ, dist.get_rank(), dist.get_world_size()))
-    replicate_group, shard_group = parts or (None, None)
+        return SingleProcess(*rank_on_node(os.environ, dist.get_rank(), dist.get_world_size()))
+    replicate_group, shard_group = dimensions or (None, None)
     return Group(
         members, timeout_s=timeout_s, timeline=timeline, shard_group=shard_group, replicate_group=replicate_group
     )

@@ -177,16 +177,16 @@ class LocalGradients(GradientBuffer):
 
     # Copies from the device.
 
-    def _through_bounce(self, param: int, part: Tensor, use: Callable[[Tensor], None]) -> None:
-        """Calls `use` with `part` in RAM: at once on the CPU, else in the worker when it has been copied."""
+    def _through_bounce(self, param: int, values: Tensor, use: Callable[[Tensor], None]) -> None:
+        """Calls `use` with `values` in RAM: at once on the CPU, else in the worker when it has been copied."""
         if self._copier.direct:
-            use(part)
+            use(values)
             return
         # The memory is bounded, so the device has to wait while both bounces are in use.
         with self._waiting("wait for bounce", param):
             bounce = self._bounces.get()
-        copied = bounce[: part.numel() * part.element_size()].view(part.dtype)
-        wait = self._copy(param, part, copied)
+        copied = bounce[: values.numel() * values.element_size()].view(values.dtype)
+        wait = self._copy(param, values, copied)
 
         def finish() -> None:
             try:

@@ -241,9 +241,9 @@ class ShardsInSlots(GradShards):
             start, stop = max(piece.chunk_offset, begin), min(piece.chunk_offset + piece.numel, begin + len(values))
             if start < stop:
                 first = piece.param_offset + start - piece.chunk_offset
-                self._sum_part(piece.param, first, values[start - begin : stop - begin])
+                self._sum_piece(piece.param, first, values[start - begin : stop - begin])
 
-    def _sum_part(self, param: int, first: int, values: Tensor) -> None:
+    def _sum_piece(self, param: int, first: int, values: Tensor) -> None:
         """Args: values: the elements of a parameter from `first` on; those after them came before."""
         held = self._layout.param_shard_range(param)[0]
         stop = first + len(values)

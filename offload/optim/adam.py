@@ -145,10 +145,10 @@ class NewParameters:
             return
         source, target = self._in_gradient(chunk), self._on_device(chunk)
         for run in runs:
-            part = slice(run.start, run.stop)
+            span = slice(run.start, run.stop)
             size = (run.stop - run.start) * source.element_size()
             moving = self._timeline.begin(TO_DEVICE, "copy", chunk=chunk.index, size=size, tier="device")
-            self._copies.append((chunk, self._copier.to_device(source[part], target[part]), moving))
+            self._copies.append((chunk, self._copier.to_device(source[span], target[span]), moving))
             self._timeline.count("host_to_device_bytes", size)
 
     def wait(self) -> None:
@@ -354,11 +354,11 @@ class Step:
 
     def _adam(self, work: _Work, lease: Lease, grads: Tensor, current: Tensor | None, target: Tensor) -> None:
         for run in work.runs:
-            part, scalars = slice(run.start, run.stop), work.scalars[run.key]
-            master, new = lease.master[part], target[part]
-            exp_avg, exp_avg_sq, grad = lease.exp_avg[part], lease.exp_avg_sq[part], grads[part]
+            span, scalars = slice(run.start, run.stop), work.scalars[run.key]
+            master, new = lease.master[span], target[span]
+            exp_avg, exp_avg_sq, grad = lease.exp_avg[span], lease.exp_avg_sq[span], grads[span]
             if current is not None:
-                self._kernels.adam_split(current[part], master, exp_avg, exp_avg_sq, grad, new, scalars)
+                self._kernels.adam_split(current[span], master, exp_avg, exp_avg_sq, grad, new, scalars)
             elif new.dtype is torch.float32:
                 self._kernels.adam(master, exp_avg, exp_avg_sq, grad, None, scalars)
                 self._kernels.cast(master, new)

@@ -145,16 +145,16 @@ def sent_numel(planned: Planned) -> dict[str, int]:
     reduction = planned.needs.reduction
     if reduction is None:
         return {"gradients": 0, "parameters": 0}
-    parts = dict.fromkeys(dict.fromkeys(flat.unit for flat in layout.flats), 0)
+    shards = dict.fromkeys(dict.fromkeys(flat.unit for flat in layout.flats), 0)
     for flat in layout.flats:
-        parts[flat.unit] += layout.shard_numel(flat.index)
-    gathered = sum(parts.values())
+        shards[flat.unit] += layout.shard_numel(flat.index)
+    gathered = sum(shards.values())
     if config.stage == 3:
-        last = next((unit for unit in reversed(parts) if unit != ROOT), ROOT)
-        kept = sum(parts[unit] for unit in {ROOT, last} if unit in parts)
+        last = next((unit for unit in reversed(shards) if unit != ROOT), ROOT)
+        kept = sum(shards[unit] for unit in {ROOT, last} if unit in shards)
         gathered = config.accumulation * (2 * gathered - kept)
     others = layout.ranks - 1
-    return {"gradients": others * reduction.rounds * sum(parts.values()), "parameters": others * gathered}
+    return {"gradients": others * reduction.rounds * sum(shards.values()), "parameters": others * gathered}
 
 
 def explain(placement: Placement, planned: Planned) -> list[Row]:

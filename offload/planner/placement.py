@@ -89,7 +89,7 @@ class Placement:
     def describe(self, layout: Layout, config: Config) -> str:
         """One line for people."""
         streamed = self.streamed_chunks
-        places = " and ".join(map(str, config.paths))
+        paths = " and ".join(map(str, config.paths))
         at_most = f" of {format_bytes(config.device_memory)} allowed" if config.device_memory is not None else ""
         where = "" if config.param_tier == "device" else f", streamed from {_SHOWN[config.param_tier]}"
         if config.tier == "device" and where:
@@ -107,10 +107,10 @@ class Placement:
             text += f" ({len(self.kept)} chunks)"
             if config.commit_every is None:
                 return text
-            return f"{text}, and are written to {places} ({format_bytes(self.disk_bytes)}) at a commit{_every(config)}"
+            return f"{text}, and are written to {paths} ({format_bytes(self.disk_bytes)}) at a commit{_every(config)}"
         steps = TYPICAL_TBW / self.written_bytes
         return text + (
-            f"{streamed} of {len(layout.chunks)} chunks stream through {places} ({format_bytes(self.disk_bytes)}): "
+            f"{streamed} of {len(layout.chunks)} chunks stream through {paths} ({format_bytes(self.disk_bytes)}): "
             f"{format_bytes(self.read_bytes)} read and {format_bytes(self.written_bytes)} written a step, "
             f"{steps:,.0f} steps for a drive warranted for 600 TB written; "
             + ("nothing is committed" if config.commit_every is None else f"a commit{_every(config)}")

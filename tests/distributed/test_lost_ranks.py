@@ -27,7 +27,7 @@ from offload.errors import (
 )
 from tests.support import models, sharded
 from tests.support.ranks import World, Worlds
-from tests.support.toy import one_step
+from tests.support.toy import take_step
 
 TIMEOUT_S = 2.0
 CALLS = ["reduce_scatter", "all_gather", "broadcast", "gather"]
@@ -212,7 +212,7 @@ def _train_until_lost(stage: int, lost: int) -> tuple[str, str, float]:
     optimizer, batches = _impatient(stage)
 
     def step() -> None:
-        one_step(optimizer, next(batches)())
+        take_step(optimizer, next(batches)())
 
     step()
     step()
@@ -300,7 +300,7 @@ def _drop_on_some(stage: int, accumulation: int, way: str | None) -> tuple[list[
         def train(batches: Iterator[Any]) -> None:
             for _ in range(accumulation):
                 (next(batches)() / accumulation).backward()
-            one_step(optimizer)
+            take_step(optimizer)
 
         train(sharded.batches_of("gpt", model, rank, 2))
         if way is not None:
@@ -341,7 +341,7 @@ def test_gradients_dropped_on_some_ranks_are_an_error_on_all_and_they_go_on(
 def _backward_on_some(way: str) -> tuple[str, int]:
     """The error, and the steps that were made."""
     optimizer, batches = _impatient(3)
-    one_step(optimizer, next(batches)())
+    take_step(optimizer, next(batches)())
     said = "nothing"
     try:
         loss = next(batches)()

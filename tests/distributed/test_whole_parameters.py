@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from offload import OffloadZero, Tuning
 from tests.support import models, sharded
 from tests.support.ranks import Worlds
-from tests.support.toy import one_step
+from tests.support.toy import take_step
 
 TUNING = Tuning(chunk=4096, threads=1, bucket=4096)
 PLACES = {
@@ -41,7 +41,7 @@ def _used(path: str, options: dict[str, Any]) -> dict[str, Tensor]:
         def step() -> None:
             next(batches)().backward()
             optimizer.clip_grad_norm_(0.5)
-            one_step(optimizer)
+            take_step(optimizer)
 
         step()
         note("saved")
@@ -93,7 +93,7 @@ def _moved(path: str, stage: int, accumulation: int, mesh: tuple[int, int]) -> A
         def step() -> dict[str, Any]:
             for _ in range(accumulation):
                 (next(batches)() / accumulation).backward()
-            one_step(optimizer)
+            take_step(optimizer)
             return optimizer.stats()
 
         step()
@@ -136,7 +136,7 @@ def _in_turn(options: dict[str, Any]) -> list[Tensor]:
     model = InTurn()
     with OffloadZero(model, tuning=TUNING, **options) as optimizer:
         for whole in (False, True, False):
-            one_step(optimizer, model(whole))
+            take_step(optimizer, model(whole))
     return list(model.state_dict().values())
 
 

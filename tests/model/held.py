@@ -12,7 +12,7 @@ from torch import nn
 
 from offload import OffloadZero, Tuning
 from offload.planner import least_cpu_memory
-from tests.support.toy import Net, batch, one_step, squares
+from tests.support.toy import Net, batch, squares, take_step
 
 UNIT = "blocks.1"
 
@@ -55,7 +55,7 @@ class Held(NamedTuple):
             assert torch.equal(self.optimizer.state_of(param)["master"].bfloat16(), plain), name
 
     def step(self) -> None:
-        one_step(self.optimizer, squares(self.model))
+        take_step(self.optimizer, squares(self.model))
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def held_after_a_step(where: str, path: Path) -> Iterator[Held]:
     """Args: where: the parameters are: "resident", "streamed from cpu" or "streamed from nvme"."""
     plain, model, tuning = Net(), Net(), Tuning(chunk="4KiB", prefetch_chunks=1, prefetch_units=1, threads=1)
     with OffloadZero(plain, tier="cpu", tuning=tuning) as finished:
-        one_step(finished, squares(plain))
+        take_step(finished, squares(plain))
     options: dict[str, Any] = {"tier": "nvme", "path": path, "tuning": tuning}
     if where == "resident":
         options["cpu_memory"] = least_cpu_memory(model, tuning=tuning)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from offload import ClosedError, OffloadZero, StaleParameterError, Tuning
 from offload.planner import least_cpu_memory
 from tests.support.late_copier import LateCopier
-from tests.support.toy import WIDTH, Net, batch, one_step, squares
+from tests.support.toy import WIDTH, Net, batch, squares, take_step
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
@@ -69,7 +69,7 @@ def stepped(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     optimizer = lazy(model, tmp_path / "run")
     before, views = values(model), {name: param.data for name, param in model.named_parameters()}
     assert all(not torch.equal(before[name], after[name]) for name in before)
-    one_step(optimizer, squares(model))
+    take_step(optimizer, squares(model))
     assert waiting(optimizer) == UNITS
     yield Stepped(model, optimizer, before, after, views)
     with suppress(StaleParameterError):  # what a test has written to
@@ -209,7 +209,7 @@ def test_a_gradient_from_a_graph_older_than_the_step_is_refused(tmp_path: Path) 
     model = Net(3)
     with lazy(model, tmp_path / "run") as optimizer:
         old = nn.functional.linear(torch.ones(1, WIDTH, dtype=torch.bfloat16), model.head.weight).sum()
-        one_step(optimizer, squares(model))
+        take_step(optimizer, squares(model))
         with pytest.raises(StaleParameterError, match=r"head\.weight that was made from its value before"):
             old.backward()
 
@@ -286,7 +286,7 @@ def test_units_come_in_the_order_of_the_last_forward(tmp_path: Path) -> None:
     with lazy(model, tmp_path / "run") as optimizer:
         units = [flat.unit for flat in optimizer._layout.flats]
         for expected in (["", "blocks.0", "blocks.1", "blocks.2"], ["", "blocks.2", "blocks.1", "blocks.0"]):
-            one_step(optimizer, squares(model))
+            take_step(optimizer, squares(model))
             assert [units[flat] for flat in optimizer._parts.step.pending] == expected
 
 

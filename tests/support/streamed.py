@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadZero, Tuning
-from tests.support.toy import Net, batch, one_step
+from tests.support.toy import Net, batch, take_step
 
 Body = Callable[[Any, OffloadZero], None]
 
 
 def finish(optimizer: OffloadZero) -> None:
     optimizer.clip_grad_norm_(0.7)
-    one_step(optimizer)
+    take_step(optimizer)
 
 
 def train(loss_of: Callable[[Any, Tensor, int], Tensor], steps: int = 4, backwards: int = 1) -> Body:

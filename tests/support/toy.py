@@ -74,7 +74,7 @@ def squares(model: nn.Module, x: Tensor | None = None, count: int = 0) -> Tensor
     return model(batch(0) if x is None else x).float().square().mean()
 
 
-def one_step(optimizer: torch.optim.Optimizer, *losses: Tensor) -> None:
+def take_step(optimizer: torch.optim.Optimizer, *losses: Tensor) -> None:
     """One step, with the gradients that are there already and those of `losses`."""
     for loss in losses:
         loss.backward()
