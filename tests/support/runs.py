@@ -49,11 +49,16 @@ class Twins(SingleProcess):
 
 
 def layout_of(
-    numels: Sequence[int], *, dtype: torch.dtype = torch.bfloat16, chunk_numel: int = 1 << 16, ranks: int = 1
+    numels: Sequence[int],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    chunk_numel: int = 1 << 16,
+    ranks: int = 1,
+    rank: int = 0,
 ) -> Layout:
     """Parameters p0, p1, ... of one unit."""
     specs = [ParamSpec(f"p{number}", numel, "", dtype, 0) for number, numel in enumerate(numels)]
-    return build(specs, chunk_numel, ranks=ranks)
+    return build(specs, chunk_numel, ranks=ranks, rank=rank)
 
 
 def run_of(layout: Layout, comm: Communicator | None = None, **options: Any) -> Run:
