@@ -10,14 +10,6 @@ from hypothesis import strategies as st
 from offload.dist.partition import Buckets, cut_buckets
 from offload.errors import StateError
 from offload.layout import ALIGN_NUMEL, Layout, ParamSpec, build, pieces_between
-from tests.support.zero_stages import (
-    KINDS,
-    SHARDED,
-    STATE_KINDS,
-    device_bytes,
-    held_bytes,
-    total_held,
-)
 from tests.test_layout import specs
 
 ranks_st = st.integers(1, 5)
@@ -56,46 +48,6 @@ def test_every_element_is_in_one_ranks_shard(specs: list[ParamSpec], ranks: int)
                 assert offset + piece.param_offset == rank * shard_numel + piece.chunk_offset
                 found += [(piece.param, piece.param_offset + i) for i in range(piece.numel)]
     assert sorted(found) == [(param, i) for param, spec in enumerate(specs) for i in range(spec.numel)]
-
-
-# Bytes.
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 64])
-def test_bytes_a_rank_are_the_papers_formulas(ranks: int) -> None:
-    psi = 64 * 192  # a multiple of every number of ranks here: no padding
-    held = [held_bytes(psi, ranks, stage) for stage in (0, 1, 2, 3)]
-    assert [sum(each.values()) for each in held] == [
-        16 * psi,
-        4 * psi + 12 * psi // ranks,
-        2 * psi + 14 * psi // ranks,
-        16 * psi // ranks,
-    ]
-    assert held[1] == {"param": 2 * psi, "grad": 2 * psi} | dict.fromkeys(STATE_KINDS, 4 * psi // ranks)
-    offloaded = [sum(held[stage].values()) - device_bytes(held[stage], SHARDED[stage]) for stage in (1, 2, 3)]
-    assert offloaded == [12 * psi // ranks, 14 * psi // ranks, 16 * psi // ranks]
-    assert device_bytes(held[3], SHARDED[3], in_flight=100) == 100
-    for stage, extra in ((0, 2 * psi), (1, 2 * psi), (2, 2 * psi // ranks), (3, 2 * psi // ranks)):
-        more = held_bytes(psi, ranks, stage, accumulated=True)
-        assert sum(more.values()) - sum(held[stage].values()) == extra
-
-
-@given(specs=specs, ranks=ranks_st, stage=st.sampled_from([0, 1, 2, 3]), accumulated=st.booleans())
-def test_bytes_of_a_model_are_the_formulas_within_padding(
-    specs: list[ParamSpec], ranks: int, stage: int, accumulated: bool
-) -> None:
-    layout = build(specs, 1 << 20, ranks=ranks)
-    held = total_held(layout, ranks, stage, accumulated=accumulated)
-    assert tuple(held) == KINDS
-    gaps = sum(flat.numel - sum(specs[p].numel for p in flat.params) for flat in layout.flats)
-    extra = gaps + sum(-flat.numel % (ranks * ALIGN_NUMEL) for flat in layout.flats)
-    for kind, size in held.items():
-        share = ranks if kind in SHARDED[stage] else 1
-        itemsizes = {"param": [spec.dtype.itemsize for spec in specs]}
-        itemsizes["grad"] = [4] * len(specs) if accumulated else itemsizes["param"]
-        sizes = itemsizes.get(kind, [4] * len(specs))
-        exact = sum(spec.numel * size for spec, size in zip(specs, sizes, strict=True))
-        assert exact <= size * share <= exact + 4 * extra
 
 
 # Buckets.

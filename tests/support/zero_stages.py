@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-
 from offload.layout import Layout
 from offload.storage.swap_format import STATE_KINDS
 
 KINDS = ("param", "grad", *STATE_KINDS)
 """State kinds: the 16-bit parameter, its gradient, the fp32 master and Adam's moments."""
-
-STAGES = (0, 1, 2, 3)
 
 SHARDED: tuple[frozenset[str], ...] = (
     frozenset(),
@@ -44,12 +40,3 @@ def total_held(layout: Layout, ranks: int, stage: int, *, accumulated: bool = Fa
         kinds = held_bytes(flat.numel, ranks, stage, align=64, itemsize=flat.dtype.itemsize, accumulated=accumulated)
         total = {kind: total[kind] + kinds[kind] for kind in KINDS}
     return total
-
-
-def device_bytes(held: Mapping[str, int], offloaded: Collection[str] = (), in_flight: int = 0) -> int:
-    """What stays on the device of `held_bytes` when the kinds in `offloaded` live in RAM or on NVMe.
-
-    Offloading all that a stage shards, `SHARDED[stage]`, takes off 12/N, 14/N or 16/N bytes a parameter.
-    Args: in_flight: bytes of the units gathered at one time, which stay there.
-    """
-    return sum(size for kind, size in held.items() if kind not in offloaded) + in_flight
