@@ -119,34 +119,30 @@ class Group(Communicator):
     def reduce_scatter(self, full: Tensor, out: Tensor, *, scratch: Tensor | None = None) -> Work:
         check_reduction(full, out, scratch, self.size)
         received = torch.empty_like(full) if scratch is None else scratch
-
-        def exchange() -> Any:
-            return dist.all_to_all_single(_bytes(received), _bytes(full), group=self._group, async_op=True)
-
-        def finish() -> None:
-            average(received.view(self.size, -1), out)
-
-        return self._launch("reduce_scatter", exchange, full, full.numel() - out.numel(), finish)
+        return self._launch(
+            "reduce_scatter",
+            lambda: dist.all_to_all_single(_bytes(received), _bytes(full), group=self._group, async_op=True),
+            full,
+            full.numel() - out.numel(),
+            finish=lambda: average(received.view(self.size, -1), out),
+        )
 
     def all_gather_into_tensor(self, shard: Tensor, out: Tensor) -> Work:
         check_gather(shard, out, self.size)
-
-        def exchange() -> Any:
-            return _all_gather(out, shard, self._group)
-
-        return self._launch("all_gather", exchange, out, out.numel() - shard.numel())
+        sent_numel = out.numel() - shard.numel()
+        return self._launch("all_gather", lambda: _all_gather(out, shard, self._group), out, sent_numel)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         check_source(source, self.size)
         if not tensor.is_contiguous():
             raise ValueError(f"tensor has to be contiguous, not {describe(tensor)}")
         sent = tensor.detach().to(self._host) if tensor.is_cpu else tensor.detach()
-
-        def exchange() -> Any:
-            return dist.broadcast(_bytes(sent), self._ranks[source], group=self._group, async_op=True)
-
-        numel = tensor.numel() * (self.size - 1) if self.rank == source else 0
-        self._launch("broadcast", exchange, sent, numel).wait()
+        self._launch(
+            "broadcast",
+            lambda: dist.broadcast(_bytes(sent), self._ranks[source], group=self._group, async_op=True),
+            sent,
+            tensor.numel() * (self.size - 1) if self.rank == source else 0,
+        ).wait()
         if sent.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(sent)
@@ -155,13 +151,10 @@ class Group(Communicator):
         if values.dim() != 1 or not values.is_cpu:
             raise ValueError(f"values has to be a 1-D CPU tensor, not {describe(values)}")
         own = values.contiguous().to(self._host)
-        found = own.new_empty(self.size * own.numel())
-
-        def exchange() -> Any:
-            return _all_gather(found, own, self._group)
-
-        self._launch("gather", exchange, found, found.numel() - own.numel()).wait()
-        return found.cpu().view(self.size, -1)
+        rows = own.new_empty(self.size * own.numel())
+        sent_numel = rows.numel() - own.numel()
+        self._launch("gather", lambda: _all_gather(rows, own, self._group), rows, sent_numel).wait()
+        return rows.cpu().view(self.size, -1)
 
     def stats(self) -> dict[str, int]:
         return dict(self._shared.counts)

@@ -374,14 +374,13 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
     is_on_device = config.tier == "device"
     fixed = reserved + (0 if is_on_device else needs.fixed_bytes) + (0 if needs.staged is None else needs.staged.nbytes)
     states = 0 if is_on_device else needs.state_bytes
-    if config.tier != "nvme":
-        if fixed + states > budget:
-            other = "or a smaller Tuning(chunk=...)" if is_on_device else 'or tier="nvme" with a path'
-            raise _too_small(fixed + states, budget, given, other)
-        kept, in_flight = frozenset(range(len(sizes))), 0
-    else:
-        if reserved + needs.least_bytes > budget:
-            raise _too_small(reserved + needs.least_bytes, budget, given, "or a smaller Tuning(chunk=...)")
+    streams = config.tier == "nvme"
+    least = reserved + needs.least_bytes if streams else fixed + states
+    if least > budget:
+        other = 'or tier="nvme" with a path' if config.tier == "cpu" else "or a smaller Tuning(chunk=...)"
+        raise _too_small(least, budget, given, other)
+    kept, in_flight = frozenset(range(len(sizes))), 0
+    if streams:
         kept, in_flight = _keep_and_stream(sizes, budget - fixed, config.in_flight)
     streamed = [size for chunk, size in enumerate(sizes) if chunk not in kept]
     kept_bytes, largest = sum(sizes) - sum(streamed), max(streamed, default=0)

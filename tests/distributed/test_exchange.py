@@ -50,7 +50,7 @@ def test_each_rank_gets_the_shards_of_all_others(ranks: int) -> None:
             flat.view(torch.uint8)[own] = torch.from_numpy(bits[own])
         gathering = FlatGather(layout, flats, comm)
         for flat in range(len(flats)):
-            gathering.launch(flat)
+            gathering.start(flat, 1)
         for flat in reversed(range(len(flats))):
             gathering.finish(flat)
         return flats
@@ -96,7 +96,7 @@ def test_replicas_have_what_each_of_them_made(ranks: int, replicas: int) -> None
                         values = lease.arrays[0].view(flat.dtype)
                         values.view(torch.uint8)[:] = torch.from_numpy(part(new, layout, chunk))
                         exchanging.send(chunk, values, 1)
-            exchanging.finish(flat.index, 1)
+            exchanging.start(flat.index, 1)
         wrong = []
         for chunk in layout.param_chunks:
             expected = part(new if is_new(chunk) else old, layout, chunk)
@@ -131,7 +131,7 @@ def test_what_another_rank_did_not_send_is_raised_once_and_dropped_when_abandone
     layout = layout_of(2, 0, replicas=2)
     flats = [torch.zeros(layout.padded_numel(flat.index), dtype=flat.dtype) for flat in layout.flats]
     gathering = FlatGather(layout, flats, Lost())
-    gathering.launch(0)
+    gathering.start(0, 1)
     with pytest.raises(RankError, match="rank 1 is gone"):
         gathering.finish(0)
     gathering.abandon()
@@ -140,7 +140,7 @@ def test_what_another_rank_did_not_send_is_raised_once_and_dropped_when_abandone
     store = store_in_ram(run, param_records_of(layout))
     exchanging = ReplicaExchange(layout, store, run.memory.ram, Lost(), lambda *new: None)
     with pytest.raises(RankError, match="rank 1 is gone"):
-        exchanging.finish(0, 1)
+        exchanging.start(0, 1)
     exchanging.abandon()
     exchanging.begin()
     exchanging.send(layout.chunks[0], torch.zeros(layout.chunks[0].numel, dtype=torch.bfloat16), 1)
