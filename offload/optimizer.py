@@ -341,7 +341,7 @@ class OffloadZero(torch.optim.Optimizer):
             raise ConfigError(f"max_norm={max_norm!r}: give a number, at least 0")
         gradients, active = self._parts.gradients, self._finalize_gradients()
         if gradients.scale.unscaled is None:
-            if active and self._needs_a_scaler:
+            if active and self._config.compute_dtype is torch.float16:
                 raise ConfigError(
                     "clip_grad_norm_() of fp16 gradients that are not unscaled yet: call scaler.unscale_(optimizer) of "
                     "a torch.amp.GradScaler before, on every rank, after a backward of scaler.scale(loss)"
@@ -355,10 +355,6 @@ class OffloadZero(torch.optim.Optimizer):
         clip = 1.0 if gradients.scale.clip is None else gradients.scale.clip
         gradients.scale = replace(gradients.scale, clip=clip * factor)
         return torch.tensor(norm, dtype=torch.float32, device="cpu")
-
-    @property
-    def _needs_a_scaler(self) -> bool:
-        return self._config.compute_dtype is torch.float16
 
     @property
     def _is_of_scaler(self) -> bool:
@@ -468,7 +464,7 @@ class OffloadZero(torch.optim.Optimizer):
                 "the gradients of this step are not those that scaler.unscale_(optimizer) has met: call it after the "
                 "last backward of a step, on every rank, and scaler.update() before the next; nothing was changed"
             )
-        if active and scale.unscaled is None and self._needs_a_scaler:
+        if active and scale.unscaled is None and self._config.compute_dtype is torch.float16:
             raise ConfigError(
                 "fp16 gradients need a loss scale: run backward on scaler.scale(loss) of a torch.amp.GradScaler, then "
                 "scaler.step(optimizer) and scaler.update(), or choose compute_dtype=torch.bfloat16; where no scale is "
@@ -584,7 +580,7 @@ class OffloadZero(torch.optim.Optimizer):
     @property
     def files(self) -> tuple[str, ...]:
         """The swap files of this rank. They stay after `close()`; without commits nothing can be resumed from them."""
-        return self._parts.files
+        return () if self._parts.slots is None else self._parts.slots.paths
 
     def _number(self, param: Tensor) -> int:
         number = self._parts.parameters.index.get(param)  # type: ignore[call-overload]
