@@ -312,10 +312,11 @@ def _checked(file: str | os.PathLike[str]) -> str:
         raise ConfigError(f"timeline({file!r}): give the path of a file to write")
     path = os.path.abspath(os.fspath(file))
     try:
-        if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
-            raise PathError(errno.EISDIR, "is no regular file: give the timeline a file of its own", path)
-        if os.path.exists(path) and not os.access(path, os.W_OK):
-            raise PathError(errno.EACCES, "is not writable", path)
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISREG(os.lstat(path).st_mode):
+                raise PathError(errno.EISDIR, "is no regular file: give the timeline a file of its own", path)
+            if not os.access(path, os.W_OK):
+                raise PathError(errno.EACCES, "is not writable", path)
         temporary = _temporary_path(path)
         os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
         os.unlink(temporary)

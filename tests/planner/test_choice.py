@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,6 @@ def train(model: nn.Module, optimizer: OffloadZero, steps: int = 3) -> dict[str,
         with torch.no_grad():
             model(batch(count))
     return optimizer.stats()
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The models here are tiny."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 UNITS = {"blocks": None, "nested": (Block, nn.Linear), "all": ()}
