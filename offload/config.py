@@ -281,7 +281,7 @@ def check(
 def over_ranks(config: Config, *, ranks: int, ranks_on_node: int) -> Config:
     """What `config` means for one of several ranks; with one rank it is what it is.
 
-    Args: ranks: that hold a partition each; ranks_on_node: that share this machine.
+    Args: ranks: that hold a shard each; ranks_on_node: that share this machine.
     Raises: ConfigError for what several ranks cannot do.
     """
     config = replace(config, ranks_on_node=ranks_on_node)
@@ -301,7 +301,7 @@ def over_ranks(config: Config, *, ranks: int, ranks_on_node: int) -> Config:
             f'grad_tier="nvme" with stage=1 and accumulation={config.accumulation}: at stage 1 each rank sums whole '
             "gradients in RAM; choose stage=2, or leave grad_tier out"
         )
-    # A rank's partition of the parameters rests where its gradients wait, and comes to the device around its use.
+    # A rank's shards of the parameters rest where its gradients wait, and come to the device around their use.
     tier: Tier = "cpu" if stage == 3 and not streams else config.param_tier
     return replace(config, stage=stage, param_tier=tier)
 

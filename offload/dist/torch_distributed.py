@@ -55,8 +55,8 @@ class Group(Communicator):
     the process from ending, and after it NCCL's watchdog kills it. So `init_process_group(timeout=...)` should be near
     `timeout_s`.
 
-    Args: members: None: all ranks. timeout_s: seconds from the launch of a collective to RankError. within, across:
-    see Communicator; what they do is counted here, too.
+    Args: members: None: all ranks. timeout_s: seconds from the launch of a collective to RankError. shard_group,
+    replicate_group: see Communicator; what they do is counted here, too.
     """
 
     def __init__(
@@ -284,7 +284,7 @@ def connect(
 ) -> Communicator:
     """The communicator of this process.
 
-    Args: process_group: a ProcessGroup or a DeviceMesh: the data-parallel ranks, that hold one partition each; None:
+    Args: process_group: a ProcessGroup or a DeviceMesh: the data-parallel ranks, that hold one shard each; None:
         all ranks. Of a mesh of two dimensions the first is of replicas, `replicate_group`, and the second `shard_group`, as FSDP2 has
         them. timeout_s: seconds from the launch of a collective to RankError.
     Raises: ConfigError if it is neither, if this process is not in it, or if a launcher started several processes and
@@ -309,7 +309,7 @@ def connect(
 
 
 def _members(process_group: object | None) -> list[dist.ProcessGroup | None]:
-    """All that hold partitions and, with replicas, those across and within."""
+    """All that hold shards and, with replicas, the replicate group and the shard group."""
     if process_group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ConfigError(f"process_group: rank {dist.get_rank()} is not in it: give each rank the group it belongs to")
     if process_group is None or isinstance(process_group, dist.ProcessGroup):

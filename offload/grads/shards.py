@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from offload.config import SUM_BLOCK
-from offload.dist.partition import Bucket
+from offload.dist.buckets import Bucket
 from offload.layout import Chunk, Layout
 from offload.native import sum_blocks
 from offload.run import Run

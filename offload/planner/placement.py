@@ -15,7 +15,7 @@ from offload.config import LEAST_IN_FLIGHT, MASTER_ITEM_BYTES, Config
 from offload.dist import exchange
 from offload.errors import BudgetError, ConfigError
 from offload.grads import local as gradients
-from offload.grads.buckets import ReductionPlan
+from offload.grads.reduction_plan import ReductionPlan
 from offload.grads.shards import records_of as gradient_records_of
 from offload.layout import Layout
 from offload.model.units import ROOT, encloses

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.dist.partition import Buckets, cut_buckets
+from offload.dist.buckets import Buckets, cut_buckets
 from offload.errors import StateError
 from offload.layout import ALIGN_NUMEL, Layout, ParamSpec, build, pieces_between
 from tests.test_layout import specs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from offload.config import Config
-from offload.dist.partition import cut_buckets
+from offload.dist.buckets import cut_buckets
 from offload.grads import shards
 from offload.layout import Layout
 from offload.storage.arena import carved_bytes
