@@ -128,11 +128,6 @@ class Parts:
     slots: Stripes | None
     io_engine: str | None
 
-    @property
-    def files(self) -> tuple[str, ...]:
-        """The swap files of this rank."""
-        return () if self.slots is None else self.slots.paths
-
 
 def build(
     undo: ExitStack, plan: Plan, placement: Placement, start: Start, comm: Communicator, timeline: Timeline

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -22,7 +22,7 @@ MASTER_ITEM_BYTES = 4
 SUM_BLOCK = 65536
 """Elements whose squares are summed together (kernels.h: OFFLOAD_SUM_BLOCK)."""
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-STAGES = (1, 2, 3)
+TIERS: dict[str, Tier] = {"device": "device", "cpu": "cpu", "nvme": "nvme"}
 COMMIT_EVERY = 100
 """Steps between commits where a path is given and nothing is said about them."""
 LEAST_IN_FLIGHT = 3
@@ -148,74 +148,140 @@ def check(
     resume: bool | str | PathLike | Sequence[PathLike] = False,
     cast_forward_inputs: bool = True,
     tuning: Tuning | None = None,
-    **reserved: Any,
+    **unknown: Any,
 ) -> Config:
     """The options of `OffloadZero`, checked.
 
     Raises: ConfigError naming the option, its value and what is allowed.
     """
     tuning = Tuning() if tuning is None else tuning
-    if not isinstance(tuning, Tuning):
-        raise ConfigError(f"tuning={tuning!r} is not a Tuning: give offload.Tuning(chunk=...)")
-    _refuse_reserved(reserved, tuning)
-    directories = _paths(path)
-    commits = _commit_every(commit_every, directories)
-    chosen = _tier(tier, directories, commits=commits is not None)
-    if compute_dtype not in COMPUTE_DTYPES:
-        allowed = ", ".join(str(dtype) for dtype in COMPUTE_DTYPES)
-        raise ConfigError(f"compute_dtype={compute_dtype} is not available: choose one of {allowed}")
-    if tuning.split_master and compute_dtype is torch.float16:
-        raise ConfigError(
+    _refuse((not isinstance(tuning, Tuning), f"tuning={tuning!r} is not a Tuning: give offload.Tuning(chunk=...)"))
+    _refuse_unknown(unknown)
+    paths = _paths("path", path)
+    commits = (COMMIT_EVERY if paths else None) if commit_every == "auto" else commit_every
+    states = ("nvme" if paths else "cpu") if tier is None else tier
+    params = "device" if param_tier is None else param_tier
+    grads = ("device" if states == "device" else "cpu") if grad_tier is None else grad_tier
+    chunk_bytes = parse_bytes(tuning.chunk, "Tuning.chunk")
+    # With gradients in slots a block whose squares are summed has to lie in one chunk.
+    least_chunk, where = PAGE_BYTES, ""
+    if grads == "nvme":
+        least_chunk, where = MASTER_ITEM_BYTES * SUM_BLOCK, ' with grad_tier="nvme"'
+    is_elsewhere = isinstance(resume, os.PathLike | list | tuple)
+    # What single options take.
+    _refuse(
+        _none_of("tier", states, *TIERS),
+        _none_of("param_tier", params, *TIERS),
+        _none_of("grad_tier", grads, *(TIERS if states == "device" else ("cpu", "nvme"))),
+        _none_of("compute_dtype", compute_dtype, *COMPUTE_DTYPES),
+        _none_of("nonfinite", nonfinite, "raise", "skip"),
+        _none_of("stage", stage, None, 1, 2, 3),
+        _none_of("cast_forward_inputs", cast_forward_inputs, True, False),
+        _none_of("Tuning.io_engine", tuning.io_engine, "auto", "uring", "threads", "portable"),
+        _none_of("Tuning.split_master", tuning.split_master, None, False, True),
+        (
+            isinstance(commits, str) or not _is_whole(commits, 0),
+            f'commit_every={commits!r}: give a whole number of steps, at least 0, None or "auto"',
+        ),
+        (
+            not is_elsewhere and _none_of("resume", resume, True, False, "auto")[0],
+            f'resume={resume!r}: choose True, False, "auto", or the directories of a run, as a list',
+        ),
+        (accumulation is None, "accumulation=None: give a whole number, at least 1"),
+        _not_whole("accumulation", accumulation, 1),
+        _not_whole("Tuning.prefetch_chunks", tuning.prefetch_chunks, 0),
+        _not_whole("Tuning.prefetch_units", tuning.prefetch_units, 0),
+        _not_whole("Tuning.threads", tuning.threads, 1),
+        (
+            chunk_bytes < least_chunk,
+            f"Tuning.chunk={tuning.chunk!r} is too small{where}: give at least {least_chunk} bytes",
+        ),
+    )
+    # What they mean together.
+    _refuse(
+        (
+            commits is not None and not paths,
+            f'commit_every={commits} needs path="...", the directory in which what is committed lies',
+        ),
+        (
+            bool(resume) and not is_elsewhere and not paths,
+            f"resume={resume!r} needs path, where the run lies, or its directories: resume=[...]",
+        ),
+        (states == "nvme" and not paths, 'tier="nvme" needs path="...", the directory for its swap files'),
+        (
+            states != "nvme" and commits is None and bool(paths),
+            f'path={[*map(str, paths)]} has no use with tier="{states}" and no commits: drop it, drop '
+            'commit_every=None, or choose tier="nvme"',
+        ),
+        (
+            params != "device" and states == "device",
+            f'param_tier="{params}" with tier="device": states take six times what parameters take, and would stay '
+            'there; leave param_tier out, or choose tier="cpu" or "nvme"',
+        ),
+        (
+            grads != "device" and states == "device",
+            f'grad_tier="{grads}" with tier="device": gradients wait beside the states that they change; leave '
+            "grad_tier out",
+        ),
+        *(
+            (
+                on == "nvme" and states == "cpu",
+                f'{option}="nvme" needs tier="nvme" and path="...", the directory for the swap files',
+            )
+            for option, on in (("param_tier", params), ("grad_tier", grads))
+        ),
+        (
+            bool(tuning.split_master) and compute_dtype is torch.float16,
             "Tuning.split_master=True with compute_dtype=torch.float16: only a bf16 parameter is the upper half of its "
-            "master; leave split_master out, or choose torch.bfloat16"
-        )
-    if nonfinite not in ("raise", "skip"):
-        raise ConfigError(f'nonfinite={nonfinite!r}: choose "raise" or "skip"')
-    if tuning.split_master and chosen == "device":
-        raise ConfigError(
+            "master; leave split_master out, or choose torch.bfloat16",
+        ),
+        (
+            bool(tuning.split_master) and states == "device",
             'Tuning.split_master=True with tier="device": it saves bytes of a step over the disk, and there are none; '
-            "leave it out"
-        )
-    if not isinstance(cast_forward_inputs, bool):
-        raise ConfigError(f"cast_forward_inputs={cast_forward_inputs!r}: choose True or False")
-    chunks_ahead = _whole("Tuning.prefetch_chunks", tuning.prefetch_chunks, least=0)
-    units_ahead = _whole("Tuning.prefetch_units", tuning.prefetch_units, least=0)
+            "leave it out",
+        ),
+    )
+    units, kinds = tuning.units, "a module's name nor a module class"
+    units = None if units is None else _modules("Tuning.units", units, str, kinds)
+    origins = _paths("resume", resume) if is_elsewhere else ()
+    here = {os.path.realpath(one) for one in paths}
+    ahead = tuning.prefetch_chunks
     return Config(
-        tier=chosen,
-        paths=directories,
+        tier=TIERS[states],
+        paths=paths,
         cpu_memory=None if cpu_memory is None else parse_bytes(cpu_memory, "cpu_memory"),
         device_memory=None if device_memory is None else parse_bytes(device_memory, "device_memory"),
         compute_dtype=compute_dtype,
-        keep_fp32=_modules(keep_fp32),
-        accumulation=_accumulation(accumulation),
+        keep_fp32=_modules("keep_fp32", keep_fp32, nn.Module, "a module nor a module type"),
+        accumulation=accumulation,
         skip_nonfinite=nonfinite == "skip",
-        chunk_numel=_chunk_numel(tuning.chunk, stored_gradients=grad_tier == "nvme"),
-        in_flight=None if chunks_ahead is None else max(chunks_ahead + 2, LEAST_IN_FLIGHT),
-        threads=_whole("Tuning.threads", tuning.threads, least=1),
+        chunk_numel=chunk_bytes // PAGE_BYTES * PAGE_BYTES // MASTER_ITEM_BYTES,
+        in_flight=None if ahead is None else max(ahead + 2, LEAST_IN_FLIGHT),
+        threads=tuning.threads,
         io_engine=tuning.io_engine,
         # Only a bf16 copy is the upper half of its master.
         split_master=bool(tuning.split_master) and compute_dtype is torch.bfloat16,
-        param_tier=_param_tier(param_tier, chosen),
-        prefetch_units=1 if units_ahead is None else units_ahead,
-        chooses_prefetch=units_ahead is None,
-        stage=_stage(stage),
+        param_tier=TIERS[params],
+        prefetch_units=1 if tuning.prefetch_units is None else tuning.prefetch_units,
+        chooses_prefetch=tuning.prefetch_units is None,
+        stage=stage,
         bucket_bytes=parse_bytes(tuning.bucket, "Tuning.bucket"),
-        grad_tier=_grad_tier(grad_tier, chosen),
-        commit_every=commits,
-        resume=_resume(resume, directories),
-        origins=_origins(resume, directories),
-        units=_units(tuning.units),
+        grad_tier=TIERS[grads],
+        commit_every=commits,  # type: ignore[arg-type]  # it was refused if it is a str
+        resume="auto" if resume == "auto" else bool(resume) or is_elsewhere,
+        origins=tuple(one for one in origins if os.path.realpath(one) not in here),
+        units=units,
         tile_bytes=None if tuning.tile is None else parse_bytes(tuning.tile, "Tuning.tile"),
         cast_forward_inputs=cast_forward_inputs,
-        chooses_params=param_tier is None and chosen != "device",
-        chooses_grads=grad_tier is None and chosen != "device",
+        chooses_params=param_tier is None and states != "device",
+        chooses_grads=grad_tier is None and states != "device",
     )
 
 
 def over_ranks(config: Config, *, ranks: int, ranks_on_node: int) -> Config:
     """What `config` means for one of several ranks; with one rank it is what it is.
 
-    Args: ranks: that hold a partition each; ranks_on_node: that share this machine.
+    Args: ranks: that hold a shard each; ranks_on_node: that share this machine.
     Raises: ConfigError for what several ranks cannot do.
     """
     config = replace(config, ranks_on_node=ranks_on_node)
@@ -235,7 +301,7 @@ def over_ranks(config: Config, *, ranks: int, ranks_on_node: int) -> Config:
             f'grad_tier="nvme" with stage=1 and accumulation={config.accumulation}: at stage 1 each rank sums whole '
             "gradients in RAM; choose stage=2, or leave grad_tier out"
         )
-    # A rank's partition of the parameters rests where its gradients wait, and comes to the device around its use.
+    # A rank's shards of the parameters rest where its gradients wait, and come to the device around their use.
     tier: Tier = "cpu" if stage == 3 and not streams else config.param_tier
     return replace(config, stage=stage, param_tier=tier)
 
@@ -255,183 +321,71 @@ HYPER_PARAMETERS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize",
 """What users give to Adam or AdamW, and not to OffloadZero."""
 
 
-def _refuse_reserved(reserved: dict[str, Any], tuning: Tuning) -> None:
-    """Raises ConfigError for an option that does not exist, or a value that is not available."""
-    options = {*(check.__kwdefaults__ or ()), "device", "process_group"}
-    taken: dict[str, tuple[object, ...]] = {
-        "Tuning.io_engine": ("auto", "uring", "threads", "portable"),
-        "Tuning.split_master": (None, False, True),
-    }
-    given = {name: getattr(tuning, name.removeprefix("Tuning.")) for name in taken}
-    for name, value in reserved.items():
+Fault = tuple[bool, str]
+"""Whether it is there, and what to say then."""
+
+
+def _refuse(*faults: Fault) -> None:
+    """Raises: ConfigError that says the first fault that is there."""
+    for is_there, message in faults:
+        if is_there:
+            raise ConfigError(message)
+
+
+def _none_of(option: str, value: object, *allowed: object) -> Fault:
+    *most, last = (f'"{one}"' if isinstance(one, str) else str(one) for one in allowed if one is not None)
+    is_allowed = any(isinstance(value, bool) == isinstance(one, bool) and value == one for one in allowed)
+    return not is_allowed, f"{option}={value!r}: choose {', '.join(most)} or {last}"
+
+
+def _not_whole(option: str, value: object, least: int) -> Fault:
+    return not _is_whole(value, least), f"{option}={value!r}: give a whole number, at least {least}"
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= least)
+
+
+def _refuse_unknown(options: Mapping[str, object]) -> None:
+    known = {*(check.__kwdefaults__ or ()), "device", "init", "process_group"}
+    for name, value in options.items():
         if name in HYPER_PARAMETERS:
             raise ConfigError(
                 f"{name}={value!r} is an option of the optimizer that OffloadZero takes over: give "
                 f"OffloadZero(model, torch.optim.AdamW(model.parameters(), {name}={value!r}))"
             )
-        if name not in options:
-            near = get_close_matches(name, options, 1)
-            hint = f"did you mean {near[0]}?" if near else f"the options are {', '.join(sorted(options))}"
-            raise ConfigError(f"{name}={value!r}: there is no such option; {hint}")
-    for name, value in given.items():
-        if not any(value is one or (isinstance(one, str) and value == one) for one in taken[name]):
-            allowed = " or ".join(repr(one) for one in taken[name])
-            raise ConfigError(f"{name}={value!r} is not available in this version: leave it at {allowed}")
+        near = get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]}?" if near else f"the options are {', '.join(sorted(known))}"
+        raise ConfigError(f"{name}={value!r}: there is no such option; {hint}")
 
 
-def _paths(path: PathLike | Sequence[PathLike] | None, option: str = "path") -> tuple[Path, ...]:
-    if path is None:
-        return ()
-    paths = tuple(_one_path(one, option) for one in (path if isinstance(path, list | tuple) else (path,)))
-    if not paths:
-        raise ConfigError(f"{option}={path!r} names no directory: give the directory for the swap files, or several")
-    real = [os.path.realpath(one) for one in paths]
-    for one, place in zip(paths, real, strict=True):
-        if real.count(place) > 1:
-            raise ConfigError(f"{option} names {str(one)!r} more than once: give each directory once")
+def _paths(option: str, given: Any) -> tuple[Path, ...]:
+    several = given if isinstance(given, list | tuple) else () if given is None else (given,)
+    names = [os.fspath(one) if isinstance(one, str | os.PathLike) else one for one in several]
+    fix = "give the directory for the swap files, or a list of them"
+    is_name = [isinstance(name, str) and name != "" and "\0" not in name for name in names]
+    _refuse(
+        (given is not None and not names, f"{option}={given!r} names no directory: {fix}"),
+        (not all(is_name), f"{option}={given!r} names no directory: {fix}"),
+    )
+    # Absolute now: where a relative one leads changes with the working directory.
+    paths = tuple(Path(name).absolute() for name in names)
+    real = [os.path.realpath(path) for path in paths]
+    _refuse(
+        *(
+            (real.count(name) > 1, f"{option} names {str(path)!r} more than once: give each directory once")
+            for path, name in zip(paths, real, strict=True)
+        )
+    )
     return paths
 
 
-def _one_path(path: object, option: str) -> Path:
-    if not isinstance(path, str | os.PathLike):
-        raise ConfigError(f"{option}={path!r} is not a path: give the directory for the swap files, or a list of them")
-    name = os.fspath(path)
-    if not isinstance(name, str) or not name or "\0" in name:
-        raise ConfigError(f"{option}={path!r} names no directory: give the directory for the swap files")
-    # Absolute now: where a relative one leads changes with the working directory.
-    return Path(name).absolute()
-
-
-def _tier(tier: str | None, paths: tuple[Path, ...], *, commits: bool) -> Tier:
-    if tier is None:
-        return "nvme" if paths else "cpu"
-    if tier == "nvme":
-        if not paths:
-            raise ConfigError('tier="nvme" needs path="...", the directory for its swap files')
-        return "nvme"
-    if tier not in ("device", "cpu"):
-        raise ConfigError(f'tier={tier!r} is not a tier for the optimizer states: choose "device", "cpu" or "nvme"')
-    if paths and not commits:
-        raise ConfigError(
-            f'path={str(paths[0])!r} has no use with tier="{tier}" and no commits: drop it, drop '
-            'commit_every=None, or choose tier="nvme"'
-        )
-    return "device" if tier == "device" else "cpu"
-
-
-def _param_tier(tier: str | None, states: Tier) -> Tier:
-    if tier is None or tier == "device":
-        return "device"
-    if tier in ("cpu", "nvme") and states == "device":
-        raise ConfigError(
-            f'param_tier="{tier}" with tier="device": states take six times what parameters take, and would stay '
-            'there; leave param_tier out, or choose tier="cpu" or "nvme"'
-        )
-    if tier == "nvme" and states == "cpu":
-        raise ConfigError('param_tier="nvme" needs tier="nvme" and path="...", the directory for the swap files')
-    if tier == "cpu":
-        return "cpu"
-    if tier == "nvme":
-        return "nvme"
-    raise ConfigError(f'param_tier={tier!r} is not a tier for parameters: choose "device", "cpu" or "nvme"')
-
-
-def _stage(stage: int | None) -> int | None:
-    if stage is not None and (isinstance(stage, bool) or stage not in STAGES):
-        raise ConfigError(f"stage={stage!r}: choose 1, 2 or 3, or leave it out")
-    return stage
-
-
-def _grad_tier(tier: str | None, states: Tier) -> Tier:
-    if states == "device":
-        if tier not in (None, "device"):
-            raise ConfigError(
-                f'grad_tier={tier!r} with tier="device": gradients wait beside the states that they change; leave '
-                "grad_tier out"
-            )
-        return "device"
-    if tier is None or tier == "cpu":
-        return "cpu"
-    if tier == "nvme" and states == "cpu":
-        raise ConfigError('grad_tier="nvme" needs tier="nvme" and path="...", the directory for the swap files')
-    if tier == "nvme":
-        return "nvme"
-    raise ConfigError(
-        f'grad_tier={tier!r} is not a tier for gradients with tier="{states}": choose "cpu" or "nvme", or leave it out'
-    )
-
-
-def _commit_every(value: int | str | None, paths: tuple[Path, ...]) -> int | None:
-    if value == "auto":
-        return COMMIT_EVERY if paths else None
-    if isinstance(value, str):
-        raise ConfigError(f'commit_every={value!r}: give a number of steps, 0, None or "auto"')
-    checked = _whole("commit_every", value, least=0)
-    if checked is not None and not paths:
-        raise ConfigError(f'commit_every={value} needs path="...", the directory in which what is committed lies')
-    return checked
-
-
-def _resume(value: object, paths: tuple[Path, ...]) -> bool | Literal["auto"]:
-    if isinstance(value, os.PathLike | list | tuple):
-        return True
-    if not isinstance(value, bool | str) or value not in (False, True, "auto"):
-        raise ConfigError(f'resume={value!r}: choose True, False, "auto", or the directories of a run, as a list')
-    if value and not paths:
-        raise ConfigError(f"resume={value!r} needs path, where the run lies, or its directories: resume=[...]")
-    return "auto" if isinstance(value, str) else value
-
-
-def _origins(value: object, paths: tuple[Path, ...]) -> tuple[Path, ...]:
-    if not isinstance(value, os.PathLike | list | tuple):
-        return ()
-    real = {os.path.realpath(path) for path in paths}
-    named = _paths(value, "resume")
-    return tuple(path for path in named if os.path.realpath(path) not in real)
-
-
-def _accumulation(value: int) -> int:
-    checked = _whole("accumulation", value, least=1)
-    if checked is None:
-        raise ConfigError("accumulation=None: give a whole number, at least 1")
-    return checked
-
-
-def _whole(option: str, value: int | None, *, least: int) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{option}={value!r}: give a whole number, at least {least}")
-    return value
-
-
-def _chunk_numel(chunk: int | str, *, stored_gradients: bool) -> int:
-    size = parse_bytes(chunk, "Tuning.chunk")
-    # With gradients in slots a block whose squares are summed has to lie in one chunk.
-    least = MASTER_ITEM_BYTES * SUM_BLOCK if stored_gradients else PAGE_BYTES
-    if size < least:
-        reason = ' with grad_tier="nvme"' if stored_gradients else ""
-        raise ConfigError(f"Tuning.chunk={chunk!r} is too small{reason}: give at least {least} bytes")
-    return size // PAGE_BYTES * PAGE_BYTES // MASTER_ITEM_BYTES
-
-
-def _units(chosen: object) -> tuple[str | type[nn.Module], ...] | None:
-    if chosen is None:
-        return None
-    if isinstance(chosen, str) or not isinstance(chosen, Iterable):
-        raise ConfigError(f"Tuning.units={chosen!r}: give a sequence of names and module classes, as ({chosen!r},)")
-    units = tuple(chosen)
-    for one in units:
-        if not (isinstance(one, str) or (isinstance(one, type) and issubclass(one, nn.Module))):
-            raise ConfigError(f"Tuning.units holds {one!r}, which is neither a module's name nor a module class")
-    return units
-
-
-def _modules(keep: Iterable[nn.Module | type[nn.Module]]) -> tuple[nn.Module | type[nn.Module], ...]:
-    if isinstance(keep, nn.Module | type) or not isinstance(keep, Iterable):
-        raise ConfigError(f"keep_fp32={keep!r}: give a sequence of modules or module types, such as ({keep!r},)")
-    modules = tuple(keep)
-    for module in modules:
-        if not (isinstance(module, nn.Module) or (isinstance(module, type) and issubclass(module, nn.Module))):
-            raise ConfigError(f"keep_fp32 holds {module!r}, which is neither a module nor a module type")
+def _modules(option: str, given: Any, instances: type, kinds: str) -> tuple[Any, ...]:
+    """Args: instances: what it may hold beside subclasses of nn.Module; kinds: both in words, with "nor" between."""
+    if isinstance(given, str | nn.Module | type) or not isinstance(given, Iterable):
+        raise ConfigError(f"{option}={given!r}: give a sequence, such as ({given!r},)")
+    modules = tuple(given)
+    for one in modules:
+        if not (isinstance(one, instances) or (isinstance(one, type) and issubclass(one, nn.Module))):
+            raise ConfigError(f"{option} holds {one!r}, which is neither {kinds}")
     return modules

@@ -79,8 +79,8 @@ class CorruptionError(OffloadError):
     """
 
     def __init__(self, message: str, *, chunk: int | None = None, file: str, offset: int = 0) -> None:
-        place = f"{file}, offset {offset}" if chunk is None else f"chunk {chunk}, {file}, offset {offset}"
-        super().__init__(f"{message} ({place})")
+        where = f"{file}, offset {offset}" if chunk is None else f"chunk {chunk}, {file}, offset {offset}"
+        super().__init__(f"{message} ({where})")
         self.chunk = chunk
         self.file = file
         self.offset = offset

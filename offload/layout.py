@@ -166,9 +166,9 @@ class Layout:
 
     def shard_range(self, flat: int, rank: int | None = None) -> tuple[int, int]:
         """First element of a rank's (None: the own) shard and the one after its last, without padding."""
-        numel, part = self.flats[flat].numel, self.shard_numel(flat)
-        start = min((self.rank if rank is None else rank) * part, numel)
-        return start, min(start + part, numel)
+        numel, shard = self.flats[flat].numel, self.shard_numel(flat)
+        start = min((self.rank if rank is None else rank) * shard, numel)
+        return start, min(start + shard, numel)
 
     def param_shard_range(self, param: int, rank: int | None = None) -> tuple[int, int]:
         """Which elements of a parameter, first and one after the last, are in a rank's (None: the own) shard."""
@@ -293,17 +293,11 @@ def tiled(specs: Sequence[ParamSpec], rows: Mapping[int, int], tile_bytes: int) 
 
 def _by_unit_and_dtype(specs: Sequence[ParamSpec]) -> Iterator[tuple[tuple[str, torch.dtype], list[int]]]:
     """Units in order of first appearance, and in each its dtypes in order of first appearance."""
-    units = {name: number for number, name in enumerate(dict.fromkeys(spec.unit for spec in specs))}
-    dtypes = {key: n for n, key in enumerate(dict.fromkeys((spec.unit, spec.dtype) for spec in specs))}
-
-    def rank(param: int) -> tuple[int, int]:
-        spec = specs[param]
-        return units[spec.unit], dtypes[spec.unit, spec.dtype]
-
-    # sorted() is stable: parameters keep their order within a flat.
-    for _, params in groupby(sorted(range(len(specs)), key=rank), key=rank):
-        group = list(params)
-        yield (specs[group[0]].unit, specs[group[0]].dtype), group
+    units: dict[str, dict[torch.dtype, list[int]]] = {}
+    for number, spec in enumerate(specs):
+        units.setdefault(spec.unit, {}).setdefault(spec.dtype, []).append(number)
+    for unit, dtypes in units.items():
+        yield from (((unit, dtype), params) for dtype, params in dtypes.items())
 
 
 def _cuts(layout: Layout, flat: Flat, start: int, last: int) -> Iterator[tuple[int, int]]:
@@ -339,15 +333,8 @@ def segments(chunk: Chunk, key: Callable[[int], Key | None]) -> list[Segment[Key
     read, which is cheaper than a call more.
     """
     runs: list[Segment[Key]] = []
-    joined = False
-    for piece in chunk.pieces:
-        this = key(piece.param)
-        if this is None:
-            joined = False
-            continue
-        start, stop = piece.chunk_offset, piece.chunk_offset + piece.numel
-        if joined and runs[-1].key == this:
-            start = runs.pop().start
-        runs.append(Segment(this, start, stop))
-        joined = True
+    for this, group in groupby(chunk.pieces, lambda piece: key(piece.param)):
+        if this is not None:
+            pieces = list(group)
+            runs.append(Segment(this, pieces[0].chunk_offset, pieces[-1].chunk_offset + pieces[-1].numel))
     return runs

@@ -23,6 +23,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Never, NoReturn, Self, overload
@@ -340,7 +341,7 @@ class OffloadZero(torch.optim.Optimizer):
             raise ConfigError(f"max_norm={max_norm!r}: give a number, at least 0")
         gradients, active = self._parts.gradients, self._finalize_gradients()
         if gradients.scale.unscaled is None:
-            if active and self._needs_a_scaler:
+            if active and self._config.compute_dtype is torch.float16:
                 raise ConfigError(
                     "clip_grad_norm_() of fp16 gradients that are not unscaled yet: call scaler.unscale_(optimizer) of "
                     "a torch.amp.GradScaler before, on every rank, after a backward of scaler.scale(loss)"
@@ -356,10 +357,6 @@ class OffloadZero(torch.optim.Optimizer):
         return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
     @property
-    def _needs_a_scaler(self) -> bool:
-        return self._config.compute_dtype is torch.float16
-
-    @property
     def _is_of_scaler(self) -> bool:
         """Whether it is a GradScaler that calls the step."""
         return "found_inf" in vars(self)
@@ -367,16 +364,11 @@ class OffloadZero(torch.optim.Optimizer):
     def _unscale(self, found_inf: Tensor, inverse: Tensor) -> None:
         """Answers a GradScaler; see [Note: a loss scale]. Args: found_inf, inverse: 0-dim fp32; writes the first."""
         self._require_usable()
-        factor = _checked(inverse.item())
         gradients, active = self._parts.gradients, self._finalize_gradients()
-        before = gradients.scale
-        if factor != 1.0 and before.clip is not None:
-            raise _clipped_too_early()
-        if factor != 1.0 and before.unscaled not in (None, 1.0):
-            raise _unscaled_twice()
+        scale = gradients.scale.unscaled_by(inverse.item())
         if not math.isfinite(gradients.norm(active)):
             found_inf.fill_(1.0)
-        gradients.scale = replace(before, unscaled=factor * (1.0 if before.unscaled is None else before.unscaled))
+        gradients.scale = scale
 
     @contextmanager
     def _forgetting_the_scaler(self) -> Iterator[None]:
@@ -425,8 +417,8 @@ class OffloadZero(torch.optim.Optimizer):
         except ConfigError as error:
             fault = error
         skips = bool(vars(self).get("found_inf", 0.0))
-        factor = self._with_factors(active, factor)
         if self._comm.size > 1:
+            self._agree_on_factors()
             # A rank that cannot step agrees with none, so all of them raise.
             scalars = None if fault is not None else [scalars_of(group, 1, factor) for group in self.param_groups]
             variants = [[bool(group.get(option)) for option in UNSUPPORTED] for group in self.param_groups]
@@ -440,54 +432,45 @@ class OffloadZero(torch.optim.Optimizer):
             raise fault
         return None if skips else factor
 
-    def _with_factors(self, active: Sequence[int], factor: float) -> float:
-        """Agrees on the factors by which users multiplied single gradients. A rank that has no gradient of a parameter
-        takes the factor from the others. Returns: `factor`, times a factor that all gradients have in common.
+    def _agree_on_factors(self) -> None:
+        """A rank that has no gradient of a parameter gets the factor by which users multiplied it on the others.
 
-        Raises: ConfigError on all ranks.
+        Raises: ConfigError on all ranks if they multiplied it by different numbers; RankError.
         """
-        gradients = self._parts.gradients
-        if self._comm.size == 1:
-            return factor
-        mine = self._held.answers.active
-        own = [gradients.factors.get(number, 1.0) for number in mine]
-        row = (1.0, min(own), max(own)) if own else (0.0, 1.0, 1.0)
-        rows = self._comm.all_gather(torch.tensor(row, dtype=torch.float64, device="cpu"))
-        known = {value for row in rows.tolist() if row[0] for value in row[1:]}
-        if len(known) > 1:
-            self._share_factors(mine)
-            return factor
-        gradients.factors.clear()
-        return factor * known.pop() if known else factor
-
-    def _share_factors(self, mine: Sequence[int]) -> None:
-        gradients = self._parts.gradients
-        row = torch.full((len(self._layout.specs),), math.nan, dtype=torch.float64, device="cpu")
-        for number in mine:
-            row[number] = gradients.factors.get(number, 1.0)
-        for number, column in enumerate(self._comm.all_gather(row).T.tolist()):
-            factors = {value for value in column if value == value}
-            if len(factors) > 1:
-                raise ConfigError(
-                    f"the gradient of {self._layout.specs[number].name} was multiplied by {sorted(factors)} on the "
-                    "ranks: multiply it by the same number on each; nothing was changed, call zero_grad()"
-                )
-            if factors:
-                gradients.factors[number] = factors.pop()
+        factors = self._parts.gradients.factors
+        own = torch.full((len(self._layout.specs),), math.nan, dtype=torch.float64, device="cpu")
+        own[list(self._held.answers.active)] = 1.0
+        for number, factor in factors.items():
+            own[number] = factor
+        rows = self._comm.all_gather(own)
+        least = rows.where(~rows.isnan(), math.inf).amin(0)
+        most = rows.where(~rows.isnan(), -math.inf).amax(0)
+        for number in (least < most).nonzero().flatten().tolist():
+            raise ConfigError(
+                f"the gradient of {self._layout.specs[number].name} was multiplied by {least[number]:g} and by "
+                f"{most[number]:g} on the ranks: multiply it by the same number on each; nothing was changed, call "
+                "zero_grad()"
+            )
+        for number in ((least == most) & (most != 1.0)).nonzero().flatten().tolist():
+            factors[number] = most[number].item()
 
     def _factor(self, active: Sequence[int]) -> float:
         scale, handed = self._parts.gradients.scale, vars(self).get("grad_scale")
-        if handed is None:
-            if active and scale.unscaled is None and (self._needs_a_scaler or self._is_of_scaler):
-                raise _not_unscaled(is_of_scaler=self._is_of_scaler)
-            return scale.factor
-        # In fp32, as `unscale_` gives it.
-        inverse = _checked(handed.double().reciprocal().float().item())
-        if inverse != 1.0 and scale.clip is not None:
-            raise _clipped_too_early()
-        if inverse != 1.0 and scale.unscaled not in (None, 1.0):
-            raise _unscaled_twice()
-        return scale.factor * inverse
+        if handed is not None:
+            # In fp32, as `unscale_` gives it.
+            return scale.unscaled_by(handed.double().reciprocal().float().item()).factor
+        if active and scale.unscaled is None and self._is_of_scaler:
+            raise ConfigError(
+                "the gradients of this step are not those that scaler.unscale_(optimizer) has met: call it after the "
+                "last backward of a step, on every rank, and scaler.update() before the next; nothing was changed"
+            )
+        if active and scale.unscaled is None and self._config.compute_dtype is torch.float16:
+            raise ConfigError(
+                "fp16 gradients need a loss scale: run backward on scaler.scale(loss) of a torch.amp.GradScaler, then "
+                "scaler.step(optimizer) and scaler.update(), or choose compute_dtype=torch.bfloat16; where no scale is "
+                "meant, GradScaler(device, init_scale=1.0, growth_interval=2**31 - 1) says so; nothing was changed"
+            )
+        return scale.factor
 
     def _consume(self, used: Sequence[int] | None = None) -> None:
         """Clears the gradients. Args: used: the parameters whose gradients a step has used; None: all are dropped."""
@@ -513,9 +496,9 @@ class OffloadZero(torch.optim.Optimizer):
         if number not in self._finalize_gradients():
             return None
         first, last = self._layout.param_shard_range(number)
-        line = torch.empty(param.numel(), dtype=torch.float32, device="cpu")
-        line[first:last] = self._parts.gradients.values(number).float() * self._parts.gradients.factor_of(number)
-        return shaped_like(param, all_gather_shards(self._comm, self._layout, number, line))
+        view = torch.empty(param.numel(), dtype=torch.float32, device="cpu")
+        view[first:last] = self._parts.gradients.values(number).float() * self._parts.gradients.factor_of(number)
+        return shaped_like(param, all_gather_shards(self._comm, self._layout, number, view))
 
     def gathered(
         self, module_or_params: nn.Module | Tensor | Iterable[Tensor], *, writable: bool = False
@@ -538,9 +521,9 @@ class OffloadZero(torch.optim.Optimizer):
         number = self._number(param)
         self._held.pending.apply_all()
         self._held.take_outside_writes()
-        lines = self._parts.masters.states(number, self._step)
-        whole = {kind: all_gather_shards(self._comm, self._layout, number, line) for kind, line in lines.items()}
-        shaped: dict[str, Any] = {kind: shaped_like(param, line) for kind, line in whole.items()}
+        views = self._parts.masters.states(number, self._step)
+        whole = {kind: all_gather_shards(self._comm, self._layout, number, view) for kind, view in views.items()}
+        shaped: dict[str, Any] = {kind: shaped_like(param, view) for kind, view in whole.items()}
         return shaped | {"step": self._steps[number]}
 
     def stats(self) -> dict[str, Any]:
@@ -597,7 +580,7 @@ class OffloadZero(torch.optim.Optimizer):
     @property
     def files(self) -> tuple[str, ...]:
         """The swap files of this rank. They stay after `close()`; without commits nothing can be resumed from them."""
-        return self._parts.files
+        return () if self._parts.slots is None else self._parts.slots.paths
 
     def _number(self, param: Tensor) -> int:
         number = self._parts.parameters.index.get(param)  # type: ignore[call-overload]
@@ -643,10 +626,8 @@ class OffloadZero(torch.optim.Optimizer):
         """For what all ranks do together: a rank that is interrupted in it (Ctrl-C) cannot continue with the others."""
         try:
             yield
-        except Exception:
-            raise
         except BaseException as error:
-            if self._comm.size > 1:
+            if self._comm.size > 1 and not isinstance(error, Exception):
                 self._fail(error)
             raise
 
@@ -716,7 +697,8 @@ class OffloadZero(torch.optim.Optimizer):
         self._held.synchronize()
         state = self._model.state_dict()
         tensors = {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
-        return export(Path(directory), (_entry(name, tensor) for name, tensor in tensors.items()))
+        entries = (Entry(name, t.dtype, tuple(t.shape), partial(_pieces, t)) for name, t in tensors.items())
+        return export(Path(directory), entries)
 
     # Torch's optimizer interface.
 
@@ -802,44 +784,5 @@ class OffloadZero(torch.optim.Optimizer):
             raise
 
 
-def _checked(inverse: float) -> float:
-    if not 0 < inverse < math.inf:
-        raise ConfigError(
-            f"the loss scale of the GradScaler is the inverse of {inverse}: it was halved at every step until nothing "
-            "was left, or doubled for ever; look for the NaN or the zeros in the loss, and make a new GradScaler"
-        )
-    return inverse
-
-
-def _not_unscaled(*, is_of_scaler: bool) -> ConfigError:
-    if is_of_scaler:
-        return ConfigError(
-            "the gradients of this step are not those that scaler.unscale_(optimizer) has met: call it after the last "
-            "backward of a step, on every rank, and scaler.update() before the next; nothing was changed"
-        )
-    return ConfigError(
-        "fp16 gradients need a loss scale: run backward on scaler.scale(loss) of a torch.amp.GradScaler, then "
-        "scaler.step(optimizer) and scaler.update(), or choose compute_dtype=torch.bfloat16; where no scale is meant, "
-        "GradScaler(device, init_scale=1.0, growth_interval=2**31 - 1) says so; nothing was changed"
-    )
-
-
-def _clipped_too_early() -> ConfigError:
-    return ConfigError(
-        "clip_grad_norm_() came before the loss scale was divided out, and clipped the gradients of the scaled loss: "
-        "call scaler.unscale_(optimizer) before it; nothing was changed, call zero_grad()"
-    )
-
-
-def _unscaled_twice() -> ConfigError:
-    return ConfigError(
-        "the loss scale would be divided out twice: call scaler.unscale_() once a step, with the optimizer that "
-        "scaler.step() is called with; nothing was changed, call zero_grad()"
-    )
-
-
-def _entry(name: str, tensor: Tensor) -> Entry:
-    def pieces() -> Iterator[memoryview]:
-        yield memory_of(tensor.cpu())
-
-    return Entry(name, tensor.dtype, tuple(tensor.shape), pieces)
+def _pieces(tensor: Tensor) -> Iterator[memoryview]:
+    yield memory_of(tensor.cpu())

@@ -24,6 +24,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -65,19 +66,17 @@ class About(TypedDict, total=False):
     tier: str | None
 
 
+@dataclass(slots=True, eq=False)
 class Event:
     """Something that began, on the clock of `time.perf_counter_ns`. `end` may be called from any thread."""
 
-    __slots__ = ("about", "began", "ended", "failed", "lane", "name", "overlaps")
-
-    def __init__(self, lane: str, name: str, about: About, *, overlaps: bool) -> None:
-        self.lane = lane
-        self.name = name
-        self.about = about
-        self.overlaps = overlaps
-        self.failed = False
-        self.ended: int | None = None
-        self.began = time.perf_counter_ns()
+    lane: str
+    name: str
+    about: About
+    overlaps: bool
+    failed: bool = False
+    ended: int | None = None
+    began: int = field(default_factory=time.perf_counter_ns)
 
     def __enter__(self) -> None:
         return
@@ -312,10 +311,7 @@ def _checked(file: str | os.PathLike[str]) -> str:
     if not isinstance(file, str | os.PathLike):
         raise ConfigError(f"timeline({file!r}): give the path of a file to write")
     path = os.path.abspath(os.fspath(file))
-    folder = os.path.dirname(path)
     try:
-        if not os.path.isdir(folder):
-            raise PathError(errno.ENOENT, "the folder of the timeline does not exist: make it first", path)
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISREG(os.lstat(path).st_mode):
                 raise PathError(errno.EISDIR, "is no regular file: give the timeline a file of its own", path)

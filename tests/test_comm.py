@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.dist import torch_distributed as comm
-from offload.dist.communicator import SingleProcess, _exact_parts, average
+from offload.dist.communicator import SingleProcess, _exact_terms, average
 from offload.errors import ConfigError
 from tests.support.communicators import Late
 
@@ -58,10 +58,10 @@ def test_a_group_has_to_carry_tensors_of_the_models_device(backends: str, device
 
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=64), max_size=50))
-def test_exact_parts_lose_nothing(values: list[float]) -> None:
+def test_exact_terms_lose_nothing(values: list[float]) -> None:
     if not math.isfinite(total := _fsum(values)):
         return
-    parts = _exact_parts(values)
+    parts = _exact_terms(values)
     assert len(parts) <= 40
     assert sum(map(Fraction, parts)) == sum(map(Fraction, values))
     assert (parts[0] if parts else 0.0) == total

@@ -131,3 +131,12 @@ def functions(file: Path) -> set[str]:
         elif isinstance(node, ast.ClassDef):
             found |= {f"{node.name}.{one.name}" for one in node.body if isinstance(one, ast.FunctionDef)}
     return found
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "bench" / "results").glob("*.md")), ids=lambda page: page.stem)
+def test_figures_are_of_a_script_that_exists_or_the_page_says_that_it_is_gone(page: Path) -> None:
+    text = page.read_text()
+    scripts = set(re.findall(r"`python (bench/\w+\.py)", text))
+    gone = {script for script in scripts if not (ROOT / script).exists()}
+    assert scripts
+    assert gone <= set(re.findall(r"(bench/\w+\.py)[^`]*` is gone since", text))

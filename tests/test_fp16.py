@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from offload import OffloadZero, ResumeError, Tuning
 from offload.cli.main import app
 from offload.planner import least_cpu_memory
-from tests.support.streamed import Net, batch
+from tests.support.toy import Net, batch
 
 OPTIONS: dict[str, Any] = {"compute_dtype": torch.float16, "tuning": Tuning(chunk="4KiB", threads=1)}
 

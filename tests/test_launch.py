@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from offload.dist.launch import launched, place_on_node
+from offload.dist.launch import launched, rank_on_node
 from offload.errors import ConfigError
 
 
@@ -19,13 +19,13 @@ from offload.errors import ConfigError
     ],
 )
 def test_launchers_tell_a_process_its_place(environ: dict[str, str], place: tuple[int, int]) -> None:
-    assert place_on_node(environ, 5, 8) == place
+    assert rank_on_node(environ, 5, 8) == place
 
 
 @pytest.mark.parametrize(("rank", "count"), [("x", "2"), ("0", "0"), ("-1", "2"), ("2", "2"), ("0", "")])
 def test_a_place_that_cannot_be_is_refused(rank: str, count: str) -> None:
     with pytest.raises(ConfigError, match="LOCAL_"):
-        place_on_node({"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count}, 0, 4)
+        rank_on_node({"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count}, 0, 4)
 
 
 def test_one_process_is_what_nobody_launched() -> None:

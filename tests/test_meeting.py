@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
-from torch import Tensor
 
 from offload.checkpoint import recovery as meeting
 from offload.checkpoint.commit import Commit, write_commit, write_manifest
@@ -29,40 +24,7 @@ from offload.dist.agreement import all_gather_object
 from offload.dist.communicator import Communicator
 from offload.storage.files import LOCAL
 from tests.support.committed import RUN, STEP, manifest_of
-
-
-class Threads:
-    """Ranks of one process, each a thread."""
-
-    def __init__(self, size: int) -> None:
-        self._barrier = threading.Barrier(size, timeout=20)
-        self._rows: list[Tensor] = [torch.zeros(0)] * size
-
-    def rank(self, number: int) -> Communicator:
-        def gather(values: Tensor) -> Tensor:
-            self._rows[number] = values
-            self._barrier.wait()
-            found = torch.stack(self._rows)
-            self._barrier.wait()
-            return found
-
-        def all_reduce_any(flag: bool) -> bool:
-            return bool(gather(torch.tensor([flag])).any())
-
-        def broadcast(values: Tensor, source: int = 0) -> None:
-            if number == source:
-                self._sent = values
-            self._barrier.wait()
-            values.copy_(self._sent)
-            self._barrier.wait()
-
-        known = {"rank": number, "size": len(self._rows), "broadcast": broadcast}
-        return cast(Communicator, SimpleNamespace(**known, all_gather=gather, all_reduce_any=all_reduce_any))
-
-    def run(self, work: Callable[[Communicator], Any]) -> list[Any]:
-        """What `work` returns on each rank."""
-        with ThreadPoolExecutor(len(self._rows)) as pool:
-            return list(pool.map(lambda number: work(self.rank(number)), range(len(self._rows))))
+from tests.support.threads import Threads
 
 
 def turns(pressing: list[int], *, stays: bool = False) -> list[int]:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from offload import AccumulationError, ConfigError, OffloadZero
+from tests.support.toy import take_step
 
 
 def net() -> nn.Module:
@@ -93,9 +94,7 @@ def test_a_wrapped_model_is_unwrapped_and_not_reduced_twice() -> None:
     with OffloadZero(wrapper, torch.optim.AdamW(wrapper.parameters(), lr=1e-2)) as optimizer:
         before = model[0].weight.detach().clone()
         for _ in range(2):
-            wrapper(X).float().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, wrapper(X).float().sum())
         assert not torch.equal(model[0].weight, before)
 
 

@@ -26,6 +26,7 @@ from offload.planner import least_cpu_memory
 from offload.profiling import ADAM, GRADIENTS, PHASES, SUMS, TO_DEVICE, TO_HOST, WAITS, Timeline
 from tests.support import late_copier
 from tests.support.late_copier import LateCopier
+from tests.support.toy import take_step
 from tests.support.training import Run, train
 
 WIDTH = 96
@@ -73,8 +74,7 @@ def open_optimizer(model: nn.Module, tmp_path: Path, drives: int = 1, **options:
 def step(model: Callable[[torch.Tensor], torch.Tensor], optimizer: OffloadZero, micro_batches: int = 1) -> None:
     for _ in range(micro_batches):
         model(torch.ones(2, WIDTH)).float().square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer)
     optimizer.synchronize()
 
 

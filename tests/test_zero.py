@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from offload import AccumulationError, ConfigError, OffloadZero, ResumeError, Tuning
 from offload.planner import least_cpu_memory
 from tests.support import models
+from tests.support.toy import take_step
 
 
 def mlp() -> nn.Module:
@@ -316,8 +317,7 @@ def test_what_is_written_into_the_model_reaches_the_masters() -> None:
     model = mlp()
     with OffloadZero(model) as optimizer:
         backward(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         kept = optimizer.state_of(first(model))["master"]
         with torch.no_grad():
             first(model)[0] = 2.0
@@ -346,9 +346,7 @@ def test_every_step_really_moves_24_bytes_a_parameter(tmp_path: Path) -> None:
         before = optimizer.stats()
         read, written = _disk_bytes()
         for _ in range(steps):
-            model(torch.randn(4, 512)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, model(torch.randn(4, 512)).sum())
         optimizer.synchronize()
         stats = {name: optimizer.stats()[name] - before[name] for name in ("nvme_read_bytes", "nvme_written_bytes")}
         assert stats["nvme_read_bytes"] == pytest.approx(12 * parameters * steps, rel=0.02)

@@ -124,7 +124,6 @@ def planned_of(
     from offload.models import GPT
     from offload.planner.explain import plan_of
 
-    tuning = Tuning(chunk=options.chunk or Tuning().chunk, split_master=split_master)
     planned = plan_of(
         GPT(config, device="meta"),
         direct=not torch.cuda.is_available(),
@@ -136,7 +135,7 @@ def planned_of(
         param_tier=options.given_param_tier,
         grad_tier=options.given_grad_tier,
         commit_every=options.commit_every,
-        tuning=tuning,
+        tuning=Tuning(chunk=options.chunk or Tuning().chunk, split_master=split_master),
         ranks=ranks,
         stage=stage,
     )

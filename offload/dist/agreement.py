@@ -24,37 +24,37 @@ def broadcast_from_first(comm: Communicator, tensors: Iterable[Tensor]) -> None:
         return
     for tensor in tensors:
         if tensor.numel():
-            line = tensor.detach().contiguous()
-            comm.broadcast(line)
-            if line.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(line)
+            view = tensor.detach().contiguous()
+            comm.broadcast(view)
+            if view.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(view)
 
 
-def all_gather_shards(comm: Communicator, layout: Layout, param: int, line: Tensor) -> Tensor:
+def all_gather_shards(comm: Communicator, layout: Layout, param: int, view: Tensor) -> Tensor:
     """The elements of a parameter from all ranks; each of them has to call it.
 
-    Args: line: shape (numel,), on the CPU, of which this rank's shard, `layout.param_shard_range(param)`, is sent;
+    Args: view: shape (numel,), on the CPU, of which this rank's shard, `layout.param_shard_range(param)`, is sent;
     overwritten. Raises: RankError.
     """
     if comm.size == 1:
-        return line
-    for start in range(0, line.numel(), BLOCK):
-        stop = min(start + BLOCK, line.numel())
-        rows = comm.all_gather(line[start:stop])
+        return view
+    for start in range(0, view.numel(), BLOCK):
+        stop = min(start + BLOCK, view.numel())
+        rows = comm.all_gather(view[start:stop])
         for rank, row in enumerate(rows):
             first, last = (min(max(edge, start), stop) for edge in layout.param_shard_range(param, rank))
-            line[first:last] = row[first - start : last - start]
-    return line
+            view[first:last] = row[first - start : last - start]
+    return view
 
 
 def all_gather_object(comm: Communicator, data: bytes) -> list[bytes]:
     """The bytes that each rank gave, of any lengths, by rank. Raises: RankError."""
     sizes = comm.all_gather(torch.tensor([len(data)], device="cpu")).flatten().tolist()
-    lines = [torch.zeros(size, dtype=torch.uint8, device="cpu") for size in sizes]
-    lines[comm.rank] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    for rank, line in enumerate(lines):
-        comm.broadcast(line, rank)
-    return [line.numpy().tobytes() for line in lines]
+    rows = [torch.zeros(size, dtype=torch.uint8, device="cpu") for size in sizes]
+    rows[comm.rank] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    for rank, row in enumerate(rows):
+        comm.broadcast(row, rank)
+    return [row.numpy().tobytes() for row in rows]
 
 
 @contextmanager

@@ -154,10 +154,10 @@ class Communicator(ABC):
         Each rank's exact sum travels as a few doubles, so the result does not depend on the number of ranks.
         Returns: inf or nan if a value is not finite. Raises: RankError.
         """
-        parts = torch.zeros(_DOUBLES, dtype=torch.float64, device="cpu")
-        own = _exact_parts(values)
-        parts[: len(own)] = torch.tensor(own, dtype=torch.float64, device="cpu")
-        return _fsum(self.all_gather(parts).flatten().tolist())
+        terms = torch.zeros(_DOUBLES, dtype=torch.float64, device="cpu")
+        own = _exact_terms(values)
+        terms[: len(own)] = torch.tensor(own, dtype=torch.float64, device="cpu")
+        return _fsum(self.all_gather(terms).flatten().tolist())
 
 
 class _Done(Work):
@@ -203,12 +203,12 @@ class SingleProcess(Communicator):
         return True
 
 
-def average(parts: Tensor, out: Tensor) -> None:
+def average(rows: Tensor, out: Tensor) -> None:
     """The local half of a reduction: see [Note: collectives] for its arithmetic.
 
-    Args: parts: [size, k], fp32, bf16 or fp16, by rank. out: [k], fp32 or the dtype of `parts`; written.
+    Args: rows: [size, k], fp32, bf16 or fp16, by rank. out: [k], fp32 or the dtype of `rows`; written.
     """
-    size, numel = parts.shape
+    size, numel = rows.shape
     # As a tensor: by a number, CUDA multiplies with its reciprocal.
     divisor = torch.full((1,), size, dtype=torch.float32, device=out.device)
     block = min(_BLOCK_NUMEL, numel) if out.is_cpu else numel
@@ -218,23 +218,23 @@ def average(parts: Tensor, out: Tensor) -> None:
             stop = min(start + block, numel)
             into = out[start:stop]
             total = into if own is None else own[: stop - start]
-            total.copy_(parts[0, start:stop])
-            for part in parts[1:, start:stop]:
-                total.add_(part)
+            total.copy_(rows[0, start:stop])
+            for row in rows[1:, start:stop]:
+                total.add_(row)
             total.div_(divisor)
             if own is not None:
                 into.copy_(total)
 
 
-def _exact_parts(values: Iterable[float]) -> list[float]:
+def _exact_terms(values: Iterable[float]) -> list[float]:
     """At most _DOUBLES doubles whose exact sum is that of `values`; one alone if that is not finite."""
     own = array("d", values)
-    parts: list[float] = []
+    terms: list[float] = []
     while True:
-        rest = _fsum(chain(own, (-part for part in parts)))
+        rest = _fsum(chain(own, (-term for term in terms)))
         if rest == 0 or not math.isfinite(rest):
-            return parts if rest == 0 else [rest]
-        parts.append(rest)
+            return terms if rest == 0 else [rest]
+        terms.append(rest)
 
 
 def _fsum(values: Iterable[float]) -> float:

@@ -24,10 +24,32 @@ def _buffer_bytes(layout: Layout) -> int:
     return max((layout.replicas * numel * dtype.itemsize for numel, dtype in windows), default=0)
 
 
-class FlatGather:
+class Exchange:
+    """How new parameters get to the other ranks, flat after flat; of one rank alone: not at all."""
+
+    def begin(self) -> None:
+        """Before the first new values of a flat are sent."""
+
+    def send(self, chunk: Chunk, values: Tensor, step: int) -> None:
+        """Sends a chunk of this rank, after those before it in its flat, which did not change.
+
+        Args: values: its new ones; step: that they are the result of. Raises: RankError.
+        """
+
+    def start(self, flat: int, step: int) -> None:
+        """Sends the rest of a flat, and starts to receive what others made of it. Raises: RankError."""
+
+    def finish(self, flat: int) -> None:
+        """Waits until all of a flat has its new values. Raises: RankError."""
+
+    def abandon(self) -> None:
+        """Waits for what is under way, successful or not."""
+
+
+class FlatGather(Exchange):
     """All-gathers flat parameters that stay on the device, in place; whoever uses one waits for it.
 
-    Args: flats: the model's flat parameters. This rank's shard of one has its new values when it is launched.
+    Args: flats: the model's flat parameters. This rank's shard of one has its new values when it is started.
     """
 
     def __init__(self, layout: Layout, flats: Sequence[Tensor], comm: Communicator) -> None:
@@ -36,28 +58,25 @@ class FlatGather:
         self._comm = comm
         self._works: dict[int, Work] = {}
 
-    def launch(self, flat: int) -> None:
-        """Sends this rank's shard to the others, and receives theirs. Raises: RankError."""
+    def start(self, flat: int, step: int) -> None:
         whole, numel = self._flats[flat], self._layout.shard_numel(flat)
         if numel:
             own = whole[self._comm.rank * numel : (self._comm.rank + 1) * numel]
             self._works[flat] = self._comm.all_gather_into_tensor(own, whole)
 
     def finish(self, flat: int) -> None:
-        """Waits for the others' shards. Raises: RankError."""
         if flat in self._works:
             self._works[flat].wait()
             del self._works[flat]
 
     def abandon(self) -> None:
-        """Waits for what is under way, successful or not."""
         for work in self._works.values():
             with suppress(RankError):
                 work.wait()
         self._works.clear()
 
 
-class ReplicaExchange:
+class ReplicaExchange(Exchange):
     """Sends new parameters to the ranks that keep the same parameters in their tiers, and receives theirs.
 
     With replicas, each shard group keeps all parameters, and the ranks at one place in these groups exchange what each
@@ -86,24 +105,18 @@ class ReplicaExchange:
         self._under_way: tuple[Work, int, int] | None = None
 
     def begin(self) -> None:
-        """Before the first new values of a flat are sent."""
         self._sent = 0
 
     def send(self, chunk: Chunk, values: Tensor, step: int) -> None:
-        """Sends a chunk of this rank, after those before it in its flat, which did not change.
-
-        Args: values: its new ones; step: that they are the result of. Raises: RankError.
-        """
         self._send_up_to(chunk.flat, chunk.start - self._layout.shard_range(chunk.flat)[0], step)
         self._launch(chunk.flat, values, step)
 
-    def finish(self, flat: int, step: int) -> None:
-        """Sends the rest of a flat; all copies of it have their new values when it returns. Raises: RankError."""
+    def start(self, flat: int, step: int) -> None:
+        """When it returns, all copies of the flat have their new values already."""
         self._send_up_to(flat, self._layout.shard_numel(flat), step)
         self._receive(step)
 
     def abandon(self) -> None:
-        """Waits for what is under way, successful or not."""
         if self._under_way is not None:
             with suppress(RankError):
                 self._under_way[0].wait()

@@ -20,7 +20,7 @@ def launched(environ: Mapping[str, str]) -> int:
     return _number(environ, "WORLD_SIZE", least=1, default=1)
 
 
-def place_on_node(environ: Mapping[str, str], rank: int, size: int) -> tuple[int, int]:
+def rank_on_node(environ: Mapping[str, str], rank: int, size: int) -> tuple[int, int]:
     """(local_rank, ranks_on_node), from the launcher's variables.
 
     Without them, all `size` processes count as being on this node: a budget divided by too many still holds.

@@ -26,7 +26,7 @@ from offload.dist.communicator import (
     describe,
 )
 from offload.errors import ConfigError, RankError
-from offload.dist.launch import launched, place_on_node
+from offload.dist.launch import launched, rank_on_node
 from offload.profiling import COLLECTIVES, Event, Timeline
 
 TIMEOUT_S = 600.0
@@ -55,8 +55,8 @@ class Group(Communicator):
     the process from ending, and after it NCCL's watchdog kills it. So `init_process_group(timeout=...)` should be near
     `timeout_s`.
 
-    Args: members: None: all ranks. timeout_s: seconds from the launch of a collective to RankError. within, across:
-    see Communicator; what they do is counted here, too.
+    Args: members: None: all ranks. timeout_s: seconds from the launch of a collective to RankError. shard_group,
+    replicate_group: see Communicator; what they do is counted here, too.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Group(Communicator):
         shard_group: dist.ProcessGroup | None = None,
         replicate_group: dist.ProcessGroup | None = None,
     ) -> None:
-        local_rank, ranks_on_node = place_on_node(environ, dist.get_rank(), dist.get_world_size())
+        local_rank, ranks_on_node = rank_on_node(environ, dist.get_rank(), dist.get_world_size())
         super().__init__(dist.get_rank(members), dist.get_world_size(members), local_rank, ranks_on_node)
         backends = dist.get_backend_config(members)
         self._group = members
@@ -78,19 +78,19 @@ class Group(Communicator):
         self._timeout_s = timeout_s
         self._timeline = timeline or Timeline()
         self._shared = _Shared()
-        self._shard_group, self._replicate_group = self._part(shard_group), self._part(replicate_group)
+        self._shard_group, self._replicate_group = self._subgroup(shard_group), self._subgroup(replicate_group)
         self._own: dist.ProcessGroup | None = None  # made here, to be taken away at the end
         self._side_group: Communicator | None = None
         self._ends = math.inf
 
-    def _part(self, members: dist.ProcessGroup | None) -> Communicator | None:
+    def _subgroup(self, members: dist.ProcessGroup | None) -> Communicator | None:
         if members is None:
             return None
         if dist.get_world_size(members) == 1:
             return SingleProcess(self.local_rank, self.ranks_on_node)
-        part = Group(members, timeout_s=self._timeout_s, timeline=self._timeline)
-        part._shared = self._shared
-        return part
+        group = Group(members, timeout_s=self._timeout_s, timeline=self._timeline)
+        group._shared = self._shared
+        return group
 
     @property
     def shard_group(self) -> Communicator:
@@ -112,41 +112,37 @@ class Group(Communicator):
                 made = _another(self._ranks, names.pop() if len(names) == 1 else backends, self._timeout_s + _GRACE_S)
             except RuntimeError as error:
                 raise self.fail("new_group", time.monotonic() - began, str(error)) from error
-            self._own, self._side_group = made, self._part(made)
+            self._own, self._side_group = made, self._subgroup(made)
         assert self._side_group is not None
         return self._side_group
 
     def reduce_scatter(self, full: Tensor, out: Tensor, *, scratch: Tensor | None = None) -> Work:
         check_reduction(full, out, scratch, self.size)
         received = torch.empty_like(full) if scratch is None else scratch
-
-        def exchange() -> Any:
-            return dist.all_to_all_single(_bytes(received), _bytes(full), group=self._group, async_op=True)
-
-        def finish() -> None:
-            average(received.view(self.size, -1), out)
-
-        return self._launch("reduce_scatter", exchange, full, full.numel() - out.numel(), finish)
+        return self._launch(
+            "reduce_scatter",
+            lambda: dist.all_to_all_single(_bytes(received), _bytes(full), group=self._group, async_op=True),
+            full,
+            full.numel() - out.numel(),
+            finish=lambda: average(received.view(self.size, -1), out),
+        )
 
     def all_gather_into_tensor(self, shard: Tensor, out: Tensor) -> Work:
         check_gather(shard, out, self.size)
-
-        def exchange() -> Any:
-            return _all_gather(out, shard, self._group)
-
-        return self._launch("all_gather", exchange, out, out.numel() - shard.numel())
+        sent_numel = out.numel() - shard.numel()
+        return self._launch("all_gather", lambda: _all_gather(out, shard, self._group), out, sent_numel)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         check_source(source, self.size)
         if not tensor.is_contiguous():
             raise ValueError(f"tensor has to be contiguous, not {describe(tensor)}")
         sent = tensor.detach().to(self._host) if tensor.is_cpu else tensor.detach()
-
-        def exchange() -> Any:
-            return dist.broadcast(_bytes(sent), self._ranks[source], group=self._group, async_op=True)
-
-        numel = tensor.numel() * (self.size - 1) if self.rank == source else 0
-        self._launch("broadcast", exchange, sent, numel).wait()
+        self._launch(
+            "broadcast",
+            lambda: dist.broadcast(_bytes(sent), self._ranks[source], group=self._group, async_op=True),
+            sent,
+            tensor.numel() * (self.size - 1) if self.rank == source else 0,
+        ).wait()
         if sent.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(sent)
@@ -155,20 +151,17 @@ class Group(Communicator):
         if values.dim() != 1 or not values.is_cpu:
             raise ValueError(f"values has to be a 1-D CPU tensor, not {describe(values)}")
         own = values.contiguous().to(self._host)
-        found = own.new_empty(self.size * own.numel())
-
-        def exchange() -> Any:
-            return _all_gather(found, own, self._group)
-
-        self._launch("gather", exchange, found, found.numel() - own.numel()).wait()
-        return found.cpu().view(self.size, -1)
+        rows = own.new_empty(self.size * own.numel())
+        sent_numel = rows.numel() - own.numel()
+        self._launch("gather", lambda: _all_gather(rows, own, self._group), rows, sent_numel).wait()
+        return rows.cpu().view(self.size, -1)
 
     def stats(self) -> dict[str, int]:
         return dict(self._shared.counts)
 
     def close(self) -> bool:
         self._ends = min(self._ends, time.monotonic() + _GRACE_S)
-        quiet = [work.abandoned(self._ends) for work in self._shared.under_way]
+        quiet = [work.arrives_by(self._ends) for work in self._shared.under_way]
         # A part of the world's names its groups by how many there are: where one has gone, the next gets its name.
         if self._own is not None and self.size == dist.get_world_size() and self._shared.failure is None and all(quiet):
             dist.destroy_process_group(self._own)
@@ -264,14 +257,10 @@ class _GroupWork(Work):
             Timeline.end(self._event)
         self._complete = True
 
-    def abandoned(self, deadline: float) -> bool:
-        """Gives the call a last moment to complete; what comes of it does not matter."""
-        return self._arrives_by(deadline)
-
     def _fault(self) -> str | None:
         """Waits; says what went wrong, if anything."""
         # Not in the backend's own wait: that one takes no Ctrl-C, and NCCL's does not wait for the ranks.
-        if not self._arrives_by(self._launched + self._timeout_s):
+        if not self.arrives_by(self._launched + self._timeout_s):
             return "timed out"
         try:
             self._call.wait()
@@ -279,7 +268,7 @@ class _GroupWork(Work):
             return str(error)
         return None
 
-    def _arrives_by(self, deadline: float) -> bool:
+    def arrives_by(self, deadline: float) -> bool:
         """Whether the call completed, well or not, before `deadline`."""
         sleep_s = _SHORTEST_SLEEP_S
         while not self._call.is_completed():
@@ -295,7 +284,7 @@ def connect(
 ) -> Communicator:
     """The communicator of this process.
 
-    Args: process_group: a ProcessGroup or a DeviceMesh: the data-parallel ranks, that hold one partition each; None:
+    Args: process_group: a ProcessGroup or a DeviceMesh: the data-parallel ranks, that hold one shard each; None:
         all ranks. Of a mesh of two dimensions the first is of replicas, `replicate_group`, and the second `shard_group`, as FSDP2 has
         them. timeout_s: seconds from the launch of a collective to RankError.
     Raises: ConfigError if it is neither, if this process is not in it, or if a launcher started several processes and
@@ -310,17 +299,17 @@ def connect(
                 "would train alone: call torch.distributed.init_process_group() before OffloadZero(...)"
             )
         return SingleProcess()
-    members, *parts = _members(process_group)
+    members, *dimensions = _members(process_group)
     if dist.get_world_size(members) == 1:
-        return SingleProcess(*place_on_node(os.environ, dist.get_rank(), dist.get_world_size()))
-    replicate_group, shard_group = parts or (None, None)
+        return SingleProcess(*rank_on_node(os.environ, dist.get_rank(), dist.get_world_size()))
+    replicate_group, shard_group = dimensions or (None, None)
     return Group(
         members, timeout_s=timeout_s, timeline=timeline, shard_group=shard_group, replicate_group=replicate_group
     )
 
 
 def _members(process_group: object | None) -> list[dist.ProcessGroup | None]:
-    """All that hold partitions and, with replicas, those across and within."""
+    """All that hold shards and, with replicas, the replicate group and the shard group."""
     if process_group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ConfigError(f"process_group: rank {dist.get_rank()} is not in it: give each rank the group it belongs to")
     if process_group is None or isinstance(process_group, dist.ProcessGroup):

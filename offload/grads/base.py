@@ -18,13 +18,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from offload.errors import AccumulationError
+from offload.errors import AccumulationError, ConfigError
 from offload.grads.shards import open_shards
 from offload.layout import Chunk
 from offload.run import Run
@@ -50,6 +50,29 @@ class GradientScale:
     def is_fixed(self) -> bool:
         """Whether the factors were computed from the gradients that are here: then no more may be added to them."""
         return self.unscaled is not None or self.factor != 1.0
+
+    def unscaled_by(self, inverse: float) -> GradientScale:
+        """These factors, and that of a GradScaler. Args: inverse: of the loss scale; 1: it was divided out before.
+
+        Raises: ConfigError if that may not be divided out now.
+        """
+        if not 0 < inverse < math.inf:
+            raise ConfigError(
+                f"the loss scale of the GradScaler is the inverse of {inverse}: it was halved at every step until "
+                "nothing was left, or doubled for ever; look for the NaN or the zeros in the loss, and make a new "
+                "GradScaler"
+            )
+        if inverse != 1.0 and self.clip is not None:
+            raise ConfigError(
+                "clip_grad_norm_() came before the loss scale was divided out, and clipped the gradients of the scaled "
+                "loss: call scaler.unscale_(optimizer) before it; nothing was changed, call zero_grad()"
+            )
+        if inverse != 1.0 and self.unscaled not in (None, 1.0):
+            raise ConfigError(
+                "the loss scale would be divided out twice: call scaler.unscale_() once a step, with the optimizer "
+                "that scaler.step() is called with; nothing was changed, call zero_grad()"
+            )
+        return replace(self, unscaled=inverse * (1.0 if self.unscaled is None else self.unscaled))
 
 
 UNIT_SCALE = GradientScale()

@@ -90,7 +90,7 @@ class LocalGradients(GradientBuffer):
                 for chunk, piece in self._layout.pieces_of(param):
                     self._update(chunk, piece, tile, grad, is_first=is_first)
             if region is not None and is_last:
-                self._then(param, lambda: self._sum(param, tile, region, generation))
+                self._then(param, lambda: self._sum(param, tile, 0, region, generation))
 
     def _region(self, param: int, tile: int) -> Tensor:
         flat, offset = self._layout.locations[param]
@@ -109,6 +109,7 @@ class LocalGradients(GradientBuffer):
         counts = {self._count[other.param][0] for other in chunk.pieces} if len(chunk.pieces) > 1 else {0}
         is_last = self._count[param][tile] == self.accumulation
         generation = self._generation[param][tile]
+        offset = piece.param_offset - start
 
         def add(values: Tensor) -> None:
             update = self._shards.updated(
@@ -116,10 +117,8 @@ class LocalGradients(GradientBuffer):
             )
             with self._event(SUMS, "cast" if is_first else "accumulate", param), update as summed:
                 if self._is_stored and is_last:
-                    self._sum_piece(piece, tile, summed)
-                    self._summed[param][tile] = generation
+                    self._sum(param, tile, offset, summed, generation)
 
-        offset = piece.param_offset - start
         self._through_bounce(param, grad[offset : offset + piece.numel], add)
 
     def has(self, param: int) -> bool:
@@ -138,7 +137,7 @@ class LocalGradients(GradientBuffer):
                 for tile, generation in enumerate(self._generation[param]):
                     if self._summed[param][tile] != generation:  # fewer micro-batches than declared
                         start, stop = self._tiles[param][tile]
-                        self._sum(param, tile, self.values(param)[start:stop], generation)
+                        self._sum(param, tile, 0, self.values(param)[start:stop], generation)
         return list(params)
 
     def drain(self) -> None:
@@ -154,7 +153,7 @@ class LocalGradients(GradientBuffer):
     def write(self, param: int, values: Tensor) -> None:
         self._shards.write(param, values)
         for tile, (start, stop) in enumerate(self._tiles[param]):
-            self._sum(param, tile, values[start:stop], self._generation[param][tile])
+            self._sum(param, tile, 0, values[start:stop], self._generation[param][tile])
 
     def reset(self) -> None:
         wait_for_all([work for _, work in self._pending])
@@ -167,31 +166,27 @@ class LocalGradients(GradientBuffer):
         if self._worker is not None:
             self._worker.shutdown(wait=True)
 
-    def _sum(self, param: int, tile: int, values: Tensor, generation: int) -> None:
+    def _sum(self, param: int, tile: int, first: int, values: Tensor, generation: int) -> None:
+        """Sums the squares of the elements of a tile from `first` on."""
+        block = first // SUM_BLOCK
+        blocks = self._shards.sums[param][tile][block : block + sum_blocks(first, values.numel())]
         with self._event(SUMS, "sum of squares", param):
-            self._kernels.sum_squares(values, 0, self._shards.sums[param][tile])
+            self._kernels.sum_squares(values, first, blocks)
         # Of an older generation, it says nothing about the gradient that has come since.
         self._summed[param][tile] = generation
 
-    def _sum_piece(self, piece: Piece, tile: int, values: Tensor) -> None:
-        first = piece.param_offset - self._tiles[piece.param][tile][0]
-        block = first // SUM_BLOCK
-        blocks = self._shards.sums[piece.param][tile][block : block + sum_blocks(first, piece.numel)]
-        with self._event(SUMS, "sum of squares", piece.param):
-            self._kernels.sum_squares(values, first, blocks)
-
     # Copies from the device.
 
-    def _through_bounce(self, param: int, part: Tensor, use: Callable[[Tensor], None]) -> None:
-        """Calls `use` with `part` in RAM: at once on the CPU, else in the worker when it has been copied."""
+    def _through_bounce(self, param: int, values: Tensor, use: Callable[[Tensor], None]) -> None:
+        """Calls `use` with `values` in RAM: at once on the CPU, else in the worker when it has been copied."""
         if self._copier.direct:
-            use(part)
+            use(values)
             return
         # The memory is bounded, so the device has to wait while both bounces are in use.
         with self._waiting("wait for bounce", param):
             bounce = self._bounces.get()
-        copied = bounce[: part.numel() * part.element_size()].view(part.dtype)
-        wait = self._copy(param, part, copied)
+        copied = bounce[: values.numel() * values.element_size()].view(values.dtype)
+        wait = self._copy(param, values, copied)
 
         def finish() -> None:
             try:

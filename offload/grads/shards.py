@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from offload.config import SUM_BLOCK
-from offload.dist.partition import Bucket
+from offload.dist.buckets import Bucket
 from offload.layout import Chunk, Layout
 from offload.native import sum_blocks
 from offload.run import Run
@@ -107,6 +107,12 @@ class GradShards(ABC):
             this chunk are about to come.
         """
 
+    def _put(self, values: Tensor, into: Tensor, *, is_first: bool) -> None:
+        if is_first:
+            self._kernels.cast(values, into)
+        else:
+            self._kernels.accumulate(into, values)
+
     @abstractmethod
     def add_bucket(self, bucket: Bucket, average: Tensor, *, is_first: bool, is_last: bool) -> None:
         """Writes the average of a bucket, shape (bucket.numel,), or adds it. Args: is_first, is_last: of the rounds."""
@@ -153,10 +159,7 @@ class ShardsInMemory(GradShards):
         self, chunk: Chunk, start: int, values: Tensor, *, is_first: bool, is_unfinished: bool
     ) -> Iterator[Tensor]:
         into = self.chunk_memory(chunk.index)[start : start + len(values)]
-        if is_first:
-            self._kernels.cast(values, into)
-        else:
-            self._kernels.accumulate(into, values)
+        self._put(values, into, is_first=is_first)
         yield into
 
     def add_bucket(self, bucket: Bucket, average: Tensor, *, is_first: bool, is_last: bool) -> None:
@@ -219,10 +222,7 @@ class ShardsInSlots(GradShards):
         with self._store.lease(chunk.index, step=0, is_fresh=is_fresh) as lease:
             lease.dirty, lease.is_unfinished = True, is_unfinished
             into = lease.arrays[0].view(self.dtypes[chunk.flat])[start : start + len(values)]
-            if is_first:
-                self._kernels.cast(values, into)
-            else:
-                self._kernels.accumulate(into, values)
+            self._put(values, into, is_first=is_first)
             yield into
 
     def add_bucket(self, bucket: Bucket, average: Tensor, *, is_first: bool, is_last: bool) -> None:
@@ -241,9 +241,9 @@ class ShardsInSlots(GradShards):
             start, stop = max(piece.chunk_offset, begin), min(piece.chunk_offset + piece.numel, begin + len(values))
             if start < stop:
                 first = piece.param_offset + start - piece.chunk_offset
-                self._sum_part(piece.param, first, values[start - begin : stop - begin])
+                self._sum_piece(piece.param, first, values[start - begin : stop - begin])
 
-    def _sum_part(self, param: int, first: int, values: Tensor) -> None:
+    def _sum_piece(self, param: int, first: int, values: Tensor) -> None:
         """Args: values: the elements of a parameter from `first` on; those after them came before."""
         held = self._layout.param_shard_range(param)[0]
         stop = first + len(values)

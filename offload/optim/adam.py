@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from offload.devices.copies import Copy
-from offload.dist.exchange import FlatGather, ReplicaExchange
+from offload.dist.exchange import Exchange, FlatGather, ReplicaExchange
 from offload.errors import OffloadError
 from offload.grads.base import GradientBuffer
 from offload.interrupts import wait_for_all
@@ -78,10 +78,9 @@ class NewParameters:
         size = arena_bytes(layout, gradients.accumulation, direct=is_direct, split_master=run.config.split_master)
         self._bounce = run.memory.states.carve(size)
         self._copies: list[tuple[Chunk, Copy, Event | None]] = []
-        self._gather: FlatGather | None = None
-        self._exchange: ReplicaExchange | None = None
+        self._exchange = Exchange()
         if comm.size > 1 and streamed is None:
-            self._gather = FlatGather(layout, flats, comm)
+            self._exchange = FlatGather(layout, flats, comm)
         elif streamed is not None and layout.replicas > 1:
             keepers = comm if layout.shard_group_size == 1 else comm.replicate_group
             communication = run.memory.communication
@@ -94,10 +93,9 @@ class NewParameters:
         """Whether the kernels write into the model."""
         return self._copier.direct
 
-    def begin(self, flat: int) -> None:
+    def begin(self) -> None:
         """Before the first new values of a flat parameter are written."""
-        if self._exchange is not None:
-            self._exchange.begin()
+        self._exchange.begin()
 
     @contextmanager
     def writing(self, chunk: Chunk, *, step: int, is_whole: bool) -> Iterator[Tensor]:
@@ -112,7 +110,7 @@ class NewParameters:
                 yield values
                 self.chunk_updated(chunk, values)
                 # Not in a worker: its collectives would be in no order with others. `start_gather` sends it there.
-                if self._exchange is not None and self.direct:
+                if self.direct:
                     self._exchange.send(chunk, values, step)
         elif self.direct:
             yield self._on_device(chunk)
@@ -145,10 +143,10 @@ class NewParameters:
             return
         source, target = self._in_gradient(chunk), self._on_device(chunk)
         for run in runs:
-            part = slice(run.start, run.stop)
+            span = slice(run.start, run.stop)
             size = (run.stop - run.start) * source.element_size()
             moving = self._timeline.begin(TO_DEVICE, "copy", chunk=chunk.index, size=size, tier="device")
-            self._copies.append((chunk, self._copier.to_device(source[part], target[part]), moving))
+            self._copies.append((chunk, self._copier.to_device(source[span], target[span]), moving))
             self._timeline.count("host_to_device_bytes", size)
 
     def wait(self) -> None:
@@ -167,29 +165,22 @@ class NewParameters:
 
     def start_gather(self, flat: int, step: int) -> None:
         """Starts getting the new parameters that other ranks made in step `step`. Raises: RankError."""
-        if self._exchange is not None:
-            self._exchange.finish(flat, step)
-        elif self._gather is not None:
-            self._gather.launch(flat)
+        self._exchange.start(flat, step)
 
     def finish(self, flat: int) -> None:
         """Waits until all of a flat parameter has its new value. Raises: RankError."""
-        if self._gather is not None:
-            self._gather.finish(flat)
+        self._exchange.finish(flat)
 
     def all_gather(self, flat: int, step: int) -> None:
         """Gets the other ranks' shards of a flat parameter, of which this rank's is in the model. Raises: RankError."""
-        self.begin(flat)
+        self.begin()
         self.start_gather(flat, step)
         self.finish(flat)
 
     def abandon(self) -> None:
         """Waits for transfers under way, successful or not; new parameters that are not in the model are dropped."""
         self.close()
-        if self._gather is not None:
-            self._gather.abandon()
-        elif self._exchange is not None:
-            self._exchange.abandon()
+        self._exchange.abandon()
         if not self.direct and self._streamed is None:
             for chunk in self._layout.chunks:
                 self._clear_gaps(chunk)
@@ -291,7 +282,7 @@ class Step:
         """Makes the new parameters of `flat`, which is pending, or waits for them, and sends them to other ranks."""
         if flat in self._started:
             return
-        self._params.begin(flat)
+        self._params.begin()
         for work in self._pending[flat]:
             if work.done is None:
                 self._run(work)
@@ -354,11 +345,11 @@ class Step:
 
     def _adam(self, work: _Work, lease: Lease, grads: Tensor, current: Tensor | None, target: Tensor) -> None:
         for run in work.runs:
-            part, scalars = slice(run.start, run.stop), work.scalars[run.key]
-            master, new = lease.master[part], target[part]
-            exp_avg, exp_avg_sq, grad = lease.exp_avg[part], lease.exp_avg_sq[part], grads[part]
+            span, scalars = slice(run.start, run.stop), work.scalars[run.key]
+            master, new = lease.master[span], target[span]
+            exp_avg, exp_avg_sq, grad = lease.exp_avg[span], lease.exp_avg_sq[span], grads[span]
             if current is not None:
-                self._kernels.adam_split(current[part], master, exp_avg, exp_avg_sq, grad, new, scalars)
+                self._kernels.adam_split(current[span], master, exp_avg, exp_avg_sq, grad, new, scalars)
             elif new.dtype is torch.float32:
                 self._kernels.adam(master, exp_avg, exp_avg_sq, grad, None, scalars)
                 self._kernels.cast(master, new)

@@ -40,7 +40,7 @@ from offload.planner.placement import (
     place,
     slot_records,
 )
-from offload.storage.swap_format import STATE_KINDS, Record
+from offload.storage.swap_format import STATE_KINDS, Record, param_records_of
 
 
 @dataclass(frozen=True)
@@ -145,16 +145,16 @@ def sent_numel(planned: Planned) -> dict[str, int]:
     reduction = planned.needs.reduction
     if reduction is None:
         return {"gradients": 0, "parameters": 0}
-    parts = dict.fromkeys(dict.fromkeys(flat.unit for flat in layout.flats), 0)
+    shards = dict.fromkeys(dict.fromkeys(flat.unit for flat in layout.flats), 0)
     for flat in layout.flats:
-        parts[flat.unit] += layout.shard_numel(flat.index)
-    gathered = sum(parts.values())
+        shards[flat.unit] += layout.shard_numel(flat.index)
+    gathered = sum(shards.values())
     if config.stage == 3:
-        last = next((unit for unit in reversed(parts) if unit != ROOT), ROOT)
-        kept = sum(parts[unit] for unit in {ROOT, last} if unit in parts)
+        last = next((unit for unit in reversed(shards) if unit != ROOT), ROOT)
+        kept = sum(shards[unit] for unit in {ROOT, last} if unit in shards)
         gathered = config.accumulation * (2 * gathered - kept)
     others = layout.ranks - 1
-    return {"gradients": others * reduction.rounds * sum(parts.values()), "parameters": others * gathered}
+    return {"gradients": others * reduction.rounds * sum(shards.values()), "parameters": others * gathered}
 
 
 def explain(placement: Placement, planned: Planned) -> list[Row]:
@@ -196,11 +196,13 @@ def _param_buffers(placement: Placement, planned: Planned) -> int:
 def _on_disk(placement: Placement, planned: Planned) -> Iterator[Row]:
     if not placement.disk_bytes:
         return
-    records = planned.needs.states
+    records, config = planned.needs.states, planned.config
+    params = param_records_of(planned.layout) if config.param_tier == "nvme" else []
+    grads = gradient_records_of(planned.layout, config.accumulation) if config.grad_tier == "nvme" else []
     rows = [
         *_states([record for chunk, record in enumerate(records) if chunk not in placement.kept], "nvme"),
-        Row("param", "nvme", sum(_param_bytes(planned.layout)) if planned.config.param_tier == "nvme" else 0),
-        Row("grad", "nvme", _stored_gradient_bytes(planned)),
+        Row("param", "nvme", sum(record.numel * record.itemsizes[0] for record in params)),
+        Row("grad", "nvme", sum(record.numel * record.itemsizes[0] for record in grads)),
         Row("slots", "nvme", sum(records[chunk].nbytes for chunk in placement.kept) + _second_slots(planned)),
     ]
     yield from rows
@@ -214,17 +216,6 @@ def _second_slots(planned: Planned) -> int:
     elsewhere = config.commits_parameters and config.param_tier != "nvme"
     once = sum(record.nbytes for record in records[len(layout.chunks) :]) if elsewhere else 0
     return (config.slots_per_chunk - 1) * sum(record.nbytes for record in records) + once
-
-
-def _stored_gradient_bytes(planned: Planned) -> int:
-    if planned.config.grad_tier != "nvme":
-        return 0
-    records = gradient_records_of(planned.layout, planned.config.accumulation)
-    return sum(record.numel * record.itemsizes[0] for record in records)
-
-
-def _param_bytes(layout: Layout) -> Iterator[int]:
-    return (chunk.numel * layout.flats[chunk.flat].dtype.itemsize for chunk in layout.param_chunks)
 
 
 def _states(records: list[Record], tier: Tier) -> Iterator[Row]:

@@ -15,7 +15,7 @@ from offload.config import LEAST_IN_FLIGHT, MASTER_ITEM_BYTES, Config
 from offload.dist import exchange
 from offload.errors import BudgetError, ConfigError
 from offload.grads import local as gradients
-from offload.grads.buckets import ReductionPlan
+from offload.grads.reduction_plan import ReductionPlan
 from offload.grads.shards import records_of as gradient_records_of
 from offload.layout import Layout
 from offload.model.units import ROOT, encloses
@@ -89,7 +89,7 @@ class Placement:
     def describe(self, layout: Layout, config: Config) -> str:
         """One line for people."""
         streamed = self.streamed_chunks
-        places = " and ".join(map(str, config.paths))
+        paths = " and ".join(map(str, config.paths))
         at_most = f" of {format_bytes(config.device_memory)} allowed" if config.device_memory is not None else ""
         where = "" if config.param_tier == "device" else f", streamed from {_SHOWN[config.param_tier]}"
         if config.tier == "device" and where:
@@ -107,10 +107,10 @@ class Placement:
             text += f" ({len(self.kept)} chunks)"
             if config.commit_every is None:
                 return text
-            return f"{text}, and are written to {places} ({format_bytes(self.disk_bytes)}) at a commit{_every(config)}"
+            return f"{text}, and are written to {paths} ({format_bytes(self.disk_bytes)}) at a commit{_every(config)}"
         steps = TYPICAL_TBW / self.written_bytes
         return text + (
-            f"{streamed} of {len(layout.chunks)} chunks stream through {places} ({format_bytes(self.disk_bytes)}): "
+            f"{streamed} of {len(layout.chunks)} chunks stream through {paths} ({format_bytes(self.disk_bytes)}): "
             f"{format_bytes(self.read_bytes)} read and {format_bytes(self.written_bytes)} written a step, "
             f"{steps:,.0f} steps for a drive warranted for 600 TB written; "
             + ("nothing is committed" if config.commit_every is None else f"a commit{_every(config)}")
@@ -374,14 +374,13 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
     is_on_device = config.tier == "device"
     fixed = reserved + (0 if is_on_device else needs.fixed_bytes) + (0 if needs.staged is None else needs.staged.nbytes)
     states = 0 if is_on_device else needs.state_bytes
-    if config.tier != "nvme":
-        if fixed + states > budget:
-            other = "or a smaller Tuning(chunk=...)" if is_on_device else 'or tier="nvme" with a path'
-            raise _too_small(fixed + states, budget, given, other)
-        kept, in_flight = frozenset(range(len(sizes))), 0
-    else:
-        if reserved + needs.least_bytes > budget:
-            raise _too_small(reserved + needs.least_bytes, budget, given, "or a smaller Tuning(chunk=...)")
+    streams = config.tier == "nvme"
+    least = reserved + needs.least_bytes if streams else fixed + states
+    if least > budget:
+        other = 'or tier="nvme" with a path' if config.tier == "cpu" else "or a smaller Tuning(chunk=...)"
+        raise _too_small(least, budget, given, other)
+    kept, in_flight = frozenset(range(len(sizes))), 0
+    if streams:
         kept, in_flight = _keep_and_stream(sizes, budget - fixed, config.in_flight)
     streamed = [size for chunk, size in enumerate(sizes) if chunk not in kept]
     kept_bytes, largest = sum(sizes) - sum(streamed), max(streamed, default=0)

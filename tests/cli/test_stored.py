@@ -19,6 +19,7 @@ from offload.cli.main import app
 from offload.errors import CorruptionError, PathError, ResumeError
 from offload.sizes import PAGE_BYTES
 from offload.storage.files import SWAP_NAME
+from tests.support.toy import take_step
 
 
 def call(*args: object, typed: str = "") -> Result:
@@ -30,9 +31,7 @@ def trained(path: Path) -> tuple[dict[str, Tensor], OffloadZero]:
     model = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
     optimizer = OffloadZero(model, path=path, commit_every=0)
     for _ in range(2):
-        model(torch.randn(4, 40).bfloat16()).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(torch.randn(4, 40).bfloat16()).square().mean())
     optimizer.commit()
     return {name: value.clone() for name, value in model.state_dict().items()}, optimizer
 

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +31,11 @@ TINY += ["--validation", "4"]
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty current directory; losses are drawn in tests/cli/test_plots.py."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(loop, "loss_curve", lambda file, *rest: file.write_bytes(b"\x89PNG"))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a tiny model is quicker so, ten times on a busy machine
-    yield tmp_path
-    torch.set_num_threads(threads)
+    return tmp_path
 
 
 def run(*options: str) -> Result:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner, Result
 
 from offload.cli import loop
@@ -21,14 +20,11 @@ OPTIONS = "train --preset 1m --batch 1 --seq 16 --path run --commit-every 1 --sa
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "one").mkdir()
     monkeypatch.chdir(tmp_path / "one")
     monkeypatch.setattr("offload.cli.loop.loss_curve", lambda *args: None)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield tmp_path
-    torch.set_num_threads(threads)
+    return tmp_path
 
 
 def train(*options: object) -> Result:

@@ -11,6 +11,7 @@ import torch
 from offload import OffloadZero, ReleasedParameterError, Tuning
 from tests.oracle.models import TinyLm, token_batches, token_loss
 from tests.support.ranks import Worlds
+from tests.support.toy import take_step
 
 
 def _evaluate_alone(stage: int, tier: str, path: str) -> list[float]:
@@ -24,9 +25,7 @@ def _evaluate_alone(stage: int, tier: str, path: str) -> list[float]:
     options |= {"tuning": Tuning(chunk="4KiB"), "compute_dtype": torch.float32, "commit_every": None}
     with OffloadZero(model, plain, tier=tier, stage=stage, **options) as optimizer:
         for tokens, targets in token_batches():
-            token_loss(model, tokens, targets).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, token_loss(model, tokens, targets))
             if first:
                 with torch.no_grad():
                     losses.append(token_loss(model, tokens, targets).item())

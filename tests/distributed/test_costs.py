@@ -23,6 +23,7 @@ from offload.planner.explain import plan_of, sent_numel
 from tests.support import models
 from tests.support.communicators import Delayed, Waiting
 from tests.support.ranks import Worlds
+from tests.support.toy import take_step
 from tests.support.zero_stages import total_held
 
 STEPS = 3
@@ -200,8 +201,7 @@ def _phases_s(stage: int, kind: type[Delayed], delay_s: float) -> tuple[float, f
             optimizer._comm.barrier()
             began = time.monotonic()
             if number:
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(optimizer)
             loss = model(torch.ones(4, 32)).float().sum()
             between = time.monotonic()
             loss.backward()

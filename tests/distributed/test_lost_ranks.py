@@ -28,6 +28,7 @@ from offload.errors import (
 )
 from tests.support import models, sharded
 from tests.support.ranks import World, Worlds
+from tests.support.toy import take_step
 
 TIMEOUT_S = 2.0
 CALLS = ["reduce_scatter", "all_gather", "broadcast", "gather"]
@@ -214,9 +215,7 @@ def _train_until_lost(stage: int, lost: int) -> tuple[str, str, float]:
     optimizer, batches = _impatient(stage)
 
     def step() -> None:
-        next(batches)().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, next(batches)())
 
     step()
     step()
@@ -304,8 +303,7 @@ def _drop_on_some(stage: int, accumulation: int, way: str | None) -> tuple[list[
         def train(batches: Iterator[Any]) -> None:
             for _ in range(accumulation):
                 (next(batches)() / accumulation).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
 
         train(sharded.batches_of("gpt", model, rank, 2))
         if way is not None:
@@ -346,9 +344,7 @@ def test_gradients_dropped_on_some_ranks_are_an_error_on_all_and_they_go_on(
 def _backward_on_some(way: str) -> tuple[str, int]:
     """The error, and the steps that were made."""
     optimizer, batches = _impatient(3)
-    next(batches)().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer, next(batches)())
     said = "nothing"
     try:
         loss = next(batches)()

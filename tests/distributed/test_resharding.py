@@ -14,6 +14,7 @@ from offload.checkpoint.reader import Reader
 from offload.storage.swap_file import CommittedFile
 from tests.distributed.test_commits import Training, same
 from tests.support.ranks import Worlds
+from tests.support.toy import take_step
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -47,8 +48,7 @@ def _goes_on(base: str, number: int, options: dict[str, Any]) -> tuple[list[floa
             loss.backward()
             losses.append(loss.item())
             optimizer.clip_grad_norm_(0.5)
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
         optimizer.commit({"number": number})
         bits = training.bits()
         if dist.get_rank() == 0:

@@ -15,6 +15,7 @@ from offload.errors import ConfigError
 from offload.planner import least_cpu_memory
 from tests.support.ranks import Worlds
 from tests.support.sharded import communicators
+from tests.support.toy import take_step
 
 BUCKETS = ["16KiB", "300KiB", "32MiB"]
 
@@ -63,8 +64,7 @@ def _train(path: str, grads: str, accumulation: int, wire: str, bucket: int | st
                 for name, param in model.named_parameters():
                     grad = optimizer.grad(param)
                     found[f"{name}.grad"] = torch.zeros(()) if grad is None else grad
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
         optimizer.synchronize()
         stats = optimizer.stats()
         assert (stats["step"], stats["skipped_steps"]) == (3, 1)
@@ -129,8 +129,7 @@ def _moved(path: str, accumulation: int) -> tuple[int, int, int, int]:
         for _ in range(3):
             for _ in range(accumulation):
                 (model(torch.ones(1, 317), True).sum() / accumulation).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
         optimizer.synchronize()
         stats, planned = optimizer.stats(), optimizer._placement
         moved = stats["nvme_read_bytes"], stats["nvme_written_bytes"]

@@ -14,6 +14,7 @@ from offload.layout import Layout, build
 from offload.model.units import specs_of
 from tests.support import models, sharded
 from tests.support.ranks import Worlds
+from tests.support.toy import take_step
 from tests.support.training import Run
 
 TUNING = Tuning(chunk=4096, threads=1, bucket=4096)
@@ -140,9 +141,7 @@ def _committing(path: str, every: int | None) -> list[torch.Tensor]:
     batches = sharded.batches_of("turns", model, rank, 2)
     with OffloadZero(model, stage=2, path=path, commit_every=every, tuning=TUNING) as optimizer:
         for _ in range(4):
-            next(batches)().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, next(batches)())
         optimizer.synchronize()
         return [param.detach().clone() for param in model.parameters()]
 
@@ -317,8 +316,7 @@ def _wander(stage: int, param_tier: str, wanders: bool) -> tuple[list[torch.Tens
                 next(batches)
             next(batches)().backward()
             norms.append(optimizer.clip_grad_norm_(1.0).item())
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
         optimizer.synchronize()
         with optimizer.gathered(model):
             return [param.detach().clone() for param in model.parameters()], norms
@@ -353,8 +351,7 @@ def _read_in_between(stage: int) -> list[bool]:
 
         for number in range(2):
             model.blocks[number].register_forward_hook(lambda *_, number=number: look(number, number + 1))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         if rank == 0:
             with torch.no_grad():
                 next(batches)()
@@ -384,8 +381,7 @@ def _without_forward(stage: int, param_tier: str) -> list[torch.Tensor]:
             if step != 1 or rank == 0:
                 next(batches)().backward()
             optimizer.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
         optimizer.synchronize()
         with optimizer.gathered(model):
             return [param.detach().clone() for param in model.parameters()]

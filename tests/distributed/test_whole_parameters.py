@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from offload import OffloadZero, Tuning
 from tests.support import models, sharded
 from tests.support.ranks import Worlds
+from tests.support.toy import take_step
 
 TUNING = Tuning(chunk=4096, threads=1, bucket=4096)
 PLACES = {
@@ -40,8 +41,7 @@ def _used(path: str, options: dict[str, Any]) -> dict[str, Tensor]:
         def step() -> None:
             next(batches)().backward()
             optimizer.clip_grad_norm_(0.5)
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
 
         step()
         note("saved")
@@ -93,8 +93,7 @@ def _moved(path: str, stage: int, accumulation: int, mesh: tuple[int, int]) -> A
         def step() -> dict[str, Any]:
             for _ in range(accumulation):
                 (next(batches)() / accumulation).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
             return optimizer.stats()
 
         step()
@@ -137,9 +136,7 @@ def _in_turn(options: dict[str, Any]) -> list[Tensor]:
     model = InTurn()
     with OffloadZero(model, tuning=TUNING, **options) as optimizer:
         for whole in (False, True, False):
-            model(whole).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, model(whole))
     return list(model.state_dict().values())
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from offload import OffloadZero, Tuning
 from tests.support import models
 from tests.support.ranks import World
+from tests.support.toy import take_step
 from tests.support.training import CLIP
 
 RANKS = min(torch.cuda.device_count(), 4) if torch.cuda.is_available() else 0
@@ -50,8 +51,7 @@ def _train(options: dict[str, Any], accumulation: int) -> dict[str, Tensor]:
                 drawn = [next(batches) for _ in range(ranks)]
                 (drawn[rank]() / accumulation).backward()
             norms.append(optimizer.clip_grad_norm_(CLIP).cpu())
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
         for name, param in model.named_parameters():
             with optimizer.gathered(param):
                 found[name] = param.detach().cpu().clone()

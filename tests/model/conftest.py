@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
+from tests.model.held import Held, held_after_a_step
 from tests.support.late_copier import LateCopier
 from tests.support.streamed import Streams
 
@@ -17,10 +17,7 @@ def streams(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     return Streams(tmp_path, {"param_tier": "cpu" if request.param == "cpu" else "nvme"})
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The models here are tiny."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture(params=["resident", "streamed from cpu", "streamed from nvme"])
+def held(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Held]:
+    with held_after_a_step(request.param, tmp_path / "run") as found:
+        yield found

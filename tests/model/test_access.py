@@ -12,7 +12,8 @@ import torch
 from offload import BudgetError, ConfigError, ReleasedParameterError
 from offload.model.transfer import UnitState
 from tests.model.test_streaming import squares
-from tests.support.streamed import Net, Streams, Watched, batch, train
+from tests.support.streamed import Streams, Watched, train
+from tests.support.toy import Net, batch
 
 
 def test_a_write_to_all_units_reaches_masters_and_store(streams: Streams) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
 from offload import ConfigError, OffloadZero, Tuning
 from offload.model.units import encloses, units_of
-from tests.support.streamed import Block, Net, Streams, train
+from tests.support.streamed import Streams, train
+from tests.support.toy import Block, Checkpointed, Net, squares
 
 CHOICES: dict[str, Any] = {
     "everything in the root": (),
@@ -22,21 +22,6 @@ CHOICES: dict[str, Any] = {
     "nested": (Block, "blocks.0.up", "blocks.2.norm", "blocks.2.down", "embed"),
     "a list": ("blocks", "blocks.1"),
 }
-
-
-class Checkpointed(Net):
-    reentrant = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embed(x)
-        for first in (0, 2):
-            pair = nn.Sequential(*self.blocks[first : first + 2])
-            h = checkpoint(pair, h, use_reentrant=self.reentrant)
-        return self.head(self.norm(h))
-
-
-def squares(model: Net, x: Tensor, count: int) -> Tensor:
-    return model(x).float().square().mean()
 
 
 @pytest.mark.parametrize("build", [Net, Checkpointed])
@@ -97,8 +82,8 @@ def test_what_chosen_units_share_belongs_to_the_root() -> None:
 @pytest.mark.parametrize(
     ("units", "message"),
     [
-        ("blocks.0", r"Tuning.units='blocks.0': give a sequence of names and module classes"),
-        (Block, r"Tuning.units=.*: give a sequence of names and module classes"),
+        ("blocks.0", r"Tuning.units='blocks.0': give a sequence, such as"),
+        (Block, r"Tuning.units=.*: give a sequence, such as"),
         ((3,), r"Tuning.units holds 3"),
         ((int,), r"Tuning.units holds <class 'int'>"),
         (("blocks.7",), r"'blocks.7', which is no module of the model; did you mean 'blocks.\d'"),

@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounter
 
 from offload import OffloadZero
 from tests.oracle.models import TinyLm, token_batches, token_loss
+from tests.support.toy import take_step
 
 PLACEMENTS = {
     "resident": {"tier": "cpu"},
@@ -51,8 +52,7 @@ def train(whole: bool, counter: Any, options: dict[str, Any] | None) -> tuple[li
         loss = token_loss(run, tokens, targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         losses.append(loss.item())
         compiled.append(0 if counter is None else counter.frame_count)
     if options is not None:

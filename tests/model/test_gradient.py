@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from offload import AccumulationError, GradientMovedError, OffloadZero, Tuning
 from offload.errors import ConfigError
 from offload.model.gradient import is_stand_in
-from tests.support.streamed import Net, batch
+from tests.support.toy import Net, batch
 
 WAYS: dict[str, dict[str, Any]] = {
     "on the device": {"tier": "device"},

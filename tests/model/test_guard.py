@@ -7,82 +7,20 @@ import io
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import ConfigError, OffloadZero, ReleasedParameterError, Tuning
-from offload.planner import least_cpu_memory
-from tests.support.streamed import WIDTH, Net, batch
+from offload import ConfigError, ReleasedParameterError
+from tests.model.held import Held
+from tests.support.toy import WIDTH, Net, batch
 
 ROOT = Path(__file__).parents[2]
-UNIT = "blocks.1"
-
-
-class Held(NamedTuple):
-    """A model after a step of which nothing is applied, and a plain one with the values that the step gives."""
-
-    model: Net
-    optimizer: OffloadZero
-    plain: Net
-
-    @property
-    def param(self) -> nn.Parameter:
-        return self.model.blocks[1].after
-
-    @property
-    def plain_param(self) -> nn.Parameter:
-        return self.plain.blocks[1].after
-
-    @property
-    def is_streamed(self) -> bool:
-        return self.optimizer._held.units.is_streamed
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the parameter's unit has its new values in the model. Asks no parameter."""
-        units, pending = self.optimizer._held.units, self.optimizer._held.pending
-        is_here = not units.is_streamed or UNIT in units.transfers.allocated
-        return is_here and not pending.is_pending(UNIT)
-
-    def leave(self) -> None:
-        """Other units are used meanwhile."""
-        with torch.no_grad():
-            self.model(batch(7))
-
-    def same(self) -> None:
-        self.leave()
-        for (name, param), plain in zip(self.model.named_parameters(), self.plain.parameters(), strict=True):
-            assert torch.equal(param, plain), name
-            assert torch.equal(self.optimizer.state_of(param)["master"].bfloat16(), plain), name
-
-
-def step(model: nn.Module, optimizer: OffloadZero) -> None:
-    model(batch(0)).float().square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-@pytest.fixture(params=["resident", "streamed from cpu", "streamed from nvme"])
-def held(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Held]:
-    plain, model, tuning = Net(), Net(), Tuning(chunk="4KiB", prefetch_chunks=1, prefetch_units=1, threads=1)
-    with OffloadZero(plain, tier="cpu", tuning=tuning) as finished:
-        step(plain, finished)
-    options: dict[str, Any] = {"tier": "nvme", "path": tmp_path / "run", "tuning": tuning}
-    if request.param == "resident":
-        options["cpu_memory"] = least_cpu_memory(model, tuning=tuning)
-    else:
-        options["param_tier"] = "cpu" if request.param.endswith("cpu") else "nvme"
-    with OffloadZero(model, **options) as optimizer:
-        step(model, optimizer)
-        found = Held(model, optimizer, plain)
-        assert not found.is_current
-        yield found
 
 
 def alike(found: Any, expected: Any) -> bool:
@@ -153,7 +91,7 @@ def test_a_use_gets_what_it_gets_of_a_plain_parameter(held: Held, use: Callable[
         held.leave()
         assert alike(use(held.param), use(held.plain_param))
     held.same()
-    step(held.model, held.optimizer)
+    held.step()
 
 
 @pytest.mark.parametrize(
@@ -167,7 +105,7 @@ def test_what_is_made_of_it_is_a_plain_parameter(held: Held, make: Callable[[nn.
     assert made.requires_grad
     assert made.grad is None
     before = made.detach().clone()
-    step(held.model, held.optimizer)
+    held.step()
     held.leave()
     if held.is_streamed:
         assert torch.equal(made, before)  # of a resident one it may share memory, as in torch
@@ -284,7 +222,7 @@ def test_moving_a_model_to_where_it_is_does_nothing(held: Held) -> None:
     assert not held.is_current
     assert all(one is other for one, other in zip(held.model.parameters(), params, strict=True))
     held.same()
-    step(held.model, held.optimizer)
+    held.step()
 
 
 @pytest.mark.parametrize(
@@ -301,7 +239,7 @@ def test_moving_a_model_elsewhere_is_refused_and_changes_nothing(held: Held, mov
     with pytest.raises(ConfigError, match=r"would become .*Leave out the call that moves or casts it"):
         move(held.model)
     held.same()
-    step(held.model, held.optimizer)
+    held.step()
 
 
 def test_what_takes_streamed_memory_away_is_refused(held: Held) -> None:
@@ -331,7 +269,7 @@ def test_pointing_a_resident_one_elsewhere_counts_and_the_next_step_takes_it_ove
     held.param.data = mine
     held.plain_param.data = mine.clone()
     held.same()
-    step(held.model, held.optimizer)
+    held.step()
     held.param.sum()
     assert held.param.data_ptr() == kept.data_ptr()
     assert mine.eq(0.5).all()
@@ -341,7 +279,7 @@ def test_numpy_and_dlpack_get_copies_of_a_streamed_parameter(held: Held) -> None
     expected = held.plain_param.detach()
     arrays = [torch.from_dlpack(held.param.detach()), torch.from_dlpack(held.param.data)]
     held.leave()
-    step(held.model, held.optimizer)
+    held.step()
     held.leave()
     if held.is_streamed:
         assert all(torch.equal(one, expected) for one in arrays)
@@ -361,7 +299,7 @@ def test_swapping_tensors_is_refused_by_the_next_step(held: Held) -> None:
     torch.utils.swap_tensors(held.param, nn.Parameter(torch.full_like(held.plain_param, 0.5)))
     held.leave()
     with pytest.raises(ConfigError, match=r"swapped.*p\.copy_\(\)"):
-        step(held.model, held.optimizer)
+        held.step()
 
 
 @pytest.mark.parametrize("has_room", [True, False])
@@ -396,7 +334,7 @@ PRELUDE = """
 import sys, numpy, torch
 from offload import OffloadZero
 from offload.errors import OffloadError
-from tests.support.streamed import Net, batch
+from tests.support.toy import Net, batch
 torch.set_num_threads(1)
 model = Net()
 optimizer = OffloadZero(model, param_tier="cpu", cpu_memory="64MiB")

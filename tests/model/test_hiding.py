@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from offload import ConfigError, OffloadZero, Tuning
+from offload import ConfigError
 from offload.model.torch_helpers import hidden, is_watched
-from offload.planner import least_cpu_memory
-from tests.support.streamed import Net, batch
-
-Held = tuple[Net, OffloadZero, Net]
+from tests.model.held import Held
+from tests.support.toy import batch
 
 
 class Operations(TorchDispatchMode):
@@ -47,35 +44,12 @@ class Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.fixture(params=["resident", "streamed from cpu", "streamed from nvme"])
-def held(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Held]:
-    """A model after a step of which nothing is applied, its optimizer, and a plain model with its new values."""
-    plain, model, tuning = Net(), Net(), Tuning(chunk="4KiB", prefetch_chunks=1, prefetch_units=1, threads=1)
-    with OffloadZero(plain, tier="cpu", tuning=tuning) as finished:
-        step(plain, finished)
-    options: dict[str, Any] = {"tier": "nvme", "path": tmp_path / "run", "tuning": tuning}
-    if request.param == "resident":
-        options["cpu_memory"] = least_cpu_memory(model, tuning=tuning)
-    else:
-        options["param_tier"] = "cpu" if request.param.endswith("cpu") else "nvme"
-    with OffloadZero(model, **options) as optimizer:
-        step(model, optimizer)
-        assert request.param == "streamed from cpu" or optimizer._parts.step.pending
-        yield model, optimizer, plain
-
-
-def step(model: nn.Module, optimizer: OffloadZero) -> None:
-    model(batch(0)).float().square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def trains(held: Held) -> None:
     """Two more steps give what they give without anything that watches."""
-    model, optimizer, plain = held
+    model, _, plain = held
     for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(param, expected)
-    step(model, optimizer)
+    held.step()
     assert not any(param.isnan().any() for param in model.parameters())
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from offload import ConfigError, OffloadZero, Tuning
 from offload.models.gpt import GPT, GPTConfig, initial_values
+from tests.support.toy import take_step
 
 TIERS: list[dict[str, Any]] = [{}, {"param_tier": "cpu"}, {"param_tier": "nvme"}]
 CONFIG = GPTConfig(layers=3, width=32, heads=2, context=16)
@@ -48,9 +49,7 @@ def trained(model: nn.Module, path: Path, **options: Any) -> dict[str, Tensor]:
         assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
         for _ in range(2):
             out = model(torch.arange(8).view(1, 8))
-            (out[0] if isinstance(out, tuple) else out).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, (out[0] if isinstance(out, tuple) else out).square().sum())
         found = {}
         for name, param in model.named_parameters():
             found[name] = optimizer.state_of(param)["master"]

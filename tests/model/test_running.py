@@ -10,7 +10,7 @@ from offload import OffloadZero, Tuning
 from offload.layout import ParamSpec, build
 from offload.model.fetch import RunningUnits
 from offload.model.flat_param import FlatParameters
-from tests.support.streamed import Net, batch
+from tests.support.toy import Net, batch
 
 
 class Guarded(nn.Parameter):

@@ -17,35 +17,10 @@ from offload import BudgetError, ClosedError, ConfigError, NonFiniteGradientErro
 from offload.model import flat_param
 from offload.planner import least_cpu_memory
 from tests.support.processes import holds_in_child
-from tests.support.streamed import WIDTH, Block, Net, Streams, Watched, batch, finish, state_of, train
-
-
-def squares(model: Net, x: Tensor, count: int) -> Tensor:
-    return model(x).float().square().mean()
-
+from tests.support.streamed import Streams, Watched, finish, state_of, train
+from tests.support.toy import WIDTH, Block, Checkpointed, Net, batch, squares
 
 # Activation checkpointing.
-
-
-class Checkpointed(Net):
-    """groups: the blocks that are recomputed together; nested: each block once more on its own."""
-
-    def __init__(self, groups: tuple[int, ...], reentrant: bool, nested: bool = False) -> None:
-        super().__init__(blocks=4)
-        self.groups, self.reentrant, self.nested = groups, reentrant, nested
-
-    def group(self, x: Tensor, *blocks: nn.Module) -> Tensor:
-        for block in blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant) if self.nested else block(x)
-        return x
-
-    def forward(self, x: Tensor) -> Tensor:
-        h, at = self.embed(x), 0
-        for size in self.groups:
-            blocks = self.blocks[at : at + size]
-            h = checkpoint(self.group, h, *blocks, use_reentrant=self.reentrant)
-            at += size
-        return self.head(self.norm(h))
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
@@ -785,7 +760,6 @@ def test_memory_on_the_device_does_not_grow_with_depth(
     model: Any = Net(blocks)
     if checkpoints is not None:
         model = Checkpointed((blocks // 2, blocks // 2), checkpoints)
-        model.blocks = nn.ModuleList(Block() for _ in range(blocks))
     with streams.optimizer(
         model, tuning=Tuning(chunk="4KiB", prefetch_chunks=prefetch, prefetch_units=prefetch, threads=1)
     ) as optimizer:

@@ -8,40 +8,23 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from offload import BudgetError, ConfigError, OffloadZero, Tuning
 from offload.model.transfer import UnitState
 from offload.planner import least_cpu_memory
 from tests.support.late_copier import LateCopier
-from tests.support.streamed import Net, Streams, Watched, batch, finish, state_of, train
+from tests.support.streamed import Streams, Watched, finish, state_of, train
+from tests.support.toy import Checkpointed, Net, batch, squares
 
 TILE = 300
 """Bytes; the layers of Net have weights of 576, in tiles of 16 and 8 rows."""
-
-
-def squares(model: Net, x: Tensor, count: int) -> Tensor:
-    return model(x).float().square().mean()
-
-
-class Checkpointed(Net):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embed(x)
-        for first in (0, 2):
-            pair = nn.Sequential(*self.blocks[first : first + 2])
-            h = checkpoint(pair, h, use_reentrant=self.reentrant)
-        return self.head(self.norm(h))
 
 
 def tuning(prefetch: int, tile: int | str = TILE, chunk: str = "4KiB") -> Tuning:
     return Tuning(chunk=chunk, prefetch_chunks=prefetch, prefetch_units=prefetch, threads=1, tile=tile)
 
 
-BUILDS = {"": Net, "saved": lambda: Checkpointed(False), "reentrant": lambda: Checkpointed(True)}
+BUILDS = {"": Net, "saved": Checkpointed, "reentrant": lambda: Checkpointed(reentrant=True)}
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")

@@ -10,6 +10,7 @@ from offload import OffloadZero, Tuning
 from offload.errors import ConfigError
 from offload.models import GPT, PRESETS, GPTConfig
 from offload.models.gpt import initial_values
+from tests.support.toy import take_step
 
 TINY = GPTConfig(layers=2, width=32, heads=2, context=16)
 
@@ -88,9 +89,7 @@ def test_loss_falls_in_plain_torch() -> None:
     losses = []
     for _ in range(60):
         _, loss = model(text[None, :16], text[None, 1:17])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, loss)
         losses.append(loss.item())
     assert losses[-1] < 1 < 5 < losses[0]
 
@@ -146,9 +145,7 @@ def trained(path: Path, tier: dict[str, Any], checkpointed: bool) -> tuple[list[
     with OffloadZero(model, path=path, tuning=Tuning(chunk="256KiB"), **options) as optimizer:
         for batch in text:
             loss = model(batch[:, :-1], batch[:, 1:])[1]
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, loss)
             losses.append(loss.detach())
         return losses, {name: optimizer.state_of(param)["master"] for name, param in model.named_parameters()}
 

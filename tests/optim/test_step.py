@@ -10,6 +10,7 @@ from offload.grads.local import LocalGradients
 from offload.optim import reference
 from offload.optim.adam import NewParameters, Step
 from offload.storage.swap_format import records_of
+from tests.support.late_copier import LateCopier
 from tests.support.runs import layout_of, run_of, store_in_ram
 
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "decoupled_weight_decay": True}
@@ -17,9 +18,11 @@ NUMELS = (700, 64, 1000)
 
 
 @pytest.mark.parametrize("chunk_numel", [1024, 4096])
-def test_a_step_is_the_reference_s_and_applied_when_asked(chunk_numel: int) -> None:
-    layout = layout_of(NUMELS, chunk_numel=chunk_numel)
-    run = run_of(layout, tier="cpu")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("copies", ["in place", "late"])
+def test_a_step_is_the_reference_s_and_applied_when_asked(copies: str, dtype: torch.dtype, chunk_numel: int) -> None:
+    layout = layout_of(NUMELS, chunk_numel=chunk_numel, dtype=dtype)
+    run = run_of(layout, copier=LateCopier(1) if copies == "late" else None, tier="cpu")
     store = store_in_ram(run, records_of(layout, split_master=False))
     flats = [torch.zeros(flat.numel, dtype=flat.dtype) for flat in layout.flats]
     gradients = LocalGradients(run)
@@ -34,7 +37,7 @@ def test_a_step_is_the_reference_s_and_applied_when_asked(chunk_numel: int) -> N
                 lease.master[at] = master[piece.param_offset : piece.param_offset + piece.numel]
     states = [(master.numpy(), np.zeros_like(master.numpy()), np.zeros_like(master.numpy())) for master in masters]
     for number in (1, 2):
-        grads = [torch.randn(numel, generator=generator).bfloat16() for numel in NUMELS]
+        grads = [torch.randn(numel, generator=generator).to(dtype) for numel in NUMELS]
         # The last parameter has a gradient in the first step only.
         active = range(len(NUMELS) if number == 1 else len(NUMELS) - 1)
         for param in active:
@@ -54,11 +57,34 @@ def test_a_step_is_the_reference_s_and_applied_when_asked(chunk_numel: int) -> N
             )
     for param, (master, exp_avg, _) in enumerate(states):
         _, offset = layout.locations[param]
-        found = flats[0][offset : offset + NUMELS[param]].view(torch.int16).numpy().view(np.uint16)
-        assert np.array_equal(found, reference.to_bf16(master))
+        found = flats[0][offset : offset + NUMELS[param]].float().numpy()
+        is_narrow = dtype is torch.bfloat16
+        assert np.array_equal(found, reference.from_bf16(reference.to_bf16(master)) if is_narrow else master)
         for chunk, piece in layout.pieces_of(param):
             with store.lease(chunk.index, step=2) as lease:
                 held = lease.exp_avg[piece.chunk_offset : piece.chunk_offset + piece.numel].numpy()
                 assert np.array_equal(held, exp_avg[piece.param_offset : piece.param_offset + piece.numel])
     step.close()
     gradients.close()
+
+
+def test_a_step_that_is_abandoned_leaves_the_parameters_and_another_can_begin() -> None:
+    layout = layout_of(NUMELS)
+    run = run_of(layout, tier="cpu")
+    store = store_in_ram(run, records_of(layout, split_master=False))
+    flats = [torch.ones(flat.numel, dtype=flat.dtype) for flat in layout.flats]
+    gradients = LocalGradients(run)
+    step = Step(run, store, gradients, NewParameters(run, flats, gradients))
+    for is_abandoned in (True, False):
+        gradients.accumulate(0, torch.ones(NUMELS[0], dtype=torch.bfloat16))
+        gradients.finalize([0])
+        step.begin(1, {0: (0, 1, 1.0)}, [GROUP], 1.0, [0])
+        if is_abandoned:
+            step.abandon()
+            gradients.reset()
+        assert list(step.pending) == ([] if is_abandoned else [0])
+        assert flats[0].eq(1).all()
+    step.apply(0)
+    # From zero masters: lr downwards, whatever the gradient.
+    assert np.allclose(flats[0][: NUMELS[0]].float().numpy(), -1e-2, rtol=1e-2)
+    assert flats[0][NUMELS[0] :].eq(1).all()

@@ -17,6 +17,7 @@ from offload.planner import least_cpu_memory
 from offload.storage.swap_file import CommittedFile
 from tests.faults.conftest import assert_same, bits
 from tests.parity.test_resumed import HALF, assert_goes_on, commit_at, resume, uninterrupted
+from tests.support.toy import take_step
 from tests.support.training import train
 
 
@@ -56,8 +57,7 @@ def some_step(model: nn.Module, optimizer: OffloadZero, seed: int) -> None:
     model(x).square().mean().backward()
     if seed % 2:
         model.norm.weight.grad = model.norm.bias.grad = None  # ages of their own
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer)
 
 
 def committed(folder: Path, steps: int = 3, order: list[str] = ORDER, **options: Any) -> dict[str, Tensor]:

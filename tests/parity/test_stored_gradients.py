@@ -14,6 +14,7 @@ from offload import ConfigError, OffloadZero, Tuning
 from offload.planner import least_cpu_memory
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.late_copier import LateCopier
+from tests.support.toy import take_step
 
 SEEDS = range(4)
 
@@ -49,8 +50,7 @@ def run(accumulation: int, **options: Any) -> dict[str, Tensor]:
             if seed == 1:
                 found["grad"] = optimizer.grad(model.blocks[0][0].weight)  # type: ignore[assignment]
             found[f"norm {seed}"] = optimizer.clip_grad_norm_(0.1)
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
         for name, param in model.named_parameters():
             state = optimizer.state_of(param)
             found |= {f"{name} {kind}": torch.as_tensor(value) for kind, value in state.items()}

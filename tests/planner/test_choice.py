@@ -2,53 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
 from offload import BudgetError, ConfigError, OffloadZero, Tuning
 from tests.support.late_copier import LateCopier
-from tests.support.streamed import Block, Net, batch, finish
+from tests.support.streamed import finish
+from tests.support.toy import Block, Checkpointed, Net, batch, squares
 
 SMALL = Tuning(chunk="4KiB", threads=1)
 
 
-class Pairs(Net):
-    """Recomputes its blocks two by two."""
-
-    def __init__(self, blocks: int, reentrant: bool) -> None:
-        super().__init__(blocks)
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embed(x)
-        for first in range(0, len(self.blocks), 2):
-            pair = nn.Sequential(*self.blocks[first : first + 2])
-            h = checkpoint(pair, h, use_reentrant=self.reentrant)
-        return self.head(self.norm(h))
-
-
 def train(model: nn.Module, optimizer: OffloadZero, steps: int = 3) -> dict[str, Any]:
     for count in range(steps):
-        model(batch(count)).float().square().mean().backward()
+        squares(model, batch(count)).backward()
         finish(optimizer)
         with torch.no_grad():
             model(batch(count))
     return optimizer.stats()
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The models here are tiny."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 UNITS = {"blocks": None, "nested": (Block, nn.Linear), "all": ()}
@@ -63,7 +38,7 @@ def test_the_device_holds_what_the_plan_said(
     reentrant: bool | None, prefetch: int, units: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(1))
-    model = Net(8) if reentrant is None else Pairs(8, reentrant)
+    model = Net(8) if reentrant is None else Checkpointed((2,) * 4, reentrant)
     model.blocks[0].up.requires_grad_(False)
     tuning = Tuning(chunk="4KiB", threads=1, prefetch_chunks=prefetch, prefetch_units=prefetch, units=UNITS[units])
     with OffloadZero(model, path=tmp_path / "run", param_tier="nvme", tuning=tuning) as optimizer:

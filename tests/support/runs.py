@@ -10,7 +10,7 @@ from torch import Tensor
 
 from offload import config as configuration
 from offload import native
-from offload.devices.copies import HostCopier
+from offload.devices.copies import Copier, HostCopier
 from offload.dist.communicator import Communicator, SingleProcess, Work, average
 from offload.layout import Layout, ParamSpec, build
 from offload.profiling import Timeline
@@ -49,18 +49,22 @@ class Twins(SingleProcess):
 
 
 def layout_of(
-    numels: Sequence[int], *, dtype: torch.dtype = torch.bfloat16, chunk_numel: int = 1 << 16, ranks: int = 1
+    numels: Sequence[int],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    chunk_numel: int = 1 << 16,
+    ranks: int = 1,
+    rank: int = 0,
 ) -> Layout:
     """Parameters p0, p1, ... of one unit."""
     specs = [ParamSpec(f"p{number}", numel, "", dtype, 0) for number, numel in enumerate(numels)]
-    return build(specs, chunk_numel, ranks=ranks)
+    return build(specs, chunk_numel, ranks=ranks, rank=rank)
 
 
-def run_of(layout: Layout, comm: Communicator | None = None, **options: Any) -> Run:
+def run_of(layout: Layout, comm: Communicator | None = None, copier: Copier | None = None, **options: Any) -> Run:
     """Args: options: of `OffloadZero`."""
-    comm = comm or SingleProcess()
+    comm, copier = comm or SingleProcess(), copier or HostCopier()
     config = configuration.over_ranks(configuration.check(**options), ranks=comm.size, ranks_on_node=1)
-    copier = HostCopier()
     arena = Arena(64 * MIB, copier, at_once=False)
     return Run(config, layout, Memory(arena, None, arena, arena, copier), native.load(1), comm, Timeline())
 

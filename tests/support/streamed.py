@@ -10,53 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadZero, Tuning
+from tests.support.toy import Net, batch, take_step
 
-WIDTH = 12
 Body = Callable[[Any, OffloadZero], None]
-
-
-class Block(nn.Module):
-    """Layers, and parameters of its own that are used before and after them."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.before = nn.Parameter(torch.randn(width))
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-        self.after = nn.Parameter(torch.randn(width, width) / width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.down(torch.tanh(self.up(self.norm(x * self.before))))
-        return x + nn.functional.linear(h, self.after)
-
-
-class Net(nn.Module):
-    """Blocks between layers of the root."""
-
-    def __init__(self, blocks: int = 4) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.embed = nn.Linear(5, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embed(x)
-        for block in self.blocks:
-            h = block(h)
-        return self.head(self.norm(h))
-
-
-def batch(step: int) -> Tensor:
-    return torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
 
 
 def finish(optimizer: OffloadZero) -> None:
     optimizer.clip_grad_norm_(0.7)
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer)
 
 
 def train(loss_of: Callable[[Any, Tensor, int], Tensor], steps: int = 4, backwards: int = 1) -> Body:

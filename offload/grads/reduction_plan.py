@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from offload.config import Config
-from offload.dist.partition import cut_buckets, splits_of
+from offload.dist.buckets import cut_buckets
 from offload.grads import shards
 from offload.layout import Layout
 from offload.storage.arena import carved_bytes
@@ -36,7 +36,7 @@ class ReductionPlan:
         self.rounds = 1 if self.sums_locally else accumulation
         self.wire = [torch.float32 if self.sums_locally else flat.dtype for flat in layout.flats]
         self.held = shards.dtypes_of(layout, accumulation)
-        self.buckets = cut_buckets(layout, splits_of(layout, layout.ranks), config.bucket_bytes // 4)
+        self.buckets = cut_buckets(layout, config.bucket_bytes // 4)
         self.buffers = min(BUFFERS, len(self.buckets))
         self.full_bytes = max((layout.ranks * b.numel * self.wire[b.flat].itemsize for b in self.buckets), default=0)
         averages = (bucket.numel * self.held[bucket.flat].itemsize for bucket in self.buckets)
