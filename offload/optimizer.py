@@ -33,9 +33,10 @@ from torch import Tensor, nn
 from offload import config as configuration
 from offload.build import build, plan_run
 from offload.checkpoint import recovery
+from offload.checkpoint.attached import NOTHING, RNG, Attached, Committed
 from offload.checkpoint.committer import Commits
 from offload.checkpoint.export import export
-from offload.checkpoint.extra import memory_of, stored
+from offload.checkpoint.extra import Carried, memory_of, stored
 from offload.checkpoint.recovery import RecoveryPlan, Resumed
 from offload.checkpoint.tensors import Entry
 from offload.config import PathLike, Tuning
@@ -53,6 +54,7 @@ from offload.interrupts import uninterrupted
 from offload.model.flat_param import shaped_like
 from offload.model.hooks import require_free
 from offload.model.meta_init import Init, source_of
+from offload.model.torch_helpers import Hook
 from offload.model.trace import recorded
 from offload.model.units import stop_reducing, unwrapped
 from offload.optim.adam import StepKey, scalars_of
@@ -231,8 +233,11 @@ class OffloadZero(torch.optim.Optimizer):
             )
             is_resumed = found is not None
             self._held = HeldModel(model, self._parts, self._placement, source, owner, resumes=is_resumed)
-            self._resumed = None if found is None else Resumed(found.commit.step, found.extra)
+            self._attached = Attached(_committed(found))
+            self._resumed = None
             if found is not None:
+                extra = found.extra.extra if isinstance(found.extra, Carried) else found.extra
+                self._resumed = Resumed(found.commit.step, extra)
                 self._begin_at(found)
             # Not earlier: a model that is left without values stays marked as taken.
             undo.callback(self._held.remove)
@@ -274,6 +279,7 @@ class OffloadZero(torch.optim.Optimizer):
                     loss = closure()
             with self._timeline.span("step_s"), self._timeline.event(PHASES, "step"):
                 self._held.step_begins()
+                self._attached.step_begins()
                 self._commit_if_due()
                 active = self._finalize_gradients()
                 factor = self._agreed_factor(active) if self._is_to_step(active) else None
@@ -281,6 +287,7 @@ class OffloadZero(torch.optim.Optimizer):
                     self._held.take_outside_writes()
                 self._advance(active, factor)
                 self._held.step_ends()
+                self._capture_if_due()
         return loss
 
     def _finalize_gradients(self) -> list[int]:
@@ -612,6 +619,47 @@ class OffloadZero(torch.optim.Optimizer):
         """The step that this run was resumed at, and the extra committed with it; None if it began anew."""
         return self._resumed
 
+    def attach(self, *, rng: bool = False, **objects: object) -> None:
+        """Every commit carries the state of these objects from now on, automatic commits too.
+
+        In a resumed run each object gets back the state that was committed under its name, if it is attached before the
+        first step. So a loop needs no code of its own for resuming:
+
+            scheduler = CosineAnnealingLR(optimizer, 1000)
+            optimizer.attach(scheduler=scheduler, loader=loader, rng=True)
+
+        What is drawn from (loaders, generators) is captured when `step()` returns, everything else when the next
+        forward begins: a resumed run draws what the uninterrupted one drew. A scheduler's constructor sets the first
+        learning rate again; attaching the scheduler sets the committed one. Over several ranks each has its own states.
+        Resumed on another number of ranks, all get those of the first rank, but for what is drawn from.
+
+        Args:
+            rng: the global random number generators of Python, NumPy and torch, as `collect_rng()` gives them.
+            objects: objects with `state_dict()` and `load_state_dict()`, or torch.Generators, by a name of your choice.
+        Raises: ConfigError if an object has no state, or one that cannot be stored; nothing is attached then.
+        """
+        self._require_usable()
+        if RNG in objects or not isinstance(rng, bool):
+            raise ConfigError(f"attach(rng={rng!r}): give True or False; other generators take another name")
+        given = {RNG: None, **objects} if rng else objects
+        is_first = not self._attached
+        self._attached.attach(given)
+        if groups := self._attached.groups_for(given):
+            take_options(self.param_groups, groups)
+        self._capture_if_due()
+        if is_first and self._attached:
+            hook = Hook(lambda *_: self._attached.forward_begins())
+            self._undo.callback(self._model.register_forward_pre_hook(hook).remove)
+
+    def _capture_if_due(self) -> None:
+        if self._attached and self._commits.is_due(self._step):
+            try:
+                self._attached.step_ends(self._step)
+            except BaseException as error:
+                if self._comm.size > 1:
+                    self._fail(error)  # the other ranks will commit this step, and this one cannot
+                raise
+
     def commit(self, extra: object = None) -> None:
         """Commits the state after this step; it is durable when this returns. Call it at the end of an iteration.
 
@@ -623,17 +671,20 @@ class OffloadZero(torch.optim.Optimizer):
         """
         self._require_usable()
         self._held.step_begins()
-        self._commit(extra)
+        self._commit(self._attached.carry(extra))
 
     def _commit_if_due(self) -> None:
-        if self._commits.is_due(self._step):
-            self._commit(None)
+        if self._commits.is_due(self._step) and self._attached.is_captured(self._step):
+            self._commit(self._attached.carry_captured())
 
     def _commit(self, extra: object) -> None:
         prepare = self._held.take_outside_writes
         try:
             with self._together():
+                if self._commits.last is None or self._commits.last.step != self._step:
+                    self._attached.commit_begins(self._step, extra)
                 self._commits.commit(prepare, self._step, self._steps, self.param_groups, extra)
+            self._attached.commit_ends(self._step)
         finally:
             if self._commits.final is not None:
                 self._fail(self._commits.final)
@@ -672,7 +723,8 @@ class OffloadZero(torch.optim.Optimizer):
     def rollback(self) -> None:
         """Goes back to the last commit, also after an error: states, parameters, hyper-parameters and step.
 
-        Gradients are dropped. Schedulers, data loaders and frozen parameters are not changed. Over several ranks all
+        Gradients are dropped. What is attached gets its committed state, too; an iterator over a loader has to be made
+        anew. Other schedulers and loaders, and frozen parameters, are not changed. Over several ranks all
         have to call it; after an error that only some of them had, they have to be started again instead.
         Raises: ResumeError if nothing was committed; CorruptionError, TierIOError, OtherRankError, RankError.
         """
@@ -688,6 +740,7 @@ class OffloadZero(torch.optim.Optimizer):
             raise
         self._failure = None
         self.zero_grad()
+        self._attached.roll_back(self._step)
 
     def _return_to_commit(self) -> None:
         manifest = self._commits.restore()
@@ -800,6 +853,12 @@ class OffloadZero(torch.optim.Optimizer):
         except OffloadError as error:
             self._fail(error)
             raise
+
+
+def _committed(found: RecoveryPlan | None) -> Committed:
+    if found is None or not isinstance(found.extra, Carried):
+        return NOTHING
+    return Committed(found.extra, tuple(found.reader.manifests[0].groups))
 
 
 def _checked(inverse: float) -> float:

@@ -36,7 +36,7 @@ import torch
 from offload.checkpoint import recovery as resuming
 from offload.checkpoint.atomic_file import sync_directory
 from offload.checkpoint.commit import Commit, read_commit, remove_superseded, write_commit, write_manifest
-from offload.checkpoint.extra import stored
+from offload.checkpoint.extra import Carried, stored
 from offload.checkpoint.manifest import ChunkFacts, Digest, Manifest
 from offload.checkpoint.recovery import RecoveryPlan
 from offload.checkpoint.reshard import moves
@@ -223,7 +223,8 @@ class Commits:
         stored(groups)
         versions = self._flush()
         if self.last is not None and self.last.step == step:
-            if extra is None and versions == self._versions:
+            given = extra.extra if isinstance(extra, Carried) else extra
+            if given is None and versions == self._versions:
                 return None
             raise ConfigError(f"step {step} is committed already: commit once a step, with all there is to commit")
         manifest = self._manifest(step, ages, groups, versions)

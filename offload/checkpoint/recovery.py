@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from offload.checkpoint.commit import Commit, manifest_told, parse_commit, read_commit, serialise_commit
+from offload.checkpoint.extra import Carried
 from offload.checkpoint.manifest import (
     Manifest,
     Option,
@@ -517,7 +518,10 @@ def _reach(found: RecoveryPlan, layout: Layout, wanted: Manifest) -> RecoveryPla
                 f"{ON_OTHER_MACHINES}"
             )
         found = replace(found, without=hidden)
-    return replace(found, extra=reader.extra(extra))
+    carried = reader.extra(extra)
+    if isinstance(carried, Carried) and len(reader.manifests) != wanted.world:
+        carried = carried.for_other_ranks()
+    return replace(found, extra=carried)
 
 
 def _directories_in_order(
