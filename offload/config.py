@@ -114,6 +114,7 @@ class Config:
     chooses_prefetch: bool = False
     tile_bytes: int | None = None
     cast_forward_inputs: bool = True
+    keep: int = 2
 
     @property
     def slots_per_chunk(self) -> int:
@@ -147,6 +148,7 @@ def check(
     commit_every: int | str | None = "auto",
     resume: bool | str | PathLike | Sequence[PathLike] = False,
     cast_forward_inputs: bool = True,
+    keep: int = 2,
     tuning: Tuning | None = None,
     **reserved: Any,
 ) -> Config:
@@ -207,6 +209,7 @@ def check(
         units=_units(tuning.units),
         tile_bytes=None if tuning.tile is None else parse_bytes(tuning.tile, "Tuning.tile"),
         cast_forward_inputs=cast_forward_inputs,
+        keep=_whole("keep", keep, least=1) or 2,
         chooses_params=param_tier is None and chosen != "device",
         chooses_grads=grad_tier is None and chosen != "device",
     )

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -33,10 +34,10 @@ from torch import Tensor, nn
 from offload import config as configuration
 from offload.build import build, plan_run
 from offload.checkpoint import recovery
-from offload.checkpoint.attached import NOTHING, RNG, Attached, Committed
+from offload.checkpoint.attached import RNG, Attached, Committed
 from offload.checkpoint.committer import Commits
 from offload.checkpoint.export import export
-from offload.checkpoint.extra import Carried, memory_of, stored
+from offload.checkpoint.extra import Carried, carried_in, memory_of, stored
 from offload.checkpoint.recovery import RecoveryPlan, Resumed
 from offload.checkpoint.tensors import Entry
 from offload.config import PathLike, Tuning
@@ -48,6 +49,7 @@ from offload.errors import (
     InterruptedStepError,
     NonFiniteGradientError,
     OffloadError,
+    ResumeError,
 )
 from offload.held_model import HeldModel
 from offload.interrupts import uninterrupted
@@ -64,6 +66,7 @@ from offload.optim.adopt import (
     groups_state,
     load_groups,
     require_adoptable,
+    require_matching,
     require_sound,
     retire,
     take_options,
@@ -72,6 +75,7 @@ from offload.optim.adopt import unwrapped as unwrapped_optimizer
 from offload.planner.placement import place
 from offload.profiling import PHASES, Timeline
 from offload.run import Owner
+from offload.sizes import format_bytes
 from offload.torch_private import DisableTorchFunctionSubclass
 
 CLIP_EPSILON = 1e-6
@@ -127,6 +131,7 @@ class OffloadZero(torch.optim.Optimizer):
             dimensions, the second shards parameters (at stage 3), and the first replicates them.
         cast_forward_inputs: whether floating-point inputs of the model's forward are cast to `compute_dtype`. False is
             for models that cast their inputs where they have to (time steps, positions).
+        keep: how many of the commits that `state_dict()` has named stay, beside the last commit.
         tuning: options that only change speed.
 
     Raises: ConfigError, BudgetError, PathError, PathInUseError, ResumeError, RankError; the model is not changed then.
@@ -161,6 +166,7 @@ class OffloadZero(torch.optim.Optimizer):
         stage: int | None = None,
         process_group: object | None = None,
         cast_forward_inputs: bool = True,
+        keep: int = 2,
         tuning: Tuning | None = None,
         **unknown: Never,
     ) -> None:
@@ -180,6 +186,7 @@ class OffloadZero(torch.optim.Optimizer):
             resume=resume,
             stage=stage,
             cast_forward_inputs=cast_forward_inputs,
+            keep=keep,
             **unknown,
         )
         wrapper, model = model, unwrapped(model)
@@ -189,6 +196,7 @@ class OffloadZero(torch.optim.Optimizer):
         self._failure: BaseException | None = None
         self._step = 0
         self._skipped = 0
+        self._has_warned = self._has_told = False
         self._adopted = False
         self._comm = torch_distributed.connect(process_group, timeline=self._timeline)
         given = unwrapped_optimizer(optimizer)
@@ -236,8 +244,7 @@ class OffloadZero(torch.optim.Optimizer):
             self._attached = Attached(_committed(found))
             self._resumed = None
             if found is not None:
-                extra = found.extra.extra if isinstance(found.extra, Carried) else found.extra
-                self._resumed = Resumed(found.commit.step, extra)
+                self._resumed = Resumed(found.commit.step, found.extra.extra)
                 self._begin_at(found)
             # Not earlier: a model that is left without values stays marked as taken.
             undo.callback(self._held.remove)
@@ -740,7 +747,7 @@ class OffloadZero(torch.optim.Optimizer):
             raise
         self._failure = None
         self.zero_grad()
-        self._attached.roll_back(self._step)
+        self._attached.go_back(self._step)
 
     def _return_to_commit(self) -> None:
         manifest = self._commits.restore()
@@ -780,16 +787,95 @@ class OffloadZero(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Param groups, step and path. It has no tensors: those are committed to `path`."""
-        return groups_state(self.param_groups, self._step, self._config.paths)
+        """Param groups and step, and the name of a commit of this step, which has the tensors.
+
+        The commit is made if there is none of this step. Before a later one replaces it, it is kept as a snapshot: the
+        newest `keep` of those that were named so. Over several ranks call `commit()` on all of them before.
+        Raises: as `commit`; BudgetError if the disk has no space for the snapshot; ConfigError over several ranks if
+        this step is not committed.
+        """
+        return groups_state(self.param_groups, self._step, self._config.paths, self._name_commit())
+
+    def _name_commit(self) -> str | None:
+        """Returns: what the commit of this step is called; None where there is nothing to resume from."""
+        if self._step == 0 or not self._adopted:
+            return None
+        if self._config.commit_every is None:
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    "this state dict has hyper-parameters only, and a run cannot be resumed from it: masters and "
+                    "moments are in no file; give OffloadZero a path, and leave commit_every as it is",
+                    stacklevel=3,
+                )
+            return None
+        is_committed = self._commits.last is not None and self._commits.last.step == self._step
+        if isinstance(self._failure, ClosedError):
+            return self._commits.last_id if is_committed else None
+        self._require_usable()
+        if not is_committed:
+            if self._comm.size > 1:
+                raise ConfigError(
+                    f"step {self._step} is not committed, and a commit is for all ranks together: call commit() on "
+                    "every rank before state_dict()"
+                )
+            self.commit()
+        nbytes = self._commits.name_last()
+        if not self._has_told:
+            self._has_told = True
+            with suppress(OSError, ValueError):
+                print(
+                    f"offload: a state dict names the commit of step {self._step}; of the commits named so the newest "
+                    f"{self._config.keep} stay as snapshots, of up to {format_bytes(nbytes)} each",
+                    file=sys.stderr,
+                )
+        return self._commits.last_id
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes the hyper-parameters of a state_dict, which must be of the step this optimizer is at.
+        """Goes to the step of a state dict, and takes its hyper-parameters.
 
-        Raises: ResumeError if it is of another step, or its groups do not match; ConfigError for a value out of range.
+        At that step already, nothing else is changed. If it is of an earlier step, states and parameters become those
+        of the commit that it names, also if the run has gone on; gradients are dropped.
+        Raises: ResumeError if that commit is gone, or the groups do not match; ConfigError for a value out of range;
+        over several ranks ResumeError for another step; CorruptionError, TierIOError.
         """
-        load_groups(self.param_groups, state_dict, self._step)
+        step, commit = require_matching(self.param_groups, state_dict)
+        is_committed = commit is not None and self._commits.last is not None and self._commits.last.step == step
+        if step != self._step or (is_committed and commit != self._commits.last_id):
+            self._go_back(step, commit)
+        elif is_committed:
+            self._commits.name_last()
+        load_groups(self.param_groups, state_dict)
+
+    def _go_back(self, step: int, commit: object) -> None:
+        self._require_usable()
+        if commit is None or self._comm.size > 1 or self._config.commit_every is None:
+            raise ResumeError(
+                f"the state dict is of step {step}, this optimizer is at step {self._step}, and masters and moments "
+                'are not in a state dict: commit to a path, and give resume="auto", or the directories of a snapshot'
+            )
+        last = self._commits.last
+        if last is not None and (last.step, self._commits.last_id) == (step, commit):
+            self.rollback()
+            self._commits.name_last()
+            return
+        reader = self._commits.snapshot_of(step, commit)
+        self.rollback()
+        committed = reader.manifests[0]
+        steps = {param.name: param.age for param in committed.parameters}
+        ages = [steps[spec.name] for spec in self._layout.specs]
+        carried = carried_in(reader.extra())
+        try:
+            self._attached.commit_begins(step, carried)
+            take_options(self.param_groups, committed.groups)
+            self._commits.go_back_to(reader, ages, self.param_groups)
+            self._commits.name_last()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._step, self._steps = step, ages
+        self._attached.go_back(step)
 
     # Close.
 
@@ -856,9 +942,7 @@ class OffloadZero(torch.optim.Optimizer):
 
 
 def _committed(found: RecoveryPlan | None) -> Committed:
-    if found is None or not isinstance(found.extra, Carried):
-        return NOTHING
-    return Committed(found.extra, tuple(found.reader.manifests[0].groups))
+    return Committed(Carried()) if found is None else Committed(found.extra, found.reader.manifests[0].groups)
 
 
 def _checked(inverse: float) -> float:

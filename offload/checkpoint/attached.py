@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offload.checkpoint.extra import Carried, collect_rng, encode, restore_rng
+from offload.checkpoint.extra import Carried, carried_in, collect_rng, encode, restore_rng
 from offload.errors import ConfigError
 
 RNG = "rng"
@@ -40,9 +40,6 @@ class Committed(NamedTuple):
 
     carried: Carried
     groups: tuple[Mapping[str, Any], ...] = ()
-
-
-NOTHING = Committed(Carried(None, {}))
 
 
 class Attached:
@@ -66,7 +63,7 @@ class Attached:
         Raises: ConfigError if an object has no state, or one that a commit cannot store; nothing is attached then.
         """
         parts = {name: _part(name, value) for name, value in objects.items()}
-        encode(Carried(None, {name: part.get() for name, part in parts.items()}))
+        encode(Carried(attached={name: part.get() for name, part in parts.items()}))
         self._parts |= parts
         if not self._is_training:
             for name, part in parts.items():
@@ -117,7 +114,7 @@ class Attached:
 
     def commit_begins(self, step: int, carried: object) -> None:
         """A commit of `step` that carries `carried` may be made from now on."""
-        self._begun[step] = Committed(carried if isinstance(carried, Carried) else NOTHING.carried)
+        self._begun[step] = Committed(carried_in(carried))
 
     def commit_ends(self, step: int) -> None:
         """The last commit is that of `step`."""
@@ -125,7 +122,7 @@ class Attached:
         self._begun.clear()
         self._captured, self._step = {}, None
 
-    def roll_back(self, step: int) -> None:
+    def go_back(self, step: int) -> None:
         """Gives all objects the states of the last commit, which is that of `step`."""
         self.commit_ends(step)
         for name, part in self._parts.items():
@@ -135,7 +132,7 @@ class Attached:
         return Carried(extra, states, tuple(name for name, part in self._parts.items() if part.is_drawn))
 
     def _give_back(self, name: str, part: _Part) -> None:
-        _, states, drawn = self._committed.carried
+        states, drawn = self._committed.carried.attached, self._committed.carried.drawn
         if name in states:
             try:
                 part.set(copy.deepcopy(states[name]))

@@ -9,7 +9,7 @@ themselves, a list is a list; everything else is an object of one field that say
     {"dict": [[key, value], ..]}, {"OrderedDict": ..}, {"Counter": ..}: keys are str, int, bool or null
     {"tensor": n}         the n-th tensor, as it is             {"ndarray": n}  the n-th tensor, as an array
     {"numpy": [dtype, base64]}  a NumPy scalar: "float64", and its bytes, little-endian
-    {"carried": [extra, {"dict": [[name, state], ..]}, [name, ..]]}  only as a whole: see `Carried`
+    {"carried": [extra, {"dict": [[name, state], ..]}, [name, ..], [name, ..]]}  only as a whole: see `Carried`
 
 What comes back equals what was given, type, bits and order included. A tensor comes back dense, row-major, without
 gradient, on the CPU.
@@ -50,15 +50,17 @@ _FLOAT = struct.Struct(">d")
 
 
 class Carried(NamedTuple):
-    """What a commit carries where objects are attached.
+    """What a commit carries beside the user's extra.
 
-    extra: the user's; attached: the objects' states, by name; drawn: the names of those whose state is of one rank
-    only (data loaders, random number generators).
+    attached: the states of attached objects, by name; drawn: the names of those whose state is of one rank only (data
+    loaders, random number generators); named: the snapshots that were made because a state dict names them, the oldest
+    first.
     """
 
-    extra: object
-    attached: dict[str, object]
+    extra: object = None
+    attached: Mapping[str, object] = {}
     drawn: tuple[str, ...] = ()
+    named: tuple[str, ...] = ()
 
     def for_other_ranks(self) -> Carried:
         """What is left on another number of ranks."""
@@ -71,10 +73,16 @@ def encode(value: object) -> tuple[Json, list[Tensor]]:
     Raises: ConfigError naming the part that cannot be stored, such as extra['scheduler']['f'].
     """
     encoder = _Encoder()
-    if not isinstance(value, Carried):
-        return encoder.encode(value, "extra", 0), encoder.tensors
-    parts = [encoder.encode(value.extra, "extra", 1), encoder.encode(value.attached, "attached", 1), list(value.drawn)]
-    return {"carried": parts}, encoder.tensors
+    carried = carried_in(value)
+    if not any(carried[1:]):
+        return encoder.encode(carried.extra, "extra", 0), encoder.tensors
+    parts = [encoder.encode(carried.extra, "extra", 1), encoder.encode(dict(carried.attached), "attached", 1)]
+    return {"carried": [*parts, list(carried.drawn), list(carried.named)]}, encoder.tensors
+
+
+def carried_in(extra: object) -> Carried:
+    """What was committed along, also by a run that attached nothing."""
+    return extra if isinstance(extra, Carried) else Carried(extra)
 
 
 def decode(structure: Json, tensors: Mapping[str, Tensor], file: str) -> object:
@@ -211,14 +219,12 @@ class _Decoder:
     def decode_whole(self, value: Any) -> object:
         if not (isinstance(value, dict) and value.keys() == {"carried"}):
             return self.decode(value, 0)
-        extra, attached, drawn = (self.decode(item, 1) for item in _items(value["carried"], 3))
-        if (
-            type(attached) is not dict
-            or type(drawn) is not list
-            or not all(type(n) is str for n in [*attached, *drawn])
-        ):
-            raise _DamagedError("what is attached has to be a dict by name, and a list of names")
-        return Carried(extra, attached, tuple(drawn))
+        parts = _items(value["carried"], 4)
+        extra, attached = (self.decode(item, 1) for item in parts[:2])
+        drawn, named = (_items(item) for item in parts[2:])
+        if not isinstance(attached, dict) or not all(isinstance(name, str) for name in [*attached, *drawn, *named]):
+            raise _DamagedError("what is carried has to be a dict by name, and lists of names")
+        return Carried(extra, attached, tuple(drawn), tuple(named))
 
     def decode(self, value: Any, depth: int) -> object:
         if depth > MAX_DEPTH:

@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from offload.checkpoint.commit import Commit, manifest_told, parse_commit, read_commit, serialise_commit
-from offload.checkpoint.extra import Carried
+from offload.checkpoint.extra import Carried, carried_in
 from offload.checkpoint.manifest import (
     Manifest,
     Option,
@@ -238,7 +238,7 @@ class RecoveryPlan:
     target: Target
     records: Records
     held: Directories
-    extra: object = None
+    extra: Carried = field(default_factory=Carried)
     without: frozenset[int] = frozenset()
 
     @property
@@ -518,8 +518,8 @@ def _reach(found: RecoveryPlan, layout: Layout, wanted: Manifest) -> RecoveryPla
                 f"{ON_OTHER_MACHINES}"
             )
         found = replace(found, without=hidden)
-    carried = reader.extra(extra)
-    if isinstance(carried, Carried) and len(reader.manifests) != wanted.world:
+    carried = carried_in(reader.extra(extra))
+    if len(reader.manifests) != wanted.world:
         carried = carried.for_other_ranks()
     return replace(found, extra=carried)
 
