@@ -114,6 +114,7 @@ class Config:
     chooses_prefetch: bool = False
     tile_bytes: int | None = None
     cast_forward_inputs: bool = True
+    keep: int = 2
 
     @property
     def slots_per_chunk(self) -> int:
@@ -147,6 +148,7 @@ def check(
     commit_every: int | str | None = "auto",
     resume: bool | str | PathLike | Sequence[PathLike] = False,
     cast_forward_inputs: bool = True,
+    keep: int = 2,
     tuning: Tuning | None = None,
     **unknown: Any,
 ) -> Config:
@@ -189,6 +191,8 @@ def check(
         ),
         (accumulation is None, "accumulation=None: give a whole number, at least 1"),
         _not_whole("accumulation", accumulation, 1),
+        (keep is None, "keep=None: give a whole number, at least 1"),
+        _not_whole("keep", keep, 1),
         _not_whole("Tuning.prefetch_chunks", tuning.prefetch_chunks, 0),
         _not_whole("Tuning.prefetch_units", tuning.prefetch_units, 0),
         _not_whole("Tuning.threads", tuning.threads, 1),
@@ -273,6 +277,7 @@ def check(
         units=units,
         tile_bytes=None if tuning.tile is None else parse_bytes(tuning.tile, "Tuning.tile"),
         cast_forward_inputs=cast_forward_inputs,
+        keep=keep,
         chooses_params=param_tier is None and states != "device",
         chooses_grads=grad_tier is None and states != "device",
     )

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -34,9 +35,10 @@ from torch import Tensor, nn
 from offload import config as configuration
 from offload.build import build, plan_run
 from offload.checkpoint import recovery
+from offload.checkpoint.attached import RNG, Attached, Committed
 from offload.checkpoint.committer import Commits
 from offload.checkpoint.export import export
-from offload.checkpoint.extra import memory_of, stored
+from offload.checkpoint.extra import Carried, carried_in, memory_of, stored
 from offload.checkpoint.recovery import RecoveryPlan, Resumed
 from offload.checkpoint.tensors import Entry
 from offload.config import PathLike, Tuning
@@ -48,12 +50,14 @@ from offload.errors import (
     InterruptedStepError,
     NonFiniteGradientError,
     OffloadError,
+    ResumeError,
 )
 from offload.held_model import HeldModel
 from offload.interrupts import uninterrupted
 from offload.model.flat_param import shaped_like
 from offload.model.hooks import require_free
 from offload.model.meta_init import Init, source_of
+from offload.model.torch_helpers import Hook
 from offload.model.trace import recorded
 from offload.model.units import stop_reducing, unwrapped
 from offload.optim.adam import StepKey, scalars_of
@@ -63,6 +67,7 @@ from offload.optim.adopt import (
     groups_state,
     load_groups,
     require_adoptable,
+    require_matching,
     require_sound,
     retire,
     take_options,
@@ -71,6 +76,7 @@ from offload.optim.adopt import unwrapped as unwrapped_optimizer
 from offload.planner.placement import place
 from offload.profiling import PHASES, Timeline
 from offload.run import Owner
+from offload.sizes import format_bytes
 from offload.torch_private import DisableTorchFunctionSubclass
 
 CLIP_EPSILON = 1e-6
@@ -126,6 +132,7 @@ class OffloadZero(torch.optim.Optimizer):
             dimensions, the second shards parameters (at stage 3), and the first replicates them.
         cast_forward_inputs: whether floating-point inputs of the model's forward are cast to `compute_dtype`. False is
             for models that cast their inputs where they have to (time steps, positions).
+        keep: how many of the commits that `state_dict()` has named stay, beside the last commit.
         tuning: options that only change speed.
 
     Raises: ConfigError, BudgetError, PathError, PathInUseError, ResumeError, RankError; the model is not changed then.
@@ -160,6 +167,7 @@ class OffloadZero(torch.optim.Optimizer):
         stage: int | None = None,
         process_group: object | None = None,
         cast_forward_inputs: bool = True,
+        keep: int = 2,
         tuning: Tuning | None = None,
         **unknown: Never,
     ) -> None:
@@ -179,6 +187,7 @@ class OffloadZero(torch.optim.Optimizer):
             resume=resume,
             stage=stage,
             cast_forward_inputs=cast_forward_inputs,
+            keep=keep,
             **unknown,
         )
         wrapper, model = model, unwrapped(model)
@@ -188,6 +197,7 @@ class OffloadZero(torch.optim.Optimizer):
         self._failure: BaseException | None = None
         self._step = 0
         self._skipped = 0
+        self._has_warned = self._has_told = False
         self._adopted = False
         self._comm = torch_distributed.connect(process_group, timeline=self._timeline)
         given = unwrapped_optimizer(optimizer)
@@ -232,8 +242,10 @@ class OffloadZero(torch.optim.Optimizer):
             )
             is_resumed = found is not None
             self._held = HeldModel(model, self._parts, self._placement, source, owner, resumes=is_resumed)
-            self._resumed = None if found is None else Resumed(found.commit.step, found.extra)
+            self._attached = Attached(_committed(found))
+            self._resumed = None
             if found is not None:
+                self._resumed = Resumed(found.commit.step, found.extra.extra)
                 self._begin_at(found)
             # Not earlier: a model that is left without values stays marked as taken.
             undo.callback(self._held.remove)
@@ -275,6 +287,7 @@ class OffloadZero(torch.optim.Optimizer):
                     loss = closure()
             with self._timeline.span("step_s"), self._timeline.event(PHASES, "step"):
                 self._held.step_begins()
+                self._attached.step_begins()
                 self._commit_if_due()
                 active = self._finalize_gradients()
                 factor = self._agreed_factor(active) if self._is_to_step(active) else None
@@ -282,6 +295,7 @@ class OffloadZero(torch.optim.Optimizer):
                     self._held.take_outside_writes()
                 self._advance(active, factor)
                 self._held.step_ends()
+                self._capture_if_due()
         return loss
 
     def _finalize_gradients(self) -> list[int]:
@@ -595,6 +609,47 @@ class OffloadZero(torch.optim.Optimizer):
         """The step that this run was resumed at, and the extra committed with it; None if it began anew."""
         return self._resumed
 
+    def attach(self, *, rng: bool = False, **objects: object) -> None:
+        """Every commit carries the state of these objects from now on, automatic commits too.
+
+        In a resumed run each object gets back the state that was committed under its name, if it is attached before the
+        first step. So a loop needs no code of its own for resuming:
+
+            scheduler = CosineAnnealingLR(optimizer, 1000)
+            optimizer.attach(scheduler=scheduler, loader=loader, rng=True)
+
+        What is drawn from (loaders, generators) is captured when `step()` returns, everything else when the next
+        forward begins: a resumed run draws what the uninterrupted one drew. A scheduler's constructor sets the first
+        learning rate again; attaching the scheduler sets the committed one. Over several ranks each has its own states.
+        Resumed on another number of ranks, all get those of the first rank, but for what is drawn from.
+
+        Args:
+            rng: the global random number generators of Python, NumPy and torch, as `collect_rng()` gives them.
+            objects: objects with `state_dict()` and `load_state_dict()`, or torch.Generators, by a name of your choice.
+        Raises: ConfigError if an object has no state, or one that cannot be stored; nothing is attached then.
+        """
+        self._require_usable()
+        if RNG in objects or not isinstance(rng, bool):
+            raise ConfigError(f"attach(rng={rng!r}): give True or False; other generators take another name")
+        given = {RNG: None, **objects} if rng else objects
+        is_first = not self._attached
+        self._attached.attach(given)
+        if groups := self._attached.groups_for(given):
+            take_options(self.param_groups, groups)
+        self._capture_if_due()
+        if is_first and self._attached:
+            hook = Hook(lambda *_: self._attached.forward_begins())
+            self._undo.callback(self._model.register_forward_pre_hook(hook).remove)
+
+    def _capture_if_due(self) -> None:
+        if self._attached and self._commits.is_due(self._step):
+            try:
+                self._attached.step_ends(self._step)
+            except BaseException as error:
+                if self._comm.size > 1:
+                    self._fail(error)  # the other ranks will commit this step, and this one cannot
+                raise
+
     def commit(self, extra: object = None) -> None:
         """Commits the state after this step; it is durable when this returns. Call it at the end of an iteration.
 
@@ -606,17 +661,20 @@ class OffloadZero(torch.optim.Optimizer):
         """
         self._require_usable()
         self._held.step_begins()
-        self._commit(extra)
+        self._commit(self._attached.carry(extra))
 
     def _commit_if_due(self) -> None:
-        if self._commits.is_due(self._step):
-            self._commit(None)
+        if self._commits.is_due(self._step) and self._attached.is_captured(self._step):
+            self._commit(self._attached.carry_captured())
 
     def _commit(self, extra: object) -> None:
         prepare = self._held.take_outside_writes
         try:
             with self._together():
+                if self._commits.last is None or self._commits.last.step != self._step:
+                    self._attached.commit_begins(self._step, extra)
                 self._commits.commit(prepare, self._step, self._steps, self.param_groups, extra)
+            self._attached.commit_ends(self._step)
         finally:
             if self._commits.final is not None:
                 self._fail(self._commits.final)
@@ -653,7 +711,8 @@ class OffloadZero(torch.optim.Optimizer):
     def rollback(self) -> None:
         """Goes back to the last commit, also after an error: states, parameters, hyper-parameters and step.
 
-        Gradients are dropped. Schedulers, data loaders and frozen parameters are not changed. Over several ranks all
+        Gradients are dropped. What is attached gets its committed state, too; an iterator over a loader has to be made
+        anew. Other schedulers and loaders, and frozen parameters, are not changed. Over several ranks all
         have to call it; after an error that only some of them had, they have to be started again instead.
         Raises: ResumeError if nothing was committed; CorruptionError, TierIOError, OtherRankError, RankError.
         """
@@ -669,6 +728,7 @@ class OffloadZero(torch.optim.Optimizer):
             raise
         self._failure = None
         self.zero_grad()
+        self._attached.go_back(self._step)
 
     def _return_to_commit(self) -> None:
         manifest = self._commits.restore()
@@ -709,16 +769,95 @@ class OffloadZero(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Param groups, step and path. It has no tensors: those are committed to `path`."""
-        return groups_state(self.param_groups, self._step, self._config.paths)
+        """Param groups and step, and the name of a commit of this step, which has the tensors.
+
+        The commit is made if there is none of this step. Before a later one replaces it, it is kept as a snapshot: the
+        newest `keep` of those that were named so. Over several ranks call `commit()` on all of them before.
+        Raises: as `commit`; BudgetError if the disk has no space for the snapshot; ConfigError over several ranks if
+        this step is not committed.
+        """
+        return groups_state(self.param_groups, self._step, self._config.paths, self._name_commit())
+
+    def _name_commit(self) -> str | None:
+        """Returns: what the commit of this step is called; None where there is nothing to resume from."""
+        if self._step == 0 or not self._adopted:
+            return None
+        if self._config.commit_every is None:
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    "this state dict has hyper-parameters only, and a run cannot be resumed from it: masters and "
+                    "moments are in no file; give OffloadZero a path, and leave commit_every as it is",
+                    stacklevel=3,
+                )
+            return None
+        is_committed = self._commits.last is not None and self._commits.last.step == self._step
+        if isinstance(self._failure, ClosedError):
+            return self._commits.last_id if is_committed else None
+        self._require_usable()
+        if not is_committed:
+            if self._comm.size > 1:
+                raise ConfigError(
+                    f"step {self._step} is not committed, and a commit is for all ranks together: call commit() on "
+                    "every rank before state_dict()"
+                )
+            self.commit()
+        nbytes = self._commits.name_last()
+        if not self._has_told:
+            self._has_told = True
+            with suppress(OSError, ValueError):
+                print(
+                    f"offload: a state dict names the commit of step {self._step}; of the commits named so the newest "
+                    f"{self._config.keep} stay as snapshots, of up to {format_bytes(nbytes)} each",
+                    file=sys.stderr,
+                )
+        return self._commits.last_id
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes the hyper-parameters of a state_dict, which must be of the step this optimizer is at.
+        """Goes to the step of a state dict, and takes its hyper-parameters.
 
-        Raises: ResumeError if it is of another step, or its groups do not match; ConfigError for a value out of range.
+        At that step already, nothing else is changed. If it is of an earlier step, states and parameters become those
+        of the commit that it names, also if the run has gone on; gradients are dropped.
+        Raises: ResumeError if that commit is gone, or the groups do not match; ConfigError for a value out of range;
+        over several ranks ResumeError for another step; CorruptionError, TierIOError.
         """
-        load_groups(self.param_groups, state_dict, self._step)
+        step, commit = require_matching(self.param_groups, state_dict)
+        is_committed = commit is not None and self._commits.last is not None and self._commits.last.step == step
+        if step != self._step or (is_committed and commit != self._commits.last_id):
+            self._go_back(step, commit)
+        elif is_committed:
+            self._commits.name_last()
+        load_groups(self.param_groups, state_dict)
+
+    def _go_back(self, step: int, commit: object) -> None:
+        self._require_usable()
+        if commit is None or self._comm.size > 1 or self._config.commit_every is None:
+            raise ResumeError(
+                f"the state dict is of step {step}, this optimizer is at step {self._step}, and masters and moments "
+                'are not in a state dict: commit to a path, and give resume="auto", or the directories of a snapshot'
+            )
+        last = self._commits.last
+        if last is not None and (last.step, self._commits.last_id) == (step, commit):
+            self.rollback()
+            self._commits.name_last()
+            return
+        reader = self._commits.snapshot_of(step, commit)
+        self.rollback()
+        committed = reader.manifests[0]
+        steps = {param.name: param.age for param in committed.parameters}
+        ages = [steps[spec.name] for spec in self._layout.specs]
+        carried = carried_in(reader.extra())
+        try:
+            self._attached.commit_begins(step, carried)
+            take_options(self.param_groups, committed.groups)
+            self._commits.go_back_to(reader, ages, self.param_groups)
+            self._commits.name_last()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._step, self._steps = step, ages
+        self._attached.go_back(step)
 
     # Close.
 
@@ -782,6 +921,10 @@ class OffloadZero(torch.optim.Optimizer):
         except OffloadError as error:
             self._fail(error)
             raise
+
+
+def _committed(found: RecoveryPlan | None) -> Committed:
+    return Committed(Carried()) if found is None else Committed(found.extra, found.reader.manifests[0].groups)
 
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:

@@ -18,10 +18,8 @@ def train(path: str, until: int) -> None:
     options = {"compute_dtype": torch.float16, "commit_every": 0, "resume": "auto", "tuning": Tuning(chunk="64KiB")}
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26, growth_interval=20)
     with OffloadZero(model, adamw, path=path, **options) as optimizer:
-        done = 0
-        if optimizer.resumed:
-            done = optimizer.resumed.extra["done"]
-            scaler.load_state_dict(optimizer.resumed.extra["scaler"])
+        optimizer.attach(scaler=scaler)  # its state is committed along, and comes back when the run is resumed
+        done = optimizer.resumed.extra["done"] if optimizer.resumed else 0
         for batch in range(done + 1, until + 1):
             loss = nn.functional.cross_entropy(model(inputs).float(), targets)
             scaler.scale(loss).backward()
@@ -31,7 +29,7 @@ def train(path: str, until: int) -> None:
             scaler.update()
             optimizer.zero_grad()
             if batch % 15 == 0:
-                optimizer.commit({"scaler": scaler.state_dict(), "done": batch})
+                optimizer.commit({"done": batch})
                 skipped = optimizer.stats()["skipped_steps"]
                 print(f"batch {batch}  loss {loss.item():.3f}  scale {scaler.get_scale():.0f}  {skipped} skipped here")
 

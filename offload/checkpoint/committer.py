@@ -36,11 +36,12 @@ import torch
 from offload.checkpoint import recovery as resuming
 from offload.checkpoint.atomic_file import sync_directory
 from offload.checkpoint.commit import Commit, read_commit, remove_superseded, write_commit, write_manifest
-from offload.checkpoint.extra import stored
-from offload.checkpoint.manifest import ChunkFacts, Digest, Manifest
+from offload.checkpoint.extra import carried_in, stored
+from offload.checkpoint.manifest import ChunkFacts, Digest, Manifest, differences
+from offload.checkpoint.reader import Reader
 from offload.checkpoint.recovery import RecoveryPlan
 from offload.checkpoint.reshard import moves
-from offload.checkpoint.snapshot import Need, Snapshot, require_space
+from offload.checkpoint.snapshot import RUN_DIGITS, Need, Snapshot, require_space, snapshots_in
 from offload.dist.agreement import agree_on_error, all_gather_object
 from offload.errors import (
     ConfigError,
@@ -108,10 +109,21 @@ class Commits:
         self._pending: _Pending | None = None
         self._replaces: str | None = None
         self._is_coming = False
+        # What state dicts name: whether the last commit is among it, and the snapshots of earlier ones.
+        self._is_named = False
+        self._named: tuple[str, ...] = ()
+        # Of the snapshot that the last commit is a copy of.
+        self._came_from: str | None = None
         if found is not None:
             found.require_last()
+            self._named = found.extra.named
             self.last = found.manifest
             self._record = None if found.manifest is None else found.commit
+
+    @property
+    def last_id(self) -> str | None:
+        """What state dicts call the last commit; None if nothing was committed."""
+        return None if self.last is None or self._record is None else self._came_from or _id_of(self._record)
 
     def is_due(self, step: int) -> bool:
         """Whether `commit_every` wants a commit of `step`, and it is not there. Raises: as `know`."""
@@ -141,6 +153,8 @@ class Commits:
             if self._slots is not None:
                 self._slots.require_here()
             prepare()
+        self._keep_named(step)
+        with self._together():
             written = self._write(step, ages, groups, extra)
         if written is None:
             return
@@ -172,6 +186,7 @@ class Commits:
         for store, of in zip(self._stores, pending.versions, strict=True):
             store.set_committed(of)
         self.last, self._versions, self._record = pending
+        self._is_named, self._came_from = False, None
         self._pending = None
 
     def know(self) -> None:
@@ -223,15 +238,19 @@ class Commits:
         stored(groups)
         versions = self._flush()
         if self.last is not None and self.last.step == step:
-            if extra is None and versions == self._versions:
+            if carried_in(extra).extra is None and versions == self._versions:
                 return None
-            raise ConfigError(f"step {step} is committed already: commit once a step, with all there is to commit")
+            raise ConfigError(
+                f"step {step} is committed already: commit once a step, with all there is to commit; state_dict() "
+                "commits, too"
+            )
         manifest = self._manifest(step, ages, groups, versions)
         self._final_if_ambiguous(slots.sync)
         if self.last is None:
             for path in self._config.paths:
                 sync_directory(self._files, path.parent)  # the directory itself may be new
-        digests = [write_manifest(path, manifest, extra, self._files) for path in self._config.paths]
+        carried = carried_in(extra)._replace(named=self._named)
+        digests = [write_manifest(path, manifest, carried, self._files) for path in self._config.paths]
         slots.require_here()
         slots.keep()
         return manifest, versions, digests[0]
@@ -274,12 +293,7 @@ class Commits:
         Raises: CorruptionError, TierIOError, and then the other commit is still there.
         """
         reader, step = found.reader, found.commit.step
-        what = moves(reader.manifests, self._layout)
-        order = sorted(what, key=lambda at: what[at][0].target)
-        taken = ((what[at], states) for at, states in zip(order, reader.slots(order), strict=True))
-        with agree_on_error(self._comm, _not_restored()):
-            self._masters.take_over(taken, step)
-        self._put_together(step)
+        self._take_values(reader)
         slots = self._slots
         if self._config.commit_every is not None and slots is not None:
             self._replaces = found.commit.run_id
@@ -290,6 +304,84 @@ class Commits:
             slots.was_renamed()
         reader.close()
 
+    def name_last(self) -> int:
+        """A state dict names the last commit: before another one replaces it, it becomes a snapshot.
+
+        Returns: the bytes that this takes. Raises: BudgetError (disk space), CorruptionError, TierIOError.
+        """
+        part = self._as_snapshot()
+        needs = part.needs()
+        if not self._is_named:
+            if self._came_from is None and part.name not in self._named:
+                part.require_name()
+            require_space(needs)
+            self._is_named = True
+        return sum(need.nbytes for need in needs)
+
+    def _keep_named(self, step: int) -> None:
+        """Makes a snapshot of the last commit if a state dict names it, and takes those away that are too many."""
+        if self.last is None or self.last.step == step or self._slots is None:
+            return
+        if not self._comm.all_gather(torch.tensor([self._is_named], dtype=torch.uint8, device="cpu")).any():
+            return
+        part = self._as_snapshot()
+        if self._came_from is None:
+            if part.name in self._named:
+                # Of the same step, before the run went back to an earlier one.
+                self._remove(part, [part.name])
+            self.snapshot(None)
+        named = [*(one for one in self._named if one != part.name), part.name]
+        with ExitStack() as held:
+            self._remove(part, part.free(named[: -self._config.keep], held))
+        self._named = tuple(named[-self._config.keep :])
+        self._is_named = False
+
+    def snapshot_of(self, step: int, name: object) -> Reader:
+        """The snapshot of the commit that a state dict calls `name`.
+
+        Raises: ResumeError if there is none, or it is of another model; CorruptionError, PathError, TierIOError.
+        """
+        home, steps = self._config.paths[0], []
+        for directory in snapshots_in(home, self._files):
+            if (record := read_commit(home / directory, self._files)) is None:
+                continue
+            steps.append(record.step)
+            if (record.step, _id_of(record)) == (step, name):
+                reader = Reader([path / directory for path in self._config.paths], self._files)
+                if found := differences(reader.manifests[0], self._wanted):
+                    raise ResumeError(f"{home / directory} is of another model:\n" + "\n".join(found))
+                return reader
+        last = "nothing" if self.last is None else f"step {self.last.step}"
+        raise ResumeError(
+            f"the commit of step {step} that this state dict names is gone: {home} holds {last}, and snapshots of "
+            f"steps {', '.join(map(str, sorted(steps))) or '(none)'}; OffloadZero(keep=...) says how many stay"
+        )
+
+    def go_back_to(self, reader: Reader, ages: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Makes states and parameters those of a snapshot, and commits them. The last commit has been restored before.
+
+        Raises: CorruptionError, TierIOError, and then the last commit is what it was; as `commit`.
+        """
+        self._take_values(reader)
+        self.commit(_nothing, reader.commit.step, ages, groups, reader.extra())
+        self._came_from = _id_of(reader.commit)
+        reader.close()
+
+    def _take_values(self, reader: Reader) -> None:
+        """Copies states and parameters from `reader`'s commit. Every slot is read once."""
+        step, what = reader.commit.step, moves(reader.manifests, self._layout)
+        order = sorted(what, key=lambda at: what[at][0].target)
+        taken = ((what[at], states) for at, states in zip(order, reader.slots(order), strict=True))
+        with agree_on_error(self._comm, _not_restored()):
+            self._masters.take_over(taken, step)
+        self._put_together(step)
+
+    def _as_snapshot(self) -> Snapshot:
+        manifest, slots = self.require_last(), self._slots
+        assert slots is not None
+        assert self._record is not None
+        return Snapshot(self._record, manifest, self._config.paths, slots.paths, self._files)
+
     def snapshot(self, keep: int | None) -> tuple[Path, ...]:
         """Keeps the last commit aside, whatever this run writes meanwhile; see [Note: snapshots] in snapshot.py.
 
@@ -298,10 +390,8 @@ class Commits:
         Raises: ResumeError (nothing is committed), BudgetError, PathError, TierIOError, CorruptionError,
         OtherRankError, RankError. Run and commits are what they were. What fails on one rank fails on all.
         """
-        manifest, slots, comm = self.require_last(), self._slots, self._comm
+        part, slots, comm = self._as_snapshot(), self._slots, self._comm
         assert slots is not None
-        assert self._record is not None
-        part = Snapshot(self._record, manifest, self._config.paths, slots.paths, self._files)
         with ExitStack() as held:
             with agree_on_error(comm, _not_kept()):
                 slots.require_here()
@@ -318,13 +408,18 @@ class Commits:
             with suppress(TierIOError, OtherRankError):  # the next one clears away what is left
                 with agree_on_error(comm, _not_kept()):
                     part.finish([part.name])
-                    part.retire(surplus)
-                with agree_on_error(comm, _not_kept()):
-                    if comm.rank == 0:
-                        part.withdraw(surplus)
-                part.clear(surplus)
+                self._remove(part, surplus)
                 part.finish(others)
         return part.directories
+
+    def _remove(self, part: Snapshot, names: Sequence[str]) -> None:
+        """Takes snapshots of this run away. Args: part: of any snapshot."""
+        with agree_on_error(self._comm, _not_kept()):
+            part.retire(names)
+        with agree_on_error(self._comm, _not_kept()):
+            if self._comm.rank == 0:
+                part.withdraw(names)
+        part.clear(names)
 
     def _keep(self, part: Snapshot) -> None:
         """Makes a snapshot that is not there."""
@@ -469,6 +564,11 @@ class Commits:
             chunks=tuple(found[:chunks]),
             copies=tuple(found[chunks:]),
         )
+
+
+def _id_of(commit: Commit) -> str:
+    """What a state dict calls a commit: its run, and the digest of its first manifest."""
+    return f"{commit.run_id[:RUN_DIGITS]}-{commit.manifests[0].xxh3}"
 
 
 def _cause(raised: BaseException, before: BaseException | None) -> OffloadError | OSError | None:

@@ -9,6 +9,7 @@ themselves, a list is a list; everything else is an object of one field that say
     {"dict": [[key, value], ..]}, {"OrderedDict": ..}, {"Counter": ..}: keys are str, int, bool or null
     {"tensor": n}         the n-th tensor, as it is             {"ndarray": n}  the n-th tensor, as an array
     {"numpy": [dtype, base64]}  a NumPy scalar: "float64", and its bytes, little-endian
+    {"carried": [extra, {"dict": [[name, state], ..]}, [name, ..], [name, ..]]}  only as a whole: see `Carried`
 
 What comes back equals what was given, type, bits and order included. A tensor comes back dense, row-major, without
 gradient, on the CPU.
@@ -22,7 +23,7 @@ import random
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -48,13 +49,40 @@ _KEYS = (str, int, bool, type(None))
 _FLOAT = struct.Struct(">d")
 
 
+class Carried(NamedTuple):
+    """What a commit carries beside the user's extra.
+
+    attached: the states of attached objects, by name; drawn: the names of those whose state is of one rank only (data
+    loaders, random number generators); named: the snapshots that were made because a state dict names them, the oldest
+    first.
+    """
+
+    extra: object = None
+    attached: Mapping[str, object] = {}
+    drawn: tuple[str, ...] = ()
+    named: tuple[str, ...] = ()
+
+    def for_other_ranks(self) -> Carried:
+        """What is left on another number of ranks."""
+        return self._replace(attached={name: state for name, state in self.attached.items() if name not in self.drawn})
+
+
 def encode(value: object) -> tuple[Json, list[Tensor]]:
     """`value` as JSON, and the tensors it refers to; see [Note: extra format].
 
     Raises: ConfigError naming the part that cannot be stored, such as extra['scheduler']['f'].
     """
     encoder = _Encoder()
-    return encoder.encode(value, "extra", 0), encoder.tensors
+    carried = carried_in(value)
+    if not any(carried[1:]):
+        return encoder.encode(carried.extra, "extra", 0), encoder.tensors
+    parts = [encoder.encode(carried.extra, "extra", 1), encoder.encode(dict(carried.attached), "attached", 1)]
+    return {"carried": [*parts, list(carried.drawn), list(carried.named)]}, encoder.tensors
+
+
+def carried_in(extra: object) -> Carried:
+    """What was committed along, also by a run that attached nothing."""
+    return extra if isinstance(extra, Carried) else Carried(extra)
 
 
 def decode(structure: Json, tensors: Mapping[str, Tensor], file: str) -> object:
@@ -64,7 +92,7 @@ def decode(structure: Json, tensors: Mapping[str, Tensor], file: str) -> object:
     """
     decoder = _Decoder(dict(tensors))
     try:
-        value = decoder.decode(structure, 0)
+        value = decoder.decode_whole(structure)
         if decoder.tensors:
             raise _DamagedError("does not refer to all of its tensors")
     except (_DamagedError, ValueError, struct.error) as error:  # of hexadecimal digits and base64
@@ -187,6 +215,16 @@ class _Decoder:
             "ndarray": lambda value, depth: self._array(value),
             "numpy": lambda value, depth: _to_numpy(value),
         }
+
+    def decode_whole(self, value: Any) -> object:
+        if not (isinstance(value, dict) and value.keys() == {"carried"}):
+            return self.decode(value, 0)
+        parts = _items(value["carried"], 4)
+        extra, attached = (self.decode(item, 1) for item in parts[:2])
+        drawn, named = (_items(item) for item in parts[2:])
+        if not isinstance(attached, dict) or not all(isinstance(name, str) for name in [*attached, *drawn, *named]):
+            raise _DamagedError("what is carried has to be a dict by name, and lists of names")
+        return Carried(extra, attached, tuple(drawn), tuple(named))
 
     def decode(self, value: Any, depth: int) -> object:
         if depth > MAX_DEPTH:

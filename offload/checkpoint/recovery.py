@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from offload.checkpoint.commit import Commit, manifest_told, parse_commit, read_commit, serialise_commit
+from offload.checkpoint.extra import Carried, carried_in
 from offload.checkpoint.manifest import (
     Manifest,
     Option,
@@ -237,7 +238,7 @@ class RecoveryPlan:
     target: Target
     records: Records
     held: Directories
-    extra: object = None
+    extra: Carried = field(default_factory=Carried)
     without: frozenset[int] = frozenset()
 
     @property
@@ -517,7 +518,10 @@ def _reach(found: RecoveryPlan, layout: Layout, wanted: Manifest) -> RecoveryPla
                 f"{ON_OTHER_MACHINES}"
             )
         found = replace(found, without=hidden)
-    return replace(found, extra=reader.extra(extra))
+    carried = carried_in(reader.extra(extra))
+    if len(reader.manifests) != wanted.world:
+        carried = carried.for_other_ranks()
+    return replace(found, extra=carried)
 
 
 def _directories_in_order(

@@ -44,6 +44,17 @@ def name_of(commit: Commit) -> str:
     return f"snapshot-{commit.step}-{commit.run_id[:RUN_DIGITS]}"
 
 
+def snapshots_in(path: Path, files: Files) -> list[str]:
+    """The directories with a snapshot's name in `path`."""
+    return [name for name in _names_in(path, files) if _NAME.fullmatch(name) and files.is_directory(path / name)]
+
+
+def _names_in(directory: Path, files: Files) -> list[str]:
+    with failing("read", directory), suppress(FileNotFoundError, NotADirectoryError):
+        return sorted(files.names(directory))
+    return []
+
+
 @dataclass(frozen=True)
 class Need:
     """Bytes that one rank's part takes on a device, and bytes that are free there."""
@@ -113,6 +124,10 @@ class Snapshot:
             pass
         raise PathError(errno.EEXIST, "is there already, and is another snapshot or a run: move it", str(home))
 
+    def require_name(self) -> None:
+        """Raises: PathError if another snapshot has the name of this one."""
+        self.is_kept()
+
     def kept(self) -> dict[str, int]:
         """For rank 0: names of the snapshots of this run that are there, and their steps."""
         steps = {}
@@ -133,6 +148,11 @@ class Snapshot:
         steps = self.kept() | {self.name: self.commit.step}
         newest = sorted(steps, key=lambda name: (name == self.name, steps[name]), reverse=True)
         return [name for name in newest[keep:] if self._is_free(self.paths[0] / name, held)]
+
+    def free(self, names: Iterable[str], held: ExitStack) -> list[str]:
+        """For rank 0: those of `names` that are snapshots of this run, and not in use. Args: held: gets their locks."""
+        kept = self.kept()
+        return [name for name in names if name in kept and self._is_free(self.paths[0] / name, held)]
 
     def clear(self, names: Iterable[str] | None = None, *, decided: Collection[str] = ()) -> None:
         """Takes away parts of snapshots that have no record: those called `names`; None: all but the `decided` ones."""
@@ -267,10 +287,7 @@ class Snapshot:
         return True
 
     def _snapshots(self, path: Path) -> list[str]:
-        """The directories with a snapshot's name in `path`."""
-        return [name for name in self._names(path) if _NAME.fullmatch(name) and self.files.is_directory(path / name)]
+        return snapshots_in(path, self.files)
 
     def _names(self, directory: Path) -> list[str]:
-        with failing("read", directory), suppress(FileNotFoundError, NotADirectoryError):
-            return sorted(self.files.names(directory))
-        return []
+        return _names_in(directory, self.files)

@@ -112,7 +112,9 @@ def take_options(groups: Sequence[dict[str, Any]], committed: Sequence[Mapping[s
                 group[name] = value
 
 
-def groups_state(groups: Sequence[Mapping[str, Any]], step: int, paths: Sequence[Path]) -> dict[str, Any]:
+def groups_state(
+    groups: Sequence[Mapping[str, Any]], step: int, paths: Sequence[Path], commit: str | None
+) -> dict[str, Any]:
     """See OffloadZero.state_dict."""
     params = [param for group in groups for param in group["params"]]
     numbers = {param: number for number, param in enumerate(params)}
@@ -122,24 +124,31 @@ def groups_state(groups: Sequence[Mapping[str, Any]], step: int, paths: Sequence
         "param_groups": [{**group, "params": [numbers[param] for param in group["params"]]} for group in groups],
         "step": step,
         "path": names[0] if len(names) == 1 else names or None,
+        "commit": commit,
     }
 
 
-def load_groups(groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any], step: int) -> None:
-    """See OffloadZero.load_state_dict."""
+def require_matching(groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]) -> tuple[int, object]:
+    """Whether a state dict is of an optimizer with these groups. Returns: its step, and the commit that it names.
+
+    Raises: ResumeError, ConfigError for a value out of range.
+    """
     theirs = state_dict["param_groups"]
     sizes = [len(group["params"]) for group in groups]
     if [len(group["params"]) for group in theirs] != sizes:
         raise ResumeError(f"the state dict's groups do not match the {len(sizes)} groups of {sizes} parameters")
-    if state_dict.get("step") != step:
-        raise ResumeError(
-            f"the state dict is of step {state_dict.get('step')}, this optimizer is at step {step}, and masters and "
-            "moments are not in a state dict: commit to a path, and give resume=True, for that"
-        )
+    step = state_dict.get("step")
+    if not isinstance(step, int):
+        raise ResumeError("the state dict is not of an OffloadZero: it has no step")
     for number, (group, other) in enumerate(zip(groups, theirs, strict=True)):
         kind = "decoupled_weight_decay"
         if other.get(kind, group[kind]) != group[kind]:
             raise ResumeError(f"param group {number} of the state dict is of {'AdamW' if other[kind] else 'Adam'}")
     require_sound([{**group, **other} for group, other in zip(groups, theirs, strict=True)])
-    for group, other in zip(groups, theirs, strict=True):
+    return step, state_dict.get("commit")
+
+
+def load_groups(groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]) -> None:
+    """Takes the hyper-parameters of a state dict that matches."""
+    for group, other in zip(groups, state_dict["param_groups"], strict=True):
         group.update({key: value for key, value in other.items() if key != "params"})

@@ -110,9 +110,9 @@ def test_resumed_training_has_the_bits_of_training_that_never_stopped(place: dic
     with OffloadZero(model, plain, compute_dtype=torch.float16, **options) as optimizer:
         scaler = LossScale(256.0, 2).scaler()
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, training.schedule)
+        optimizer.attach(scaler=scaler, scheduler=scheduler)
         _go(first, model, optimizer, scheduler, scaler, range(half))
-        extra = {"scaler": scaler.state_dict(), "scheduler": scheduler.state_dict(), "done": half}
-        optimizer.commit(extra | {"optimizer": optimizer.state_dict()})
+        optimizer.commit({"done": half})
         _go(Run(), model, optimizer, scheduler, scaler, range(half, half + 2))  # lost
     again = models.build("gpt")
     second = Run()
@@ -122,10 +122,8 @@ def test_resumed_training_has_the_bits_of_training_that_never_stopped(place: dic
         found: Any = optimizer.resumed.extra
         assert (optimizer.resumed.step, found["done"]) == (half - 1, half)
         scaler = torch.amp.GradScaler("cpu")
-        scaler.load_state_dict(found["scaler"])
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, training.schedule)
-        scheduler.load_state_dict(found["scheduler"])
-        optimizer.load_state_dict(found["optimizer"])
+        optimizer.attach(scaler=scaler, scheduler=scheduler)
         _go(second, again, optimizer, scheduler, scaler, range(found["done"], STEPS))
         second.end(again, optimizer)
     second.losses, second.norms, second.scales = (

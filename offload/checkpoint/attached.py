@@ -1,0 +1,162 @@
+"""Objects whose state every commit carries: schedulers, data loaders, random number generators.
+
+[Note: when a state is captured]
+The automatic commit of a step is made at the start of the next one. By then the loop has drawn the next batch, and with
+it random numbers; a resumed run would draw the batch after that. So states are captured earlier, for the steps that are
+due to be committed:
+
+- What is drawn from (it can be iterated, or is a random number generator): when `step()` returns.
+- Everything else: when the next forward with gradients begins. Schedulers and scalers have been called by then.
+
+`commit()` itself captures everything when it is called.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from offload.checkpoint.extra import Carried, carried_in, collect_rng, encode, restore_rng
+from offload.errors import ConfigError
+
+RNG = "rng"
+"""The name of the global random number generators."""
+
+
+class _Part(NamedTuple):
+    """How to get and set the state of one object; is_drawn: see [Note: when a state is captured]."""
+
+    get: Callable[[], object]
+    set: Callable[[Any], object]
+    is_drawn: bool
+
+
+class Committed(NamedTuple):
+    """What a commit carries. groups: its hyper-parameters, by param group."""
+
+    carried: Carried
+    groups: tuple[Mapping[str, Any], ...] = ()
+
+
+class Attached:
+    """The objects attached to one optimizer. Args: committed: of the commit that the run resumes from."""
+
+    def __init__(self, committed: Committed) -> None:
+        self._parts: dict[str, _Part] = {}
+        self._committed = committed
+        # A commit that is under way, by its step: an interrupt may leave open whether it was made.
+        self._begun: dict[int, Committed] = {}
+        self._is_training = False
+        self._captured: dict[str, object] = {}
+        self._step: int | None = None  # which the captured states are of
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def attach(self, objects: Mapping[str, object]) -> None:
+        """Adds `objects`. Before the first step of a resumed run each gets the state that its name was committed with.
+
+        Raises: ConfigError if an object has no state, or one that a commit cannot store; nothing is attached then.
+        """
+        parts = {name: _part(name, value) for name, value in objects.items()}
+        encode(Carried(attached={name: part.get() for name, part in parts.items()}))
+        self._parts |= parts
+        if not self._is_training:
+            for name, part in parts.items():
+                self._give_back(name, part)
+
+    def groups_for(self, objects: Mapping[str, object]) -> tuple[Mapping[str, Any], ...]:
+        """The committed hyper-parameters, if one of `objects` is a scheduler, whose constructor has set others."""
+        is_scheduled = not self._is_training and any(hasattr(value, "get_last_lr") for value in objects.values())
+        return self._committed.groups if is_scheduled else ()
+
+    def step_begins(self) -> None:
+        """Warns at the first step if a state that was committed has not been given back."""
+        if not self._is_training:
+            self._is_training = True
+            if missing := sorted(name for name in self._committed.carried.attached if name not in self._parts):
+                warnings.warn(
+                    f"the commit that this run resumes carries the state of {', '.join(missing)}, which was not given "
+                    "back: call optimizer.attach() with the same names before the first step",
+                    stacklevel=4,
+                )
+
+    def step_ends(self, step: int) -> None:
+        """Captures what is drawn from, after a step that is due to be committed."""
+        captured = {name: copy.deepcopy(part.get()) for name, part in self._parts.items() if part.is_drawn}
+        self._captured, self._step = captured, step
+
+    def forward_begins(self) -> None:
+        """Captures the rest, once a step."""
+        if self._step is not None and torch.is_grad_enabled():
+            for name, part in self._parts.items():
+                if name not in self._captured:
+                    self._captured[name] = copy.deepcopy(part.get())
+
+    def is_captured(self, step: int) -> bool:
+        """False after an interrupt in `step_ends`: the state after `step` is not known any more."""
+        return not self._parts or self._step == step
+
+    def carry_captured(self) -> object:
+        """What an automatic commit carries."""
+        self.forward_begins()
+        return self._carried(None, dict(self._captured)) if self._parts else None
+
+    def carry(self, extra: object) -> object:
+        """What a commit of the present state carries. Args: extra: the user's."""
+        if not self._parts:
+            return extra
+        return self._carried(extra, {name: copy.deepcopy(part.get()) for name, part in self._parts.items()})
+
+    def commit_begins(self, step: int, carried: object) -> None:
+        """A commit of `step` that carries `carried` may be made from now on."""
+        self._begun[step] = Committed(carried_in(carried))
+
+    def commit_ends(self, step: int) -> None:
+        """The last commit is that of `step`."""
+        self._committed = self._begun.get(step, self._committed)
+        self._begun.clear()
+        self._captured, self._step = {}, None
+
+    def go_back(self, step: int) -> None:
+        """Gives all objects the states of the last commit, which is that of `step`."""
+        self.commit_ends(step)
+        for name, part in self._parts.items():
+            self._give_back(name, part)
+
+    def _carried(self, extra: object, states: dict[str, object]) -> Carried:
+        return Carried(extra, states, tuple(name for name, part in self._parts.items() if part.is_drawn))
+
+    def _give_back(self, name: str, part: _Part) -> None:
+        states, drawn = self._committed.carried.attached, self._committed.carried.drawn
+        if name in states:
+            try:
+                part.set(copy.deepcopy(states[name]))
+            except Exception as error:
+                error.add_note(f"while {name} was given the state that is committed")
+                raise
+        elif name in drawn:
+            warnings.warn(
+                f"the state of {name} was committed on another number of ranks, so this rank has none: it begins anew",
+                stacklevel=4,
+            )
+
+
+def _part(name: str, value: Any) -> _Part:
+    if name == RNG:
+        return _Part(collect_rng, restore_rng, is_drawn=True)
+    if isinstance(value, torch.Generator):
+        return _Part(value.get_state, value.set_state, is_drawn=True)
+    get, give = getattr(value, "state_dict", None), getattr(value, "load_state_dict", None)
+    if callable(get) and callable(give):
+        return _Part(get, give, is_drawn=hasattr(value, "__iter__") or hasattr(value, "__next__"))
+    hint = ""
+    if isinstance(value, torch.utils.data.DataLoader):
+        hint = "; torch's DataLoader keeps no position, torchdata's StatefulDataLoader does"
+    raise ConfigError(
+        f"attach({name}={value!r:.80}): nothing to commit, it has no state_dict() and load_state_dict(){hint}"
+    )

@@ -1,0 +1,204 @@
+"""A state dict names a commit, and loading it goes back there, whatever the run did since."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import BudgetError, ConfigError, OffloadZero, ResumeError, Tuning
+from offload.checkpoint import snapshot as snapshots
+from tests.checkpoint.test_attached import Average
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 400), nn.Tanh(), nn.Linear(400, 3))
+
+
+def hold(model: nn.Module, path: Path | None, **options: Any) -> OffloadZero:
+    adamw = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return OffloadZero(model, adamw, path=path, **({"tuning": Tuning(chunk="4KiB", threads=1)} | options))
+
+
+def train(model: nn.Module, optimizer: OffloadZero, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        number = optimizer.stats()["step"]
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(number))
+        loss = model(x).float().square().sum()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def states(model: nn.Module, optimizer: OffloadZero) -> list[Tensor]:
+    found = []
+    for param in model.parameters():
+        of = optimizer.state_of(param)
+        with optimizer.gathered(param):
+            found += [param.detach().clone(), of["master"], of["exp_avg"], of["exp_avg_sq"], torch.tensor(of["step"])]
+    return found
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "disk": {"cpu_memory": "90KiB"},
+    "RAM": {"tier": "cpu", "commit_every": 0},
+    "streamed": {"param_tier": "nvme", "commit_every": 2},
+    "split": {"tuning": Tuning(chunk="4KiB", threads=1, split_master=True)},
+    "two directories": {},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_loading_a_state_dict_goes_back_to_its_step(tmp_path: Path, place: str) -> None:
+    paths: Any = [tmp_path / "a", tmp_path / "b"] if place == "two directories" else tmp_path / "run"
+    model = build()
+    with hold(model, paths, **PLACES[place]) as optimizer:
+        train(model, optimizer, 3)
+        saved, then = copy.deepcopy(optimizer.state_dict()), states(model, optimizer)
+        assert saved["step"] == 3
+        expected = train(model, optimizer, 4)
+        optimizer.state_dict()  # of step 7: the commit of step 3 is a snapshot now
+        train(model, optimizer, 1)
+
+        optimizer.load_state_dict(saved)
+        for found, wanted in zip(states(model, optimizer), then, strict=True):
+            assert torch.equal(found, wanted)
+        assert train(model, optimizer, 4) == expected
+        optimizer.commit()
+
+    model = build()
+    with hold(model, paths, **PLACES[place], resume=True) as optimizer:
+        assert optimizer.stats()["step"] == 7
+        optimizer.load_state_dict(saved)
+        assert train(model, optimizer, 4) == expected
+
+
+def test_the_last_commit_is_gone_back_to_without_a_snapshot(tmp_path: Path) -> None:
+    model = build()
+    with hold(model, tmp_path / "run") as optimizer:
+        train(model, optimizer, 2)
+        saved = optimizer.state_dict()
+        expected = train(model, optimizer, 2)
+        optimizer.load_state_dict(saved)
+        assert train(model, optimizer, 2) == expected
+    assert not list((tmp_path / "run").glob("snapshot*"))
+
+
+def test_nothing_is_written_for_a_step_that_was_named_already_or_for_none(tmp_path: Path) -> None:
+    model = build()
+    with hold(model, tmp_path / "run") as optimizer:
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert not (tmp_path / "run" / "COMMIT").exists()
+        train(model, optimizer, 1)
+        first = optimizer.state_dict()
+        written = (tmp_path / "run" / "COMMIT").stat()
+        assert optimizer.state_dict() == first
+        optimizer.load_state_dict(first)
+        again = (tmp_path / "run" / "COMMIT").stat()
+        assert (again.st_ino, again.st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
+
+
+def test_the_newest_are_kept_also_across_a_resume_and_what_the_user_kept_stays(tmp_path: Path) -> None:
+    def steps() -> list[int]:
+        return sorted(int(path.name.split("-")[1]) for path in (tmp_path / "run").glob("snapshot*"))
+
+    model, saved = build(), []
+    with hold(model, tmp_path / "run", commit_every=0) as optimizer:
+        train(model, optimizer, 1)
+        optimizer.commit()
+        optimizer.snapshot()  # the user's own
+        for _ in range(3):
+            train(model, optimizer, 1)
+            saved.append(optimizer.state_dict())
+        assert steps() == [1, 2, 3]
+    model = build()
+    with hold(model, tmp_path / "run", commit_every=0, resume=True) as optimizer:
+        optimizer.load_state_dict(saved[-1])
+        for _ in range(2):
+            train(model, optimizer, 1)
+            optimizer.state_dict()
+        assert steps() == [1, 4, 5]
+        with pytest.raises(
+            ResumeError, match=r"step 2 that .* is gone: .* holds step 6, and snapshots of steps 1, 4, 5"
+        ):
+            optimizer.load_state_dict(saved[0])
+        train(model, optimizer, 1)  # nothing was changed
+
+
+def test_attached_objects_go_back_too(tmp_path: Path) -> None:
+    model, average, saved = build(), Average(), []
+    with hold(model, tmp_path / "run") as optimizer:
+        optimizer.attach(average=average)
+        for number in range(1, 4):
+            train(model, optimizer, 1)
+            average.value.fill_(number)
+            saved.append(optimizer.state_dict())
+        for number in (1, 2, 1):
+            optimizer.load_state_dict(saved[number - 1])
+            assert average.value == number
+
+
+def test_another_way_from_the_same_step_is_another_commit(tmp_path: Path) -> None:
+    model = build()
+    with hold(model, tmp_path / "run", keep=3) as optimizer:
+        train(model, optimizer, 1)
+        first = optimizer.state_dict()
+        train(model, optimizer, 1)
+        old = optimizer.state_dict()
+        train(model, optimizer, 1)
+        optimizer.state_dict()
+        optimizer.load_state_dict(first)
+        optimizer.param_groups[0]["lr"] = 0.5
+        train(model, optimizer, 1)
+        new, then = optimizer.state_dict(), states(model, optimizer)
+        train(model, optimizer, 1)
+        optimizer.state_dict()
+        optimizer.load_state_dict(new)
+        for found, wanted in zip(states(model, optimizer), then, strict=True):
+            assert torch.equal(found, wanted)
+        with pytest.raises(ResumeError, match=r"step 2 .* is gone"):
+            optimizer.load_state_dict(old)
+
+
+def test_without_a_path_it_is_said_that_nothing_can_be_resumed() -> None:
+    model = build()
+    with hold(model, None) as optimizer:
+        optimizer.state_dict()
+        train(model, optimizer, 1)
+        with pytest.warns(UserWarning, match="cannot be resumed from it: .*; give OffloadZero a path"):
+            saved = optimizer.state_dict()
+        optimizer.state_dict()  # said once
+        optimizer.load_state_dict(saved)
+        train(model, optimizer, 1)
+        with pytest.raises(ResumeError, match="is of step 1, this optimizer is at step 2"):
+            optimizer.load_state_dict(saved)
+
+
+def test_a_disk_that_has_no_space_for_the_snapshot_is_found_when_the_commit_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build()
+    with hold(model, tmp_path / "run") as optimizer:
+        train(model, optimizer, 1)
+        whole = snapshots.Snapshot.needs
+
+        def needs(self: snapshots.Snapshot) -> list[snapshots.Need]:
+            return [snapshots.Need(need.host, need.device, need.nbytes, 100, need.path) for need in whole(self)]
+
+        monkeypatch.setattr(snapshots.Snapshot, "needs", needs)
+        with pytest.raises(BudgetError, match="a snapshot needs"):
+            optimizer.state_dict()
+
+
+@pytest.mark.parametrize("keep", [0, -1, True, "2"])
+def test_a_wrong_keep_is_refused(keep: Any) -> None:
+    with pytest.raises(ConfigError, match="keep="):
+        hold(build(), None, keep=keep)
