@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,10 @@ settings.register_profile("offload", deadline=None)  # machines are shared: how 
 settings.load_profile("offload")
 
 RANKS = "tests/distributed/"
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell's background jobs ignore it, and so would all processes that tests start and interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)
