@@ -240,8 +240,7 @@ class FlatParameters:
 
     def stop_guarding(self) -> None:
         """Parameters have their own classes for good."""
-        self._guards, self._watched = list(self._kinds), list(self._kinds)
-        self.guard(range(len(self.params)))
+        self.guard_with(lambda kind, **_: kind)
 
     def number_of(self, tensor: Any) -> int | None:
         """The number of a trained parameter; None of any other tensor."""

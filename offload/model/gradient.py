@@ -83,12 +83,6 @@ class StandIn(Tensor):
             return f"<the gradient of {self.parameter}, which the optimizer has used>"
         return repr(answers.values_of(self.number))
 
-    def __deepcopy__(self, memo: Any) -> Tensor:
-        return _alive(self).values_of(self.number)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _alive(self).values_of(self.number).__reduce_ex__(protocol)
-
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

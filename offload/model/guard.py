@@ -127,10 +127,6 @@ class _Guarded(_Held):
         is_streamed = self._guards_ref.is_elsewhere
         return self._plainly(lambda tensor: (_cloned(tensor) if is_streamed else tensor).__reduce_ex__(protocol))
 
-    def __dlpack__(self, **options: Any) -> Any:
-        is_streamed = self._guards_ref.is_elsewhere
-        return self._plainly(lambda t: (_cloned(t.detach()) if is_streamed else t.detach()).__dlpack__(**options))
-
     def _plainly(self, use: Callable[[Any], Any]) -> Any:
         """`use(self)`, with this tensor plain and of current values."""
         guards = self._guards_ref.guards()
