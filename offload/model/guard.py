@@ -167,7 +167,8 @@ class _Watched(_Held):
 
 
 class _Plain:
-    """Guarded tensors have their own classes inside. No signal leaves one without its guard."""
+    """Context manager: inside it guarded tensors have the class they would have without us. No signal can leave one
+    without its guard."""
 
     def __init__(self, guards: Guards, used: Sequence[Any]) -> None:
         self._guards = guards
@@ -397,7 +398,7 @@ class Guards:
 
 
 def _is_for_a_parameter() -> bool:
-    """Whether nn.Parameter(p) asks. The frames in between are those of `__torch_function__`, `call`, `call_eagerly`,
+    """Whether the call comes from nn.Parameter(p). The frames in between are those of `__torch_function__`, `call`, `call_eagerly`,
     what a compiler adds to it, and `_dispatch`."""
     frame = sys._getframe(1)
     for _ in range(8):
@@ -410,7 +411,7 @@ def _is_for_a_parameter() -> bool:
 
 
 def moved_elsewhere(name: str, param: Tensor, value: Tensor) -> ConfigError:
-    """For who moves or casts a held model."""
+    """The error for a call that moves or casts a held model."""
     with torch_private.DisableTorchFunctionSubclass():
         was = f"{tuple(param.shape)}, {param.dtype} on {param.device}"
         now = f"{tuple(value.shape)}, {value.dtype} on {value.device}"
