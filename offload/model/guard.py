@@ -398,8 +398,8 @@ class Guards:
 
 
 def _is_for_a_parameter() -> bool:
-    """Whether the call comes from nn.Parameter(p). The frames in between are those of `__torch_function__`, `call`, `call_eagerly`,
-    what a compiler adds to it, and `_dispatch`."""
+    """Whether the call comes from nn.Parameter(p). The frames in between are those of `__torch_function__`, `call`,
+    `call_eagerly`, what a compiler adds to it, and `_dispatch`."""
     frame = sys._getframe(1)
     for _ in range(8):
         if frame.f_code is _PARAMETER_NEW:
