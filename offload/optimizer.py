@@ -486,12 +486,9 @@ class OffloadZero(torch.optim.Optimizer):
             )
         return scale.factor
 
-    def _consume(self, used: Sequence[int] | None = None) -> None:
-        """Clears the gradients. Args: used: the parameters whose gradients a step has used; None: all are dropped."""
-        if used is None:
-            self._held.answers.dropped()
-        else:
-            self._held.answers.consumed(used)
+    def _consume(self, used: Sequence[int] = ()) -> None:
+        """Clears the gradients. Args: used: the parameters whose gradients a step has used."""
+        self._held.answers.begin_anew(used)
         self._parts.gradients.reset_factors()
         self._parts.gradients.clear_all()
 

@@ -25,7 +25,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -48,6 +48,8 @@ from offload.sizes import format_bytes
 MAX_REMEMBERED = 1 << 14
 """Units of one pass whose order is remembered."""
 
+_NO_CONTEXT = nullcontext()
+
 
 class RunningUnits:
     """Which units' forwards run now. Their parameters are plain; all others are guarded (guard.py).
@@ -65,8 +67,7 @@ class RunningUnits:
                 self._tiled.update(flat.params)
             else:
                 self._numbers.setdefault(flat.unit, []).extend(flat.params)
-        self._depth: dict[str, int] = {}
-        self._order: list[str] = []
+        self._depth: dict[str, int] = {}  # in the order in which they were entered
 
     @uninterrupted
     def enter(self, unit: str) -> None:
@@ -74,7 +75,6 @@ class RunningUnits:
         depth = self._depth.get(unit, 0)
         if not depth:
             self._parameters.watch(self._numbers.get(unit, ()))
-            self._order.append(unit)
         self._depth[unit] = depth + 1
 
     @uninterrupted
@@ -85,7 +85,6 @@ class RunningUnits:
             self._depth[unit] = depth - 1
         elif depth:
             del self._depth[unit]
-            self._order.remove(unit)
             self._parameters.guard(self._numbers.get(unit, ()))
 
     def runs(self, unit: str) -> bool:
@@ -99,15 +98,14 @@ class RunningUnits:
     @property
     def units(self) -> Sequence[str]:
         """Those that run, in the order in which they were entered."""
-        return self._order
+        return tuple(self._depth)
 
     @uninterrupted
     def reset(self) -> None:
         """Nothing runs: a forward that raised, or was interrupted, never ended."""
-        for unit in self._order:
+        for unit in self._depth:
             self._parameters.guard(self._numbers.get(unit, ()))
         self._depth.clear()
-        self._order.clear()
 
 
 class UnitOrder:
@@ -183,20 +181,18 @@ class HeldUnits:
         """Applies a pending update of a unit."""
         self._pending.apply(unit)
 
-    @contextmanager
-    def used(self, units: Sequence[str]) -> Iterator[None]:
+    def used(self, units: Sequence[str]) -> AbstractContextManager[None]:
         """The current values of `units` are on the device inside, for a use outside of their forward."""
         for unit in units:
             self._pending.apply(unit)
-        yield
+        return _NO_CONTEXT
 
     @contextmanager
     def gathered(self, units: Sequence[str], numbers: Sequence[int], *, writable: bool) -> Iterator[None]:
         """The same for longer. Args: numbers: parameters that may be written to by other ways than torch's functions,
         if `writable`."""
-        for unit in units:
-            self._pending.apply(unit)
-        yield
+        with self.used(units):
+            yield
 
     def step_begins(self) -> None:
         """The last step was applied, and the next one begins."""
@@ -269,7 +265,7 @@ class StreamedUnits(HeldUnits):
             return  # it was refused
         self.forward_ends(ROOT, output)
         if not in_backward() and not any(tensor.requires_grad for tensor in tensors_in(output)):
-            self.release_unused()  # no backward will
+            self._release_unused()  # no backward will
             self.transfers.expect_same_order()
 
     def forward_begins(self, unit: str) -> None:
@@ -284,7 +280,7 @@ class StreamedUnits(HeldUnits):
         if self._pending.is_pending(unit) and self.transfers.can_begin_update(unit):
             if unit != ROOT:
                 self._order.enter(unit)
-                self._release_others(unit, *self._order.upcoming)
+                self._release_unused(ROOT, unit, *self._order.upcoming)
             self.transfers.begin_update(unit)
         self._pending.apply(unit)
 
@@ -317,12 +313,16 @@ class StreamedUnits(HeldUnits):
                     one.register_hook(begins)
 
     def _backward_begins(self, unit: str) -> None:
-        self._owner.require_usable()
-        self._note_task()
-        self._makes_graph = self._makes_graph or torch.is_grad_enabled()
+        self._autograd_runs()
         if unit != ROOT:
             self._backward = unit
         self._enter(unit)
+
+    def _autograd_runs(self) -> None:
+        """Autograd is about to run a node that needs parameters."""
+        self._owner.require_usable()
+        self._note_task()
+        self._makes_graph = self._makes_graph or torch.is_grad_enabled()
 
     def _note_task(self) -> None:
         task = torch_private.graph_task_id()
@@ -334,7 +334,7 @@ class StreamedUnits(HeldUnits):
         self._tasks.discard(task)
         if not self._tasks:
             self._backward = None
-            self.release_unused()
+            self._release_unused()
 
     def _begin_pass(self) -> None:
         if order := self._order.begin_pass():
@@ -374,12 +374,12 @@ class StreamedUnits(HeldUnits):
     def _fetch_for_use(self, units: Sequence[str]) -> None:
         guests = [unit for unit in units if unit != ROOT and not self.running.runs(unit)]
         if guests:
-            self._release_others(*guests)
+            self._release_unused(ROOT, *guests)
         self._require_room(units)
         for unit in units:
             self._pending.apply(unit)
             self.transfers.fetch(unit)
-        host = next(reversed(self.running.units), ROOT)
+        host = (ROOT, *self.running.units)[-1]
         if host != ROOT:
             self._guests.setdefault(host, {}).update(dict.fromkeys(guests))
 
@@ -388,9 +388,7 @@ class StreamedUnits(HeldUnits):
         node.register_prehook(partial(call_alive, weakref.WeakMethod(self._node_runs), tuple(units)))
 
     def _node_runs(self, units: Sequence[str]) -> None:
-        self._owner.require_usable()
-        self._note_task()
-        self._makes_graph = self._makes_graph or torch.is_grad_enabled()
+        self._autograd_runs()
         with self.used(units):
             pass
 
@@ -414,8 +412,10 @@ class StreamedUnits(HeldUnits):
             self._pending.apply(unit)
         with ExitStack() as held:  # each is let go of, also if another one fails
             for unit in units:
-                self._hold(unit)
+                self._held.append(unit)
                 held.callback(self._let_go, unit)
+                self.transfers.fetch(unit)
+                self.write_back()  # what was written before counts as written outside of `gathered`
             if not writable:
                 yield
                 return
@@ -427,15 +427,6 @@ class StreamedUnits(HeldUnits):
                 self._pending.apply(unit)
             self.transfers.find_writes(numbers)
 
-    def _hold(self, unit: str) -> None:
-        self._held.append(unit)
-        try:
-            self.transfers.fetch(unit)
-            self.write_back()  # what was written before counts as written outside of `gathered`
-        except BaseException:
-            self._held.remove(unit)
-            raise
-
     def _let_go(self, unit: str) -> None:
         self._held.remove(unit)
         self.write_back()
@@ -446,7 +437,7 @@ class StreamedUnits(HeldUnits):
         for unit in units:
             self._pending.apply(unit)
         if visited := [unit for unit in units if unit != ROOT]:
-            self._release_others(*visited)
+            self._release_unused(ROOT, *visited)
         for unit in units:
             self.transfers.fetch(unit)
 
@@ -466,7 +457,7 @@ class StreamedUnits(HeldUnits):
         guests = self._guests.get(unit, ())
         # Units to come that are on their way stay. Those that are resident from before are released and fetched anew.
         fetching = (one for one in self._order.upcoming if self.transfers.is_at(one, UnitState.FETCHING))
-        self._release_others(unit, *guests, *fetching)
+        self._release_unused(ROOT, unit, *guests, *fetching)
         if self._makes_graph:
             self._require_room((unit,))
         self.transfers.fetch(unit)
@@ -484,18 +475,11 @@ class StreamedUnits(HeldUnits):
             if is_incomplete and has_room and not self._pending.is_pending(self.transfers.home_of(one)):
                 self.transfers.prefetch(one)
 
-    def release_unused(self) -> None:
-        """Releases the units that nobody uses."""
+    def _release_unused(self, *wanted: str) -> None:
+        """Releases what is neither in use nor wanted; also what was prefetched for later than now."""
         if not self._makes_graph:
             for unit in self.transfers.allocated:
-                if not self._is_in_use(unit):
-                    self._release(unit)
-
-    def _release_others(self, *wanted: str) -> None:
-        """Releases what is neither in use nor wanted nor the root unit; also what was prefetched for later than now."""
-        if not self._makes_graph:
-            for unit in self.transfers.allocated:
-                if unit != ROOT and unit not in wanted and not self._is_in_use(unit):
+                if unit not in wanted and not self._is_in_use(unit):
                     self._release(unit)
 
     def _release(self, unit: str) -> None:
@@ -536,7 +520,7 @@ class StreamedUnits(HeldUnits):
         self._makes_graph = False
         self._forget_calls()
         self._begin_pass()
-        self.release_unused()
+        self._release_unused()
         self.write_back()  # to what `gathered` holds: the step is to see it
         self.transfers.expect_same_order()
 

@@ -240,14 +240,10 @@ class FlatParameters:
 
     def stop_guarding(self) -> None:
         """Parameters have their own classes for good."""
-        self._guards, self._watched = list(self._kinds), list(self._kinds)
-        self.guard(range(len(self.params)))
-
-    def is_held(self, tensor: Any) -> bool:
-        return isinstance(tensor, nn.Parameter) and tensor in self.index
+        self.guard_with(lambda kind, **_: kind)
 
     def number_of(self, tensor: Any) -> int | None:
-        """The number of a trained parameter; None of an alias of one."""
+        """The number of a trained parameter; None of any other tensor."""
         return self.index.get(tensor)
 
     def flat_at(self, tensor: Tensor) -> int | None:

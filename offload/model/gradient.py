@@ -83,12 +83,6 @@ class StandIn(Tensor):
             return f"<the gradient of {self.parameter}, which the optimizer has used>"
         return repr(answers.values_of(self.number))
 
-    def __deepcopy__(self, memo: Any) -> Tensor:
-        return _alive(self).values_of(self.number)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _alive(self).values_of(self.number).__reduce_ex__(protocol)
-
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -177,10 +171,9 @@ class Answers:
             if self._is_own(param.grad, number):
                 param.grad = None
                 self._write_back(number)
-                self._copies.pop(number, None)
             else:
-                self._copies.pop(number, None)
                 self._gradients.clear(number)
+            self._copies.pop(number, None)
             self._zeroed.discard(number)
 
     def hand_over(self, number: int, leaf: Tensor, start: int = 0) -> None:
@@ -234,15 +227,12 @@ class Answers:
                 self._zeroed.discard(number)
                 self.hand_over(number, param)
 
-    def consumed(self, used: Sequence[int]) -> None:
-        """A step has used the gradients of these parameters; the next ones begin anew."""
+    def begin_anew(self, used: Sequence[int] = ()) -> None:
+        """The next gradients begin anew. Args: used: the parameters whose gradients a step has used."""
         self._used = {number: self._gradients.factor_of(number) for number in used}
-        self._forget()
-
-    def dropped(self) -> None:
-        """The next gradients begin anew."""
-        self._used = {}
-        self._forget()
+        self._copies.clear()
+        self._zeroed.clear()
+        self._norms.clear()
 
     def become_zeros(self, params: Sequence[Tensor]) -> None:
         """Gives these parameters, which have no gradient, one of zeros."""
@@ -253,15 +243,10 @@ class Answers:
             if number is not None:
                 self.zero(number)
 
-    def _forget(self) -> None:
-        self._copies.clear()
-        self._zeroed.clear()
-        self._norms.clear()
-
     def remove(self) -> None:
         """Takes the stand-ins away; those that somebody still has answer no more."""
         self._is_removed = True
-        self.dropped()
+        self.begin_anew()
         with torch_private.DisableTorchFunctionSubclass():
             for param in self._parameters.params:
                 if is_stand_in(param.grad):
@@ -393,23 +378,21 @@ class Answers:
         for number in numbers:
             if not self.is_live(number) and number not in self._used:
                 self._require_values(number)
-        if order not in self._norms:
-            self._norms[order] = {}
-        known = self._norms[order]
+        known = self._norms.get(order, {})
         if any(number not in known for number in numbers):
-            live = [n for n in numbers if self.is_live(n)]
             self.take_changes()
-            if self._ranks > 1:
-                has_live = any(map(self.is_live, range(len(self._names))))
-                every = self._owner.collect() if has_live else list(self._used)
+            every = numbers
+            if self._ranks == 1:
+                self._gradients.finalize([n for n in numbers if self.is_live(n)])
+            elif any(map(self.is_live, range(len(self._names)))):
+                every = self._owner.collect()
             else:
-                every = list(numbers)
-                self._gradients.finalize(live)
+                every = list(self._used)
             held = self._gradients.norms(every, order)
-            known = self._norms.setdefault(order, {})
+            known = self._norms.setdefault(order, {})  # `take_changes` may have cleared them
             for number, norm in zip(every, held, strict=True):
-                used = self._used.get(number, 1.0)
-                known[number] = norm * abs(self._gradients.factor_of(number) if self.is_live(number) else used)
+                factor = self._gradients.factor_of(number) if self.is_live(number) else self._used.get(number, 1.0)
+                known[number] = norm * abs(factor)
         return [known[number] for number in numbers]
 
     def _multiply(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

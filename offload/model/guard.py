@@ -21,7 +21,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from itertools import groupby
 from typing import Any, NoReturn
 
 import torch
@@ -77,8 +77,8 @@ class _GuardsRef:
         self.is_elsewhere = is_elsewhere
 
 
-class _Guarded:
-    """Base of the guarded classes: each use of the tensor is seen."""
+class _Held:
+    """Base of the classes that stand in for a tensor's own, `_kind`."""
 
     __slots__ = ()
     _kind: type[Tensor]
@@ -87,18 +87,31 @@ class _Guarded:
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         return cls._kind(*args, **kwargs)  # `type(p)(x)` is a plain one
 
+    @property
+    def _is_param(self) -> bool:
+        """What `isinstance(x, nn.Parameter)` asks for."""
+        return issubclass(self._kind, nn.Parameter)
+
+    @_is_param.setter
+    def _is_param(self, _: bool) -> None:
+        self.__class__ = nn.Parameter  # type: ignore[assignment]  # nn.Parameter.__new__ ends by setting it
+
+
+class _Guarded(_Held):
+    """Base of the guarded classes: each use of the tensor is seen."""
+
+    __slots__ = ()
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in _NEEDS_NO_VALUES:
-            with torch_private.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        guards = cls._guards_ref.guards()
-        if guards is not None:
-            return guards.call(func, args, kwargs or {})
-        if cls._guards_ref.is_elsewhere:
-            _refuse(getattr(func, "__name__", str(func)))
+        if func not in _NEEDS_NO_VALUES:
+            guards = cls._guards_ref.guards()
+            if guards is not None:
+                return guards.call(func, args, kwargs or {})
+            if cls._guards_ref.is_elsewhere:
+                _refuse(getattr(func, "__name__", str(func)))
         with torch_private.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -114,10 +127,6 @@ class _Guarded:
         is_streamed = self._guards_ref.is_elsewhere
         return self._plainly(lambda tensor: (_cloned(tensor) if is_streamed else tensor).__reduce_ex__(protocol))
 
-    def __dlpack__(self, **options: Any) -> Any:
-        is_streamed = self._guards_ref.is_elsewhere
-        return self._plainly(lambda t: (_cloned(t.detach()) if is_streamed else t.detach()).__dlpack__(**options))
-
     def _plainly(self, use: Callable[[Any], Any]) -> Any:
         """`use(self)`, with this tensor plain and of current values."""
         guards = self._guards_ref.guards()
@@ -125,25 +134,15 @@ class _Guarded:
             return guards.plainly(self, use)
         if self._guards_ref.is_elsewhere:
             _refuse("a copy")
-        kind = type(self)
-        self.__class__ = self._kind  # type: ignore[assignment]
-        try:
-            return use(self)
-        finally:
-            self.__class__ = kind
+        self.__class__ = self._kind  # type: ignore[assignment]  # its values are here for good
+        return use(self)
 
 
-class _Watched:
+class _Watched(_Held):
     """Base of the classes of parameters whose unit runs: `p.data` is seen, operations are not."""
 
     __slots__ = ()
-    _kind: type[Tensor]
-    _guards_ref: _GuardsRef
-
     __torch_function__ = torch_private.disabled_torch_function
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        return cls._kind(*args, **kwargs)
 
     @property
     def data(self) -> Tensor:
@@ -168,7 +167,8 @@ class _Watched:
 
 
 class _Plain:
-    """Guarded tensors have their own classes inside. No signal leaves one without its guard."""
+    """Context manager: inside it guarded tensors have the class they would have without us. No signal can leave one
+    without its guard."""
 
     def __init__(self, guards: Guards, used: Sequence[Any]) -> None:
         self._guards = guards
@@ -235,7 +235,7 @@ class Guards:
 
     def plainly(self, tensor: Any, use: Callable[[Tensor], Any]) -> Any:
         """`use(tensor)`, with a guarded tensor plain and of current values."""
-        with self._plain([tensor]):
+        with self._units.used(self._units_of([tensor])), _Plain(self, [tensor]):
             return use(tensor)
 
     def stop(self, *, are_here: bool) -> None:
@@ -279,7 +279,8 @@ class Guards:
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         used = list(self._guarded_in((args, kwargs)))
-        with self._plain(used) as units:
+        units = self._units_of(used)
+        with self._units.used(units), _Plain(self, used):
             result = func(*args, **kwargs)
         if self._streamed is not None:
             self._guard_result(result, units)
@@ -291,28 +292,15 @@ class Guards:
         length = len(lists[0]) if lists else 0
         if not length or any(len(one) != length for one in lists):
             return self._run(func, args, kwargs)
-        units = [tuple(self._units_of(list(self._guarded_in([one[at] for one in lists])))) for at in range(length)]
+        units = [self._units_of(self._guarded_in([one[at] for one in lists])) for at in range(length)]
         results: list[Any] = []
-        start = 0
-        while start < length:
-            stop = start + 1
-            while stop < length and units[stop] == units[start]:
-                stop += 1
-
-            def cut(one: Any, start: int = start, stop: int = stop) -> Any:
-                return one[start:stop] if isinstance(one, list | tuple) else one
-
-            result = self._run(func, [cut(one) for one in args], {key: cut(one) for key, one in kwargs.items()})
-            results.extend(result or ())
-            start = stop
+        for _, group in groupby(range(length), units.__getitem__):
+            first, *others = group
+            piece = slice(first, first + 1 + len(others))
+            cut = {key: one[piece] if isinstance(one, list | tuple) else one for key, one in kwargs.items()}
+            ones = [one[piece] if isinstance(one, list | tuple) else one for one in args]
+            results.extend(self._run(func, ones, cut) or ())
         return results or None
-
-    @contextmanager
-    def _plain(self, used: Sequence[Any]) -> Iterator[list[str]]:
-        """Guarded tensors are plain inside, with current values. Yields their units."""
-        units = self._units_of(used)
-        with self._units.used(units), _Plain(self, used):
-            yield units
 
     def class_now(self, tensor: Any, guarded: type[Any]) -> type[Tensor]:
         """The class of a tensor after a use, before which it had class `guarded`. Its unit may run now, or no more."""
@@ -345,7 +333,7 @@ class Guards:
         """Guards tensors of a result that lie in a streamed parameter, and makes their nodes fetch the units again."""
         assert self._streamed is not None
         for tensor in tensors_in(result):
-            if self._parameters.is_held(tensor):
+            if self._parameters.number_of(tensor) is not None:
                 continue
             if type(tensor) is Tensor and self._parameters.flat_at(tensor) is not None:
                 tensor.__class__ = self.class_for(Tensor)
@@ -381,15 +369,10 @@ class Guards:
             return
         name = self._names[number]
         with torch_private.DisableTorchFunctionSubclass():
-            is_alike = (value.shape, value.dtype, value.device) == (tensor.shape, tensor.dtype, tensor.device)
-            is_same = is_alike and value.untyped_storage()._cdata == tensor.untyped_storage()._cdata
-            is_same = (
-                is_same and value.storage_offset() == tensor.storage_offset() and value.stride() == tensor.stride()
-            )
-        if not is_alike:
-            raise moved_elsewhere(name, tensor, value)
-        if is_same:
-            return
+            if (value.shape, value.dtype, value.device) != (tensor.shape, tensor.dtype, tensor.device):
+                raise moved_elsewhere(name, tensor, value)
+            if _memory_of(value) == _memory_of(tensor):
+                return
         if self._streamed is not None and not self._units.running.runs(self._unit_of[number]):
             raise ReleasedParameterError(
                 f"{name} is streamed, and p.data = ... would point it elsewhere than where it is streamed to: write "
@@ -406,7 +389,7 @@ class Guards:
             return int(tensor._version)
 
     def _detached(self, tensor: Any) -> Tensor:
-        """For nn.Parameter(p), which wants the same class, and marks the result: see _becomes_a_parameter."""
+        """For nn.Parameter(p), which wants the same class, and sets `_is_param` of the result."""
         made: Tensor = self.plainly(
             tensor, lambda one: one.detach() if self._streamed is None else one.detach().clone()
         )
@@ -415,8 +398,8 @@ class Guards:
 
 
 def _is_for_a_parameter() -> bool:
-    """Whether nn.Parameter(p) asks. The frames in between are those of `__torch_function__`, `call`, `call_eagerly`,
-    what a compiler adds to it, and `_dispatch`."""
+    """Whether the call comes from nn.Parameter(p). The frames in between are those of `__torch_function__`, `call`,
+    `call_eagerly`, what a compiler adds to it, and `_dispatch`."""
     frame = sys._getframe(1)
     for _ in range(8):
         if frame.f_code is _PARAMETER_NEW:
@@ -427,17 +410,8 @@ def _is_for_a_parameter() -> bool:
     return False
 
 
-def _becomes_a_parameter(self: Any, _: bool) -> None:
-    """nn.Parameter.__new__ ends with `t._is_param = True`."""
-    self.__class__ = nn.Parameter
-
-
-for _base in (_Guarded, _Watched):
-    _base._is_param = property(lambda self: issubclass(type(self)._kind, nn.Parameter), _becomes_a_parameter)  # type: ignore[attr-defined]
-
-
 def moved_elsewhere(name: str, param: Tensor, value: Tensor) -> ConfigError:
-    """For who moves or casts a held model."""
+    """The error for a call that moves or casts a held model."""
     with torch_private.DisableTorchFunctionSubclass():
         was = f"{tuple(param.shape)}, {param.dtype} on {param.device}"
         now = f"{tuple(value.shape)}, {value.dtype} on {value.device}"
@@ -445,6 +419,10 @@ def moved_elsewhere(name: str, param: Tensor, value: Tensor) -> ConfigError:
         f"{name} is {was} and would become {now}: OffloadZero holds the model where it is. Leave out the call that "
         "moves or casts it (model.to(), .half(), .cuda(), a trainer's device placement), or make it before OffloadZero"
     )
+
+
+def _memory_of(tensor: Tensor) -> tuple[int, int, tuple[int, ...]]:
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.stride()
 
 
 def _as_edges(tree: Any) -> Any:

@@ -182,9 +182,14 @@ class MasterWeights:
     @torch.no_grad()
     def before_loading(self, params: Iterable[nn.Parameter]) -> None:
         """Keeps the values that split masters of `params` need until `take_outside_writes`."""
-        for param in params if self._split_master and self._streamed is None else ():
-            number = self._parameters.index.get(param)
-            if number is not None and number not in self._before and param.dtype is torch.bfloat16:
+        if not self._split_master or self._streamed is not None:
+            return
+        numbers = [n for n in map(self._parameters.number_of, params) if n is not None and n not in self._before]
+        self._parameters.take_back(numbers)
+        written = self._parameters.written_outside(numbers)  # the upper halves of their masters are gone
+        for number in numbers:
+            param = self._parameters.params[number]
+            if param.dtype is torch.bfloat16 and number not in written:
                 self._before[number] = flattened(param.detach()).cpu().clone()
 
     @torch.no_grad()

@@ -171,14 +171,8 @@ class UnitTransfers:
             self._wait_for(unit)
         self._free(unit)
 
-    def refresh(self, flat: int) -> None:
-        """Copies the values of a flat parameter, which is resident, from the store and the other ranks again."""
-        self._resident_tiles(flat)
-        self._refresh(self._layout.slices[flat])
-        for work in self._all_gather(flat):
-            work.wait()
-
     def _refresh(self, one: FlatSlice) -> None:
+        """Copies the values of a slice, which is resident, from the store again."""
         for chunk in self._chunks_of[one.index]:
             with self._store.lease(chunk.index, step=0) as lease:
                 self._copier.to_device(self._in_store(lease.arrays[0], chunk), self._on_device(one, chunk)).wait()
@@ -302,9 +296,12 @@ class UnitTransfers:
             return  # the new ones were copied as they were made
         if self._states[unit] is UnitState.FETCHING:
             self._finish(unit)
+        tiles = self._resident_tiles(flat)
         if self._states[unit] is UnitState.RESIDENT:
-            self.refresh(flat)
-        for tile in self._resident_tiles(flat):
+            self._refresh(self._layout.slices[flat])
+            for work in self._all_gather(flat):
+                work.wait()
+        for tile in tiles:
             self._refresh(tile)
 
     # From the device to the store.

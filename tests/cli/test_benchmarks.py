@@ -113,7 +113,7 @@ def test_guards_are_measured_for_both_placements(capsys: pytest.CaptureFixture[s
     guards.main(params="20", rounds=1, as_json=True)
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {(row["placement"], row["what"]) for row in rows} == {
-        (placement, what) for placement in guards.PLACEMENTS for what in ("a unit's forward", *guards.USES)
+        (placement, what) for placement in guards.PLACEMENTS for what in guards.WHAT
     }
 
 

@@ -28,7 +28,9 @@ TOLERANCE = 1e-5
 
 PLACEMENTS: Mapping[str, Mapping[str, Any]] = {
     "cpu": {"tier": "cpu"},
-    "nvme": {"tier": "nvme"},
+    # With gradients there, too, every update is pending after `step()`. Otherwise the states of a model of three chunks
+    # would stay in RAM.
+    "nvme": {"tier": "nvme", "grad_tier": "nvme", "tuning": Tuning(chunk="256KiB")},
     "device": {"tier": "device"},
     "streamed from cpu": {"tier": "cpu", "param_tier": "cpu"},
     "streamed from nvme": {"tier": "nvme", "param_tier": "nvme"},
@@ -95,7 +97,7 @@ class Run:
         if chosen["tier"] == "nvme":
             self._held += 1
             chosen["path"] = self._path / str(self._held)
-            known = ("param_tier", "tuning", "accumulation", "keep_fp32", "stage")
+            known = ("param_tier", "grad_tier", "tuning", "accumulation", "keep_fp32", "stage")
             # As little as works: chunks come from the disk at every step.
             chosen["cpu_memory"] = least_cpu_memory(
                 model,

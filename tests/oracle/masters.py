@@ -65,7 +65,9 @@ class MasterAdamW(torch.optim.Optimizer):
             grad = grad + decay * master
         exp_avg.add_((grad - exp_avg) * (1 - beta1))
         exp_avg_sq.mul_(beta2).add_((grad * (1 - beta2)) * grad)
-        denominator = exp_avg_sq.sqrt() / math.sqrt(correction2) + group["eps"]
+        # torch.sqrt of fp32 on a CPU is MKL's, which is an ulp off on some. That of fp64, rounded, is the exact root.
+        root = exp_avg_sq.double().sqrt().float()
+        denominator = root / math.sqrt(correction2) + group["eps"]
         master.add_((exp_avg * -(lr / correction1)) / denominator)
         param.copy_(master)
         self._rounded[param] = param.detach().clone()

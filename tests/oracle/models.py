@@ -1,14 +1,16 @@
-"""Small models for idioms, with a root unit and blocks as transformers have them, and the batches they learn from."""
+"""Small models for idioms, with a root unit and blocks as transformers have them, the batches they learn from, and the
+loop in which they do."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.oracle.harness import STEPS
+from tests.oracle.harness import STEPS, Run
 
 VOCABULARY, WIDTH, LENGTH = 17, 8, 6
 
@@ -65,3 +67,28 @@ def vector_batches(
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         yield torch.randn(batch, inputs, generator=generator), torch.randn(batch, outputs, generator=generator)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def learn(optimizer: Any, loss: Tensor) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def train_tokens(run: Run, model: nn.Module, *, eps: float = 1e-8) -> None:
+    """An ordinary loop: what is unusual is in the model. Args: eps: large where a bias has no gradient but rounding."""
+    optimizer = run.hold(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=eps))
+    for tokens, targets in token_batches():
+        loss = token_loss(model, tokens, targets)
+        learn(optimizer, loss)
+        run.log(loss)
+    run.log(model)
+
+
+def held_lm(run: Run, **options: Any) -> tuple[TinyLm, Any]:
+    model = TinyLm()
+    return model, run.hold(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options)

@@ -25,8 +25,13 @@ ROUNDED_BY_TORCH = frozenset(
         *("closure_clears_between_forward_and_backward", "leaves_out_layers", "accumulates"),
         *("accumulates_with_short_last_group", "accumulates_by_tokens", "forwards_first_then_backwards"),
         *("caches_gradients_of_embeddings", "keeps_the_graph", "truncated_backpropagation", "sharpness_aware"),
-        *("generative_adversarial", "policy_epochs", "disabled_scaler", "climbs_and_subtracts", "adversarial_weights"),
-        *("gru_in_both_directions", "closure_clears_first", "full_backward_hooks"),
+        *(
+            "generative_adversarial",
+            "policy_epochs",
+            "disabled_scaler",
+            "climbs_and_subtracts",
+            "climbs_and_points_back",
+        ),
     }
 )
 """Idioms in which torch rounds to bf16 what this library keeps in fp32: norms, factors, sums over micro-batches."""

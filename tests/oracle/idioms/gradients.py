@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,15 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.oracle.harness import PLACEMENTS, STEPS, Run, idiom
-from tests.oracle.models import LENGTH, VOCABULARY, WIDTH, Block, TinyLm, token_batches, token_loss, vector_batches
+from tests.oracle.models import (
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    Block,
+    TinyLm,
+    held_lm,
+    token_batches,
+    token_loss,
+    vector_batches,
+)
 
 CONSUMED = "step() consumes the gradients: afterwards it answers their norms, not their values"
-
-
-def held_lm(run: Run, **options: Any) -> tuple[TinyLm, Any]:
-    """A language model and the optimizer that trains it."""
-    model = TinyLm()
-    return model, run.hold(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options)
 
 
 # Torch's own functions.

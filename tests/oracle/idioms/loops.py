@@ -13,7 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.oracle.harness import PLACEMENTS, STEPS, Run, idiom
-from tests.oracle.models import LENGTH, VOCABULARY, WIDTH, Block, TinyLm, token_batches, token_loss, vector_batches
+from tests.oracle.models import (
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    Block,
+    TinyLm,
+    held_lm,
+    token_batches,
+    token_loss,
+    vector_batches,
+)
 
 FIXED = "parameters cannot be added: the memory and the disk of the optimizer are reserved once"
 
@@ -36,11 +46,6 @@ class Net(nn.Module):
 
 def held_net(run: Run, inputs: int = 5, outputs: int = 3, **options: Any) -> tuple[Net, Any]:
     model = Net(inputs, outputs)
-    return model, run.hold(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options)
-
-
-def held_lm(run: Run, **options: Any) -> tuple[TinyLm, Any]:
-    model = TinyLm()
     return model, run.hold(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options)
 
 

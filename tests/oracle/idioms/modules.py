@@ -14,27 +14,19 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from tests.oracle.harness import STREAMED, Run, idiom
-from tests.oracle.models import LENGTH, VOCABULARY, WIDTH, Block, TinyLm, token_batches, token_loss, vector_batches
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def learn(optimizer: Any, loss: Tensor) -> None:
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-
-
-def train_tokens(run: Run, model: nn.Module, *, eps: float = 1e-8) -> None:
-    """An ordinary loop: what is unusual is in the model. Args: eps: large where a bias has no gradient but rounding."""
-    optimizer = run.hold(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=eps))
-    for tokens, targets in token_batches():
-        loss = token_loss(model, tokens, targets)
-        learn(optimizer, loss)
-        run.log(loss)
-    run.log(model)
+from tests.oracle.models import (
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    Block,
+    TinyLm,
+    adamw,
+    learn,
+    token_batches,
+    token_loss,
+    train_tokens,
+    vector_batches,
+)
 
 
 def train_vectors(run: Run, model: nn.Module, inputs: int = 6, outputs: int = 3) -> None:

@@ -11,27 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.oracle.harness import Run, idiom
-from tests.oracle.models import LENGTH, VOCABULARY, WIDTH, Block, TinyLm, token_batches, token_loss, vector_batches
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def learn(optimizer: Any, loss: Tensor) -> None:
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-
-
-def train_tokens(run: Run, model: nn.Module) -> None:
-    """An ordinary loop: what is unusual is in the model."""
-    optimizer = run.hold(model, adamw(model))
-    for tokens, targets in token_batches():
-        loss = token_loss(model, tokens, targets)
-        learn(optimizer, loss)
-        run.log(loss)
-    run.log(model)
+from tests.oracle.models import (
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    Block,
+    TinyLm,
+    adamw,
+    learn,
+    token_batches,
+    token_loss,
+    train_tokens,
+    vector_batches,
+)
 
 
 class _MeanWeight(TinyLm):

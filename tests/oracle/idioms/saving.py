@@ -15,17 +15,18 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from tests.oracle.harness import Run, idiom
-from tests.oracle.models import LENGTH, VOCABULARY, WIDTH, Block, TinyLm, token_batches, token_loss, vector_batches
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def learn(optimizer: Any, loss: Tensor) -> None:
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
+from tests.oracle.models import (
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    Block,
+    TinyLm,
+    adamw,
+    learn,
+    token_batches,
+    token_loss,
+    vector_batches,
+)
 
 
 @idiom(

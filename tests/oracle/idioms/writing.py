@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 
 from tests.oracle.harness import STREAMED, Run, idiom
-from tests.oracle.models import VOCABULARY, WIDTH, Block, TinyLm, token_batches, token_loss, vector_batches
+from tests.oracle.models import (
+    VOCABULARY,
+    WIDTH,
+    Block,
+    TinyLm,
+    adamw,
+    learn,
+    token_batches,
+    token_loss,
+    vector_batches,
+)
 
 REPOINTED = dict.fromkeys(STREAMED, "`.data` is set to another tensor, whose memory a streamed parameter cannot keep")
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def learn(optimizer: Any, loss: Tensor) -> None:
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
 
 
 def each_step(run: Run, model: nn.Module, optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
