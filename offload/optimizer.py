@@ -699,7 +699,7 @@ class OffloadZero(torch.optim.Optimizer):
         if found.manifest is not None:
             self._return_to_commit()
             return
-        committed = found.reader.manifests[0]
+        committed = found.first
         steps = {param.name: param.age for param in committed.parameters}
         take_options(self.param_groups, committed.groups)
         self._step = committed.step

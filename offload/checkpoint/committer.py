@@ -274,6 +274,7 @@ class Commits:
         Raises: CorruptionError, TierIOError, and then the other commit is still there.
         """
         reader, step = found.reader, found.commit.step
+        assert reader is not None
         what = moves(reader.manifests, self._layout)
         order = sorted(what, key=lambda at: what[at][0].target)
         taken = ((what[at], states) for at, states in zip(order, reader.slots(order), strict=True))
