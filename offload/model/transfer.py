@@ -16,7 +16,7 @@ fetch.py decides which unit is fetched and released when.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from enum import Enum
 from itertools import chain
@@ -167,16 +167,16 @@ class UnitTransfers:
         if self._states.get(unit, UnitState.RELEASED) is UnitState.RELEASED:
             return
         self._not_updated.pop(unit, None)
-        if self._states[unit] is UnitState.FETCHING:
-            self._wait_for(unit)
+        self._wait_for(unit)  # if that fails, another rank may still write here: the memory stays
         self._free(unit)
 
     def refresh(self, flat: int) -> None:
         """Copies the values of a flat parameter, which is resident, from the store and the other ranks again."""
         self._resident_tiles(flat)
         self._refresh(self._layout.slices[flat])
-        for work in self._all_gather(flat):
-            work.wait()
+        unit = self._layout.flats[flat].unit
+        self._launch_all_gathers(unit, [flat])
+        self._wait_for(unit)
 
     def _refresh(self, one: FlatSlice) -> None:
         for chunk in self._chunks_of[one.index]:
@@ -208,18 +208,26 @@ class UnitTransfers:
         """Starts to fetch the shards of other ranks, once this rank's own are on the device."""
         if self._layout.shard_group_size > 1:
             self._wait_for_copies(unit)
-            self._all_gathers[unit] = [work for one in self._slices_of[unit] for work in self._all_gather(one.flat)]
+            self._launch_all_gathers(unit, [one.flat for one in self._slices_of[unit]])
 
-    def _all_gather(self, flat: int) -> list[Work]:
+    @uninterrupted
+    def _launch_all_gathers(self, unit: str, flats: Iterable[int]) -> None:
+        """Each is noted as soon as it is under way: the memory that it writes to must not go before it has ended."""
+        for flat in flats:
+            for work in self._all_gather(flat):
+                self._all_gathers.setdefault(unit, []).append(work)
+
+    def _all_gather(self, flat: int) -> Iterator[Work]:
         """Over the ranks that keep all parameters together; the shards that this one keeps are on the device."""
         memory, layout = self._parameters.flats[flat], self._layout
         if layout.shard_group_size == 1 or not memory.numel():
-            return []
+            return
         shards = memory.view(layout.ranks, -1)
         groups = memory.view(layout.replicas, -1)
         own_shards = (shards[rank] for rank in layout.replicated_shards)
         gathers = zip(own_shards, groups, strict=True)
-        return [self._comm.shard_group.all_gather_into_tensor(own, group) for own, group in gathers]
+        for own, group in gathers:
+            yield self._comm.shard_group.all_gather_into_tensor(own, group)
 
     def _finish(self, unit: str) -> None:
         self._wait_for(unit)
