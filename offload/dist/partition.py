@@ -34,20 +34,10 @@ class Split:
     def padded_numel(self) -> int:
         return self.ranks * self.shard_numel
 
-    @property
-    def padding(self) -> int:
-        """Elements behind the flat that belong to no parameter."""
-        return self.padded_numel - self.numel
-
     def range_of(self, rank: int) -> tuple[int, int]:
         """First element of `rank`'s shard and the one after its last, without padding; equal if it has none."""
         start = min(rank * self.shard_numel, self.numel)
         return start, min(start + self.shard_numel, self.numel)
-
-    def owner(self, element: int) -> int:
-        """The rank whose shard holds `element`."""
-        return element // self.shard_numel
-
 
 def split(numel: int, ranks: int, align: int = ALIGN_NUMEL) -> Split:
     """Equal, contiguous, padded shards.
@@ -159,12 +149,8 @@ class Buckets:
         return self._launch(lambda index: self._left[index] == 0)
 
     def flush(self) -> list[Bucket]:
-        """All the others, in their order: no more gradients come. Fill what is `missing` with zeros."""
+        """All the others, in their order: no more gradients come. Fill with zeros what got none."""
         return self._launch(lambda index: True)
-
-    def missing(self, bucket: Bucket) -> list[Piece]:
-        """The pieces of `bucket` whose parameters got no gradient in this step."""
-        return [piece for piece in bucket.pieces if piece.param not in self._arrived]
 
     def _launch(self, may: Callable[[int], bool]) -> list[Bucket]:
         first = self._launched

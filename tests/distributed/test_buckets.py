@@ -45,13 +45,15 @@ def _reduced(kind: str, bucket_numel: int, seed: int) -> list[Tensor]:
     buffers = [torch.full((group.size * b.numel,), float("nan"), dtype=torch.bfloat16) for b in buckets.buckets]
     found = [torch.zeros(cut.shard_numel) for cut in splits]
     works = []
+    arrived: set[int] = set()
 
     def launch(bucket: Bucket) -> None:
         buffer = buffers[bucket.index]
         for start, stop in bucket.holes:
             buffer[start:stop] = 0
-        for piece in buckets.missing(bucket):
-            buffer[piece.chunk_offset : piece.chunk_offset + piece.numel] = 0
+        for piece in bucket.pieces:
+            if piece.param not in arrived:
+                buffer[piece.chunk_offset : piece.chunk_offset + piece.numel] = 0
         out = found[bucket.flat][bucket.start : bucket.start + bucket.numel]
         works.append(group.reduce_scatter(buffer, out))
 
@@ -64,6 +66,7 @@ def _reduced(kind: str, bucket_numel: int, seed: int) -> list[Tensor]:
                 if piece.param == param:
                     part = grad[piece.param_offset : piece.param_offset + piece.numel]
                     buffers[bucket.index][piece.chunk_offset : piece.chunk_offset + piece.numel] = part
+        arrived.add(param)
         for bucket in buckets.ready(param):
             launch(bucket)
     for bucket in buckets.flush():

@@ -33,14 +33,13 @@ def model(*numels: int, unit: str = "") -> Layout:
 def test_partitions_are_equal_contiguous_and_cover_the_flat(numel: int, ranks: int, align: int) -> None:
     cut = split(numel, ranks, align)
     assert cut.shard_numel % align == 0
-    assert cut.padded_numel == cut.shard_numel * ranks == numel + cut.padding
-    assert 0 <= cut.padding < ranks * align
+    assert cut.padded_numel == cut.shard_numel * ranks
+    assert 0 <= cut.padded_numel - numel < ranks * align
     ranges = [cut.range_of(rank) for rank in range(ranks)]
     assert [element for start, stop in ranges for element in range(start, stop)] == list(range(numel))
     for rank, (start, stop) in enumerate(ranges):
         assert start <= stop
         assert start == stop or start == rank * cut.shard_numel
-        assert all(cut.owner(element) == rank for element in (start, stop - 1) if start < stop)
 
 
 @given(specs=specs, ranks=ranks_st)
@@ -88,7 +87,7 @@ def test_bytes_of_a_model_are_the_formulas_within_padding(
     held = total_held(layout, ranks, stage, accumulated=accumulated)
     assert tuple(held) == KINDS
     gaps = sum(flat.numel - sum(specs[p].numel for p in flat.params) for flat in layout.flats)
-    extra = gaps + sum(cut.padding for cut in splits_of(layout, ranks))
+    extra = gaps + sum(cut.padded_numel - cut.numel for cut in splits_of(layout, ranks))
     for kind, size in held.items():
         share = ranks if kind in sharded_at(stage) else 1
         itemsizes = {"param": [spec.dtype.itemsize for spec in specs]}
@@ -169,13 +168,10 @@ def test_buckets_leave_complete_and_in_one_order_whatever_arrives_when(
             arrived.add(param)
             for bucket in buckets.ready(param):
                 assert bucket.params <= arrived
-                assert not buckets.missing(bucket)
                 left.append(bucket.index)
             following = order[len(left) :]
             assert not following or not cut[following[0]].params <= arrived, "a complete bucket was held back"
-        for bucket in buckets.flush():
-            assert {piece.param for piece in buckets.missing(bucket)} == bucket.params - arrived
-            left.append(bucket.index)
+        left += [bucket.index for bucket in buckets.flush()]
         assert left == order
         assert buckets.flush() == []
 
