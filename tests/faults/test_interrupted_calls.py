@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import OffloadError, OffloadZero, ReleasedParameterError
+from offload import NonFiniteGradientError, OffloadError, OffloadZero, ReleasedParameterError
 from offload.checkpoint.reader import Reader
 from offload.model import fetch, flat_param, transfer
 from offload.storage import chunk_cache, swap_file
@@ -76,6 +76,7 @@ def sweep(case: Case, folder: Path, first: int, apart: int) -> Counter[str]:
         number += 1
         instruction += apart
     print(number, "places:", dict(outcomes))
+    assert NonFiniteGradientError.__name__ not in outcomes, "a unit was used without its values"
     return outcomes
 
 
