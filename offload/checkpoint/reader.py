@@ -1,8 +1,8 @@
-"""What is committed in the directories of a run, read without changing anything: to inspect, verify, export, reshard.
+"""Reads the last commit of a run without changing anything: to inspect, verify, export or reshard it.
 
-Nothing is given out before the checksum of the whole slot it lies in has been compared with the manifest's, which the
-COMMIT record vouches for. Memory: one slot, or a few pieces of PIECE_BYTES when verifying; `slots_bytes` for `slots`.
-A split master needs the slot of its 16-bit parameters beside.
+A value is returned only after the checksum of the whole slot has been compared with the manifest's; the COMMIT record
+has the digest of the manifest. Memory: one slot, and for a split master that of its 16-bit parameters; a few pieces of
+PIECE_BYTES when verifying; `slots_bytes` for `slots`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from offload.storage.swap_format import STATE_KINDS, described_chunks, parse_hea
 
 
 class CommittedFiles:
-    """Those of a run in `paths`, which `manifests`, by rank, describe. Nothing is opened before `lock`.
+    """The swap files of a run in `paths`, described by `manifests`, by rank. None is opened before `lock`.
 
     Attributes: ranks: whose files are opened; all, unless somebody limits it before.
     Raises: ResumeError (a directory is missing), CorruptionError, PathError, PathInUseError (a live run), TierIOError.
@@ -122,7 +122,7 @@ class CommittedFiles:
                     yield swap.path
 
     def require_whole(self, rank: int, slot: Slot) -> None:
-        """Before memory is taken for a slot: a manifest may say anything."""
+        """Whether the file is long enough for a slot, before memory is taken: a manifest may say anything."""
         file = self._files[rank, slot.path]
         if file.size < slot.offset + slot.size:
             _refuse(file, slot, f"the file ends before this slot of {slot.size} bytes does")
@@ -176,7 +176,7 @@ PIECE_BYTES = 4 * MIB
 
 @dataclass(frozen=True)
 class Tensors:
-    """What is stored of one parameter. nbytes: of its states in the slots; chunks: (rank, chunk) that hold it."""
+    """How one parameter is stored. nbytes: what its states take in the slots; chunks: (rank, chunk) that hold it."""
 
     facts: ParameterFacts
     nbytes: int
@@ -185,9 +185,9 @@ class Tensors:
 
 @dataclass(frozen=True)
 class Verified:
-    """One slot was looked at, or something else is damaged.
+    """The result for one slot, or an error in another file.
 
-    chunk: of the slot, else None; nbytes: of the slot; error: what is wrong with it, None if nothing is.
+    chunk: the slot's, None if it is another file; nbytes: the slot's size; error: None if nothing is wrong.
     """
 
     rank: int
@@ -412,10 +412,11 @@ class Reader:
         return found
 
     def verify(self, threads: int = 4) -> Iterator[Verified]:
-        """Reads all that a resume reads, and compares it with its checksum: every committed slot, `threads` at a time,
-        in the order of the run; before them what is damaged of the ranks' `extra`, and of swap files beside slots.
+        """Reads all that a resume reads, and compares it with its checksum.
 
-        Goes on after an error: what it yields says what is wrong. Memory: `threads` x PIECE_BYTES; one rank's extra.
+        Yields first the errors of swap files outside of slots, and of `extra`. Then one result for each committed slot,
+        in the order of the run; `threads` are read at a time. It continues after an error.
+        Memory: `threads` x PIECE_BYTES; one rank's extra.
         """
         damage: list[tuple[int, OffloadError]] = []
         self.swap_files.lock(damage=damage)
