@@ -737,7 +737,7 @@ class OffloadZero(torch.optim.Optimizer):
         if found.manifest is not None:
             self._return_to_commit()
             return
-        committed = found.reader.manifests[0]
+        committed = found.first
         steps = {param.name: param.age for param in committed.parameters}
         take_options(self.param_groups, committed.groups)
         self._step = committed.step
@@ -870,7 +870,10 @@ class OffloadZero(torch.optim.Optimizer):
         for good, if all of them fit in `device_memory` and in half of what is free. If they do not, or if ranks share
         them, they stay released, and any use of them raises ReleasedParameterError.
         """
-        if os.getpid() != self._pid or isinstance(self._failure, ClosedError):
+        if os.getpid() != self._pid:
+            return
+        if isinstance(self._failure, ClosedError):
+            self._end()  # a call that was interrupted left it to this one
             return
         try:
             if self._failure is None:
@@ -879,7 +882,12 @@ class OffloadZero(torch.optim.Optimizer):
                 self._held.keep_parameters(self._plan.room_at_end(self._placement))
         finally:
             self._failure = ClosedError("the optimizer is closed: make a new one")
-            self._undo.close()
+            self._end()
+
+    @uninterrupted
+    def _end(self) -> None:
+        """Lets go of everything, once. An interrupt between two of these would lose one of them."""
+        self._undo.close()
 
     def __enter__(self) -> Self:
         return self
@@ -921,7 +929,7 @@ class OffloadZero(torch.optim.Optimizer):
 
 
 def _committed(found: RecoveryPlan | None) -> Committed:
-    return Committed(Carried()) if found is None else Committed(found.extra, found.reader.manifests[0].groups)
+    return Committed(Carried()) if found is None else Committed(found.extra, found.first.groups)
 
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:

@@ -11,13 +11,13 @@ import pytest
 
 from offload.checkpoint import recovery as meeting
 from offload.checkpoint.commit import Commit, write_commit, write_manifest
-from offload.checkpoint.manifest import Digest
+from offload.checkpoint.manifest import Digest, Manifest
 from offload.checkpoint.recovery import (
     RecoveryPlan,
     RunDirectories,
     Scans,
     in_turns,
-    manifests_of_all,
+    read_together,
     scan_together,
 )
 from offload.dist.agreement import all_gather_object
@@ -51,7 +51,7 @@ def test_each_rank_works_once_the_most_pressing_first(stays: bool) -> None:
 
 def test_a_record_that_was_replaced_is_what_presses_most(tmp_path: Path) -> None:
     before, after = (Commit(run * 32, 7, (Digest(1, "0" * 32),), old) for run, old in (("a", None), ("b", "a" * 32)))
-    found: Any = SimpleNamespace(target=SimpleNamespace(owned=[tmp_path]), files=LOCAL)
+    found: Any = SimpleNamespace(target=SimpleNamespace(owned={tmp_path: range(9)}), files=LOCAL)
     assert RecoveryPlan._left(found, after) == 0
     (tmp_path / "COMMIT.new").touch()
     assert RecoveryPlan._left(found, after) == 1
@@ -79,14 +79,21 @@ def test_a_manifest_that_some_rank_lacks_is_sent_once_by_the_first_that_sees_it(
 
     monkeypatch.setattr(meeting, "all_gather_object", noted)
 
-    def work(comm: Communicator) -> object:
-        return manifests_of_all([folders[comm.rank]], folders[0], commit, comm, LOCAL)
+    def work(places: list[Path], ranks: set[int]) -> list[dict[int, Manifest]]:
+        def read(comm: Communicator) -> dict[int, Manifest]:
+            seen = places or [folders[comm.rank]]
+            return read_together(ranks or {0, comm.rank}, seen, folders[0], commit, comm, LOCAL)
 
-    assert Threads(3).run(work) == [tuple(manifests)] * 3
+        return Threads(3).run(read)
+
+    everything = dict(enumerate(manifests))
+    assert work([], {0, 1, 2}) == [everything] * 3
     assert sent == {0: [], 1: ["1", "2"], 2: []}
     sent.clear()
-    everything = [tuple(manifests)] * 3
-    assert Threads(3).run(lambda comm: manifests_of_all(folders, folders[0], commit, comm, LOCAL)) == everything
+    assert work([], set()) == [{number: manifests[number] for number in (0, rank)} for rank in range(3)]
+    assert sent == {0: [], 1: ["2"], 2: []}
+    sent.clear()
+    assert work(folders, {0, 1, 2}) == [everything] * 3
     assert not sent
 
 

@@ -304,25 +304,26 @@ def _read_exactly(files: Files, path: Path, expected: Digest, limit: int) -> byt
     return data
 
 
+def require_one_model(first: Manifest, other: Manifest, file: str) -> None:
+    """Whether the manifests of two ranks describe one model. Args: file: as `agree`. Raises: CorruptionError."""
+    if _model_of(first) != _model_of(other):
+        raise CorruptionError(f"the manifests of ranks 0 and {other.rank} describe different models", file=file)
+
+
+def _model_of(manifest: Manifest) -> tuple[object, ...]:
+    """What is the same on all ranks."""
+    flats = [(flat.params, flat.offsets, flat.numel) for flat in manifest.flats]
+    return manifest.parameters, manifest.groups, manifest.compute_dtype, manifest.split_master, flats
+
+
 def agree(manifests: Sequence[Manifest], file: str) -> None:
     """Whether the manifests of all ranks, by rank, describe one model of which each rank owns its shard.
 
     Args: file: what to name in the error. Raises: CorruptionError.
     """
-    first = manifests[0]
     for manifest in manifests[1:]:
-        same = (
-            manifest.parameters == first.parameters
-            and manifest.groups == first.groups
-            and manifest.compute_dtype == first.compute_dtype
-            and manifest.split_master == first.split_master
-            and [flat.numel for flat in manifest.flats] == [flat.numel for flat in first.flats]
-            and [(flat.params, flat.offsets) for flat in manifest.flats]
-            == [(flat.params, flat.offsets) for flat in first.flats]
-        )
-        if not same:
-            raise CorruptionError(f"the manifests of ranks 0 and {manifest.rank} describe different models", file=file)
-    for number, flat in enumerate(first.flats):
+        require_one_model(manifests[0], manifest, file)
+    for number, flat in enumerate(manifests[0].flats):
         end = 0
         for start, stop in sorted(manifest.flats[number].owned for manifest in manifests):
             if start != end:

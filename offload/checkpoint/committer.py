@@ -293,6 +293,7 @@ class Commits:
         Raises: CorruptionError, TierIOError, and then the other commit is still there.
         """
         reader, step = found.reader, found.commit.step
+        assert reader is not None
         self._take_values(reader)
         slots = self._slots
         if self._config.commit_every is not None and slots is not None:

@@ -1,8 +1,8 @@
-"""What is committed in the directories of a run, read without changing anything: to inspect, verify, export, reshard.
+"""Reads the last commit of a run without changing anything: to inspect, verify, export or reshard it.
 
-Nothing is given out before the checksum of the whole slot it lies in has been compared with the manifest's, which the
-COMMIT record vouches for. Memory: one slot, or a few pieces of PIECE_BYTES when verifying; `slots_bytes` for `slots`.
-A split master needs the slot of its 16-bit parameters beside.
+A value is returned only after the checksum of the whole slot has been compared with the manifest's; the COMMIT record
+has the digest of the manifest. Memory: one slot, and for a split master that of its 16-bit parameters; a few pieces of
+PIECE_BYTES when verifying; `slots_bytes` for `slots`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ import torch
 import xxhash
 from torch import Tensor
 
-from offload.checkpoint.commit import Commit, agree, manifest_name, read_extra
+from offload.checkpoint.commit import Commit, agree, manifest_name, read_extra, read_manifest
 from offload.checkpoint.manifest import Manifest, ParameterFacts, Slot, committed_slots
 from offload.checkpoint.scan import (
-    directory_of,
     last_commit,
     listed,
+    manifests_in,
     names_in,
     ranks_in,
-    read_manifests,
     require_manifests,
     swaps,
 )
@@ -43,8 +42,9 @@ from offload.storage.swap_format import STATE_KINDS, described_chunks, parse_hea
 
 
 class CommittedFiles:
-    """Those of a run in `paths`, which `manifests`, by rank, describe. Nothing is opened before `lock`.
+    """The swap files of a run in `paths`, described by `manifests`, by rank. None is opened before `lock`.
 
+    Attributes: ranks: whose files are opened; all, unless somebody limits it before.
     Raises: ResumeError (a directory is missing), CorruptionError, PathError, PathInUseError (a live run), TierIOError.
     """
 
@@ -52,8 +52,8 @@ class CommittedFiles:
         self._paths = tuple(paths)
         self._disk = files
         self._manifests = tuple(manifests)
+        self.ranks: Collection[int] = range(len(manifests))
         self._files: dict[tuple[int, int], CommittedFile] = {}
-        self._without: Collection[int] = ()
         self._undo = ExitStack()
 
     def close(self) -> None:
@@ -61,25 +61,18 @@ class CommittedFiles:
         self._files.clear()
         self._undo.close()
 
-    def lock(
-        self,
-        *,
-        exclusive: bool = False,
-        without: Collection[int] | None = None,
-        damage: list[tuple[int, OffloadError]] | None = None,
-    ) -> None:
+    def lock(self, *, exclusive: bool = False, damage: list[tuple[int, OffloadError]] | None = None) -> None:
         """Opens and locks the swap files, if they are not.
 
-        Args: exclusive: against other readers, too; without: ranks of which some may be missing, from now on: they are
-        not read; damage: gets rank and error of what is wrong with the files themselves, instead of raising it.
+        Args: exclusive: against other readers, too; damage: gets rank and error of what is wrong with the files
+        themselves, instead of raising it.
         """
-        self._without = self._without if without is None else without
         if self._files:
             return
         with ExitStack() as undo:
             files: dict[tuple[int, int], CommittedFile] = {}
-            for rank, manifest in enumerate(self._manifests):
-                is_damaged = False
+            for rank in sorted(self.ranks):
+                manifest, is_damaged = self._manifests[rank], False
                 for path in self._names_of(rank, manifest.run_id):
                     try:
                         file = CommittedFile(path, self._disk, exclusive=exclusive)
@@ -95,7 +88,7 @@ class CommittedFiles:
                         damage.append((rank, error))
                         is_damaged = True
                 for number in sorted({slot.path for slot in manifest.slots}):
-                    if (rank, number) not in files and not is_damaged and rank not in self._without:
+                    if (rank, number) not in files and not is_damaged:
                         raise ResumeError(self._missing(rank, number))
             self._files = files
             self._undo.push(undo.pop_all())
@@ -129,7 +122,7 @@ class CommittedFiles:
                     yield swap.path
 
     def require_whole(self, rank: int, slot: Slot) -> None:
-        """Before memory is taken for a slot: a manifest may say anything."""
+        """Whether the file is long enough for a slot, before memory is taken: a manifest may say anything."""
         file = self._files[rank, slot.path]
         if file.size < slot.offset + slot.size:
             _refuse(file, slot, f"the file ends before this slot of {slot.size} bytes does")
@@ -183,7 +176,7 @@ PIECE_BYTES = 4 * MIB
 
 @dataclass(frozen=True)
 class Tensors:
-    """What is stored of one parameter. nbytes: of its states in the slots; chunks: (rank, chunk) that hold it."""
+    """How one parameter is stored. nbytes: what its states take in the slots; chunks: (rank, chunk) that hold it."""
 
     facts: ParameterFacts
     nbytes: int
@@ -192,9 +185,9 @@ class Tensors:
 
 @dataclass(frozen=True)
 class Verified:
-    """One slot was looked at, or something else is damaged.
+    """The result for one slot, or an error in another file.
 
-    chunk: of the slot, else None; nbytes: of the slot; error: what is wrong with it, None if nothing is.
+    chunk: the slot's, None if it is another file; nbytes: the slot's size; error: None if nothing is wrong.
     """
 
     rank: int
@@ -269,7 +262,8 @@ class Reader:
 
     def extra(self, rank: int = 0) -> object:
         """What the user committed along with `rank`."""
-        directory = self._directory_of(manifest_name(self.commit, rank))
+        # Where the manifest is; where it has gone meanwhile, the extra is reported missing beside the record.
+        directory = manifests_in(self.paths, self.commit, self._disk).get(rank, self.home)
         return read_extra(directory, self.manifests[rank], self._disk)
 
     def tensors(self) -> list[Tensors]:
@@ -418,10 +412,11 @@ class Reader:
         return found
 
     def verify(self, threads: int = 4) -> Iterator[Verified]:
-        """Reads all that a resume reads, and compares it with its checksum: every committed slot, `threads` at a time,
-        in the order of the run; before them what is damaged of the ranks' `extra`, and of swap files beside slots.
+        """Reads all that a resume reads, and compares it with its checksum.
 
-        Goes on after an error: what it yields says what is wrong. Memory: `threads` x PIECE_BYTES; one rank's extra.
+        Yields first the errors of swap files outside of slots, and of `extra`. Then one result for each committed slot,
+        in the order of the run; `threads` are read at a time. It continues after an error.
+        Memory: `threads` x PIECE_BYTES; one rank's extra.
         """
         damage: list[tuple[int, OffloadError]] = []
         self.swap_files.lock(damage=damage)
@@ -485,14 +480,10 @@ class Reader:
             return *again, self._read_manifests(*again)
 
     def _read_manifests(self, home: Path, commit: Commit) -> tuple[Manifest, ...]:
-        found = read_manifests(self.paths, commit, self._disk)
-        missing = set(range(len(commit.manifests))) - found.keys()
-        require_manifests(commit, found, ranks_in(self.paths, commit, self._disk, missing), self.paths, home)
-        return tuple(found[rank] for rank in sorted(found))
-
-    def _directory_of(self, name: str) -> Path:
-        """The directory with this file; the COMMIT record's if there is none, where it is then reported missing."""
-        return directory_of(name, self.paths, self._disk) or self.home
+        lying = manifests_in(self.paths, commit, self._disk)
+        missing = set(range(len(commit.manifests))) - lying.keys()
+        require_manifests(commit, lying, ranks_in(self.paths, commit, self._disk, missing), self.paths, home)
+        return tuple(read_manifest(lying[rank], commit, rank, self._disk) for rank in sorted(lying))
 
     def _number(self, name: str) -> int:
         if name not in self._names:

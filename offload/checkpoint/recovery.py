@@ -13,16 +13,28 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+import secrets
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from offload.checkpoint.commit import Commit, manifest_told, parse_commit, read_commit, serialise_commit
+from offload.checkpoint.commit import (
+    Commit,
+    manifest_told,
+    parse_commit,
+    read_commit,
+    read_extra,
+    read_manifest,
+    require_one_model,
+    serialise_commit,
+)
 from offload.checkpoint.extra import Carried, carried_in
 from offload.checkpoint.manifest import (
     Manifest,
@@ -42,20 +54,22 @@ from offload.checkpoint.scan import (
     clean_up,
     directories_of,
     foreign,
+    forget,
     hidden_ranks,
     holds_record,
     is_clean,
     last_of,
     listed,
+    manifests_in,
     ranks_in,
     ranks_named,
-    read_manifests,
     require_free,
     require_manifests,
     require_no_other,
     scan,
     swaps,
     together,
+    uncommitted,
 )
 from offload.config import Config
 from offload.dist.agreement import agree_on_error, all_gather_object
@@ -70,13 +84,15 @@ from offload.storage.swap_file import new_run_id
 class RunDirectories(NamedTuple):
     """Directories of all ranks, as their names are understood here.
 
-    own: this rank's; others: other ranks'; named: in `resume`, and in nobody's `path`; origins: in this one's `resume`.
+    own: this rank's; others: other ranks'; named: in `resume`, and in nobody's `path`; origins: in this one's `resume`;
+    shares: for own and origins, the ranks whose swap files this one looks at: ranks that see one directory divide them.
     """
 
     own: tuple[Path, ...]
     others: tuple[Path, ...]
     named: tuple[Path, ...]
     origins: tuple[Path, ...]
+    shares: Mapping[Path, range] = MappingProxyType({})
 
     @property
     def runs(self) -> tuple[Path, ...]:
@@ -97,7 +113,9 @@ def meet(config: Config, comm: Communicator) -> tuple[RunDirectories, bytes]:
     Returns: also 16 bytes, of rank 0. Raises: RankError.
     """
     own = [[str(path.absolute()) for path in paths] for paths in (config.paths, config.origins)]
-    told = [json.loads(data) for data in all_gather_object(comm, json.dumps([new_run_id().hex(), *own]).encode())]
+    identities = [[_identity(path) for path in paths] for paths in (config.paths, config.origins)]
+    data = json.dumps([new_run_id().hex(), *own, *identities]).encode()
+    told = [json.loads(data) for data in all_gather_object(comm, data)]
     known = {os.path.realpath(path) for path in config.paths}
     found: list[tuple[Path, ...]] = []
     for which in (1, 2):
@@ -105,7 +123,33 @@ def meet(config: Config, comm: Communicator) -> tuple[RunDirectories, bytes]:
         known |= {os.path.realpath(path) for path in new}
         found.append(tuple(map(Path, new)))
     others, named = found
-    return RunDirectories(config.paths, others, named, config.origins), bytes.fromhex(told[0][0])
+    in_path = [one[3] for one in told]
+    shares = _shares(config.origins, identities[1], [one[3] + one[4] for one in told], comm.rank)
+    shares |= _shares(config.paths, identities[0], in_path, comm.rank)
+    return RunDirectories(config.paths, others, named, config.origins, shares), bytes.fromhex(told[0][0])
+
+
+def _shares(
+    paths: Sequence[Path], identities: Sequence[object], of_all: Sequence[Sequence[object]], rank: int
+) -> dict[Path, range]:
+    """For each path the ranks whose files in it `rank` looks at. Args: of_all: identities of each rank's paths."""
+    found = {}
+    for path, identity in zip(paths, identities, strict=True):
+        beside = [number for number, those in enumerate(of_all) if identity in those]
+        found[path] = range(beside.index(rank), sys.maxsize, len(beside))
+    return found
+
+
+def _identity(path: Path) -> list[str | int]:
+    """Alike for two ranks if both reach one directory on one machine; else different.
+
+    Of a file system that machines share they do not know, so that some ranks look at the same files.
+    """
+    try:
+        machine, info = Path("/proc/sys/kernel/random/boot_id").read_text(), os.stat(path)
+    except OSError:
+        return [secrets.token_hex(16)]
+    return [machine, info.st_dev, info.st_ino]
 
 
 def scan_together(places: RunDirectories, comm: Communicator, files: Files) -> Scans:
@@ -135,33 +179,41 @@ def _scan_from(told: dict[str, Any]) -> ScanResult:
     )
 
 
-def manifests_of_all(
-    places: Sequence[Path], home: Path, commit: Commit, comm: Communicator, files: Files
-) -> tuple[Manifest, ...]:
-    """The manifests of `commit`, by rank: those in `places`, and from other ranks those that only they see.
+def read_together(
+    wanted: Collection[int], places: Sequence[Path], home: Path, commit: Commit, comm: Communicator, files: Files
+) -> dict[int, Manifest]:
+    """The manifests of `commit` that this rank wants, by rank: those in `places`, and from other ranks those that only
+    they see. Of the others it is known that they are there.
 
     Raises: CorruptionError, ResumeError (some are nowhere), PathError, TierIOError; ConfigError, RankError.
     """
     count = len(commit.manifests)
     with agree_on_error(comm):
-        found = read_manifests(places, commit, files)
-        lying = ranks_in(places, commit, files, set(range(count)) - found.keys())
-    flags = [[number in those for number in range(count)] for those in (found, lying)]
-    told = comm.all_gather(torch.tensor(flags, dtype=torch.uint8, device="cpu").flatten()).view(comm.size, 2, count)
-    anybody = [{number for number in range(count) if told[:, which, number].any()} for which in (0, 1)]
-    require_manifests(commit, anybody[0], anybody[1], places, home)
-    has = told[:, 0]
-    if not has.all():
-        # The first rank that sees one sends it, if one does not.
-        mine = [number for number in found if has[:, number].tolist().index(1) == comm.rank]
-        sent = {number: serialise(found[number]).decode() for number in mine if not has[:, number].all()}
+        lying = manifests_in(places, commit, files)
+        swapping = ranks_in(places, commit, files, set(range(count)) - lying.keys())
+    flags = [[number in those for number in range(count)] for those in (lying, swapping, wanted)]
+    told = comm.all_gather(torch.tensor(flags, device="cpu").flatten()).view(comm.size, 3, count)
+    seen, swapped, lacking = told[:, 0], told[:, 1], told[:, 2] & ~told[:, 0]
+    require_manifests(commit, _numbers_in(seen.any(0)), _numbers_in(swapped.any(0)), places, home)
+    # The first rank that sees one sends it, if one that wants it does not.
+    mine = [number for number in _numbers_in(lacking.any(0)) if seen[:, number].tolist().index(True) == comm.rank]
+    with agree_on_error(comm):
+        read = {number: read_manifest(lying[number], commit, number, files) for number in {*wanted, *mine} & {*lying}}
+    if lacking.any():
+        sent = {number: serialise(read[number]).decode() for number in mine}
         told_of = all_gather_object(comm, json.dumps(sent).encode())
         with agree_on_error(comm):  # the others would wait for a rank that has given up
             for data in told_of:
                 for number, text in json.loads(data).items():
-                    if int(number) not in found:
-                        found[int(number)] = manifest_told(text.encode(), commit, int(number))
-    return tuple(found[number] for number in range(count))
+                    if int(number) in wanted and int(number) not in read:
+                        read[int(number)] = manifest_told(text.encode(), commit, int(number))
+    return {number: read[number] for number in wanted}
+
+
+def _numbers_in(flags: Tensor) -> list[int]:
+    """Which elements are true."""
+    found: list[int] = flags.nonzero().flatten().tolist()
+    return found
 
 
 def in_turns(
@@ -204,14 +256,15 @@ class Target(NamedTuple):
 
     last: the directory of its record, and the commit; is_elsewhere: it is a snapshot that lies elsewhere, which stays
     what it is; here: what is committed in this run's directories, None: nothing; places: where the commit's files may
-    be; owned: of the directories in which the files of no other run stay, those that were given to this rank.
+    be; owned: of the directories in which the files of no other run stay, those that were given to this rank, and of
+    which ranks this one looks at the swap files in them.
     """
 
     last: tuple[Path, Commit]
     is_elsewhere: bool
     here: Commit | None
     places: tuple[Path, ...]
-    owned: tuple[Path, ...]
+    owned: Mapping[Path, range]
 
 
 class Records(NamedTuple):
@@ -226,24 +279,24 @@ class Records(NamedTuple):
 class RecoveryPlan:
     """How a run resumes from a commit that fits the model.
 
-    reader: of the commit; paths: this run's directories, in the order of its swap files; manifest: this rank's, if its
-    slots are used where they lie; None: the layout is another one, and `reader` reads what this rank needs; records: as
+    paths: this run's directories, in the order of its swap files; first: the manifest of rank 0; manifest: this rank's,
+    whose slots are used where they lie; reader: reads what this rank needs, if the layout is another one; records: as
     they were before anything was locked; held: the directories that are open; extra: what was committed along, for this
-    rank; without: ranks whose slots this one neither needs nor sees.
+    rank. Either manifest or reader is None.
     """
 
-    reader: Reader
     paths: tuple[Path, ...]
+    first: Manifest
     manifest: Manifest | None
     target: Target
     records: Records
     held: Directories
+    reader: Reader | None = None
     extra: Carried = field(default_factory=Carried)
-    without: frozenset[int] = frozenset()
 
     @property
     def commit(self) -> Commit:
-        return self.reader.commit
+        return self.target.last[1]
 
     @property
     def files(self) -> Files:
@@ -259,7 +312,7 @@ class RecoveryPlan:
     @property
     def buffer_bytes(self) -> int:
         """Of the RAM in which slots are read that do not lie where they are used."""
-        return 0 if self.manifest is not None else self.reader.slots_bytes()
+        return 0 if self.reader is None else self.reader.slots_bytes()
 
     def clear_up(self, comm: Communicator) -> None:
         """After a run that was cut off, before any rank locks what is to be read.
@@ -270,12 +323,13 @@ class RecoveryPlan:
         commit = self.target.here or self.commit
 
         def left() -> int:
-            return self._left(commit) or int(bool(foreign(self.paths, self.commit, self.files)))
+            shares = {path: self.target.owned[path] for path in self.paths}
+            return self._left(commit) or int(bool(foreign(shares, self.commit, self.files)))
 
         def work() -> None:
             require_free(self.paths, self.commit, self.files)
             self.require_last()
-            clean_up(self.target.owned, commit, self.files, locked=False)
+            clean_up([*self.target.owned], commit, self.files, locked=False)
 
         in_turns(comm, left, work)
 
@@ -283,13 +337,13 @@ class RecoveryPlan:
         """Makes the files those of `commit` alone, when it is durable and this run holds them. Raises: TierIOError."""
 
         def work() -> None:
-            clean_up(self.target.owned, commit, self.files, locked=True)
+            clean_up([*self.target.owned], commit, self.files, locked=True)
 
         in_turns(comm, lambda: self._left(commit), work, elsewhere)
 
     def _left(self, commit: Commit) -> int:
         """What there is to clean_up: a record that was replaced goes first of all, on whatever rank."""
-        if holds_record(self.target.owned, commit.replaces, self.files):
+        if holds_record([*self.target.owned], commit.replaces, self.files):
             return 2
         return int(not is_clean(self.target.owned, commit, self.files))
 
@@ -300,10 +354,11 @@ class RecoveryPlan:
         """
         if self.manifest is not None:
             self._require_whole(self.manifest)
-        else:
-            self.reader.swap_files.lock(exclusive=alone and not self.target.is_elsewhere, without=self.without)
+        if self.reader is not None:
+            self.reader.swap_files.lock(exclusive=alone and not self.target.is_elsewhere)
             if self.target.is_elsewhere:
-                found = (swap for place in self.target.owned for swap in swaps(place, self.files))
+                owned = self.target.owned.items()
+                found = (swap for place, ranks in owned for swap in swaps(place, self.files, ranks))
                 replaced = [swap.path for swap in found if swap.run_id == self.commit.run_id]
                 self.reader.swap_files.hold(replaced, exclusive=alone)
 
@@ -332,7 +387,7 @@ class RecoveryPlan:
     def require_last(self) -> None:
         """It was read before any lock was taken. Raises: ResumeError."""
         if _records_in(self.records.places, self.files, self.records.replaced) != self.records.found:
-            raise _just_committed(self.reader.home)
+            raise _just_committed(self.target.last[0])
 
 
 def describe(
@@ -405,24 +460,35 @@ def find_together(undo: ExitStack, config: Config, comm: Communicator, layout: L
         target = _target_of(seen, places)
     if target is None:
         if config.resume == "auto":
+            begun = seen.runs.begun
+            in_turns(comm, lambda: len(uncommitted(own, begun, files)[:1]), lambda: forget(own, begun, files))
             return Start(config, None, run_id, held)
         where = listed(places.runs + places.named)
         raise ResumeError(f'{where}: no commit to resume from: give resume="auto" to begin anew where none is')
-    try:
-        manifests = manifests_of_all(target.places, *target.last, comm, files)
-    except (CorruptionError, ResumeError) as error:
-        # A live run clears away what its next commit has replaced.
-        if _records_in(own, files) != before:
-            raise _just_committed(target.last[0]) from error
-        raise
+    every = range(len(target.last[1].manifests))
+
+    def read(ranks: Collection[int]) -> dict[int, Manifest]:
+        try:
+            return read_together(ranks, target.places, *target.last, comm, files)
+        except (CorruptionError, ResumeError) as error:
+            # A live run clears away what its next commit has replaced.
+            if _records_in(own, files) != before:
+                raise _just_committed(target.last[0]) from error
+            raise
+
+    manifests = read({0, comm.rank} & {*every})
     with agree_on_error(comm):
         found = _find(config, places, seen, target, manifests, layout, wanted, held)
     # Used where it lies by all ranks, or by none.
     if comm.all_reduce_any(found.manifest is None):
-        found = replace(found, manifest=None)
-    undo.callback(found.reader.close)
+        manifests = read(every)
+        with agree_on_error(comm):
+            reader = Reader(target.places, files, (*target.last, tuple(manifests[rank] for rank in every)))
+            undo.callback(reader.close)
+            found = replace(found, manifest=None, reader=reader)
+            _require_seen(reader, layout, wanted, found.files)
     with agree_on_error(comm):
-        found = _reach(found, layout, wanted)
+        found = replace(found, extra=_extra(manifests, target, wanted, files))
     found.clear_up(comm)
     with agree_on_error(comm):
         found.lock(alone=comm.size == 1)
@@ -439,14 +505,15 @@ def _target_of(seen: Scans, places: RunDirectories) -> Target | None:
     if kept is None:
         everywhere = places.runs + places.named
         last = last_of(seen.runs + seen.named, everywhere)
-        return None if last is None else Target(last, False, last[1], everywhere, places.own + places.origins)
+        return None if last is None else Target(last, False, last[1], everywhere, places.shares)
     here = last_of(seen.runs, places.runs)
+    own = {path: places.shares[path] for path in places.own}
     if here is None or (here[1].run_id == kept[1].run_id and not here[1].is_snapshot):
         last = last_of(seen.named, places.named)
         assert last is not None
-        return Target(last, True, None if here is None else here[1], places.named, places.own)
+        return Target(last, True, None if here is None else here[1], places.named, own)
     if here[1].replaces == kept[1].run_id:  # it has begun from there, and was cut off
-        return Target(here, False, here[1], places.runs, places.own)
+        return Target(here, False, here[1], places.runs, own)
     raise ResumeError(
         f"{here[0]} holds a commit, of step {here[1].step}, that is not of the run of which {kept[0]} is a snapshot: "
         f"give resume=True to continue it, choose another path, or remove it with `offload remove {here[0]}`"
@@ -458,33 +525,38 @@ def _find(
     places: RunDirectories,
     seen: Scans,
     target: Target,
-    manifests: tuple[Manifest, ...],
+    manifests: Mapping[int, Manifest],
     layout: Layout,
     wanted: Manifest,
     held: Directories,
 ) -> RecoveryPlan:
     """What is target, if it is of this model. Writes nothing, and locks nothing.
 
+    Args: manifests: of rank 0, and of this one if so many ranks committed.
     Raises: ResumeError (it is of another model), CorruptionError, PathError, TierIOError.
     """
     home, commit = target.last
     files = FILES.within(held)
-    reader = Reader(target.places, files, (home, commit, manifests))
-    found = differences(manifests[0], wanted)
+    first, own = manifests[0], manifests.get(wanted.rank)
+    if own is not None:
+        require_one_model(first, own, str(home))
+    found = differences(first, wanted)
     if found:
         more = f"\n... and {len(found) - SHOWN} more differences" if len(found) > SHOWN else ""
         raise ResumeError(f"{home} holds a commit of something else:\n" + "\n".join(found[:SHOWN]) + more)
-    require_no_other(config.paths, commit, files)
+    require_no_other(config.paths, commit, wanted.rank, files)
     replaced = frozenset(record.replaces for _, record in seen.runs.records + seen.named.records)
     scanned = places.own + places.origins
     records = _records_in(scanned, files, replaced)
-    paths = None if target.is_elsewhere else _directories_in_order(config, layout, wanted, reader, files)
-    manifest = None if paths is None else manifests[wanted.rank]
+    paths = None
+    if own is not None and own.world == wanted.world and not target.is_elsewhere:
+        paths = _directories_in_order(config, layout, wanted, own, files)
+    manifest = None if paths is None else own
     if paths is None:
         # The record stays where it is, if it can: then replacing it is one rename.
         homes = {place for place, record in records if record == target.here}
         paths = tuple(sorted(config.paths, key=lambda path: path not in homes))
-    return RecoveryPlan(reader, paths, manifest, target, Records(scanned, replaced, records), held)
+    return RecoveryPlan(paths, first, manifest, target, Records(scanned, replaced, records), held)
 
 
 def _just_committed(place: Path) -> ResumeError:
@@ -499,38 +571,43 @@ def _records_in(
     return tuple((place, one) for place, one in records if one is not None and one.run_id not in replaced)
 
 
-def _reach(found: RecoveryPlan, layout: Layout, wanted: Manifest) -> RecoveryPlan:
-    """With all that this rank needs of the commit. Changes nothing.
+def _extra_rank(wanted: Manifest, commit: Commit) -> int:
+    """Which rank's extra this one gets."""
+    return wanted.rank if len(commit.manifests) == wanted.world else 0
 
-    Raises: ResumeError if a part of it lies where this rank does not see it; CorruptionError, PathError, TierIOError.
+
+def _extra(manifests: Mapping[int, Manifest], target: Target, wanted: Manifest, files: Files) -> Carried:
+    """What was committed along. Raises: CorruptionError, PathError, TierIOError."""
+    home, commit = target.last
+    rank = _extra_rank(wanted, commit)
+    carried = carried_in(read_extra(manifests_in(target.places, commit, files).get(rank, home), manifests[rank], files))
+    return carried if len(commit.manifests) == wanted.world else carried.for_other_ranks()
+
+
+def _require_seen(reader: Reader, layout: Layout, wanted: Manifest, files: Files) -> None:
+    """Limits `reader` to the ranks whose slots this one needs. Changes nothing.
+
+    Raises: ResumeError if some of these lie where this rank does not see them; PathError.
     """
-    reader = found.reader
-    extra = wanted.rank if len(reader.manifests) == wanted.world else 0
-    alone = wanted.world == len(reader.manifests) == 1
-    if found.manifest is None and not alone and (hidden := hidden_ranks(reader.paths, reader.manifests, found.files)):
-        needed = {rank for rank, _ in moves(reader.manifests, layout)}
-        if reader.manifests[extra].tensors is not None:
-            needed.add(extra)
-        if those := needed & hidden:
-            raise ResumeError(
-                f"rank {wanted.rank} needs slots of {ranks_named(those)} of the {len(reader.manifests)} that committed "
-                f"step {found.commit.step}, and does not see all their swap files in {listed(reader.paths)}: "
-                f"{ON_OTHER_MACHINES}"
-            )
-        found = replace(found, without=hidden)
-    carried = carried_in(reader.extra(extra))
-    if len(reader.manifests) != wanted.world:
-        carried = carried.for_other_ranks()
-    return replace(found, extra=carried)
+    commit, manifests = reader.commit, reader.manifests
+    if wanted.world == len(manifests) == 1:
+        return
+    reader.swap_files.ranks = {rank for rank, _ in moves(manifests, layout)}
+    extra = _extra_rank(wanted, commit)
+    needed = reader.swap_files.ranks | ({extra} if manifests[extra].tensors is not None else set())
+    if those := hidden_ranks(reader.paths, manifests, files, needed):
+        raise ResumeError(
+            f"rank {wanted.rank} needs slots of {ranks_named(those)} of the {len(manifests)} that committed step "
+            f"{commit.step}, and does not see all their swap files in {listed(reader.paths)}: {ON_OTHER_MACHINES}"
+        )
 
 
 def _directories_in_order(
-    config: Config, layout: Layout, wanted: Manifest, reader: Reader, files: Files
+    config: Config, layout: Layout, wanted: Manifest, manifest: Manifest, files: Files
 ) -> tuple[Path, ...] | None:
     """The directories by the number of the file in them, if the slots can be used where they lie; None if not."""
-    if config.commit_every is None or len(reader.manifests) != wanted.world:
+    if config.commit_every is None:
         return None
-    manifest = reader.manifests[wanted.rank]
     chunks = [(chunk.flat, chunk.start, chunk.numel) for chunk in layout.chunks]
     known = (manifest.paths, manifest.places, manifest.split_master, manifest.flats)
     if (
@@ -539,5 +616,5 @@ def _directories_in_order(
         or [param.name for param in manifest.parameters] != [param.name for param in wanted.parameters]
     ):
         return None
-    lying = directories_of(reader.commit.run_id, wanted.rank, config.paths, files)
+    lying = directories_of(manifest.run_id, wanted.rank, config.paths, files)
     return tuple(lying[number] for number in range(wanted.paths)) if len(lying) == wanted.paths else None

@@ -1,8 +1,8 @@
-"""Taking a run's files away: this library's own, and only while no run holds them.
+"""Removes a run's files: only those of this library, and only while no run holds them.
 
-A file is known by what is in it: a swap file by its first bytes, a record or a manifest by being one. Where damage
-makes that impossible, and for the tensors of `extra`, it is known by its run, if that has another file here. What only
-has such a name is somebody else's, and stays.
+A file is recognized by its content: a swap file by its first bytes, a record or a manifest by being one. A damaged
+file, and one with the tensors of `extra`, is recognized by its run, if another file of that run is here. A file that
+only has such a name belongs to somebody else, and stays.
 """
 
 from __future__ import annotations
@@ -22,25 +22,28 @@ from offload.storage.files import COMMIT_NAME, LOCAL, NEW_SUFFIX, RECORD_START, 
 from offload.storage.swap_file import open_locked
 from offload.storage.swap_format import MAGIC, parse_superblock
 
-_NOT_KNOWN = "is none of this library's, or damaged"
+_NOT_KNOWN = "is not a file of this library, or is damaged"
 _RECORDS = (COMMIT_NAME, COMMIT_NAME + NEW_SUFFIX, COMMIT_NAME + TEMPORARY)
 
 
 @dataclass(frozen=True)
 class Files:
-    """own: of this library, COMMIT first; strange: with a name of its, and somebody else's, or not to be told; why."""
+    """Files with names as this library gives them.
+
+    own: this library's, COMMIT first; strange: those that are not, or cannot be recognized, and why.
+    """
 
     own: tuple[Path, ...]
     strange: tuple[tuple[Path, str], ...]
 
     @property
     def refused(self) -> list[tuple[Path, str]]:
-        """Of the strange ones those that keep a run from beginning in their directory."""
+        """The strange files that keep a run from beginning in their directory."""
         return [(path, why) for path, why in self.strange if path.name == COMMIT_NAME]
 
 
 def find(directories: Sequence[Path]) -> Files:
-    """What lies in the directories of a run. Raises: ConfigError if one is no directory, TierIOError."""
+    """The files of a run in its directories. Raises: ConfigError if one is not a directory, TierIOError."""
     paths = [path for directory in directories for path in _named(directory)]
     runs: dict[Path, set[str]] = {}
     unknown: dict[Path, str] = {}
@@ -73,7 +76,7 @@ def remove(files: Sequence[Path]) -> None:
             if _is_swap(path):
                 stack.callback(open_locked(path, LOCAL).close)
         records = [path for path in files if path.name == COMMIT_NAME]
-        # Without them the others mean nothing, in whatever directory they are.
+        # First the records, of all directories: without them the other files mean nothing.
         for those in (records, [path for path in files if path.name != COMMIT_NAME]):
             for path in those:
                 with failing("remove", path):
@@ -86,7 +89,7 @@ def remove(files: Sequence[Path]) -> None:
 
 
 def _named(directory: Path) -> Iterator[Path]:
-    """What is called as files of this library are, COMMIT first."""
+    """The files with names as this library gives them, COMMIT first."""
     if not directory.is_dir() or directory.is_symlink():
         raise ConfigError(f"{directory} is not a directory: give the directory of a run")
     with failing("read", directory):
@@ -97,7 +100,7 @@ def _named(directory: Path) -> Iterator[Path]:
 
 
 def _runs_in(path: Path) -> set[str] | None:
-    """The runs that a file of this library speaks of; None if it is not known to be one. Raises: OSError."""
+    """The runs that a file of this library names; None if it is not recognized as one. Raises: OSError."""
     if _is_swap(path):
         page = LOCAL.read(path, PAGE_BYTES)
         if page.startswith(MAGIC):
@@ -105,7 +108,7 @@ def _runs_in(path: Path) -> set[str] | None:
                 return {parse_superblock(page[:PAGE_BYTES], str(path)).run_id}
             except (CorruptionError, ResumeError):
                 return set()
-        # Made, and then the run did not begin: it has no more than a page before it has a superblock.
+        # A run that was cut off before it wrote the superblock leaves one page of zeros, or an empty file.
         return None if len(page) > PAGE_BYTES or any(page) else set()
     if path.name in _RECORDS:
         data = LOCAL.read(path, MAX_COMMIT_BYTES)
@@ -127,7 +130,7 @@ def _is_swap(path: Path) -> bool:
 
 
 def _is_of(path: Path, runs: set[str]) -> bool:
-    """Whether a file that cannot be read is of one of `runs`."""
+    """Whether a file that could not be recognized belongs to one of `runs`."""
     if (file := file_name(path.name)) is not None:
         return file.run_id in runs
     return path.name == COMMIT_NAME and any(run.encode() in LOCAL.read(path, MAX_COMMIT_BYTES) for run in runs)

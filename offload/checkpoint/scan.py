@@ -13,14 +13,14 @@ run that was cut off, and is removed.
 from __future__ import annotations
 
 import errno
-from collections.abc import Collection, Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
 from offload.checkpoint.atomic_file import failing, sync_directory
-from offload.checkpoint.commit import Commit, manifest_name, read_commit, read_manifest, remove_superseded, superseded
+from offload.checkpoint.commit import Commit, manifest_name, read_commit, remove_superseded, superseded
 from offload.checkpoint.manifest import Manifest
 from offload.errors import CorruptionError, PathError, ResumeError
 from offload.sizes import PAGE_BYTES
@@ -142,7 +142,8 @@ def last_of(scanned: ScanResult, places: Sequence[Path]) -> tuple[Path, Commit] 
             if not scanned.begun & runs:
                 raise ResumeError(
                     f"{place} belongs to a committed run whose COMMIT record is not in {listed(places)}: give all the "
-                    "directories of that run"
+                    "directories of that run, or, if nothing of it is needed, remove this part of it with "
+                    f"`offload remove {place}`"
                 )
         return None
     replaced = {commit.replaces for _, commit in found}
@@ -155,15 +156,21 @@ def last_of(scanned: ScanResult, places: Sequence[Path]) -> tuple[Path, Commit] 
     return last[0]
 
 
-def require_no_other(directories: Sequence[Path], commit: Commit, files: Files) -> None:
-    """Raises: ResumeError if one of `directories` has a file of a committed run that is not the one of `commit`."""
+def require_no_other(directories: Sequence[Path], commit: Commit, rank: int, files: Files) -> None:
+    """Args: rank: whose files tell most often that a directory is this run's.
+
+    Raises: ResumeError if one of `directories` has a file of a committed run that is not the one of `commit`.
+    """
+    ours = {commit.run_id, commit.replaces}
     for directory in directories:
+        if any(swap.run_id in ours for swap in swaps(directory, files, {rank})):
+            continue
         runs = {swap.run_id for swap in swaps(directory, files) if swap.run_id is not None}
         if not runs:  # where the swap file is missing or damaged, other files say whose the directory is
             runs = {file.run_id for file in map(file_name, names_in(directory, files)) if file and file.run_id}
             record = read_commit(directory, files)
             runs |= set() if record is None else {record.run_id}
-        if holds_commit(directory, files) and not runs & {commit.run_id, commit.replaces}:
+        if holds_commit(directory, files) and not runs & ours:
             raise ResumeError(
                 f"{directory} holds a file of another committed run: choose another directory, or remove that run "
                 f"with `offload remove {directory}`"
@@ -175,14 +182,17 @@ def require_free(directories: Sequence[Path], commit: Commit, files: Files) -> N
 
     Raises: PathInUseError, PathError.
     """
-    for swap in foreign(directories, commit, files):
+    for swap in foreign(dict.fromkeys(directories), commit, files):
         open_locked(swap.path, files).close()
 
 
-def foreign(directories: Sequence[Path], commit: Commit, files: Files) -> list[Swap]:
-    """Swap files of other runs, which are in the way. Raises: PathError."""
+def foreign(places: Mapping[Path, Container[int] | None], commit: Commit, files: Files) -> list[Swap]:
+    """Swap files of other runs than that of `commit`, which are in the way.
+
+    Args: places: as for `is_clean`; None: of all ranks. Raises: PathError.
+    """
     ours = (commit.run_id, commit.replaces)
-    found = (swap for place in directories for swap in swaps(place, files))
+    found = (swap for place, ranks in places.items() for swap in swaps(place, files, ranks))
     return [swap for swap in found if not swap.is_temporary and swap.run_id not in ours]
 
 
@@ -192,10 +202,13 @@ def holds_record(places: Sequence[Path], run_id: str | None, files: Files) -> bo
     return run_id is not None and any(record is not None and record.run_id == run_id for record in records)
 
 
-def is_clean(places: Sequence[Path], commit: Commit, files: Files) -> bool:
-    """Whether `clean_up` would change nothing but a record that was replaced. Raises: PathError, TierIOError."""
-    for place in places:
-        new, stale = _astray([*swaps(place, files)], commit, files)
+def is_clean(places: Mapping[Path, Container[int]], commit: Commit, files: Files) -> bool:
+    """Whether `clean_up` would change nothing but a record that was replaced.
+
+    Args: places: directories, and the ranks whose swap files are looked at in each. Raises: PathError, TierIOError.
+    """
+    for place, ranks in places.items():
+        new, stale = _astray([*swaps(place, files, ranks)], commit, files)
         if new or stale or superseded(place, commit, None, files):
             return False
     return True
@@ -219,6 +232,35 @@ def clean_up(places: Sequence[Path], commit: Commit, files: Files, *, locked: bo
             left = [swap.run_id for swap in _astray(those, commit, files)[1] if swap.run_id is not None]
             if remove_superseded(place, commit, None, files, left) | _put_in_place(those, commit, files):
                 sync_directory(files, place)
+
+
+def uncommitted(places: Sequence[Path], runs: Collection[str], files: Files) -> list[Path]:
+    """What `runs` left in `places` beside their swap files. Raises: PathError."""
+    return [
+        place / name
+        for place in places
+        for name in names_in(place, files)
+        if (file := file_name(name)) is not None and file.run_id in runs
+    ]
+
+
+def forget(places: Sequence[Path], runs: Collection[str], files: Files) -> None:
+    """Removes, durably, what is `uncommitted` of `runs`, which committed nothing.
+
+    A run that begins in several directories marks one swap file after the other as its own. Where it is cut off, the
+    others would still look like a part of the run before, whose manifests lie there and whose first file is gone.
+    Raises: PathInUseError (a live run, which is about to commit), PathError, TierIOError.
+    """
+    with ExitStack() as held:
+        for swap in (swap for place in places for swap in swaps(place, files)):
+            if swap.run_id in runs:
+                held.callback(open_locked(swap.path, files).close)
+        found = uncommitted(places, runs, files)
+        for path in found:
+            with failing("remove", path):
+                files.remove(path)
+        for place in {path.parent for path in found}:
+            sync_directory(files, place)
 
 
 def _remove_record(places: Sequence[Path], run_id: str | None, files: Files) -> None:
@@ -293,18 +335,10 @@ ON_OTHER_MACHINES = (
 """What to do where a rank sees a part of a run alone."""
 
 
-def directory_of(name: str, places: Sequence[Path], files: Files) -> Path | None:
-    """The first of `places` with a file of this name."""
-    return next((place for place in places if name in names_in(place, files)), None)
-
-
-def read_manifests(places: Sequence[Path], commit: Commit, files: Files) -> dict[int, Manifest]:
-    """By rank: those manifests of `commit` that lie in `places`. Raises: as `read_manifest`."""
-    found = {}
-    for rank in range(len(commit.manifests)):
-        if (place := directory_of(manifest_name(commit, rank), places, files)) is not None:
-            found[rank] = read_manifest(place, commit, rank, files)
-    return found
+def manifests_in(places: Sequence[Path], commit: Commit, files: Files) -> dict[int, Path]:
+    """By rank: the first of `places` with a file that has the name of its manifest. Raises: PathError."""
+    named = {manifest_name(commit, rank): rank for rank in range(len(commit.manifests))}
+    return {named[name]: place for place in reversed(places) for name in names_in(place, files) if name in named}
 
 
 def ranks_in(places: Sequence[Path], commit: Commit, files: Files, ranks: Container[int]) -> set[int]:
@@ -337,11 +371,15 @@ def ranks_named(ranks: Collection[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
 
 
-def hidden_ranks(places: Sequence[Path], manifests: Sequence[Manifest], files: Files) -> frozenset[int]:
-    """Those of which a swap file with committed slots is in none of `places`. Raises: PathError."""
-    found = (swap for place in places for swap in swaps(place, files))
+def hidden_ranks(
+    places: Sequence[Path], manifests: Sequence[Manifest], files: Files, ranks: Container[int]
+) -> frozenset[int]:
+    """Those of `ranks` of which a swap file with committed slots is in none of `places`. Raises: PathError."""
+    found = (swap for place in places for swap in swaps(place, files, ranks))
     blocks = [(swap.rank, swap.block) for swap in found if swap.block is not None]
     seen = {(rank, block.stripe[0]) for rank, block in blocks if block.run_id == manifests[0].run_id}
     return frozenset(
-        rank for rank, manifest in enumerate(manifests) if any((rank, slot.path) not in seen for slot in manifest.slots)
+        rank
+        for rank, manifest in enumerate(manifests)
+        if rank in ranks and any((rank, slot.path) not in seen for slot in manifest.slots)
     )

@@ -57,7 +57,7 @@ def _names_in(directory: Path, files: Files) -> list[str]:
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that one rank's part takes on a device, and bytes that are free there."""
+    """Bytes that one rank's part of a snapshot takes on a device, and bytes that are free there."""
 
     host: str
     device: int
@@ -85,9 +85,9 @@ def require_space(needs: Iterable[Need]) -> None:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One rank's part of a snapshot, and what it has to do with others of them.
+    """One rank's part of a snapshot; also clears away and retires parts of other snapshots.
 
-    Args: commit, manifest: what is kept; paths: this rank's directories; swaps: its swap files, one in each.
+    Args: commit, manifest: what is kept; paths: this rank's directories; swaps: its swap files, one in each directory.
     Every method raises TierIOError and PathError. None of them changes the run's own files.
     """
 
@@ -110,7 +110,7 @@ class Snapshot:
         return tuple(path / self.name for path in self.paths)
 
     def decided(self) -> list[str]:
-        """Names with a record in one of these directories, whatever it says."""
+        """Names of the snapshots with a record in one of these directories, whatever the record says."""
         names = ((path, name) for path in self.paths for name in self._snapshots(path))
         return [name for path, name in names if COMMIT_NAME in self._names(path / name)]
 
@@ -129,7 +129,7 @@ class Snapshot:
         self.is_kept()
 
     def kept(self) -> dict[str, int]:
-        """For rank 0: names of the snapshots of this run that are there, and their steps."""
+        """For rank 0: the snapshots of this run that are there: name and step."""
         steps = {}
         for name in self._snapshots(self.paths[0]):
             with suppress(OffloadError):  # a damaged record: not known to be one of ours
@@ -141,9 +141,9 @@ class Snapshot:
         return steps
 
     def superseded(self, keep: int, held: ExitStack) -> list[str]:
-        """For rank 0: names of snapshots of this run that are too many when this one is there, the oldest.
+        """For rank 0: names of the oldest snapshots of this run, so that `keep` stay, this one included.
 
-        Args: held: gets their locks. One that is being read, or resumed in, is not among them.
+        Args: held: gets their locks. A snapshot that is being read, or resumed in, is left out.
         """
         steps = self.kept() | {self.name: self.commit.step}
         newest = sorted(steps, key=lambda name: (name == self.name, steps[name]), reverse=True)
@@ -155,14 +155,14 @@ class Snapshot:
         return [name for name in names if name in kept and self._is_free(self.paths[0] / name, held)]
 
     def clear(self, names: Iterable[str] | None = None, *, decided: Collection[str] = ()) -> None:
-        """Takes away parts of snapshots that have no record: those called `names`; None: all but the `decided` ones."""
+        """Removes parts of snapshots without a record: those called `names`; None: all but the `decided` ones."""
         for path in self.paths:
             for name in self._snapshots(path) if names is None else names:
                 if name not in decided:
                     self._clear(path / name)
 
     def require_no_other(self) -> None:
-        """Raises: PathError if after `clear` there is something of this name."""
+        """Raises: PathError if something else has this snapshot's name; called after `clear`."""
         for directory in self.directories:
             if self.name in self._names(directory.parent):
                 raise PathError(errno.EEXIST, "is there already, and is no snapshot: move it", str(directory))
@@ -181,7 +181,7 @@ class Snapshot:
         return found
 
     def make(self) -> None:
-        """Makes this rank's part; durable when it returns, and nothing yet."""
+        """Makes this rank's part, durably. It counts only after `decide`."""
         for number, directory in enumerate(self.directories):
             with failing("write", directory):
                 self.files.make_directory(directory)
@@ -191,11 +191,11 @@ class Snapshot:
             copy_manifest(directory.parent, directory, self.commit, self.manifest.rank, self.files)
 
     def decide(self) -> None:
-        """For rank 0, when all have made their part."""
+        """For rank 0, when all ranks have made their part: the snapshot is there."""
         write_commit(self.directories[0], self.record, self.files)
 
     def finish(self, names: Iterable[str]) -> None:
-        """When these are decided, but for what somebody is reading. One that is finished already stays as it is."""
+        """Gives the swap files of decided snapshots their names, unless somebody reads them. May be called again."""
         for path in self.paths:
             for name in names:
                 with ExitStack() as held:
@@ -203,13 +203,13 @@ class Snapshot:
                         self._rename(path / name, to_aside=False)
 
     def retire(self, names: Iterable[str]) -> None:
-        """Before the records of these snapshots go: when that is cut off, they are still whole."""
+        """Renames the swap files of these snapshots, before their records go: cut off here, they are still whole."""
         for path in self.paths:
             for name in names:
                 self._rename(path / name, to_aside=True)
 
     def withdraw(self, names: Iterable[str]) -> None:
-        """For rank 0, when all have retired them: from now on they are nothing."""
+        """For rank 0, when all ranks have retired them: removes their records, which decides."""
         for name in names:
             record = self.paths[0] / name / COMMIT_NAME
             with failing("remove", record):
@@ -254,7 +254,7 @@ class Snapshot:
             sync_directory(self.files, directory)
 
     def _clear(self, directory: Path) -> None:
-        """What makes it known as cut off goes last."""
+        """Removes a part without a record. The file that shows that it was cut off goes last."""
         names = self._names(directory)
         known = {name: file for name in names if (file := file_name(name)) is not None}
         asides = [name for name, file in known.items() if file.kind == "swap" and file.suffix]

@@ -27,6 +27,7 @@ from offload.dist.communicator import (
 )
 from offload.errors import ConfigError, RankError
 from offload.dist.launch import launched, rank_on_node
+from offload.interrupts import uninterrupted
 from offload.profiling import COLLECTIVES, Event, Timeline
 
 TIMEOUT_S = 600.0
@@ -188,6 +189,7 @@ class Group(Communicator):
             )
         return self._shared.failure
 
+    @uninterrupted  # what is under way and not noted would not be waited for
     def _launch(
         self,
         name: str,

@@ -16,7 +16,7 @@ fetch.py decides which unit is fetched and released when.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from enum import Enum
 from itertools import chain
@@ -152,8 +152,8 @@ class UnitTransfers:
         for one in self._slices_of[unit]:
             if not one.is_tile:
                 self._resident_tiles(one.flat)
-        self._allocate(unit)
         try:
+            self._allocate(unit)
             for one in self._slices_of[unit]:
                 for chunk in self._chunks_of[one.index]:
                     self._start_copy(one, chunk)
@@ -167,8 +167,7 @@ class UnitTransfers:
         if self._states.get(unit, UnitState.RELEASED) is UnitState.RELEASED:
             return
         self._not_updated.pop(unit, None)
-        if self._states[unit] is UnitState.FETCHING:
-            self._wait_for(unit)
+        self._wait_for(unit)  # if that fails, another rank may still write here: the memory stays
         self._free(unit)
 
     def _refresh(self, one: FlatSlice) -> None:
@@ -202,18 +201,26 @@ class UnitTransfers:
         """Starts to fetch the shards of other ranks, once this rank's own are on the device."""
         if self._layout.shard_group_size > 1:
             self._wait_for_copies(unit)
-            self._all_gathers[unit] = [work for one in self._slices_of[unit] for work in self._all_gather(one.flat)]
+            self._launch_all_gathers(unit, [one.flat for one in self._slices_of[unit]])
 
-    def _all_gather(self, flat: int) -> list[Work]:
+    @uninterrupted
+    def _launch_all_gathers(self, unit: str, flats: Iterable[int]) -> None:
+        """Each is noted as soon as it is under way: the memory that it writes to must not go before it has ended."""
+        for flat in flats:
+            for work in self._all_gather(flat):
+                self._all_gathers.setdefault(unit, []).append(work)
+
+    def _all_gather(self, flat: int) -> Iterator[Work]:
         """Over the ranks that keep all parameters together; the shards that this one keeps are on the device."""
         memory, layout = self._parameters.flats[flat], self._layout
         if layout.shard_group_size == 1 or not memory.numel():
-            return []
+            return
         shards = memory.view(layout.ranks, -1)
         groups = memory.view(layout.replicas, -1)
         own_shards = (shards[rank] for rank in layout.replicated_shards)
         gathers = zip(own_shards, groups, strict=True)
-        return [self._comm.shard_group.all_gather_into_tensor(own, group) for own, group in gathers]
+        for own, group in gathers:
+            yield self._comm.shard_group.all_gather_into_tensor(own, group)
 
     def _finish(self, unit: str) -> None:
         self._wait_for(unit)
@@ -299,8 +306,8 @@ class UnitTransfers:
         tiles = self._resident_tiles(flat)
         if self._states[unit] is UnitState.RESIDENT:
             self._refresh(self._layout.slices[flat])
-            for work in self._all_gather(flat):
-                work.wait()
+            self._launch_all_gathers(unit, [flat])
+            self._wait_for(unit)
         for tile in tiles:
             self._refresh(tile)
 

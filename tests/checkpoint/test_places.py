@@ -130,10 +130,10 @@ def test_only_files_under_their_names_and_of_neither_run_are_in_the_way(places: 
     swap(places[0], "rank0.swap", OLD)
     swap(places[0], "rank1.swap", NEW)
     swap(places[0], "rank2.swap.new", OTHER)
-    assert not foreign(places, AFTER, LOCAL)
+    assert not foreign(all_of(places), AFTER, LOCAL)
     others = [swap(places[1], "rank3.swap", OTHER), places[1] / "offload-rank4.swap"]
     others[1].write_bytes(b"")
-    assert [one.path for one in foreign(places, AFTER, LOCAL)] == others
+    assert [one.path for one in foreign(all_of(places), AFTER, LOCAL)] == others
     require_free(places, AFTER, LOCAL)
     with open(others[0], "rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -142,6 +142,11 @@ def test_only_files_under_their_names_and_of_neither_run_are_in_the_way(places: 
 
 
 # Settling.
+
+
+def all_of(places: Sequence[Path]) -> dict[Path, range]:
+    """Looked at whole, as by a rank that alone sees them."""
+    return dict.fromkeys(places, range(100))
 
 
 def settled(places: Sequence[Path], files: LocalFiles = LOCAL) -> None:
@@ -185,24 +190,24 @@ STAYS: dict[str, tuple[str, bytes | str]] = {
 def test_what_was_left_goes_and_what_others_have_stays(places: list[Path], what: str) -> None:
     write_commit(places[0], AFTER)
     swap(places[0], "rank0.swap", NEW)
-    assert is_clean(places, AFTER, LOCAL)
+    assert is_clean(all_of(places), AFTER, LOCAL)
     name, content = (LEFT | STAYS)[what]
     if isinstance(content, str):
         swap(places[1], name, content)
     else:
         (places[1] / f"offload-{name}").write_bytes(content)
-    assert is_clean(places, AFTER, LOCAL) == (what in STAYS)
+    assert is_clean(all_of(places), AFTER, LOCAL) == (what in STAYS)
     settled(places)
     expected = {name} if what in STAYS else {"rank5.swap"} if content == NEW else set()
     assert (names(places[0]), names(places[1])) == ({COMMIT_NAME, "rank0.swap"}, expected)
-    assert is_clean(places, AFTER, LOCAL)
+    assert is_clean(all_of(places), AFTER, LOCAL)
 
 
 def test_what_older_commits_left_goes_along_with_what_is_astray(places: list[Path]) -> None:
     manifest = manifest_of(run_id=OLD)
     write_manifest(places[0], manifest)
     assert manifest_name(BEFORE, 0) in names(places[0])
-    assert not is_clean(places, AFTER, LOCAL)
+    assert not is_clean(all_of(places), AFTER, LOCAL)
     swap(places[0], "rank0.swap.new", NEW)
     settled(places)
     assert names(places[0]) == {"rank0.swap"}
@@ -219,7 +224,7 @@ def test_what_a_start_that_was_cut_off_wrote_goes_with_its_swap_file(places: lis
     strange.write_text("mine")
     settled(places)
     assert names(places[0]) == {COMMIT_NAME, "rank0.swap", strange.name}
-    assert is_clean(places, AFTER, LOCAL)
+    assert is_clean(all_of(places), AFTER, LOCAL)
 
 
 def test_power_cuts_while_files_get_their_names_lose_none(places: list[Path]) -> None:

@@ -46,16 +46,17 @@ def test_files_of_other_runs_are_no_part_of_a_commit(places: list[Path], manifes
 
 
 def test_a_rank_is_hidden_if_any_of_its_files_with_slots_is(places: list[Path], manifests: list[Manifest]) -> None:
-    assert hidden_ranks(places, manifests, LOCAL) == {0, 1}
+    assert hidden_ranks(places, manifests, LOCAL, {0, 1}) == {0, 1}
     for number, place in enumerate(places):
         put(place, manifests[0], number)
-    assert hidden_ranks(places, manifests, LOCAL) == {1}
+    assert hidden_ranks(places, manifests, LOCAL, {0, 1}) == {1}
     put(places[0], manifests[1], 0)
-    assert hidden_ranks(places, manifests, LOCAL) == {1}
+    assert hidden_ranks(places, manifests, LOCAL, {0, 1}) == {1}
+    assert not hidden_ranks(places, manifests, LOCAL, {0})
     put(places[1], manifests[1], 1, run_id=OTHER)
-    assert hidden_ranks(places, manifests, LOCAL) == {1}
+    assert hidden_ranks(places, manifests, LOCAL, {0, 1}) == {1}
     put(places[1], manifests[1], 1)
-    assert hidden_ranks(places, manifests, LOCAL) == frozenset()
+    assert hidden_ranks(places, manifests, LOCAL, {0, 1}) == frozenset()
 
 
 def test_a_file_without_slots_is_not_missed(places: list[Path]) -> None:
@@ -63,7 +64,7 @@ def test_a_file_without_slots_is_not_missed(places: list[Path]) -> None:
     manifest = manifest_of(share=0, world=1)
     assert {slot.path for slot in manifest.slots} == {0}
     put(places[0], manifest, 0)
-    assert hidden_ranks(places, [manifest], LOCAL) == frozenset()
+    assert hidden_ranks(places, [manifest], LOCAL, {0}) == frozenset()
 
 
 class TwoMachines(SingleProcess):
@@ -80,18 +81,19 @@ class TwoMachines(SingleProcess):
         return value
 
     def all_gather(self, values: Tensor) -> Tensor:
-        return torch.stack([values.flatten(), values.flatten().view(2, 2).flip(1).flatten()])
+        return torch.stack([values.flatten(), values.flatten().view(3, 2).flip(1).flatten()])
 
 
 def test_a_manifest_that_one_rank_cannot_take_in_fails_on_all(
     places: list[Path], manifests: list[Manifest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     comm = TwoMachines({"1": "damaged on the way"})
-    monkeypatch.setattr(meeting, "read_manifests", lambda *_: {0: manifests[0]})
+    monkeypatch.setattr(meeting, "manifests_in", lambda *_: {0: places[0]})
+    monkeypatch.setattr(meeting, "read_manifest", lambda *_: manifests[0])
     monkeypatch.setattr(meeting, "ranks_in", lambda *_: {0})
     monkeypatch.setattr(meeting, "all_gather_object", lambda *_: [b"{}", json.dumps(comm._sent).encode()])
     with pytest.raises(CorruptionError):
-        meeting.manifests_of_all(places, places[0], COMMIT, comm, LOCAL)
+        meeting.read_together({0, 1}, places, places[0], COMMIT, comm, LOCAL)
     assert comm.told[-1] is True, "the other rank waits for this one"
 
 

@@ -14,10 +14,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from offload import OffloadZero, Tuning
 from offload.dist import torch_distributed as comm
-from offload.dist.communicator import Communicator
+from offload.dist.communicator import Communicator, Work
 from offload.errors import (
     AccumulationError,
     BudgetError,
@@ -27,6 +28,7 @@ from offload.errors import (
     RankError,
 )
 from tests.support import models, sharded
+from tests.support.communicators import Late
 from tests.support.ranks import World, Worlds
 from tests.support.toy import take_step
 
@@ -425,3 +427,66 @@ def test_another_step_on_some_ranks_is_an_error_on_all_and_they_go_on(worlds: Wo
     assert "alike on every rank" in said
     assert said == other or "param group 0 has amsgrad=True" in other  # whose fault it is says what it is
     assert all(map(torch.equal, first, second))
+
+
+class _NeverEnds(Work):
+    def __init__(self, group: Communicator) -> None:
+        self._group = group
+
+    def done(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        self._group.check()
+        raise AssertionError("nobody waits for ever")
+
+
+class _Stuck(Late):
+    """From `armed` on the first all-gather never ends, and the second cannot be launched."""
+
+    armed = -1
+    writes_to = 0
+
+    def all_gather_into_tensor(self, shard: torch.Tensor, out: torch.Tensor) -> Work:
+        if _Stuck.armed < 0:
+            return super().all_gather_into_tensor(shard, out)
+        _Stuck.armed += 1
+        if _Stuck.armed == 1:
+            _Stuck.writes_to = out.data_ptr()
+            return _NeverEnds(self)
+        assert isinstance(self._inner, comm.Group)
+        raise self._inner.fail("all_gather", 0.0, "stuck")
+
+
+class _TwoDtypes(nn.Module):
+    """One unit of two flat parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.norm(self.linear(x).float())
+        return found
+
+
+def _memory_of_a_stuck_collective() -> list[bool]:
+    """Whether a flat parameter still has the memory, after the failure and when all is closed."""
+    made, model = comm.connect, _TwoDtypes()
+    connect = patch.object(comm, "connect", lambda *args, **options: _Stuck(made(*args, **options)))
+    with connect, OffloadZero(model, stage=3, param_tier="cpu", keep_fp32=[nn.LayerNorm]) as optimizer:
+        flats, found = optimizer._parts.parameters.flats, []
+        _Stuck.armed = 0
+        with pytest.raises(RankError):
+            model(torch.ones(2, 8))
+        found.append(_Stuck.writes_to in [flat.data_ptr() for flat in flats])
+        with suppress(OffloadError):
+            optimizer.close()
+        found.append(_Stuck.writes_to in [flat.data_ptr() for flat in flats])
+        _Stuck.armed = -1
+    return found
+
+
+def test_memory_stays_where_a_stuck_collective_may_still_write(world: World) -> None:
+    assert world.run(_memory_of_a_stuck_collective) == [[True, True]] * 3

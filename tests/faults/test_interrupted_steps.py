@@ -33,7 +33,7 @@ def build(path: Path, options: dict[str, Any]) -> tuple[nn.Module, OffloadZero]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2))
     if options["tier"] == "nvme":
-        options = options | {"path": path, "commit_every": 0}
+        options = {"path": path, "commit_every": 0} | options
     plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return model, OffloadZero(model, plain, tuning=Tuning(chunk="4KiB", threads=1), **options)
 

@@ -17,11 +17,13 @@ from offload import OffloadZero, Tuning
 from offload.checkpoint import reader as reading
 from offload.checkpoint.manifest import committed_slots
 from offload.checkpoint.reader import Reader
-from offload.errors import BudgetError, CorruptionError, PathInUseError, ResumeError
+from offload.errors import BudgetError, CorruptionError, OffloadError, PathInUseError, ResumeError
+from offload.io.engine import IOFile, IOFuture
 from offload.planner import least_cpu_memory
 from offload.storage.files import COMMIT_NAME, SWAP_NAME, LocalFiles
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, bits, one_step
 from tests.faults.test_commits import committed, flip, kill
+from tests.support.faulty_engine import FaultyEngine
 from tests.support.simulated_files import PowerCut
 
 LARGER = Tuning(chunk="12KiB", threads=1)
@@ -162,6 +164,52 @@ def test_clearing_up_may_be_lost_in_any_part(
         left = {file.name for place in folder.iterdir() for file in place.iterdir() if place not in used}
         assert not left
         assert all(len(names(place)) == 2 + (place / COMMIT_NAME).exists() for place in used)
+
+
+class Dying(FaultyEngine):
+    """A disk at whose so-manieth write the process ends."""
+
+    def __init__(self, left: int) -> None:
+        super().__init__()
+        self.left = left
+
+    def write(self, file: IOFile, offset: int, data: memoryview) -> IOFuture:
+        self.left -= 1
+        if self.left < 0:
+            raise PowerCut
+        return super().write(file, offset, data)
+
+
+def test_a_first_commit_and_the_start_after_it_may_both_be_cut_off_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With manifests in two directories and no record the run has committed nothing, also when one of its swap files
+    is another run's already."""
+    outcomes = []
+    for left in range(8, 40):
+        first = tmp_path / f"first{left}"
+        first.mkdir()
+        model, optimizer = resume_in(first, ["a", "b"], SMALL, resume="auto")
+        one_step(model, optimizer)
+        with cut_off(monkeypatch, left) as files, suppress(PowerCut):
+            optimizer.commit({"seen": 1})
+        with cut_off(monkeypatch, 0):
+            optimizer._failure = RuntimeError("killed")
+            optimizer.close()
+        is_committed = (first / "a" / COMMIT_NAME).exists()
+        if [*(first / "b").glob("manifest-*.json")]:
+            with cut_off(monkeypatch, 1000), monkeypatch.context() as patch, suppress(PowerCut, OffloadError):
+                patch.setattr("offload.build.open_engine", lambda name, paths: Dying(1))
+                resume_in(first, ["a", "b"], LARGER, resume="auto")[1].close()
+            _, again = resume_in(first, ["a", "b"], SMALL, resume="auto")
+            assert (again.resumed is not None) == is_committed
+            again.close()
+            outcomes.append(is_committed)
+        shutil.rmtree(first)
+        if files.left >= 0:
+            break
+    assert outcomes.count(False) > 2
+    assert outcomes[-1]
 
 
 def test_killed_at_any_instant_in_ever_other_layouts(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def another(path: Path, tuning: Tuning) -> None:
 
 
 MOMENTS = [
-    (resuming, "manifests_of_all", False),
+    (resuming, "read_together", False),
     (resuming, "_find", True),
     (RecoveryPlan, "clear_up", True),
     (RecoveryPlan, "lock", True),

@@ -53,8 +53,10 @@ class Layout:
 
 def another(paths: list[Path], chance: random.Random) -> Layout:
     """Other chunks, on some of `paths`, whichever the run lies on."""
-    chosen = chance.sample(paths, chance.randint(1, len(paths)))
     begun = any((path / "COMMIT").exists() for path in paths)
+    # Killed just before its first record, a run may have committed as far as some of its directories tell alone.
+    is_unclear = not begun and any([*path.glob("manifest-*")] for path in paths)
+    chosen = chance.sample(paths, len(paths) if is_unclear else chance.randint(1, len(paths)))
     return Layout(chosen, f"{4 * chance.randint(1, 8)}KiB", paths if begun else "auto")
 
 

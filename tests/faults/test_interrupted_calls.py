@@ -1,0 +1,211 @@
+"""Ctrl-C at any instruction of a fetch, of `close()`, and of the swap files under a commit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import NonFiniteGradientError, OffloadError, OffloadZero, ReleasedParameterError
+from offload.checkpoint.reader import Reader
+from offload.model import fetch, flat_param, transfer
+from offload.storage import chunk_cache, swap_file
+from tests.faults.test_interrupted_steps import CLOSE, FAR_APART, PLACEMENTS, X, build, train
+from tests.support import interrupted
+from tests.support.interrupted import interrupted_at
+
+pytestmark = pytest.mark.filterwarnings("ignore:module forward hook with")
+
+OF_A_FETCH = tuple(str(module.__file__) for module in (fetch, transfer, flat_param, chunk_cache, swap_file))
+Values = dict[str, Tensor]
+Case = Callable[[Path, int, Counter[str]], bool]
+"""Interrupts at an instruction, in a directory; counts what came of it; returns whether that came too late."""
+
+
+def values(model: nn.Module, optimizer: OffloadZero) -> Values:
+    found = {name: value.clone() for name, value in model.state_dict().items()}
+    for name, param in model.named_parameters():
+        states = optimizer.state_of(param)
+        found |= {f"{name}.{kind}": torch.as_tensor(value).clone() for kind, value in states.items()}
+    return found
+
+
+def uninterrupted(path: Path, steps: int) -> Values:
+    model, optimizer = build(path, PLACEMENTS["streamed"])
+    with optimizer:
+        for _ in range(steps):
+            train(model, optimizer)
+        return values(model, optimizer)
+
+
+def descriptors() -> Counter[str]:
+    """What this process has open."""
+    found = Counter[str]()
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the one that listed them
+            name = os.readlink(f"/proc/self/fd/{fd}")
+            found[name] += not name.startswith(("pipe:", "socket:", "anon_inode:"))
+    return found
+
+
+def require_same(found: Values, expected: Values) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.fixture
+def expected(tmp_path: Path) -> list[Values]:
+    """By step."""
+    return [uninterrupted(tmp_path / f"alone{steps}", steps) for steps in range(4)]
+
+
+def sweep(case: Case, folder: Path, first: int, apart: int) -> Counter[str]:
+    """Interrupts at every so-manieth instruction, until it comes too late."""
+    outcomes, instruction, number = Counter[str](), first, 0
+    while not case(folder / "run", instruction, outcomes):
+        shutil.rmtree(folder / "run", ignore_errors=True)
+        number += 1
+        instruction += apart
+    print(number, "places:", dict(outcomes))
+    assert NonFiniteGradientError.__name__ not in outcomes, "a unit was used without its values"
+    return outcomes
+
+
+def fetching(expected: list[Values]) -> Case:
+    def case(path: Path, instruction: int, outcomes: Counter[str]) -> bool:
+        model, optimizer = build(path, PLACEMENTS["streamed"])
+        with suppress(OffloadError), optimizer:
+            train(model, optimizer)
+            optimizer.commit()
+            with suppress(KeyboardInterrupt), interrupted_at(instruction) as left:
+                model(X).float().square().sum().backward()
+            try:
+                if instruction % 2:
+                    optimizer.rollback()
+                else:
+                    optimizer.zero_grad()
+                train(model, optimizer)
+                found = values(model, optimizer)
+            except OffloadError as error:
+                outcomes[type(error).__name__] += 1
+                return False
+            require_same(found, expected[2])
+            outcomes["went on"] += 1
+            return left[0] > 0
+        return False
+
+    return case
+
+
+def closing(expected: list[Values]) -> Case:
+    def case(path: Path, instruction: int, outcomes: Counter[str]) -> bool:
+        before = descriptors()
+        model, optimizer = build(path, PLACEMENTS["streamed"] | {"commit_every": 2})
+        train(model, optimizer)
+        optimizer.commit()
+        train(model, optimizer)
+        with suppress(KeyboardInterrupt), interrupted_at(instruction) as left:
+            optimizer.close()
+        with suppress(OffloadError):
+            optimizer.close()
+        for name, param in model.named_parameters():
+            try:
+                is_here = torch.equal(param, expected[2][name])
+            except ReleasedParameterError:
+                outcomes["released"] += 1
+                continue
+            assert is_here, name
+        again, resumed = build(path, PLACEMENTS["streamed"] | {"resume": True})
+        assert resumed.resumed is not None
+        with resumed:
+            require_same(values(again, resumed), expected[resumed.resumed.step])
+        outcomes[f"step {resumed.resumed.step}"] += 1
+        # What was just being opened when the interrupt came stays open, and holds no lock.
+        more = [*(descriptors() - before).elements()]
+        assert len(more) <= 1
+        assert not [name for name in more if name.endswith(".swap")]
+        return left[0] > 0
+
+    return case
+
+
+def committing(expected: list[Values]) -> Case:
+    def case(path: Path, instruction: int, outcomes: Counter[str]) -> bool:
+        model, optimizer = build(path, PLACEMENTS["streamed"])
+        with suppress(OffloadError), optimizer:
+            train(model, optimizer)
+            optimizer.commit()
+            train(model, optimizer)
+            with suppress(KeyboardInterrupt), interrupted_at(instruction) as left:
+                optimizer.commit()
+            try:
+                if instruction % 2:
+                    optimizer.rollback()
+                train(model, optimizer)
+                found, step = values(model, optimizer), optimizer.stats()["step"]
+                require_same(found, expected[step])
+                outcomes["went on"] += 1
+            except OffloadError as error:
+                outcomes[type(error).__name__] += 1
+        with Reader([path]) as reader:
+            for row in reader.tensors():
+                for kind in ("master", "exp_avg", "exp_avg_sq"):
+                    wanted = expected[reader.commit.step][f"{row.facts.name}.{kind}"]
+                    assert torch.equal(reader.read(row.facts.name, kind), wanted)
+        return left[0] > 0
+
+    return case
+
+
+SWEEPS: dict[str, tuple[Any, tuple[str, ...], int]] = {
+    "a fetch": (fetching, OF_A_FETCH, FAR_APART),
+    "close": (closing, interrupted.FILES, FAR_APART),
+    "the swap files of a commit": (committing, (str(swap_file.__file__),), CLOSE),
+}
+"""What is interrupted, in which files, and how many places are between interrupts in the short form."""
+
+
+@pytest.mark.parametrize("what", SWEEPS)
+def test_an_interrupted_call_leaves_what_was_or_says_so(
+    what: str, tmp_path: Path, expected: list[Values], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, files, apart = SWEEPS[what]
+    monkeypatch.setattr(interrupted, "FILES", files)
+    assert sweep(case(expected), tmp_path, 1, apart).total() > 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("what", SWEEPS)
+@pytest.mark.parametrize("share", range(4))
+def test_an_interrupted_call_leaves_what_was_or_says_so_at_any_instruction(
+    what: str, share: int, tmp_path: Path, expected: list[Values], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, files, apart = SWEEPS[what]
+    monkeypatch.setattr(interrupted, "FILES", files)
+    sweep(case(expected), tmp_path, 1 + share, 4 if apart == CLOSE else 4 * CLOSE)
+
+
+def test_another_close_ends_what_an_interrupted_one_did_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = build(tmp_path / "run", PLACEMENTS["nvme"])
+    train(model, optimizer)
+    optimizer.commit()
+
+    def interrupt() -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(optimizer._undo, "close", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.close()
+    optimizer.close()
+    build(tmp_path / "run", PLACEMENTS["nvme"] | {"resume": True})[1].close()
