@@ -16,11 +16,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy
-
 from offload import native
 from offload.errors import ClosedError
-from offload.io.engine import DEPTH, REQUEST_BYTES, QueuedEngine, Refused, Request
+from offload.io.engine import DEPTH, REQUEST_BYTES, QueuedEngine, Refused, Request, address_of
 from offload.sizes import GIB
 
 READ, WRITE, FDATASYNC, NOP = 0, 1, 2, 3
@@ -95,7 +93,9 @@ class Ring:
 
         Raises: ValueError for a buffer of more than 1 GiB, the kernel's limit.
         """
-        spans = [_span(buffer) if isinstance(buffer, memoryview) else buffer for buffer in buffers]
+        spans = [
+            (address_of(buffer), buffer.nbytes) if isinstance(buffer, memoryview) else buffer for buffer in buffers
+        ]
         if any(length > GIB for _, length in spans):
             raise ValueError("a registered buffer has at most 1 GiB: register a larger one in parts")
         longs = ctypes.c_uint64 * len(spans)
@@ -218,10 +218,6 @@ def _require(status: int) -> int:
     return status
 
 
-def _span(buffer: memoryview) -> tuple[int, int]:
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer)), buffer.nbytes
-
-
 ENTRIES = 256
 _OPERATIONS = {"read": READ, "write": WRITE, "sync": FDATASYNC}
 RETRY_S = 0.01
@@ -236,8 +232,6 @@ class UringEngine(QueuedEngine):
     """See the top of this file. Raises: OSError with the errno that says why io_uring cannot be used here."""
 
     name = "uring"
-    most_views = 1
-    """One buffer a request: requests of a batch that follow one another are merged by the kernel."""
 
     def __init__(self, request_bytes: int = REQUEST_BYTES, depth: int = DEPTH) -> None:
         super().__init__(request_bytes, depth)
@@ -256,7 +250,7 @@ class UringEngine(QueuedEngine):
         self._end = weakref.finalize(self, _stop_reaping, self._ring, self._reaper, os.getpid())
 
     def register(self, memory: memoryview) -> None:
-        base, size = _address(memory), len(memory)
+        base, size = address_of(memory), len(memory)
         spans = [(base + start, min(GIB, size - start)) for start in range(0, size, GIB)]
         if self._ring.register_buffers(spans):
             self._registered = (base, size)
@@ -303,11 +297,10 @@ class UringEngine(QueuedEngine):
             self._refuse(self._submit_waiting())
 
     def _packed(self, token: int, request: Request) -> Submission:
-        view = request.pieces[0].view
-        address = _address(view) if len(view) else 0
+        address, length = request.transfer.address + request.start, request.length
         operation = _OPERATIONS[request.operation]
-        span = self._span(address, len(view))
-        return Submission(operation, request.file.fd, span, len(view), address, request.offset, token)
+        span = self._span(address, length)
+        return Submission(operation, request.file.fd, span, length, address, request.offset, token)
 
     def _span(self, address: int, length: int) -> int:
         """The registered span that holds the range, or -1."""
@@ -318,10 +311,6 @@ class UringEngine(QueuedEngine):
 
     def _stop(self) -> None:
         self._end()
-
-
-def _address(view: memoryview) -> int:
-    return int(numpy.frombuffer(view, numpy.uint8).ctypes.data)
 
 
 def _reap(own: Ring, under_way: UnderWay) -> None:

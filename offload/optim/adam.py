@@ -234,6 +234,17 @@ class _Work:
     done: Future[None] | None = None
 
 
+@dataclass(frozen=True)
+class _Bound:
+    """The kernels of a resident chunk, bound to its memory.
+
+    Attributes: held: the addresses of its gradients and new parameters, and its runs; calls: one a run.
+    """
+
+    held: tuple[int, int, list[tuple[int, int]]]
+    calls: Sequence[Callable[[AdamScalars], None]]
+
+
 class Step:
     """Runs Adam over the chunks of a layout; see [Note: a step does not block]. Args: store: of the states."""
 
@@ -246,6 +257,7 @@ class Step:
         self._gradients = gradients
         self._params = params
         self._pending: dict[int, list[_Work]] = {}
+        self._bound: dict[int, _Bound] = {}
         self._number = 0
         self._started: set[int] = set()
         self._failure: BaseException | None = None
@@ -324,6 +336,7 @@ class Step:
         """Ends the worker; what it has not begun is dropped."""
         if self._worker is not None:
             self._worker.shutdown(wait=True, cancel_futures=True)
+        self._bound.clear()
         self._params.close()
 
     def _wait_for(self, done: Future[None], chunk: Chunk) -> None:
@@ -353,17 +366,40 @@ class Step:
             raise
 
     def _adam(self, work: _Work, lease: Lease, grads: Tensor, current: Tensor | None, target: Tensor) -> None:
-        for run in work.runs:
-            part, scalars = slice(run.start, run.stop), work.scalars[run.key]
-            master, new = lease.master[part], target[part]
-            exp_avg, exp_avg_sq, grad = lease.exp_avg[part], lease.exp_avg_sq[part], grads[part]
-            if current is not None:
-                self._kernels.adam_split(current[part], master, exp_avg, exp_avg_sq, grad, new, scalars)
-            elif new.dtype is torch.float32:
-                self._kernels.adam(master, exp_avg, exp_avg_sq, grad, None, scalars)
-                self._kernels.cast(master, new)
-            else:
-                self._kernels.adam(master, exp_avg, exp_avg_sq, grad, new, scalars)
+        if current is not None:
+            for run in work.runs:
+                part = slice(run.start, run.stop)
+                tensors = current, *lease.arrays, grads, target
+                self._kernels.adam_split(*(tensor[part] for tensor in tensors), work.scalars[run.key])
+            return
+        number = work.chunk.index
+        held = (grads.data_ptr(), target.data_ptr(), [(run.start, run.stop) for run in work.runs])
+        bound = self._bound.get(number)
+        if bound is None or bound.held != held:
+            bound = _Bound(held, [self._bind(run, lease, grads, target) for run in work.runs])
+            if self._store.is_resident(number):
+                self._bound[number] = bound
+        for run, call in zip(work.runs, bound.calls, strict=True):
+            call(work.scalars[run.key])
+
+    def _bind(
+        self, run: Segment[StepKey], lease: Lease, grads: Tensor, target: Tensor
+    ) -> Callable[[AdamScalars], None]:
+        """The kernel for a run of a chunk's elements."""
+        part = slice(run.start, run.stop)
+        tensors = *lease.arrays, grads, target
+        if (run.start, run.stop) != (0, len(grads)):
+            tensors = tuple(tensor[part] for tensor in tensors)
+        *states, grad, new = tensors
+        if new.dtype is not torch.float32:
+            return self._kernels.bind_adam(*states, grad, new)
+        adam = self._kernels.bind_adam(*states, grad, None)
+
+        def call(scalars: AdamScalars) -> None:
+            adam(scalars)
+            self._kernels.cast(states[0], new)
+
+        return call
 
 
 def scalars_of(group: Mapping[str, Any], step: int, scale: float) -> AdamScalars:
