@@ -41,7 +41,7 @@ from offload.storage.swap_format import records_of
 NUMEL = 64
 """Parameters of a chunk."""
 BUFFERS = 8
-LEAST_CHUNKS = 16_000
+LEAST_CHUNKS = 8_000
 """Of a round: its steps have at least so many together."""
 GROUP = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY, "decoupled_weight_decay": True}
 
@@ -112,6 +112,7 @@ def measure(name: str, count: int, folder: Path | None, rounds: int) -> Result:
             spent = (after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime, wall)
             user, system, wall = (1e6 * seconds / (steps * count) for seconds in spent)
             found.append((user, system, wall))
+            note(f"{user:.1f} {system:.1f} {wall:.1f}")
     return Result(name, count, found[1:])
 
 

@@ -144,6 +144,7 @@ class ShardsInMemory(GradShards):
         sizes = (run.layout.shard_numel(flat.index) * self.dtypes[flat.index].itemsize for flat in run.layout.flats)
         memory = (run.memory.states.carve(size) for size in sizes)
         self._flats = [shard.view(dtype) for shard, dtype in zip(memory, self.dtypes, strict=True)]
+        self._chunks: dict[int, Tensor] = {}
 
     def region(self, flat: int, start: int, numel: int) -> Tensor:
         return self._flats[flat][start : start + numel]
@@ -178,8 +179,12 @@ class ShardsInMemory(GradShards):
         self.values(param).copy_(values)
 
     def chunk_memory(self, index: int) -> Tensor:
-        chunk = self._layout.chunks[index]
-        return self.region(chunk.flat, chunk.start - self._layout.shard_range(chunk.flat)[0], chunk.numel)
+        memory = self._chunks.get(index)
+        if memory is None:
+            chunk = self._layout.chunks[index]
+            start = chunk.start - self._layout.shard_range(chunk.flat)[0]
+            memory = self._chunks[index] = self.region(chunk.flat, start, chunk.numel)
+        return memory
 
     def shard(self, index: int) -> AbstractContextManager[Tensor]:
         return nullcontext(self.chunk_memory(index))

@@ -406,11 +406,8 @@ class QueuedEngine(IOEngine):
 
     def _refuse(self, refused: Sequence[Refused] | None) -> None:
         """Ends what could not be started, and starts what comes next."""
-        while refused:
-            requests = []
-            for request, error in refused:
-                requests += self._over(request, request.failed(error))
-            refused = self._start(requests) if requests else None
+        for request, error in refused or ():
+            self._begin(self._over(request, request.failed(error)))
 
     def _ended(self, request: Request, result: int) -> None:
         """A request is not under way any more, whatever goes wrong here. Args: result: bytes moved, or -errno."""

@@ -46,6 +46,7 @@ __all__ = [
     "library_path",
     "load",
     "load_on",
+    "open_library",
     "sum_blocks",
     "usable_cpus",
 ]

@@ -78,6 +78,7 @@ class NewParameters:
         size = arena_bytes(layout, gradients.accumulation, direct=is_direct, split_master=run.config.split_master)
         self._bounce = run.memory.states.carve(size)
         self._copies: list[tuple[Chunk, Copy, Event | None]] = []
+        self._parts: dict[int, tuple[Tensor, Tensor]] = {}  # by chunk: its flat parameter, and its part of that
         self._gather: FlatGather | None = None
         self._exchange: ReplicaExchange | None = None
         if comm.size > 1 and streamed is None:
@@ -219,7 +220,11 @@ class NewParameters:
         return memory[: chunk.numel * dtype.itemsize].view(dtype)
 
     def _on_device(self, chunk: Chunk) -> Tensor:
-        return self._flats[chunk.flat][chunk.start : chunk.start + chunk.numel]
+        flat, (found, part) = self._flats[chunk.flat], self._parts.get(chunk.index, (None, None))
+        if part is None or found is not flat:
+            part = flat[chunk.start : chunk.start + chunk.numel]
+            self._parts[chunk.index] = flat, part
+        return part
 
 
 @dataclass
@@ -388,7 +393,7 @@ class Step:
         """The kernel for a run of a chunk's elements."""
         part = slice(run.start, run.stop)
         tensors = *lease.arrays, grads, target
-        if (run.start, run.stop) != (0, len(grads)):
+        if (run.start, run.stop) != (0, grads.numel()):
             tensors = tuple(tensor[part] for tensor in tensors)
         *states, grad, new = tensors
         if new.dtype is not torch.float32:

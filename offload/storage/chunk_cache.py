@@ -54,6 +54,8 @@ from offload.storage.swap_format import STATE_KINDS, Record
 
 
 class Residency(Enum):
+    __hash__ = object.__hash__  # Enum's own, of the name, is a call in Python
+
     EMPTY = "empty"
     STORED = "stored"
     READING = "reading"
@@ -627,6 +629,8 @@ class Store:
             if len(self._free) <= left_free + taken or self._failure is not None:
                 return
             state = self._table[chunk]
+            if state is Residency.EMPTY and is_read:
+                left_free += 1  # for its first use
             if state in (Residency.WRITING, Residency.LEASED):
                 # Still busy with the step before. What follows it can wait: it is used later.
                 return
