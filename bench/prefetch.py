@@ -50,14 +50,14 @@ def measure(distances: list[int], rounds: int) -> Times:
             for what, distance in random.sample(calls, len(calls)):
                 start = (start + CALL) % PARAMETERS
                 part = slice(start, start + CALL)
-                tensors = [states.master[part], states.exp_avg[part], states.exp_avg_sq[part]]
+                moments = states.exp_avg[part], states.exp_avg_sq[part]
                 grad, out = (states.grad[part], states.out[part]) if job == "mixed" else (grad32[part], None)
                 library.offload_prefetch(distance)
                 begun = time.thread_time()
                 if what == "adam":
-                    kernels.adam(*tensors, grad, out, SCALARS)
+                    kernels.adam(states.master[part], *moments, grad, out, SCALARS)
                 else:
-                    kernels.limit(*tensors, grad, out)
+                    kernels.limit(states.master[part], *moments, grad, out)
                 times[job, what, distance].append(time.thread_time() - begun)
     library.offload_prefetch(-1)
     return times

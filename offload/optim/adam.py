@@ -374,8 +374,9 @@ class Step:
         if current is not None:
             for run in work.runs:
                 part = slice(run.start, run.stop)
-                tensors = current, *lease.arrays, grads, target
-                self._kernels.adam_split(*(tensor[part] for tensor in tensors), work.scalars[run.key])
+                low, exp_avg, exp_avg_sq = (array[part] for array in lease.arrays)
+                scalars = work.scalars[run.key]
+                self._kernels.adam_split(current[part], low, exp_avg, exp_avg_sq, grads[part], target[part], scalars)
             return
         number = work.chunk.index
         held = (grads.data_ptr(), target.data_ptr(), [(run.start, run.stop) for run in work.runs])
@@ -391,18 +392,17 @@ class Step:
         self, run: Segment[StepKey], lease: Lease, grads: Tensor, target: Tensor
     ) -> Callable[[AdamScalars], None]:
         """The kernel for a run of a chunk's elements."""
-        part = slice(run.start, run.stop)
-        tensors = *lease.arrays, grads, target
+        tensors = [*lease.arrays, grads, target]
         if (run.start, run.stop) != (0, grads.numel()):
-            tensors = tuple(tensor[part] for tensor in tensors)
-        *states, grad, new = tensors
+            tensors = [tensor[run.start : run.stop] for tensor in tensors]
+        master, exp_avg, exp_avg_sq, grad, new = tensors
         if new.dtype is not torch.float32:
-            return self._kernels.bind_adam(*states, grad, new)
-        adam = self._kernels.bind_adam(*states, grad, None)
+            return self._kernels.bind_adam(master, exp_avg, exp_avg_sq, grad, new)
+        adam = self._kernels.bind_adam(master, exp_avg, exp_avg_sq, grad, None)
 
         def call(scalars: AdamScalars) -> None:
             adam(scalars)
-            self._kernels.cast(states[0], new)
+            self._kernels.cast(master, new)
 
         return call
 
