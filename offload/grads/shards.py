@@ -144,7 +144,10 @@ class ShardsInMemory(GradShards):
         sizes = (run.layout.shard_numel(flat.index) * self.dtypes[flat.index].itemsize for flat in run.layout.flats)
         memory = (run.memory.states.carve(size) for size in sizes)
         self._flats = [shard.view(dtype) for shard, dtype in zip(memory, self.dtypes, strict=True)]
-        self._chunks: dict[int, Tensor] = {}
+        starts = [chunk.start - run.layout.shard_range(chunk.flat)[0] for chunk in run.layout.chunks]
+        self._chunks = [
+            self.region(chunk.flat, start, chunk.numel) for chunk, start in zip(run.layout.chunks, starts, strict=True)
+        ]
 
     def region(self, flat: int, start: int, numel: int) -> Tensor:
         return self._flats[flat][start : start + numel]
@@ -179,12 +182,7 @@ class ShardsInMemory(GradShards):
         self.values(param).copy_(values)
 
     def chunk_memory(self, index: int) -> Tensor:
-        memory = self._chunks.get(index)
-        if memory is None:
-            chunk = self._layout.chunks[index]
-            start = chunk.start - self._layout.shard_range(chunk.flat)[0]
-            memory = self._chunks[index] = self.region(chunk.flat, start, chunk.numel)
-        return memory
+        return self._chunks[index]
 
     def shard(self, index: int) -> AbstractContextManager[Tensor]:
         return nullcontext(self.chunk_memory(index))

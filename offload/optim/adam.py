@@ -37,6 +37,7 @@ from offload.run import Run
 from offload.storage.arena import carved_bytes
 from offload.storage.chunk_cache import Lease, Store
 
+_Held = tuple[int, int, list[tuple[int, int]]]
 StepKey = tuple[int, int, float]
 """(param group, the parameter's step count after this step, a factor of its gradient): what one Adam call needs."""
 
@@ -239,17 +240,6 @@ class _Work:
     done: Future[None] | None = None
 
 
-@dataclass(frozen=True)
-class _Bound:
-    """The kernels of a resident chunk, bound to its memory.
-
-    Attributes: held: the addresses of its gradients and new parameters, and its runs; calls: one a run.
-    """
-
-    held: tuple[int, int, list[tuple[int, int]]]
-    calls: Sequence[Callable[[AdamScalars], None]]
-
-
 class Step:
     """Runs Adam over the chunks of a layout; see [Note: a step does not block]. Args: store: of the states."""
 
@@ -262,7 +252,8 @@ class Step:
         self._gradients = gradients
         self._params = params
         self._pending: dict[int, list[_Work]] = {}
-        self._bound: dict[int, _Bound] = {}
+        # Of resident chunks: addresses of gradients and new parameters, with the runs, and the kernel of each run.
+        self._bound: dict[int, tuple[_Held, list[Callable[[AdamScalars], None]]]] = {}
         self._number = 0
         self._started: set[int] = set()
         self._failure: BaseException | None = None
@@ -381,11 +372,11 @@ class Step:
         number = work.chunk.index
         held = (grads.data_ptr(), target.data_ptr(), [(run.start, run.stop) for run in work.runs])
         bound = self._bound.get(number)
-        if bound is None or bound.held != held:
-            bound = _Bound(held, [self._bind(run, lease, grads, target) for run in work.runs])
+        if bound is None or bound[0] != held:
+            bound = held, [self._bind(run, lease, grads, target) for run in work.runs]
             if self._store.is_resident(number):
                 self._bound[number] = bound
-        for run, call in zip(work.runs, bound.calls, strict=True):
+        for run, call in zip(work.runs, bound[1], strict=True):
             call(work.scalars[run.key])
 
     def _bind(

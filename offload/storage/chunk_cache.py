@@ -240,22 +240,19 @@ class _Buffer:
     """Memory for a chunk, and views of it, which are made once."""
 
     def __init__(self, memory: Tensor) -> None:
-        self._memory = memory
+        self.memory = memory
         self._arrays: dict[Record, Sequence[Tensor]] = {}
 
     def arrays(self, record: Record) -> Sequence[Tensor]:
         """Those of a chunk with this record."""
         arrays = self._arrays.get(record)
         if arrays is None:
-            arrays = self._arrays[record] = record.views(self._memory)
+            arrays = self._arrays[record] = record.views(self.memory)
         return arrays
-
-    def clear(self) -> None:
-        self._memory.zero_()
 
     @cached_property
     def data(self) -> memoryview:
-        return memory_of(self._memory)
+        return memory_of(self.memory)
 
 
 class Version(NamedTuple):
@@ -564,7 +561,7 @@ class Store:
         if chunk not in self._resident:
             self._buffers[chunk] = self._free.pop()
         if not is_fresh:
-            self._buffer(chunk).clear()
+            self._buffer(chunk).memory.zero_()
         return True
 
     def _release(self, lease: Lease) -> None:
