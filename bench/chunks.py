@@ -112,7 +112,6 @@ def measure(name: str, count: int, folder: Path | None, rounds: int) -> Result:
             spent = (after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime, wall)
             user, system, wall = (1e6 * seconds / (steps * count) for seconds in spent)
             found.append((user, system, wall))
-            note(f"{user:.1f} {system:.1f} {wall:.1f}")
     return Result(name, count, found[1:])
 
 
