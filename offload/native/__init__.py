@@ -105,10 +105,11 @@ class Kernels:
         self._check("grad", grad, n, _FLOATS)
         if out is not None:
             self._check("out", out, n, _HALVES)
+        kernel = self._backend.adam(master, exp_avg, exp_avg_sq, grad, out)
         written = (master, exp_avg, exp_avg_sq) if out is None else (master, exp_avg, exp_avg_sq, out)
 
         def call(scalars: AdamScalars) -> None:
-            self._run(self._backend.adam(master, exp_avg, exp_avg_sq, grad, out, scalars), n)
+            self._run(kernel(scalars), n)
             _written(written)
 
         return call

@@ -120,8 +120,7 @@ class Backend(Protocol):
         exp_avg_sq: Tensor,
         grad: Tensor,
         out: Tensor | None,
-        s: AdamScalars,
-    ) -> Part: ...
+    ) -> Callable[[AdamScalars], Part]: ...
     def adam_split(
         self,
         param: Tensor,
@@ -179,20 +178,23 @@ class Library:
         exp_avg_sq: Tensor,
         grad: Tensor,
         out: Tensor | None,
-        s: AdamScalars,
-    ) -> Part:
-        function, struct = self._adam, s.packed
-        address = ctypes.addressof(struct)
+    ) -> Callable[[AdamScalars], Part]:
+        function = self._adam
         p, m, v, g = master.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), grad.data_ptr()
         grad_type, grad_bytes = _TYPES[grad.dtype], grad.element_size()
         o, out_type = (0, _NONE) if out is None else (out.data_ptr(), _TYPES[out.dtype])
 
-        def part(low: int, high: int) -> None:
-            at = 4 * low
-            to = o + 2 * low if o else None
-            function(p + at, m + at, v + at, g + grad_bytes * low, grad_type, to, out_type, high - low, address)
+        def bound(s: AdamScalars) -> Part:
+            address = ctypes.addressof(s.packed)
 
-        return part
+            def part(low: int, high: int) -> None:
+                at = 4 * low
+                to = o + 2 * low if o else None
+                function(p + at, m + at, v + at, g + grad_bytes * low, grad_type, to, out_type, high - low, address)
+
+            return part
+
+        return bound
 
     def adam_split(
         self,

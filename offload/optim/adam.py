@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -101,12 +101,17 @@ class NewParameters:
         if self._exchange is not None:
             self._exchange.begin()
 
-    @contextmanager
-    def writing(self, chunk: Chunk, *, step: int, is_whole: bool) -> Iterator[Tensor]:
+    def writing(self, chunk: Chunk, *, step: int, is_whole: bool) -> AbstractContextManager[Tensor]:
         """Gives the memory to which the kernels write the new parameters of `chunk`: (chunk.numel,), in its dtype.
 
         Args: step: that they are the result of; is_whole: whether all parameters of the chunk are written.
         """
+        if self.direct and self._streamed is None:
+            return nullcontext(self._on_device(chunk))
+        return self._writing(chunk, step, is_whole)
+
+    @contextmanager
+    def _writing(self, chunk: Chunk, step: int, is_whole: bool) -> Iterator[Tensor]:
         if self._streamed is not None:
             with self._streamed.lease(chunk.index, step=step, is_fresh=is_whole) as lease:
                 lease.dirty = True
@@ -116,8 +121,6 @@ class NewParameters:
                 # Not in a worker: its collectives would be in no order with others. `start_gather` sends it there.
                 if self._exchange is not None and self.direct:
                     self._exchange.send(chunk, values, step)
-        elif self.direct:
-            yield self._on_device(chunk)
         elif self._fits_gradient(chunk):
             yield self._in_gradient(chunk)
         else:
