@@ -77,7 +77,7 @@ def main(
     usual = library.offload_prefetch(-1) if library is not None else -1
 
     def nanoseconds(job: str, what: str, distance: int) -> float:
-        return statistics.quantiles(times[job, what, distance], n=5)[0] / CALL * 1e9
+        return statistics.quantiles(times[job, what, distance], n=5, method="inclusive")[0] / CALL * 1e9
 
     columns = [(job, what) for job in JOBS for what in ("adam", "limit")]
     rows = [

@@ -41,6 +41,7 @@ from functools import cached_property, partial
 from types import TracebackType
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from offload.config import LEAST_IN_FLIGHT
@@ -247,7 +248,8 @@ class _Buffer:
         """Those of a chunk with this record."""
         arrays = self._arrays.get(record)
         if arrays is None:
-            arrays = self._arrays[record] = record.views(self.memory)
+            with torch.inference_mode(False):  # those of a first lease inside it could not be written to outside
+                arrays = self._arrays[record] = record.views(self.memory)
         return arrays
 
     @cached_property
