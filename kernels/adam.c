@@ -2,8 +2,6 @@
  * asked, the 16-bit copy of master, which may take a 16-bit grad's place. */
 #include "adam.h"
 
-#define AHEAD ADAM_AHEAD
-
 INLINE vf adam_vector(float *master, float *exp_avg, float *exp_avg_sq, vf grad, const broadcast *c, int add_decay) {
     vf p = vf_load(master), m = vf_load(exp_avg), v = vf_load(exp_avg_sq);
     adam_update(&p, &m, &v, grad, c, add_decay);
@@ -45,6 +43,7 @@ INLINE void adam_part(float *master, float *exp_avg, float *exp_avg_sq, const vo
 INLINE void adam_range(float *master, float *exp_avg, float *exp_avg_sq, const void *grad, int grad_type, void *out,
                        int out_type, int64_t n, const scalars *s, int add_decay) {
     const broadcast c = broadcast_of(s);
+    const int64_t ahead = offload_ahead;
     /* Streaming stores want whole lines: the head brings the output to one. An output at an odd
      * address never gets there, and goes through the padded copy to its end. */
     uintptr_t address = (uintptr_t)(out_type == OFFLOAD_NONE ? (void *)master : out);
@@ -60,10 +59,10 @@ INLINE void adam_range(float *master, float *exp_avg, float *exp_avg_sq, const v
         i += count;
     }
     for (; i + GROUP <= n; i += GROUP) {
-        prefetch_group(master + i, OFFLOAD_F32, AHEAD);
-        prefetch_group(exp_avg + i, OFFLOAD_F32, AHEAD);
-        prefetch_group(exp_avg_sq + i, OFFLOAD_F32, AHEAD);
-        prefetch_group(at(grad, grad_type, i), grad_type, AHEAD);
+        prefetch_group(master + i, OFFLOAD_F32, ahead);
+        prefetch_group(exp_avg + i, OFFLOAD_F32, ahead);
+        prefetch_group(exp_avg_sq + i, OFFLOAD_F32, ahead);
+        prefetch_group(at(grad, grad_type, i), grad_type, ahead);
         adam_group(master + i, exp_avg + i, exp_avg_sq + i, at(grad, grad_type, i), grad_type,
                    at_out(out, OFFLOAD_BF16, i), out_type, &c, add_decay, 1);
     }

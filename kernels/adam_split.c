@@ -6,8 +6,6 @@
 #include "adam.h"
 #include "split.h"
 
-#define AHEAD ADAM_AHEAD
-
 INLINE void adam_group(const uint16_t *param, uint16_t *low, float *exp_avg, float *exp_avg_sq, const void *grad,
                        int grad_type, uint16_t *out, const broadcast *c, int add_decay) {
     for (int k = 0; k < GROUP; k += PAIR) {
@@ -23,13 +21,14 @@ INLINE void adam_group(const uint16_t *param, uint16_t *low, float *exp_avg, flo
 INLINE void adam_range(const uint16_t *param, uint16_t *low, float *exp_avg, float *exp_avg_sq, const void *grad,
                        int grad_type, uint16_t *out, int64_t n, const scalars *s, int add_decay) {
     const broadcast c = broadcast_of(s);
+    const int64_t ahead = offload_ahead;
     int64_t i = 0;
     for (; i + GROUP <= n; i += GROUP) {
-        prefetch_group(param + i, OFFLOAD_BF16, AHEAD);
-        prefetch_group(low + i, OFFLOAD_BF16, AHEAD);
-        prefetch_group(exp_avg + i, OFFLOAD_F32, AHEAD);
-        prefetch_group(exp_avg_sq + i, OFFLOAD_F32, AHEAD);
-        prefetch_group(at(grad, grad_type, i), grad_type, AHEAD);
+        prefetch_group(param + i, OFFLOAD_BF16, ahead);
+        prefetch_group(low + i, OFFLOAD_BF16, ahead);
+        prefetch_group(exp_avg + i, OFFLOAD_F32, ahead);
+        prefetch_group(exp_avg_sq + i, OFFLOAD_F32, ahead);
+        prefetch_group(at(grad, grad_type, i), grad_type, ahead);
         adam_group(param + i, low + i, exp_avg + i, exp_avg_sq + i, at(grad, grad_type, i), grad_type, out + i, &c,
                    add_decay);
     }

@@ -19,6 +19,14 @@ struct offload_adam_scalars {
     int32_t add_decay; /* 1: g += weight_decay * p (Adam); 0: p *= decay (AdamW, or no decay: 1.0) */
 };
 
+/* Of what this file and uring.h declare; counted up when a symbol or a structure changes. A library of
+ * another number is refused (offload/native/library.py). */
+#define OFFLOAD_ABI 1
+
+/* Elements that adam.c, adam_split.c and limit.c prefetch ahead, see offload_prefetch: one distance, so
+ * that the limit is that of this traffic. It changes no bit. */
+extern int64_t offload_ahead;
+
 #define OFFLOAD_EXPORT __attribute__((visibility("default")))
 
 /* A variant's code lies in a section of its own, so that a test can read from the finished library

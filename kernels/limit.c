@@ -2,15 +2,14 @@
  * of stores and the same prefetch. What the benchmark measures a kernel against. */
 #include "vec.h"
 
-#define AHEAD ADAM_AHEAD
-
 INLINE void limit_range(float *master, float *exp_avg, float *exp_avg_sq, const void *grad, int grad_type, void *out,
                         int64_t n) {
+    const int64_t ahead = offload_ahead;
     for (int64_t i = 0; i + GROUP <= n; i += GROUP) {
-        prefetch_group(master + i, OFFLOAD_F32, AHEAD);
-        prefetch_group(exp_avg + i, OFFLOAD_F32, AHEAD);
-        prefetch_group(exp_avg_sq + i, OFFLOAD_F32, AHEAD);
-        prefetch_group(at(grad, grad_type, i), grad_type, AHEAD);
+        prefetch_group(master + i, OFFLOAD_F32, ahead);
+        prefetch_group(exp_avg + i, OFFLOAD_F32, ahead);
+        prefetch_group(exp_avg_sq + i, OFFLOAD_F32, ahead);
+        prefetch_group(at(grad, grad_type, i), grad_type, ahead);
         for (int64_t k = i; k < i + GROUP; k += PAIR) {
             vpair p = pair_load(master + k, OFFLOAD_F32);
             vpair m = pair_load(exp_avg + k, OFFLOAD_F32);

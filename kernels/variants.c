@@ -4,8 +4,30 @@
  * process: XCR0 must also say that the system saves the wide registers. */
 #include "kernels.h"
 
-#if defined(OFFLOAD_HAVE_AVX2) || defined(OFFLOAD_HAVE_AVX512)
+#if defined(__x86_64__)
 #include <cpuid.h>
+#endif
+
+OFFLOAD_EXPORT int offload_abi(void) { return OFFLOAD_ABI; }
+
+int64_t offload_ahead;
+
+/* Intel's cores gain from 128 elements on; for AMD's Zen anything from 160 on was slower than no prefetch. */
+static int64_t usual_ahead(void) {
+#if defined(__x86_64__)
+    unsigned a, b, c, d;
+    if (__get_cpuid(0, &a, &b, &c, &d) && b == 0x756e6547) return 192; /* "Genu" */
+#endif
+    return 96;
+}
+
+/* Sets offload_ahead; below 0: as this CPU wants it. Returns it. Not while a kernel runs. */
+OFFLOAD_EXPORT int64_t offload_prefetch(int64_t elements) {
+    offload_ahead = elements < 0 ? usual_ahead() : elements;
+    return offload_ahead;
+}
+
+#if defined(OFFLOAD_HAVE_AVX2) || defined(OFFLOAD_HAVE_AVX512)
 
 static int has(unsigned bits, unsigned wanted) { return (bits & wanted) == wanted; }
 

@@ -410,11 +410,6 @@ INLINE void pair_store(void *x, int type, vpair v) {
 INLINE const void *at(const void *x, int type, int64_t i) { return (const char *)x + i * type_bytes(type); }
 INLINE void *at_out(void *x, int type, int64_t i) { return (char *)x + i * type_bytes(type); }
 
-/* Elements adam.c, adam_split.c and limit.c prefetch ahead: one distance, so that the limit is that
- * of this traffic. On Zen 4, 32 to 96 were equal to no prefetch and 160 was 7 % slower; other CPUs
- * gain from 128 on. */
-#define ADAM_AHEAD 96
-
 /* One prefetch a line of a group that lies `ahead` elements further on. */
 INLINE void prefetch_group(const void *x, int type, int64_t ahead) {
     const char *line = (const char *)x + ahead * type_bytes(type);

@@ -150,6 +150,10 @@ class ShardsInMemory(GradShards):
         sizes = (run.layout.shard_numel(flat.index) * self.dtypes[flat.index].itemsize for flat in run.layout.flats)
         memory = (run.memory.states.carve(size) for size in sizes)
         self._flats = [shard.view(dtype) for shard, dtype in zip(memory, self.dtypes, strict=True)]
+        starts = [chunk.start - run.layout.shard_range(chunk.flat)[0] for chunk in run.layout.chunks]
+        self._chunks = [
+            self.region(chunk.flat, start, chunk.numel) for chunk, start in zip(run.layout.chunks, starts, strict=True)
+        ]
 
     def region(self, flat: int, start: int, numel: int) -> Tensor:
         return self._flats[flat][start : start + numel]
@@ -181,8 +185,7 @@ class ShardsInMemory(GradShards):
         self.values(param).copy_(values)
 
     def chunk_memory(self, index: int) -> Tensor:
-        chunk = self._layout.chunks[index]
-        return self.region(chunk.flat, chunk.start - self._layout.shard_range(chunk.flat)[0], chunk.numel)
+        return self._chunks[index]
 
     def shard(self, index: int) -> AbstractContextManager[Tensor]:
         return nullcontext(self.chunk_memory(index))

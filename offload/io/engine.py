@@ -16,6 +16,7 @@ Guarantees of every engine
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import logging
@@ -26,13 +27,10 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
-from weakref import WeakKeyDictionary
-
-import numpy
 
 from offload.errors import PathError, TierIOError
 from offload.interrupts import uninterrupted, wait_until
@@ -150,13 +148,65 @@ def reopened(file: IOFile) -> IOFile:
     return found
 
 
-def require_aligned(offset: int, buffer: memoryview) -> None:
-    """Raises: ValueError unless offset, length and address are multiples of PAGE_BYTES."""
+def require_aligned(offset: int, buffer: memoryview) -> int:
+    """The buffer's address. Raises: ValueError unless offset, length and address are multiples of PAGE_BYTES."""
     if offset % PAGE_BYTES or len(buffer) % PAGE_BYTES:
         raise ValueError(f"offset {offset} and length {len(buffer)} must be multiples of {PAGE_BYTES}")
-    address = numpy.frombuffer(buffer, numpy.uint8).ctypes.data if len(buffer) else 0
+    address = address_of(buffer)
     if address % PAGE_BYTES:
         raise ValueError(f"the buffer's address {address:#x} must be a multiple of {PAGE_BYTES}")
+    return address
+
+
+def address_of(buffer: memoryview) -> int:
+    """Of a writable buffer; 0 if it is empty."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer)) if len(buffer) else 0
+
+
+Operation = Literal["read", "write", "sync"]
+
+
+class Transfer(IOFuture):
+    """What a call of `read`, `write` or `sync` asks for; a future that resolves when nothing of it is under way.
+
+    Args: operation; file; offset in it; view: the memory, writable; ended: called by the engine when nothing is under
+    way any more, with this, whose `error` says how it went; it resolves this, then or later. None: resolves at once.
+    Attributes: address, of the memory; error: the first one; left: requests that have not ended.
+    Raises: ValueError, see `require_aligned`.
+    """
+
+    def __init__(
+        self,
+        operation: Operation,
+        file: IOFile,
+        offset: int,
+        view: memoryview,
+        ended: Callable[[Transfer], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()
+        self.address = require_aligned(offset, view)
+        self.operation: Operation = operation
+        self.file = file
+        self.offset = offset
+        self.view = view
+        self.error: BaseException | None = None
+        self.left = 0
+        self._ended = ended
+
+    def end(self) -> None:
+        """Nothing of it is under way any more."""
+        try:
+            (self._ended or Transfer.resolve)(self)
+        except BaseException as error:
+            self.error = self.error or error
+            self.resolve()
+
+    def resolve(self) -> None:
+        if self.error is None:
+            self.set_result(len(self.view))
+        else:
+            self.set_exception(self.error)
 
 
 class IOEngine(ABC):
@@ -172,17 +222,21 @@ class IOEngine(ABC):
         """Tells the engine of the slab that most transfers will be from or to, which may make them cheaper."""
         return
 
-    @abstractmethod
     def read(self, file: IOFile, offset: int, buffer: memoryview) -> IOFuture:
         """Starts filling `buffer` (writable bytes) from `offset`."""
+        return self.submit(Transfer("read", file, offset, buffer))
 
-    @abstractmethod
     def write(self, file: IOFile, offset: int, buffer: memoryview) -> IOFuture:
-        """Starts writing `buffer` to `offset`."""
+        """Starts writing `buffer` (writable bytes) to `offset`."""
+        return self.submit(Transfer("write", file, offset, buffer))
 
-    @abstractmethod
     def sync(self, file: IOFile) -> IOFuture:
         """Starts making durable what completed before this call (fdatasync); the result is 0."""
+        return self.submit(Transfer("sync", file, 0, memoryview(b"")))
+
+    @abstractmethod
+    def submit(self, transfer: Transfer) -> Transfer:
+        """Starts a transfer, and returns it."""
 
     @abstractmethod
     def close(self) -> None:
@@ -191,152 +245,93 @@ class IOEngine(ABC):
 
 REQUEST_BYTES = 4 * MIB
 DEPTH = 8
-Operation = Literal["read", "write", "sync"]
 
 
-class Transfer:
-    """What one call of `read` or `write` asked for: resolves when the last of its pieces is done.
+@dataclass(eq=False, slots=True)
+class Request:
+    """Bytes `start` to `stop` of a transfer's memory; what an engine starts."""
 
-    Args: length: bytes; result: of the future, None: all of them.
-    """
-
-    def __init__(self, length: int, result: int | None = None) -> None:
-        self.future: IOFuture = IOFuture()
-        self.future.set_running_or_notify_cancel()
-        self._result = length if result is None else result
-        self._left = length
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
-
-    def piece_done(self, length: int, error: BaseException | None = None) -> None:
-        """`length` bytes are not under way any more."""
-        with self._lock:
-            self._error = self._error or error
-            self._left -= length
-            if self._left:
-                return
-        if self._error is None:
-            self.future.set_result(self._result)
-        else:
-            self.future.set_exception(self._error)
-
-
-@dataclass
-class Piece:
-    """A part of a transfer, of at most a request's size. is_over: it has been counted as not under way."""
-
-    view: memoryview
     transfer: Transfer
-    is_over: bool = False
-
-    def end(self, error: BaseException | None = None) -> None:
-        """It is not under way any more. Once for each piece, whoever calls it again."""
-        if not self.is_over:
-            self.is_over = True
-            self.transfer.piece_done(self.counts, error)
+    start: int
+    stop: int
 
     @property
-    def counts(self) -> int:
-        """Of a sync, which moves nothing, 1."""
-        return max(len(self.view), 1)
+    def operation(self) -> Operation:
+        return self.transfer.operation
 
+    @property
+    def file(self) -> IOFile:
+        return self.transfer.file
 
-@dataclass(eq=False)
-class Request:
-    """Pieces that lie one after another in the file, from `offset`; what an engine starts."""
-
-    operation: Operation
-    file: IOFile
-    offset: int
-    pieces: list[Piece]
+    @property
+    def offset(self) -> int:
+        return self.transfer.offset + self.start
 
     @property
     def length(self) -> int:
-        return sum(len(piece.view) for piece in self.pieces)
+        return self.stop - self.start
 
     @property
-    def views(self) -> list[memoryview]:
-        return [piece.view for piece in self.pieces]
+    def view(self) -> memoryview:
+        return self.transfer.view[self.start : self.stop]
 
-    def after(self, count: int) -> Request | None:
-        """Resolves what the first `count` bytes (whole pages) finish; returns what is left."""
-        over: list[Piece] = []
-        left: list[Piece] = []
-        for piece in self.pieces:
-            done = min(count, len(piece.view))
-            count -= done
-            if done == len(piece.view):
-                over.append(piece)
-            elif done:
-                # Both counted anew: nothing of it has been, and what is made here may fail.
-                over.append(Piece(piece.view[:done], piece.transfer))
-                left.append(Piece(piece.view[done:], piece.transfer))
-            else:
-                left.append(piece)
-        rest = Request(self.operation, self.file, self.offset + sum(len(piece.view) for piece in over), left)
-        self.pieces = over + left
-        for piece in over:
-            piece.end()
-        return rest if left else None
+    def moved(self, result: int) -> bool:
+        """Whether it is over. If not, it is what is left to be asked for. Args: result: bytes, or -errno.
 
-    def fail(self, code: int, detail: str = "", cause: BaseException | None = None) -> None:
-        """Resolves every piece that is under way with an error that says where it lies."""
-        offset = self.offset
-        for piece in self.pieces:
-            error = TierIOError(self.operation, code, self.file.path, offset, len(piece.view), detail)
-            error.__cause__ = cause
-            piece.end(error)
-            offset += len(piece.view)
+        Raises: TierIOError.
+        """
+        if result < 0:
+            raise self.error(-result)
+        if self.operation == "sync":
+            return True
+        # O_DIRECT cannot go on in the middle of a page.
+        whole_pages = result // PAGE_BYTES * PAGE_BYTES
+        if not whole_pages:
+            detail = "the file ends before the range does" if self.operation == "read" else "nothing was written"
+            raise self.error(errno.EIO, detail if not result else f"cut short after {result} bytes")
+        self.start += whole_pages
+        return self.start >= self.stop
 
-    def abandon(self, error: BaseException) -> None:
-        """Resolves what is under way with `error`, which was none of the disk."""
+    def error(self, code: int, detail: str = "") -> TierIOError:
+        """One that says where the request lies."""
+        return TierIOError(self.operation, code, self.file.path, self.offset, self.length, detail)
+
+    def failed(self, error: BaseException) -> BaseException:
+        """What its transfer says of `error`."""
+        if isinstance(error, TierIOError):
+            return error
         code = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None) or errno.EIO
-        self.fail(code, f"{error!r}", error)
+        told = self.error(code, f"{error!r}")
+        told.__cause__ = error
+        return told
 
 
 Refused = tuple[Request, BaseException]
 """What an engine could not start, and why."""
 
 
-@dataclass
 class Drive:
     """The requests of one file."""
 
-    reads: deque[Request] = field(default_factory=deque)
-    writes: deque[Request] = field(default_factory=deque)
-    served: dict[str, int] = field(default_factory=lambda: {"read": 0, "write": 0})
-    under_way: int = 0
+    def __init__(self) -> None:
+        self.queues: dict[str, deque[Request]] = {"read": deque(), "write": deque()}
+        self._served = {"read": 0, "write": 0}
+        self.under_way = 0
 
-    @property
-    def idle(self) -> bool:
-        return not (self.under_way or self.reads or self.writes)
-
-    def take(self, depth: int, request_bytes: int, most_views: int) -> list[Request]:
+    def take(self, depth: int) -> list[Request]:
         """The requests to start now."""
         taken: list[Request] = []
-        while self.under_way < depth and (self.reads or self.writes):
-            if not (self.reads and self.writes):
+        reads, writes = self.queues["read"], self.queues["write"]
+        while self.under_way < depth and (reads or writes):
+            if not (reads and writes):
                 # Nobody to share with: past service gives nobody a claim.
-                self.served = {"read": 0, "write": 0}
-            reads_first = self.served["read"] <= self.served["write"]
-            queue = self.reads if self.reads and (reads_first or not self.writes) else self.writes
-            request = queue.popleft()
-            _join(request, queue, request_bytes, most_views)
-            self.served[request.operation] += request.length
+                self._served = {"read": 0, "write": 0}
+            reads_first = self._served["read"] <= self._served["write"]
+            request = (reads if reads and (reads_first or not writes) else writes).popleft()
+            self._served[request.operation] += request.length
             self.under_way += 1
             taken.append(request)
         return taken
-
-
-def _join(request: Request, queue: deque[Request], request_bytes: int, most_views: int) -> None:
-    """Takes requests that follow in the file from the head of the queue into `request`."""
-    length = request.length
-    while queue and len(request.pieces) < most_views:
-        following = queue[0]
-        if following.offset != request.offset + length or length + following.length > request_bytes:
-            return
-        request.pieces += queue.popleft().pieces
-        length = request.length
 
 
 class QueuedEngine(IOEngine):
@@ -345,14 +340,11 @@ class QueuedEngine(IOEngine):
     Args: request_bytes: the most a request moves, whole pages; depth: requests under way a file.
     """
 
-    most_views = 64
-    """Buffers a joined request: far below the 1024 that preadv takes."""
-
     def __init__(self, request_bytes: int = REQUEST_BYTES, depth: int = DEPTH) -> None:
         self._request_bytes = request_bytes
         self._depth = depth
-        self._drives: WeakKeyDictionary[IOFile, Drive] = WeakKeyDictionary()
-        self._files: list[IOFile] = []
+        self._drives: dict[IOFile, Drive] = {}
+        self._unresolved = 0
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
 
@@ -372,55 +364,40 @@ class QueuedEngine(IOEngine):
     def adopt(self, file: IOFile) -> IOFile:
         """Uses a file that was opened elsewhere, and closes it in the end."""
         with self._lock:
-            self._files.append(file)
             self._drives[file] = Drive()
         return file
-
-    def read(self, file: IOFile, offset: int, buffer: memoryview) -> IOFuture:
-        return self._submit("read", file, offset, buffer)
-
-    def write(self, file: IOFile, offset: int, buffer: memoryview) -> IOFuture:
-        return self._submit("write", file, offset, buffer)
-
-    # What was counted as under way and never started would be waited for forever: so what follows is not parted.
-
-    @uninterrupted
-    def sync(self, file: IOFile) -> IOFuture:
-        transfer = Transfer(1, result=0)
-        request = Request("sync", file, 0, [Piece(memoryview(b""), transfer)])
-        with self._lock:
-            self._drives[file].under_way += 1
-        self._begin([request])
-        return transfer.future
 
     def close(self) -> None:
         self._wait_until_idle()
         self._stop()
-        for file in self._files:
+        for file in self._drives:
             file.close()
 
     @uninterrupted
     def _wait_until_idle(self) -> None:
         """Waits until nothing is under way."""
-        wait_until(self._lock, self._changed, lambda: all(drive.idle for drive in self._drives.values()))
+        wait_until(self._lock, self._changed, lambda: not self._unresolved)
 
+    # What was counted as under way and never started would be waited for forever: so this is not parted.
     @uninterrupted
-    def _submit(self, operation: Operation, file: IOFile, offset: int, buffer: memoryview) -> IOFuture:
-        require_aligned(offset, buffer)
-        transfer = Transfer(len(buffer))
-        if not len(buffer):
-            transfer.piece_done(0)
-            return transfer.future
-        requests = []
-        for start in range(0, len(buffer), self._request_bytes):
-            piece = Piece(buffer[start : start + self._request_bytes], transfer)
-            requests.append(Request(operation, file, offset + start, [piece]))
+    def submit(self, transfer: Transfer) -> Transfer:
+        length = len(transfer.view)
+        starts = range(0, length, self._request_bytes) if transfer.operation != "sync" else range(1)
+        requests = [Request(transfer, start, min(start + self._request_bytes, length)) for start in starts]
+        if not requests:
+            transfer.end()
+            return transfer
+        transfer.left = len(requests)
         with self._lock:
-            drive = self._drives[file]
-            (drive.reads if operation == "read" else drive.writes).extend(requests)
-            requests = drive.take(self._depth, self._request_bytes, self.most_views)
+            drive = self._drives[transfer.file]
+            self._unresolved += 1
+            if transfer.operation == "sync":
+                drive.under_way += 1
+            else:
+                drive.queues[transfer.operation].extend(requests)
+                requests = drive.take(self._depth)
         self._begin(requests)
-        return transfer.future
+        return transfer
 
     def _begin(self, requests: list[Request]) -> None:
         """Starts them, which are counted as under way."""
@@ -429,47 +406,34 @@ class QueuedEngine(IOEngine):
 
     def _refuse(self, refused: Sequence[Refused] | None) -> None:
         """Ends what could not be started, and starts what comes next."""
-        while refused:
-            requests = []
-            for request, error in refused:
-                request.abandon(error)
-                requests += self._over(request, None)
-            refused = self._start(requests) if requests else None
+        for request, error in refused or ():
+            self._begin(self._over(request, request.failed(error)))
 
     def _ended(self, request: Request, result: int) -> None:
         """A request is not under way any more, whatever goes wrong here. Args: result: bytes moved, or -errno."""
-        rest = None
+        error, is_over = None, True
         try:
-            rest = _rest_of(request, result)
-        except BaseException as error:
-            request.abandon(error)  # nobody may wait for it forever
-        self._begin(self._over(request, rest))
+            is_over = request.moved(result)
+        except BaseException as raised:
+            error = request.failed(raised)  # nobody may wait for it forever
+        self._begin(self._over(request, error, is_over=is_over))
 
-    def _over(self, request: Request, rest: Request | None) -> list[Request]:
-        """Counts a request as ended. Args: rest: of it, to be asked for again. Returns: what to start now."""
+    def _over(self, request: Request, error: BaseException | None, *, is_over: bool = True) -> list[Request]:
+        """Counts a request as ended, or asks for what is left of it. Returns: what to start now."""
+        transfer = request.transfer
         with self._lock:
-            drive = self._drives[request.file]
+            drive = self._drives[transfer.file]
             drive.under_way -= 1
-            if rest is not None:
-                (drive.reads if rest.operation == "read" else drive.writes).appendleft(rest)
-            requests = drive.take(self._depth, self._request_bytes, self.most_views)
-            self._changed.notify_all()
+            if is_over:
+                transfer.error = transfer.error or error
+                transfer.left -= 1
+            else:
+                drive.queues[request.operation].appendleft(request)
+            requests = drive.take(self._depth)
+            is_last = is_over and not transfer.left
+        if is_last:
+            transfer.end()
+            with self._lock:
+                self._unresolved -= 1
+                self._changed.notify_all()
         return requests
-
-
-def _rest_of(request: Request, result: int) -> Request | None:
-    """Resolves what has ended of a request; returns what has to be asked for again."""
-    if result < 0:
-        request.fail(-result)
-        return None
-    if request.operation == "sync":
-        request.pieces[0].end()
-        return None
-    # O_DIRECT cannot go on in the middle of a page.
-    whole_pages = result // PAGE_BYTES * PAGE_BYTES
-    rest = request.after(whole_pages)
-    if rest is not None and not whole_pages:
-        detail = "the file ends before the range does" if request.operation == "read" else "nothing was written"
-        rest.fail(errno.EIO, detail if not result else f"cut short after {result} bytes")
-        return None
-    return rest

@@ -16,11 +16,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy
-
 from offload import native
 from offload.errors import ClosedError
-from offload.io.engine import DEPTH, REQUEST_BYTES, QueuedEngine, Refused, Request
+from offload.io.engine import DEPTH, REQUEST_BYTES, QueuedEngine, Refused, Request, address_of
 from offload.sizes import GIB
 
 READ, WRITE, FDATASYNC, NOP = 0, 1, 2, 3
@@ -95,7 +93,9 @@ class Ring:
 
         Raises: ValueError for a buffer of more than 1 GiB, the kernel's limit.
         """
-        spans = [_span(buffer) if isinstance(buffer, memoryview) else buffer for buffer in buffers]
+        spans = [
+            (address_of(buffer), buffer.nbytes) if isinstance(buffer, memoryview) else buffer for buffer in buffers
+        ]
         if any(length > GIB for _, length in spans):
             raise ValueError("a registered buffer has at most 1 GiB: register a larger one in parts")
         longs = ctypes.c_uint64 * len(spans)
@@ -190,11 +190,10 @@ def is_available() -> tuple[bool, str]:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    path = native.library_path()
-    if path is None:
-        raise OSError(errno.ENOSYS, f"no io_uring: {native.fallback_reason()}")
+    library, reason = native.open_library()
+    if library is None:
+        raise OSError(errno.ENOSYS, f"no io_uring: {reason}")
     try:
-        library = ctypes.CDLL(str(path))
         pointer, number = ctypes.c_void_p, ctypes.c_int
         library.offload_ring_open.argtypes = (ctypes.c_uint, ctypes.c_uint, pointer)
         library.offload_ring_close.argtypes = (pointer,)
@@ -203,8 +202,8 @@ def _library() -> ctypes.CDLL:
         library.offload_ring_register_buffers.argtypes = (pointer, pointer, pointer, number)
         library.offload_ring_submit.argtypes = (pointer, ctypes.c_char_p, number)
         library.offload_ring_wait.argtypes = (pointer, pointer, number)
-    except (OSError, AttributeError) as error:
-        raise OSError(errno.ENOSYS, f"{path} has no io_uring: {error}") from error
+    except AttributeError as error:
+        raise OSError(errno.ENOSYS, f"this build of offload has no io_uring: {error}") from error
     return library
 
 
@@ -216,10 +215,6 @@ def _require(status: int) -> int:
     if status < 0:
         raise OSError(-status, f"io_uring: {os.strerror(-status)}")
     return status
-
-
-def _span(buffer: memoryview) -> tuple[int, int]:
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer)), buffer.nbytes
 
 
 ENTRIES = 256
@@ -236,8 +231,6 @@ class UringEngine(QueuedEngine):
     """See the top of this file. Raises: OSError with the errno that says why io_uring cannot be used here."""
 
     name = "uring"
-    most_views = 1
-    """One buffer a request: requests of a batch that follow one another are merged by the kernel."""
 
     def __init__(self, request_bytes: int = REQUEST_BYTES, depth: int = DEPTH) -> None:
         super().__init__(request_bytes, depth)
@@ -245,7 +238,6 @@ class UringEngine(QueuedEngine):
         self._tokens = itertools.count(_STOP + 1)
         self._under_way: UnderWay = {}
         self._registered = (0, 0)
-        self._in_ring = 0
         self._waiting: deque[Request] = deque()
         self._room = threading.Lock()
         self._reaper = threading.Thread(
@@ -256,7 +248,7 @@ class UringEngine(QueuedEngine):
         self._end = weakref.finalize(self, _stop_reaping, self._ring, self._reaper, os.getpid())
 
     def register(self, memory: memoryview) -> None:
-        base, size = _address(memory), len(memory)
+        base, size = address_of(memory), len(memory)
         spans = [(base + start, min(GIB, size - start)) for start in range(0, size, GIB)]
         if self._ring.register_buffers(spans):
             self._registered = (base, size)
@@ -264,50 +256,45 @@ class UringEngine(QueuedEngine):
     def _start(self, requests: list[Request]) -> Sequence[Refused]:
         with self._room:
             self._waiting.extend(requests)
-        return self._submit_waiting()
+            return self._submit_waiting()
 
     def _submit_waiting(self) -> Sequence[Refused]:
-        """Submits what the ring has room for. What it does not take waits for a completion."""
-        while True:
-            with self._room:
-                count = min(ENTRIES - self._in_ring, len(self._waiting))
-                batch = [self._waiting.popleft() for _ in range(count)]
-                self._in_ring += count
-            tokens = list(itertools.islice(self._tokens, count))
-            error: BaseException | None = None
+        """Submits what the ring has room for; a completion makes room for the rest. `_room` is held."""
+        while self._waiting:
+            batch = list(itertools.islice(self._waiting, ENTRIES))
+            tokens = list(itertools.islice(self._tokens, len(batch)))
+            self._under_way.update(zip(tokens, ((request, self) for request in batch), strict=True))
+            started = 0
             try:
-                self._under_way.update(zip(tokens, ((request, self) for request in batch), strict=True))
-                packed = [self._packed(token, request) for token, request in zip(tokens, batch, strict=True)]
-                started = self._ring.submit(packed) if packed and self._reaper.is_alive() else 0
-                if packed and not self._reaper.is_alive():
-                    error = ClosedError("io_uring has ended with Python: close the optimizer before")
-            except Exception as raised:
-                started, error = 0, raised
-            left = batch[started:]
-            for token in tokens[started:]:
-                self._under_way.pop(token, None)
-            with self._room:
-                self._in_ring -= len(left)
-                if error is None:
-                    self._waiting.extendleft(reversed(left))
-                # A completion that came before they were put back has not seen them.
-                is_done = error is not None or not self._waiting or self._in_ring > 0
-            if is_done:
-                return [] if error is None else [(request, error) for request in left]
+                if not self._end.alive:
+                    raise ClosedError("io_uring has ended with Python: close the optimizer before")
+                started = self._ring.submit(list(map(self._packed, tokens, batch)))
+            except Exception as error:
+                refused = [(request, error) for request in self._waiting]
+                self._waiting.clear()
+                return refused
+            finally:
+                for token in tokens[started:]:
+                    del self._under_way[token]
+            for _ in range(started):
+                self._waiting.popleft()
+            # With nothing under way no completion would come.
+            if started < len(batch) and self._under_way:
+                break
+        return []
 
     def _ended(self, request: Request, result: int) -> None:
-        with self._room:
-            self._in_ring -= 1
         super()._ended(request, result)
         if self._waiting:
-            self._refuse(self._submit_waiting())
+            with self._room:
+                refused = self._submit_waiting()
+            self._refuse(refused)
 
     def _packed(self, token: int, request: Request) -> Submission:
-        view = request.pieces[0].view
-        address = _address(view) if len(view) else 0
+        address, length = request.transfer.address + request.start, request.length
         operation = _OPERATIONS[request.operation]
-        span = self._span(address, len(view))
-        return Submission(operation, request.file.fd, span, len(view), address, request.offset, token)
+        span = self._span(address, length)
+        return Submission(operation, request.file.fd, span, length, address, request.offset, token)
 
     def _span(self, address: int, length: int) -> int:
         """The registered span that holds the range, or -1."""
@@ -318,10 +305,6 @@ class UringEngine(QueuedEngine):
 
     def _stop(self) -> None:
         self._end()
-
-
-def _address(view: memoryview) -> int:
-    return int(numpy.frombuffer(view, numpy.uint8).ctypes.data)
 
 
 def _reap(own: Ring, under_way: UnderWay) -> None:

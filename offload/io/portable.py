@@ -76,13 +76,7 @@ class PortableEngine(QueuedEngine):
         handle = handles.pop() if handles else await self._another(request.file)
         try:
             await handle.seek(request.offset)
-            moved = 0
-            for view in request.views:
-                count = await (handle.readinto(view) if request.operation == "read" else handle.write(view))
-                moved += count
-                if count < len(view):
-                    break
-            return moved
+            return int(await (handle.readinto if request.operation == "read" else handle.write)(request.view))
         finally:
             handles.append(handle)
 

@@ -16,7 +16,7 @@ from offload.io.engine import DEPTH, REQUEST_BYTES, QueuedEngine, Refused, Reque
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_Call = tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+_Call = tuple[Future[Any] | None, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class Workers(Executor):
@@ -43,9 +43,9 @@ class Workers(Executor):
         self.put(future, fn, *args, **kwargs)
         return future
 
-    def put(self, future: Future[R], fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> None:
+    def put(self, future: Future[R] | None, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> None:
         """As `submit`, for a future of the caller's own: whatever is raised here, who cancels it knows that `fn` is not
-        called."""
+        called. None: nobody waits, and `fn` raises nothing."""
         if self._is_closed or not self._end.alive:
             raise ClosedError("the threads for this have ended: close the optimizer before Python ends")
         self._calls.put((future, fn, args, kwargs))
@@ -55,7 +55,8 @@ class Workers(Executor):
         if cancel_futures:
             try:
                 while (call := self._calls.get_nowait()) is not None:
-                    call[0].cancel()
+                    if call[0] is not None:
+                        call[0].cancel()
             except Empty:
                 pass
         if wait:
@@ -68,7 +69,9 @@ class Workers(Executor):
 def _work(calls: SimpleQueue[_Call | None]) -> None:
     while (call := calls.get()) is not None:
         future, function, args, kwargs = call
-        if future.set_running_or_notify_cancel():
+        if future is None:
+            function(*args, **kwargs)
+        elif future.set_running_or_notify_cancel():
             try:
                 result = function(*args, **kwargs)
             except BaseException as error:
@@ -122,9 +125,9 @@ def _move(request: Request) -> int:
     """Bytes moved, or -errno."""
     try:
         if request.operation == "read":
-            return os.preadv(request.file.fd, request.views, request.offset)
+            return os.preadv(request.file.fd, [request.view], request.offset)
         if request.operation == "write":
-            return os.pwritev(request.file.fd, request.views, request.offset)
+            return os.pwritev(request.file.fd, [request.view], request.offset)
         os.fdatasync(request.file.fd)
         return 0
     except OSError as error:

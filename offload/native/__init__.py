@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -45,6 +46,7 @@ __all__ = [
     "library_path",
     "load",
     "load_on",
+    "open_library",
     "sum_blocks",
     "usable_cpus",
 ]
@@ -91,14 +93,26 @@ class Kernels:
             out: bf16 or fp16, gets the new master rounded to nearest even; or None. May be the very
             same memory as a 16-bit grad.
         """
+        self.bind_adam(master, exp_avg, exp_avg_sq, grad, out)(scalars)
+
+    def bind_adam(
+        self, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, out: Tensor | None
+    ) -> Callable[[AdamScalars], None]:
+        """`adam` of these tensors, checked now, to be called any number of times while they are in their memory."""
         n = master.numel()
         for name, x in (("master", master), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
             self._check(name, x, n, _FP32)
         self._check("grad", grad, n, _FLOATS)
         if out is not None:
             self._check("out", out, n, _HALVES)
-        self._run(self._backend.adam(master, exp_avg, exp_avg_sq, grad, out, scalars), n)
-        _written((master, exp_avg, exp_avg_sq) if out is None else (master, exp_avg, exp_avg_sq, out))
+        kernel = self._backend.adam(master, exp_avg, exp_avg_sq, grad, out)
+        written = (master, exp_avg, exp_avg_sq) if out is None else (master, exp_avg, exp_avg_sq, out)
+
+        def call(scalars: AdamScalars) -> None:
+            self._run(kernel(scalars), n)
+            _written(written)
+
+        return call
 
     def adam_split(
         self,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from offload.config import SUM_BLOCK
+from offload.errors import ConfigError
 
 Part = Callable[[int, int], None]
 """A kernel bound to its tensors, to be run on a range [low, high) of their elements."""
@@ -119,8 +120,7 @@ class Backend(Protocol):
         exp_avg_sq: Tensor,
         grad: Tensor,
         out: Tensor | None,
-        s: AdamScalars,
-    ) -> Part: ...
+    ) -> Callable[[AdamScalars], Part]: ...
     def adam_split(
         self,
         param: Tensor,
@@ -142,6 +142,8 @@ class Backend(Protocol):
 
 
 _LIBRARY_NAME = "liboffload_kernels.so"
+ABI = 1
+"""kernels.h: OFFLOAD_ABI."""
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # kernels.h
 _NONE = 3
@@ -176,20 +178,23 @@ class Library:
         exp_avg_sq: Tensor,
         grad: Tensor,
         out: Tensor | None,
-        s: AdamScalars,
-    ) -> Part:
-        function, struct = self._adam, s.packed
-        address = ctypes.addressof(struct)
+    ) -> Callable[[AdamScalars], Part]:
+        function = self._adam
         p, m, v, g = master.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), grad.data_ptr()
         grad_type, grad_bytes = _TYPES[grad.dtype], grad.element_size()
         o, out_type = (0, _NONE) if out is None else (out.data_ptr(), _TYPES[out.dtype])
 
-        def part(low: int, high: int) -> None:
-            at = 4 * low
-            to = o + 2 * low if o else None
-            function(p + at, m + at, v + at, g + grad_bytes * low, grad_type, to, out_type, high - low, address)
+        def bound(s: AdamScalars) -> Part:
+            address = ctypes.addressof(s.packed)
 
-        return part
+            def part(low: int, high: int) -> None:
+                at = 4 * low
+                to = o + 2 * low if o else None
+                function(p + at, m + at, v + at, g + grad_bytes * low, grad_type, to, out_type, high - low, address)
+
+            return part
+
+        return bound
 
     def adam_split(
         self,
@@ -292,12 +297,21 @@ def library_path() -> Path | None:
 
 @functools.cache
 def open_library() -> tuple[ctypes.CDLL | None, str | None]:
-    """The C library, or why there is none."""
+    """The C library, or why there is none. Raises: ConfigError if it is that of another version of offload."""
     path = library_path()
     if path is None:
         return None, f"{_LIBRARY_NAME} was not built: there was no C compiler when offload was installed"
     try:
         library = ctypes.CDLL(str(path))
+        found = library.offload_abi() if hasattr(library, "offload_abi") else 0
+        if found != ABI:
+            raise ConfigError(
+                f"{path} was built from another version of offload (its interface has number {found}, this version "
+                f"needs {ABI}): install offload again"
+            )
+        library.offload_prefetch.argtypes = (ctypes.c_int64,)
+        library.offload_prefetch.restype = ctypes.c_int64
+        library.offload_prefetch(-1)
         library.offload_variant.argtypes = (ctypes.c_int,)
         library.offload_variant.restype = ctypes.c_char_p
         for variant in c_variants(library):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -72,21 +73,24 @@ class _Operations(ABC):
         exp_avg_sq: Tensor,
         grad: Tensor,
         out: Tensor | None,
-        s: AdamScalars,
-    ) -> Part:
-        c = s.packed
+    ) -> Callable[[AdamScalars], Part]:
         master, exp_avg, exp_avg_sq = master.detach(), exp_avg.detach(), exp_avg_sq.detach()
         grad, out = grad.detach(), None if out is None else out.detach()
-        divisor = self._divisor(c, master.device)
 
-        def block(low: int, high: int) -> None:
-            p = master[low:high]
-            states = p, exp_avg[low:high], exp_avg_sq[low:high]
-            adam_steps(*states, grad[low:high], c, divisor, *self._temporaries())
-            if out is not None:
-                out[low:high].copy_(p)
+        def bound(s: AdamScalars) -> Part:
+            c = s.packed
+            divisor = self._divisor(c, master.device)
 
-        return self._in_blocks(block)
+            def block(low: int, high: int) -> None:
+                p = master[low:high]
+                states = p, exp_avg[low:high], exp_avg_sq[low:high]
+                adam_steps(*states, grad[low:high], c, divisor, *self._temporaries())
+                if out is not None:
+                    out[low:high].copy_(p)
+
+            return self._in_blocks(block)
+
+        return bound
 
     def accumulate(self, acc: Tensor, x: Tensor) -> Part:
         acc, x = acc.detach(), x.detach()

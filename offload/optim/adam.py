@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -37,6 +37,7 @@ from offload.run import Run
 from offload.storage.arena import carved_bytes
 from offload.storage.chunk_cache import Lease, Store
 
+_Held = tuple[int, int, list[tuple[int, int]]]
 StepKey = tuple[int, int, float]
 """(param group, the parameter's step count after this step, a factor of its gradient): what one Adam call needs."""
 
@@ -79,6 +80,7 @@ class NewParameters:
         self._bounce = run.memory.states.carve(size)
         self._copies: list[tuple[Chunk, Copy, Event | None]] = []
         self._exchange = Exchange()
+        self._shards: dict[int, tuple[Tensor, Tensor]] = {}  # by chunk: its flat parameter, and its elements there
         if comm.size > 1 and streamed is None:
             self._exchange = FlatGather(layout, flats, comm)
         elif streamed is not None and layout.replicas > 1:
@@ -97,12 +99,17 @@ class NewParameters:
         """Before the first new values of a flat parameter are written."""
         self._exchange.begin()
 
-    @contextmanager
-    def writing(self, chunk: Chunk, *, step: int, is_whole: bool) -> Iterator[Tensor]:
+    def writing(self, chunk: Chunk, *, step: int, is_whole: bool) -> AbstractContextManager[Tensor]:
         """Gives the memory to which the kernels write the new parameters of `chunk`: (chunk.numel,), in its dtype.
 
         Args: step: that they are the result of; is_whole: whether all parameters of the chunk are written.
         """
+        if self.direct and self._streamed is None:
+            return nullcontext(self._on_device(chunk))
+        return self._writing(chunk, step, is_whole)
+
+    @contextmanager
+    def _writing(self, chunk: Chunk, step: int, is_whole: bool) -> Iterator[Tensor]:
         if self._streamed is not None:
             with self._streamed.lease(chunk.index, step=step, is_fresh=is_whole) as lease:
                 lease.dirty = True
@@ -112,8 +119,6 @@ class NewParameters:
                 # Not in a worker: its collectives would be in no order with others. `start_gather` sends it there.
                 if self.direct:
                     self._exchange.send(chunk, values, step)
-        elif self.direct:
-            yield self._on_device(chunk)
         elif self._fits_gradient(chunk):
             yield self._in_gradient(chunk)
         else:
@@ -210,7 +215,11 @@ class NewParameters:
         return memory[: chunk.numel * dtype.itemsize].view(dtype)
 
     def _on_device(self, chunk: Chunk) -> Tensor:
-        return self._flats[chunk.flat][chunk.start : chunk.start + chunk.numel]
+        flat, (found, part) = self._flats[chunk.flat], self._shards.get(chunk.index, (None, None))
+        if part is None or found is not flat:
+            part = flat[chunk.start : chunk.start + chunk.numel]
+            self._shards[chunk.index] = flat, part
+        return part
 
 
 @dataclass
@@ -237,6 +246,8 @@ class Step:
         self._gradients = gradients
         self._params = params
         self._pending: dict[int, list[_Work]] = {}
+        # Of resident chunks: addresses of gradients and new parameters, with the runs, and the kernel of each run.
+        self._bound: dict[int, tuple[_Held, list[Callable[[AdamScalars], None]]]] = {}
         self._number = 0
         self._started: set[int] = set()
         self._failure: BaseException | None = None
@@ -315,6 +326,7 @@ class Step:
         """Ends the worker; what it has not begun is dropped."""
         if self._worker is not None:
             self._worker.shutdown(wait=True, cancel_futures=True)
+        self._bound.clear()
         self._params.close()
 
     def _wait_for(self, done: Future[None], chunk: Chunk) -> None:
@@ -344,17 +356,40 @@ class Step:
             raise
 
     def _adam(self, work: _Work, lease: Lease, grads: Tensor, current: Tensor | None, target: Tensor) -> None:
-        for run in work.runs:
-            span, scalars = slice(run.start, run.stop), work.scalars[run.key]
-            master, new = lease.master[span], target[span]
-            exp_avg, exp_avg_sq, grad = lease.exp_avg[span], lease.exp_avg_sq[span], grads[span]
-            if current is not None:
-                self._kernels.adam_split(current[span], master, exp_avg, exp_avg_sq, grad, new, scalars)
-            elif new.dtype is torch.float32:
-                self._kernels.adam(master, exp_avg, exp_avg_sq, grad, None, scalars)
-                self._kernels.cast(master, new)
-            else:
-                self._kernels.adam(master, exp_avg, exp_avg_sq, grad, new, scalars)
+        if current is not None:
+            for run in work.runs:
+                part = slice(run.start, run.stop)
+                low, exp_avg, exp_avg_sq = (array[part] for array in lease.arrays)
+                scalars = work.scalars[run.key]
+                self._kernels.adam_split(current[part], low, exp_avg, exp_avg_sq, grads[part], target[part], scalars)
+            return
+        number = work.chunk.index
+        held = (grads.data_ptr(), target.data_ptr(), [(run.start, run.stop) for run in work.runs])
+        bound = self._bound.get(number)
+        if bound is None or bound[0] != held:
+            bound = held, [self._bind(run, lease, grads, target) for run in work.runs]
+            if self._store.is_resident(number):
+                self._bound[number] = bound
+        for run, call in zip(work.runs, bound[1], strict=True):
+            call(work.scalars[run.key])
+
+    def _bind(
+        self, run: Segment[StepKey], lease: Lease, grads: Tensor, target: Tensor
+    ) -> Callable[[AdamScalars], None]:
+        """The kernel for a run of a chunk's elements."""
+        tensors = [*lease.arrays, grads, target]
+        if (run.start, run.stop) != (0, grads.numel()):
+            tensors = [tensor[run.start : run.stop] for tensor in tensors]
+        master, exp_avg, exp_avg_sq, grad, new = tensors
+        if new.dtype is not torch.float32:
+            return self._kernels.bind_adam(master, exp_avg, exp_avg_sq, grad, new)
+        adam = self._kernels.bind_adam(master, exp_avg, exp_avg_sq, grad, None)
+
+        def call(scalars: AdamScalars) -> None:
+            adam(scalars)
+            self._kernels.cast(master, new)
+
+        return call
 
 
 def scalars_of(group: Mapping[str, Any], step: int, scale: float) -> AdamScalars:

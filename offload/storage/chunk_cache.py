@@ -36,12 +36,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from types import TracebackType
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from offload.config import LEAST_IN_FLIGHT
@@ -50,11 +50,13 @@ from offload.interrupts import uninterrupted, uninterrupted_entry, wait_until
 from offload.io.engine import IOFuture
 from offload.profiling import Timeline
 from offload.storage.arena import Lender
-from offload.storage.swap_file import Slots
+from offload.storage.swap_file import Slots, memory_of
 from offload.storage.swap_format import STATE_KINDS, Record
 
 
 class Residency(Enum):
+    __hash__ = object.__hash__  # Enum's own, of the name, is a call in Python
+
     EMPTY = "empty"
     STORED = "stored"
     READING = "reading"
@@ -179,21 +181,25 @@ def _next_uses(order: Sequence[int]) -> list[int]:
     return following
 
 
-@dataclass
-class Lease:
-    """The right to use one chunk's arrays: CPU tensors of shape (chunk.numel,), as its record says.
+class Lease(AbstractContextManager["Lease"]):
+    """The right to use one chunk's arrays, from entering to leaving: CPU tensors of shape (chunk.numel,), as its record
+    says. See `Store.lease`.
 
     The holder sets `dirty` if it wrote to them; `is_unfinished` if it will write again: do not write back unless the
     buffer must be evicted; `is_spent` if nobody needs the values any more: the next lease finds zeros.
     is_blank: the arrays hold nothing of the chunk yet.
     """
 
-    chunk: int
     arrays: Sequence[Tensor]
-    dirty: bool = False
-    is_unfinished: bool = False
-    is_spent: bool = False
-    is_blank: bool = False
+
+    def __init__(self, store: Store, chunk: int, step: int, *, is_fresh: bool) -> None:
+        self.chunk = chunk
+        self.step = step
+        self.is_fresh = is_fresh
+        self.dirty = self.is_unfinished = self.is_spent = self.is_blank = False
+        self.is_held = False
+        self._store = store
+        self._life = store.life
 
     @property
     def master(self) -> Tensor:
@@ -210,6 +216,45 @@ class Lease:
 
     def states(self) -> dict[str, Tensor]:
         return dict(zip(STATE_KINDS, self.arrays, strict=True))
+
+    @uninterrupted_entry
+    def __enter__(self) -> Lease:
+        try:
+            self._store.acquire(self)
+            return self
+        except BaseException:
+            self._give_back()
+            raise
+
+    @uninterrupted
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self.is_held and self._life == self._store.life:
+            self._store.release(self)
+
+
+class _Buffer:
+    """Memory for a chunk, and views of it, which are made once."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self._arrays: dict[Record, Sequence[Tensor]] = {}
+
+    def arrays(self, record: Record) -> Sequence[Tensor]:
+        """Those of a chunk with this record."""
+        arrays = self._arrays.get(record)
+        if arrays is None:
+            with torch.inference_mode(False):  # those of a first lease inside it could not be written to outside
+                arrays = self._arrays[record] = record.views(self.memory)
+        return arrays
+
+    @cached_property
+    def data(self) -> memoryview:
+        return memory_of(self.memory)
 
 
 class Version(NamedTuple):
@@ -237,40 +282,6 @@ class _Use(NamedTuple):
     chunk: int
     is_retained: bool
     is_fresh: bool
-
-
-class _Leasing(AbstractContextManager[Lease]):
-    """See Store.lease."""
-
-    def __init__(self, store: Store, chunk: int, step: int, *, is_fresh: bool) -> None:
-        self._store = store
-        self._chunk = chunk
-        self._step = step
-        self._is_fresh = is_fresh
-        self._life = store._life
-        self.lease: Lease | None = None
-
-    @uninterrupted_entry
-    def __enter__(self) -> Lease:
-        try:
-            self._store._wait_to_acquire(self._chunk, self._is_fresh, self)
-            assert self.lease is not None
-            return self.lease
-        except BaseException:
-            self._release()
-            raise
-
-    @uninterrupted
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._release()
-
-    def _release(self) -> None:
-        if self.lease is not None and self._life == self._store._life:
-            with self._store._lock:
-                self._store._release(self.lease, self._step)
-                self.lease = None
 
 
 class _Books:
@@ -311,22 +322,25 @@ class Store:
         is_due: Callable[[int], bool] = lambda step: False,
     ) -> None:
         self._records = tuple(records)
+        self._sizes = [record.nbytes for record in records]
         self._is_due = is_due
-        self._resident = resident
         self._slots = slots
         self._timeline = timeline
         self._table = ResidencyTable(len(self._records))
-        largest = max((record.nbytes for chunk, record in enumerate(records) if chunk not in resident), default=0)
+        largest = max((size for chunk, size in enumerate(self._sizes) if chunk not in resident), default=0)
         self._in_flight = in_flight if largest else 0
-        self._free = [arena.carve(largest) for _ in range(self._in_flight)]
+        self._free = [_Buffer(arena.carve(largest)) for _ in range(self._in_flight)]
         self._waiting = max(len(self._free) - LEAST_IN_FLIGHT, 0)
-        self._buffers = {chunk: arena.carve(self._records[chunk].nbytes) for chunk in sorted(resident)}
+        # Of the resident chunks, and of others that are in RAM now.
+        self._resident = {chunk: _Buffer(arena.carve(self._sizes[chunk])) for chunk in sorted(resident)}
+        self._buffers: dict[int, _Buffer] = {}
         self._at: dict[int, Version] = {}
         self._committed: dict[int, int] = {}
         # Kept chunks that are newer in RAM, and since which step.
         self._newer: dict[int, int] = {}
         self._ahead: deque[_Use] = deque()
-        self._order: tuple[_Use, ...] = ()
+        self._announced: list[tuple[int, bool]] = []
+        self._order: tuple[_Use, ...] = ()  # of what was announced, the uses of chunks that are not resident
         self._is_between = False  # the order has been used up, and has not begun again
         self._used: list[tuple[int, bool]] = []
         self._retained: set[int] = set()
@@ -338,8 +352,8 @@ class Store:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._books = _Books(self)
-        self._holders: dict[int, weakref.ref[_Leasing]] = {}
-        self._life = 0  # ends with `reset`, after which the leases of before mean nothing
+        self._holders: dict[int, weakref.ref[Lease]] = {}
+        self.life = 0  # ends with `reset`, after which the leases of before mean nothing
 
     @uninterrupted
     def expect(self, order: Iterable[int]) -> None:
@@ -355,20 +369,31 @@ class Store:
             self.check()
             self._announce(self._used)
 
+    def is_resident(self, chunk: int) -> bool:
+        """Whether the chunk never leaves RAM: then all of its leases have the same arrays."""
+        return chunk in self._resident
+
     def lease(self, chunk: int, *, step: int, is_fresh: bool = False) -> AbstractContextManager[Lease]:
         """Waits until `chunk` is in RAM and acquires it. A dirty one is written back after its release.
 
         Args: step: what a dirty chunk is the result of; goes into its slot's header; is_fresh: the caller overwrites
         all of it, so that nothing has to be read.
         """
-        return _Leasing(self, chunk, step, is_fresh=is_fresh)
+        return Lease(self, chunk, step, is_fresh=is_fresh)
 
-    def _wait_to_acquire(self, chunk: int, is_fresh: bool, to: _Leasing) -> None:
+    def acquire(self, lease: Lease) -> None:
+        """Waits until the chunk of `lease` is in RAM, and gives it its arrays. For leases only."""
         with self._lock:
-            is_there = self._acquire(chunk, is_fresh, to)
+            is_there = self._acquire(lease)
         if not is_there:
-            with self._waiting_for(chunk):
-                wait_until(self._lock, self._changed, lambda: self._acquire(chunk, is_fresh, to))
+            with self._waiting_for(lease.chunk):
+                wait_until(self._lock, self._changed, lambda: self._acquire(lease))
+
+    def release(self, lease: Lease) -> None:
+        """Takes the chunk back. For leases only."""
+        with self._lock:
+            self._release(lease)
+            lease.is_held = False
 
     @uninterrupted
     def drain(self) -> None:
@@ -420,18 +445,19 @@ class Store:
 
     def _begin_anew(self, versions: Mapping[int, Version]) -> None:
         self._failure = None
-        self._life += 1
-        self._order = ()
+        self.life += 1
+        self._forget_order()
         for left in (self._ahead, self._used, self._retained, self._unwritten, self._owed, self._newer, self._holders):
             left.clear()
         for chunk in range(len(self._records)):
             self._table.reset(chunk, Residency.STORED if chunk in versions else Residency.EMPTY)
-            if chunk not in self._resident and chunk in self._buffers:
+            if chunk in self._buffers:
                 self._free.append(self._buffers.pop(chunk))
         self._at = dict(versions)
         self._committed = {chunk: version.slot for chunk, version in versions.items()}
-        for chunk in sorted(self._resident & versions.keys()):
-            self._read(chunk)
+        for chunk in self._resident:
+            if chunk in versions:
+                self._read(chunk)
         self._changed.notify_all()
 
     def check(self) -> None:
@@ -444,7 +470,7 @@ class Store:
         """Waits for transfers under way, successful or not; every later lease raises ClosedError."""
         with self._lock:
             self._ahead.clear()
-            self._order = ()
+            self._forget_order()
         wait_until(self._lock, self._changed, lambda: not self._moving)
         with self._lock:
             self._failure = self._failure or ClosedError("the optimizer is closed: make a new one")
@@ -460,40 +486,54 @@ class Store:
 
     # Everything below is called with the lock held.
 
-    def _announce(self, order: Sequence[tuple[int, bool]]) -> None:
-        streamed = [use for use in order if use[0] not in self._resident]
-        fresh = frozenset(position for position, use in enumerate(streamed) if use[1])
-        retained = belady([chunk for chunk, _ in streamed], self._waiting, fresh)
-        self._order = tuple(_Use(use[0], position in retained, use[1]) for position, use in enumerate(streamed))
+    def _announce(self, order: list[tuple[int, bool]]) -> None:
+        if order != self._announced:
+            self._announced = order
+            streamed = [use for use in order if use[0] not in self._resident]
+            fresh = frozenset(position for position, use in enumerate(streamed) if use[1])
+            retained = belady([chunk for chunk, _ in streamed], self._waiting, fresh)
+            self._order = tuple(_Use(use[0], position in retained, use[1]) for position, use in enumerate(streamed))
         self._ahead = deque(self._order)
         self._is_between = False
         self._used = []
         self._read_ahead()
 
-    def _acquire(self, chunk: int, is_fresh: bool, to: _Leasing) -> bool:
-        """Moves the chunk to LEASED, and gives the lease to `to`, if it has a buffer in RAM with its data; whether."""
+    def _forget_order(self) -> None:
+        self._announced, self._order = [], ()
+
+    def _acquire(self, lease: Lease) -> bool:
+        """Moves the chunk to LEASED, if it has a buffer in RAM with its data; whether."""
+        chunk = lease.chunk
         with self._books:
-            if not self._is_ready(chunk, is_fresh):
+            if not self._is_ready(chunk, lease.is_fresh):
                 return False
-            is_blank = is_fresh and self._table[chunk] in (Residency.EMPTY, Residency.STORED)
+            lease.is_blank = lease.is_fresh and self._table[chunk] in (Residency.EMPTY, Residency.STORED)
+            lease.arrays = self._buffer(chunk).arrays(self._records[chunk])
             self._table.move(chunk, Residency.LEASED)
-            to.lease = Lease(chunk, self._records[chunk].views(self._buffers[chunk]), is_blank=is_blank)
-            self._holders[chunk] = weakref.ref(to)
+            lease.is_held = True
+            self._holders[chunk] = weakref.ref(lease)
             if chunk in self._unwritten:
                 del self._unwritten[chunk]
                 self._owed.add(chunk)
-            self._used.append((chunk, is_fresh))
-            use = next((use for use in self._ahead if use.chunk == chunk), None)
-            if use is not None:
-                self._ahead.remove(use)
-                if use.is_retained:
-                    self._retained.add(chunk)
-                # A chunk that is resident, and never moves, may come after the last one that does.
-                self._is_between = not self._ahead
-            if not self._ahead:
-                self._ahead.extend(self._order)
-            self._read_ahead()
+            self._used.append((chunk, lease.is_fresh))
+            if chunk not in self._resident:
+                self._has_begun(chunk)
             return True
+
+    def _has_begun(self, chunk: int) -> None:
+        """The next use of a chunk is not ahead any more."""
+        use = next((use for use in self._ahead if use.chunk == chunk), None)
+        if use is not None:
+            self._ahead.remove(use)
+            if use.is_retained:
+                self._retained.add(chunk)
+            self._is_between = not self._ahead
+        if not self._ahead:
+            self._ahead.extend(self._order)
+        self._read_ahead()
+
+    def _buffer(self, chunk: int) -> _Buffer:
+        return self._resident.get(chunk) or self._buffers[chunk]
 
     def _waiting_for(self, chunk: int) -> AbstractContextManager[None]:
         what = _WAITS_FOR.get(self._table[chunk], "wait for buffer")
@@ -523,12 +563,12 @@ class Store:
         if chunk not in self._resident:
             self._buffers[chunk] = self._free.pop()
         if not is_fresh:
-            self._buffers[chunk].zero_()
+            self._buffer(chunk).memory.zero_()
         return True
 
-    def _release(self, lease: Lease, step: int) -> None:
+    def _release(self, lease: Lease) -> None:
+        chunk, step = lease.chunk, lease.step
         with self._books:
-            chunk = lease.chunk
             is_retained, is_owed = chunk in self._retained, chunk in self._owed
             self._retained.discard(chunk)
             self._owed.discard(chunk)
@@ -557,7 +597,8 @@ class Store:
                 else:
                     self._write(chunk, step, Residency.CLEAN if is_retained else Residency.STORED)
             self._changed.notify_all()
-            self._read_ahead()
+            if chunk not in self._resident:
+                self._read_ahead()
 
     def _drop(self, chunk: int) -> None:
         self._table.move(chunk, Residency.STORED)
@@ -565,7 +606,7 @@ class Store:
 
     def _drop_one(self) -> None:
         """Takes the buffer of a chunk that is not needed now, for one that is."""
-        clean = [c for c in self._buffers if self._table[c] is Residency.CLEAN and c not in self._resident]
+        clean = [c for c in self._buffers if self._table[c] is Residency.CLEAN]
         chunk = victim(clean, (use.chunk for use in self._ahead if not use.is_fresh))
         if chunk is not None:
             self._drop(chunk)
@@ -580,11 +621,15 @@ class Store:
         # Drives are faster where reads and writes are under way at once: a step that found all buffers read could only
         # write at first, and the one before could only read at last.
         left_free = self._in_flight // 2 if self._is_between else 0
+        if len(self._free) <= left_free:
+            return
         uses = ((use.chunk, use.is_fresh) for use in self._ahead)
         for chunk, is_read, taken in announced(uses, self._buffers):
             if len(self._free) <= left_free + taken or self._failure is not None:
                 return
             state = self._table[chunk]
+            if state is Residency.EMPTY and is_read:
+                left_free += 1  # for its first use
             if state in (Residency.WRITING, Residency.LEASED):
                 # Still busy with the step before. What follows it can wait: it is used later.
                 return
@@ -596,7 +641,7 @@ class Store:
         if chunk not in self._resident:
             self._buffers[chunk] = self._free.pop()
         at = self._at[chunk]
-        future = self._swap.read(chunk, self._bytes(chunk), **at._asdict())
+        future = self._swap.read(chunk, self._bytes(chunk), step=at.step, slot=at.slot, checksum=at.checksum)
         self._follow(future, chunk, Residency.CLEAN, "nvme_read_bytes")
 
     def _write(self, chunk: int, step: int, then: Residency) -> None:
@@ -634,8 +679,8 @@ class Store:
                 self._fail(error)  # a future's callback would swallow it
             self._changed.notify_all()
 
-    def _bytes(self, chunk: int) -> Tensor:
-        return self._buffers[chunk][: self._records[chunk].nbytes]
+    def _bytes(self, chunk: int) -> memoryview:
+        return self._buffer(chunk).data[: self._sizes[chunk]]
 
     @property
     def _swap(self) -> Slots:

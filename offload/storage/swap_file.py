@@ -23,9 +23,9 @@ from torch import Tensor
 
 from offload.errors import BudgetError, CorruptionError, PathError, PathInUseError, ResumeError, TierIOError
 from offload.interrupts import result_of, uninterrupted
-from offload.io.engine import O_DIRECT, IOEngine, IOFile, IOFuture, aligned_memory
+from offload.io.engine import O_DIRECT, IOEngine, IOFile, IOFuture, Transfer, aligned_memory
 from offload.io.threads import Workers
-from offload.profiling import Event, Timeline, drive_lanes
+from offload.profiling import Timeline, drive_lanes
 from offload.sizes import PAGE_BYTES, format_bytes, round_up
 from offload.storage.files import LOCAL, NEW_SUFFIX, Directories, Files, check_directory, swap_name
 from offload.storage.swap_format import (
@@ -218,6 +218,7 @@ class SwapFile:
     ) -> None:
         is_alone = run is None
         self._run = run = run or RunFiles()
+        self._run_id = run.run_id.hex()
         resumes = run.resumed is not None
         check_directory(directory, resumes=resumes or run.is_temporary or run.is_known)
         self._records = tuple(records)
@@ -248,7 +249,7 @@ class SwapFile:
             is_blank = _is_blank(self._file)
             described = self._records[: run.committed]
             chunks = described_chunks(described, [chunk for chunk in held if chunk < len(described)])
-            superblock = Superblock(run.run_id.hex(), run.places, stripe, run.committed is not None, chunks)
+            superblock = Superblock(self._run_id, run.places, stripe, run.committed is not None, chunks)
             block = aligned_memory(PAGE_BYTES)
             block[:] = superblock.encode()
             if resumes:
@@ -272,66 +273,58 @@ class SwapFile:
         """Whether O_DIRECT is on."""
         return self._file.direct
 
-    def write(self, chunk: int, buffer: Tensor, *, step: int, slot: int = 0) -> IOFuture:
-        """Adds checksum and header to `buffer` and writes it to slot A (0) or B (1) of the chunk.
+    def write(self, chunk: int, data: memoryview, *, step: int, slot: int = 0) -> IOFuture:
+        """Adds padding, checksum and header to `data` and writes it to slot A (0) or B (1) of the chunk.
 
-        Args: buffer: uint8, `Record.nbytes` long, of which the first page is for the header; step: the step whose
-        result it is. The future's errors are those of the engine.
+        Args: data: `Record.nbytes` long, of which the first page is for the header; step: the step whose result it is.
+        The future's errors are those of the engine.
         """
-        written: IOFuture = IOFuture()
-        written.set_running_or_notify_cancel()
         self._size_before = None
+        transfer = Transfer("write", self._file, self._table.offset(chunk, slot), data)
+        self._hasher.put(None, _guarded, self._seal, transfer, chunk, step)
+        return transfer
 
-        def add_header() -> None:
-            data = memory_of(buffer)
-            record = self._records[chunk]
-            with self._timeline.event(self._hashes, "seal", chunk=chunk, size=len(data)):
-                for _, _, end in record.ranges():
-                    buffer[end : round_up(end, PAGE_BYTES)] = 0
-                checksum = self._checksums[chunk] = xxhash.xxh3_64_intdigest(data[PAGE_BYTES:])
-                header = SlotHeader(self._run.run_id.hex(), chunk, step, record.numel, checksum)
-                data[:HEADER_BYTES] = header.encode()
-            moving = self._timeline.begin(self._writes, "write", chunk=chunk, size=len(data), tier="nvme")
-            future = self._engine.write(self._file, self._table.offset(chunk, slot), data)
-            future.add_done_callback(_pass_on(written, moving))
+    def _seal(self, transfer: Transfer, chunk: int, step: int) -> None:
+        data, record = transfer.view, self._records[chunk]
+        with self._timeline.event(self._hashes, "seal", chunk=chunk, size=len(data)):
+            for _, _, end in record.ranges():
+                data[end : round_up(end, PAGE_BYTES)] = bytes(-end % PAGE_BYTES)
+            checksum = self._checksums[chunk] = xxhash.xxh3_64_intdigest(data[PAGE_BYTES:])
+            data[:HEADER_BYTES] = SlotHeader(self._run_id, chunk, step, record.numel, checksum).encode()
+        moving = self._timeline.begin(self._writes, "write", chunk=chunk, size=len(data), tier="nvme")
+        if moving is not None:
+            transfer.add_done_callback(lambda _: Timeline.end(moving, failed=transfer.error is not None))
+        self._engine.submit(transfer)
 
-        self._hasher.submit(_guarded(add_header, written))
-        return written
-
-    def read(self, chunk: int, buffer: Tensor, *, step: int, slot: int = 0, checksum: int | None = None) -> IOFuture:
-        """Reads a slot into `buffer` and checks that it is what `write(chunk, ..., step)` wrote.
+    def read(self, chunk: int, data: memoryview, *, step: int, slot: int = 0, checksum: int | None = None) -> IOFuture:
+        """Reads a slot into `data` and checks that it is what `write(chunk, ..., step)` wrote.
 
         Args: checksum: the one that the header has to name; None: any.
 
         The future raises CorruptionError if it is not, and the engine's errors.
         """
-        checked: IOFuture = IOFuture()
-        checked.set_running_or_notify_cancel()
-        data = memory_of(buffer)
-        offset = self._table.offset(chunk, slot)
         moving = self._timeline.begin(self._reads, "read", chunk=chunk, size=len(data), tier="nvme")
 
-        def check() -> None:
-            with self._timeline.event(self._hashes, "check", chunk=chunk, size=len(data)):
-                header = parse_header(data[:PAGE_BYTES], self.path, offset, chunk)
-                numel = self._records[chunk].numel
-                problem = header.problem(self._run.run_id.hex(), chunk, step, numel, checksum)
-                if not problem and xxhash.xxh3_64_intdigest(data[PAGE_BYTES:]) != header.checksum:
-                    problem = "the slot's data does not match its checksum"
-            if problem:
-                raise CorruptionError(problem, chunk=chunk, file=self.path, offset=offset)
-            checked.set_result(len(data))
-
-        def arrived(read: IOFuture) -> None:
-            error = read.exception()
-            self._timeline.end(moving, failed=error is not None)
-            if error is not None:
-                checked.set_exception(error)
+        def arrived(transfer: Transfer) -> None:
+            Timeline.end(moving, failed=transfer.error is not None)
+            if transfer.error is not None:
+                transfer.resolve()
             else:
-                self._hasher.submit(_guarded(check, checked))
+                self._hasher.put(None, _guarded, self._check, transfer, chunk, step, checksum)
 
-        self._engine.read(self._file, offset, data).add_done_callback(arrived)
-        return checked
+        offset = self._table.offset(chunk, slot)
+        return self._engine.submit(Transfer("read", self._file, offset, data, arrived))
+
+    def _check(self, transfer: Transfer, chunk: int, step: int, checksum: int | None) -> None:
+        data, offset = transfer.view, transfer.offset
+        with self._timeline.event(self._hashes, "check", chunk=chunk, size=len(data)):
+            header = parse_header(data[:PAGE_BYTES], self.path, offset, chunk)
+            problem = header.problem(self._run_id, chunk, step, self._records[chunk].numel, checksum)
+            if not problem and xxhash.xxh3_64_intdigest(data[PAGE_BYTES:]) != header.checksum:
+                problem = "the slot's data does not match its checksum"
+        if problem:
+            raise CorruptionError(problem, chunk=chunk, file=self.path, offset=offset)
+        transfer.resolve()
 
     def checksum(self, chunk: int) -> int:
         """The XXH3-64 of the slot's data that the last `write` of `chunk`, which has ended, wrote."""
@@ -421,30 +414,13 @@ def memory_of(buffer: Tensor) -> memoryview:
     return memoryview(buffer.numpy().data)
 
 
-def _pass_on(target: IOFuture, moving: Event | None) -> Callable[[IOFuture], None]:
-    """A callback that ends `moving` and resolves `target` as the future it is called with."""
-
-    def done(source: IOFuture) -> None:
-        error = source.exception()
-        Timeline.end(moving, failed=error is not None)
-        if error is None:
-            target.set_result(source.result())
-        else:
-            target.set_exception(error)
-
-    return done
-
-
-def _guarded(work: Callable[[], None], future: IOFuture) -> Callable[[], None]:
-    """`work`, whose exception goes to `future`: a pool's thread would swallow it."""
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            future.set_exception(error)
-
-    return run
+def _guarded(work: Callable[..., None], transfer: Transfer, *about: int | None) -> None:
+    """Calls `work`, whose exception becomes the transfer's: the pool's thread would swallow it."""
+    try:
+        work(transfer, *about)
+    except BaseException as error:
+        transfer.error = error
+        transfer.resolve()
 
 
 def _made(directory: Path) -> bool:
@@ -505,10 +481,10 @@ def assign(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
 class Slots(Protocol):
     """The slots of some chunks."""
 
-    def write(self, chunk: int, buffer: Tensor, *, step: int, slot: int = 0) -> IOFuture:
+    def write(self, chunk: int, data: memoryview, *, step: int, slot: int = 0) -> IOFuture:
         """See SwapFile.write."""
 
-    def read(self, chunk: int, buffer: Tensor, *, step: int, slot: int = 0, checksum: int | None = None) -> IOFuture:
+    def read(self, chunk: int, data: memoryview, *, step: int, slot: int = 0, checksum: int | None = None) -> IOFuture:
         """See SwapFile.read."""
 
 
@@ -561,13 +537,13 @@ class Stripes:
         """The swap files."""
         return tuple(file.path for file in self._files)
 
-    def write(self, chunk: int, buffer: Tensor, *, step: int, slot: int = 0) -> IOFuture:
+    def write(self, chunk: int, data: memoryview, *, step: int, slot: int = 0) -> IOFuture:
         """See SwapFile.write."""
-        return self._of[chunk].write(chunk, buffer, step=step, slot=slot)
+        return self._of[chunk].write(chunk, data, step=step, slot=slot)
 
-    def read(self, chunk: int, buffer: Tensor, *, step: int, slot: int = 0, checksum: int | None = None) -> IOFuture:
+    def read(self, chunk: int, data: memoryview, *, step: int, slot: int = 0, checksum: int | None = None) -> IOFuture:
         """See SwapFile.read."""
-        return self._of[chunk].read(chunk, buffer, step=step, slot=slot, checksum=checksum)
+        return self._of[chunk].read(chunk, data, step=step, slot=slot, checksum=checksum)
 
     def starting_at(self, first: int) -> Slots:
         """The slots from number `first` on, which is chunk 0 there."""
@@ -620,11 +596,11 @@ class _Shifted:
     stripes: Stripes
     first: int
 
-    def write(self, chunk: int, buffer: Tensor, *, step: int, slot: int = 0) -> IOFuture:
-        return self.stripes.write(self.first + chunk, buffer, step=step, slot=slot)
+    def write(self, chunk: int, data: memoryview, *, step: int, slot: int = 0) -> IOFuture:
+        return self.stripes.write(self.first + chunk, data, step=step, slot=slot)
 
-    def read(self, chunk: int, buffer: Tensor, *, step: int, slot: int = 0, checksum: int | None = None) -> IOFuture:
-        return self.stripes.read(self.first + chunk, buffer, step=step, slot=slot, checksum=checksum)
+    def read(self, chunk: int, data: memoryview, *, step: int, slot: int = 0, checksum: int | None = None) -> IOFuture:
+        return self.stripes.read(self.first + chunk, data, step=step, slot=slot, checksum=checksum)
 
 
 class CommittedFile:

@@ -83,7 +83,7 @@ def costs(folder: Path, ranks: int, patch: pytest.MonkeyPatch) -> list[tuple[int
         found = find(comm, folder)
         assert found.reader is None
         assert found.manifest is not None
-        assert (found.manifest.rank, found.extra) == (comm.rank, {"rank": comm.rank})
+        assert (found.manifest.rank, found.extra.extra) == (comm.rank, {"rank": comm.rank})
         return files.opened[threading.get_ident()], decoded[threading.get_ident()]
 
     with patch.context() as context:

@@ -24,7 +24,7 @@ from offload.io.threads import ThreadEngine
 from offload.sizes import PAGE_BYTES
 from offload.storage.arena import Arena
 from offload.storage.files import SWAP_NAME, Files, swap_name
-from offload.storage.swap_file import CommittedFile, RunFiles, SwapFile
+from offload.storage.swap_file import CommittedFile, RunFiles, SwapFile, memory_of
 from offload.storage.swap_format import (
     STATE_KINDS,
     Record,
@@ -98,7 +98,7 @@ def test_slots_lie_where_the_store_puts_them(tmp_path: Path) -> None:
             buffer = Arena(record.nbytes, HostCopier()).carve(record.nbytes)
             for number, state in enumerate(record.views(buffer)):
                 state.copy_(torch.arange(numel) + 10_000 * number + 100_000 * place)
-            file.write(chunk, buffer, step=steps[chunk], slot=place).result(30)
+            file.write(chunk, memory_of(buffer), step=steps[chunk], slot=place).result(30)
     file.close()
     engine.close()
     data = (tmp_path / "run" / SWAP_NAME).read_bytes()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench import adam, guards, hiding, peers, report, step
+from bench import adam, chunks, guards, hiding, peers, prefetch, report, step
 from bench.contest import ContestError, Entry, parameters, started
 from bench.limits import Disk
 from offload.models.gpt import GPT, GPTConfig
@@ -51,6 +51,31 @@ def test_ratio_is_the_median_of_the_rounds_own() -> None:
     assert report.ratio([2.0, 2.0, 9.0], [1.0, 2.0, 1.0]) == 2.0
     assert report.judged("x", 1.2, 1.0) == "x: 1.200, wanted at most 1: NOT met"
     assert report.judged("x", 1.2, 1.0, is_least=True) == "x: 1.200, wanted at least 1: met"
+
+
+def test_chunks_gives_the_time_of_each_chunk_resident_and_streamed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, results: Path
+) -> None:
+    monkeypatch.setattr(chunks, "LEAST_CHUNKS", 40)
+    chunks.main(counts="20", rounds=1, path=tmp_path, as_json=True, save=True)
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert [(run["name"], run["chunks"], len(run["rounds"])) for run in runs] == [
+        ("resident", 20, 1),
+        ("streamed", 20, 1),
+    ]
+    assert all(wall > 0 for run in runs for _, _, wall in run["rounds"])
+    assert "| streamed, 20 chunks |" in (results / "chunks.md").read_text()
+
+
+def test_prefetch_tries_each_distance(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], results: Path
+) -> None:
+    monkeypatch.setattr(prefetch, "PARAMETERS", 65_536)
+    monkeypatch.setattr(prefetch, "CALL", 8192)
+    prefetch.main(rounds=2, distances="0,96", as_json=True, save=True)
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row[0].rstrip(" *") for row in rows] == ["0", "96"]
+    assert all(float(cell) > 0 for row in rows for cell in row[1:])
 
 
 def test_adam_compares_every_kernel_with_its_limit(

@@ -640,7 +640,7 @@ def test_an_interrupt_inside_a_step_is_remembered(make: Make, monkeypatch: pytes
     optimizer = make(model)
     one_step(model, optimizer)
     optimizer.synchronize()
-    real, calls = optimizer._parts.run.kernels.adam, []
+    real, calls = optimizer._parts.step._adam, []
 
     def interrupted(*args: object) -> None:
         calls.append(args)
@@ -648,7 +648,7 @@ def test_an_interrupt_inside_a_step_is_remembered(make: Make, monkeypatch: pytes
             raise KeyboardInterrupt
         real(*args)
 
-    monkeypatch.setattr(optimizer._parts.run.kernels, "adam", interrupted)
+    monkeypatch.setattr(optimizer._parts.step, "_adam", interrupted)
     backward(model)
     optimizer.step()
     with pytest.raises(KeyboardInterrupt):

@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from offload.errors import PathError, TierIOError
-from offload.io import engine as queue
 from offload.io import io_uring as ring
 from offload.io.engine import REQUEST_BYTES, IOEngine, QueuedEngine, Request
 from offload.io.io_uring import UringEngine
@@ -348,16 +347,13 @@ def answer(engine: IOEngine, monkeypatch: pytest.MonkeyPatch, instead: Answer) -
 
 def moved_by_hand(request: Request, count: int) -> int:
     """Moves the first `count` bytes past the engine, as a transfer that ends short."""
-    left = count
     with open(request.file.path, "r+b", buffering=0) as plain:
         plain.seek(request.offset)
-        for view in request.views:
-            part = view[:left]
-            if request.operation == "read":
-                plain.readinto(part)
-            else:
-                plain.write(part)
-            left -= len(part)
+        part = request.view[:count]
+        if request.operation == "read":
+            plain.readinto(part)
+        else:
+            plain.write(part)
     return count
 
 
@@ -443,48 +439,6 @@ def test_reading_and_writing_share_a_drive_by_bytes(place: str, monkeypatch: pyt
     while under_way:
         release()
     assert all(future.result(0) == 40 * PAGE_BYTES for future in futures)
-    engine.close()
-
-
-def test_small_transfers_that_follow_one_another_become_one_request(
-    place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = ThreadEngine(request_bytes=4 * PAGE_BYTES, depth=1)
-    file = engine.open(place)
-    under_way, release = held(engine, monkeypatch)
-    buffers = [noise(PAGE_BYTES, seed) for seed in range(9)]
-    # The first starts at once; the next five are in line meanwhile; then a gap; the last two follow each other.
-    places = [0, 1, 2, 3, 4, 5, 8, 9, 20]
-    futures = [engine.write(file, n * PAGE_BYTES, buffer) for n, buffer in zip(places, buffers, strict=True)]
-    requests = []
-    while under_way:
-        requests += [(request.offset // PAGE_BYTES, len(request.pieces)) for request in under_way]
-        release()
-    assert requests == [(0, 1), (1, 4), (5, 1), (8, 2), (20, 1)]
-    assert all(future.result(0) == PAGE_BYTES for future in futures)
-    engine.close()
-
-
-def test_an_error_in_a_joined_request_names_the_place_of_each_transfer(
-    place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = ThreadEngine(request_bytes=4 * PAGE_BYTES, depth=1)
-    file = engine.open(place)
-    under_way, release = held(engine, monkeypatch)
-    futures = [engine.write(file, n * PAGE_BYTES, blank(PAGE_BYTES)) for n in range(3)]
-    release()
-    (joined,) = under_way
-    assert len(joined.pieces) == 2
-    under_way.clear()
-    # One page got there, then the disk was full.
-    engine._ended(joined, PAGE_BYTES)
-    assert futures[1].result(0) == PAGE_BYTES
-    (rest,) = under_way
-    under_way.clear()
-    engine._ended(rest, -errno.ENOSPC)
-    error = futures[2].exception(0)
-    assert isinstance(error, TierIOError)
-    assert (error.errno, error.offset, error.length) == (errno.ENOSPC, 2 * PAGE_BYTES, PAGE_BYTES)
     engine.close()
 
 
@@ -589,7 +543,7 @@ def test_no_memory_while_a_request_ends_fails_that_transfer_and_no_later_one(
     queued: QueuedEngine, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = queued.open(place)
-    monkeypatch.setattr(queue, "_rest_of", failing_once(queue._rest_of, MemoryError()))
+    monkeypatch.setattr(Request, "moved", failing_once(Request.moved, MemoryError()))
     with pytest.raises(TierIOError) as caught:
         queued.write(file, 0, noise(PAGE_BYTES)).result(WAIT_S)
     assert (caught.value.errno, caught.value.filename) == (errno.ENOMEM, place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _ctypes
 import logging
 import os
 import platform
@@ -16,6 +17,7 @@ import torch
 
 from offload import native
 from offload.errors import ConfigError
+from offload.io import io_uring
 from offload.native import library
 
 from .bits import kernels
@@ -85,6 +87,21 @@ def test_a_broken_library_is_not_used(no_library: None, monkeypatch: pytest.Monk
     monkeypatch.setattr(library, "library_path", lambda: broken)
     assert native.available_variants() == ("torch",)
     assert "install offload again" in str(native.fallback_reason())
+
+
+@pytest.mark.parametrize("is_older", [True, False], ids=["without a number", "with another number"])
+def test_the_library_of_another_version_is_refused(
+    is_older: bool, no_library: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be called with the arguments of this one."""
+    if is_older:
+        monkeypatch.setattr(library, "library_path", lambda: Path(_ctypes.__file__))  # any library that loads
+    else:
+        monkeypatch.setattr(library, "library_path", lambda: LIBRARY)
+        monkeypatch.setattr(library, "ABI", library.ABI + 1)
+    for call in (native.load, io_uring._library.__wrapped__):
+        with pytest.raises(ConfigError, match="install offload again"):
+            call()
 
 
 HALF, LOW = torch.ones(8, dtype=torch.bfloat16), torch.ones(8, dtype=torch.int16)

@@ -321,6 +321,25 @@ def test_reference_is_torchs_adam_but_for_the_last_bits(decoupled: bool) -> None
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("ahead", [0, 16, 192, 4096])
+def test_the_prefetch_distance_changes_no_bit(variant: str, ahead: int) -> None:
+    library, _ = open_library()
+    n = 1000
+    inputs = [torch.randn(n), torch.randn(n), torch.rand(n), torch.randn(n).bfloat16()]
+    wanted = reference.adam(*(x.numpy() for x in inputs[:3]), widened(inputs[3]), **USUAL)
+    found, out = [x.clone() for x in inputs[:3]], torch.zeros(n, dtype=torch.bfloat16)
+    if library is not None:
+        assert library.offload_prefetch(ahead) == ahead
+    try:
+        kernels(variant).adam(*found, inputs[3], out, native.AdamScalars.at(**USUAL))
+    finally:
+        if library is not None:
+            assert library.offload_prefetch(-1) > 0
+    for mine, one in zip(found, wanted, strict=True):
+        assert np.array_equal(mine.numpy().view(np.uint32), one.view(np.uint32))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_denormals_are_kept_when_the_caller_flushes_them_and_its_choice_comes_back(variant: str, threads: int) -> None:
     n = 140_000

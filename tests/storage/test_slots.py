@@ -18,7 +18,7 @@ from offload.io.threads import ThreadEngine
 from offload.sizes import MIB, PAGE_BYTES
 from offload.storage.arena import Arena
 from offload.storage.files import COMMIT_NAME, SWAP_NAME, check_directory
-from offload.storage.swap_file import RunFiles, SwapFile
+from offload.storage.swap_file import RunFiles, SwapFile, memory_of
 from offload.storage.swap_format import Record, file_bytes
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.processes import open_files, start_python
@@ -57,13 +57,13 @@ def offset_of(chunk: int, place: int = 0) -> int:
 
 
 def write(slots: SwapFile, chunk: int, value: float, *, step: int = 1, place: int = 0) -> None:
-    slots.write(chunk, filled(chunk, value), step=step, slot=place).result(WAIT_S)
+    slots.write(chunk, memory_of(filled(chunk, value)), step=step, slot=place).result(WAIT_S)
 
 
 def read(slots: SwapFile, chunk: int, *, step: int = 1, place: int = 0) -> float:
     """Reads and checks a slot; the value it was filled with."""
     buffer = buffer_for(chunk)
-    slots.read(chunk, buffer, step=step, slot=place).result(WAIT_S)
+    slots.read(chunk, memory_of(buffer), step=step, slot=place).result(WAIT_S)
     value = Record(NUMELS[chunk]).views(buffer)[0][0].item()
     for state, expected in zip(
         Record(NUMELS[chunk]).views(buffer), Record(NUMELS[chunk]).views(filled(chunk, value)), strict=True
@@ -180,7 +180,7 @@ def test_swapped_slots_are_found(engine: FaultyEngine, path: Path) -> None:
     whole = (path / SWAP_NAME).read_bytes()
     patch(path, PAGE_BYTES + size, lambda _: whole[PAGE_BYTES : PAGE_BYTES + size])
     with pytest.raises(CorruptionError, match="expected chunk 1 of step 1, found chunk 0 of step 1"):
-        twins.read(1, buffer_for(0), step=1).result(WAIT_S)
+        twins.read(1, memory_of(buffer_for(0)), step=1).result(WAIT_S)
     twins.close()
 
 
@@ -221,7 +221,7 @@ def test_padding_of_a_buffer_that_held_something_else_is_written_as_zeros(slots:
     buffer = buffer_for(1).fill_(255)
     for state in Record(1).views(buffer):
         state.zero_()
-    slots.write(1, buffer, step=1).result(WAIT_S)
+    slots.write(1, memory_of(buffer), step=1).result(WAIT_S)
     data = (path / SWAP_NAME).read_bytes()[offset_of(1) + PAGE_BYTES : offset_of(2)]
     assert not any(data)
 

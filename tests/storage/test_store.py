@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -292,6 +293,18 @@ def test_a_clean_release_writes_nothing(store: Store, engine: FaultyEngine) -> N
         assert value_in(lease) == 1
     store.drain()
     assert engine.writes == written
+
+
+@pytest.mark.parametrize("kept", [frozenset(), frozenset({0})], ids=["streamed", "kept"])
+def test_a_chunk_that_was_first_used_in_inference_mode_can_be_written_outside(
+    engine: FaultyEngine, tmp_path: Path, kept: frozenset[int]
+) -> None:
+    with store_on(engine, tmp_path / "run", buffers=1, kept=kept) as store:
+        with torch.inference_mode(), store.lease(0, step=1) as lease:
+            put(lease, 1)
+        with store.lease(0, step=2) as lease:
+            assert value_in(lease) == 1
+            put(lease, 2)
 
 
 def test_leases_end_in_any_order(store: Store) -> None:

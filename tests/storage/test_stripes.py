@@ -17,7 +17,7 @@ from offload.io.threads import ThreadEngine
 from offload.sizes import PAGE_BYTES
 from offload.storage.arena import Arena
 from offload.storage.files import SWAP_NAME
-from offload.storage.swap_file import Stripes, assign
+from offload.storage.swap_file import Stripes, assign, memory_of
 from offload.storage.swap_format import Record
 from tests.support.records import records
 
@@ -59,12 +59,12 @@ def test_chunks_come_back_from_where_they_went(engine: ThreadEngine, tmp_path: P
     buffers = [arena.carve(Record(numel).nbytes) for numel in NUMELS]
     for chunk, buffer in enumerate(buffers):
         buffer[PAGE_BYTES:] = chunk
-    for future in [stripes.write(chunk, buffer, step=3) for chunk, buffer in enumerate(buffers)]:
+    for future in [stripes.write(chunk, memory_of(buffer), step=3) for chunk, buffer in enumerate(buffers)]:
         future.result(30)
     wanted = [buffer.clone() for buffer in buffers]
     for buffer in buffers:
         buffer.zero_()
-    for future in [stripes.read(chunk, buffer, step=3) for chunk, buffer in enumerate(buffers)]:
+    for future in [stripes.read(chunk, memory_of(buffer), step=3) for chunk, buffer in enumerate(buffers)]:
         future.result(30)
     assert all(torch.equal(buffer, want) for buffer, want in zip(buffers, wanted, strict=True))
     sizes = [os.stat(path).st_size for path in stripes.paths]

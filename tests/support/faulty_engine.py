@@ -16,12 +16,12 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from offload.errors import TierIOError
-from offload.io.engine import IOEngine, IOFile, IOFuture, require_aligned
+from offload.io.engine import IOEngine, IOFile, IOFuture, Transfer
 from offload.io.threads import ThreadEngine
 from offload.sizes import PAGE_BYTES
 
-Transfer = Callable[[IOFile, int, memoryview], IOFuture]
-Fault = Callable[[Transfer, IOFile, int, memoryview], IOFuture]
+Move = Callable[[IOFile, int, memoryview], IOFuture]
+Fault = Callable[[Move, IOFile, int, memoryview], IOFuture]
 
 
 def resolved(result: int = 0, error: BaseException | None = None) -> IOFuture:
@@ -77,7 +77,7 @@ class FaultyEngine(IOEngine):
     def fail(self, operation: str, code: int, nth: int = 0) -> None:
         """The transfer fails with errno `code`, without touching anything."""
 
-        def fault(transfer: Transfer, file: IOFile, offset: int, buffer: memoryview) -> IOFuture:
+        def fault(move: Move, file: IOFile, offset: int, buffer: memoryview) -> IOFuture:
             return resolved(error=TierIOError(operation, code, file.path, offset, len(buffer)))
 
         self._arm(operation, nth, fault)
@@ -85,22 +85,22 @@ class FaultyEngine(IOEngine):
     def flip(self, operation: str, at: int, nth: int = 0) -> None:
         """Byte `at` of the transfer arrives changed, without an error."""
 
-        def read(transfer: Transfer, file: IOFile, offset: int, buffer: memoryview) -> IOFuture:
-            count = transfer(file, offset, buffer).result()
+        def read(move: Move, file: IOFile, offset: int, buffer: memoryview) -> IOFuture:
+            count = move(file, offset, buffer).result()
             buffer[at] ^= 0x10
             return resolved(count)
 
-        def write(transfer: Transfer, file: IOFile, offset: int, buffer: memoryview) -> IOFuture:
+        def write(move: Move, file: IOFile, offset: int, buffer: memoryview) -> IOFuture:
             damaged = aligned(buffer)
             damaged[at] ^= 0x10
-            return resolved(transfer(file, offset, damaged).result())
+            return resolved(move(file, offset, damaged).result())
 
         self._arm(operation, nth, read if operation == "read" else write)
 
     def lose(self, nth: int = 0) -> None:
         """The write is reported as done and never happens."""
 
-        def fault(transfer: Transfer, file: IOFile, offset: int, buffer: memoryview) -> IOFuture:
+        def fault(move: Move, file: IOFile, offset: int, buffer: memoryview) -> IOFuture:
             return resolved(len(buffer))
 
         self._arm("write", nth, fault)
@@ -108,8 +108,8 @@ class FaultyEngine(IOEngine):
     def tear(self, keep: int, nth: int = 0) -> None:
         """The write is reported as done, but only its first `keep` bytes (whole pages) get there."""
 
-        def fault(transfer: Transfer, file: IOFile, offset: int, buffer: memoryview) -> IOFuture:
-            transfer(file, offset, buffer[:keep]).result()
+        def fault(move: Move, file: IOFile, offset: int, buffer: memoryview) -> IOFuture:
+            move(file, offset, buffer[:keep]).result()
             return resolved(len(buffer))
 
         self._arm("write", nth, fault)
@@ -123,12 +123,6 @@ class FaultyEngine(IOEngine):
     def open(self, path: str, *, dir_fd: int | None = None) -> IOFile:
         return self._inner.open(path, dir_fd=dir_fd)
 
-    def read(self, file: IOFile, offset: int, buffer: memoryview) -> IOFuture:
-        return self._submit("read", self._inner.read, file, offset, buffer)
-
-    def write(self, file: IOFile, offset: int, buffer: memoryview) -> IOFuture:
-        return self._submit("write", self._inner.write, file, offset, buffer)
-
     def sync(self, file: IOFile) -> IOFuture:
         return self._inner.sync(file)
 
@@ -140,10 +134,9 @@ class FaultyEngine(IOEngine):
         self._thread.join()
         self._inner.close()
 
-    def _submit(self, operation: str, transfer: Transfer, file: IOFile, offset: int, buffer: memoryview) -> IOFuture:
-        require_aligned(offset, buffer)
-        promised: IOFuture = IOFuture()
-        promised.set_running_or_notify_cancel()
+    def submit(self, transfer: Transfer) -> Transfer:
+        operation, file, offset, buffer = transfer.operation, transfer.file, transfer.offset, transfer.view
+        move: Move = self._inner.read if operation == "read" else self._inner.write
         with self._changed:
             if self._closed:
                 raise RuntimeError("the engine is closed")
@@ -154,24 +147,21 @@ class FaultyEngine(IOEngine):
 
         def start() -> None:
             if fault is None:
-                ended = transfer(file, offset, buffer)
+                ended = move(file, offset, buffer)
             else:
                 try:
-                    ended = fault(transfer, file, offset, buffer)
+                    ended = fault(move, file, offset, buffer)
                 except BaseException as error:
                     ended = resolved(error=error)
-            ended.add_done_callback(lambda _: self._later(lambda: self._report(promised, ended)))
+            ended.add_done_callback(lambda _: self._later(lambda: self._report(transfer, ended)))
 
         self._later(start)
-        return promised
+        return transfer
 
-    def _report(self, promised: IOFuture, ended: IOFuture) -> None:
-        error = ended.exception()
+    def _report(self, transfer: Transfer, ended: IOFuture) -> None:
+        transfer.error = ended.exception()
         try:
-            if error is None:
-                promised.set_result(ended.result())
-            else:
-                promised.set_exception(error)
+            transfer.end()
         finally:
             with self._changed:
                 self._under_way -= 1

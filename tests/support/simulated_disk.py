@@ -63,7 +63,7 @@ class SimulatedDisk(ThreadEngine):
     def _remember(self, request: Request) -> None:
         sectors = self._volatile[request.file.path]
         first = request.offset // SECTOR_BYTES
-        new = b"".join(bytes(view) for view in request.views)
+        new = bytes(request.view)
         with open(request.file.path, "rb", buffering=0) as plain:
             plain.seek(request.offset)
             old = plain.read(len(new)).ljust(len(new), b"\0")

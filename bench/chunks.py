@@ -1,0 +1,144 @@
+"""Python's share of a step, by chunk: `python bench/chunks.py [--counts 500,8000] [--save]`.
+
+Chunks of 64 parameters leave nothing but overhead: leases, queues, kernel calls, transfers of a few pages. CPU time is
+that of all threads of the process, so that others on the machine disturb it little.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])
+
+from bench.limits import BETAS, EPS, LR, WEIGHT_DECAY
+from bench.report import Folder, Json, Out, Report, Rounds, Save, Table, judged, note, run, scratch
+from offload import config, native
+from offload.devices.copies import HostCopier
+from offload.dist.communicator import SingleProcess
+from offload.grads.local import LocalGradients
+from offload.io.select import open_engine
+from offload.layout import ParamSpec, build
+from offload.optim.adam import NewParameters, Step
+from offload.profiling import Timeline
+from offload.run import Memory, Run
+from offload.sizes import MIB
+from offload.storage.arena import Arena
+from offload.storage.chunk_cache import Store
+from offload.storage.swap_file import Stripes
+from offload.storage.swap_format import records_of
+
+NUMEL = 64
+"""Parameters of a chunk."""
+BUFFERS = 8
+LEAST_CHUNKS = 8_000
+"""Of a round: its steps have at least so many together."""
+GROUP = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY, "decoupled_weight_decay": True}
+
+ABOUT = f"""\
+A step over chunks of {NUMEL} parameters, one thread, in microseconds a chunk, the least of the rounds. `resident`: all
+states in RAM; `streamed`: all of them read and written, {BUFFERS} buffers. `user`: CPU time of all threads outside the
+system's kernel, which is Python's; `system`: that within, for transfers and wake-ups; `wall`: elapsed.
+"""
+TARGET_US = 35.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """Microseconds a chunk, of each round."""
+
+    name: str
+    count: int
+    rounds: Sequence[tuple[float, float, float]]
+
+    @property
+    def least(self) -> tuple[float, float, float]:
+        """User, system, wall."""
+        user, system, wall = (min(values) for values in zip(*self.rounds, strict=True))
+        return user, system, wall
+
+    def row(self) -> tuple[str, ...]:
+        return (f"{self.name}, {self.count:,} chunks", *(f"{value:.1f}" for value in self.least))
+
+
+@contextmanager
+def step_over(count: int, folder: Path | None) -> Iterator[Step]:
+    """A step over `count` chunks. Args: folder: where all states are streamed from; None: they are in RAM."""
+    layout = build([ParamSpec("p", count * NUMEL, "", torch.bfloat16, 0)], NUMEL)
+    records = records_of(layout, split_master=False)
+    with ExitStack() as stack:
+        copier = HostCopier()
+        kept = count if folder is None else BUFFERS
+        arena = stack.enter_context(closing(Arena(kept * records[0].nbytes + count * 4 * NUMEL + MIB, copier)))
+        kernels = stack.enter_context(closing(native.load(1)))
+        options = config.over_ranks(config.check(tier="cpu"), ranks=1, ranks_on_node=1)
+        memory = Memory(arena, None, arena, arena, copier)
+        work = Run(options, layout, memory, kernels, SingleProcess(), Timeline())
+        slots = None
+        if folder is not None:
+            engine = stack.enter_context(closing(open_engine("auto", [folder])))
+            engine.register(arena.memory)
+            slots = stack.enter_context(closing(Stripes(engine, [folder / "swap"], [1.0], records)))
+        resident = frozenset(range(count)) if folder is None else frozenset()
+        store = stack.enter_context(closing(Store(records, resident, BUFFERS, arena, slots, work.timeline)))
+        gradients = stack.enter_context(closing(LocalGradients(work)))
+        flats = [torch.zeros(flat.numel, dtype=flat.dtype) for flat in layout.flats]
+        yield stack.enter_context(closing(Step(work, store, gradients, NewParameters(work, flats, gradients))))
+
+
+def measure(name: str, count: int, folder: Path | None, rounds: int) -> Result:
+    """A round warms up."""
+    note(f"{name}, {count} chunks: {rounds} rounds")
+    steps, done = max(1, LEAST_CHUNKS // count), 0
+    found = []
+    with step_over(count, folder) as step:
+        for _ in range(1 + rounds):
+            before, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+            for _ in range(steps):
+                done += 1
+                step.begin(done, {0: (0, done, 1.0)}, [GROUP], 1.0, [0])
+                step.apply(0)
+            after, wall = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter() - start
+            spent = (after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime, wall)
+            user, system, wall = (1e6 * seconds / (steps * count) for seconds in spent)
+            found.append((user, system, wall))
+    return Result(name, count, found[1:])
+
+
+def main(
+    counts: Annotated[str, typer.Option(help="Numbers of chunks.")] = "500,8000",
+    rounds: Rounds = 5,
+    path: Folder = Path(),
+    as_json: Json = False,
+    out: Out = Path("out"),
+    save: Save = False,
+) -> None:
+    """Measure and print the table."""
+    results = []
+    with scratch(path) as folder:
+        for count in (int(count) for count in counts.split(",")):
+            results.append(measure("resident", count, None, rounds))
+            (own := folder / str(count)).mkdir()
+            results.append(measure("streamed", count, own, rounds))
+    Report(
+        name="chunks",
+        title="Python by chunk",
+        about=ABOUT,
+        tables=[Table(("states", "user", "system", "wall"), [result.row() for result in results])],
+        data={"runs": [{"name": one.name, "chunks": one.count, "rounds": one.rounds} for one in results]},
+        remarks=[judged(f"user, {one.name}, {one.count:,} chunks", one.least[0], TARGET_US) for one in results],
+    ).publish(as_json=as_json, save=save, out=out)
+
+
+if __name__ == "__main__":
+    run(main)
