@@ -13,6 +13,11 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.support import accelerator
+
+if accelerator.is_wanted():
+    accelerator.load()  # before the first backward
+
 settings.register_profile("offload", deadline=None)  # machines are shared: how long an example takes says nothing
 settings.load_profile("offload")
 

@@ -87,7 +87,7 @@ class SpareMemory:
         """
         storage, nbytes = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
         if not tensor.is_cpu:
-            if torch_private.allow_data_access is not None and storage.device.type == "cuda":
+            if torch_private.allow_data_access is not None:
                 torch_private.allow_data_access(storage._cdata)
             storage.resize_(nbytes)
             return
@@ -110,7 +110,7 @@ class SpareMemory:
                 self._spares.append(memory)
             return
         storage.resize_(0)
-        if torch_private.forbid_data_access is not None and storage.device.type == "cuda":
+        if torch_private.forbid_data_access is not None:
             torch_private.forbid_data_access(storage._cdata, _REFUSED)
 
     def trim(self, limit: int) -> None:

@@ -141,5 +141,5 @@ def least_cpu_memory(
     copies = configuration.replicas_of(config, ranks=ranks, rows=replicas)
     tiles = config if config.param_tier != "device" else replace(config, tile_bytes=0)
     layouts = (shape.layout(tiles, ranks=ranks, rank=rank, replicas=copies) for rank in range(ranks))
-    direct = shape.params[0].device.type != "cuda"
+    direct = shape.params[0].device.type in ("cpu", "meta")
     return max(Needs(layout, config, direct).least_bytes for layout in layouts)
