@@ -52,6 +52,15 @@ def _leaves_torch_as_it_was() -> Iterator[None]:
     assert torch.is_grad_enabled(), "gradients are off for this thread"
 
 
+@pytest.fixture(autouse=True)
+def _orders_its_streams() -> Iterator[None]:
+    """On the simulated accelerator: each two uses of memory by different streams have an order."""
+    yield
+    if accelerator.is_wanted():
+        found = accelerator.races()
+        assert not found, "\n".join(found[:10])
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks the cases that `one_in` leaves to make test-slow, before `-m` chooses."""

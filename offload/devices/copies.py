@@ -24,6 +24,12 @@ def accelerator() -> torch.device | None:
     return None if found is None or found.type == "mps" else found
 
 
+def finish_queue(device: torch.device) -> None:
+    """Waits for all that is queued on the current stream of a device: another stream may use, and free, its tensors."""
+    if device.type != "cpu":
+        torch.accelerator.current_stream(device).synchronize()
+
+
 class Copy(ABC):
     """A copy under way."""
 

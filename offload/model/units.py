@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from offload import torch_private
-from offload.devices.copies import accelerator
+from offload.devices.copies import accelerator, finish_queue
 from offload.errors import ConfigError
 from offload.layout import ParamSpec
 
@@ -273,7 +273,9 @@ def cast_untrained(model: nn.Module, trained: Container[Tensor], dtypes: Mapping
     """Casts floating parameters that are not trained to their compute dtype. They have no other copy."""
     for param in model.parameters():
         if param not in trained and param.is_floating_point() and param.dtype is not dtypes[param]:
-            param.data = param.data.to(dtypes[param])
+            cast = param.data.to(dtypes[param])
+            finish_queue(param.device)
+            param.data = cast
 
 
 def untrained_bytes(model: nn.Module, trained: Iterable[nn.Parameter], dtypes: Mapping[Tensor, torch.dtype]) -> int:

@@ -12,12 +12,14 @@
 #include <ATen/ops/_copy_from_ops.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <cmath>
 #include <cstring>
 
 namespace simulated {
@@ -212,7 +214,7 @@ class Call {
  public:
   Call(const c10::OperatorHandle& op, torch::jit::Stack* stack) : op_(op), schema_(op.schema()), stack_(stack) {}
 
-  void run(const c10::OperatorHandle& kernel) {
+  void run(void (*kernel)(const c10::OperatorHandle&, torch::jit::Stack*)) {
     size_t count = schema_.arguments().size(), begin = stack_->size() - count;
     given_.assign(stack_->begin() + begin, stack_->end());
     find_device();
@@ -224,7 +226,7 @@ class Call {
       const auto& argument = schema_.arguments()[i];
       (*stack_)[begin + i] = convert(given_[i], argument.alias_info() && argument.alias_info()->isWrite(), argument);
     }
-    kernel.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack_);
+    kernel(op_, stack_);
     ++counters[kKernels];
     bool is_read_by_host = give_back();
     std::vector<Tensor> to, from;
@@ -349,7 +351,31 @@ class Call {
   std::vector<std::pair<Tensor, Tensor>> written_; // on the device, and what is to be there
 };
 
-void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) { Call(op, stack).run(op); }
+void cpu_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+}
+
+/// Rounded as IEEE 754 has it, and as devices do; the CPU's own is an ulp off. Of fp32.
+void exact_sqrt(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  size_t count = op.schema().arguments().size(), begin = stack->size() - count;
+  Tensor self = (*stack)[begin].toTensor();
+  if (self.scalar_type() != at::kFloat)
+    return cpu_kernel(op, stack);
+  Tensor from = self.contiguous(), to = at::empty_like(from);
+  for (int64_t i = 0; i < from.numel(); ++i)
+    to.data_ptr<float>()[i] = std::sqrt(from.data_ptr<float>()[i]);
+  if (op.schema().arguments().back().alias_info() != nullptr) { // sqrt_, or sqrt.out
+    Tensor out = stack->back().toTensor();
+    put(out.sizes().equals(to.sizes()) ? out : out.resize_(to.sizes()), to);
+    to = out;
+  }
+  torch::jit::drop(*stack, count);
+  stack->emplace_back(to);
+}
+
+void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  Call(op, stack).run(op.schema().name() == "aten::sqrt" ? &exact_sqrt : &cpu_kernel);
+}
 
 /// Torch's plain form, of other operations; the CPU's own choice would be a kernel that has no backward here.
 int64_t choose_attention(
