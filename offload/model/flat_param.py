@@ -288,8 +288,13 @@ class FlatParameters:
     def allocate(self, index: int) -> None:
         """Gives a slice of the layout that was freed memory again; its values are undefined."""
         memory = self.memory_of(index)
-        self._count(index, memory.numel() * memory.element_size())
-        self._spares.give(memory, self.peak_bytes - self._bytes)
+        nbytes = memory.numel() * memory.element_size()
+        self._count(index, nbytes)
+        try:
+            self._spares.give(memory, self.peak_bytes - self._bytes)
+        except BaseException:
+            self._count(index, -nbytes)
+            raise
 
     def free_spares(self) -> None:
         """Gives spare memory back to the system."""

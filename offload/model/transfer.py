@@ -152,8 +152,8 @@ class UnitTransfers:
         for one in self._slices_of[unit]:
             if not one.is_tile:
                 self._resident_tiles(one.flat)
-        self._allocate(unit)
         try:
+            self._allocate(unit)
             for one in self._slices_of[unit]:
                 for chunk in self._chunks_of[one.index]:
                     self._start_copy(one, chunk)

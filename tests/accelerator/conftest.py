@@ -13,4 +13,5 @@ def _known_state() -> Iterator[None]:
     accelerator.set_delays(0)
     yield
     accelerator.refuse_pinning(0)
+    accelerator.fail_allocation(0)
     accelerator.races()

@@ -17,7 +17,9 @@ from tests.support import accelerator
 
 pytestmark = [
     pytest.mark.device,
-    pytest.mark.skipif(not accelerator.is_wanted(), reason="runs in a process of its own (make test-device)"),
+    pytest.mark.skipif(
+        not accelerator.is_wanted(), reason="needs a process of its own (make test-device) and a C++ compiler"
+    ),
 ]
 
 DEVICE = "simulated:0"

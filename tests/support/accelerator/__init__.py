@@ -58,8 +58,8 @@ _ENVIRONMENT = "OFFLOAD_TEST_DEVICE"
 
 
 def is_wanted() -> bool:
-    """Whether this process is to run its tests on the simulated accelerator."""
-    return os.environ.get(_ENVIRONMENT) == NAME
+    """Whether this process is to run its tests on the simulated accelerator, and can."""
+    return os.environ.get(_ENVIRONMENT) == NAME and compiler() is not None
 
 
 def compiler() -> str | None:
@@ -163,12 +163,20 @@ def _module(library: ctypes.CDLL) -> types.ModuleType:
     module.manual_seed_all = module.manual_seed = manual_seed_all
     module._is_in_bad_fork = lambda: bool(library.simulated_is_child())
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
-    module.cudart = lambda: types.SimpleNamespace(
-        cudaHostRegister=lambda address, nbytes, flags: library.simulated_register(
-            ctypes.c_void_p(address), ctypes.c_uint64(nbytes)
-        ),
-        cudaHostUnregister=lambda address: library.simulated_unregister(ctypes.c_void_p(address)),
-    )
+
+    def register(address: int, nbytes: int, flags: int) -> int:
+        require_parent()
+        return library.simulated_register(ctypes.c_void_p(address), ctypes.c_uint64(nbytes))
+
+    def unregister(address: int) -> int:
+        require_parent()
+        return library.simulated_unregister(ctypes.c_void_p(address))
+
+    def require_parent() -> None:
+        if library.simulated_is_child():
+            raise RuntimeError("the child of a fork called the driver")
+
+    module.cudart = lambda: types.SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
     return module  # type: ignore[no-any-return]
 
 
@@ -212,6 +220,11 @@ def memory_limit(nbytes: int, device: int = 0) -> Iterator[None]:
         yield
     finally:
         _library().simulated_limit(device, ctypes.c_uint64(before))
+
+
+def fail_allocation(count: int, device: int = 0) -> None:
+    """The allocation that is `count` calls from now runs out of memory; 0: none."""
+    _library().simulated_fail_allocation(device, count)
 
 
 def refuse_pinning(times: int) -> None:

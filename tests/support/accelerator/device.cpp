@@ -282,18 +282,20 @@ class Memory {
   size_t limit = size_t(1) << 30;
   c10::CachingDeviceAllocator::DeviceStats stats;
 
+  int fails_in = 0; // that many allocations; 0: none
+
   void* allocate(size_t asked, int stream) {
     size_t bytes = (asked + kAlignment - 1) / kAlignment * kAlignment;
-    bool is_small = bytes <= kMiB;
-    take_back(false);
-    Block* block = find(bytes, stream, is_small);
-    if (block == nullptr)
+    bool is_small = bytes <= kMiB, fails = fails_in > 0 && --fails_in == 0;
+    take_back(fails);
+    Block* block = fails ? nullptr : find(bytes, stream, is_small);
+    if (block == nullptr && !fails)
       block = add_segment(bytes, stream, is_small);
-    if (block == nullptr) { // as torch does: wait for what other streams use, give back what is free, try again
+    if (block == nullptr && !fails) { // as torch does: wait for other streams, give back what is free, try again
       take_back(true);
       block = find(bytes, stream, is_small);
     }
-    if (block == nullptr) {
+    if (block == nullptr && !fails) {
       release_segments();
       block = add_segment(bytes, stream, is_small);
     }
@@ -827,6 +829,12 @@ int simulated_races(char* into, size_t bytes) {
 void simulated_limit(int device, uint64_t bytes) {
   Lock lock(mutex);
   memories()[device].limit = bytes;
+}
+
+/// The allocation that is `count` calls from now runs out of memory; 0: none.
+void simulated_fail_allocation(int device, int count) {
+  Lock lock(mutex);
+  memories()[device].fails_in = count;
 }
 
 /// The next `times` calls that page-lock memory fail.
