@@ -227,3 +227,26 @@ def test_out_of_memory_for_a_units_parameters_and_going_on_has_the_same_bits(
 
     assert losses("gpt", options, step=step, steps=3) == expected
     assert len(raised) == 3
+
+
+def test_where_memory_cannot_be_registered_training_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on XPU: copies are from and to memory that is not page-locked."""
+    expected = losses("mlp", TIERS["streamed"])
+    monkeypatch.delattr(torch.get_device_module(DEVICE), "cudart")
+    with accelerator.counted() as counts:
+        assert losses("mlp", TIERS["streamed"]) == expected
+    assert counts["pageable_non_blocking"] > 0
+
+
+def test_a_step_waits_for_no_device_and_copies_from_page_locked_memory_only() -> None:
+    counted: list[dict[str, int]] = []
+
+    def step(model: nn.Module, optimizer: OffloadZero, draw: Callable[[], torch.Tensor]) -> float:
+        with accelerator.counted() as counts:
+            loss = plain_step(model, optimizer, draw)
+        counted.append(counts)
+        return loss
+
+    losses("gpt", TIERS["streamed"], step=step)
+    last = counted[-1]
+    assert (last["device_waits"], last["pageable_non_blocking"], last["segment_frees"]) == (0, 0, 0)

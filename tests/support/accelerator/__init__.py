@@ -155,6 +155,7 @@ def _module(library: ctypes.CDLL) -> types.ModuleType:
     module.device_count = library.simulated_devices
     module.current_device = library.simulated_device
     module.set_device = lambda device: torch.accelerator.set_device_index(index(device))
+    module.device = torch.accelerator.device_index
     module.synchronize = lambda device=None: torch.accelerator.synchronize(index(device))
     module.get_device_name = lambda device=None: f"simulated accelerator {index(device)}"
     module.get_rng_state, module.set_rng_state = get_rng_state, set_rng_state

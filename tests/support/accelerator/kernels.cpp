@@ -400,7 +400,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", TORCH_FN(copy_from));
   m.impl("_fused_sdp_choice", TORCH_FN(choose_attention));
   // These have a form for any device, of other operations; the CPU's own has the CPU's bits.
-  for (const char* name : {"native_layer_norm", "native_group_norm", "convolution", "convolution_backward"})
+  for (const char* name : {"native_layer_norm", "native_group_norm", "convolution", "convolution_backward", "mse_loss", "smooth_l1_loss"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
 }
 
