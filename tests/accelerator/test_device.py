@@ -345,6 +345,15 @@ def test_forward_and_backward_have_the_bits_of_the_cpu(module: torch.nn.Module, 
     assert not accelerator.races()
 
 
+def test_tensors_of_the_cpu_are_refused_beside_those_of_the_device() -> None:
+    there = torch.ones(4, 4, device=DEVICE)
+    assert (there + torch.ones(())).sum().item() == 32.0
+    with pytest.raises(RuntimeError, match="same device"):
+        there + torch.ones(4)
+    with pytest.raises(RuntimeError, match="same device"):
+        there @ torch.ones(4, 4)
+
+
 def test_random_numbers_are_the_devices_own() -> None:
     torch.manual_seed(5)
     first = torch.rand(4, device=DEVICE)

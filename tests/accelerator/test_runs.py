@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from offload import BudgetError, OffloadZero
+from offload import BudgetError, OffloadZero, Tuning
 from offload.devices.copies import copier_for
 from offload.model.flat_param import SpareMemory
 from offload.native import load_on
@@ -47,14 +48,20 @@ def plain_step(model: nn.Module, optimizer: OffloadZero, draw: Callable[[], torc
 
 
 def losses(
-    kind: str, options: dict[str, Any], *, under: Any = None, step: Step = plain_step, steps: int = 5
+    kind: str,
+    options: dict[str, Any],
+    *,
+    under: Any = None,
+    step: Step = plain_step,
+    steps: int = 5,
+    device: Any = DEVICE,
 ) -> list[float]:
     """Of a short training. Args: under: entered for the construction."""
-    model = models.build(kind).to(DEVICE)
+    model = models.build(kind).to(device)
     with under or contextlib.nullcontext():
         optimizer = OffloadZero(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options)
     with optimizer:
-        batches = models.losses(kind, model, str(DEVICE))
+        batches = models.losses(kind, model, str(device))
         return [step(model, optimizer, next(batches)) for _ in range(steps)]
 
 
@@ -250,3 +257,40 @@ def test_a_step_waits_for_no_device_and_copies_from_page_locked_memory_only() ->
     losses("gpt", TIERS["streamed"], step=step)
     last = counted[-1]
     assert (last["device_waits"], last["pageable_non_blocking"], last["segment_frees"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_checkpointed_blocks_have_the_same_bits(use_reentrant: bool) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        blocks = nn.Sequential(*(nn.Sequential(nn.Linear(24, 24), nn.GELU(), nn.LayerNorm(24)) for _ in range(4)))
+        return blocks.to(DEVICE)
+
+    def run(options: dict[str, Any], *, checkpoints: bool) -> list[float]:
+        model = make()
+        found = []
+        with OffloadZero(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options) as optimizer:
+            for number in range(4):
+                x = torch.linspace(-1, 1, 72, dtype=torch.bfloat16, device=DEVICE).view(3, 24).mul(number + 1)
+                x.requires_grad_()
+                for block in model:
+                    x = checkpoint(block, x, use_reentrant=use_reentrant) if checkpoints else block(x)
+                loss = x.float().square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+        return found
+
+    expected = run(TIERS["cpu"], checkpoints=False)
+    for options in TIERS.values():
+        assert run(options, checkpoints=True) == expected
+
+
+@pytest.mark.parametrize("param_tier", ["cpu", "nvme"])
+def test_tiles_have_the_bits_of_tiles_on_the_cpu(param_tier: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"tier": "nvme", "commit_every": None, "param_tier": param_tier}
+    options["tuning"] = Tuning(chunk="4KiB", tile="2KiB")
+    expected = losses("mlp", options | {"path": tmp_path / "cpu"}, device="cpu")
+    assert losses("mlp", options | {"path": tmp_path / "device"}) == expected

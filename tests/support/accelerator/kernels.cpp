@@ -262,8 +262,12 @@ class Call {
   }
 
   Tensor convert(const Tensor& tensor, bool is_written) {
-    if (!is_ours(tensor))
+    if (!is_ours(tensor)) {
+      TORCH_CHECK(
+          !tensor.defined() || tensor.dim() == 0 || schema_.name().find("index") != std::string::npos,
+          "Expected all tensors to be on the same device, but ", schema_.name(), " got one on the CPU");
       return tensor;
+    }
     accesses_.push_back(reads(tensor));
     Tensor found = in_device(tensor);
     if (is_written) {
@@ -377,6 +381,9 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Call(op, stack).run(op.schema().name() == "aten::sqrt" ? &exact_sqrt : &cpu_kernel);
 }
 
+/// `p.data = x` takes a tensor of the CPU, and back, as on other devices.
+bool can_become(const Tensor&, const Tensor&) { return true; }
+
 /// Torch's plain form, of other operations; the CPU's own choice would be a kernel that has no backward here.
 int64_t choose_attention(
     const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool, std::optional<double>,
@@ -398,6 +405,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset", TORCH_FN(set_part));
   m.impl("record_stream", TORCH_FN(record_stream));
   m.impl("_copy_from", TORCH_FN(copy_from));
+  m.impl("_has_compatible_shallow_copy_type", TORCH_FN(can_become));
   m.impl("_fused_sdp_choice", TORCH_FN(choose_attention));
   // These have a form for any device, of other operations; the CPU's own has the CPU's bits.
   for (const char* name : {"native_layer_norm", "native_group_norm", "convolution", "convolution_backward", "mse_loss", "smooth_l1_loss"})
