@@ -14,4 +14,3 @@ def _known_state() -> Iterator[None]:
     yield
     accelerator.refuse_pinning(0)
     accelerator.fail_allocation(0)
-    accelerator.races()

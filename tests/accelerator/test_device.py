@@ -159,6 +159,7 @@ def test_what_the_host_waited_for_is_in_order() -> None:
     with two:
         shared.add_(1)
     assert not accelerator.races()
+    two.synchronize()
 
 
 # Memory.
@@ -246,6 +247,7 @@ def test_the_host_cannot_read_it() -> None:
     assert done.returncode == -11
 
 
+@pytest.mark.slow
 def test_the_child_of_a_fork_cannot_use_it() -> None:
     torch.ones(9, device=DEVICE)
     script = (
