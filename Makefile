@@ -6,12 +6,12 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 SOURCES := pyproject.toml constraints.txt $(wildcard kernels/*.c kernels/*.h kernels/CMakeLists.txt) \
 	$(wildcard offload/__init__.py offload/*/__init__.py)
 
-.PHONY: train test lint types unit test-slow test-oracle test-faults test-gpu test-peers fuzz bench-peers bench-peers-step clean
+.PHONY: train test lint types unit device test-device test-slow test-oracle test-faults test-gpu test-peers fuzz bench-peers bench-peers-step clean
 
 train: $(VENV)/installed
 	$(BIN)/offload train $(ARGS)
 
-test: lint types unit
+test: lint types unit device
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check offload tests bench docs
@@ -23,6 +23,14 @@ types: $(VENV)/installed
 # In more processes than CI has cores: half of a test's time is spent waiting for disks, and for Pythons that start.
 unit: $(VENV)/installed
 	$(BIN)/python -m pytest -n 4 $(ARGS)
+
+# On the simulated accelerator, which a process has from its beginning on, or not at all.
+device: $(VENV)/installed
+	OFFLOAD_TEST_DEVICE=simulated $(BIN)/python -m pytest -n 2 -m "device and not slow" tests/accelerator tests/gpu $(ARGS)
+
+DEVICE_TESTS := tests/accelerator tests/gpu tests/parity tests/oracle tests/checkpoint/test_rng.py
+test-device: $(VENV)/installed
+	OFFLOAD_TEST_DEVICE=simulated $(BIN)/python -m pytest -n 2 -m "not peers and not oracle" $(DEVICE_TESTS) $(ARGS)
 
 test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -14,6 +14,11 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.support import accelerator
+
+if accelerator.is_wanted():
+    accelerator.load()  # before the first backward
+
 settings.register_profile("offload", deadline=None)  # machines are shared: how long an example takes says nothing
 settings.load_profile("offload")
 
@@ -50,6 +55,15 @@ def _leaves_torch_as_it_was() -> Iterator[None]:
     assert not torch._C._len_torch_function_stack(), "a torch function mode is still on"
     assert not torch._C._len_torch_dispatch_stack(), "a dispatch mode is still on"
     assert torch.is_grad_enabled(), "gradients are off for this thread"
+
+
+@pytest.fixture(autouse=True)
+def _orders_its_streams() -> Iterator[None]:
+    """On the simulated accelerator: each two uses of memory by different streams have an order."""
+    yield
+    if accelerator.is_wanted():
+        found = accelerator.races()
+        assert not found, "\n".join(found[:10])
 
 
 @pytest.hookimpl(tryfirst=True)

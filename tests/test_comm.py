@@ -46,7 +46,7 @@ def test_a_group_without_torch_distributed_is_refused() -> None:
         ("cpu:gloo,cuda:gloo", "cuda:1", "cpu:gloo,cuda:nccl"),
         ("cpu:gloo", "cuda:1", "cpu:gloo,cuda:nccl"),
         ("cuda:nccl", "cpu", "gloo"),
-        ("cuda:nccl", "cuda:0", r"set_device\(0\)"),
+        ("cuda:nccl", "cuda:0", r"set_device_index\(0\)"),
     ],
 )
 def test_a_group_has_to_carry_tensors_of_the_models_device(backends: str, device: str, fault: str | None) -> None:

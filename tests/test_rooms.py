@@ -89,11 +89,11 @@ def test_special_modules_are_known_to_one_room_only() -> None:
     assert not wrong
 
 
-def test_only_devices_touches_cuda_streams() -> None:
+def test_only_devices_knows_one_kind_of_accelerator_and_streams() -> None:
     wrong = [
         str(path.relative_to(ROOT))
         for room, path in sources()
-        if room != "devices" and any(word in path.read_text() for word in ("cuda.Stream", "cuda.Event", "cudart"))
+        if room != "devices" and re.search(r"torch\.(cuda|xpu)\b|torch\.(Stream|Event)\b|cudart", path.read_text())
     ]
     assert not wrong
 

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from offload.checkpoint.manifest import MAX_OPTIONS, Json, Option, Scalar, is_text
 from offload.checkpoint.tensors import DTYPES
+from offload.devices.copies import accelerator
 from offload.errors import ConfigError, CorruptionError, ResumeError
 from offload.storage.swap_format import MAX_INT
 
@@ -315,35 +316,38 @@ def _to_numpy(value: Any) -> numpy.generic:
     return found
 
 
-_PARTS = ("python", "numpy", "torch", "cuda")
+_PARTS = ("python", "numpy", "torch", "accelerator")
 
 
 def collect_rng() -> dict[str, object]:
-    """The global states of Python's random, NumPy's legacy generator, torch's CPU and (where used) CUDA generators.
+    """The global states of Python's random, NumPy's legacy generator, torch's CPU and (where used) accelerator
+    generators.
 
     What it returns can be committed as, or in, `extra`. Generators of one's own have states of their own:
     `generator.get_state()`, or `generator.bit_generator.state`.
     """
-    # Without CUDA in use there is no state of it; asking for one would start it.
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    # Without an accelerator in use there is no state of it; asking for one would start it.
+    device = accelerator()
+    module = None if device is None else torch.get_device_module(device)
     return {
         "python": random.getstate(),
         "numpy": numpy.random.get_state(),
         "torch": torch.get_rng_state(),
-        "cuda": cuda,
+        "accelerator": module.get_rng_state_all() if module is not None and module.is_initialized() else [],
     }
 
 
 def restore_rng(state: object) -> None:
     """Puts back what `collect_rng` gave: all of it, or nothing.
 
-    Raises: ConfigError if it is something else, ResumeError if it is of more GPUs than there are.
+    Raises: ConfigError if it is something else, ResumeError if it is of more accelerators than there are.
     """
     if not isinstance(state, dict) or state.keys() != set(_PARTS):
         raise ConfigError("this is no state of random number generators: give what collect_rng() returned")
-    here = torch.cuda.device_count() if state["cuda"] else 0
-    if len(state["cuda"]) > here:
-        raise ResumeError(f"the random number generators are of {len(state['cuda'])} GPUs, and here are {here}")
+    wanted = len(state["accelerator"])
+    here = torch.accelerator.device_count() if wanted else 0
+    if wanted > here:
+        raise ResumeError(f"the random number generators are of {wanted} accelerators, and here are {here}")
     before = collect_rng()
     try:
         _set(state)
@@ -356,8 +360,8 @@ def _set(state: dict[str, object]) -> None:
     random.setstate(state["python"])  # type: ignore[arg-type]
     numpy.random.set_state(state["numpy"])  # type: ignore[arg-type]
     torch.set_rng_state(state["torch"])  # type: ignore[arg-type]
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])  # type: ignore[arg-type]
+    if state["accelerator"]:
+        torch.get_device_module(accelerator()).set_rng_state_all(state["accelerator"])
 
 
 def stored(groups: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Option], ...]:

@@ -63,13 +63,17 @@ def _software() -> list[Row]:
 
     import torch
 
+    from offload.devices.copies import accelerator
+
     try:
         offload = version("offload")
     except PackageNotFoundError:  # run from its folder
         offload = "not installed"
 
-    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    pinning = torch.cuda.is_available()
+    device = accelerator()
+    pinning = device is not None
+    here = torch.accelerator.device_count() if pinning else 0
+    devices = [torch.get_device_module(device).get_device_name(index) for index in range(here)]
     return [
         _row("python", "Python", platform.python_version()),
         _row("offload", "offload", offload),

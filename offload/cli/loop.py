@@ -26,6 +26,7 @@ from offload.cli.text import Batches, Text, cut_windows, even_starts, load_text
 from offload.cli.timeline_plot import timeline_picture
 from offload.cli.train import TrainOptions
 from offload.cli.workspace import Workspace, removed_at_end
+from offload.devices.copies import accelerator
 from offload.models import GPT, PRESETS, GPTConfig
 from offload.models.gpt import initial_values
 from offload.planner import least_cpu_memory
@@ -79,10 +80,10 @@ class Clock:
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        if self._device.type == "cuda":
+        if self._device.type != "cpu":
             # Otherwise work queued in one phase would be timed in the next. An empty queue between forward and
             # backward costs little beside either.
-            torch.cuda.synchronize(self._device)
+            torch.accelerator.synchronize(self._device)
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
 
 
@@ -142,7 +143,7 @@ def build_optimizer(model: GPT, options: TrainOptions) -> OffloadZero:
         device_memory=options.device_memory,
         param_tier=options.given_param_tier,
         grad_tier=options.given_grad_tier,
-        device="cuda" if is_streamed and torch.cuda.is_available() else None,
+        device=accelerator() if is_streamed else None,
         init=initial_values(model.config, options.seed) if is_streamed else None,
         tuning=tuning,
     )
@@ -305,7 +306,7 @@ def run(options: TrainOptions, *, as_json: bool) -> None:
         if options.timeline:
             raise ConfigError(f"--timeline cannot be drawn, because {MISSING}")
         stderr.print(f"The loss will not be drawn: {MISSING}", soft_wrap=True, highlight=False, markup=False)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = accelerator() or torch.device("cpu")
     model = build_model(config, options)
     if options.param_tier == "device":
         model = model.to(device)

@@ -118,15 +118,14 @@ def planned_of(
     options: TrainOptions, config: GPTConfig, *, split_master: bool, ranks: int = 1, stage: int | None = None
 ) -> Planned:
     """The model on the meta device, laid out as `offload train` would have it. Raises: ConfigError."""
-    import torch
-
     from offload import Tuning
+    from offload.devices.copies import accelerator
     from offload.models import GPT
     from offload.planner.explain import plan_of
 
     planned = plan_of(
         GPT(config, device="meta"),
-        direct=not torch.cuda.is_available(),
+        direct=accelerator() is None,
         tier=options.tier,
         path=options.path if options.tier == "nvme" else None,
         cpu_memory=options.cpu_memory,
@@ -148,15 +147,17 @@ def summarise(planned: Planned) -> dict[str, Any]:
     """The object that --json prints. Raises: BudgetError, as `offload train` would."""
     from dataclasses import asdict
 
+    from offload.devices.copies import accelerator
     from offload.planner import explain
 
+    device = accelerator()
     placement = planned.place()
     kept = sum(planned.needs.states[chunk].nbytes for chunk in placement.kept)
     return {
         "tier": planned.config.tier,
         "param_tier": planned.config.param_tier,
         "grad_tier": planned.config.grad_tier,
-        "device": "cpu" if planned.direct else "cuda",
+        "device": "cpu" if device is None else device.type,
         "accumulation": planned.config.accumulation,
         "split_master": planned.config.split_master,
         "commit_every": planned.config.commit_every,

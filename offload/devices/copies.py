@@ -1,4 +1,4 @@
-"""The only file that knows CUDA streams: copies between host and device memory, with completion.
+"""The only file that knows streams: copies between host and device memory, with completion.
 
 A copier may perform a copy at any moment between its start and the end of `Copy.wait()`. Until `wait()` has returned,
 `dst` must not be read or reused, nor `src` changed or freed. The tests have a copier that copies at the last moment.
@@ -6,13 +6,28 @@ A copier may perform a copy at any moment between its start and the end of `Copy
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from offload.errors import OffloadError
+from offload.errors import BudgetError
+from offload.sizes import format_bytes
+
+
+def accelerator() -> torch.device | None:
+    """The kind of device on which models can be trained beside the CPU; None if there is none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    # An MPS device has neither memory of its own nor streams.
+    return None if found is None or found.type == "mps" else found
+
+
+def finish_queue(device: torch.device) -> None:
+    """Waits for all that is queued on the current stream of a device: another stream may use, and free, its tensors."""
+    if device.type != "cpu":
+        torch.accelerator.current_stream(device).synchronize()
 
 
 class Copy(ABC):
@@ -51,7 +66,7 @@ class Copier(ABC):
 
     @abstractmethod
     def pin(self, memory: Tensor) -> None:
-        """Page-locks host memory, where that makes copies faster. Raises: OffloadError if the driver refuses."""
+        """Page-locks host memory, where that makes copies faster. Raises: BudgetError if the driver refuses."""
 
     @abstractmethod
     def unpin(self, memory: Tensor) -> None:
@@ -89,8 +104,8 @@ class HostCopier(Copier):
         return None
 
 
-class _CudaCopy(Copy):
-    def __init__(self, event: torch.cuda.Event, src: Tensor) -> None:
+class _StreamCopy(Copy):
+    def __init__(self, event: torch.Event | torch.cuda.Event, src: Tensor) -> None:
         self._event = event
         # Keeps the source from the caching allocator until the copy has read it.
         self._src: Tensor | None = src
@@ -105,15 +120,19 @@ class _CudaCopy(Copy):
         self._src = None
 
 
-class CudaCopier(Copier):
+class DeviceCopier(Copier):
     """One stream a direction, so that both directions of the link work at once beside the compute stream."""
 
     direct = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._down = torch.cuda.Stream(device)
-        self._up = torch.cuda.Stream(device)
+        self._down = torch.Stream(device)
+        self._up = torch.Stream(device)
+        # CUDA's and ROCm's. Others cannot lock memory that is there already.
+        cudart = getattr(torch.get_device_module(device), "cudart", None)
+        self._runtime: Any = None if cudart is None else cudart()
+        self._process = os.getpid()
 
     def to_host(self, src: Tensor, dst: Tensor) -> Copy:
         return self._copy(self._down, src, dst)
@@ -123,31 +142,45 @@ class CudaCopier(Copier):
         return self._copy(self._up, src, dst)
 
     def free_bytes(self) -> int:
-        cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return torch.cuda.mem_get_info(self._device)[0] + cached
+        # What the caching allocator holds in pieces, and for other streams, cannot be given to anyone.
+        torch.accelerator.empty_cache()
+        return torch.accelerator.get_memory_info(self._device)[0]
 
-    def _copy(self, stream: torch.cuda.Stream, src: Tensor, dst: Tensor) -> Copy:
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+    def _copy(self, stream: torch.Stream, src: Tensor, dst: Tensor) -> Copy:
+        stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with stream:
             dst.copy_(src, non_blocking=True)
-            # blocking: a thread that waits sleeps, and leaves its core to the kernels.
-            event = torch.cuda.Event(blocking=True)
+            event = self._event()
             event.record(stream)
-        return _CudaCopy(event, src)
+        return _StreamCopy(event, src)
+
+    def _event(self) -> torch.Event | torch.cuda.Event:
+        if self._device.type == "cuda":
+            # A thread that waits sleeps, and leaves its core to the kernels; torch.Event cannot be told to.
+            return torch.cuda.Event(blocking=True)
+        return torch.Event(self._device)
 
     def pin(self, memory: Tensor) -> None:
-        runtime: Any = torch.cuda.cudart()
-        with torch.cuda.device(self._device):
-            error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+        if self._runtime is None:
+            return
+        with torch.accelerator.device_index(self._device.index):
+            error = int(self._runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
         if error:
-            raise OffloadError(f"page-locking {memory.numel()} bytes failed: CUDA error {error}; lower cpu_memory")
+            raise BudgetError(
+                f"{self._device} refuses to page-lock {format_bytes(memory.numel())} of RAM (error {error}): lower "
+                "cpu_memory",
+                needed=memory.numel(),
+                available=0,
+                option="cpu_memory",
+            )
 
     def unpin(self, memory: Tensor) -> None:
-        runtime: Any = torch.cuda.cudart()
-        with torch.cuda.device(self._device):
-            runtime.cudaHostUnregister(memory.data_ptr())
+        # The child of a fork has not locked it, and must not call the driver.
+        if self._runtime is not None and os.getpid() == self._process:
+            with torch.accelerator.device_index(self._device.index):
+                self._runtime.cudaHostUnregister(memory.data_ptr())
 
 
 def copier_for(device: torch.device) -> Copier:
-    """The copier for a model on `device` ("cpu" or "cuda")."""
-    return CudaCopier(device) if device.type == "cuda" else HostCopier()
+    """The copier for a model on `device`."""
+    return HostCopier() if device.type == "cpu" else DeviceCopier(device)

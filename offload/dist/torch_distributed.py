@@ -75,7 +75,7 @@ class Group(Communicator):
         backends = dist.get_backend_config(members)
         self._group = members
         self._ranks = dist.get_process_group_ranks(members)
-        self._host = torch.device("cpu" if "cpu" in backends else "cuda")
+        self._host = torch.device("cpu" if "cpu" in backends else backends.partition(":")[0])
         self._timeout_s = timeout_s
         self._timeline = timeline or Timeline()
         self._shared = _Shared()
@@ -175,7 +175,7 @@ class Group(Communicator):
             raise self._shared.failure
 
     def require_device(self, device: torch.device) -> None:
-        current = torch.cuda.current_device() if device.type == "cuda" else None
+        current = None if device.type == "cpu" else torch.accelerator.current_device_index()
         require_backend(dist.get_backend_config(self._group), device, current)
 
     def fail(self, name: str, waited_s: float, why: str) -> RankError:
@@ -343,26 +343,27 @@ def _members_of(mesh: DeviceMesh) -> list[dist.ProcessGroup | None]:
 
 
 def require_backend(backends: str, device: torch.device, current: int | None) -> None:
-    """Args: backends: of a group, by type of device, as in "cpu:gloo,cuda:nccl"; current: number of the CUDA device.
+    """Args: backends: of a group, by type of device, as in "cpu:gloo,cuda:nccl"; current: number of the current accelerator.
 
     Raises: ConfigError if tensors on `device` cannot travel in that group.
     """
     by_type = dict(part.split(":") for part in backends.split(","))
     backend = by_type.get(device.type)
-    if device.type == "cuda" and backend in (None, "gloo"):
+    if device.type != "cpu" and backend in (None, "gloo"):
+        own = dist.get_default_backend_for_device(device)
         raise ConfigError(
             f"the model is on {device}, and the process group has {backends}: gradients travel by all-to-all, which "
-            'gloo has on the CPU only; call init_process_group("cpu:gloo,cuda:nccl")'
+            f'gloo has on the CPU only; call init_process_group("cpu:gloo,{device.type}:{own}")'
         )
     if backend is None:
         raise ConfigError(
             f"the model is on {device}, and the process group has {backends} only: call "
             'init_process_group("gloo"), or move the model to the device of this rank'
         )
-    if device.type == "cuda" and device.index not in (None, current):
+    if device.type != "cpu" and device.index not in (None, current):
         raise ConfigError(
-            f"the model is on {device}, and the current device is cuda:{current}: call "
-            f"torch.cuda.set_device({device.index}) before init_process_group()"
+            f"the model is on {device}, and the current device is {device.type}:{current}: call "
+            f"torch.accelerator.set_device_index({device.index}) before init_process_group()"
         )
 
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from offload import torch_private
+from offload.devices.copies import finish_queue
 from offload.errors import ConfigError
 from offload.layout import Layout
 from offload.native.memory import advise_huge_pages, poison
@@ -87,7 +88,7 @@ class SpareMemory:
         """
         storage, nbytes = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
         if not tensor.is_cpu:
-            if torch_private.allow_data_access is not None and storage.device.type == "cuda":
+            if torch_private.allow_data_access is not None:
                 torch_private.allow_data_access(storage._cdata)
             storage.resize_(nbytes)
             return
@@ -110,7 +111,7 @@ class SpareMemory:
                 self._spares.append(memory)
             return
         storage.resize_(0)
-        if torch_private.forbid_data_access is not None and storage.device.type == "cuda":
+        if torch_private.forbid_data_access is not None:
             torch_private.forbid_data_access(storage._cdata, _REFUSED)
 
     def trim(self, limit: int) -> None:
@@ -179,18 +180,21 @@ class FlatParameters:
         if is_tiled:
             self._attach_tiles(flat)
         end = 0
+        views = []
         for number, offset in zip(info.params, info.offsets, strict=True):
             param = self.params[number]
             memory[end:offset] = 0  # kernels compute the gaps too
             end = offset + param.numel()
             self._strides[number] = param.stride()
             self._tensors[number] = param._cdata
-            view = self._view_for(number, memory[offset:end])
+            views.append(self._view_for(number, memory[offset:end]))
             if with_values:
-                view.copy_(param)
-            param.data = view
-            self._versions[number] = param._version
+                views[-1].copy_(param)
         memory[end:] = 0
+        finish_queue(device)  # the parameters' old memory is another stream's, perhaps, and goes now
+        for number, view in zip(info.params, views, strict=True):
+            self.params[number].data = view
+            self._versions[number] = self.params[number]._version
         self.flats[flat] = memory
         if self._streams:
             self._flat_of_storage[memory.untyped_storage()._cdata] = flat
@@ -280,8 +284,13 @@ class FlatParameters:
     def allocate(self, index: int) -> None:
         """Gives a slice of the layout that was freed memory again; its values are undefined."""
         memory = self.memory_of(index)
-        self._count(index, memory.numel() * memory.element_size())
-        self._spares.give(memory, self.peak_bytes - self._bytes)
+        nbytes = memory.numel() * memory.element_size()
+        self._count(index, nbytes)
+        try:
+            self._spares.give(memory, self.peak_bytes - self._bytes)
+        except BaseException:
+            self._count(index, -nbytes)
+            raise
 
     def free_spares(self) -> None:
         """Gives spare memory back to the system."""

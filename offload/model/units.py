@@ -15,6 +15,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from offload import torch_private
+from offload.devices.copies import accelerator, finish_queue
 from offload.errors import ConfigError
 from offload.layout import ParamSpec
 
@@ -177,7 +178,7 @@ def specs_of(
             if param not in names:
                 shape = tuple(param.shape)
                 raise ConfigError(f"param group {number} holds a parameter of shape {shape} that is not in the model")
-    _refuse_untrainable(model, names, group_of, ("cpu", "cuda", "meta") if planned else ("cpu", "cuda"))
+    _refuse_untrainable(model, names, group_of, ("meta", *_device_types()) if planned else _device_types())
     units = units_of(model, chosen)
     dtypes = compute_dtypes(model, keep, dtype)
     trained = [param for param in names if param in group_of and param.requires_grad]
@@ -240,13 +241,19 @@ def _refuse_overlaps(trained: Sequence[nn.Parameter], names: Mapping[nn.Paramete
             raise ConfigError(f"{name} and {other} share memory: tie them as one Parameter, b.weight = a.weight")
 
 
+def _device_types() -> tuple[str, ...]:
+    """Where a model can be trained."""
+    found = accelerator()
+    return ("cpu",) if found is None else ("cpu", found.type)
+
+
 def _refuse_untrainable(
     model: nn.Module, names: Mapping[nn.Parameter, str], trained: Container[nn.Parameter], allowed: Container[str]
 ) -> None:
     devices = {param.device for param in names}
     for param, name in names.items():
         if param.device.type not in allowed:
-            raise ConfigError(f"{name} is on {param.device}: the model must be on the CPU or a CUDA device")
+            raise ConfigError(f"{name} is on {param.device}: models are trained on {' or '.join(_device_types())} here")
         if param.device != next(iter(names)).device:
             raise ConfigError(f"{name} is on {param.device}, others are on {devices - {param.device}}: use one device")
         if type(param).__name__ == "DTensor" or hasattr(param, "quant_state"):
@@ -266,7 +273,9 @@ def cast_untrained(model: nn.Module, trained: Container[Tensor], dtypes: Mapping
     """Casts floating parameters that are not trained to their compute dtype. They have no other copy."""
     for param in model.parameters():
         if param not in trained and param.is_floating_point() and param.dtype is not dtypes[param]:
-            param.data = param.data.to(dtypes[param])
+            cast = param.data.to(dtypes[param])
+            finish_queue(param.device)
+            param.data = cast
 
 
 def untrained_bytes(model: nn.Module, trained: Iterable[nn.Parameter], dtypes: Mapping[Tensor, torch.dtype]) -> int:

@@ -348,17 +348,21 @@ class DeviceKernels(_Operations):
         return part
 
 
+_mode_lock = threading.Lock()
+
+
 def _add_rows(rows: Tensor, sums: Tensor) -> Tensor:
     """[blocks, rows, lanes] summed over rows, one after the other: [blocks, lanes]. Uses up both arguments."""
-    if not torch.are_deterministic_algorithms_enabled():
-        # Along an axis that is not the last each running sum is one thread's, row after row.
-        torch.cumsum(rows, 1, out=sums)
-        return sums[:, -1]
-    # torch.cumsum refuses then, for what it does along the last axis.
-    total = rows[:, 0]
-    for row in range(1, rows.shape[1]):
-        total += rows[:, row]
-    return total
+    # Along an axis that is not the last each running sum is one thread's, row after row. CUDA's refuses deterministic
+    # algorithms for what it does along the last axis.
+    with _mode_lock:
+        mode = torch.get_deterministic_debug_mode()
+        torch.set_deterministic_debug_mode(0)
+        try:
+            torch.cumsum(rows, 1, out=sums)
+        finally:
+            torch.set_deterministic_debug_mode(mode)
+    return sums[:, -1]
 
 
 def _no_split() -> AssertionError:

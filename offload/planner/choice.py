@@ -139,7 +139,9 @@ def least_cpu_memory(
     shape = ModelShape.of(model, groups, config)
     config = configuration.over_ranks(config, ranks=ranks, ranks_on_node=1)
     copies = configuration.replicas_of(config, ranks=ranks, rows=replicas)
+    direct = shape.params[0].device.type in ("cpu", "meta")
+    if config.chooses_params and config.grad_tier == "nvme" and not direct:
+        config = replace(config, param_tier="nvme")  # the least of those that `place` takes
     tiles = config if config.param_tier != "device" else replace(config, tile_bytes=0)
     layouts = (shape.layout(tiles, ranks=ranks, rank=rank, replicas=copies) for rank in range(ranks))
-    direct = shape.params[0].device.type != "cuda"
     return max(Needs(layout, config, direct).least_bytes for layout in layouts)

@@ -30,7 +30,7 @@ class DeviceArena(Lender):
     def __init__(self, size: int, device: torch.device) -> None:
         try:
             slab = torch.zeros(max(round_up(size, PAGE_BYTES), PAGE_BYTES), dtype=torch.uint8, device=device)
-        except RuntimeError as error:  # torch.OutOfMemoryError is one
+        except torch.OutOfMemoryError as error:
             raise BudgetError(
                 f'{device} refuses {format_bytes(size)} ({error}): choose tier="cpu", or "nvme" with a path',
                 needed=size,

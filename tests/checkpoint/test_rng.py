@@ -10,6 +10,7 @@ import torch
 from offload.checkpoint.commit import read_extra, write_manifest
 from offload.checkpoint.extra import collect_rng, restore_rng
 from offload.checkpoint.manifest import parse
+from offload.devices.copies import accelerator
 from offload.errors import ConfigError, ResumeError
 from tests.support.committed import RUN, manifest_of
 
@@ -58,16 +59,18 @@ def test_something_else_is_refused_and_nothing_is_changed(change: dict[str, obje
 
 def test_a_state_of_more_gpus_than_there_are_is_refused() -> None:
     state = collect_rng()
-    many = [torch.zeros(16, dtype=torch.uint8)] * (torch.cuda.device_count() + 1)
-    with pytest.raises(ResumeError, match="GPUs"):
-        restore_rng({**state, "cuda": many})
+    many = [torch.zeros(16, dtype=torch.uint8)] * (torch.accelerator.device_count() + 1)
+    with pytest.raises(ResumeError, match="accelerators"):
+        restore_rng({**state, "accelerator": many})
 
 
 @pytest.mark.gpu
-def test_the_same_numbers_are_drawn_on_a_gpu() -> None:
-    torch.randn(1, device="cuda")
+@pytest.mark.device
+def test_the_same_numbers_are_drawn_on_an_accelerator() -> None:
+    device = accelerator()
+    torch.randn(1, device=device)
     state = collect_rng()
-    expected = torch.randn(5, device="cuda").tolist()
+    expected = torch.randn(5, device=device).tolist()
     torch.manual_seed(1)
     restore_rng(state)
-    assert torch.randn(5, device="cuda").tolist() == expected
+    assert torch.randn(5, device=device).tolist() == expected

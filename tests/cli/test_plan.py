@@ -13,13 +13,14 @@ from typer.testing import CliRunner, Result
 
 from offload import BudgetError, OffloadZero, Tuning
 from offload.cli.main import app
+from offload.devices.copies import accelerator
 from offload.models import GPT, PRESETS, GPTConfig
 from offload.planner import least_cpu_memory
 from offload.planner.explain import Planned, explain, plan_of
 from offload.planner.placement import IN_FLIGHT
 from offload.sizes import GIB, KIB, MIB
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = accelerator() or torch.device("cpu")
 
 
 def run(*options: str) -> Result:

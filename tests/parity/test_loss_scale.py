@@ -12,6 +12,7 @@ import torch
 from offload import OffloadZero, Tuning
 from offload.native import available_variants
 from tests.support import models, training
+from tests.support.device import DEVICE
 from tests.support.late_copier import LateCopier
 from tests.support.training import LR, LossScale, NumpyAdam, Run, train
 
@@ -104,24 +105,24 @@ def test_resumed_training_has_the_bits_of_training_that_never_stopped(place: dic
     """Interrupted after the first overflow, one clean step away from a larger scale."""
     options = {"path": tmp_path / "run", "commit_every": 0, "tuning": Tuning(chunk="4KiB"), **place}
     half, whole = 5, in_ram("gpt", 1)
-    model = models.build("gpt")
+    model = models.build("gpt").to(DEVICE)
     plain = torch.optim.AdamW(models.groups(model), lr=LR)
     first = Run()
     with OffloadZero(model, plain, compute_dtype=torch.float16, **options) as optimizer:
-        scaler = LossScale(256.0, 2).scaler()
+        scaler = LossScale(256.0, 2).scaler(DEVICE)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, training.schedule)
         optimizer.attach(scaler=scaler, scheduler=scheduler)
         _go(first, model, optimizer, scheduler, scaler, range(half))
         optimizer.commit({"done": half})
         _go(Run(), model, optimizer, scheduler, scaler, range(half, half + 2))  # lost
-    again = models.build("gpt")
+    again = models.build("gpt").to(DEVICE)
     second = Run()
     plain = torch.optim.AdamW(models.groups(again), lr=LR)
     with OffloadZero(again, plain, compute_dtype=torch.float16, resume=True, **options) as optimizer:
         assert optimizer.resumed is not None
         found: Any = optimizer.resumed.extra
         assert (optimizer.resumed.step, found["done"]) == (half - 1, half)
-        scaler = torch.amp.GradScaler("cpu")
+        scaler = torch.amp.GradScaler(DEVICE)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, training.schedule)
         optimizer.attach(scaler=scaler, scheduler=scheduler)
         _go(second, again, optimizer, scheduler, scaler, range(found["done"], STEPS))
@@ -141,7 +142,7 @@ def _go(
     scaler: torch.amp.GradScaler,
     steps: range,
 ) -> None:
-    batches = models.losses("gpt", model)
+    batches = models.losses("gpt", model, DEVICE)
     for _ in range(steps.start):
         next(batches)
     for step in steps:

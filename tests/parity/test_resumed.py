@@ -12,6 +12,7 @@ import torch
 
 from offload import OffloadZero, Tuning
 from tests.support import models, training
+from tests.support.device import DEVICE
 from tests.support.late_copier import LateCopier
 from tests.support.training import LR, Run, train
 
@@ -77,7 +78,7 @@ def assert_goes_on(second: Run, whole: Run, accumulation: int) -> None:
 
 def resume(kind: str, accumulation: int, **options: Any) -> Run:
     """The rest of `train`, from the commit at HALF on."""
-    model = models.build(kind)
+    model = models.build(kind).to(DEVICE)
     for param in model.parameters():
         torch.nn.init.constant_(param, 0.5)  # what was there before has no part in it
     plain = torch.optim.AdamW(models.groups(model), lr=LR)
@@ -86,7 +87,7 @@ def resume(kind: str, accumulation: int, **options: Any) -> Run:
     with OffloadZero(model, plain, accumulation=accumulation, keep_fp32=keep, resume=True, **options) as optimizer:
         assert optimizer.resumed is not None
         assert optimizer.resumed.step == HALF
-        batches = models.losses(kind, model, "cpu")
+        batches = models.losses(kind, model, DEVICE)
         for _ in range(accumulation * HALF):
             next(batches)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, training.schedule)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.devices.copies import HostCopier
-from offload.errors import BudgetError, TierIOError
+from offload.errors import TierIOError
 from offload.io.engine import IOEngine
 from offload.profiling import Timeline
 from offload.sizes import MIB, PAGE_BYTES
@@ -141,12 +141,6 @@ def test_a_commit_that_was_cut_off_is_made_whole_by_the_next(engine: FaultyEngin
         put(store, 0, 9.0, 2)
         store.reset(versions)
         assert [found(store, chunk) for chunk in range(len(NUMELS))] == [1.0] * len(NUMELS)
-
-
-def test_memory_that_the_device_does_not_have_is_refused() -> None:
-    with pytest.raises(BudgetError, match='tier="cpu"') as caught:
-        DeviceArena(1 << 60, CPU)
-    assert (caught.value.needed, caught.value.option) == (1 << 60, "device_memory")
 
 
 def test_pieces_are_zero_and_apart_and_there_is_no_more_than_was_planned() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from itertools import zip_longest
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from offload.dist.communicator import Communicator, Work
@@ -217,3 +219,53 @@ class Late(_Around):
             if isinstance(one, Late):
                 one.launch_until(None)
         return super().close()
+
+
+class DifferentOrderError(AssertionError):
+    """The ranks launched their collectives in different orders."""
+
+
+class Ordered(_Around):
+    """Fails at the end if two ranks launched the collectives of all groups together in different orders.
+
+    Each order by itself is enough for gloo. On GPUs the kernels of all groups share the device, and two that wait for
+    each other's ranks can wait for ever.
+    """
+
+    def __init__(self, inner: Communicator, name: str = "", launched: list[str] | None = None) -> None:
+        self._name = name
+        self._launched: list[str] = [] if launched is None else launched
+        self._parts = 0
+        super().__init__(inner)
+
+    def _like(self, inner: Communicator) -> Communicator:
+        self._parts += 1
+        return type(self)(inner, f"{self._name}.{self._parts}", self._launched)
+
+    def _note(self, what: str, numel: int) -> None:
+        self._launched.append(f"{what} of {numel} in group {self._name or 'all'}")
+
+    def reduce_scatter(self, full: Tensor, out: Tensor, *, scratch: Tensor | None = None) -> Work:
+        self._note("reduce_scatter", full.numel())
+        return self._inner.reduce_scatter(full, out, scratch=scratch)
+
+    def all_gather_into_tensor(self, shard: Tensor, out: Tensor) -> Work:
+        self._note("all_gather_into_tensor", out.numel())
+        return self._inner.all_gather_into_tensor(shard, out)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        self._note("broadcast", tensor.numel())
+        self._inner.broadcast(tensor, source)
+
+    def all_gather(self, values: Tensor) -> Tensor:
+        self._note("all_gather", values.numel())
+        return self._inner.all_gather(values)
+
+    def require_one_order(self) -> None:
+        """Raises: DifferentOrderError. Every rank has to call it."""
+        every: list[list[str]] = [[] for _ in range(self.size)]
+        dist.all_gather_object(every, self._launched)
+        for rank, other in enumerate(every):
+            for number, (first, second) in enumerate(zip_longest(every[0], other)):
+                if first != second:
+                    raise DifferentOrderError(f"launch {number}: rank 0 {first}, rank {rank} {second}")

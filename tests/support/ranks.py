@@ -151,6 +151,11 @@ def _serve(rank: int, size: int, group_timeout_s: float, folder: str, pipe: Conn
     import torch
     import torch.distributed as dist
 
+    from tests.support import accelerator
+
+    if accelerator.is_wanted():
+        accelerator.load()
+
     torch.set_num_threads(1)
     # A rank alone on its node would look for the name of the machine, which need not resolve.
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}

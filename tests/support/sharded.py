@@ -26,7 +26,7 @@ from offload.model.flat_param import flattened_like
 from offload.optim import reference
 from offload.planner import least_cpu_memory
 from tests.support import models
-from tests.support.communicators import Late
+from tests.support.communicators import Late, Ordered
 from tests.support.late_copier import LateCopier
 from tests.support.training import CLIP, LR, SPOILS, LossScale, Run, schedule
 
@@ -41,17 +41,22 @@ def batches_of(kind: str, model: nn.Module, rank: int, ranks: int) -> Iterator[A
 
 @contextmanager
 def communicators(kind: str) -> Iterator[None]:
-    """Args: kind: "plain" or "late"."""
+    """Args: kind: "plain", "late" or "ordered"."""
     if kind == "plain":
         yield
         return
-    made = comm.connect
+    made, wrapped = comm.connect, {"late": Late, "ordered": Ordered}[kind]
+    connected: list[Communicator] = []
 
     def connect(*args: Any, **options: Any) -> Communicator:
-        return Late(made(*args, **options))
+        connected.append(wrapped(made(*args, **options)))
+        return connected[-1]
 
     with patch.object(comm, "connect", connect):
         yield
+    for one in connected:
+        if isinstance(one, Ordered):
+            one.require_one_order()
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from offload.model.flat_param import flattened_like
 from offload.optim import reference
 from offload.planner import least_cpu_memory
 from tests.support import models
+from tests.support.device import DEVICE
 
 LR = 3e-3
 CLIP = 0.5
@@ -111,7 +112,7 @@ def train(
     *,
     steps: int = 20,
     accumulation: int = 1,
-    device: str = "cpu",
+    device: str = DEVICE,
     prepare: Callable[[nn.Module], None] | None = None,
     each_step: Callable[[OffloadZero], None] | None = None,
     adam: type[torch.optim.Optimizer] = torch.optim.AdamW,

@@ -1,4 +1,4 @@
-"""The parity suite on a CUDA device (make test-gpu); skipped without one."""
+"""Training on an accelerator (make test-gpu), or the simulated one (make test-device); skipped without one."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ import pytest
 import torch
 
 from offload import Tuning
+from offload.devices.copies import accelerator
 from offload.native import SUM_BLOCK, AdamScalars, load_on, sum_blocks
 from offload.native.torch_kernels import scratch_bytes
 from offload.optim import reference
 from tests.support import models
 from tests.support.training import LossScale, NumpyAdam, Run, train
 
+DEVICE = str(accelerator())
+
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.device,
+    pytest.mark.skipif(accelerator() is None, reason="no accelerator"),
 ]
 
 
@@ -32,18 +36,20 @@ def _deterministic() -> None:
 
 @cache
 def in_ram(kind: str, accumulation: int) -> Run:
-    return train(kind, accumulation=accumulation, device="cuda", tier="cpu")
+    return train(kind, accumulation=accumulation, device=DEVICE, tier="cpu")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("kind", models.KINDS)
 def test_training_equals_the_numpy_reference(kind: str, accumulation: int) -> None:
     reference = NumpyAdam(accumulation)
-    run = train(kind, accumulation=accumulation, device="cuda", prepare=reference.watch, each_step=reference.step)
+    run = train(kind, accumulation=accumulation, device=DEVICE, prepare=reference.watch, each_step=reference.step)
     reference.assert_same_bits(run)
     run.assert_same_bits(in_ram(kind, accumulation))
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("chunk", ["4KiB", "8KiB"])
 @pytest.mark.parametrize("kind", models.KINDS)
@@ -51,7 +57,7 @@ def test_training_from_disk_equals_training_in_ram(kind: str, chunk: str, accumu
     run = train(
         kind,
         accumulation=accumulation,
-        device="cuda",
+        device=DEVICE,
         tier="nvme",
         path=tmp_path / "swap",
         cpu_memory="least",
@@ -62,12 +68,13 @@ def test_training_from_disk_equals_training_in_ram(kind: str, chunk: str, accumu
     assert run.stats["peak_cpu_bytes"] <= run.stats["cpu_budget_bytes"]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("kind", models.KINDS)
 def test_training_with_states_on_the_device_equals_training_in_ram(
     kind: str, accumulation: int, tmp_path: Path
 ) -> None:
-    run = train(kind, accumulation=accumulation, device="cuda", tier="device", path=tmp_path / "run", commit_every=5)
+    run = train(kind, accumulation=accumulation, device=DEVICE, tier="device", path=tmp_path / "run", commit_every=5)
     run.assert_same_bits(in_ram(kind, accumulation))
     assert run.stats["kernel"] == "device"
 
@@ -82,21 +89,22 @@ def test_a_devices_kernels_equal_the_reference(n: int, is_deterministic: bool) -
     hyper: dict[str, Any] = {"step": 3, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
     hyper |= {"decoupled": True, "scale": 0.37}
     wanted = reference.adam(p.numpy(), m.numpy(), v.numpy(), g.numpy(), **hyper)
-    kernels = load_on(torch.zeros(scratch_bytes(1), dtype=torch.uint8, device="cuda"))
-    states = [x.cuda() for x in (p, m, v)]
-    kernels.adam(*states, g.cuda(), None, AdamScalars.at(**hyper))
+    kernels = load_on(torch.zeros(scratch_bytes(1), dtype=torch.uint8, device=DEVICE))
+    states = [x.to(DEVICE) for x in (p, m, v)]
+    kernels.adam(*states, g.to(DEVICE), None, AdamScalars.at(**hyper))
     for state, expected in zip(states, wanted, strict=True):
         assert torch.equal(state.cpu(), torch.from_numpy(expected))
     for first in (0, 77):
-        sums = torch.zeros(sum_blocks(first, n), dtype=torch.float64, device="cuda")
-        kernels.sum_squares(g.cuda(), first, sums)
+        sums = torch.zeros(sum_blocks(first, n), dtype=torch.float64, device=DEVICE)
+        kernels.sum_squares(g.to(DEVICE), first, sums)
         assert torch.equal(sums.cpu(), torch.from_numpy(reference.sum_squares(g.numpy(), first)))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_training_in_fp16_with_a_loss_scale(accumulation: int, tmp_path: Path) -> None:
     """It overflows once, and grows."""
-    options: dict[str, Any] = {"accumulation": accumulation, "device": "cuda", "compute_dtype": torch.float16}
+    options: dict[str, Any] = {"accumulation": accumulation, "device": DEVICE, "compute_dtype": torch.float16}
     options |= {"spoilt": (3,), "steps": 8}
     reference = NumpyAdam(accumulation, scale=LossScale(256.0, 2))
     run = train(
@@ -110,7 +118,7 @@ def test_training_in_fp16_with_a_loss_scale(accumulation: int, tmp_path: Path) -
 
 
 def test_a_step_moves_two_bytes_a_parameter_each_way() -> None:
-    run = train("gpt", device="cuda", steps=5)
+    run = train("gpt", device=DEVICE, steps=5)
     parameters = run.stats["parameters"]
     assert run.stats["device_to_host_bytes"] == 5 * 2 * parameters
     assert 5 * 2 * parameters <= run.stats["host_to_device_bytes"] <= 5 * 2 * parameters * 1.05

@@ -1,0 +1,296 @@
+"""A run on a device when streams are late, memory ends and drivers refuse. The oracle: the same run without."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from offload import BudgetError, OffloadZero, Tuning
+from offload.devices.copies import copier_for
+from offload.model.flat_param import SpareMemory
+from offload.native import load_on
+from offload.native.torch_kernels import scratch_bytes
+from offload.storage.device_store import DeviceArena
+from tests.support import accelerator, models
+
+pytestmark = [
+    pytest.mark.device,
+    pytest.mark.skipif(
+        not accelerator.is_wanted(), reason="needs a process of its own (make test-device) and a C++ compiler"
+    ),
+]
+
+DEVICE = torch.device("simulated:0")
+TIERS: dict[str, dict[str, Any]] = {
+    "cpu": {"tier": "cpu"},
+    "streamed": {"tier": "cpu", "param_tier": "cpu"},
+    "device": {"tier": "device"},
+}
+Step = Callable[[nn.Module, OffloadZero, Callable[[], torch.Tensor]], float]
+
+
+def plain_step(model: nn.Module, optimizer: OffloadZero, draw: Callable[[], torch.Tensor]) -> float:
+    loss = draw()
+    loss.backward()
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def losses(
+    kind: str,
+    options: dict[str, Any],
+    *,
+    under: Any = None,
+    step: Step = plain_step,
+    steps: int = 5,
+    device: Any = DEVICE,
+) -> list[float]:
+    """Of a short training. Args: under: entered for the construction."""
+    model = models.build(kind).to(device)
+    with under or contextlib.nullcontext():
+        optimizer = OffloadZero(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options)
+    with optimizer:
+        batches = models.losses(kind, model, str(device))
+        return [step(model, optimizer, next(batches)) for _ in range(steps)]
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_construction_under_a_side_stream_has_the_same_bits(tier: str) -> None:
+    expected = losses("mlp", TIERS[tier])
+    side = torch.Stream(DEVICE)
+    side.wait_stream(torch.accelerator.current_stream())
+    assert losses("mlp", TIERS[tier], under=side) == expected
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_training_on_a_side_stream_has_the_same_bits(tier: str) -> None:
+    expected = losses("mlp", TIERS[tier])
+    torch.accelerator.synchronize()
+    with torch.Stream(DEVICE):
+        found = losses("mlp", TIERS[tier])
+    assert found == expected
+
+
+def test_deterministic_algorithms_cost_no_launches() -> None:
+    n = 3 * 65536 + 77
+    kernels = load_on(torch.zeros(scratch_bytes(n), dtype=torch.uint8, device=DEVICE))
+    x, out = torch.ones(n, device=DEVICE), torch.zeros(4, dtype=torch.float64, device=DEVICE)
+    launched = []
+    for is_deterministic in (False, True):
+        torch.use_deterministic_algorithms(is_deterministic)
+        with accelerator.counted() as counts:
+            kernels.sum_squares(x, 0, out)
+        assert torch.are_deterministic_algorithms_enabled() is is_deterministic
+        launched.append(counts["kernels"] + counts["on_device"])
+    torch.use_deterministic_algorithms(False)
+    assert launched[0] == launched[1] < 20
+
+
+def test_memory_that_cannot_be_page_locked_is_a_budget_error() -> None:
+    model = models.build("mlp").to(DEVICE)
+    before = [param.detach().cpu() for param in model.parameters()]
+    accelerator.refuse_pinning(1)
+    with pytest.raises(BudgetError, match=r"refuses to page-lock .* of RAM .*: lower cpu_memory") as raised:
+        OffloadZero(model, tier="cpu")
+    assert raised.value.option == "cpu_memory"
+    assert all(torch.equal(param.cpu(), value) for param, value in zip(model.parameters(), before, strict=True))
+    OffloadZero(model, tier="cpu").close()
+
+
+def test_memory_is_unlocked_at_the_end() -> None:
+    before = accelerator.counters()["pinned_bytes"]
+    model = models.build("mlp").to(DEVICE)
+    with OffloadZero(model, tier="cpu"):
+        assert accelerator.counters()["pinned_bytes"] > before
+    assert accelerator.counters()["pinned_bytes"] == before
+
+
+def test_an_error_of_the_device_that_is_not_out_of_memory_stays_what_it_is() -> None:
+    with pytest.raises(RuntimeError, match="there is no device"):
+        DeviceArena(4096, torch.device("simulated:7"))
+    torch.accelerator.empty_cache()
+    with accelerator.memory_limit(torch.accelerator.memory_reserved() + (8 << 20)), pytest.raises(BudgetError):
+        DeviceArena(64 << 20, DEVICE)
+
+
+def test_free_memory_is_what_can_be_allocated() -> None:
+    torch.accelerator.empty_cache()
+    copier = copier_for(DEVICE)
+    with accelerator.memory_limit(torch.accelerator.memory_reserved() + (64 << 20)):
+        pieces = [torch.empty(512 << 10, dtype=torch.uint8, device=DEVICE) for _ in range(40)]
+        del pieces[1::2], pieces[0]  # half of the memory is in holes
+        free = copier.free_bytes()
+        assert free is not None
+        assert free >= 20 << 20
+        torch.empty(free // (2 << 20) * (2 << 20), dtype=torch.uint8, device=DEVICE)
+
+
+FORKED = """
+import gc, os, sys
+import torch
+from tests.support import accelerator, models
+accelerator.load()
+from offload import ClosedError, OffloadZero
+model = models.build("mlp").to("simulated")
+optimizer = OffloadZero(model, tier="cpu", param_tier=sys.argv[1])
+batches = models.losses("mlp", model, "simulated")
+for _ in range(2):
+    next(batches)().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+pid = os.fork()
+if pid == 0:
+    try:
+        optimizer.step()
+    except ClosedError:
+        pass
+    else:
+        os._exit(9)
+    optimizer.close()
+    del optimizer, model, batches
+    gc.collect()
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+next(batches)().backward()
+optimizer.step()
+optimizer.close()
+print("went on")
+"""
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("param_tier", ["cpu", "device"])
+def test_the_child_of_a_fork_touches_no_device(param_tier: str) -> None:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", FORKED, param_tier]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=120)
+    errors = [line for line in done.stderr.splitlines() if not line.startswith("offload: ")]
+    assert (done.stdout, errors) == ("went on\n", [])
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_out_of_memory_in_a_step_and_going_on_has_the_same_bits(tier: str) -> None:
+    """Somewhere in a forward, a backward or a step; then the step is done again."""
+    with accelerator.counted() as counts:
+        expected = losses("gpt", TIERS[tier])
+    step_allocations = counts["allocations"] // 6  # one for the construction
+    fails = iter([1 + step_allocations * tenth // 10 for tenth in (0, 2, 4, 7, 9)])
+    raised = []
+
+    def step(model: nn.Module, optimizer: OffloadZero, draw: Callable[[], torch.Tensor]) -> float:
+        accelerator.fail_allocation(next(fails))
+        try:
+            return plain_step(model, optimizer, draw)
+        except torch.OutOfMemoryError as error:
+            raised.append(error)
+        finally:
+            accelerator.fail_allocation(0)
+        optimizer.zero_grad()
+        return plain_step(model, optimizer, draw)
+
+    assert losses("gpt", TIERS[tier], step=step) == expected
+    assert len(raised) >= 3
+
+
+@pytest.mark.parametrize("number", [0, 2, 5])
+def test_out_of_memory_for_a_units_parameters_and_going_on_has_the_same_bits(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Args: number: how many units get memory in the step before it ends."""
+    options = TIERS["streamed"]
+    expected = losses("gpt", options, steps=3)
+    give = SpareMemory.give
+    calls, raised = 0, []
+
+    def give_or_fail(self: SpareMemory, tensor: torch.Tensor, limit: int) -> None:
+        nonlocal calls
+        accelerator.fail_allocation(int(calls == number))
+        calls += 1
+        give(self, tensor, limit)
+
+    def step(model: nn.Module, optimizer: OffloadZero, draw: Callable[[], torch.Tensor]) -> float:
+        nonlocal calls
+        with monkeypatch.context() as patch:
+            calls = 0
+            patch.setattr(SpareMemory, "give", give_or_fail)
+            try:
+                plain_step(model, optimizer, draw)
+            except torch.OutOfMemoryError as error:
+                raised.append(error)
+        optimizer.zero_grad()
+        return plain_step(model, optimizer, draw)
+
+    assert losses("gpt", options, step=step, steps=3) == expected
+    assert len(raised) == 3
+
+
+def test_where_memory_cannot_be_registered_training_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on XPU: copies are from and to memory that is not page-locked."""
+    expected = losses("mlp", TIERS["streamed"])
+    monkeypatch.delattr(torch.get_device_module(DEVICE), "cudart")
+    with accelerator.counted() as counts:
+        assert losses("mlp", TIERS["streamed"]) == expected
+    assert counts["pageable_non_blocking"] > 0
+
+
+def test_a_step_waits_for_no_device_and_copies_from_page_locked_memory_only() -> None:
+    counted: list[dict[str, int]] = []
+
+    def step(model: nn.Module, optimizer: OffloadZero, draw: Callable[[], torch.Tensor]) -> float:
+        with accelerator.counted() as counts:
+            loss = plain_step(model, optimizer, draw)
+        counted.append(counts)
+        return loss
+
+    losses("gpt", TIERS["streamed"], step=step)
+    last = counted[-1]
+    assert (last["device_waits"], last["pageable_non_blocking"], last["segment_frees"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_checkpointed_blocks_have_the_same_bits(use_reentrant: bool) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        blocks = nn.Sequential(*(nn.Sequential(nn.Linear(24, 24), nn.GELU(), nn.LayerNorm(24)) for _ in range(4)))
+        return blocks.to(DEVICE)
+
+    def run(options: dict[str, Any], *, checkpoints: bool) -> list[float]:
+        model = make()
+        found = []
+        with OffloadZero(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options) as optimizer:
+            for number in range(4):
+                x = torch.linspace(-1, 1, 72, dtype=torch.bfloat16, device=DEVICE).view(3, 24).mul(number + 1)
+                x.requires_grad_()
+                for block in model:
+                    x = checkpoint(block, x, use_reentrant=use_reentrant) if checkpoints else block(x)
+                loss = x.float().square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+        return found
+
+    expected = run(TIERS["cpu"], checkpoints=False)
+    for options in TIERS.values():
+        assert run(options, checkpoints=True) == expected
+
+
+@pytest.mark.parametrize("param_tier", ["cpu", "nvme"])
+def test_tiles_have_the_bits_of_tiles_on_the_cpu(param_tier: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"tier": "nvme", "commit_every": None, "param_tier": param_tier}
+    options["tuning"] = Tuning(chunk="4KiB", tile="2KiB")
+    expected = losses("mlp", options | {"path": tmp_path / "cpu"}, device="cpu")
+    assert losses("mlp", options | {"path": tmp_path / "device"}) == expected

@@ -1,0 +1,233 @@
+"""A simulated accelerator: a device of torch's, "simulated", that runs on the CPU and shows missing waits.
+
+Each stream is a thread that does what it was given when somebody waits for it, or after a random delay. Device memory
+cannot be read by the host. Freed memory is full of NaN, in the order of its stream. Vector clocks find two accesses of
+different streams that nobody ordered, whatever the delays were.
+
+What it cannot show: kernels read their inputs when they are called, after all that their stream has queued. A host
+that runs ahead of kernels is therefore seen by the vector clocks only.
+
+A process has the device from `load()` on, which has to come before its first backward: autograd then counts the
+devices. So tests of it run in processes of their own (make test-device), where OFFLOAD_TEST_DEVICE says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAME = "simulated"
+HERE = Path(__file__).parent
+SOURCES = ("device.cpp", "kernels.cpp")
+COUNTERS = (
+    "kernels",
+    "to_device",
+    "to_host",
+    "on_device",
+    "to_device_bytes",
+    "to_host_bytes",
+    "pageable_non_blocking",
+    "blocking_copies",
+    "device_waits",
+    "stream_waits",
+    "event_waits",
+    "event_queries",
+    "allocations",
+    "segment_allocations",
+    "segment_frees",
+    "pinned_bytes",
+)
+"""In the order of device.h."""
+
+_ENVIRONMENT = "OFFLOAD_TEST_DEVICE"
+
+
+def is_wanted() -> bool:
+    """Whether this process is to run its tests on the simulated accelerator, and can."""
+    return os.environ.get(_ENVIRONMENT) == NAME and compiler() is not None
+
+
+def compiler() -> str | None:
+    """The C++ compiler; None if there is none."""
+    return shutil.which(os.environ.get("CXX", "c++"))
+
+
+def build() -> Path:
+    """The library, compiled at its first use and kept in a cache. Raises: RuntimeError with what the compiler says."""
+    found = compiler()
+    if found is None:
+        raise RuntimeError("there is no C++ compiler")
+    torch_root = Path(torch.__file__).parent
+    flags = [
+        "-std=c++20",
+        "-O1",
+        "-g0",
+        "-fPIC",
+        "-w",
+        "-DAT_PER_OPERATOR_HEADERS",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+    ]
+    includes = [f"-I{torch_root / 'include'}"]
+    digest = hashlib.sha256(repr((torch.__version__, str(torch_root), sys.platform, found, flags)).encode())
+    for source in (*SOURCES, "device.h"):
+        digest.update((HERE / source).read_bytes())
+    cache = Path(os.environ.get("OFFLOAD_TEST_CACHE", tempfile.gettempdir())) / f"offload-accelerator-{os.getuid()}"
+    library = cache / f"{digest.hexdigest()[:16]}.so"
+    if library.exists():
+        return library
+    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as scratch:
+
+        def compile_one(source: str) -> str:
+            made = f"{scratch}/{source}.o"
+            _run([found, *flags, *includes, "-c", str(HERE / source), "-o", made])
+            return made
+
+        with ThreadPoolExecutor() as pool:
+            objects = list(pool.map(compile_one, SOURCES))
+        made = f"{scratch}/library.so"
+        libraries = [f"-L{torch_root / 'lib'}", f"-Wl,-rpath,{torch_root / 'lib'}", "-ltorch_cpu", "-lc10"]
+        _run([found, "-shared", *objects, "-o", made, *libraries, "-pthread"])
+        os.replace(made, library)  # two processes may build at once
+    return library
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-4000:]}")
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(build()))
+    library.simulated_random_state.restype = ctypes.c_uint64
+    return library
+
+
+@functools.cache
+def load() -> None:
+    """Makes the device known to torch. Before the first backward of the process."""
+    torch.utils.rename_privateuse1_backend(NAME)
+    library = _library()
+    torch._register_device_module(NAME, _module(library))
+    torch.utils.generate_methods_for_privateuse1_backend()
+
+
+def _module(library: ctypes.CDLL) -> types.ModuleType:
+    """What `torch.get_device_module("simulated")` gives: the functions that torch and this library ask for."""
+    module: Any = types.ModuleType(f"torch.{NAME}")
+
+    def index(device: Any = None) -> int:
+        if isinstance(device, int):
+            return device
+        found = None if device is None else torch.device(device).index
+        return library.simulated_device() if found is None else found
+
+    def get_rng_state(device: Any = None) -> Tensor:
+        state = torch.empty(library.simulated_random_state(index(device), None), dtype=torch.uint8)
+        library.simulated_random_state(index(device), ctypes.c_void_p(state.data_ptr()))
+        return state
+
+    def set_rng_state(state: Tensor, device: Any = None) -> None:
+        library.simulated_set_random_state(index(device), ctypes.c_void_p(state.data_ptr()))
+
+    def manual_seed_all(seed: int) -> None:
+        library.simulated_seed(ctypes.c_uint64(seed % 2**64))
+
+    module.is_available = lambda: True
+    module.is_initialized = lambda: True
+    module.device_count = library.simulated_devices
+    module.current_device = library.simulated_device
+    module.set_device = lambda device: torch.accelerator.set_device_index(index(device))
+    module.device = torch.accelerator.device_index
+    module.synchronize = lambda device=None: torch.accelerator.synchronize(index(device))
+    module.get_device_name = lambda device=None: f"simulated accelerator {index(device)}"
+    module.get_rng_state, module.set_rng_state = get_rng_state, set_rng_state
+    module.get_rng_state_all = lambda: [get_rng_state(one) for one in range(library.simulated_devices())]
+    module.set_rng_state_all = lambda states: [set_rng_state(state, one) for one, state in enumerate(states)]
+    module.manual_seed_all = module.manual_seed = manual_seed_all
+    module._is_in_bad_fork = lambda: bool(library.simulated_is_child())
+    module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
+
+    def register(address: int, nbytes: int, flags: int) -> int:
+        require_parent()
+        return library.simulated_register(ctypes.c_void_p(address), ctypes.c_uint64(nbytes))
+
+    def unregister(address: int) -> int:
+        require_parent()
+        return library.simulated_unregister(ctypes.c_void_p(address))
+
+    def require_parent() -> None:
+        if library.simulated_is_child():
+            raise RuntimeError("the child of a fork called the driver")
+
+    module.cudart = lambda: types.SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
+    return module  # type: ignore[no-any-return]
+
+
+# What tests ask of it.
+
+
+def counters() -> dict[str, int]:
+    """What has happened since the process began."""
+    found = (ctypes.c_uint64 * len(COUNTERS))()
+    _library().simulated_counters(found)
+    return dict(zip(COUNTERS, found, strict=True))
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """Fills the dict with what happened in the block."""
+    found: dict[str, int] = {}
+    before = counters()
+    yield found
+    found |= {name: value - before[name] for name, value in counters().items()}
+
+
+def races() -> list[str]:
+    """Accesses without an order since the last call."""
+    text = ctypes.create_string_buffer(1 << 16)
+    _library().simulated_races(text, len(text))
+    return text.value.decode().splitlines()
+
+
+def set_delays(seed: int, longest_us: int = 20000) -> None:
+    """Args: longest_us: how long a stream rests before a task that nobody waits for."""
+    _library().simulated_delays(ctypes.c_uint64(seed), ctypes.c_uint64(longest_us))
+
+
+@contextmanager
+def memory_limit(nbytes: int, device: int = 0) -> Iterator[None]:
+    """The device has so much memory in the block."""
+    _, before = torch.accelerator.get_memory_info(device)
+    _library().simulated_limit(device, ctypes.c_uint64(nbytes))
+    try:
+        yield
+    finally:
+        _library().simulated_limit(device, ctypes.c_uint64(before))
+
+
+def fail_allocation(count: int, device: int = 0) -> None:
+    """The allocation that is `count` calls from now runs out of memory; 0: none."""
+    _library().simulated_fail_allocation(device, count)
+
+
+def refuse_pinning(times: int) -> None:
+    """The next `times` attempts to page-lock memory fail; 0: none."""
+    _library().simulated_refuse_pinning(times)

@@ -1,0 +1,101 @@
+"""A backend of torch.distributed for the simulated accelerator, "staged": bytes travel through the host, over gloo.
+
+As NCCL's, a collective runs on a stream of its own, after what the current stream has queued; `wait` makes the current
+stream wait for it, not the host. Tensors on the CPU are gloo's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+BACKEND = "staged"
+Exchange = Callable[[dist.ProcessGroupGloo, Tensor, Tensor], dist.Work]
+
+
+class _StagedWork(dist.Work):
+    """Args: done: when the result is on its way to the device: the event that says when it is there."""
+
+    def __init__(self, done: Future[torch.Event], tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._done = done
+        self._tensors: Sequence[Tensor] = tensors  # not freed before
+
+    def is_completed(self) -> bool:
+        return self._done.done() and (self._done.exception() is not None or self._done.result().query())
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        torch.accelerator.current_stream().wait_event(self._done.result())
+        self._tensors = ()
+        return True
+
+
+class StagedGroup(dist.ProcessGroup):
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._of_host, self._of_device = (
+            dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout) for name in ("host", "device")
+        )
+        self._stream: torch.Stream | None = None
+        self._worker = ThreadPoolExecutor(1, "staged-group")
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return BACKEND
+
+    # Torch keeps the name with the groups of each device, of which there are none here.
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _run(self, received: Tensor, sent: Tensor, exchange: Exchange) -> dist.Work:
+        """Args: exchange: called with one of gloo's groups, and with what is received and sent, on the host."""
+        if received.is_cpu:
+            return exchange(self._of_host, received, sent)
+        device = received.device
+        self._stream = stream = self._stream or torch.Stream(device)
+        queued = torch.accelerator.current_stream(device).record_event()
+
+        def run() -> torch.Event:
+            torch.accelerator.set_device_index(device)
+            stream.wait_event(queued)
+            with stream:
+                here = sent.cpu()
+                there = here if received is sent else torch.empty_like(received, device="cpu")
+                exchange(self._of_device, there, here).wait()
+                received.copy_(there.pin_memory(), non_blocking=True)
+                return stream.record_event()
+
+        return _StagedWork(self._worker.submit(run), (sent, received))
+
+    def all_to_all_single(
+        self, received: Tensor, sent: Tensor, outputs: list[int], inputs: list[int], opts: Any = None
+    ) -> dist.Work:
+        return self._run(received, sent, lambda group, out, own: group.alltoall_base(out, own, outputs, inputs))
+
+    def all_gather_single(self, received: Tensor, sent: Tensor, opts: Any = None) -> dist.Work:
+        return self._run(received, sent, lambda group, out, own: group._allgather_base(out, own))
+
+    def allgather(self, received: list[list[Tensor]], sent: list[Tensor], opts: Any = None) -> dist.Work:
+        return self._of_host.allgather(received, sent)  # of objects
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        return self._run(tensors[0], tensors[0], lambda group, out, _: group.broadcast([out], opts))
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        return self._of_host.barrier()
+
+
+def register() -> None:
+    """Makes the backend known, for new groups."""
+    if BACKEND.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(BACKEND, StagedGroup, devices=["cpu", "simulated"])
