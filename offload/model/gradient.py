@@ -324,8 +324,8 @@ class Answers:
         self._copies[number] = (copy, copy._version)
         param = self._parameters.params[number]
         with torch_private.DisableTorchFunctionSubclass():
-            new = flattened_like(param, copy.detach()).cpu()
             held = self._current(number)
+            new = flattened_like(param, copy.detach()).to(held.device)
             if held.dtype is not new.dtype:  # unchanged elements keep the bits that rounding took from the copy
                 rounded = held.to(new.dtype)
                 held = torch.where(bits_of(rounded) == bits_of(new), held, new.to(held.dtype))

@@ -249,12 +249,15 @@ class MasterWeights:
             yield lease.arrays[0].view(self._layout.flats[self._layout.chunks[chunk].flat].dtype)
 
     def _take(self, lease: Lease, block: Piece, copies: Tensor | None) -> None:
-        new = _in_chunk(copies, block) if copies is not None and self.can_wait else self._of_model(block).cpu()
+        if copies is not None and self.can_wait:
+            new = _in_chunk(copies, block)
+        else:
+            new = self._of_model(block).to(lease.master.device)
         old = self._before.get(block.param)
         if copies is not None and not self.can_wait:
             old = _in_chunk(copies, block)
         elif old is not None:
-            old = old[block.param_offset : block.param_offset + block.numel]
+            old = old[block.param_offset : block.param_offset + block.numel].to(new.device)
         master = self._whole(lease, block, new if old is None else old)[0]
         kept = master.to(new.dtype) == new if old is None else bits_of(old) == bits_of(new)
         self._put(lease, block, torch.where(kept, master, new.float()))

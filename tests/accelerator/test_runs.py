@@ -294,3 +294,28 @@ def test_tiles_have_the_bits_of_tiles_on_the_cpu(param_tier: str, tmp_path: Path
     options["tuning"] = Tuning(chunk="4KiB", tile="2KiB")
     expected = losses("mlp", options | {"path": tmp_path / "cpu"}, device="cpu")
     assert losses("mlp", options | {"path": tmp_path / "device"}) == expected
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_written_gradients_and_parameters_count_as_in_plain_torch(tier: str) -> None:
+    found = []
+    for options in (None, TIERS[tier]):
+        torch.manual_seed(2)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(DEVICE)
+        plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = plain if options is None else OffloadZero(model, plain, compute_dtype=torch.float32, **options)
+        for number in range(3):
+            (model(torch.full((2, 8), number + 1.0, device=DEVICE)) ** 2).mean().backward()
+            for param in model.parameters():
+                assert param.grad is not None
+                param.grad.clamp_(-0.01, 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(0.9)
+        found.append([param.detach().cpu().clone() for param in model.parameters()])
+        if isinstance(optimizer, OffloadZero):
+            optimizer.close()
+    for theirs, mine in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)

@@ -192,8 +192,13 @@ _NEEDS_COPIES_ON_DEVICE = frozenset({"average_of_state_dict"})
 """A state_dict of streamed parameters has copies in RAM, wherever the model is."""
 
 
+_NAMES_THE_CPU = frozenset({"moved_to_where_it_is", "counts_and_shapes"})
+
+
 def check(idiom: Idiom, placement: str, path: Path, **how: Any) -> None:
     """Raises: AssertionError unless an idiom is as in plain torch, or refused where that is documented."""
+    if DEVICE != "cpu" and idiom.name in _NAMES_THE_CPU:
+        pytest.skip("it moves the model to the CPU, or asks whether it is there")
     try:
         plain = run(idiom, None, path, **how)
     except (RuntimeError, TypeError) as error:
