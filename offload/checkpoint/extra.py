@@ -342,6 +342,8 @@ def restore_rng(state: object) -> None:
 
     Raises: ConfigError if it is something else, ResumeError if it is of more accelerators than there are.
     """
+    if isinstance(state, dict) and "cuda" in state:  # as older versions called it
+        state = {"accelerator" if name == "cuda" else name: value for name, value in state.items()}
     if not isinstance(state, dict) or state.keys() != set(_PARTS):
         raise ConfigError("this is no state of random number generators: give what collect_rng() returned")
     wanted = len(state["accelerator"])

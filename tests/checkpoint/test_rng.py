@@ -74,3 +74,11 @@ def test_the_same_numbers_are_drawn_on_an_accelerator() -> None:
     torch.manual_seed(1)
     restore_rng(state)
     assert torch.randn(5, device=device).tolist() == expected
+
+
+def test_a_state_of_a_version_that_called_it_cuda_is_taken() -> None:
+    state = collect_rng()
+    expected = draw()
+    state["cuda"] = state.pop("accelerator")
+    restore_rng(state)
+    assert draw() == expected
