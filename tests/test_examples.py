@@ -1,4 +1,4 @@
-"""Every script in docs/examples runs as it stands, with warnings as errors."""
+"""Every script in docs/examples runs as it stands; those without a framework with warnings as errors."""
 
 from __future__ import annotations
 
@@ -9,12 +9,26 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
+FRAMEWORKS = {"trainer": "transformers", "accelerate_loop": "accelerate", "lightning_module": "lightning"}
+"""What an example needs beside, by its name."""
+PLAIN = [path for path in sorted(EXAMPLES.glob("*.py")) if path.stem not in FRAMEWORKS]
 
 
-@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
-def test_example_runs(script: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", script], capture_output=True, text=True, timeout=120, check=False
-    )
+def output_of(script: Path, *options: str) -> str:
+    done = subprocess.run([sys.executable, *options, script], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "loss" in done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("script", PLAIN, ids=lambda path: path.stem)
+def test_example_runs(script: Path) -> None:
+    output_of(script, "-W", "error")
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_example_with_a_framework_runs_and_resumes(name: str) -> None:
+    pytest.importorskip(FRAMEWORKS[name])
+    resumed = output_of(EXAMPLES / f"{name}.py").split("resumed\n")[1]
+    assert "step  8" in resumed or "step 16" in resumed
