@@ -29,7 +29,7 @@ pytestmark = [
     ),
 ]
 
-DEVICE = torch.device("simulated:0")
+DEVICE = torch.device("simulated:0") if accelerator.is_wanted() else torch.device("cpu")
 TIERS: dict[str, dict[str, Any]] = {
     "cpu": {"tier": "cpu"},
     "streamed": {"tier": "cpu", "param_tier": "cpu"},
