@@ -23,7 +23,15 @@ settings.register_profile("offload", deadline=None)  # machines are shared: how 
 settings.load_profile("offload")
 
 RANKS = "tests/distributed/"
-THINNED = ("tests/distributed/", "tests/faults/", "tests/model/", "tests/oracle/", "tests/parity/")
+THINNED = (
+    "tests/cli/",
+    "tests/distributed/",
+    "tests/faults/",
+    "tests/model/",
+    "tests/native/",
+    "tests/oracle/",
+    "tests/parity/",
+)
 """Where only every second of the cases that `one_in` leaves runs in make test: they take most of its time."""
 GOLDEN = 0.6180339887498949
 
