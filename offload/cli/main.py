@@ -1,4 +1,4 @@
-"""The command line: `offload train`, `plan`, `doctor`, `inspect`, `verify`, `export`, `remove`, `bench io`.
+"""The command line: `offload train`, `plan`, `doctor`, `convert`, `inspect`, `verify`, `export`, `remove`, `bench io`.
 
 Commands import torch when they run, not when they are registered, so that `--help` is quick.
 """
@@ -12,6 +12,7 @@ import typer
 
 from offload.cli.bench_io import io
 from offload.cli.console import EXIT_INTERRUPTED, Commands
+from offload.cli.convert import convert
 from offload.cli.doctor import doctor
 from offload.cli.plan import plan
 from offload.cli.stored import export, inspect, remove, verify
@@ -23,7 +24,7 @@ app = typer.Typer(
     add_completion=False,
     help="Train models that do not fit: optimizer states in CPU memory or on NVMe.",
 )
-for command in (train, plan, doctor, inspect, verify, export, remove):
+for command in (train, plan, doctor, convert, inspect, verify, export, remove):
     app.command()(command)
 
 bench = typer.Typer(cls=Commands, no_args_is_help=True, help="Measure this machine.")

@@ -1,0 +1,352 @@
+"""`offload convert`: a DeepSpeed configuration as a call of this library, and what in it has no counterpart.
+
+Options and defaults are those of DeepSpeed's page "DeepSpeed Configuration JSON" (0.19). A value "auto" is filled in by
+the framework that reads the file, so it says nothing here.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from offload.cli.console import print_json
+from offload.errors import ConfigError
+
+ORDER = ("tier", "path", "param_tier", "compute_dtype", "accumulation", "stage")
+"""Of the options in the call."""
+ALWAYS = "nothing to set: always so"
+YOURS = "stays in your script"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One option of the file. becomes: what stands for it here; is_served: whether something does."""
+
+    option: str
+    value: Any
+    becomes: str
+    is_served: bool = True
+
+
+@dataclass
+class Call:
+    """What the script will say. Attributes are Python expressions, but for `passes` and `clip`."""
+
+    optimizer: str | None = None
+    options: dict[str, str] = field(default_factory=dict)
+    tuning: dict[str, str] = field(default_factory=dict)
+    scaler: str | None = None
+    passes: int = 1
+    clip: float | None = None
+
+    def text(self) -> str:
+        """A script around `model` and `loader`."""
+        return "\n".join([*self._construction(), *self._loop()]) + "\n"
+
+    def _construction(self) -> Iterator[str]:
+        names = "OffloadZero, Tuning" if self.tuning else "OffloadZero"
+        yield from ("import torch", f"from offload import {names}", "")
+        given = "model"
+        if self.optimizer:
+            yield f"optimizer = {self.optimizer}"
+            given = "model, optimizer"
+        options = {name: self.options[name] for name in ORDER if name in self.options}
+        if self.tuning:
+            options["tuning"] = f"Tuning({_arguments(self.tuning)})"
+        yield "optimizer = OffloadZero("
+        yield f"    {given},"
+        yield from (f"    {name}={value}," for name, value in options.items())
+        yield ")"
+        if self.scaler:
+            yield f"scaler = {self.scaler}"
+            yield "optimizer.attach(scaler=scaler)"
+
+    def _loop(self) -> Iterator[str]:
+        yield "for number, batch in enumerate(loader, 1):"
+        share = f" / {self.passes}" if self.passes > 1 else ""
+        yield f"    loss = model(**batch).loss{share}"
+        yield "    scaler.scale(loss).backward()" if self.scaler else "    loss.backward()"
+        indent = "    "
+        if self.passes > 1:
+            yield f"    if number % {self.passes} == 0:"
+            indent *= 2
+        if self.clip:
+            if self.scaler:
+                yield f"{indent}scaler.unscale_(optimizer)"
+            yield f"{indent}optimizer.clip_grad_norm_({self.clip!r})"
+        if self.scaler:
+            yield f"{indent}scaler.step(optimizer)"
+            yield f"{indent}scaler.update()"
+        else:
+            yield f"{indent}optimizer.step()"
+        yield f"{indent}optimizer.zero_grad()"
+
+
+def _arguments(options: dict[str, str]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options.items())
+
+
+Rule = Callable[[Call, Any], str]
+"""Changes the call, and returns what the option becomes."""
+
+
+def _sized(name: str, itemsize: int) -> Rule:
+    """An option of elements that is one of bytes in Tuning."""
+
+    def rule(call: Call, value: Any) -> str:
+        call.tuning[name] = str(int(value) * itemsize)
+        return f"Tuning({name}={call.tuning[name]}), in bytes"
+
+    return rule
+
+
+def _stage(call: Call, value: Any) -> str:
+    if not value:
+        return "nothing to set; with several ranks each still keeps its share of the states only"
+    call.options["stage"] = str(value)
+    return f"stage={value}, with several ranks"
+
+
+def _states(call: Call, value: Any) -> str:
+    tier = {"cpu": "cpu", "nvme": "nvme"}.get(value, "device")
+    call.options["tier"] = f'"{tier}"'
+    return f'tier="{tier}"'
+
+
+def _params(call: Call, value: Any) -> str:
+    tier = {"cpu": "cpu", "nvme": "nvme"}.get(value, "device")
+    if tier != "device":
+        call.options["param_tier"] = f'"{tier}"'
+        return f'param_tier="{tier}"'
+    return "nothing to set: parameters stay where they fit"
+
+
+def _path(call: Call, value: Any) -> str:
+    own = str(Path(value) / "offload")
+    known = call.options.get("path")
+    if known is None:
+        call.options["path"] = json_module.dumps(own)
+    elif known != json_module.dumps(own):
+        return f"no second path: states and parameters share {known}; a list of directories stripes over both"
+    return (
+        f"path={call.options['path']}: a directory of this run's own, whose parent exists; it is the checkpoint as well"
+    )
+
+
+def _accumulation(call: Call, value: Any) -> str:
+    call.passes = int(value)
+    if call.passes == 1:
+        return "nothing to set"
+    call.options["accumulation"] = str(call.passes)
+    return f"accumulation={call.passes}; divide the loss by it yourself, which DeepSpeed's engine does"
+
+
+def _clip(call: Call, value: Any) -> str:
+    call.clip = float(value)
+    return f"optimizer.clip_grad_norm_({call.clip!r})" if call.clip else "nothing to set"
+
+
+def _bf16(call: Call, value: Any) -> str:
+    if value:
+        call.options["compute_dtype"] = "torch.bfloat16"
+        return "compute_dtype=torch.bfloat16"
+    return "nothing to set"
+
+
+def _fp16(call: Call, value: Any) -> str:
+    if not value:
+        return "nothing to set"
+    call.options["compute_dtype"] = "torch.float16"
+    call.scaler = "GradScaler"
+    return "compute_dtype=torch.float16 and torch's GradScaler"
+
+
+def _optimizer(call: Call, config: dict[str, Any]) -> str:
+    """Raises: ConfigError for an optimizer that is not Adam."""
+    kind, params = str(config.get("type", "AdamW")), dict(config.get("params") or {})
+    if kind.lower() not in ("adam", "adamw"):
+        raise ConfigError(f"optimizer.type is {kind!r}: this library runs Adam and AdamW: choose one of them")
+    # DeepSpeed's "Adam" decays weights as AdamW does unless adam_w_mode says otherwise.
+    is_decoupled = kind.lower() == "adamw" or params.get("adam_w_mode", True) is not False
+    name = "AdamW" if is_decoupled else "Adam"
+    taken = ("lr", "betas", "eps", "weight_decay")
+    options = {one: repr(params[one]) for one in taken if params.get(one, "auto") != "auto"}
+    # torch's AdamW decays by 0.01 where nothing is said, DeepSpeed's by 0.
+    options.setdefault("weight_decay", "0.0")
+    call.optimizer = f"torch.optim.{name}(model.parameters(), {_arguments(options)})"
+    return f"torch.optim.{name}" + ("; DeepSpeed's Adam decays as AdamW does" if name.lower() != kind.lower() else "")
+
+
+def _says(text: str) -> Rule:
+    return lambda call, value: text
+
+
+SERVED: dict[str, Rule] = {
+    "train_batch_size": _says(f"{YOURS}: the data loader's"),
+    "train_micro_batch_size_per_gpu": _says(f"{YOURS}: the data loader's"),
+    "gradient_accumulation_steps": _accumulation,
+    "gradient_clipping": _clip,
+    "bf16.enabled": _bf16,
+    "bfloat16.enabled": _bf16,
+    "fp16.enabled": _fp16,
+    "zero_optimization.stage": _stage,
+    "zero_optimization.offload_optimizer.device": _states,
+    "zero_optimization.offload_optimizer.nvme_path": _path,
+    "zero_optimization.offload_param.device": _params,
+    "zero_optimization.offload_param.nvme_path": _path,
+    "zero_optimization.cpu_offload": lambda call, value: _states(call, "cpu" if value else "none"),
+    "zero_optimization.cpu_offload_params": lambda call, value: _params(call, "cpu" if value else "none"),
+    "zero_optimization.reduce_bucket_size": _sized("bucket", 2),
+    "zero_optimization.allgather_bucket_size": _says("nothing to set: parameters travel a flat parameter at a time"),
+    "zero_optimization.sub_group_size": _says("nothing to set: Tuning(chunk=...) has this role, 64 MiB by default"),
+    "zero_optimization.stage3_max_live_parameters": _says("device_memory=..., in bytes; half of what is free if left"),
+    "zero_optimization.stage3_max_reuse_distance": _says("nothing to set: the order of a step is known"),
+    "zero_optimization.stage3_prefetch_bucket_size": _says("nothing to set: Tuning(prefetch_units=...), 1 by default"),
+    "zero_optimization.stage3_param_persistence_threshold": _says(
+        "nothing to set: parameters outside of the blocks stay on the device"
+    ),
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": _says(
+        "nothing to set: model.state_dict() is whole, and optimizer.export(directory) writes safetensors"
+    ),
+    "zero_optimization.zero_hpz_partition_size": _says(
+        "process_group=init_device_mesh(device, (groups, ranks_of_a_group)): replicas by shards"
+    ),
+    "zero_optimization.offload_optimizer.buffer_count": _says(
+        "nothing to set: cpu_memory=... says how much RAM to use"
+    ),
+    "zero_optimization.offload_param.buffer_count": _says("nothing to set: cpu_memory=... says how much RAM to use"),
+    "zero_optimization.offload_param.buffer_size": _says("nothing to set: cpu_memory=... says how much RAM to use"),
+    "zero_optimization.offload_param.max_in_cpu": _says("nothing to set: cpu_memory=... says how much RAM to use"),
+    "zero_optimization.offload_optimizer.fast_init": _says(ALWAYS),
+    "zero_optimization.load_from_fp32_weights": _says(ALWAYS),
+    "zero_optimization.round_robin_gradients": _says(ALWAYS),
+    "zero_optimization.ignore_unused_parameters": _says(ALWAYS),
+    "data_types.grad_accum_dtype": _says("nothing to set: with accumulation > 1 gradients are summed in fp32"),
+    "communication_data_type": _says("nothing to set: gradients travel in their own dtype, and are summed in fp32"),
+    "seq_parallel_communication_data_type": _says(YOURS),
+    "prescale_gradients": _says("nothing to set: gradients are summed in fp32 before they are divided"),
+    "gradient_predivide_factor": _says("nothing to set: gradients are summed in fp32 before they are divided"),
+    "zero_allow_untested_optimizer": _says("nothing to set"),
+    "zero_force_ds_cpu_optimizer": _says("nothing to set"),
+    "steps_per_print": _says("optimizer.stats(), when you want it"),
+    "wall_clock_breakdown": _says('with optimizer.timeline("t.json"): ...'),
+    "memory_breakdown": _says("optimizer.stats(): peak_cpu_bytes, peak_device_bytes"),
+    "dump_state": _says("nothing to set: the first line printed says what was chosen"),
+    "checkpoint": _says("resume=True, on any number of ranks: the swap directory is the checkpoint"),
+    "scheduler": _says(
+        "one of torch.optim.lr_scheduler over the new optimizer, kept by optimizer.attach(scheduler=...)"
+    ),
+    "activation_checkpointing": _says("torch.utils.checkpoint around each block, as in any model"),
+    "aio": _says("nothing to set: `offload bench io DIRECTORY` measures what is best, and it is remembered"),
+}
+"""By option, or by the name of a section all of which becomes the same."""
+ALSO_ALWAYS = ("pin_memory", "pipeline", "pipeline_read", "pipeline_write", "overlap_comm", "contiguous_gradients")
+"""The last part of options that say to do what is done anyway."""
+LOSS_SCALE = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale", "auto_cast")
+WITHOUT: dict[str, str] = {
+    "zero_optimization.offload_optimizer.ratio": "none: cpu_memory=... says which share of the states stays in RAM",
+    "zero_optimization.zero_quantized_weights": "none: parameters travel as they are",
+    "zero_optimization.zero_quantized_gradients": "none: gradients travel as they are",
+    "fp16.hysteresis": "none: torch's GradScaler halves the scale at the first overflow",
+    "fp16.min_loss_scale": "none: a scale that has fallen to nothing is a ConfigError",
+}
+"""Where more is to be said than that there is no counterpart."""
+
+
+def convert(
+    file: Annotated[Path, typer.Argument(help="DeepSpeed's configuration, such as ds_config.json.")],
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+) -> None:
+    """Show a DeepSpeed configuration as a call of this library, and what in it has no counterpart."""
+    call, rows = converted(_read(file))
+    if json:
+        found = [{"option": row.option, "value": row.value, "becomes": row.becomes} for row in rows if row.is_served]
+        left = [{"option": row.option, "value": row.value, "why": row.becomes} for row in rows if not row.is_served]
+        print_json({"script": call.text(), "options": found, "without_counterpart": left})
+        return
+    _show(call, rows)
+
+
+def converted(config: dict[str, Any]) -> tuple[Call, list[Row]]:
+    """The call, and each option of `config` in the order of the file. Raises: ConfigError."""
+    call = Call()
+    options = list(_options(config))
+    rows = [_row(call, option, value) for option, value in options]
+    if call.scaler:
+        call.scaler = _scaler({option.removeprefix("fp16."): value for option, value in options if value != "auto"})
+    # Streamed parameters bring their states with them: those stay in RAM at most.
+    call.options.setdefault("tier", '"cpu"' if "param_tier" in call.options else '"device"')
+    call.options.setdefault("compute_dtype", "torch.float32")
+    if '"nvme"' in call.options.values() and "path" not in call.options:
+        raise ConfigError("a section offloads to nvme and names no nvme_path: add one, the directory for swap files")
+    return call, rows
+
+
+def _options(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Each option by its dotted name, but for sections that become one thing."""
+    for name, value in section.items():
+        option = prefix + name
+        if isinstance(value, dict) and option not in SERVED and option != "optimizer":
+            yield from _options(value, f"{option}.")
+        else:
+            yield option, value
+
+
+def _row(call: Call, option: str, value: Any) -> Row:
+    name = option.rpartition(".")[2]
+    if value == "auto":
+        return Row(option, value, "what the framework fills in: say it in the call")
+    if option == "optimizer":
+        return Row(option, value, _optimizer(call, value))
+    if option in SERVED:
+        return Row(option, value, SERVED[option](call, value))
+    if name in ALSO_ALWAYS:
+        return Row(option, value, ALWAYS)
+    if option in WITHOUT:
+        return Row(option, value, WITHOUT[option], is_served=False)
+    if option.startswith("fp16.") and name in LOSS_SCALE:
+        return Row(option, value, "the GradScaler's arguments")
+    return Row(option, value, "none", is_served=False)
+
+
+def _scaler(fp16: dict[str, Any]) -> str:
+    """torch's GradScaler for the options of the section fp16, and its defaults."""
+    scale, window = f"2.0**{fp16.get('initial_scale_power', 16)}", str(fp16.get("loss_scale_window", 1000))
+    if static := fp16.get("loss_scale"):
+        scale, window = repr(float(static)), "2**31 - 1"  # never grows
+    return f"torch.amp.GradScaler(next(model.parameters()).device.type, init_scale={scale}, growth_interval={window})"
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Raises: ConfigError."""
+    try:
+        config = json_module.loads(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file} holds no JSON object: give DeepSpeed's configuration")
+    return config
+
+
+def _show(call: Call, rows: list[Row]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.syntax import Syntax
+    from rich.table import Table
+
+    console = Console()
+    console.print(Syntax(call.text(), "python", background_color="default") if console.is_terminal else call.text())
+    for title, served in (("What each option becomes", True), ("Without a counterpart", False)):
+        table = Table("option", "value", "here", title=title, title_justify="left")
+        for row in rows:
+            if row.is_served is served:
+                table.add_row(row.option, escape(json_module.dumps(row.value)), escape(row.becomes))
+        if table.row_count:
+            console.print(table)

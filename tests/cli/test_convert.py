@@ -1,0 +1,168 @@
+"""`offload convert`: the call that is printed trains as the configuration says, with plain torch beside it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner, Result
+
+from offload.cli.convert import ALSO_ALWAYS, SERVED
+from offload.cli.main import app
+from tests.test_docs import Model
+
+BATCHES = 6
+ADAM = {"lr": 1e-2, "betas": [0.8, 0.95], "eps": 1e-7, "weight_decay": 0.1}
+
+
+def run(folder: Path, config: dict[str, Any], *options: str) -> Result:
+    file = folder / "ds_config.json"
+    file.write_text(json.dumps(config))
+    return CliRunner().invoke(app, ["convert", str(file), *options])
+
+
+def converted(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    result = run(folder, config, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+def trained(script: str) -> tuple[list[Tensor], Any]:
+    """The weights after the script, and its optimizer, closed."""
+    torch.manual_seed(0)
+    model = Model()
+    names: dict[str, Any] = {"model": model, "loader": batches()}
+    exec(compile(script, "script", "exec"), names)
+    optimizer = names["optimizer"]
+    try:
+        weights = [optimizer.state_of(param)["master"] for param in model.parameters()]
+    finally:
+        optimizer.close()
+    return weights, optimizer
+
+
+def batches() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = (3, 8), (3, 1)
+    return [
+        {name: torch.randn(shape, generator=generator) for name, shape in zip("xy", shapes, strict=True)}
+        for _ in range(BATCHES)
+    ]
+
+
+def plain(kind: type[torch.optim.Adam], passes: int, clip: float) -> list[Tensor]:
+    """What DeepSpeed's engine does with the configuration, in plain torch: it divides the loss by the passes."""
+    torch.manual_seed(0)
+    model = Model()
+    lr, betas, eps, decay = ADAM["lr"], ADAM["betas"], ADAM["eps"], ADAM["weight_decay"]
+    optimizer = kind(model.parameters(), lr=lr, betas=tuple(betas), eps=eps, weight_decay=decay)  # type: ignore[arg-type]
+    for number, batch in enumerate(batches(), 1):
+        (model(**batch).loss / passes).backward()
+        if number % passes == 0:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [param.detach() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize(
+    ("kind", "params", "like"),
+    [
+        ("AdamW", {}, torch.optim.AdamW),
+        ("Adam", {}, torch.optim.AdamW),  # DeepSpeed's default is adam_w_mode
+        ("Adam", {"adam_w_mode": False}, torch.optim.Adam),
+    ],
+)
+@pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
+def test_the_script_trains_as_the_configuration_says(
+    device: str, kind: str, params: dict[str, Any], like: type[torch.optim.Adam], passes: int, tmp_path: Path
+) -> None:
+    zero = {"stage": 3, "offload_optimizer": {"device": device, "nvme_path": str(tmp_path)}}
+    config = {
+        "gradient_accumulation_steps": passes,
+        "gradient_clipping": 0.05,
+        "optimizer": {"type": kind, "params": ADAM | params},
+        "zero_optimization": zero | {"offload_param": {"device": device, "nvme_path": str(tmp_path)}},
+    }
+    weights, _ = trained(converted(tmp_path, config)["script"])
+    for ours, theirs in zip(weights, plain(like, passes, 0.05), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fp16", "scale"),
+    [({}, 2.0**16), ({"initial_scale_power": 7}, 2.0**7), ({"loss_scale": 64}, 64.0)],
+)
+def test_the_loss_scale(fp16: dict[str, Any], scale: float, tmp_path: Path) -> None:
+    config = {"fp16": {"enabled": True} | fp16, "gradient_clipping": 1.0, "zero_optimization": {"stage": 2}}
+    script = converted(tmp_path, config)["script"]
+    names: dict[str, Any] = {"model": Model(), "loader": batches()[:1]}
+    exec(compile(script.replace("scaler.update()", "break"), "script", "exec"), names)
+    names["optimizer"].close()
+    assert names["scaler"].get_scale() == scale
+    assert names["scaler"].get_growth_interval() == (2**31 - 1 if "loss_scale" in fp16 else 1000)
+
+
+def test_every_option_of_the_file_is_told(tmp_path: Path) -> None:
+    config = {
+        "train_batch_size": "auto",
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 1000, "elastic_checkpoint": True},
+        "wandb": {"enabled": False},
+    }
+    found = converted(tmp_path, config)
+    told = {row["option"]: row["becomes"] for row in found["options"]}
+    assert set(told) == {
+        "train_batch_size",
+        "bf16.enabled",
+        "zero_optimization.stage",
+        "zero_optimization.overlap_comm",
+        "zero_optimization.reduce_bucket_size",
+    }
+    assert "2000" in told["zero_optimization.reduce_bucket_size"]
+    left = {row["option"] for row in found["without_counterpart"]}
+    assert left == {"zero_optimization.elastic_checkpoint", "wandb.enabled"}
+    shown = run(tmp_path, config)
+    assert shown.exit_code == 0
+    assert "compute_dtype=torch.bfloat16" in shown.stdout
+    assert "Without a counterpart" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"optimizer": {"type": "Lamb"}}, "Lamb"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "nvme_path"),
+        ([], "no JSON object"),
+    ],
+)
+def test_what_cannot_be_converted(config: Any, said: str, tmp_path: Path) -> None:
+    result = run(tmp_path, config)
+    assert result.exit_code == 2
+    assert "ConfigError" in result.stderr
+    assert said in result.stderr
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("{")
+    for name, said in (("missing", "cannot be read"), ("text", "is not JSON")):
+        result = CliRunner().invoke(app, ["convert", str(tmp_path / name)])
+        assert result.exit_code == 2
+        assert said in result.stderr
+
+
+def test_the_page_names_options_that_are_known() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "deepspeed.md").read_text().split("## Options")[1]
+    rows = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`([\w.]+)`", row)}
+    known = {*SERVED, "optimizer", *ALSO_ALWAYS}
+    assert len(named) > 15
+    assert not {name for name in named if not any(one == name or one.endswith(f".{name}") for one in known)}
