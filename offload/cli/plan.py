@@ -13,11 +13,12 @@ import typer
 from offload.cli.console import print_json
 from offload.cli.train import TrainOptions
 from offload.errors import ConfigError
-from offload.sizes import format_bytes
+from offload.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from torch import nn
 
     from offload.models import GPTConfig
     from offload.planner.explain import Planned
@@ -35,12 +36,17 @@ KINDS = {
     "rest": "headers, padding, buffers of copies",
 }
 TIERS = {"device": "device", "cpu": "RAM", "nvme": "NVMe"}
+WHERE = {"device": "on the device", "cpu": "in RAM", "nvme": "on NVMe"}
 
 
 def plan(
     preset: Annotated[str, typer.Option(help="Size of the model, as `offload train` has them.")] = "5m",
     layers: Annotated[int | None, typer.Option(help="Blocks.", show_default="the preset's")] = None,
     width: Annotated[int | None, typer.Option(help="Width of the model.", show_default="the preset's")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="A transformers model instead of a preset: its config.json, or the directory of it."),
+    ] = None,
     accumulation: Annotated[int, typer.Option(help="Micro-batches a step.")] = 1,
     tier: Annotated[str, typer.Option(help="Where the optimizer states live: nvme, cpu or device.")] = "nvme",
     param_tier: Annotated[
@@ -71,6 +77,20 @@ def plan(
         int | None,
         typer.Option(help="ZeRO's, with several ranks: 1, 2 or 3.", show_default="3 if parameters stream, else 2"),
     ] = None,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Plan for a GPU, also where there is none; --device-memory says its size.")
+    ] = False,
+    ram: Annotated[
+        str | None,
+        typer.Option(help="RAM that is free where it will run, such as 128GiB.", show_default="what is free here"),
+    ] = None,
+    flops: Annotated[
+        float | None,
+        typer.Option(help="FLOP/s that the device achieves, such as 150e12: then the tokens that hide the disk."),
+    ] = None,
+    disk_gb_per_s: Annotated[
+        float, typer.Option("--disk-gb-per-s", help="What the disks move, reads and writes together (--flops).")
+    ] = 3.0,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Show what a run needs on every tier, and what more or less RAM would do, before anything is allocated."""
@@ -84,15 +104,22 @@ def plan(
     )  # fmt: skip
     if ranks < 1:
         raise ConfigError(f"--ranks {ranks}: give a whole number, at least 1")
-    config = model_config(preset, layers, width)
-    planned = planned_of(options, config, split_master=split_master, ranks=ranks, stage=stage)
+    for name, value in (("flops", flops), ("disk-gb-per-s", disk_gb_per_s)):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"--{name} {value:g}: give a number above 0")
+    model = preset_model(preset, layers, width) if config is None else _configured(config, layers, width)
+    free = None if ram is None else parse_bytes(ram, "--ram")
+    planned = planned_of(options, model, split_master=split_master, ranks=ranks, stage=stage, gpu=gpu, free=free)
     fits = _what_fits(planned)
     if json:
-        print_json({"preset": preset, "layers": layers, "width": width} | summarise(planned) | fits)
+        of = {"preset": preset, "layers": layers, "width": width} if config is None else {"config": str(config)}
+        print_json(of | summarise(planned) | _hiding(planned, flops, disk_gb_per_s) | fits)
         return
     console = Console()
     try:
         _show(console, summarise(planned))
+        for line in _hiding_lines(_hiding(planned, flops, disk_gb_per_s)):
+            console.print(line, soft_wrap=True, highlight=False)
     finally:
         # Also where it does not fit: this says what would.
         _show_what_fits(console, fits)
@@ -114,18 +141,58 @@ def model_config(preset: str, layers: int | None, width: int | None) -> GPTConfi
     return replace(config, layers=config.layers if layers is None else layers, width=chosen, heads=heads)
 
 
+def preset_model(preset: str, layers: int | None, width: int | None) -> nn.Module:
+    """The GPT of `model_config` on the meta device. Raises: ConfigError."""
+    from offload.models import GPT
+
+    return GPT(model_config(preset, layers, width), device="meta")
+
+
+def _configured(config: Path, layers: int | None, width: int | None) -> nn.Module:
+    """The transformers model of a config.json on the meta device. Raises: ConfigError."""
+    import torch
+
+    if layers is not None or width is not None:
+        raise ConfigError("--config says how many layers and how wide: leave --layers and --width out")
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError("--config needs transformers: pip install transformers") from error
+    try:
+        found = transformers.AutoConfig.from_pretrained(config)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"--config {config} is no configuration that transformers knows: {error}") from error
+    architectures = getattr(found, "architectures", None) or ()
+    kind = next((getattr(transformers, name) for name in architectures if hasattr(transformers, name)), None)
+    with torch.device("meta"):
+        if kind is not None:
+            return kind(found)  # type: ignore[no-any-return]
+        return transformers.AutoModelForCausalLM.from_config(found)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def planned_of(
-    options: TrainOptions, config: GPTConfig, *, split_master: bool, ranks: int = 1, stage: int | None = None
+    options: TrainOptions,
+    model: nn.Module,
+    *,
+    split_master: bool,
+    ranks: int = 1,
+    stage: int | None = None,
+    gpu: bool = False,
+    free: int | None = None,
 ) -> Planned:
-    """The model on the meta device, laid out as `offload train` would have it. Raises: ConfigError."""
+    """`model`, which may be on the meta device, laid out as `offload train` would have it.
+
+    Args: gpu: for a GPU, also where there is none; free: bytes of RAM where it will run, None: what is free here.
+    Raises: ConfigError.
+    """
     from offload import Tuning
     from offload.devices.copies import accelerator
-    from offload.models import GPT
     from offload.planner.explain import plan_of
 
     planned = plan_of(
-        GPT(config, device="meta"),
-        direct=accelerator() is None,
+        model,
+        direct=accelerator() is None and not gpu,
+        free_cpu_bytes=free,
         tier=options.tier,
         path=options.path if options.tier == "nvme" else None,
         cpu_memory=options.cpu_memory,
@@ -157,7 +224,7 @@ def summarise(planned: Planned) -> dict[str, Any]:
         "tier": planned.config.tier,
         "param_tier": planned.config.param_tier,
         "grad_tier": planned.config.grad_tier,
-        "device": "cpu" if device is None else device.type,
+        "device": "cpu" if planned.direct else device.type if device is not None else "gpu",
         "accumulation": planned.config.accumulation,
         "split_master": planned.config.split_master,
         "commit_every": planned.config.commit_every,
@@ -186,11 +253,37 @@ def summarise(planned: Planned) -> dict[str, Any]:
     }
 
 
+def _hiding(planned: Planned, flops: float | None, disk_gb_per_s: float) -> dict[str, Any]:
+    """Tokens a step that hide the disk, if `flops` is given. Raises: BudgetError."""
+    from offload.planner import explain
+
+    if flops is None:
+        return {}
+    least, enough = explain.hiding_tokens(planned, flops, 1e9 * disk_gb_per_s)
+    return {"flops": flops, "disk_gb_per_s": disk_gb_per_s, "least_hiding_tokens": least, "hiding_tokens": enough}
+
+
+def _hiding_lines(found: dict[str, Any]) -> Iterator[str]:
+    if not found:
+        return
+    speeds = f"At {found['flops']:.3g} FLOP/s and {found['disk_gb_per_s']:g} GB/s"
+    if not found["hiding_tokens"]:
+        yield f"{speeds}: nothing moves over the disk in a step, so any number of tokens will do."
+        return
+    yield (
+        f"{speeds}, a step of {found['hiding_tokens']:,} tokens hides the disk; a disk that worked all the time would "
+        f"need {found['least_hiding_tokens']:,}. Computing forwards again makes both a quarter less."
+    )
+
+
 def _what_fits(planned: Planned) -> dict[str, Any]:
     """What other budgets would do on the NVMe tier, and what of them is possible here."""
     from offload.planner.machine import free_memory
 
-    free, everything = free_memory(), planned.cpu_memory_for(1.0)
+    free = planned.room.free_cpu_bytes
+    if free is None:
+        free = free_memory()
+    everything = planned.cpu_memory_for(1.0)
     budgets = []
     for share in SHARES:
         needed = planned.cpu_memory_for(share)
@@ -213,7 +306,7 @@ def _show_what_fits(console: Console, summary: dict[str, Any]) -> None:
     console.print(_budget_table(summary))
     share, free = summary["largest_share"], format_bytes(summary["free_cpu_bytes"])
     fits = "not even the least fits" if share is None else f"{share:.0%} of the states fit"
-    console.print(f"In the {free} of RAM that are free here, {fits}.", soft_wrap=True, highlight=False)
+    console.print(f"In {free} of free RAM, {fits}.", soft_wrap=True, highlight=False)
 
 
 def _placement_table(summary: dict[str, Any]) -> Table:
@@ -258,8 +351,8 @@ def _lines(summary: dict[str, Any]) -> Iterator[str]:
         building = "The model is built in parts, on the way to its tiers."
     allowed = "" if limit is None else f" of {format_bytes(limit)} allowed"
     yield (
-        f"Peak on the device: {format_bytes(summary['device_bytes'])}{allowed}, with parameters on "
-        f"{TIERS[summary['param_tier']]} and gradients on {TIERS[summary['grad_tier']]}."
+        f"Peak on the device: {format_bytes(summary['device_bytes'])}{allowed}, with parameters "
+        f"{WHERE[summary['param_tier']]} and gradients {WHERE[summary['grad_tier']]}."
     )
     yield (
         f"Peak RAM: {format_bytes(summary['peak_cpu_bytes'])} of {format_bytes(summary['cpu_budget_bytes'])} allowed; "
@@ -285,7 +378,7 @@ def _budget_table(summary: dict[str, Any]) -> Table:
     from rich.table import Table
 
     table = Table(title="What budgets would do (--tier nvme)", title_justify="left")
-    for heading in ("states in RAM", "--cpu-memory", "read, and as much written, a step", "fits here"):
+    for heading in ("states in RAM", "--cpu-memory", "read, and as much written, a step", "fits"):
         table.add_column(heading, justify="right")
     for row in summary["budgets"]:
         streamed = format_bytes(row["streamed_bytes"])

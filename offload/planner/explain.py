@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import ceil
 from typing import Any
 
 from torch import nn
@@ -115,16 +116,19 @@ class Planned:
         return buffers * max((record.nbytes for record in records), default=0)
 
 
-def plan_of(model: nn.Module, *, direct: bool, ranks: int = 1, **options: Any) -> Planned:
+def plan_of(
+    model: nn.Module, *, direct: bool, ranks: int = 1, free_cpu_bytes: int | None = None, **options: Any
+) -> Planned:
     """What `OffloadZero(model, **options)` would be given. The model may be on the meta device: only shapes count.
 
-    Args: ranks: of which this is the first, which holds most, with a machine to itself.
+    Args: ranks: of which this is the first, which holds most, with a machine to itself; free_cpu_bytes: of RAM, None:
+    what is free here.
     Raises: ConfigError as `OffloadZero` does.
     """
     config = configuration.check(**options)
     shape = ModelShape.of(model, [{"params": list(model.parameters())}], config)
     dtypes = compute_dtypes(model, config.keep_fp32, config.compute_dtype)
-    room = Room(untrained_bytes(model, shape.params, dtypes))
+    room = Room(untrained_bytes(model, shape.params, dtypes), free_cpu_bytes=free_cpu_bytes)
     config = configuration.over_ranks(config, ranks=ranks, ranks_on_node=1)
     replicas = configuration.replicas_of(config, ranks=ranks, rows=1)
     layout_of = partial(shape.layout, ranks=ranks, replicas=replicas)
@@ -155,6 +159,23 @@ def sent_numel(planned: Planned) -> dict[str, int]:
         gathered = config.accumulation * (2 * gathered - kept)
     others = layout.ranks - 1
     return {"gradients": others * reduction.rounds * sum(shards.values()), "parameters": others * gathered}
+
+
+def hiding_tokens(planned: Planned, flops: float, disk_bytes_per_s: float) -> tuple[int, int]:
+    """How many tokens a step has to have for compute to take as long as the disk.
+
+    Args: flops: FLOP/s that are achieved; disk_bytes_per_s: reads and writes together.
+    Returns: tokens if the disk could work all the time, at 6 FLOPs a parameter and token (T* = F t / 6); and as a step
+    is: its states move between the last gradient and their unit's next forward, a third of the compute (F t / 2).
+    Raises: BudgetError.
+    """
+    placement = planned.place()
+    kept = sum(planned.needs.states[chunk].nbytes for chunk in placement.kept)
+    states = 2 * (planned.needs.state_bytes - kept)
+    moved = placement.read_bytes + placement.written_bytes
+    tokens_a_byte = flops / disk_bytes_per_s / planned.layout.numel
+    least = tokens_a_byte * moved / 6
+    return ceil(least), ceil(max(least, tokens_a_byte * states / 2))
 
 
 def explain(placement: Placement, planned: Planned) -> list[Row]:

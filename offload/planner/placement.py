@@ -127,14 +127,16 @@ def _every(config: Config) -> str:
 
 @dataclass(frozen=True)
 class Room:
-    """The model's device.
+    """The model's device, and the RAM beside it.
 
     Attributes: resident_bytes: of frozen parameters and buffers, which are always there; available_bytes: for these
-    and all others, if no `device_memory` is given; None: without a limit.
+    and all others, if no `device_memory` is given; None: without a limit; free_cpu_bytes: of RAM; None: what is free
+    here.
     """
 
     resident_bytes: int = 0
     available_bytes: int | None = None
+    free_cpu_bytes: int | None = None
 
     def limit(self, config: Config) -> int | None:
         return self.available_bytes if config.device_memory is None else config.device_memory
@@ -369,7 +371,8 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
     needs = Needs(layout, config, direct)
     device_bytes = _require_room(layout, config, room, needs.slab_bytes)
     given = config.cpu_memory
-    budget = free_memory() // 2 // config.ranks_on_node if given is None else given
+    free = free_memory() if room.free_cpu_bytes is None else room.free_cpu_bytes
+    budget = free // 2 // config.ranks_on_node if given is None else given
     sizes = [record.nbytes for record in needs.states]
     is_on_device = config.tier == "device"
     fixed = reserved + (0 if is_on_device else needs.fixed_bytes) + (0 if needs.staged is None else needs.staged.nbytes)
@@ -386,7 +389,7 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
     kept_bytes, largest = sum(sizes) - sum(streamed), max(streamed, default=0)
     arena_bytes = fixed - reserved + (kept_bytes if states else 0) + in_flight * largest
     filled = kept_bytes + (in_flight * sum(streamed) / len(streamed) if streamed else 0)
-    if given is not None and arena_bytes + reserved > (free := free_memory()):
+    if given is not None and arena_bytes + reserved > free:
         other = ', and tier="nvme" with a path' if config.tier == "cpu" else ""
         raise BudgetError(
             f"{format_bytes(arena_bytes)} of RAM would be used and {format_bytes(free)} are free: "

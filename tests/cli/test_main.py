@@ -24,9 +24,11 @@ OPTIONS = {
     "plan": {
         "--preset", "--layers", "--width", "--accumulation", "--tier", "--cpu-memory", "--chunk", "--split-master",
         "--json", "--param-tier", "--grad-tier", "--ranks", "--stage", "--device-memory", "--commit-every",
+        "--config", "--gpu", "--ram", "--flops", "--disk-gb-per-s",
     },
     "doctor": {"--path", "--json"},
     "inspect": {"paths", "--json"},
+    "convert": {"file", "--json"},
     "verify": {"paths", "--threads", "--json"},
     "export": {"paths", "--kind", "--fp32", "--json"},
     "remove": {"paths", "--yes", "--json"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +220,7 @@ def test_people_get_tiers_peak_wear_and_budgets(monkeypatch: pytest.MonkeyPatch)
     budgets = run_json("--chunk", "64KiB")
     assert [row["fits"] for row in budgets["budgets"]] == [True, True, True, False, False]
     assert 0.5 < budgets["largest_share"] < 0.75
-    assert f"In the 10 MiB of RAM that are free here, {budgets['largest_share']:.0%} of the states fit." in shown
+    assert f"In 10 MiB of free RAM, {budgets['largest_share']:.0%} of the states fit." in shown
     with_free(monkeypatch, 1 * GIB)
     assert "All 5 chunks stay in RAM" in run("--tier", "cpu").stdout
 
@@ -278,3 +279,51 @@ def test_wrong_options_are_one_line(options: list[str], message: str) -> None:
 def planned_of(direct: bool, *, split_master: bool = False, **options: Any) -> Planned:
     tuning = Tuning(chunk="256KiB", split_master=split_master)
     return plan_of(GPT(PRESETS["1m"], device="meta"), direct=direct, tuning=tuning, **options)
+
+
+def test_a_machine_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_free(monkeypatch, MIB)
+    options = ("--tier", "cpu", "--gpu", "--device-memory", "1.5MiB", "--param-tier", "auto")
+    here = run(*options)
+    assert here.exit_code == 2
+    assert "BudgetError" in here.stderr
+    summary = run_json(*options, "--ram", "64GiB")
+    assert summary["device"] in ("gpu", DEVICE.type)
+    assert summary["free_cpu_bytes"] == 64 * GIB
+    assert summary["param_tier"] == "cpu"
+    assert summary["device_bytes"] <= 1.5 * MIB
+    # Bounce buffers, which only a device with memory of its own needs.
+    assert {row["kind"] for row in summary["rows"] if row["tier"] == "cpu"} >= {"param", "grad", "master", "rest"}
+
+
+@pytest.mark.parametrize("split_master", [False, True])
+def test_tokens_that_hide_the_disk(split_master: bool) -> None:
+    """Formulas: T* = F t / 6 over all bytes, and F t / 2 over those of the states, t being seconds a parameter."""
+    options = ("--flops", "2e12", "--disk-gb-per-s", "4", "--param-tier", "nvme", "--chunk", "256KiB")
+    summary = run_json(*options, *(["--split-master"] if split_master else []))
+    flops, bandwidth, numel = 2e12, 4e9, summary["parameters"]
+    seconds = (summary["read_bytes"] + summary["written_bytes"]) / numel / bandwidth
+    assert summary["least_hiding_tokens"] == pytest.approx(flops * seconds / 6, abs=1)
+    params = 4  # read for backward, and written, padded to pages; a forward finds them in RAM
+    states = seconds - params / bandwidth
+    assert summary["hiding_tokens"] == pytest.approx(flops * states / 2, rel=0.05)
+    assert f"{summary['hiding_tokens']:,}" in run(*options, *(["--split-master"] if split_master else [])).stdout
+
+
+def test_nothing_has_to_be_hidden_where_all_is_in_ram() -> None:
+    assert run_json("--tier", "cpu", "--flops", "1e12")["hiding_tokens"] == 0
+    assert "any number of tokens will do" in run("--tier", "cpu", "--flops", "1e12").stdout
+
+
+@pytest.mark.parametrize("option", ["--flops", "--disk-gb-per-s"])
+def test_speeds_are_above_zero(option: str) -> None:
+    result = run(option, "-1")
+    assert result.exit_code == 2
+    assert option in result.stderr
+
+
+def test_a_configuration_needs_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    result = run("--config", str(tmp_path))
+    assert result.exit_code == 2
+    assert "pip install transformers" in result.stderr

@@ -1,0 +1,55 @@
+"""`offload plan --config`: the plan of a transformers configuration is that of the model it describes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+from typer.testing import CliRunner
+
+from offload import OffloadZero, Tuning
+from offload.cli.main import app
+
+pytestmark = pytest.mark.peers
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96}
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES, intermediate_size=128, tie_word_embeddings=True),
+    "bert": lambda: transformers.BertConfig(**SIZES, intermediate_size=128),
+    "gpt2": lambda: transformers.GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=96),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("param_tier", ["device", "nvme"])
+def test_figures_are_those_of_a_run(name: str, param_tier: str, tmp_path: Path) -> None:
+    config = CONFIGS[name]()
+    kind = transformers.BertForMaskedLM if name == "bert" else None
+    model = kind(config) if kind else transformers.AutoModelForCausalLM.from_config(config)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(tmp_path / "model")
+    options = ["--tier", "nvme", "--param-tier", param_tier, "--chunk", "64KiB", "--cpu-memory", "4MiB"]
+    result = CliRunner().invoke(app, ["plan", "--json", "--config", str(tmp_path / "model"), *options])
+    assert result.exit_code == 0, result.output
+    planned = json.loads(result.stdout)
+    with OffloadZero(
+        model,
+        path=tmp_path / "swap",
+        param_tier=param_tier,
+        grad_tier="cpu",
+        cpu_memory="4MiB",
+        commit_every=None,
+        tuning=Tuning(chunk="64KiB"),
+    ) as optimizer:
+        stats = optimizer.stats()
+        assert planned["parameters"] == sum(param.numel() for param in model.parameters())
+        assert planned["peak_cpu_bytes"] == stats["peak_cpu_bytes"]
+
+
+def test_what_is_no_configuration(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    result = CliRunner().invoke(app, ["plan", "--config", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "no configuration" in result.stderr
