@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 SOURCES := pyproject.toml constraints.txt $(wildcard kernels/*.c kernels/*.h kernels/CMakeLists.txt) \
 	$(wildcard offload/__init__.py offload/*/__init__.py)
 
-.PHONY: train test lint types unit device test-device test-slow test-oracle test-faults test-gpu test-peers fuzz bench-peers bench-peers-step clean
+.PHONY: train test lint types unit device test-device test-slow test-oracle test-faults test-gpu test-peers docs fuzz bench-peers bench-peers-step clean
 
 train: $(VENV)/installed
 	$(BIN)/offload train $(ARGS)
@@ -53,6 +53,11 @@ fuzz: $(VENV)/installed
 test-peers: $(VENV)/installed
 	$(PIP) -e '.[peers]'
 	$(BIN)/python -m pytest -m peers $(ARGS)
+
+# The pages of docs/, README and the results of benchmarks as a site, out/site/index.html. A broken link is an error.
+docs: $(VENV)/installed
+	$(PIP) -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 # I/O beside DeepSpeed's, which lives in an environment of its own and compiles its extension at first use (minutes;
 # needs a C++ compiler and libaio's headers, Debian's libaio-dev).
