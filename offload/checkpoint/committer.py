@@ -128,7 +128,11 @@ class Commits:
     def is_due(self, step: int) -> bool:
         """Whether `commit_every` wants a commit of `step`, and it is not there. Raises: as `know`."""
         self.know()
-        return self._config.is_due(step) and (self.last is None or self.last.step != step)
+        return self._config.is_due(step) and not self.has(step)
+
+    def has(self, step: int) -> bool:
+        """Whether the last commit is of `step`."""
+        return self.last is not None and self.last.step == step
 
     def commit(
         self,
@@ -237,7 +241,7 @@ class Commits:
         require_sound(groups)
         stored(groups)
         versions = self._flush()
-        if self.last is not None and self.last.step == step:
+        if self.has(step):
             if carried_in(extra).extra is None and versions == self._versions:
                 return None
             raise ConfigError(
@@ -321,7 +325,7 @@ class Commits:
 
     def _keep_named(self, step: int) -> None:
         """Makes a snapshot of the last commit if a state dict names it, and takes those away that are too many."""
-        if self.last is None or self.last.step == step or self._slots is None:
+        if self.last is None or self.has(step) or self._slots is None:
             return
         if not self._comm.all_gather(torch.tensor([self._is_named], dtype=torch.uint8, device="cpu")).any():
             return
@@ -338,7 +342,7 @@ class Commits:
         self._is_named = False
 
     def snapshot_of(self, step: int, name: object) -> Reader:
-        """The snapshot of the commit that a state dict calls `name`.
+        """The snapshot of the commit that a state dict calls `name`; the caller closes it.
 
         Raises: ResumeError if there is none, or it is of another model; CorruptionError, PathError, TierIOError.
         """
@@ -366,7 +370,6 @@ class Commits:
         self._take_values(reader)
         self.commit(_nothing, reader.commit.step, ages, groups, reader.extra())
         self._came_from = _id_of(reader.commit)
-        reader.close()
 
     def _take_values(self, reader: Reader) -> None:
         """Copies states and parameters from `reader`'s commit. Every slot is read once."""

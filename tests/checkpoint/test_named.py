@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import BudgetError, ConfigError, OffloadZero, ResumeError, Tuning
+from offload import BudgetError, ConfigError, CorruptionError, OffloadZero, ResumeError, Tuning
 from offload.checkpoint import snapshot as snapshots
 from tests.checkpoint.test_attached import Average
 
@@ -202,3 +203,28 @@ def test_a_disk_that_has_no_space_for_the_snapshot_is_found_when_the_commit_is_n
 def test_a_wrong_keep_is_refused(keep: Any) -> None:
     with pytest.raises(ConfigError, match="keep="):
         hold(build(), None, keep=keep)
+
+
+def test_a_damaged_snapshot_is_let_go_of_and_rollback_is_the_way_on(tmp_path: Path) -> None:
+    def opened() -> list[str]:
+        return [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+
+    model = build()
+    with hold(model, tmp_path / "run") as optimizer:
+        train(model, optimizer, 1)
+        saved = optimizer.state_dict()
+        train(model, optimizer, 1)
+        optimizer.commit()
+        then = states(model, optimizer)
+        (swap,) = (tmp_path / "run").glob("snapshot*/*.swap")
+        data = bytearray(swap.read_bytes())
+        data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
+        swap.write_bytes(data)
+        with pytest.raises(CorruptionError):
+            optimizer.load_state_dict(saved)
+        assert str(swap) not in opened()
+        with pytest.raises(CorruptionError):
+            train(model, optimizer, 1)
+        optimizer.rollback()
+        for found, wanted in zip(states(model, optimizer), then, strict=True):
+            assert torch.equal(found, wanted)
