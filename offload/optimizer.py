@@ -694,7 +694,8 @@ class OffloadZero(torch.optim.Optimizer):
         `verify`, `export` and `remove` take them as they take those of any run. Where the file system can (XFS,
         Btrfs), a snapshot shares its blocks with the swap file. Over several ranks all have to call it.
 
-        Args: keep: how many snapshots of this run to keep, this one included; older ones are removed. None: all.
+        Args: keep: how many snapshots of this run to keep, this one included; older ones are removed, but for those
+        that were made because a state dict names their commit. None: all.
         Returns: the directories, one for each of this rank's in `path`.
         Raises: ResumeError (nothing was committed), ConfigError (keep), BudgetError (disk space), PathError (something
         else has its name), TierIOError, CorruptionError, OtherRankError, RankError. The run and its last commit stay
