@@ -39,6 +39,7 @@ from offload.checkpoint.attached import RNG, Attached, Committed
 from offload.checkpoint.committer import Commits
 from offload.checkpoint.export import export
 from offload.checkpoint.extra import Carried, carried_in, memory_of, stored
+from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.recovery import RecoveryPlan, Resumed
 from offload.checkpoint.tensors import Entry
 from offload.config import PathLike, Tuning
@@ -668,7 +669,7 @@ class OffloadZero(torch.optim.Optimizer):
         prepare = self._held.take_outside_writes
         try:
             with self._together():
-                if self._commits.last is None or self._commits.last.step != self._step:
+                if not self._commits.has(self._step):
                     self._attached.commit_begins(self._step, extra)
                 self._commits.commit(prepare, self._step, self._steps, self.param_groups, extra)
             self._attached.commit_ends(self._step)
@@ -693,7 +694,8 @@ class OffloadZero(torch.optim.Optimizer):
         `verify`, `export` and `remove` take them as they take those of any run. Where the file system can (XFS,
         Btrfs), a snapshot shares its blocks with the swap file. Over several ranks all have to call it.
 
-        Args: keep: how many snapshots of this run to keep, this one included; older ones are removed. None: all.
+        Args: keep: how many snapshots of this run to keep, this one included; older ones are removed, but for those
+        that were made because a state dict names their commit. None: all.
         Returns: the directories, one for each of this rank's in `path`.
         Raises: ResumeError (nothing was committed), ConfigError (keep), BudgetError (disk space), PathError (something
         else has its name), TierIOError, CorruptionError, OtherRankError, RankError. The run and its last commit stay
@@ -719,7 +721,7 @@ class OffloadZero(torch.optim.Optimizer):
         self._commits.require_last()
         try:
             self._held.abandon()
-            self._return_to_commit()
+            self._take_progress(self._commits.restore())
         except BaseException as error:
             self._failure = error
             raise
@@ -727,21 +729,18 @@ class OffloadZero(torch.optim.Optimizer):
         self.zero_grad()
         self._attached.go_back(self._step)
 
-    def _return_to_commit(self) -> None:
-        manifest = self._commits.restore()
-        take_options(self.param_groups, manifest.groups)
-        self._step = manifest.step
-        self._steps = [facts.age for facts in manifest.parameters]
-
-    def _begin_at(self, found: RecoveryPlan) -> None:
-        if found.manifest is not None:
-            self._return_to_commit()
-            return
-        committed = found.first
+    def _take_progress(self, committed: Manifest) -> None:
+        """Takes hyper-parameters and step counts from a commit, whatever its layout."""
         steps = {param.name: param.age for param in committed.parameters}
         take_options(self.param_groups, committed.groups)
         self._step = committed.step
         self._steps = [steps[spec.name] for spec in self._layout.specs]
+
+    def _begin_at(self, found: RecoveryPlan) -> None:
+        if found.manifest is not None:
+            self._take_progress(self._commits.restore())
+            return
+        self._take_progress(found.first)
         self._commits.take_over(found, self._steps, self.param_groups)
 
     def export(self, directory: str | os.PathLike[str]) -> tuple[Path, ...]:
@@ -788,7 +787,7 @@ class OffloadZero(torch.optim.Optimizer):
                     stacklevel=3,
                 )
             return None
-        is_committed = self._commits.last is not None and self._commits.last.step == self._step
+        is_committed = self._commits.has(self._step)
         if isinstance(self._failure, ClosedError):
             return self._commits.last_id if is_committed else None
         self._require_usable()
@@ -820,7 +819,7 @@ class OffloadZero(torch.optim.Optimizer):
         over several ranks ResumeError for another step; CorruptionError, TierIOError.
         """
         step, commit = require_matching(self.param_groups, state_dict)
-        is_committed = commit is not None and self._commits.last is not None and self._commits.last.step == step
+        is_committed = commit is not None and self._commits.has(step)
         if step != self._step or (is_committed and commit != self._commits.last_id):
             self._go_back(step, commit)
         elif is_committed:
@@ -834,26 +833,21 @@ class OffloadZero(torch.optim.Optimizer):
                 f"the state dict is of step {step}, this optimizer is at step {self._step}, and masters and moments "
                 'are not in a state dict: commit to a path, and give resume="auto", or the directories of a snapshot'
             )
-        last = self._commits.last
-        if last is not None and (last.step, self._commits.last_id) == (step, commit):
+        if self._commits.has(step) and commit == self._commits.last_id:
             self.rollback()
             self._commits.name_last()
             return
-        reader = self._commits.snapshot_of(step, commit)
-        self.rollback()
-        committed = reader.manifests[0]
-        steps = {param.name: param.age for param in committed.parameters}
-        ages = [steps[spec.name] for spec in self._layout.specs]
-        carried = carried_in(reader.extra())
-        try:
-            self._attached.commit_begins(step, carried)
-            take_options(self.param_groups, committed.groups)
-            self._commits.go_back_to(reader, ages, self.param_groups)
-            self._commits.name_last()
-        except BaseException as error:
-            self._fail(error)
-            raise
-        self._step, self._steps = step, ages
+        with self._commits.snapshot_of(step, commit) as reader:
+            carried = carried_in(reader.extra())
+            self.rollback()
+            try:
+                self._attached.commit_begins(step, carried)
+                self._take_progress(reader.manifests[0])
+                self._commits.go_back_to(reader, self._steps, self.param_groups)
+                self._commits.name_last()
+            except BaseException as error:
+                self._fail(error)
+                raise
         self._attached.go_back(step)
 
     # Close.

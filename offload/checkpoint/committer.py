@@ -29,19 +29,33 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
 from offload.checkpoint import recovery as resuming
 from offload.checkpoint.atomic_file import sync_directory
-from offload.checkpoint.commit import Commit, read_commit, remove_superseded, write_commit, write_manifest
+from offload.checkpoint.commit import (
+    Commit,
+    read_commit,
+    read_extra,
+    read_manifest,
+    remove_superseded,
+    write_commit,
+    write_manifest,
+)
 from offload.checkpoint.extra import carried_in, stored
 from offload.checkpoint.manifest import ChunkFacts, Digest, Manifest, differences
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.recovery import RecoveryPlan
 from offload.checkpoint.reshard import moves
-from offload.checkpoint.snapshot import RUN_DIGITS, Need, Snapshot, require_space, snapshots_in
+from offload.checkpoint.snapshot import (
+    RUN_DIGITS,
+    Need,
+    Snapshot,
+    records_in,
+    require_space,
+)
 from offload.dist.agreement import agree_on_error, all_gather_object
 from offload.errors import (
     ConfigError,
@@ -60,6 +74,8 @@ from offload.storage.chunk_cache import Store, Version
 from offload.storage.files import Files
 from offload.storage.swap_file import Stripes
 
+T = TypeVar("T")
+
 AMBIGUOUS = ("sync", "rename")
 """Operations after whose failure nobody knows what is on the disk."""
 _DONE, _FAILED, _FINAL = range(3)
@@ -72,6 +88,7 @@ class _Pending(NamedTuple):
     manifest: Manifest
     versions: list[dict[int, Version]]
     record: Commit
+    source: str
 
 
 class Commits:
@@ -109,26 +126,31 @@ class Commits:
         self._pending: _Pending | None = None
         self._replaces: str | None = None
         self._is_coming = False
-        # What state dicts name: whether the last commit is among it, and the snapshots of earlier ones.
-        self._is_named = False
+        # See `Carried`. Snapshots that this run made under another id may lie in directories that it has no more.
+        self._source = ""
         self._named: tuple[str, ...] = ()
-        # Of the snapshot that the last commit is a copy of.
-        self._came_from: str | None = None
+        # Whether a state dict names the last commit.
+        self._is_named = False
         if found is not None:
             found.require_last()
-            self._named = found.extra.named
+            if found.manifest is not None:
+                self._source, self._named = found.extra.source, found.extra.named
             self.last = found.manifest
             self._record = None if found.manifest is None else found.commit
 
     @property
     def last_id(self) -> str | None:
         """What state dicts call the last commit; None if nothing was committed."""
-        return None if self.last is None or self._record is None else self._came_from or _id_of(self._record)
+        return None if self.last is None or self._record is None else _id_of(self._record, self._source)
 
     def is_due(self, step: int) -> bool:
         """Whether `commit_every` wants a commit of `step`, and it is not there. Raises: as `know`."""
         self.know()
-        return self._config.is_due(step) and (self.last is None or self.last.step != step)
+        return self._config.is_due(step) and not self.has(step)
+
+    def has(self, step: int) -> bool:
+        """Whether the last commit is of `step`."""
+        return self.last is not None and self.last.step == step
 
     def commit(
         self,
@@ -160,7 +182,7 @@ class Commits:
             return
         manifest, versions, digest = written
         commit = Commit(manifest.run_id, step, self._digests(digest), self._replaces)
-        self._decide(_Pending(manifest, versions, commit))
+        self._decide(_Pending(manifest, versions, commit, carried_in(extra).source))
         for path in self._config.paths:
             with suppress(TierIOError):  # they are cleared away next time
                 remove_superseded(path, commit, self._comm.rank, self._files)
@@ -185,8 +207,8 @@ class Commits:
         """`pending` is the last commit. May be cut off anywhere and called again."""
         for store, of in zip(self._stores, pending.versions, strict=True):
             store.set_committed(of)
-        self.last, self._versions, self._record = pending
-        self._is_named, self._came_from = False, None
+        self.last, self._versions, self._record, self._source = pending
+        self._is_named = False
         self._pending = None
 
     def know(self) -> None:
@@ -237,7 +259,7 @@ class Commits:
         require_sound(groups)
         stored(groups)
         versions = self._flush()
-        if self.last is not None and self.last.step == step:
+        if self.has(step):
             if carried_in(extra).extra is None and versions == self._versions:
                 return None
             raise ConfigError(
@@ -298,7 +320,8 @@ class Commits:
         slots = self._slots
         if self._config.commit_every is not None and slots is not None:
             self._replaces = found.commit.run_id
-            self.commit(_nothing, step, ages, groups, found.extra)
+            source = _id_of(found.commit, found.extra.source)
+            self.commit(_nothing, step, ages, groups, found.extra._replace(source=source))
             self._replaces = None
             assert self._record is not None
             found.finish(self._record, self._comm, _not_restored())
@@ -312,50 +335,74 @@ class Commits:
         """
         part = self._as_snapshot()
         needs = part.needs()
-        if not self._is_named:
-            if self._came_from is None and part.name not in self._named:
-                part.require_name()
+        if not self._is_named and self._named_snapshot(part) is None:
             require_space(needs)
-            self._is_named = True
+        self._is_named = True
         return sum(need.nbytes for need in needs)
 
     def _keep_named(self, step: int) -> None:
-        """Makes a snapshot of the last commit if a state dict names it, and takes those away that are too many."""
-        if self.last is None or self.last.step == step or self._slots is None:
+        """Makes a snapshot of the last commit if a state dict names it, and takes those away that are too many.
+
+        What is cut off in it is done when it is called again.
+        """
+        if self.last is None or self.has(step) or self._slots is None:
             return
-        if not self._comm.all_gather(torch.tensor([self._is_named], dtype=torch.uint8, device="cpu")).any():
+        if not self._comm.all_reduce_any(self._is_named):
             return
         part = self._as_snapshot()
-        if self._came_from is None:
-            if part.name in self._named:
-                # Of the same step, before the run went back to an earlier one.
-                self._remove(part, [part.name])
-            self.snapshot(None)
-        named = [*(one for one in self._named if one != part.name), part.name]
-        with ExitStack() as held:
-            self._remove(part, part.free(named[: -self._config.keep], held))
-        self._named = tuple(named[-self._config.keep :])
+        found = self._found_by_first(lambda: self._named_snapshot(part))
+        if found is None or found in self._named:  # what the user has made stays, however many are named
+            name = found or part.name
+            self._named = *(one for one in self._named if one != name), name
+            # Another one that is called as this one is of the same step, before the run went back to an earlier one.
+            gone = {*self._named[: -self._config.keep], part.name} - {found}
+            self._remove(part, lambda held: part.free(gone, held))
+            if found is None:
+                self._keep(part)
+            kept = self._found_by_first(lambda: [*part.kept()])
+            self._named = tuple(one for one in self._named if one in kept)
         self._is_named = False
 
+    def _named_snapshot(self, part: Snapshot) -> str | None:
+        """For rank 0: the snapshot of the last commit, or of the one that it is a copy of; None if there is none yet.
+
+        Args: part: of the last commit. Raises: PathError if one of the user's has its name.
+        """
+        found = self._called(part.commit.step, self.last_id)
+        if found is None and part.name not in self._named:
+            part.is_kept()
+        return found
+
+    def _called(self, step: int, name: object) -> str | None:
+        """The snapshot of the commit, or of a copy of it, that state dicts call `name`; None if there is none."""
+        for directory, record in records_in(self._home, self._files).items():
+            if record.step != step:
+                continue
+            if name == _id_of(record):
+                return directory
+            home = self._home / directory
+            with suppress(OffloadError):  # damaged: of some other one
+                extra = read_extra(home, read_manifest(home, record, 0, self._files), self._files)
+                if name == carried_in(extra).source:
+                    return directory
+        return None
+
     def snapshot_of(self, step: int, name: object) -> Reader:
-        """The snapshot of the commit that a state dict calls `name`.
+        """The snapshot of the commit that a state dict calls `name`; the caller closes it.
 
         Raises: ResumeError if there is none, or it is of another model; CorruptionError, PathError, TierIOError.
         """
-        home, steps = self._config.paths[0], []
-        for directory in snapshots_in(home, self._files):
-            if (record := read_commit(home / directory, self._files)) is None:
-                continue
-            steps.append(record.step)
-            if (record.step, _id_of(record)) == (step, name):
-                reader = Reader([path / directory for path in self._config.paths], self._files)
-                if found := differences(reader.manifests[0], self._wanted):
-                    raise ResumeError(f"{home / directory} is of another model:\n" + "\n".join(found))
-                return reader
+        home, files = self._home, self._files
+        if (directory := self._called(step, name)) is not None:
+            reader = Reader([path / directory for path in self._config.paths], files)
+            if found := differences(reader.manifests[0], self._wanted):
+                raise ResumeError(f"{home / directory} is of another model:\n" + "\n".join(found))
+            return reader
+        steps = sorted(record.step for record in records_in(home, files).values())
         last = "nothing" if self.last is None else f"step {self.last.step}"
         raise ResumeError(
             f"the commit of step {step} that this state dict names is gone: {home} holds {last}, and snapshots of "
-            f"steps {', '.join(map(str, sorted(steps))) or '(none)'}; OffloadZero(keep=...) says how many stay"
+            f"steps {', '.join(map(str, steps)) or '(none)'}; OffloadZero(keep=...) says how many stay"
         )
 
     def go_back_to(self, reader: Reader, ages: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> None:
@@ -364,9 +411,9 @@ class Commits:
         Raises: CorruptionError, TierIOError, and then the last commit is what it was; as `commit`.
         """
         self._take_values(reader)
-        self.commit(_nothing, reader.commit.step, ages, groups, reader.extra())
-        self._came_from = _id_of(reader.commit)
-        reader.close()
+        carried = carried_in(reader.extra())
+        source = _id_of(reader.commit, carried.source)
+        self.commit(_nothing, reader.commit.step, ages, groups, carried._replace(source=source))
 
     def _take_values(self, reader: Reader) -> None:
         """Copies states and parameters from `reader`'s commit. Every slot is read once."""
@@ -391,45 +438,43 @@ class Commits:
         Raises: ResumeError (nothing is committed), BudgetError, PathError, TierIOError, CorruptionError,
         OtherRankError, RankError. Run and commits are what they were. What fails on one rank fails on all.
         """
-        part, slots, comm = self._as_snapshot(), self._slots, self._comm
-        assert slots is not None
-        with ExitStack() as held:
-            with agree_on_error(comm, _not_kept()):
-                slots.require_here()
-                own: tuple[list[str], list[str], list[str], bool] = (part.decided(), [], [], False)
-                if comm.rank == 0:
-                    surplus = [] if keep is None else part.superseded(keep, held)
-                    own = (own[0], surplus, [name for name in part.kept() if name not in surplus], part.is_kept())
-            told = [json.loads(data) for data in all_gather_object(comm, json.dumps(own).encode())]
-            _, surplus, others, is_kept = told[0]
-            with agree_on_error(comm, _not_kept()):
-                part.clear(decided={name for decided, *_ in told for name in decided})
-            if not is_kept:
-                self._keep(part)
-            with suppress(TierIOError, OtherRankError):  # the next one clears away what is left
-                with agree_on_error(comm, _not_kept()):
-                    part.finish([part.name])
-                self._remove(part, surplus)
-                part.finish(others)
+        part = self._as_snapshot()
+        # The one of which the last commit is a copy may have the same name.
+        if not self._source or self._found_by_first(lambda: self._called(part.commit.step, self.last_id)) != part.name:
+            self._keep(part)
+        # It is the user's from now on.
+        self._named = tuple(name for name in self._named if name != part.name)
+        if keep is not None:
+            self._remove(part, lambda held: part.superseded(keep, self._named, held))
         return part.directories
 
-    def _remove(self, part: Snapshot, names: Sequence[str]) -> None:
-        """Takes snapshots of this run away. Args: part: of any snapshot."""
-        with agree_on_error(self._comm, _not_kept()):
-            part.retire(names)
-        with agree_on_error(self._comm, _not_kept()):
-            if self._comm.rank == 0:
-                part.withdraw(names)
-        part.clear(names)
-
     def _keep(self, part: Snapshot) -> None:
+        """Makes a snapshot, if it is not there, and ends what was cut off while others were made or taken away."""
+        slots, comm = self._slots, self._comm
+        assert slots is not None
+
+        def look() -> list[str]:
+            slots.require_here()
+            return part.decided()
+
+        decided = {name for names in self._found_by_all(look) for name in names}
+        is_kept, others = self._found_by_first(lambda: (part.is_kept(), [*part.kept()]))
+        with agree_on_error(comm, _not_kept()):
+            part.clear(decided=decided)
+        if not is_kept:
+            self._make(part)
+        with suppress(TierIOError, OtherRankError), agree_on_error(comm, _not_kept()):  # else the next one does it
+            part.finish({*others, part.name})
+
+    def _make(self, part: Snapshot) -> None:
         """Makes a snapshot that is not there."""
         comm = self._comm
-        with agree_on_error(comm, _not_kept()):
+
+        def needs() -> list[dict[str, Any]]:
             part.require_no_other()
-            needs = [asdict(need) for need in part.needs()]
-        told = all_gather_object(comm, json.dumps(needs).encode())
-        require_space(Need(**need) for data in told for need in json.loads(data))
+            return [asdict(need) for need in part.needs()]
+
+        require_space(Need(**need) for needed in self._found_by_all(needs) for need in needed)
         try:
             with agree_on_error(comm, _not_kept()):
                 part.make()
@@ -442,6 +487,33 @@ class Commits:
             # If this fails, it may be there or not: whoever comes next looks.
             if comm.rank == 0:
                 part.decide()
+
+    def _remove(self, part: Snapshot, choose: Callable[[ExitStack], list[str]]) -> None:
+        """Takes snapshots of this run away. What the disk refuses stays until the next time.
+
+        Args: part: of any snapshot; choose: called on rank 0; returns names, and gives their locks to its argument.
+        """
+        comm = self._comm
+        with ExitStack() as held, suppress(TierIOError, OtherRankError):
+            names = self._found_by_first(lambda: choose(held))
+            with agree_on_error(comm, _not_kept()):
+                part.retire(names)
+            with agree_on_error(comm, _not_kept()):
+                if comm.rank == 0:
+                    part.withdraw(names)
+            with agree_on_error(comm, _not_kept()):
+                part.clear(names)
+
+    def _found_by_all(self, find: Callable[[], T]) -> list[T]:
+        """What each rank finds, as JSON can say it, by rank. Raises: what `find` raises, on all ranks; RankError."""
+        with agree_on_error(self._comm, _not_kept()):
+            own = json.dumps(find()).encode()
+        return [json.loads(data) for data in all_gather_object(self._comm, own)]
+
+    def _found_by_first(self, find: Callable[[], T]) -> T:
+        """What rank 0 finds, on all ranks. Raises: as `_found_by_all`."""
+        found = self._found_by_all(lambda: find() if self._comm.rank == 0 else None)[0]
+        return cast(T, found)
 
     @property
     def final(self) -> OffloadError | None:
@@ -567,9 +639,9 @@ class Commits:
         )
 
 
-def _id_of(commit: Commit) -> str:
-    """What a state dict calls a commit: its run, and the digest of its first manifest."""
-    return f"{commit.run_id[:RUN_DIGITS]}-{commit.manifests[0].xxh3}"
+def _id_of(commit: Commit, source: str = "") -> str:
+    """What a state dict calls a commit: its run, and the digest of its first manifest. Args: source: see `Carried`."""
+    return source or f"{commit.run_id[:RUN_DIGITS]}-{commit.manifests[0].xxh3}"
 
 
 def _cause(raised: BaseException, before: BaseException | None) -> OffloadError | OSError | None:

@@ -9,7 +9,7 @@ themselves, a list is a list; everything else is an object of one field that say
     {"dict": [[key, value], ..]}, {"OrderedDict": ..}, {"Counter": ..}: keys are str, int, bool or null
     {"tensor": n}         the n-th tensor, as it is             {"ndarray": n}  the n-th tensor, as an array
     {"numpy": [dtype, base64]}  a NumPy scalar: "float64", and its bytes, little-endian
-    {"carried": [extra, {"dict": [[name, state], ..]}, [name, ..], [name, ..]]}  only as a whole: see `Carried`
+    {"carried": [extra, {"dict": [[name, state], ..]}, [name, ..], [name, ..], name]}  only as a whole: see `Carried`
 
 What comes back equals what was given, type, bits and order included. A tensor comes back dense, row-major, without
 gradient, on the CPU.
@@ -55,13 +55,14 @@ class Carried(NamedTuple):
 
     attached: the states of attached objects, by name; drawn: the names of those whose state is of one rank only (data
     loaders, random number generators); named: the snapshots that were made because a state dict names them, the oldest
-    first.
+    first; source: the commit that this one is a copy of, as state dicts call it, if it is one.
     """
 
     extra: object = None
     attached: Mapping[str, object] = {}
     drawn: tuple[str, ...] = ()
     named: tuple[str, ...] = ()
+    source: str = ""
 
     def for_other_ranks(self) -> Carried:
         """What is left on another number of ranks."""
@@ -78,7 +79,7 @@ def encode(value: object) -> tuple[Json, list[Tensor]]:
     if not any(carried[1:]):
         return encoder.encode(carried.extra, "extra", 0), encoder.tensors
     parts = [encoder.encode(carried.extra, "extra", 1), encoder.encode(dict(carried.attached), "attached", 1)]
-    return {"carried": [*parts, list(carried.drawn), list(carried.named)]}, encoder.tensors
+    return {"carried": [*parts, list(carried.drawn), list(carried.named), carried.source]}, encoder.tensors
 
 
 def carried_in(extra: object) -> Carried:
@@ -220,12 +221,13 @@ class _Decoder:
     def decode_whole(self, value: Any) -> object:
         if not (isinstance(value, dict) and value.keys() == {"carried"}):
             return self.decode(value, 0)
-        parts = _items(value["carried"], 4)
+        *parts, source = _items(value["carried"], 5)
         extra, attached = (self.decode(item, 1) for item in parts[:2])
         drawn, named = (_items(item) for item in parts[2:])
-        if not isinstance(attached, dict) or not all(isinstance(name, str) for name in [*attached, *drawn, *named]):
-            raise _DamagedError("what is carried has to be a dict by name, and lists of names")
-        return Carried(extra, attached, tuple(drawn), tuple(named))
+        names = [*drawn, *named, source]
+        if not isinstance(attached, dict) or not all(isinstance(name, str) for name in [*attached, *names]):
+            raise _DamagedError("what is carried has to be a dict by name, lists of names, and a name")
+        return Carried(extra, attached, tuple(drawn), tuple(named), source)
 
     def decode(self, value: Any, depth: int) -> object:
         if depth > MAX_DEPTH:

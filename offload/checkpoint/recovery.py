@@ -61,6 +61,7 @@ from offload.checkpoint.scan import (
     last_of,
     listed,
     manifests_in,
+    names_in,
     ranks_in,
     ranks_named,
     require_free,
@@ -77,7 +78,7 @@ from offload.dist.communicator import Communicator
 from offload.errors import CorruptionError, OffloadError, PathError, ResumeError
 from offload.layout import Layout
 from offload.model.flat_param import is_dense
-from offload.storage.files import LOCAL, Directories, Files, check_directory, swap_name
+from offload.storage.files import COMMIT_NAME, LOCAL, Directories, Files, check_directory, holds_commit, swap_name
 from offload.storage.swap_file import new_run_id
 
 
@@ -447,21 +448,23 @@ def find_together(undo: ExitStack, config: Config, comm: Communicator, layout: L
     undo.callback(held.close)
     with agree_on_error(comm):
         for path in config.paths:
-            check_directory(path, resumes=bool(config.resume))
+            check_directory(path, resumes=True)
         for path in own:
             if path.is_dir():
                 held.hold(path)
         files = FILES.within(held)
         before = _records_in(own, files) if config.resume else ()
+        is_held = not config.resume and any(holds_commit(path, files) for path in config.paths)
     if not config.resume:
+        if comm.all_reduce_any(is_held):
+            _require_uncommitted(config, places, comm, files)
         return Start(config, None, run_id, held)
     seen = scan_together(places, comm, files)
     with agree_on_error(comm):
         target = _target_of(seen, places)
     if target is None:
         if config.resume == "auto":
-            begun = seen.runs.begun
-            in_turns(comm, lambda: len(uncommitted(own, begun, files)[:1]), lambda: forget(own, begun, files))
+            _forget_begun(seen, places, comm, files)
             return Start(config, None, run_id, held)
         where = listed(places.runs + places.named)
         raise ResumeError(f'{where}: no commit to resume from: give resume="auto" to begin anew where none is')
@@ -493,6 +496,32 @@ def find_together(undo: ExitStack, config: Config, comm: Communicator, layout: L
     with agree_on_error(comm):
         found.lock(alone=comm.size == 1)
     return Start(replace(config, paths=found.paths), found, run_id, held)
+
+
+def _require_uncommitted(config: Config, places: RunDirectories, comm: Communicator, files: Files) -> None:
+    """Whether what lies in the directories of all ranks is of runs that were cut off before they first committed.
+
+    One directory alone cannot tell: the record of a run of several is in the first. What such runs left is removed.
+    Raises: as `check_directory` if something is committed; as `scan_together` and `forget`.
+    """
+    with agree_on_error(comm):
+        has_record = any(COMMIT_NAME in names_in(path, files) for path in config.paths)
+    is_committed = comm.all_reduce_any(has_record)
+    if not is_committed:
+        seen = scan_together(places, comm, files)
+        is_committed = any(not runs & seen.runs.begun for _, runs in seen.runs.held)
+    if is_committed:
+        with agree_on_error(comm):
+            for path in config.paths:
+                check_directory(path)
+    else:
+        _forget_begun(seen, places, comm, files)
+
+
+def _forget_begun(seen: Scans, places: RunDirectories, comm: Communicator, files: Files) -> None:
+    """Removes what runs left that committed nothing. Raises: as `forget`; RankError."""
+    own, begun = places.own + places.origins, seen.runs.begun
+    in_turns(comm, lambda: len(uncommitted(own, begun, files)[:1]), lambda: forget(own, begun, files))
 
 
 def _target_of(seen: Scans, places: RunDirectories) -> Target | None:

@@ -49,6 +49,17 @@ def snapshots_in(path: Path, files: Files) -> list[str]:
     return [name for name in _names_in(path, files) if _NAME.fullmatch(name) and files.is_directory(path / name)]
 
 
+def records_in(path: Path, files: Files) -> dict[str, Commit]:
+    """The snapshots in `path`, by name. One whose record is damaged is not known to be one."""
+    found = {}
+    for name in snapshots_in(path, files):
+        with suppress(OffloadError):
+            record = read_commit(path / name, files)
+            if record is not None and record.is_snapshot and name == name_of(record):
+                found[name] = record
+    return found
+
+
 def _names_in(directory: Path, files: Files) -> list[str]:
     with failing("read", directory), suppress(FileNotFoundError, NotADirectoryError):
         return sorted(files.names(directory))
@@ -124,28 +135,18 @@ class Snapshot:
             pass
         raise PathError(errno.EEXIST, "is there already, and is another snapshot or a run: move it", str(home))
 
-    def require_name(self) -> None:
-        """Raises: PathError if another snapshot has the name of this one."""
-        self.is_kept()
+    def kept(self) -> dict[str, Commit]:
+        """For rank 0: the snapshots of this run that are there, by name."""
+        records = records_in(self.paths[0], self.files)
+        return {name: record for name, record in records.items() if record.run_id == self.commit.run_id}
 
-    def kept(self) -> dict[str, int]:
-        """For rank 0: the snapshots of this run that are there: name and step."""
-        steps = {}
-        for name in self._snapshots(self.paths[0]):
-            with suppress(OffloadError):  # a damaged record: not known to be one of ours
-                found = read_commit(self.paths[0] / name, self.files)
-                if found is None or not found.is_snapshot or found.run_id != self.commit.run_id:
-                    continue
-                if name == name_of(found):
-                    steps[name] = found.step
-        return steps
-
-    def superseded(self, keep: int, held: ExitStack) -> list[str]:
+    def superseded(self, keep: int, besides: Collection[str], held: ExitStack) -> list[str]:
         """For rank 0: names of the oldest snapshots of this run, so that `keep` stay, this one included.
 
-        Args: held: gets their locks. A snapshot that is being read, or resumed in, is left out.
+        Args: besides: names that do not count, and stay; held: gets the locks of the others. A snapshot that is being
+        read, or resumed in, is left out.
         """
-        steps = self.kept() | {self.name: self.commit.step}
+        steps = {name: record.step for name, record in self.kept().items() if name not in besides}
         newest = sorted(steps, key=lambda name: (name == self.name, steps[name]), reverse=True)
         return [name for name in newest[keep:] if self._is_free(self.paths[0] / name, held)]
 

@@ -236,7 +236,8 @@ class MasterWeights:
             if self._split_master and spec.dtype is torch.bfloat16 and not is_known:
                 raise StaleParameterError(
                     f"{spec.name} was written to from outside, and with Tuning(split_master=True) the upper half of "
-                    "its masters went with the value before: use load_state_dict, or leave split_master out"
+                    "its masters went with the value before: call rollback() to go back to the last commit, and write "
+                    "with load_state_dict only, or leave split_master out"
                 )
 
     @contextmanager

@@ -249,7 +249,7 @@ def test_on_another_number_of_ranks_only_what_all_ranks_share_is_left() -> None:
     structure, tensors = encode(carried)
     found = decode(structure, {str(number): tensor for number, tensor in enumerate(tensors)}, "manifest")
     assert found == carried
-    assert carried.for_other_ranks() == ({"epoch": 1}, {"scheduler": {"epoch": 2}}, ("loader",), ())
+    assert carried.for_other_ranks() == ({"epoch": 1}, {"scheduler": {"epoch": 2}}, ("loader",), (), "")
 
 
 @pytest.fixture(autouse=True)

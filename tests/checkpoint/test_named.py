@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import BudgetError, ConfigError, OffloadZero, ResumeError, Tuning
+from offload import BudgetError, ConfigError, CorruptionError, OffloadZero, ResumeError, Tuning
 from offload.checkpoint import snapshot as snapshots
 from tests.checkpoint.test_attached import Average
 
@@ -47,6 +49,16 @@ def states(model: nn.Module, optimizer: OffloadZero) -> list[Tensor]:
     return found
 
 
+def kept(folder: Path) -> list[int]:
+    """The steps of the snapshots."""
+    return sorted(int(path.name.split("-")[1]) for path in (folder / "run").glob("snapshot*"))
+
+
+def assert_same(found: list[Tensor], wanted: list[Tensor]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
+
+
 PLACES: dict[str, dict[str, Any]] = {
     "disk": {"cpu_memory": "90KiB"},
     "RAM": {"tier": "cpu", "commit_every": 0},
@@ -69,8 +81,7 @@ def test_loading_a_state_dict_goes_back_to_its_step(tmp_path: Path, place: str) 
         train(model, optimizer, 1)
 
         optimizer.load_state_dict(saved)
-        for found, wanted in zip(states(model, optimizer), then, strict=True):
-            assert torch.equal(found, wanted)
+        assert_same(states(model, optimizer), then)
         assert train(model, optimizer, 4) == expected
         optimizer.commit()
 
@@ -107,9 +118,6 @@ def test_nothing_is_written_for_a_step_that_was_named_already_or_for_none(tmp_pa
 
 
 def test_the_newest_are_kept_also_across_a_resume_and_what_the_user_kept_stays(tmp_path: Path) -> None:
-    def steps() -> list[int]:
-        return sorted(int(path.name.split("-")[1]) for path in (tmp_path / "run").glob("snapshot*"))
-
     model, saved = build(), []
     with hold(model, tmp_path / "run", commit_every=0) as optimizer:
         train(model, optimizer, 1)
@@ -118,14 +126,14 @@ def test_the_newest_are_kept_also_across_a_resume_and_what_the_user_kept_stays(t
         for _ in range(3):
             train(model, optimizer, 1)
             saved.append(optimizer.state_dict())
-        assert steps() == [1, 2, 3]
+        assert kept(tmp_path) == [1, 2, 3]
     model = build()
     with hold(model, tmp_path / "run", commit_every=0, resume=True) as optimizer:
         optimizer.load_state_dict(saved[-1])
         for _ in range(2):
             train(model, optimizer, 1)
             optimizer.state_dict()
-        assert steps() == [1, 4, 5]
+        assert kept(tmp_path) == [1, 4, 5]
         with pytest.raises(
             ResumeError, match=r"step 2 that .* is gone: .* holds step 6, and snapshots of steps 1, 4, 5"
         ):
@@ -162,8 +170,7 @@ def test_another_way_from_the_same_step_is_another_commit(tmp_path: Path) -> Non
         train(model, optimizer, 1)
         optimizer.state_dict()
         optimizer.load_state_dict(new)
-        for found, wanted in zip(states(model, optimizer), then, strict=True):
-            assert torch.equal(found, wanted)
+        assert_same(states(model, optimizer), then)
         with pytest.raises(ResumeError, match=r"step 2 .* is gone"):
             optimizer.load_state_dict(old)
 
@@ -202,3 +209,136 @@ def test_a_disk_that_has_no_space_for_the_snapshot_is_found_when_the_commit_is_n
 def test_a_wrong_keep_is_refused(keep: Any) -> None:
     with pytest.raises(ConfigError, match="keep="):
         hold(build(), None, keep=keep)
+
+
+def test_a_damaged_snapshot_is_let_go_of_and_rollback_is_the_way_on(tmp_path: Path) -> None:
+    def opened() -> list[str]:
+        return [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+
+    model = build()
+    with hold(model, tmp_path / "run") as optimizer:
+        train(model, optimizer, 1)
+        saved = optimizer.state_dict()
+        train(model, optimizer, 1)
+        optimizer.commit()
+        then = states(model, optimizer)
+        (swap,) = (tmp_path / "run").glob("snapshot*/*.swap")
+        data = bytearray(swap.read_bytes())
+        data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
+        swap.write_bytes(data)
+        with pytest.raises(CorruptionError):
+            optimizer.load_state_dict(saved)
+        assert str(swap) not in opened()
+        with pytest.raises(CorruptionError):
+            train(model, optimizer, 1)
+        optimizer.rollback()
+        assert_same(states(model, optimizer), then)
+
+
+def name(model: nn.Module, optimizer: OffloadZero, times: int) -> list[dict[str, Any]]:
+    """State dicts of as many steps, one after the other."""
+    found = []
+    for _ in range(times):
+        train(model, optimizer, 1)
+        found.append(copy.deepcopy(optimizer.state_dict()))
+    return found
+
+
+def test_a_snapshot_of_the_users_stays_also_if_a_state_dict_names_its_commit(tmp_path: Path) -> None:
+    model = build()
+    with hold(model, tmp_path / "run", commit_every=0, keep=1) as optimizer:
+        (first,) = name(model, optimizer, 1)
+        optimizer.snapshot()
+        name(model, optimizer, 3)
+        assert kept(tmp_path) == [1, 3]
+        optimizer.load_state_dict(first)
+        train(model, optimizer, 1)
+        name(model, optimizer, 3)
+        assert kept(tmp_path) == [1, 4]
+        optimizer.load_state_dict(first)
+
+
+def test_a_named_snapshot_that_the_user_asks_for_is_the_users_from_then_on(tmp_path: Path) -> None:
+    model = build()
+    with hold(model, tmp_path / "run", commit_every=0, keep=1) as optimizer:
+        first, _ = name(model, optimizer, 2)
+        optimizer.load_state_dict(first)
+        (directory,) = optimizer.snapshot()
+        name(model, optimizer, 3)
+        assert kept(tmp_path) == [1, 3]
+        assert directory.exists()
+
+
+def test_what_was_gone_back_to_is_kept_anew_if_somebody_removes_its_snapshot(tmp_path: Path) -> None:
+    model = build()
+    with hold(model, tmp_path / "run", commit_every=0) as optimizer:
+        first, _ = name(model, optimizer, 2)
+        optimizer.load_state_dict(first)
+        then = states(model, optimizer)
+        for directory in (tmp_path / "run").glob("snapshot-1-*"):
+            shutil.rmtree(directory)
+        assert optimizer.state_dict() == first
+        name(model, optimizer, 2)
+        optimizer.load_state_dict(first)
+        assert_same(states(model, optimizer), then)
+
+
+def test_named_snapshots_and_the_users_are_counted_apart(tmp_path: Path) -> None:
+    model = build()
+    with hold(model, tmp_path / "run", commit_every=0) as optimizer:
+        name(model, optimizer, 3)
+        for _ in range(2):
+            train(model, optimizer, 1)
+            optimizer.commit()
+            optimizer.snapshot(keep=1)
+        assert kept(tmp_path) == [2, 3, 5]
+
+
+@pytest.mark.parametrize("moment", ["clear", "make", "decide"])
+def test_what_was_cut_off_while_one_took_the_place_of_another_is_done_by_the_next_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    model = build()
+    with hold(model, tmp_path / "run", commit_every=0, keep=3) as optimizer:
+        first, _, _ = name(model, optimizer, 3)
+        optimizer.load_state_dict(first)
+        optimizer.param_groups[0]["lr"] = 0.5
+        (new,) = name(model, optimizer, 1)
+        then = states(model, optimizer)
+        train(model, optimizer, 1)
+        work = getattr(snapshots.Snapshot, moment)
+
+        def cut_off(self: snapshots.Snapshot, *args: Any) -> None:
+            work(self, *args)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(snapshots.Snapshot, moment, cut_off)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.commit()
+        optimizer.commit()
+        assert kept(tmp_path) == [1, 2, 3]
+        optimizer.load_state_dict(new)
+        assert_same(states(model, optimizer), then)
+
+
+@pytest.mark.parametrize("to", ["the run", "elsewhere"])
+def test_a_state_dict_is_known_in_another_layout_too(tmp_path: Path, to: str) -> None:
+    """And what was named in the layout before stays, for parts of it may lie where the run is no more."""
+    larger = Tuning(chunk="8KiB", threads=1)
+    model = build()
+    with hold(model, tmp_path / "run", commit_every=0) as optimizer:
+        saved, then = name(model, optimizer, 2), states(model, optimizer)
+    model = build()
+    path = tmp_path / "run" if to == "the run" else tmp_path / "new"
+    with hold(model, path, commit_every=0, tuning=larger, resume=[tmp_path / "run"]) as optimizer:
+        assert optimizer.state_dict() | {"path": None} == saved[1] | {"path": None}
+        optimizer.load_state_dict(saved[1])
+        assert_same(states(model, optimizer), then)
+        name(model, optimizer, 3)
+        if to == "the run":
+            assert kept(tmp_path) == [1, 3, 4]
+            optimizer.load_state_dict(saved[0])
+            expected = train(model, optimizer, 2)
+            optimizer.load_state_dict(saved[0])
+            assert train(model, optimizer, 2) == expected

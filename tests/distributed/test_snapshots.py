@@ -95,6 +95,36 @@ def test_ranks_go_back_to_what_they_kept(worlds: Worlds, tmp_path: Path, ranks: 
         assert all(slot.error is None for slot in reader.verify())
 
 
+def _name(base: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Only one rank asks for state dicts, as frameworks do."""
+    training = Training(f"{base}/rank{dist.get_rank()}", stage=2, keep=1)
+    named: dict[str, Any] = {}
+    expected: dict[str, Tensor] = {}
+    for step in range(1, 5):
+        training.go_to(step)
+        training.optimizer.commit()
+        if step < 4:
+            expected = training.bits()
+            named = training.optimizer.state_dict() if dist.get_rank() == 1 else {}
+    training.optimizer.close()
+    return named, expected
+
+
+def test_named_snapshots_go_from_all_ranks(worlds: Worlds, tmp_path: Path) -> None:
+    (_, expected), (named, _) = worlds(2).run(_name, str(tmp_path))
+    assert named["step"] == 3
+    directories = sorted(tmp_path.glob("rank*/snapshot-*"))
+    assert [(one.parent.name, one.name.split("-")[1]) for one in directories] == [("rank0", "3"), ("rank1", "3")]
+    found = worlds(2).run(_gone_back, str(tmp_path), [str(one) for one in directories])
+    assert all(same(bits, expected) and commit == named["commit"] for bits, commit in found)
+
+
+def _gone_back(base: str, directories: list[str]) -> tuple[dict[str, Tensor], str]:
+    training = Training(f"{base}/again{dist.get_rank()}", stage=2, resume=directories)
+    with training.optimizer:
+        return training.bits(), training.optimizer.state_dict()["commit"]
+
+
 class FailingCopy(Failing):
     def copy(self, source: Path, fd: int, offset: int, length: int) -> None:
         self._fail("copy", self._open[fd])

@@ -372,6 +372,33 @@ def test_the_second_directory_of_a_commit_is_not_taken_either(make: Make, path: 
         make(Tiny(), path=[tmp_path / "third", tmp_path / "second"], commit_every=0, resume="auto")
 
 
+@pytest.mark.parametrize("resume", [False, "auto"])
+def test_a_run_in_two_directories_that_was_cut_off_before_its_first_commit_is_in_nobodys_way(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: bool | str
+) -> None:
+    places = [tmp_path / "a", tmp_path / "b"]
+
+    def cut_off(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    model = Tiny()
+    first = make(model, path=places, commit_every=0)
+    one_step(model, first)
+    with monkeypatch.context() as patch:
+        patch.setattr("offload.checkpoint.committer.write_commit", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            first.commit()
+    assert all([*place.glob("manifest-*")] for place in places)
+    with pytest.raises(PathInUseError):  # it may be about to commit
+        make(Tiny(), path=places, commit_every=0, resume=resume)
+    first.close()
+    with pytest.raises(ResumeError, match="b holds a committed run"):  # alone it cannot tell
+        make(Tiny(), path=places[1], commit_every=0)
+    model, optimizer = committed(make, path=places[::-1], resume=resume)
+    assert_same(bits(model, optimizer), bits(*committed(make)))
+    assert len([*tmp_path.glob("?/manifest-*")]) == 2
+
+
 def test_without_a_commit_the_directory_is_used_again(make: Make, path: Path) -> None:
     model = Tiny()
     optimizer = make(model, commit_every=0)
