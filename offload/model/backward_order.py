@@ -8,10 +8,8 @@ of its parameters have a gradient on each of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from offload.model.torch_helpers import in_backward
-from offload.model.units import ROOT, encloses
+from offload.model.units import ROOT
 
 
 class BackwardOrder:
@@ -24,7 +22,7 @@ class BackwardOrder:
         self._last = 0
         self._uses: dict[str, list[int]] = {}  # by unit, the places from which gradients are still to come
         self._top: int | None = None  # where the backward under way began
-        self._entered: dict[str, int] = {}  # units that it has not left, and in which of autograd's tasks
+        self._entered: dict[str, None] = {}  # units that it has not left
         self._lowest: dict[int, int] = {}  # by task, the lowest place that it has reached
 
     def use(self, unit: str) -> None:
@@ -44,10 +42,9 @@ class BackwardOrder:
         if self._top is None:
             self._top = place
         self._lowest[task] = min(place, self._lowest.get(task, place))
-        left = [one for one in self._entered if not encloses(unit, one) and not self._is_used(one, place + 1)]
-        self._leave(left)
-        self._entered.setdefault(unit, task)
-        return [one for one in left if one != ROOT]
+        left = self._leave(place + 1)
+        self._entered[unit] = None
+        return left
 
     def is_alone(self, unit: str, place: int) -> bool:
         """Whether backward, which has entered `unit` at `place`, needs no other unit until it has left this one."""
@@ -59,18 +56,17 @@ class BackwardOrder:
         lowest = self._lowest.pop(task, None)
         if lowest is None:
             return []
-        left = [one for one, by in self._entered.items() if by == task and not self._is_used(one, lowest)]
-        self._leave(left)
+        left = self._leave(lowest)
         if not self._lowest:
-            left += self._entered
+            left += [unit for unit in self._entered if unit != ROOT]
             self.forget()
-        return [one for one in left if one != ROOT]
+        return left
 
     def forget(self) -> None:
         """The backward under way, if any, is over. Its graph is used no more."""
         if self._top is not None:
-            for unit in self._uses:
-                self._drop_uses(unit, self._top)
+            for uses in self._uses.values():
+                uses[:] = [use for use in uses if use > self._top]
         self._top = None
         self._entered.clear()
         self._lowest.clear()
@@ -80,14 +76,9 @@ class BackwardOrder:
         self.forget()
         self._uses.clear()
 
-    def _is_used(self, unit: str, stop: int) -> bool:
-        """Whether `unit` has a use before place `stop`, which backward has not reached yet."""
-        return any(use < stop for use in self._uses.get(unit, ()))
-
-    def _leave(self, units: Iterable[str]) -> None:
-        for unit in units:
+    def _leave(self, reached: int) -> list[str]:
+        """The units without a use before place `reached`, to which backward has come."""
+        left = [one for one in self._entered if one != ROOT and all(use >= reached for use in self._uses.get(one, ()))]
+        for unit in left:
             del self._entered[unit]
-            self._drop_uses(unit, self._top or 0)
-
-    def _drop_uses(self, unit: str, last: int) -> None:
-        self._uses[unit] = [use for use in self._uses.get(unit, ()) if use > last]
+        return left
