@@ -297,7 +297,6 @@ class ReducedGradients(GradientBuffer):
             self._send(bucket)
         self._buckets.reset()
         self._left.clear()
-        self._alone = None
         self._unsent.clear()
         self._uses.clear()
         self._round += 1

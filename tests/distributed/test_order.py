@@ -11,7 +11,7 @@ from offload import Tuning
 from offload.dist import torch_distributed as comm
 from tests.support import sharded
 from tests.support.communicators import DifferentOrderError, Ordered
-from tests.support.ranks import RanksFailedError, Worlds
+from tests.support.ranks import Worlds
 
 STREAMED: dict[str, Any] = {"stage": 3, "tier": "cpu", "param_tier": "cpu"}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -117,8 +117,8 @@ RUNS = {
 
 
 @pytest.fixture(params=RUNS, ids=list(RUNS))
-def watched(request: pytest.FixtureRequest) -> Iterator[Watched]:
-    yield Watched(Blocks(RUNS[request.param]))
+def watched(request: pytest.FixtureRequest) -> Watched:
+    return Watched(Blocks(RUNS[request.param]))
 
 
 def test_no_gradient_comes_after_its_unit_was_left(watched: Watched) -> None:
