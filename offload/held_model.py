@@ -53,7 +53,7 @@ class HeldModel:
         if transfers is None:
             self.units = HeldUnits(run, parameters, self.pending, parts.masters, owner)
         else:
-            self.units = StreamedUnits(run, parameters, transfers, self.pending, parts.masters, owner)
+            self.units = StreamedUnits(run, parameters, transfers, self.pending, parts.masters, owner, parts.gradients)
         self._take_model(source, transfers, resumes=resumes)
         self.initial_bytes = run.timeline.counted("nvme_written_bytes")
         parameters.remember(model)

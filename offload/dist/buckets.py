@@ -78,10 +78,10 @@ def _holes(pieces: Sequence[Piece], numel: int) -> Iterator[tuple[int, int]]:
 
 
 class Buckets:
-    """Which buckets can be sent, while gradients are made.
+    """Which buckets have been sent, while gradients are made.
 
     Buckets are sent in one fixed order, because only the order tells ranks which of them belong together, and gradients
-    need not come in the same order on all ranks. So a complete bucket waits for those before it.
+    need not come in the same order on all ranks. So a bucket that may be sent waits for those before it.
 
     Args: order: the buckets' indices, each once, alike on all ranks.
     """
@@ -96,29 +96,32 @@ class Buckets:
         self.reset()
 
     def reset(self) -> None:
-        """Before the first gradient of a step."""
-        self._complete: set[int] = set()
+        """Before the first gradient of a round."""
+        self._ready: set[int] = set()
         self._left = [len(bucket.params) for bucket in self.buckets]
-        self._launched = 0
+        self._sent: set[int] = set()
 
-    def ready(self, param: int) -> list[Bucket]:
-        """The buckets that can leave now that `param`'s gradient is in their buffers, in their order.
-
-        Raises: StateError if `param` was ready before in this step.
-        """
-        if param in self._complete:
+    def ready(self, param: int) -> None:
+        """The gradient of `param` is there. Raises: StateError if it was before in this round."""
+        if param in self._ready:
             raise StateError(f"the gradient of parameter {param} arrived twice in a step")
-        self._complete.add(param)
+        self._ready.add(param)
         for bucket in self._of_param.get(param, ()):
             self._left[bucket.index] -= 1
-        return self._launch(lambda index: self._left[index] == 0)
 
-    def flush(self) -> list[Bucket]:
-        """All the others, in their order: no more gradients come."""
-        return self._launch(lambda index: True)
+    def is_complete(self, bucket: Bucket) -> bool:
+        """Whether all of its gradients are there."""
+        return self._left[bucket.index] == 0
 
-    def _launch(self, may: Callable[[int], bool]) -> list[Bucket]:
-        first = self._launched
-        while self._launched < len(self.order) and may(self.order[self._launched]):
-            self._launched += 1
-        return [self.buckets[index] for index in self.order[first : self._launched]]
+    def has_sent(self, param: int) -> bool:
+        """Whether a bucket of `param` was sent in this round."""
+        return any(bucket.index in self._sent for bucket in self._of_param.get(param, ()))
+
+    def take(self, may_leave: Callable[[Bucket], bool]) -> Iterator[Bucket]:
+        """The buckets to be sent now, in their order, up to the first one that may not leave."""
+        while len(self._sent) < len(self.order):
+            bucket = self.buckets[self.order[len(self._sent)]]
+            if not may_leave(bucket):
+                return
+            self._sent.add(bucket.index)
+            yield bucket

@@ -127,6 +127,16 @@ class GradientBuffer(ABC):
     def clear_all(self) -> None:
         """The next gradients replace all that is held."""
 
+    def backward_enters(self, unit: str, left: Sequence[str], *, is_alone: bool) -> None:  # noqa: B027
+        """Backward is about to fetch a unit. Ranks that share parameters call this and `backward_ends` alike.
+
+        Args: left: units whose gradients have all come; is_alone: whether no other unit is fetched until this one is
+            left.
+        """
+
+    def backward_ends(self, left: Sequence[str], *, is_whole: bool) -> None:  # noqa: B027
+        """A backward ends. Args: left: as before; is_whole: whether it is not one inside of another one."""
+
     # When all of them have come.
 
     @abstractmethod

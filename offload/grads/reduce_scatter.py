@@ -7,6 +7,14 @@ average over the ranks of the bucket's part of this rank's shard, which goes to 
 a bucket is sent, its gradients stay where autograd made them. On a device with memory of its own they are sent and
 averaged there, and the averages are copied to RAM.
 
+[Note: taking turns]
+All ranks have to launch the collectives of all groups in one order: on GPUs they are kernels that wait for one another.
+At stages 1 and 2 no others come between a step's gradients. At stage 3 backward gathers parameters, too, in an order
+that is the same on all ranks, while gradients may come in different orders, or be missing on some ranks. So the buckets
+of a unit are sent at one place between those gathers: after the one for this unit and before the next one. In between
+a rank sends those that are complete, if nothing else can be gathered meanwhile. When it has left the unit
+(model/backward_order.py), it sends the rest, with zeros for what is missing.
+
 A *round* sends each bucket once, on all ranks in the same order, with zeros where a rank has no gradient. A step is one
 round. With accumulation at stages 2 and 3 it is one round a micro-batch, and the averages are summed in fp32: a round
 ends when a parameter gets its second gradient in it. At stage 1 whole micro-batches are summed first, in fp32, on each
@@ -83,6 +91,11 @@ class ReducedGradients(GradientBuffer):
         self._reducing: deque[_Reduction] = deque()
         self._copying: deque[_Reduction] = deque()
         self._round = 0
+        # Where ranks share parameters, gradients travel in turns with these: see [Note: taking turns].
+        self._takes_turns = run.layout.shard_group_size > 1
+        self._left: set[str] = set()
+        self._alone: str | None = None
+        self._came = False  # in the backward under way
         # What `finalize` returned, once it has been called.
         self._active: list[int] | None = None
         self._norms: dict[tuple[int, ...], float] = {}
@@ -104,17 +117,46 @@ class ReducedGradients(GradientBuffer):
                 raise too_often(self._layout.specs[param].name, self.accumulation)
             if self._plan.sums_locally:
                 grad = self._add(param, grad)
-            elif param in self._uses:
+            elif param in self._uses or self._buckets.has_sent(param):
                 if self._round + 1 == self._plan.rounds:
-                    raise too_often(self._layout.specs[param].name, self.accumulation)
+                    raise self._too_late(param)
                 self._end_round()
             self._count[param] += 1
+            self._came = True
             if self._plan.rounds > 1 or self._count[param] == self.accumulation:
                 self._ready(param, grad)
             while self._reducing and self._reducing[0].work.done():
                 self._finish_reduction()
             while self._copying and (copy := self._copying[0].copy) is not None and copy.done():
                 self._finish_copy()
+
+    def _too_late(self, param: int) -> AccumulationError:
+        name = self._layout.specs[param].name
+        if self._count[param]:
+            return too_often(name, self.accumulation)
+        unit = self._layout.flats[self._layout.locations[param][0]].unit
+        return AccumulationError(
+            f"a gradient of {name} came when those of its unit, {unit}, had been averaged over the ranks, in another "
+            f"backward: declare how many backward passes come before each step, OffloadZero(..., accumulation="
+            f"{self.accumulation + 1}), or let one backward make all gradients of that unit"
+        )
+
+    def backward_enters(self, unit: str, left: Sequence[str], *, is_alone: bool) -> None:
+        self._leave(left)
+        if self._came and unit in self._left and self._round + 1 < self._plan.rounds:
+            self._end_round()  # the next micro-batch
+        self._alone = unit if is_alone else None
+
+    def backward_ends(self, left: Sequence[str], *, is_whole: bool) -> None:
+        self._leave(left)
+        if is_whole:
+            self._alone, self._came = None, False
+
+    def _leave(self, units: Sequence[str]) -> None:
+        if self._came and self._active is None:  # torch.autograd.grad() accumulates nothing
+            with self._timeline.span("gradient_s"):
+                self._left.update(units)
+                self._send_ready()
 
     def has(self, param: int) -> bool:
         return self._count[param] > 0
@@ -201,6 +243,7 @@ class ReducedGradients(GradientBuffer):
         self._count = [0] * len(self._count)
         self._round = 0
         self._active = None
+        self._came = False
         self._norms.clear()
 
     # Rounds.
@@ -228,8 +271,17 @@ class ReducedGradients(GradientBuffer):
     def _ready(self, param: int, grad: Tensor) -> None:
         self._unsent[param] = grad
         self._uses[param] = self._buckets_of[param]
-        for bucket in self._buckets.ready(param):
+        self._buckets.ready(param)
+        self._send_ready()
+
+    def _send_ready(self) -> None:
+        for bucket in self._buckets.take(self._may_leave):
             self._send(bucket)
+
+    def _may_leave(self, bucket: Bucket) -> bool:
+        unit = self._layout.flats[bucket.flat].unit
+        is_turn = not self._takes_turns or unit == self._alone
+        return unit in self._left or (is_turn and self._buckets.is_complete(bucket))
 
     def _end_rounds(self) -> None:
         if self._plan.sums_locally:
@@ -241,9 +293,10 @@ class ReducedGradients(GradientBuffer):
         self.drain()
 
     def _end_round(self) -> None:
-        for bucket in self._buckets.flush():
+        for bucket in self._buckets.take(lambda bucket: True):
             self._send(bucket)
         self._buckets.reset()
+        self._left.clear()
         self._unsent.clear()
         self._uses.clear()
         self._round += 1

@@ -34,8 +34,10 @@ from torch import nn
 
 from offload import torch_private
 from offload.errors import BudgetError, ConfigError, ReleasedParameterError
+from offload.grads.base import GradientBuffer
 from offload.interrupts import uninterrupted
 from offload.layout import Layout
+from offload.model.backward_order import BackwardOrder
 from offload.model.flat_param import FlatParameters
 from offload.model.master_weights import MasterWeights
 from offload.model.pending import PendingUpdates
@@ -117,6 +119,11 @@ class UnitOrder:
         self._entered: deque[str] = deque(maxlen=MAX_REMEMBERED)
         self._orders: dict[bool, Sequence[str]] = {}  # of the last pass with gradients, and of the last one without
         self._expected: deque[str] = deque()
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the pass that began last has gradients."""
+        return self._is_training
 
     def begin_pass(self) -> Sequence[str]:
         """Returns the units of a training pass that follows one without gradients, if they are known; else none."""
@@ -216,7 +223,10 @@ class HeldUnits:
 
 
 class StreamedUnits(HeldUnits):
-    """Units whose parameters are on the device only around their use; see the top of this file."""
+    """Units whose parameters are on the device only around their use; see the top of this file.
+
+    Args: gradients: is told which units a backward has left, where ranks share the parameters.
+    """
 
     is_streamed = True
 
@@ -228,9 +238,12 @@ class StreamedUnits(HeldUnits):
         pending: PendingUpdates,
         masters: MasterWeights,
         owner: Owner,
+        gradients: GradientBuffer,
     ) -> None:
         super().__init__(run, parameters, pending, masters, owner)
         self.transfers = transfers
+        self._gradients = gradients
+        self._backward_order = BackwardOrder() if run.layout.shard_group_size > 1 else None
         self._order = UnitOrder(run.config.prefetch_units)
         self._held: list[str] = []  # by `gathered`
         self._used: list[str] = []  # by operations that run now
@@ -292,6 +305,7 @@ class StreamedUnits(HeldUnits):
         else:
             self._require_one_thread()
         self._enter(unit)
+        self._note_uses(unit)
         self.running.enter(unit)
 
     def _require_one_thread(self) -> None:
@@ -305,18 +319,38 @@ class StreamedUnits(HeldUnits):
 
     def forward_ends(self, unit: str, output: Any) -> None:
         self.running.leave(unit)
-        begins = partial(call_alive, weakref.WeakMethod(self._backward_begins), unit)
+        begins = partial(call_alive, weakref.WeakMethod(self._backward_begins), (unit, self._place))
         for tensor in tensors_in(output):
             # A view that is changed in place gets another history, in which only its base has a place.
             for one in (tensor, tensor._base):
                 if one is not None and one.grad_fn is not None:
                     one.register_hook(begins)
 
-    def _backward_begins(self, unit: str) -> None:
+    def _backward_begins(self, at: tuple[str, int]) -> None:
+        """Args: at: the unit, and the place at the end of its forward."""
+        unit, place = at
         self._autograd_runs()
         if unit != ROOT:
             self._backward = unit
+        self._backward_reaches(unit, place)
         self._enter(unit)
+
+    def _backward_reaches(self, unit: str, place: int) -> None:
+        """Lets gradients travel that are complete, before the collectives that fetch this unit."""
+        if self._backward_order is not None and not self._makes_graph:
+            left = self._backward_order.enter(unit, place, torch_private.graph_task_id())
+            is_alone = self._backward_order.is_alone(unit, place)
+            self._gradients.backward_enters(unit, left, is_alone=is_alone)
+
+    def _note_uses(self, *units: str) -> None:
+        """Gradients of these units will come from what uses them now."""
+        if self._backward_order is not None and (torch.is_grad_enabled() or self._order.is_training):
+            for unit in units:
+                self._backward_order.use(unit)
+
+    @property
+    def _place(self) -> int:
+        return 0 if self._backward_order is None else self._backward_order.place
 
     def _autograd_runs(self) -> None:
         """Autograd is about to run a node that needs parameters."""
@@ -332,6 +366,8 @@ class StreamedUnits(HeldUnits):
 
     def _backward_ends(self, task: int) -> None:
         self._tasks.discard(task)
+        if self._backward_order is not None:
+            self._gradients.backward_ends(self._backward_order.end(task), is_whole=not self._tasks)
         if not self._tasks:
             self._backward = None
             self._release_unused()
@@ -347,6 +383,8 @@ class StreamedUnits(HeldUnits):
         self._used.clear()
         self.running.reset()
         self._backward = None
+        if self._backward_order is not None:
+            self._backward_order.forget()
 
     # Other uses.
 
@@ -363,6 +401,7 @@ class StreamedUnits(HeldUnits):
         self._used.extend(units)  # so that they do not release one another
         try:
             call_hidden(self._fetch_for_use, units)
+            self._note_uses(*units)
             yield
         finally:
             del self._used[max(0, len(self._used) - len(units)) :]  # uses are nested
@@ -385,10 +424,14 @@ class StreamedUnits(HeldUnits):
 
     def fetch_before(self, node: torch.autograd.graph.Node, units: Sequence[str]) -> None:
         """Fetches `units` again each time that `node` of a graph is about to run."""
-        node.register_prehook(partial(call_alive, weakref.WeakMethod(self._node_runs), tuple(units)))
+        node.register_prehook(partial(call_alive, weakref.WeakMethod(self._node_runs), (tuple(units), self._place)))
 
-    def _node_runs(self, units: Sequence[str]) -> None:
+    def _node_runs(self, at: tuple[Sequence[str], int]) -> None:
+        """Args: at: the units, and the place at the end of their use."""
+        units, place = at
         self._autograd_runs()
+        for unit in units:
+            self._backward_reaches(unit, place)
         with self.used(units):
             pass
 
@@ -419,6 +462,7 @@ class StreamedUnits(HeldUnits):
             if not writable:
                 yield
                 return
+            self._note_uses(*units)
             for unit in units:
                 self.running.enter(unit)
                 held.callback(self.running.leave, unit)
@@ -519,6 +563,8 @@ class StreamedUnits(HeldUnits):
     def step_begins(self) -> None:
         self._makes_graph = False
         self._forget_calls()
+        if self._backward_order is not None:
+            self._backward_order.begin_anew()
         self._begin_pass()
         self._release_unused()
         self.write_back()  # to what `gathered` holds: the step is to see it

@@ -11,7 +11,7 @@ from offload import Tuning
 from offload.dist import torch_distributed as comm
 from tests.support import sharded
 from tests.support.communicators import DifferentOrderError, Ordered
-from tests.support.ranks import RanksFailedError, Worlds
+from tests.support.ranks import Worlds
 
 STREAMED: dict[str, Any] = {"stage": 3, "tier": "cpu", "param_tier": "cpu"}
 
@@ -32,10 +32,13 @@ def test_ranks_with_the_same_gradients_launch_in_one_order(worlds: Worlds, kind:
     worlds(2).run(_train, kind, False, options)
 
 
-@pytest.mark.slow
-@pytest.mark.xfail(strict=True, raises=RanksFailedError, reason="a bucket is sent when this rank has its gradients")
-def test_ranks_with_different_gradients_launch_in_one_order(worlds: Worlds) -> None:
-    worlds(2).run(_train, "turns", True, STREAMED)
+@pytest.mark.parametrize(
+    "options",
+    [STREAMED, STREAMED | {"accumulation": 2}, STREAMED | {"apart": True}, {"stage": 2, "tier": "cpu"}],
+    ids=["streamed", "accumulated", "on a device of its own", "resident"],
+)
+def test_ranks_with_different_gradients_launch_in_one_order(worlds: Worlds, options: dict[str, Any]) -> None:
+    worlds(2).run(_train, "turns", True, options)
 
 
 def _cross() -> bool:

@@ -13,6 +13,7 @@ from offload import Tuning
 from offload.dist.communicator import Communicator
 from offload.errors import AccumulationError
 from offload.grads.reduce_scatter import ReducedGradients
+from offload.layout import ParamSpec, build
 from offload.optim import reference
 from tests.support.runs import layout_of, run_of
 from tests.support.threads import Threads
@@ -106,3 +107,85 @@ def test_ranks_that_drop_what_others_use_all_say_so_and_begin_anew() -> None:
     for said, has in Threads(2).run(reduce):
         assert "ranks [1] were dropped" in said
         assert not has
+
+
+def _turns(comm: Communicator, accumulation: int) -> ReducedGradients:
+    run = run_of(layout_of(NUMELS, ranks=2, rank=comm.rank), comm, stage=3, accumulation=accumulation)
+    return ReducedGradients(run)
+
+
+def test_a_unit_that_backward_left_is_sent_with_zeros_for_what_is_missing() -> None:
+    def reduce(comm: Communicator) -> list[Tensor]:
+        buffer = _turns(comm, 2)
+        for micro, sent in enumerate((1, 2)):
+            if micro == 0:  # torch.autograd.grad(), which accumulates nothing
+                buffer.backward_enters("", [], is_alone=False)
+                buffer.backward_ends([""], is_whole=True)
+            buffer.accumulate(0, gradient(0, comm.rank, micro))
+            if comm.rank:
+                buffer.accumulate(3, gradient(3, comm.rank, micro))
+            assert comm.stats() == {"reduce_scatter": sent - 1}, "sent before its turn"
+            buffer.backward_enters("next", [""], is_alone=True)
+            assert comm.stats() == {"reduce_scatter": sent}
+            buffer.backward_ends([], is_whole=True)
+        assert buffer.finalize([0]) == [0, 3] if comm.rank == 0 else buffer.finalize([0, 3])
+        return [buffer.values(param).clone() for param in (0, 3)]
+
+    by_rank = Threads(2).run(reduce)
+    for at, param in enumerate((0, 3)):
+        total = np.zeros(NUMELS[param], dtype=np.float32)
+        for micro in range(2):
+            grads = [gradient(param, rank, micro).float().numpy() for rank in range(2)]
+            total += ((0 if param == 3 else grads[0]) + grads[1]) / np.float32(2)
+        assert np.array_equal(torch.cat([values[at] for values in by_rank]).numpy(), total)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_gradient_that_comes_when_its_unit_was_sent_is_of_the_next_backward(accumulation: int) -> None:
+    def reduce(comm: Communicator) -> tuple[str, list[Tensor]]:
+        buffer = _turns(comm, accumulation)
+        buffer.accumulate(0, gradient(0, comm.rank, 0))
+        buffer.backward_ends([""], is_whole=True)
+        try:
+            buffer.accumulate(1, gradient(1, comm.rank, 0))
+        except AccumulationError as error:
+            return str(error), []
+        buffer.finalize([0, 1])
+        return "", [buffer.values(param).clone() for param in (0, 1)]
+
+    said, values = zip(*Threads(2).run(reduce), strict=True)
+    if accumulation == 1:
+        assert all("p1 came when those of its unit" in one and "accumulation=2" in one for one in said)
+        return
+    for param in (0, 1):
+        average = (gradient(param, 0, 0).float() + gradient(param, 1, 0).float()) / 2
+        assert torch.equal(torch.cat([held[param] for held in values]), average)
+
+
+def test_complete_buckets_wait_for_their_turn_unless_their_unit_is_alone() -> None:
+    def reduce(comm: Communicator) -> None:
+        buffer = _turns(comm, 2)
+        for micro, is_alone in enumerate((False, True)):
+            buffer.backward_enters("", [], is_alone=is_alone)
+            for param in range(len(NUMELS)):
+                buffer.accumulate(param, gradient(param, comm.rank, micro))
+            assert comm.stats()["reduce_scatter"] == (2 if is_alone else 0)
+            buffer.backward_ends([""], is_whole=True)
+        buffer.finalize(range(len(NUMELS)))
+
+    Threads(2).run(reduce)
+
+
+def test_a_unit_entered_again_ends_the_round_on_ranks_without_its_gradients_too() -> None:
+    def reduce(comm: Communicator) -> None:
+        specs = [ParamSpec("head", 100, "", torch.bfloat16, 0), ParamSpec("p", 100, "block", torch.bfloat16, 0)]
+        buffer = ReducedGradients(run_of(build(specs, 1 << 16, ranks=2, rank=comm.rank), comm, stage=3, accumulation=2))
+        buffer.accumulate(1, torch.ones(100).bfloat16())
+        buffer.backward_ends(["block"], is_whole=True)
+        buffer.accumulate(0, torch.ones(100).bfloat16())
+        assert comm.stats()["reduce_scatter"] == 1
+        buffer.backward_enters("block", [], is_alone=True)
+        assert comm.stats()["reduce_scatter"] == 2
+        buffer.finalize([0, 1])
+
+    Threads(2).run(reduce)

@@ -106,14 +106,15 @@ def test_buckets_leave_complete_and_in_one_order_whatever_arrives_when(
         left: list[int] = []
         for param in params:
             arrived.add(param)
-            for bucket in buckets.ready(param):
+            buckets.ready(param)
+            for bucket in buckets.take(buckets.is_complete):
                 assert bucket.params <= arrived
                 left.append(bucket.index)
             following = order[len(left) :]
             assert not following or not cut[following[0]].params <= arrived, "a complete bucket was held back"
-        left += [bucket.index for bucket in buckets.flush()]
+        left += [bucket.index for bucket in buckets.take(lambda bucket: True)]
         assert left == order
-        assert buckets.flush() == []
+        assert list(buckets.take(lambda bucket: True)) == []
 
 
 def test_a_bucket_needs_all_its_parameters_of_all_partitions() -> None:
@@ -123,8 +124,10 @@ def test_a_bucket_needs_all_its_parameters_of_all_partitions() -> None:
     assert [(piece.param, piece.chunk_offset, piece.numel) for piece in cut[0].pieces] == [(0, 0, 100), (1, 128, 100)]
     assert cut[0].holes == ((100, 128), (228, 256))
     buckets = Buckets(cut, [0])
-    assert buckets.ready(1) == []
-    assert buckets.ready(0) == [cut[0]]
+    buckets.ready(1)
+    assert list(buckets.take(buckets.is_complete)) == []
+    buckets.ready(0)
+    assert list(buckets.take(buckets.is_complete)) == [cut[0]]
 
 
 def test_a_gradient_that_arrives_twice_in_a_step_is_a_mistake_here() -> None:

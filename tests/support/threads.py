@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -32,6 +33,7 @@ class _Rank(Communicator):
     def __init__(self, threads: Threads, rank: int) -> None:
         super().__init__(rank, len(threads.rows), rank, len(threads.rows))
         self._threads = threads
+        self._calls: Counter[str] = Counter()
 
     def _rows(self, own: Tensor) -> list[Tensor]:
         self._threads.rows[self.rank] = own
@@ -41,6 +43,7 @@ class _Rank(Communicator):
         return rows
 
     def reduce_scatter(self, full: Tensor, out: Tensor, *, scratch: Tensor | None = None) -> Work:
+        self._calls["reduce_scatter"] += 1
         average(torch.stack([row.view(self.size, -1)[self.rank] for row in self._rows(full)]), out)
         return Done()
 
@@ -55,7 +58,7 @@ class _Rank(Communicator):
         return torch.stack(self._rows(values))
 
     def stats(self) -> dict[str, int]:
-        return {}
+        return {"reduce_scatter": self._calls["reduce_scatter"]}
 
     def close(self) -> bool:
         return True

@@ -1,0 +1,84 @@
+"""Which units a backward has left: no gradient of theirs is still to come.
+
+Autograd runs the nodes of a graph in the opposite of the order in which the forward made them. So when it runs a node
+that is older than all uses of a unit, all gradients of that unit have come. Ranks that share parameters use units in
+one order, because they fetch them together. So they leave a unit at the same place between their collectives, whichever
+of its parameters have a gradient on each of them.
+"""
+
+from __future__ import annotations
+
+from offload.model.torch_helpers import in_backward
+from offload.model.units import ROOT
+
+
+class BackwardOrder:
+    """Attribute: place: of the last use of a unit. Places count up as forwards go; recomputation in a backward goes
+    through those of the forward that it repeats.
+    """
+
+    def __init__(self) -> None:
+        self.place = 0
+        self._last = 0
+        self._uses: dict[str, list[int]] = {}  # by unit, the places from which gradients are still to come
+        self._top: int | None = None  # where the backward under way began
+        self._entered: dict[str, None] = {}  # units that it has not left
+        self._lowest: dict[int, int] = {}  # by task, the lowest place that it has reached
+
+    def use(self, unit: str) -> None:
+        """A forward, or an operation outside of one, begins to use a unit."""
+        uses = self._uses.setdefault(unit, [])
+        if in_backward():
+            self.place = max(uses, default=self.place)
+        else:
+            self.place = self._last = self._last + 1
+            uses.append(self.place)
+
+    def enter(self, unit: str, place: int, task: int) -> list[str]:
+        """Backward runs a node made by a use of `unit`. Args: place: at the end of that use. Returns: the units left.
+
+        The root unit counts as left at the end of a backward only, and is never returned.
+        """
+        if self._top is None:
+            self._top = place
+        self._lowest[task] = min(place, self._lowest.get(task, place))
+        left = self._leave(place + 1)
+        self._entered[unit] = None
+        return left
+
+    def is_alone(self, unit: str, place: int) -> bool:
+        """Whether backward, which has entered `unit` at `place`, needs no other unit until it has left this one."""
+        top = self._top or 0
+        return unit != ROOT and [use for use in self._uses.get(unit, ()) if use <= top] == [place]
+
+    def end(self, task: int) -> list[str]:
+        """One of autograd's tasks ends, which may be inside of another one. Returns: the units left."""
+        lowest = self._lowest.pop(task, None)
+        if lowest is None:
+            return []
+        left = self._leave(lowest)
+        if not self._lowest:
+            left += [unit for unit in self._entered if unit != ROOT]
+            self.forget()
+        return left
+
+    def forget(self) -> None:
+        """The backward under way, if any, is over. Its graph is used no more."""
+        if self._top is not None:
+            for uses in self._uses.values():
+                uses[:] = [use for use in uses if use > self._top]
+        self._top = None
+        self._entered.clear()
+        self._lowest.clear()
+
+    def begin_anew(self) -> None:
+        """No graph is used any more."""
+        self.forget()
+        self._uses.clear()
+
+    def _leave(self, reached: int) -> list[str]:
+        """The units without a use before place `reached`, to which backward has come."""
+        left = [one for one in self._entered if one != ROOT and all(use >= reached for use in self._uses.get(one, ()))]
+        for unit in left:
+            del self._entered[unit]
+        return left
