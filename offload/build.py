@@ -63,10 +63,11 @@ class Plan:
     copier: Copier
     room: Room
 
-    def room_at_end(self, placement: Placement) -> int:
-        """Bytes on the device for parameters that were streamed: half of what is free, and within their budget."""
-        free = _free_on_device(self.copier, self.config) // 2
-        limit = placement.device_budget_bytes
+    def room_at_end(self, placement: Placement, is_parked: bool) -> int:
+        """Bytes on the device for parameters that were streamed: half of what is free, and within their budget. Of a
+        model that is parked, in RAM."""
+        free = _free_on_device(HostCopier() if is_parked else self.copier, self.config) // 2
+        limit = None if is_parked else placement.device_budget_bytes
         return free if limit is None else min(free, limit - placement.resident_bytes)
 
 
@@ -77,7 +78,7 @@ def plan_run(
     comm: Communicator,
     device: torch.device | str | None,
 ) -> Plan:
-    """Decides what is where. Args: groups: the optimizer's param_groups; device: of a model on the meta device.
+    """Decides what is where. Args: groups: the optimizer's param_groups; device: see OffloadZero.
 
     Raises: ConfigError, BudgetError.
     """
@@ -88,7 +89,7 @@ def plan_run(
     replicas = configuration.replicas_of(config, ranks=comm.size, rows=comm.replicate_group.size)
     copier = copier_for(on)
     dtypes = compute_dtypes(model, config.keep_fp32, config.compute_dtype)
-    own = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()) if not t.is_meta)
+    own = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()) if t.device == on)
     available = own + _free_on_device(copier, config) // 2
     room = Room(untrained_bytes(model, shape.params, dtypes), available)
     layout_of = partial(shape.layout, ranks=comm.size, rank=comm.rank, replicas=replicas)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
+import torch
 from torch import nn
 
 from offload.build import Parts
 from offload.dist.agreement import broadcast_from_first
 from offload.errors import OffloadError
+from offload.interrupts import uninterrupted
 from offload.model.fetch import HeldUnits, StreamedUnits
-from offload.model.flat_param import flattened
+from offload.model.flat_param import CPU, flattened
 from offload.model.gradient import Answers
 from offload.model.guard import Guards
 from offload.model.hooks import Hooks
@@ -19,7 +21,7 @@ from offload.model.meta_init import Source, materialise
 from offload.model.pending import PendingUpdates
 from offload.model.state_dict import Access
 from offload.model.transfer import UnitTransfers
-from offload.model.units import cast_untrained, compute_dtypes, units_of
+from offload.model.units import compute_dtypes, move_buffers, place_untrained, units_of
 from offload.planner.placement import Placement
 from offload.run import Owner
 
@@ -45,6 +47,7 @@ class HeldModel:
     ) -> None:
         self._model = model
         self._parts = parts
+        self._owner = owner
         run = self._run = parts.run
         self._is_resident = parts.streamed is None
         parameters = parts.parameters
@@ -62,7 +65,7 @@ class HeldModel:
         names |= {param: spec.unit for param, spec in zip(parameters.params, run.layout.specs, strict=True)}
         self.access = Access(parameters, names, self.units, placement.budget_bytes)
         self._hooks = Hooks(model, run, parameters, names, self.units, self.access, self.answers)
-        self._guards = Guards(run.layout, parameters, self.units)
+        self._guards = Guards(run.layout, parameters, self.units, self.moves)
         parameters.guard_with(self._guards.class_for)
         # An update that waits for nothing but kernels, which write into the model, is applied inside `step()`. Measured
         # 5 to 24 % faster than between layers; from a disk it would cost 16 to 29 %.
@@ -98,6 +101,36 @@ class HeldModel:
         self._parts.step.abandon()
         self._parts.gradients.reset()
         self.units.abandon()
+
+    def moves(self, module: nn.Module, device: torch.device) -> bool:
+        """A module is being moved: to the CPU, where the model is parked if the module has it, or home.
+
+        Returns: whether it moves the held model, which is there then. Over several ranks all have to move it.
+        """
+        parameters, memory = self._parts.parameters, self._run.memory.device
+        if device not in (CPU, parameters.home) or not any(one is self._model for one in module.modules()):
+            return False
+        if device != parameters.device:
+            self._owner.require_usable()
+            self.pending.apply_all()
+            if parameters.is_parked:
+                if memory is not None:
+                    memory.bring_back()
+            else:
+                self.answers.take_changes()
+                self._parts.gradients.drain()
+            self.units.take_outside_writes()
+            self._move(device)
+            if memory is not None and parameters.is_parked:
+                memory.park()
+        return True
+
+    @uninterrupted
+    def _move(self, device: torch.device) -> None:
+        self.units.move(device)
+        self._parts.step.move()
+        self.answers.move()
+        self._hooks.hook_nodes()
 
     def keep_parameters(self, limit: int | None) -> None:
         """Fetches streamed parameters for good, if they take at most `limit` bytes of the device (None: any number).
@@ -137,10 +170,11 @@ class HeldModel:
     # Taking the model.
 
     def _take_model(self, source: Source, transfers: UnitTransfers | None, *, resumes: bool) -> None:
-        """Makes the masters, casts the model. A disk that fails here leaves the model partly cast, and the error says
-        so."""
+        """Makes the masters, casts the model, and moves it to the device to train on, a flat parameter at a time. A
+        disk that fails here leaves the model partly cast, and the error says so."""
         parts, config, layout = self._parts, self._run.config, self._run.layout
         dtypes = compute_dtypes(self._model, config.keep_fp32, config.compute_dtype)
+        moves = parts.parameters.params[0].device != parts.parameters.device
         try:
             for flat in self._complete_flats(source):
                 parts.parameters.make_dense(flat)
@@ -159,10 +193,12 @@ class HeldModel:
                 for store in parts.stores.all:
                     store.drain()
         except OffloadError as error:
-            error.add_note("some of the model's parameters are already in compute_dtype: build the model again")
+            error.add_note("some of the model's parameters are already cast or moved: build the model again")
             raise
         trained = parts.parameters.index
-        cast_untrained(self._model, trained, dtypes)
+        place_untrained(self._model, trained, dtypes, parts.parameters.device)
+        if moves:
+            move_buffers(self._model, parts.parameters.device)
         others = chain(self._model.parameters(), self._model.buffers())
         broadcast_from_first(parts.run.comm, (tensor for tensor in others if tensor not in trained))
 

@@ -90,7 +90,7 @@ _SPANS = ("step_s", "landing_s", "adam_s", "gradient_s", "wait_nvme_s", "wait_de
 class OffloadZero(torch.optim.Optimizer):
     """Trains `model` with Adam or AdamW, with the fp32 masters and moments on the device, in RAM or on NVMe.
 
-    The model is hooked in place: its parameters become `compute_dtype` on the device they are on, and its class,
+    The model is hooked in place: its parameters become `compute_dtype` on the device to train on, and its class,
     names and `state_dict` keys stay. Masters are made from the values before that cast. The training loop stays
     ordinary PyTorch: whoever reads a parameter or a gradient gets its current value, and what is written to one in
     place counts, also while it is on another tier. docs/compatibility.md lists the exceptions.
@@ -124,8 +124,8 @@ class OffloadZero(torch.optim.Optimizer):
             run, as a list, if they are not all in `path`. Where the layout differs (chunks, directories, ranks, split
             masters), the commit is first written in the new layout, and the old one is removed when that is committed.
             See `resumed`.
-        device: where a model that was built on the meta device is to train; None: "cpu". Other models stay where they
-            are.
+        device: where to train a model that is on the CPU or on the meta device. It goes there a unit at a time, so it
+            may be larger than the device. None: where it is; of the meta device, the CPU.
         init: how a model that was built on the meta device gets its values: a function called with each name and
             tensor, a safetensors file, or the index of several. None: `reset_parameters()` of its modules.
         stage: of ZeRO, over several ranks of torch.distributed: 1, 2 or 3. None: 3 if parameters stream, else 2.
@@ -873,7 +873,8 @@ class OffloadZero(torch.optim.Optimizer):
             if self._failure is None:
                 self._held.pending.apply_all()
                 self._commit_if_due()
-                self._held.keep_parameters(self._plan.room_at_end(self._placement))
+                is_parked = self._parts.parameters.is_parked
+                self._held.keep_parameters(self._plan.room_at_end(self._placement, is_parked))
         finally:
             self._failure = ClosedError("the optimizer is closed: make a new one")
             self._end()

@@ -103,6 +103,8 @@ tree_leaves: Any = _find("torch.utils._pytree", "tree_leaves")
 """The leaves of nested containers."""
 tree_map_only: Any = _find("torch.utils._pytree", "tree_map_only")
 """Nested containers with the leaves of some types mapped."""
+apply_to_module: Any = _find("torch.nn", "Module._apply")
+"""What `to()`, `cpu()` and all others call that move or cast a module, with a function of a tensor."""
 NormBase: Any = _find("torch.nn.modules.batchnorm", "_NormBase")
 """Base class of the modules that keep running statistics. Public: its subclasses, one by one."""
 

@@ -488,6 +488,18 @@ def test_frozen_parameters_of_other_dtypes_are_left_as_they_are() -> None:
         assert model.table.dtype is torch.int64
 
 
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu")])
+def test_the_device_that_a_model_is_on_changes_nothing(device: Any) -> None:
+    model, twin = mlp(), mlp()
+    for one, options in ((model, {"device": device}), (twin, {})):
+        with OffloadZero(one, **options) as optimizer:
+            backward(one)
+            optimizer.step()
+            assert one.cpu() is one
+            assert all(param.device == torch.device("cpu") for param in one.parameters())
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+
+
 def test_an_unknown_device_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="device='gpu'"):
         OffloadZero(mlp(), device="gpu")

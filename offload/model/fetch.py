@@ -215,6 +215,12 @@ class HeldUnits:
         self._parameters.take_back()
         self._masters.take_outside_writes(self._owner.step())
 
+    def move(self, device: torch.device) -> None:
+        """Moves all parameters to the CPU, or back to the device to train on. Nothing is pending."""
+        self.running.reset()
+        self._parameters.take_back()
+        self._parameters.move(device)
+
     def abandon(self) -> None:
         """Drops all that is under way, and what was written to parameters."""
 
@@ -569,6 +575,14 @@ class StreamedUnits(HeldUnits):
         self._release_unused()
         self.write_back()  # to what `gathered` holds: the step is to see it
         self.transfers.expect_same_order()
+
+    def move(self, device: torch.device) -> None:
+        if self._held:
+            raise ConfigError(f"the model is moved to {device} inside `with optimizer.gathered(...)`: leave that first")
+        self._makes_graph = False
+        self._forget_calls()
+        self._release_unused()
+        self._parameters.move(device)
 
     def fetch_all(self) -> None:
         """Fetches all parameters, to stay; no unit may be entered afterwards."""

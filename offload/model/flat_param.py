@@ -16,6 +16,11 @@ several times as long as to copy a unit into them. So the memory that one unit l
 size: two storages exchange what they point to, and identity and views of a storage stay, as they do when it is resized.
 On a GPU torch's allocator keeps memory by itself. A storage without memory points to NaNs, which nobody can take for
 values.
+
+[Note: a parked model]
+`model.cpu()` of a model that trains on a device of its own moves the flat parameters to the CPU, and `model.to(device)`
+moves them back. Streamed ones have no memory then, so they only change places with others of their size, and take
+their first storages again when they are back: views that autograd saved stay valid.
 """
 
 from __future__ import annotations
@@ -28,13 +33,16 @@ from torch import Tensor, UntypedStorage, nn
 
 from offload import torch_private
 from offload.devices.copies import finish_queue
-from offload.errors import ConfigError
+from offload.errors import ConfigError, ReleasedParameterError
+from offload.interrupts import uninterrupted
 from offload.layout import Layout
 from offload.native.memory import advise_huge_pages, poison
 
 NO_VERSION = 1 << 31
 """The version of a parameter whose memory is elsewhere. No graph has saved it. So autograd, which knows nothing of
 guards, raises before it reads a saved parameter that is not there."""
+
+CPU = torch.device("cpu")
 
 _DATA: Any = Tensor.data  # as torch has it, without the guards
 _REFUSED = "this parameter is not on the device now: use it inside `with optimizer.gathered(module_or_params):`"
@@ -123,9 +131,10 @@ class SpareMemory:
 class FlatParameters:
     """The trained parameters of a model, in the order of `layout.specs`.
 
-    Args: streams: whether their memory comes and goes.
+    Args: device: to train on; streams: whether their memory comes and goes.
     Attributes: flats: one tensor for each flat parameter of the layout, on the model's device, filled by `attach`;
-    tiles: leaves of autograd, by index of the layout's slice; peak_bytes: the most all had on the device.
+    tiles: leaves of autograd, by index of the layout's slice; home: the device to train on; device: where they are now,
+    the CPU if the model is parked; peak_bytes: the most all had at home.
     """
 
     def __init__(
@@ -135,7 +144,7 @@ class FlatParameters:
         self._streams = streams
         self.params = tuple(params)
         self.index = {param: number for number, param in enumerate(self.params)}
-        self._device = device
+        self.home = self.device = device
         self.flats = [torch.empty(0, device="cpu")] * len(layout.flats)
         self._versions: list[int] = [0] * len(self.params)
         self._strides: list[tuple[int, ...]] = [()] * len(self.params)
@@ -156,6 +165,13 @@ class FlatParameters:
             if one.is_tile
         }
         self._memory: dict[int, Tensor] = {}
+        # Of streamed slices: their memory at the other place, without bytes now, and what points into it.
+        self._elsewhere: dict[int, tuple[Tensor, list[Tensor]]] = {}
+
+    @property
+    def is_parked(self) -> bool:
+        """See [Note: a parked model]."""
+        return self.device != self.home
 
     @torch.no_grad()
     def make_dense(self, flat: int) -> None:
@@ -173,7 +189,7 @@ class FlatParameters:
         """
         info = self._layout.flats[flat]
         is_tiled = self._layout.tile_of(flat) > 0  # too large for the device
-        device = torch.device("cpu") if is_tiled else self._device
+        device = CPU if is_tiled else self.device
         self._count(flat, self._layout.padded_numel(flat) * info.dtype.itemsize)
         self._spares.trim(self.peak_bytes - self._bytes)
         memory = torch.empty(self._layout.padded_numel(flat), dtype=info.dtype, device=device)
@@ -210,7 +226,7 @@ class FlatParameters:
         columns = self.params[self._layout.flats[flat].params[0]].shape[1]
         for one in self._layout.slices:
             if one.is_tile and one.flat == flat:
-                memory = torch.empty(one.numel, dtype=self._layout.flats[flat].dtype, device=self._device)
+                memory = torch.empty(one.numel, dtype=self._layout.flats[flat].dtype, device=self.device)
                 self._memory[one.index] = memory
                 self.tiles[one.index].data = memory.view(-1, columns)
                 memory.untyped_storage().resize_(0)
@@ -256,9 +272,15 @@ class FlatParameters:
             if not self._flat_of_storage or tensor.layout is not torch.strided or tensor.device.type == "meta":
                 return None
             try:
-                return self._flat_of_storage.get(tensor.untyped_storage()._cdata)
+                found = self._flat_of_storage.get(tensor.untyped_storage()._cdata)
             except (RuntimeError, NotImplementedError):  # a tensor without storage
                 return None
+        if found is not None and tensor.device != self.flats[found].device:
+            raise ReleasedParameterError(
+                f"a view of a streamed parameter was taken on {tensor.device}, and the model was moved to "
+                f"{self.device}: take it anew"
+            )
+        return found
 
     def data_of(self, number: int) -> Tensor:
         """What `p.data` gives: the same memory with another version counter, as in torch. Writes to it are noticed."""
@@ -327,10 +349,63 @@ class FlatParameters:
                 param = self.params[number]
                 param.data = self._view_for(number, memory[offset : offset + param.numel()])
         for param in self.params:
-            if param.device != self._device:  # it was tiled
-                param.data = param.data.to(self._device)
+            if param.device != self.device:  # it was tiled
+                param.data = param.data.to(self.device)
+
+    # A parked model.
+
+    @torch.no_grad()
+    def move(self, device: torch.device) -> None:
+        """Moves all parameters to the CPU, or home. Streamed ones have to be released.
+
+        Raises: what allocations raise; nothing has moved then.
+        """
+        with torch_private.DisableTorchFunctionSubclass():
+            slices = [one.index for one in self._layout.slices if one.is_tile or not self._layout.tile_of(one.flat)]
+            self._take_places({index: self._place_at(index, device) for index in slices}, device)
+        self._spares.trim(0)
+
+    def _place_at(self, index: int, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+        """Memory for a slice on another device, with its values if it has any, and what is to point into it."""
+        if index in self._elsewhere:
+            return self._elsewhere[index]
+        here = self.memory_of(index)
+        memory = torch.empty_like(here, device=device)
+        if index in self._memory:
+            views = [memory.view(self.tiles[index].shape)]
+        else:
+            flat = self._layout.flats[index]
+            ranges = zip(flat.params, flat.offsets, strict=True)
+            views = [self._view_for(n, memory[start : start + self.params[n].numel()]) for n, start in ranges]
+        if self._streams:
+            self._spares.take(memory)
+        else:
+            memory.copy_(here)
+        return memory, views
+
+    @uninterrupted
+    def _take_places(self, places: Mapping[int, tuple[Tensor, list[Tensor]]], device: torch.device) -> None:
+        for index, (memory, views) in places.items():
+            is_tile = index in self._memory
+            leaves = [self.tiles[index]] if is_tile else [self.params[n] for n in self._layout.flats[index].params]
+            if self._streams:
+                self._elsewhere[index] = (self.memory_of(index), [_DATA.__get__(leaf) for leaf in leaves])
+            for leaf, view in zip(leaves, views, strict=True):
+                _DATA.__set__(leaf, view)
+            if is_tile:
+                self._memory[index] = memory
+            else:
+                self.flats[index] = memory
+                if self._streams:
+                    self._flat_of_storage[memory.untyped_storage()._cdata] = index
+        self.device = device
+        self._data.clear()
+        is_here = not self._streams and not self.is_parked
+        self._bytes = sum(flat.numel() * flat.element_size() for flat in self.flats) if is_here else 0
 
     def _count(self, index: int, change: int) -> None:
+        if self.is_parked:
+            return
         if index >= len(self.flats) or not self._layout.tile_of(index):  # a tiled weight is in RAM
             self._bytes += change
             self.peak_bytes = max(self.peak_bytes, self._bytes)

@@ -39,6 +39,7 @@ from offload.model.torch_helpers import (
     call_eagerly,
     instances_in,
     is_no_move,
+    moved_to,
     tensors_in,
     torch_functions,
 )
@@ -90,6 +91,8 @@ class StandIn(Tensor):
         if func in _NEEDS_NO_VALUES:
             if func == _DTYPE.__get__ and sys._getframe(1).f_code.co_filename == _SCALER_FILE:
                 return torch.float32
+            if func is torch_private.has_compatible_type:
+                return True  # `p.grad.data = x` is answered, whatever x is
             with torch_private.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return _answer(func, args, kwargs or {})
@@ -146,9 +149,7 @@ class Answers:
         self._owner = owner
         self._pid = os.getpid()
         self._is_removed = False
-        self._stand_ins = [
-            StandIn.of(p, n, name, self) for n, (p, name) in enumerate(zip(parameters.params, self._names, strict=True))
-        ]
+        self._stand_ins = self._new_stand_ins()
         # Copies of values of which somebody has a view, and their versions when they were last written back.
         self._copies: dict[int, tuple[Tensor, int]] = {}
         self._zeroed: set[int] = set()
@@ -156,10 +157,15 @@ class Answers:
         # By what the last step multiplied the gradients that it used.
         self._used: dict[int, float] = {}
 
+    def _new_stand_ins(self) -> list[StandIn]:
+        named = enumerate(zip(self._parameters.params, self._names, strict=True))
+        return [StandIn.of(param, number, name, self) for number, (param, name) in named]
+
     # What hooks call.
 
     def before(self, number: int) -> None:
         """A gradient is about to be accumulated."""
+        self._require_home()
         with torch_private.DisableTorchFunctionSubclass():
             param = self._parameters.params[number]
             self._arriving()
@@ -201,7 +207,11 @@ class Answers:
         return [n for n in range(len(self._names)) if self.is_live(n) and self.is_marked(n)]
 
     def take_changes(self) -> None:
-        """Takes over what the user did: gradients assigned to `p.grad`, zeros, and writes to views of values."""
+        """Takes over what the user did: gradients assigned to `p.grad`, zeros, and writes to views of values.
+
+        Raises: ConfigError if the model is parked, and cannot go on.
+        """
+        self._require_home()
         for number in list(self._copies):
             self._write_back(number)
         for number in sorted(self._zeroed):
@@ -243,6 +253,15 @@ class Answers:
             if number is not None:
                 self.zero(number)
 
+    def move(self) -> None:
+        """The parameters are on another device now, and so will be the stand-ins."""
+        marked = list(filter(self.is_marked, range(len(self._names))))
+        self._copies.clear()
+        self._stand_ins = self._new_stand_ins()
+        with torch_private.DisableTorchFunctionSubclass():
+            for number in marked:
+                self._parameters.params[number].grad = self._stand_ins[number]
+
     def remove(self) -> None:
         """Takes the stand-ins away; those that somebody still has answer no more."""
         self._is_removed = True
@@ -260,7 +279,7 @@ class Answers:
 
     def answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """`func(*args, **kwargs)`, where some of the arguments are stand-ins."""
-        if func in _IS_ITSELF or (func in MOVES and isinstance(args[0], StandIn) and is_no_move(func, args, kwargs)):
+        if func in _IS_ITSELF or (func in MOVES and self._is_there(func, args, kwargs)):
             return args[0]
         if func in _LIKE and isinstance(args[0], StandIn):
             one = args[0]
@@ -270,6 +289,7 @@ class Answers:
             if args[1] is args[0]:
                 return None
             func, args = Tensor.copy_, args
+        self._require_home()
         if func is torch_private.amp_unscale and len(args) == 3:
             return self._unscale(*args)
         if func in _NORMS and (found := self._norm(func, args, kwargs)) is not None:
@@ -282,6 +302,7 @@ class Answers:
 
     def values_of(self, number: int) -> Tensor:
         """A copy of the gradient as it is now, in the parameter's shape, dtype and device."""
+        self._require_home()
         self._require_values(number)
         if number in self._copies:
             self._write_back(number)
@@ -297,6 +318,12 @@ class Answers:
         self._gradients.finalize([number])
         values, factor = self._gradients.values(number), self._gradients.factor_of(number)
         return values.clone() if factor == 1.0 else (values.float() * factor).to(values.dtype)
+
+    def _is_there(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a stand-in is where a call moves it, or its parameter counts as there: a tiled one is in RAM."""
+        if not isinstance(args[0], StandIn):
+            return False
+        return is_no_move(func, args, kwargs) or moved_to(func, args, kwargs) == self._parameters.device
 
     def _on_values(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Computes with copies of the values. A change of a copy, now or later through a view, is written back."""
@@ -456,6 +483,14 @@ class Answers:
                     "p.grad by hand, or is not in the optimizer it was given: give it all, as backward makes them"
                 )
         self._owner.unscale(found_inf, inverse)
+
+    def _require_home(self) -> None:
+        home = self._parameters.home
+        if self._parameters.is_parked:
+            raise ConfigError(
+                f"the model was moved to the CPU and trains on {home}: move it back with model.to({str(home)!r}) "
+                "before it goes on; its gradients and states are kept"
+            )
 
     def _is_own(self, grad: Any, number: int) -> bool:
         return grad is self._stand_ins[number]

@@ -41,6 +41,8 @@ from offload.model.torch_helpers import (
     call_eagerly,
     instances_in,
     is_no_move,
+    module_on_the_move,
+    moved_to,
     tensors_in,
     torch_functions,
 )
@@ -207,15 +209,23 @@ def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
 class Guards:
     """See [Note: guarded parameters].
 
-    Args: units: a use of a parameter applies a pending update of its unit, or fetches it.
+    Args: units: a use of a parameter applies a pending update of its unit, or fetches it; moves: called when a module
+    is moved to a device; returns whether that moves the held model, which is there then.
     """
 
-    def __init__(self, layout: Layout, parameters: FlatParameters, units: HeldUnits) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        parameters: FlatParameters,
+        units: HeldUnits,
+        moves: Callable[[nn.Module, torch.device], bool],
+    ) -> None:
         self._unit_of = [spec.unit for spec in layout.specs]
         self._unit_of_flat = [flat.unit for flat in layout.flats]
         self._names = [spec.name for spec in layout.specs]
         self._parameters = parameters
         self._units = units
+        self._moves = weakref.WeakMethod(moves)
         self._streamed = units if isinstance(units, StreamedUnits) else None
         self._tiling = None if self._streamed is None else Tiling(layout, parameters, self._streamed)
         self._guards_ref = _GuardsRef(self, is_elsewhere=self._streamed is not None)
@@ -254,7 +264,7 @@ class Guards:
             return self._version_of(args[0])
         if func is torch.autograd.grad:  # it may run modules again, so their guards stay
             return func(*_as_edges(args), **{key: _as_edges(value) for key, value in kwargs.items()})
-        if func in MOVES and self._is_ours(args[0]) and is_no_move(func, args, kwargs):
+        if func in MOVES and self._is_ours(args[0]) and self._is_there(func, args, kwargs):
             return args[0]
         if func is Tensor.detach and self._is_ours(args[0]) and _is_for_a_parameter():
             return self._detached(args[0])
@@ -276,6 +286,14 @@ class Guards:
             if getattr(func, "__name__", "").startswith("_foreach_"):
                 return self._piece_by_piece(func, args, kwargs)
         return self._run(func, args, kwargs)
+
+    def _is_there(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a parameter is where a call moves it, or is now, because the call moves the whole model."""
+        if is_no_move(func, args, kwargs):
+            return True
+        device, moves = moved_to(func, args, kwargs), self._moves()
+        module = None if device is None else module_on_the_move()
+        return device is not None and module is not None and moves is not None and moves(module, device)
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         used = list(self._guarded_in((args, kwargs)))

@@ -79,7 +79,8 @@ class Hooks:
         answers: Answers,
     ) -> None:
         self._handles: list[RemovableHandle] = []
-        self._nodes: list[torch.autograd.graph.Node] = []
+        self._nodes: list[tuple[torch.autograd.graph.Node, RemovableHandle]] = []
+        self._leaves: list[tuple[int, nn.Parameter]] = []
         self._units = units
         self._answers = answers
         config = run.config
@@ -101,12 +102,14 @@ class Hooks:
             self._hook_gradient(number, param)
             for start, leaf in parameters.tiles_of(number):
                 self._hook_gradient(number, leaf, start)
+        self.hook_nodes()
 
     def remove(self) -> None:
         """Takes all hooks away, and the stand-ins of gradients."""
-        for handle in self._handles:
+        for handle in (*self._handles, *(handle for _, handle in self._nodes)):
             handle.remove()
         self._handles.clear()
+        self._nodes.clear()
         self._answers.remove()
 
     def _hook_units(
@@ -142,17 +145,31 @@ class Hooks:
         # that nobody refers to, with its memory and files.
         answers = weakref.ref(self._answers)
 
-        def before(grads: tuple[Tensor | None, ...]) -> None:
-            if (alive := answers()) is not None:
-                alive.before(number)
-
         def after(leaf: Tensor) -> None:
             if (alive := answers()) is not None:
                 alive.hand_over(number, leaf, start)
 
-        # On the node that accumulates, not on the tensor: `torch.autograd.grad` calls hooks of the tensor as well, and
-        # would take the stand-in away without a gradient to come. The node lives as long as somebody holds it.
-        node = torch.autograd.graph.get_gradient_edge(leaf).node
-        self._nodes.append(node)
-        self._handles.append(node.register_prehook(before))
+        self._leaves.append((number, leaf))
         self._handles.append(leaf.register_post_accumulate_grad_hook(after))
+
+    def hook_nodes(self) -> None:
+        """Hooks the nodes that accumulate gradients: a parameter that moves to another device gets a new one.
+
+        The nodes, not the tensors: `torch.autograd.grad` calls hooks of a tensor as well, and would take the stand-in
+        away without a gradient to come. A node lives as long as somebody holds it.
+        """
+        answers = weakref.ref(self._answers)
+
+        def begins(number: int, _: tuple[Tensor | None, ...]) -> None:
+            if (alive := answers()) is not None:
+                alive.before(number)
+
+        for _, handle in self._nodes:
+            handle.remove()
+        self._nodes.clear()
+        with torch_private.DisableTorchFunctionSubclass():
+            for number, leaf in self._leaves:
+                is_frozen = not leaf.requires_grad  # since the model was taken
+                node = torch.autograd.graph.get_gradient_edge(leaf.requires_grad_()).node
+                leaf.requires_grad_(not is_frozen)
+                self._nodes.append((node, node.register_prehook(partial(begins, number))))

@@ -9,10 +9,12 @@ run inside of the user's forward.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -59,8 +61,8 @@ MOVES = frozenset(torch_functions(methods="to cpu cuda float half bfloat16 doubl
 """Functions that return the tensor itself where there is nothing to do."""
 
 
-def is_no_move(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether `func`, one of MOVES, leaves the dtype and the device of args[0] as they are.
+def moved_to(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device | None:
+    """The device to which `func`, one of MOVES, moves args[0]; None if it makes something else of it, or a copy.
 
     Torch copies from "cpu" to "cpu:0", which is the same device.
     """
@@ -69,11 +71,32 @@ def is_no_move(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
         try:
             moved = func(tensor, *args[1:], **kwargs)
         except (RuntimeError, TypeError, ValueError):
-            return False
-        if moved is tensor:
-            return True
-        is_same = moved.dtype is tensor.dtype and moved.is_cpu and tensor.is_cpu and moved.layout is tensor.layout
-        return is_same and not kwargs.get("copy", False)
+            return None
+        if moved.dtype is not tensor.dtype or moved.layout is not tensor.layout or kwargs.get("copy", False):
+            return None
+        return _device_of(moved)
+
+
+def is_no_move(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether `func`, one of MOVES, leaves the dtype and the device of args[0] as they are."""
+    with torch_private.DisableTorchFunctionSubclass():
+        device = _device_of(args[0])
+    return moved_to(func, args, kwargs) == device
+
+
+def _device_of(tensor: Tensor) -> torch.device:
+    return torch.device("cpu") if tensor.device.type == "cpu" else tensor.device
+
+
+def module_on_the_move() -> nn.Module | None:
+    """The module whose `to()`, `cpu()` or the like calls this function, the outermost one; None if there is none."""
+    found: nn.Module | None = None
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is torch_private.apply_to_module.__code__:
+            found = frame.f_locals["self"]
+        frame = frame.f_back
+    return found
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:

@@ -269,13 +269,28 @@ def _refuse_untrainable(
             raise ConfigError(f"{name} makes sparse gradients: set sparse=False")
 
 
-def cast_untrained(model: nn.Module, trained: Container[Tensor], dtypes: Mapping[Tensor, torch.dtype]) -> None:
-    """Casts floating parameters that are not trained to their compute dtype. They have no other copy."""
+def place_untrained(
+    model: nn.Module, trained: Container[Tensor], dtypes: Mapping[Tensor, torch.dtype], device: torch.device
+) -> None:
+    """Moves parameters that are not trained to the device to train on, floating ones in their compute dtype. They have
+    no other copy."""
     for param in model.parameters():
-        if param not in trained and param.is_floating_point() and param.dtype is not dtypes[param]:
-            cast = param.data.to(dtypes[param])
-            finish_queue(param.device)
-            param.data = cast
+        dtype = dtypes[param] if param.is_floating_point() else param.dtype
+        if param not in trained and (param.dtype, param.device) != (dtype, device):
+            placed = param.data.to(device, dtype)
+            finish_queue(device)
+            param.data = placed
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Moves all buffers, as `model.to(device)` does. Those that modules share stay shared."""
+    moved: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                if buffer not in moved:
+                    moved[buffer] = buffer.to(device)
+                module._buffers[name] = moved[buffer]
 
 
 def untrained_bytes(model: nn.Module, trained: Iterable[nn.Parameter], dtypes: Mapping[Tensor, torch.dtype]) -> int:
@@ -286,16 +301,21 @@ def untrained_bytes(model: nn.Module, trained: Iterable[nn.Parameter], dtypes: M
 
 
 def device_for(given: torch.device | str | None, own: torch.device) -> torch.device:
-    """The device to train on: the model's own. A model on the meta device goes where the user asks, or to the CPU.
+    """The device to train on: the model's own. A model on the CPU or the meta device goes where the user asks.
 
-    Raises: ConfigError if the user asks for another device than the model's.
+    Raises: ConfigError if nothing is trained there, or the model is on another accelerator.
     """
     try:
         wanted = own if given is None else torch.empty(0, device=given).device
     except (RuntimeError, TypeError, AssertionError) as error:
         raise ConfigError(f"device={given!r} is no device of this machine: leave it out, or give {own}") from error
-    if own.type == "meta":
-        return wanted if wanted.type != "meta" else torch.device("cpu")
-    if wanted != own:
-        raise ConfigError(f"device={given} but the model is on {own}: move the model there first")
-    return own
+    if wanted.type == own.type == "meta":
+        return torch.device("cpu")
+    if wanted.type == own.type == "cpu":  # "cpu:0" is "cpu"
+        return own
+    if wanted != own and (own.type not in ("cpu", "meta") or wanted.type not in _device_types()):
+        raise ConfigError(
+            f"device={given} but the model is on {own}: leave device out to train it there, or move it to the CPU, "
+            f"from where it can go to {' or '.join(_device_types())}"
+        )
+    return wanted

@@ -190,6 +190,10 @@ class NewParameters:
             for chunk in self._layout.chunks:
                 self._clear_gaps(chunk)
 
+    def move(self) -> None:
+        """The flat parameters have other memory now."""
+        self._shards.clear()
+
     def close(self) -> None:
         """Waits for copies under way, successful or not: their memory is about to be freed."""
         for _, copy, _ in self._copies:
@@ -321,6 +325,11 @@ class Step:
         self._started.clear()
         self._failure = None
         self._params.abandon()
+
+    def move(self) -> None:
+        """The model's parameters, of which nothing is pending, have other memory now."""
+        self._bound.clear()
+        self._params.move()
 
     def close(self) -> None:
         """Ends the worker; what it has not begun is dropped."""

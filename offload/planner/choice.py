@@ -14,7 +14,7 @@ from offload import config as configuration
 from offload.config import SUM_BLOCK, Config, Tier, Tuning
 from offload.errors import BudgetError
 from offload.layout import Layout, ParamSpec, build, tiled
-from offload.model.units import rows_of, specs_of
+from offload.model.units import device_for, rows_of, specs_of
 from offload.planner.placement import Needs, Placement, Room, place
 
 # Read and written a parameter and step by streamed 16-bit parameters, and by gradients in slots.
@@ -117,10 +117,11 @@ def least_cpu_memory(
     stage: int | None = None,
     ranks: int = 1,
     replicas: int = 1,
+    device: torch.device | str | None = None,
 ) -> int:
     """The least `cpu_memory`, in bytes, with which `OffloadZero(model, ..., tier="nvme")` runs on each of `ranks`.
 
-    Args: replicas: rows of the mesh that is given as process_group.
+    Args: replicas: rows of the mesh that is given as process_group; device: as OffloadZero's.
     Raises: ConfigError as `OffloadZero` does.
     """
     config = configuration.check(
@@ -139,7 +140,7 @@ def least_cpu_memory(
     shape = ModelShape.of(model, groups, config)
     config = configuration.over_ranks(config, ranks=ranks, ranks_on_node=1)
     copies = configuration.replicas_of(config, ranks=ranks, rows=replicas)
-    direct = shape.params[0].device.type in ("cpu", "meta")
+    direct = device_for(device, shape.params[0].device).type == "cpu"
     if config.chooses_params and config.grad_tier == "nvme" and not direct:
         config = replace(config, param_tier="nvme")  # the least of those that `place` takes
     tiles = config if config.param_tier != "device" else replace(config, tile_bytes=0)

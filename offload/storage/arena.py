@@ -46,6 +46,12 @@ class Lender:
         self._used = end
         return self._slab[start : start + nbytes]
 
+    def park(self) -> None:
+        """Frees memory of a device until `bring_back`; its content waits in RAM. RAM itself stays."""
+
+    def bring_back(self) -> None:
+        """Undoes `park`."""
+
 
 class Arena(Lender):
     """RAM.

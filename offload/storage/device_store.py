@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
+from torch import Tensor
 
 from offload.errors import BudgetError
 from offload.interrupts import uninterrupted
@@ -38,6 +39,18 @@ class DeviceArena(Lender):
                 option="device_memory",
             ) from error
         super().__init__(slab)
+        self._parked: Tensor | None = None
+
+    def park(self) -> None:
+        if self._parked is None:
+            self._parked = self._slab.cpu()
+            self._slab.untyped_storage().resize_(0)
+
+    def bring_back(self) -> None:
+        if self._parked is not None:
+            self._slab.untyped_storage().resize_(self._slab.numel())
+            self._slab.copy_(self._parked)
+            self._parked = None
 
     def close(self) -> None:
         """Gives the memory back; what was lent must not be used any more."""
@@ -55,10 +68,12 @@ class DeviceStore(Store):
 
     def __init__(self, records: Sequence[Record], arena: Lender, beneath: Store | None, timeline: Timeline) -> None:
         super().__init__(records, frozenset(range(len(records))), 0, arena, None, timeline)
+        self._arena = arena
         self._beneath = beneath
         self._below: dict[int, Version] = {}  # chunks that have to be brought up
 
     def lease(self, chunk: int, *, step: int, is_fresh: bool = False) -> AbstractContextManager[Lease]:
+        self._arena.bring_back()  # somebody wants the states of a parked model
         if chunk in self._below:
             self._bring_up(chunk)
         return super().lease(chunk, step=step, is_fresh=is_fresh)

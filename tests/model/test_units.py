@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from offload.errors import ConfigError
-from offload.model.units import compute_dtypes, kept_modules, specs_of, units_of
+from offload.model.torch_helpers import module_on_the_move, moved_to
+from offload.model.units import compute_dtypes, device_for, kept_modules, move_buffers, specs_of, units_of
 
 
 def names_by_unit(model: nn.Module) -> dict[str, list[str]]:
@@ -100,3 +104,92 @@ def test_specs_follow_the_model_and_leave_out_what_nobody_trains() -> None:
         ("head.weight", 0),
     ]
     assert [param.numel() for param in params] == [spec.numel for spec in specs]
+
+
+CPU, FIRST, SECOND, META = (torch.device(name) for name in ("cpu", "cuda:0", "cuda:1", "meta"))
+
+
+@pytest.mark.parametrize(
+    ("given", "own", "expected"),
+    [
+        (None, CPU, CPU),
+        ("cpu", CPU, CPU),
+        ("cpu:0", CPU, CPU),
+        (None, FIRST, FIRST),
+        (FIRST, FIRST, FIRST),
+        (FIRST, CPU, FIRST),
+        (FIRST, META, FIRST),
+        (None, META, CPU),
+        ("meta", META, CPU),
+        ("cpu", FIRST, None),
+        (SECOND, FIRST, None),
+        ("meta", CPU, None),
+        ("mps", CPU, None),
+    ],
+)
+def test_a_model_on_the_cpu_goes_where_it_is_to_train_and_no_other_does(
+    given: str | torch.device | None,
+    own: torch.device,
+    expected: torch.device | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("offload.model.units.accelerator", lambda: torch.device("cuda"))
+    empty = torch.empty
+    known = {FIRST, SECOND, torch.device("mps")}
+
+    def empty_there(*shape: int, device: str | torch.device) -> torch.Tensor:
+        """On a machine with two CUDA devices."""
+        return (
+            SimpleNamespace(device=torch.device(device)) if torch.device(device) in known else empty(0, device=device)
+        )
+
+    monkeypatch.setattr(torch, "empty", empty_there)
+    if expected is None:
+        with pytest.raises(ConfigError, match=f"device={given} but the model is on {own}"):
+            device_for(given, own)
+    else:
+        assert device_for(given, own) == expected
+
+
+def test_buffers_that_modules_share_move_together() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    model[1].running_mean = model[0].running_mean
+    model[1].register_buffer("none", None)
+    move_buffers(model, META)
+    assert {buffer.device for buffer in model.buffers()} == {META}
+    assert model[1].running_mean is model[0].running_mean
+    assert model[1].none is None
+
+
+@pytest.mark.parametrize(
+    ("move", "device"),
+    [
+        (lambda t: (Tensor.to, (t, "meta")), META),
+        (lambda t: (Tensor.to, (t, "cpu:0")), CPU),
+        (lambda t: (Tensor.cpu, (t,)), CPU),
+        (lambda t: (Tensor.to, (t, "meta", torch.float32, True)), META),
+        (lambda t: (Tensor.to, (t, torch.float64)), None),
+        (lambda t: (Tensor.to, (t, "meta", torch.float16)), None),
+        (lambda t: (Tensor.half, (t,)), None),
+        (lambda t: (Tensor.cuda, (t, "no device")), None),
+    ],
+)
+def test_where_a_call_moves_a_tensor_and_what_is_no_move(move: Any, device: torch.device | None) -> None:
+    func, args = move(torch.ones(2))
+    assert moved_to(func, args, {}) == device
+
+
+def test_the_outermost_module_on_the_move_is_found() -> None:
+    inner = nn.LSTM(2, 2)
+    outer = nn.ModuleDict({"inner": inner})
+    found: list[nn.Module | None] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(module_on_the_move())
+        return tensor
+
+    outer._apply(note)
+    inner._apply(note)
+    assert all(one is outer for one in found[:4])
+    assert all(one is inner for one in found[4:8])
+    assert module_on_the_move() is None
