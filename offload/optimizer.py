@@ -213,15 +213,16 @@ class OffloadZero(torch.optim.Optimizer):
                 source.check(model)
                 self._plan = plan_run(model, given.param_groups, self._config, self._comm, device)
                 self._layout = self._plan.layout
-                wanted = recovery.describe(self._plan.config, self._layout, self._plan.params, kinds)
+                params = self._plan.params[: len(self._layout.specs)]
+                wanted = recovery.describe(self._plan.config, self._layout, params, kinds)
             undo.callback(self._comm.close)
-            require_alike(self._comm, self._layout, self._plan.config)
+            require_alike(self._comm, self._plan.held, self._plan.config)
             start = recovery.find_together(undo, self._plan.config, self._comm, self._layout, wanted)
             self._config, found = start.config, start.found
             with agree_on_error(self._comm):
                 direct, room = self._plan.copier.direct, self._plan.room
                 reading_bytes = 0 if found is None else found.buffer_bytes
-                self._placement = place(self._layout, self._config, direct=direct, room=room, reserved=reading_bytes)
+                self._placement = place(self._plan.held, self._config, direct=direct, room=room, reserved=reading_bytes)
                 self._parts = build(undo, self._plan, self._placement, start, self._comm, self._timeline)
                 parts = self._parts
                 self._commits = Commits(
@@ -253,7 +254,7 @@ class OffloadZero(torch.optim.Optimizer):
             self._undo = undo.pop_all()
         retire(given)
         with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
-            print(self._placement.describe(self._layout, self._config), file=sys.stderr)
+            print(self._placement.describe(self._plan.held, self._config), file=sys.stderr)
 
     # Step.
 
@@ -586,7 +587,7 @@ class OffloadZero(torch.optim.Optimizer):
         Raises: PathError before the body runs, or at its end if the disk fails; ConfigError if one is recording.
         """
         self._require_usable()
-        return recorded(self._timeline, file, self._model, self._layout, self._config.units)
+        return recorded(self._timeline, file, self._model, self._plan.held, self._config.units)
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -595,7 +596,7 @@ class OffloadZero(torch.optim.Optimizer):
 
     def _number(self, param: Tensor) -> int:
         number = self._parts.parameters.index.get(param)  # type: ignore[call-overload]
-        if number is None:
+        if number is None or number >= len(self._layout.specs):
             raise ConfigError(f"the tensor of shape {tuple(param.shape)} is no parameter that this optimizer trains")
         return int(number)
 

@@ -35,7 +35,6 @@ from torch import nn
 from offload import torch_private
 from offload.errors import BudgetError, ConfigError, ReleasedParameterError
 from offload.interrupts import uninterrupted
-from offload.layout import Layout
 from offload.model.flat_param import FlatParameters
 from offload.model.master_weights import MasterWeights
 from offload.model.pending import PendingUpdates
@@ -58,7 +57,8 @@ class RunningUnits:
     interrupt) runs until `reset`.
     """
 
-    def __init__(self, layout: Layout, parameters: FlatParameters) -> None:
+    def __init__(self, parameters: FlatParameters) -> None:
+        layout = parameters.layout
         self._parameters = parameters
         self._numbers: dict[str, list[int]] = {}
         self._tiled: set[int] = set()
@@ -153,12 +153,12 @@ class HeldUnits:
     def __init__(
         self, run: Run, parameters: FlatParameters, pending: PendingUpdates, masters: MasterWeights, owner: Owner
     ) -> None:
-        self._layout = run.layout
+        self._layout = parameters.layout
         self._parameters = parameters
         self._pending = pending
         self._masters = masters
         self._owner = owner
-        self.running = RunningUnits(run.layout, parameters)
+        self.running = RunningUnits(parameters)
 
     def model_begins(self) -> None:
         """Before a forward of the whole model."""
@@ -232,6 +232,7 @@ class StreamedUnits(HeldUnits):
         super().__init__(run, parameters, pending, masters, owner)
         self.transfers = transfers
         self._order = UnitOrder(run.config.prefetch_units)
+        self._replicas = run.layout.replicas
         self._held: list[str] = []  # by `gathered`
         self._used: list[str] = []  # by operations that run now
         self._guests: dict[str, dict[str, None]] = {}  # by unit: those that it used
@@ -369,7 +370,7 @@ class StreamedUnits(HeldUnits):
 
     def _needs_all_ranks(self, unit: str) -> bool:
         is_sharded = self._layout.shard_group_size > 1 and not self.transfers.is_at(unit, UnitState.RESIDENT)
-        return is_sharded or (self._layout.replicas > 1 and self._pending.is_pending(unit))
+        return is_sharded or (self._replicas > 1 and self._pending.is_pending(unit))
 
     def _fetch_for_use(self, units: Sequence[str]) -> None:
         guests = [unit for unit in units if unit != ROOT and not self.running.runs(unit)]
@@ -502,13 +503,15 @@ class StreamedUnits(HeldUnits):
         flats = sorted({self._parameters.flat_of(number) for number in numbers})
         for flat in flats:
             self._pending.apply(self._layout.flats[flat].unit)  # refuses what an update would overwrite
+        trained = [number for number in numbers if number < self._parameters.trained]
         if self._masters.can_wait:
-            self._parameters.note_writes(numbers)
-            self._masters.owe(numbers)
+            self._masters.owe(trained)
         else:
             self._masters.take_outside_writes(self._owner.step())
+        self._parameters.note_writes(numbers)
         for flat in flats:
-            self.transfers.write_back(flat)
+            if self._parameters.streams(self._layout.flats[flat].params[0]):
+                self.transfers.write_back(flat)
 
     def take_outside_writes(self) -> None:
         self.write_back()

@@ -146,8 +146,9 @@ class Answers:
         self._owner = owner
         self._pid = os.getpid()
         self._is_removed = False
+        trained = parameters.params[: parameters.trained]
         self._stand_ins = [
-            StandIn.of(p, n, name, self) for n, (p, name) in enumerate(zip(parameters.params, self._names, strict=True))
+            StandIn.of(p, n, name, self) for n, (p, name) in enumerate(zip(trained, self._names, strict=True))
         ]
         # Copies of values of which somebody has a view, and their versions when they were last written back.
         self._copies: dict[int, tuple[Tensor, int]] = {}

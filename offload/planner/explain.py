@@ -28,7 +28,7 @@ from offload.config import Config, Tier
 from offload.errors import BudgetError
 from offload.grads.shards import records_of as gradient_records_of
 from offload.layout import Layout
-from offload.model.units import ROOT, compute_dtypes, untrained_bytes
+from offload.model.units import ROOT
 from offload.planner.choice import ModelShape, choose
 from offload.planner.placement import (
     IN_FLIGHT,
@@ -123,9 +123,8 @@ def plan_of(model: nn.Module, *, direct: bool, ranks: int = 1, **options: Any) -
     """
     config = configuration.check(**options)
     shape = ModelShape.of(model, [{"params": list(model.parameters())}], config)
-    dtypes = compute_dtypes(model, config.keep_fp32, config.compute_dtype)
-    room = Room(untrained_bytes(model, shape.params, dtypes))
-    config = configuration.over_ranks(config, ranks=ranks, ranks_on_node=1)
+    room = shape.room()
+    config = configuration.over_ranks(shape.config(config), ranks=ranks, ranks_on_node=1)
     replicas = configuration.replicas_of(config, ranks=ranks, rows=1)
     layout_of = partial(shape.layout, ranks=ranks, replicas=replicas)
     try:
@@ -141,7 +140,7 @@ def sent_numel(planned: Planned) -> dict[str, int]:
     At stage 3 every micro-batch gathers all units for its forward, and for its backward all but those that are still
     there: the root and the last block, if blocks run in the order of the model.
     """
-    layout, config = planned.layout, planned.config
+    layout, config = planned.layout.trained, planned.config
     reduction = planned.needs.reduction
     if reduction is None:
         return {"gradients": 0, "parameters": 0}

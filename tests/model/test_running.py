@@ -34,7 +34,7 @@ def running(params: list[nn.Parameter]) -> RunningUnits:
     layout = build(specs, 1024)
     parameters = FlatParameters(layout, params, torch.device("cpu"))
     parameters.guard_with(lambda kind, *, runs=False: Unseen if runs else Guarded)
-    return RunningUnits(layout, parameters)
+    return RunningUnits(parameters)
 
 
 def kinds(params: list[nn.Parameter]) -> str:
