@@ -103,6 +103,8 @@ tree_leaves: Any = _find("torch.utils._pytree", "tree_leaves")
 """The leaves of nested containers."""
 tree_map_only: Any = _find("torch.utils._pytree", "tree_map_only")
 """Nested containers with the leaves of some types mapped."""
+is_wrapper_subclass: Any = _find("torch.utils._python_dispatch", "is_traceable_wrapper_subclass")
+"""Whether a tensor is made of other tensors, as quantised weights are."""
 NormBase: Any = _find("torch.nn.modules.batchnorm", "_NormBase")
 """Base class of the modules that keep running statistics. Public: its subclasses, one by one."""
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from offload import torch_private
 from offload.devices.copies import accelerator, finish_queue
@@ -206,7 +205,7 @@ def require_streamable(specs: Sequence[ParamSpec], params: Sequence[nn.Parameter
     """Raises: ConfigError naming the first parameter that is more than its dense bytes in memory of its own."""
     for spec, param in zip(specs, params, strict=True):
         quantised = next((name for name in _QUANTISED if hasattr(param, name)), None)
-        if quantised or is_traceable_wrapper_subclass(param) or param.layout is not torch.strided:
+        if quantised or torch_private.is_wrapper_subclass(param) or param.layout is not torch.strided:
             raise ConfigError(
                 f"{spec.name} is a {type(param).__name__} ({param.layout}), of which more than its own bytes "
                 'would have to stream: give param_tier="device", so that frozen parameters stay there'
@@ -262,7 +261,7 @@ def _refuse_overlaps(names: Mapping[nn.Parameter, str], moved: Iterable[nn.Param
     """Two Parameters over one memory (`b.weight.data = a.weight.data`) part when one of them is moved."""
     those = set(moved)
     own = (p for p in names if p.numel() and not p.is_meta and p.layout is torch.strided)
-    plain = (p for p in own if not is_traceable_wrapper_subclass(p))
+    plain = (p for p in own if not torch_private.is_wrapper_subclass(p))
     spans = sorted((p.data_ptr(), _extent(p) * p.element_size(), names[p], p in those) for p in plain)
     for (start, size, name, moves), (following, _, other, also) in pairwise(spans):
         if following < start + size and (moves or also):
