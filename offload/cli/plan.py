@@ -26,6 +26,7 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 KINDS = {
     "param": "what the model computes with",
+    "frozen": "frozen parameters, and buffers of the model",
     "grad": "gradients, sums of squares, bounces",
     "master": "fp32 masters",
     "exp_avg": "first moments",
@@ -66,6 +67,9 @@ def plan(
     commit_every: Annotated[
         int | None, typer.Option(help="Steps between commits: two slots a chunk.", show_default="none")
     ] = None,
+    frozen: Annotated[
+        int, typer.Option(help="Blocks that are frozen, from the first one on, and the embeddings with them.")
+    ] = 0,
     ranks: Annotated[int, typer.Option(help="Over how many ranks; what is shown is one rank's.")] = 1,
     stage: Annotated[
         int | None,
@@ -85,10 +89,12 @@ def plan(
     if ranks < 1:
         raise ConfigError(f"--ranks {ranks}: give a whole number, at least 1")
     config = model_config(preset, layers, width)
-    planned = planned_of(options, config, split_master=split_master, ranks=ranks, stage=stage)
+    if not 0 <= frozen <= config.layers:
+        raise ConfigError(f"--frozen {frozen}: give a whole number, from 0 to the model's {config.layers} blocks")
+    planned = planned_of(options, config, split_master=split_master, ranks=ranks, stage=stage, frozen=frozen)
     fits = _what_fits(planned)
     if json:
-        print_json({"preset": preset, "layers": layers, "width": width} | summarise(planned) | fits)
+        print_json({"preset": preset, "layers": layers, "width": width, "frozen": frozen} | summarise(planned) | fits)
         return
     console = Console()
     try:
@@ -115,19 +121,30 @@ def model_config(preset: str, layers: int | None, width: int | None) -> GPTConfi
 
 
 def planned_of(
-    options: TrainOptions, config: GPTConfig, *, split_master: bool, ranks: int = 1, stage: int | None = None
+    options: TrainOptions,
+    config: GPTConfig,
+    *,
+    split_master: bool,
+    ranks: int = 1,
+    stage: int | None = None,
+    frozen: int = 0,
 ) -> Planned:
-    """The model on the meta device, laid out as `offload train` would have it. Raises: ConfigError."""
+    """The model on the meta device, laid out as `offload train` would have it. Args: frozen: so many of its blocks, and
+    the embeddings if any. Raises: ConfigError."""
     from offload import Tuning
     from offload.devices.copies import accelerator
     from offload.models import GPT
     from offload.planner.explain import plan_of
 
+    model = GPT(config, device="meta")
+    for module in (model.embed, model.positions, *model.blocks[:frozen]) if frozen else ():
+        module.requires_grad_(False)
+    on_disk = "nvme" in (options.tier, options.param_tier)
     planned = plan_of(
-        GPT(config, device="meta"),
+        model,
         direct=accelerator() is None,
         tier=options.tier,
-        path=options.path if options.tier == "nvme" else None,
+        path=options.path if on_disk else None,
         cpu_memory=options.cpu_memory,
         accumulation=options.accumulation,
         device_memory=options.device_memory,
@@ -161,7 +178,8 @@ def summarise(planned: Planned) -> dict[str, Any]:
         "accumulation": planned.config.accumulation,
         "split_master": planned.config.split_master,
         "commit_every": planned.config.commit_every,
-        "parameters": planned.layout.numel,
+        "parameters": planned.layout.trained.numel,
+        "frozen_tier": planned.config.frozen_tier,
         "chunks": len(planned.layout.chunks),
         "kept_chunks": len(placement.kept),
         "kept_share": kept / planned.needs.state_bytes,
@@ -268,7 +286,9 @@ def _lines(summary: dict[str, Any]) -> Iterator[str]:
     kept, chunks = summary["kept_chunks"], summary["chunks"]
     if not summary["written_bytes"]:
         where = "on the device" if summary["tier"] == "device" else "in RAM"
-        yield f"All {chunks} chunks stay {where}: nothing is read or written in a step."
+        read = summary["read_bytes"]
+        what = f"{format_bytes(read)} of frozen parameters are read" if read else "nothing is read or written"
+        yield f"All {chunks} chunks stay {where}: {what} in a step."
         return
     yield (
         f"{chunks - kept} of {chunks} chunks stream through {summary['buffers']} buffers. "

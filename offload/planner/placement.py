@@ -107,6 +107,7 @@ class Placement:
         if not self.written_bytes:
             text += f"optimizer states stay {'in' if config.tier == 'cpu' else 'on'} {_SHOWN[config.tier]}"
             text += f" ({len(self.kept)} chunks)"
+            text += f", and {format_bytes(self.read_bytes)} are read a step" if self.read_bytes else ""
             if config.commit_every is None:
                 return text
             return f"{text}, and are written to {paths} ({format_bytes(self.disk_bytes)}) at a commit{_every(config)}"

@@ -24,6 +24,7 @@ OPTIONS = {
     "plan": {
         "--preset", "--layers", "--width", "--accumulation", "--tier", "--cpu-memory", "--chunk", "--split-master",
         "--json", "--param-tier", "--grad-tier", "--ranks", "--stage", "--device-memory", "--commit-every",
+        "--frozen",
     },
     "doctor": {"--path", "--json"},
     "inspect": {"paths", "--json"},
