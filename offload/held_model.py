@@ -20,6 +20,7 @@ from offload.model.pending import PendingUpdates
 from offload.model.state_dict import Access
 from offload.model.transfer import StreamedStores, UnitTransfers
 from offload.model.units import cast_untrained, compute_dtypes, units_of
+from offload.model.written_frozen import WrittenFrozen
 from offload.planner.placement import Placement, trained_bytes
 from offload.run import Owner
 
@@ -111,6 +112,11 @@ class HeldModel:
             parameters.stop_guarding()
             parameters.become_resident()
             self._is_resident = True
+
+    def written_frozen(self, budget_bytes: int) -> WrittenFrozen:
+        """What a commit carries of frozen parameters. Args: budget_bytes: RAM for copies."""
+        specs = self._parts.parameters.layout.specs
+        return WrittenFrozen(self._model, specs, self.units, self.access, budget_bytes)
 
     def remove(self) -> None:
         """Lets go of the model, after what is under way has ended."""

@@ -54,6 +54,7 @@ from offload.errors import (
 )
 from offload.held_model import HeldModel
 from offload.interrupts import uninterrupted
+from offload.model import written_frozen
 from offload.model.flat_param import shaped_like
 from offload.model.hooks import require_free
 from offload.model.meta_init import Init, source_of
@@ -248,6 +249,9 @@ class OffloadZero(torch.optim.Optimizer):
             if found is not None:
                 self._resumed = Resumed(found.commit.step, found.extra.extra)
                 self._begin_at(found)
+            streams = self._plan.held.frozen and self._config.commit_every is not None
+            if streams or written_frozen.NAME in self._attached.committed_names:
+                self._attach({written_frozen.NAME: self._held.written_frozen(self._placement.budget_bytes)}, undo)
             # Not earlier: a model that is left without values stays marked as taken.
             undo.callback(self._held.remove)
             stop_reducing(wrapper, undo)
@@ -630,14 +634,17 @@ class OffloadZero(torch.optim.Optimizer):
         if RNG in objects or not isinstance(rng, bool):
             raise ConfigError(f"attach(rng={rng!r}): give True or False; other generators take another name")
         given = {RNG: None, **objects} if rng else objects
-        is_first = not self._attached
-        self._attached.attach(given)
+        self._attach(given, self._undo)
         if groups := self._attached.groups_for(given):
             take_options(self.param_groups, groups)
         self._capture_if_due()
+
+    def _attach(self, given: Mapping[str, object], undo: ExitStack) -> None:
+        is_first = not self._attached
+        self._attached.attach(given)
         if is_first and self._attached:
             hook = Hook(lambda *_: self._attached.forward_begins())
-            self._undo.callback(self._model.register_forward_pre_hook(hook).remove)
+            undo.callback(self._model.register_forward_pre_hook(hook).remove)
 
     def _capture_if_due(self) -> None:
         if self._attached and self._commits.is_due(self._step):

@@ -216,7 +216,10 @@ class HeldUnits:
 
 
 class StreamedUnits(HeldUnits):
-    """Units whose parameters are on the device only around their use; see the top of this file."""
+    """Units whose parameters are on the device only around their use; see the top of this file.
+
+    Attribute: written_frozen: the frozen parameters that somebody wrote to.
+    """
 
     is_streamed = True
 
@@ -236,6 +239,7 @@ class StreamedUnits(HeldUnits):
         self._held: list[str] = []  # by `gathered`
         self._used: list[str] = []  # by operations that run now
         self._guests: dict[str, dict[str, None]] = {}  # by unit: those that it used
+        self.written_frozen: set[int] = set()
         self._makes_graph = False
         self._backward: str | None = None  # the unit whose backward began last
         self._tasks: set[int] = set()  # of autograd, that run now
@@ -504,6 +508,7 @@ class StreamedUnits(HeldUnits):
         for flat in flats:
             self._pending.apply(self._layout.flats[flat].unit)  # refuses what an update would overwrite
         trained = [number for number in numbers if number < self._parameters.trained]
+        self.written_frozen.update(numbers[len(trained) :])
         if self._masters.can_wait:
             self._masters.owe(trained)
         else:
