@@ -29,7 +29,7 @@ from offload.layout import Layout
 from offload.model.flat_param import FlatParameters
 from offload.model.master_weights import MasterWeights
 from offload.model.meta_init import is_meta
-from offload.model.units import compute_dtypes, device_for, untrained_bytes
+from offload.model.units import device_for, require_streamable
 from offload.native import Kernels, load, load_on
 from offload.native.memory import return_large_blocks
 from offload.native.threads import usable_cpus
@@ -44,7 +44,7 @@ from offload.storage.arena import Arena, Lender
 from offload.storage.chunk_cache import Store
 from offload.storage.device_store import DeviceArena, DeviceStore
 from offload.storage.swap_file import RunFiles, Stripes
-from offload.storage.swap_format import Record, param_records_of, records_of
+from offload.storage.swap_format import Record, frozen_records_of, param_records_of, records_of
 
 # Deciding.
 
@@ -53,15 +53,21 @@ from offload.storage.swap_format import Record, param_records_of, records_of
 class Plan:
     """What is decided before anything is allocated.
 
-    Attributes: config: with the tiers chosen; params: in the order of `layout.specs`; room: on the model's device.
+    Attributes: config: with the tiers chosen; held: the layout of all that is trained or streams; params: in the order
+    of `held.specs`; room: on the model's device.
     """
 
     config: Config
-    layout: Layout
+    held: Layout
     params: Sequence[nn.Parameter]
     device: torch.device
     copier: Copier
     room: Room
+
+    @property
+    def layout(self) -> Layout:
+        """Of what is trained."""
+        return self.held.trained
 
     def room_at_end(self, placement: Placement, is_parked: bool) -> int:
         """Bytes on the device for parameters that were streamed: half of what is free, and within their budget. Of a
@@ -83,18 +89,20 @@ def plan_run(
     Raises: ConfigError, BudgetError.
     """
     shape = ModelShape.of(model, groups, config, planned=is_meta(model))
+    config = shape.config(config)
     on = device_for(device, shape.params[0].device)
     comm.require_device(on)
     config = configuration.over_ranks(config, ranks=comm.size, ranks_on_node=comm.ranks_on_node)
     replicas = configuration.replicas_of(config, ranks=comm.size, rows=comm.replicate_group.size)
     copier = copier_for(on)
-    dtypes = compute_dtypes(model, config.keep_fp32, config.compute_dtype)
     own = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()) if t.device == on)
     available = own + _free_on_device(copier, config) // 2
-    room = Room(untrained_bytes(model, shape.params, dtypes), available)
+    room = shape.room(available)
     layout_of = partial(shape.layout, ranks=comm.size, rank=comm.rank, replicas=replicas)
-    config, layout, _ = choose(config, layout_of, direct=copier.direct, room=room)
-    return Plan(config, layout, shape.params, on, copier, room)
+    config, held, _ = choose(config, layout_of, direct=copier.direct, room=room)
+    first, every = len(held.trained.specs), len(held.specs)
+    require_streamable(held.specs[first:], shape.params[first:every])
+    return Plan(config, held, shape.params[:every], on, copier, room)
 
 
 def _free_on_device(copier: Copier, config: Config) -> int:
@@ -140,9 +148,9 @@ def build(
     """
     interrupts.hold()
     undo.callback(interrupts.give_back)
-    config, layout = start.config, plan.layout
+    config, layout, held = start.config, plan.layout, plan.held
     memory = _reserve(undo, replace(plan, config=config), placement, comm)
-    slots, io_engine = _open_files(undo, config, layout, placement, memory, start, timeline)
+    slots, io_engine = _open_files(undo, config, held, placement, memory, start, timeline)
     run = Run(config, layout, memory, _kernels_for(undo, config, layout, memory), comm, timeline)
     states = records_of(layout, split_master=config.split_master)
     # First of all in memory: a resume reads into it while the rest is made.
@@ -152,10 +160,15 @@ def build(
     grads = _pool_store(undo, run, placement.grads, grad_records, slots, first_of_gradients)
     gradients: GradientBuffer = LocalGradients(run, grads) if comm.size == 1 else ReducedGradients(run, grads)
     undo.callback(gradients.close)
-    parameters = FlatParameters(layout, plan.params, plan.device, streams=config.param_tier != "device")
+    trained_streams, first_frozen = config.param_tier != "device", len(layout.flats)
+    streamed_flats = range(0 if trained_streams else first_frozen, len(held.flats))
+    parameters = FlatParameters(held, plan.params, plan.device, streamed=streamed_flats)
     params = _pool_store(undo, run, placement.params, param_records_of(layout), slots, len(states))
-    streamed = None if config.param_tier == "device" else params
-    if streamed is not None:
+    beside = memory.states if memory.link is None else memory.ram
+    frozen_records, first_slot = frozen_records_of(held), len(slot_records(layout, config))
+    frozen = _pool_store(undo, run, placement.frozen, frozen_records, slots, first_slot, beside)
+    streamed = params if trained_streams else None
+    if config.streams:
         return_large_blocks()  # units come and go: without it RSS would grow with depth
     new_params = NewParameters(run, parameters.flats, gradients, streamed)
     step = Step(run, store, gradients, new_params)
@@ -164,7 +177,7 @@ def build(
     masters = MasterWeights(
         layout, parameters, store, run.kernels, split_master=split, params=params, streamed=streamed
     )
-    stores = Stores(store, params, grads)
+    stores = Stores(store, params, grads, frozen)
     return Parts(run, stores, streamed, parameters, masters, gradients, new_params, step, slots, io_engine)
 
 
@@ -178,7 +191,9 @@ def _reserve(undo: ExitStack, plan: Plan, placement: Placement, comm: Communicat
     slab = _slab(placement.slab_bytes, plan)
     undo.callback(_free, comm, slab)
     if is_on_device:
-        return Memory(ram, slab, slab, slab, HostCopier())  # nothing leaves it in a step
+        # Nothing leaves it in a step. Frozen parameters may come from RAM.
+        link = plan.copier if plan.config.param_tier == "device" and plan.config.frozen_tier != "device" else None
+        return Memory(ram, slab, slab, slab, HostCopier(), link)
     return Memory(ram, slab, ram, slab, plan.copier)
 
 

@@ -80,6 +80,9 @@ class Config:
 
     Attributes that `OffloadZero` and `Tuning` do not have by these names:
         in_flight: buffers for streamed chunks, None: as the budget allows.
+        param_tier: of trained parameters; frozen_tier: of frozen ones.
+        has_frozen: whether the model has any; keeps_trained: whether trained parameters stay on the device where frozen
+            ones stream.
         origins: directories of the run to resume that are not among `paths`.
         chooses_params, chooses_grads, chooses_prefetch: whether the plan may change `param_tier`, `grad_tier` and
             `prefetch_units` to what fits (planner/choice.py).
@@ -99,6 +102,9 @@ class Config:
     io_engine: str
     split_master: bool
     param_tier: Tier = "device"
+    frozen_tier: Tier = "device"
+    has_frozen: bool = False
+    keeps_trained: bool = False
     prefetch_units: int = 1
     stage: int | None = None
     bucket_bytes: int = 32 << 20
@@ -125,6 +131,17 @@ class Config:
         """Whether `commit_every` wants a commit of `step`."""
         every = self.commit_every or 0
         return every > 0 and step > 0 and step % every == 0
+
+    @property
+    def streams(self) -> bool:
+        """Whether parameters stream, trained or frozen."""
+        return (self.param_tier, self.frozen_tier) != ("device", "device")
+
+    def with_params_on(self, tier: Tier) -> Config:
+        """Parameters stream from `tier`: the frozen ones, and the trained ones unless they are so few that they stay,
+        or from a faster tier if their states are on one."""
+        trained: Tier = "device" if self.keeps_trained else min(tier, self.tier, key=[*TIERS].index)
+        return replace(self, param_tier=trained, frozen_tier=tier if self.has_frozen else "device")
 
     @property
     def commits_parameters(self) -> bool:
@@ -213,27 +230,20 @@ def check(
         ),
         (states == "nvme" and not paths, 'tier="nvme" needs path="...", the directory for its swap files'),
         (
-            states != "nvme" and commits is None and bool(paths),
+            "nvme" not in (states, params) and commits is None and bool(paths),
             f'path={[*map(str, paths)]} has no use with tier="{states}" and no commits: drop it, drop '
             'commit_every=None, or choose tier="nvme"',
-        ),
-        (
-            params != "device" and states == "device",
-            f'param_tier="{params}" with tier="device": states take six times what parameters take, and would stay '
-            'there; leave param_tier out, or choose tier="cpu" or "nvme"',
         ),
         (
             grads != "device" and states == "device",
             f'grad_tier="{grads}" with tier="device": gradients wait beside the states that they change; leave '
             "grad_tier out",
         ),
-        *(
-            (
-                on == "nvme" and states == "cpu",
-                f'{option}="nvme" needs tier="nvme" and path="...", the directory for the swap files',
-            )
-            for option, on in (("param_tier", params), ("grad_tier", grads))
+        (
+            grads == "nvme" and states == "cpu",
+            'grad_tier="nvme" needs tier="nvme" and path="...", the directory for the swap files',
         ),
+        (params == "nvme" and not paths, 'param_tier="nvme" needs path="...", the directory for its swap files'),
         (
             bool(tuning.split_master) and compute_dtype is torch.float16,
             "Tuning.split_master=True with compute_dtype=torch.float16: only a bf16 parameter is the upper half of its "
@@ -265,7 +275,8 @@ def check(
         io_engine=tuning.io_engine,
         # Only a bf16 copy is the upper half of its master.
         split_master=bool(tuning.split_master) and compute_dtype is torch.bfloat16,
-        param_tier=TIERS[params],
+        param_tier=min(TIERS[params], TIERS[states], key=[*TIERS].index),
+        frozen_tier=TIERS[params],
         prefetch_units=1 if tuning.prefetch_units is None else tuning.prefetch_units,
         chooses_prefetch=tuning.prefetch_units is None,
         stage=stage,
@@ -281,6 +292,34 @@ def check(
         chooses_params=param_tier is None and states != "device",
         chooses_grads=grad_tier is None and states != "device",
     )
+
+
+SMALL = 1 / 16
+"""Of the frozen parameters' bytes: trained parameters that take less stay on the device while the others stream."""
+
+
+def for_model(config: Config, *, trained_bytes: int, frozen_bytes: int) -> Config:
+    """What `config` means for a model. Args: trained_bytes, frozen_bytes: what its parameters take on the device.
+
+    Raises: ConfigError for a `param_tier` that only frozen parameters can have.
+    """
+    if config.frozen_tier != "device" and not frozen_bytes:
+        _refuse(
+            (
+                config.tier == "device",
+                f'param_tier="{config.frozen_tier}" with tier="device", and no parameter is frozen: states take six '
+                "times what parameters take, and would stay there; leave param_tier out, or choose "
+                'tier="cpu" or "nvme"',
+            ),
+            (
+                config.frozen_tier != config.param_tier,
+                f'param_tier="{config.frozen_tier}" with tier="{config.tier}", and no parameter is frozen: states take '
+                'six times what parameters take, and would stay in RAM; choose tier="nvme", or param_tier="cpu"',
+            ),
+        )
+    wanted = config.frozen_tier
+    config = replace(config, has_frozen=frozen_bytes > 0, keeps_trained=trained_bytes < frozen_bytes * SMALL)
+    return config.with_params_on(wanted)
 
 
 def over_ranks(config: Config, *, ranks: int, ranks_on_node: int) -> Config:
@@ -299,7 +338,7 @@ def over_ranks(config: Config, *, ranks: int, ranks_on_node: int) -> Config:
             "whole; leave it out"
         )
     config = replace(config, chooses_params=False, chooses_grads=False, tile_bytes=0)
-    streams = config.param_tier != "device"
+    streams = config.streams
     stage = config.stage or (3 if streams else 2)
     if config.grad_tier == "nvme" and stage == 1 and config.accumulation > 1:
         raise ConfigError(
@@ -307,8 +346,11 @@ def over_ranks(config: Config, *, ranks: int, ranks_on_node: int) -> Config:
             "gradients in RAM; choose stage=2, or leave grad_tier out"
         )
     # A rank's shards of the parameters rest where its gradients wait, and come to the device around their use.
-    tier: Tier = "cpu" if stage == 3 and not streams else config.param_tier
-    return replace(config, stage=stage, param_tier=tier)
+    if stage == 3:
+        trained: Tier = "cpu" if config.param_tier == "device" else config.param_tier
+        frozen: Tier = "cpu" if config.has_frozen and not streams else config.frozen_tier
+        config = replace(config, param_tier=trained, frozen_tier=frozen)
+    return replace(config, stage=stage)
 
 
 def replicas_of(config: Config, *, ranks: int, rows: int) -> int:

@@ -20,9 +20,10 @@ from offload.model.hooks import Hooks
 from offload.model.meta_init import Source, materialise
 from offload.model.pending import PendingUpdates
 from offload.model.state_dict import Access
-from offload.model.transfer import UnitTransfers
+from offload.model.transfer import StreamedStores, UnitTransfers
 from offload.model.units import compute_dtypes, move_buffers, place_untrained, units_of
-from offload.planner.placement import Placement
+from offload.model.written_frozen import WrittenFrozen
+from offload.planner.placement import Placement, trained_bytes
 from offload.run import Owner
 
 
@@ -49,10 +50,11 @@ class HeldModel:
         self._parts = parts
         self._owner = owner
         run = self._run = parts.run
-        self._is_resident = parts.streamed is None
+        self._is_resident = parts.streamed is None and parts.stores.frozen is None
         parameters = parts.parameters
         transfers = self._new_transfers(placement, owner)
-        self.pending = PendingUpdates(run, parts.step, parameters, transfers, owner)
+        update = transfers if parts.streamed is not None else None
+        self.pending = PendingUpdates(run, parts.step, parameters, update, owner)
         if transfers is None:
             self.units = HeldUnits(run, parameters, self.pending, parts.masters, owner)
         else:
@@ -62,16 +64,16 @@ class HeldModel:
         parameters.remember(model)
         self.answers = Answers(run.layout, parameters, parts.gradients, self.pending, owner)
         names = units_of(model, run.config.units)
-        names |= {param: spec.unit for param, spec in zip(parameters.params, run.layout.specs, strict=True)}
+        names |= {param: spec.unit for param, spec in zip(parameters.params, parameters.layout.specs, strict=True)}
         self.access = Access(parameters, names, self.units, placement.budget_bytes)
         self._hooks = Hooks(model, run, parameters, names, self.units, self.access, self.answers)
-        self._guards = Guards(run.layout, parameters, self.units, self.moves)
+        self._guards = Guards(parameters, self.units, self.moves)
         parameters.guard_with(self._guards.class_for)
         # An update that waits for nothing but kernels, which write into the model, is applied inside `step()`. Measured
         # 5 to 24 % faster than between layers; from a disk it would cost 16 to 29 %.
         uses_disk = placement.streamed_chunks or "nvme" in (run.config.param_tier, run.config.grad_tier)
         self._applies_in_step = run.memory.copier.direct and not uses_disk
-        self._launches_in_step = run.layout.ranks > 1 and self._is_resident
+        self._launches_in_step = run.layout.ranks > 1 and parts.streamed is None
 
     def step_begins(self) -> None:
         """Applies all of the last step."""
@@ -135,14 +137,19 @@ class HeldModel:
     def keep_parameters(self, limit: int | None) -> None:
         """Fetches streamed parameters for good, if they take at most `limit` bytes of the device (None: any number).
         Parameters that ranks share stay released: another rank may have less room."""
-        if not isinstance(self.units, StreamedUnits) or self._run.layout.shard_group_size > 1:
-            return
         parameters = self._parts.parameters
+        if not isinstance(self.units, StreamedUnits) or parameters.layout.shard_group_size > 1:
+            return
         if limit is None or sum(flat.numel() * flat.element_size() for flat in parameters.flats) <= limit:
             self.units.fetch_all()
             parameters.stop_guarding()
             parameters.become_resident()
             self._is_resident = True
+
+    def written_frozen(self, budget_bytes: int) -> WrittenFrozen:
+        """What a commit carries of frozen parameters. Args: budget_bytes: RAM for copies."""
+        specs = self._parts.parameters.layout.specs
+        return WrittenFrozen(self._model, specs, self.units, self.access, budget_bytes)
 
     def remove(self) -> None:
         """Lets go of the model, after what is under way has ended."""
@@ -153,18 +160,24 @@ class HeldModel:
 
     def _new_transfers(self, placement: Placement, owner: Owner) -> UnitTransfers | None:
         """None where all parameters are resident."""
-        store, pool, limit = self._parts.streamed, placement.params, placement.device_budget_bytes
-        if store is None or pool is None:
+        trained, frozen, parameters = self._parts.streamed, self._parts.stores.frozen, self._parts.parameters
+        if trained is None and frozen is None:
             return None
+        layout, limit = parameters.layout, placement.device_budget_bytes
+        stores = StreamedStores(trained, frozen, len(layout.param_chunks) - len(layout.frozen))
+        pools = [placement.params if trained is not None else None, placement.frozen]
+        kept = trained_bytes(layout) if trained is None else 0
+        leases = [max(pool.in_flight - 1, 1) for pool in pools if pool is not None and pool.in_flight]
         transfers = UnitTransfers(
             self._run,
-            self._parts.parameters,
-            store,
+            parameters,
+            stores,
             owner,
-            leases=max(pool.in_flight - 1, 1) if pool.in_flight else len(self._run.layout.param_chunks),
-            limit=None if limit is None else limit - placement.resident_bytes - placement.slab_bytes,
+            leases=min(leases, default=len(layout.param_chunks)),
+            limit=None if limit is None else limit - placement.resident_bytes - placement.slab_bytes - kept,
         )
-        self._parts.new_params.chunk_updated = transfers.chunk_updated
+        if trained is not None:
+            self._parts.new_params.chunk_updated = transfers.chunk_updated
         return transfers
 
     # Taking the model.
@@ -172,21 +185,26 @@ class HeldModel:
     def _take_model(self, source: Source, transfers: UnitTransfers | None, *, resumes: bool) -> None:
         """Makes the masters, casts the model, and moves it to the device to train on, a flat parameter at a time. A
         disk that fails here leaves the model partly cast, and the error says so."""
-        parts, config, layout = self._parts, self._run.config, self._run.layout
+        parts, config, layout = self._parts, self._run.config, self._parts.parameters.layout
         dtypes = compute_dtypes(self._model, config.keep_fp32, config.compute_dtype)
         moves = parts.parameters.params[0].device != parts.parameters.device
         try:
             for flat in self._complete_flats(source):
                 parts.parameters.make_dense(flat)
-                if resumes:  # their values are still to come
+                info = layout.flats[flat]
+                streams = parts.parameters.streams(info.params[0])
+                if resumes and not info.is_frozen:  # their values are still to come
                     parts.parameters.attach(flat, with_values=False)
-                    if transfers is not None:
+                    if streams:
                         parts.parameters.free(flat)
                     continue
                 params = parts.parameters.params
-                broadcast_from_first(parts.run.comm, (flattened(params[n]) for n in layout.flats[flat].params))
-                parts.masters.take_flat(flat)
-                if transfers is not None:
+                broadcast_from_first(parts.run.comm, (flattened(params[n]) for n in info.params))
+                if info.is_frozen:
+                    parts.parameters.attach(flat)
+                else:
+                    parts.masters.take_flat(flat)
+                if streams and transfers is not None:
                     transfers.store_and_free(flat)
             if not resumes:
                 parts.stores.states.expect(chunk.index for chunk in layout.chunks)
@@ -195,19 +213,19 @@ class HeldModel:
         except OffloadError as error:
             error.add_note("some of the model's parameters are already cast or moved: build the model again")
             raise
-        trained = parts.parameters.index
-        place_untrained(self._model, trained, dtypes, parts.parameters.device)
+        held = parts.parameters.index
+        place_untrained(self._model, held, dtypes, parts.parameters.device)
         if moves:
             move_buffers(self._model, parts.parameters.device)
         others = chain(self._model.parameters(), self._model.buffers())
-        broadcast_from_first(parts.run.comm, (tensor for tensor in others if tensor not in trained))
+        broadcast_from_first(parts.run.comm, (tensor for tensor in others if tensor not in held))
 
     def _complete_flats(self, source: Source) -> Iterator[int]:
         """The flat parameters whose parameters all have values. Those on the meta device get them on the way."""
-        left = [flat.index for flat in self._run.layout.flats]
-        params = self._parts.parameters.params
+        layout, params = self._parts.parameters.layout, self._parts.parameters.params
+        left = [flat.index for flat in layout.flats]
         for _ in chain([None], materialise(self._model, source)):
             for flat in list(left):
-                if not any(params[number].is_meta for number in self._run.layout.flats[flat].params):
+                if not any(params[number].is_meta for number in layout.flats[flat].params):
                     left.remove(flat)
                     yield flat

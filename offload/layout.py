@@ -6,6 +6,10 @@ elements; the gaps belong to no parameter. With one rank the flat parameter is a
 several ranks it is padded to as many equal *shards*. A layout is that of one rank: whole flat parameters, and the
 chunks of its own shards.
 
+Trained parameters come first, then frozen ones that stream; no flat parameter holds both. So what is trained has the
+same numbers with and without the frozen ones: `Layout.trained` is the layout without them, which is all that the
+optimizer knows. The chunks of frozen parameters, `frozen`, have values only: no states and no gradients.
+
 With `replicas` the ranks form as many groups of consecutive ranks, and each group keeps all parameters. Of the
 parameters alone, a rank then also keeps the shards of its counterparts in the other groups, as *copies*. With groups of
 one rank (stages 1 and 2 where parameters stream) these are the shards of all other ranks.
@@ -43,9 +47,10 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One trainable parameter: its name, element count, unit, the dtype of its compute copy, its param group.
+    """One parameter: its name, element count, unit, the dtype of its compute copy, its param group.
 
     tile: elements of it that are on the device at once, if not all are; then it is alone in its unit.
+    is_frozen: it is never stepped, and has no group.
     """
 
     name: str
@@ -54,6 +59,7 @@ class ParamSpec:
     dtype: torch.dtype
     group: int
     tile: int = 0
+    is_frozen: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,7 @@ class Flat:
     params: tuple[int, ...]
     offsets: tuple[int, ...]
     numel: int
+    is_frozen: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,8 +134,8 @@ class Layout:
     """See [Note: flats, chunks, pieces]. Chunks are in the order of the flats, flats in that of their units.
 
     ranks, rank: over how many the flats are sharded, and whose shards the chunks are; chunk_numel: most
-    elements of one, at whose multiples within a shard they begin if there are several ranks; replicas, copies:
-    see the note.
+    elements of one, at whose multiples within a shard they begin if there are several ranks; replicas, copies, frozen:
+    see the note; trained_replicas: of the trained parameters, where only frozen ones are kept so often; None: the same.
     """
 
     specs: tuple[ParamSpec, ...]
@@ -139,6 +146,18 @@ class Layout:
     rank: int = 0
     replicas: int = 1
     copies: tuple[Chunk, ...] = ()
+    frozen: tuple[Chunk, ...] = ()
+    trained_replicas: int | None = None
+
+    @cached_property
+    def trained(self) -> Layout:
+        """What is trained of it."""
+        if not any(flat.is_frozen for flat in self.flats):
+            return self
+        specs = tuple(spec for spec in self.specs if not spec.is_frozen)
+        flats = tuple(flat for flat in self.flats if not flat.is_frozen)
+        replicas = self.trained_replicas or self.replicas
+        return replace(self, specs=specs, flats=flats, frozen=(), replicas=replicas, trained_replicas=None)
 
     @property
     def shard_group_size(self) -> int:
@@ -153,8 +172,8 @@ class Layout:
 
     @cached_property
     def param_chunks(self) -> tuple[Chunk, ...]:
-        """The chunks of which a rank keeps the parameters: its own, then the copies, numbered on."""
-        return self.chunks + self.copies
+        """The chunks of which a rank keeps the parameters: its own, the copies, the frozen ones, numbered on."""
+        return self.chunks + self.copies + self.frozen
 
     def shard_numel(self, flat: int) -> int:
         """Elements of each rank's shard of a flat, padding included."""
@@ -179,7 +198,7 @@ class Layout:
 
     @cached_property
     def numel(self) -> int:
-        """Trainable parameters, without gaps."""
+        """Elements of all parameters, without gaps."""
         return sum(spec.numel for spec in self.specs)
 
     def tile_of(self, flat: int) -> int:
@@ -242,30 +261,43 @@ def shard_numel(numel: int, ranks: int) -> int:
     return numel if ranks == 1 else round_up(-(-numel // ranks), ALIGN_NUMEL)
 
 
-def build(specs: Sequence[ParamSpec], chunk_numel: int, *, ranks: int = 1, rank: int = 0, replicas: int = 1) -> Layout:
+def build(
+    specs: Sequence[ParamSpec],
+    chunk_numel: int,
+    *,
+    ranks: int = 1,
+    rank: int = 0,
+    replicas: int = 1,
+    trained_replicas: int | None = None,
+) -> Layout:
     """Lays out `specs`, in the order given within a unit and dtype.
 
-    Args: chunk_numel: most elements a chunk, a positive number; ranks, rank, replicas (a divisor of `ranks`): see
-    Layout.
+    Args: specs: the trained ones first; chunk_numel: most elements a chunk, a positive number; ranks, rank, replicas (a
+    divisor of `ranks`), trained_replicas (the same, or 1): see Layout.
     """
     flats: list[Flat] = []
-    for (unit, dtype), params in _by_unit_and_dtype(specs):
+    for (is_frozen, unit, dtype), params in _by_unit_and_dtype(specs):
         offsets: list[int] = []
         end = 0
         for param in params:
             offsets.append(round_up(end, ALIGN_NUMEL))
             end = offsets[-1] + specs[param].numel
-        flats.append(Flat(len(flats), unit, dtype, tuple(params), tuple(offsets), end))
-    whole = Layout(tuple(specs), tuple(flats), (), chunk_numel, ranks, rank, replicas)
-    chunks = _chunks_of(whole, (rank,), 0)
+        flats.append(Flat(len(flats), unit, dtype, tuple(params), tuple(offsets), end, is_frozen))
+    whole = Layout(
+        tuple(specs), tuple(flats), (), chunk_numel, ranks, rank, replicas, trained_replicas=trained_replicas
+    )
+    trained, frozen = ([flat for flat in flats if flat.is_frozen is those] for those in (False, True))
+    chunks = _chunks_of(whole, trained, (rank,), 0)
     others = [other for other in whole.replicated_shards if other != rank]
-    return replace(whole, chunks=chunks, copies=_chunks_of(whole, others, len(chunks)))
+    copies = _chunks_of(whole, trained, others, len(chunks)) if trained_replicas in (None, replicas) else ()
+    rest = _chunks_of(whole, frozen, (rank, *others), len(chunks) + len(copies))
+    return replace(whole, chunks=chunks, copies=copies, frozen=rest)
 
 
-def _chunks_of(layout: Layout, ranks: Sequence[int], first: int) -> tuple[Chunk, ...]:
+def _chunks_of(layout: Layout, flats: Sequence[Flat], ranks: Sequence[int], first: int) -> tuple[Chunk, ...]:
     """The chunks of these ranks' shards, flat by flat, numbered from `first`."""
     chunks: list[Chunk] = []
-    for flat in layout.flats:
+    for flat in flats:
         for rank in ranks:
             start, last = layout.shard_range(flat.index, rank)
             for begin, end in _cuts(layout, flat, start, last):
@@ -291,13 +323,14 @@ def tiled(specs: Sequence[ParamSpec], rows: Mapping[int, int], tile_bytes: int) 
     return made
 
 
-def _by_unit_and_dtype(specs: Sequence[ParamSpec]) -> Iterator[tuple[tuple[str, torch.dtype], list[int]]]:
-    """Units in order of first appearance, and in each its dtypes in order of first appearance."""
-    units: dict[str, dict[torch.dtype, list[int]]] = {}
+def _by_unit_and_dtype(specs: Sequence[ParamSpec]) -> Iterator[tuple[tuple[bool, str, torch.dtype], list[int]]]:
+    """What is trained, then what is frozen; in each the units in order of first appearance, and in each of these its
+    dtypes likewise."""
+    units: dict[tuple[bool, str], dict[torch.dtype, list[int]]] = {}
     for number, spec in enumerate(specs):
-        units.setdefault(spec.unit, {}).setdefault(spec.dtype, []).append(number)
-    for unit, dtypes in units.items():
-        yield from (((unit, dtype), params) for dtype, params in dtypes.items())
+        units.setdefault((spec.is_frozen, spec.unit), {}).setdefault(spec.dtype, []).append(number)
+    for (is_frozen, unit), dtypes in units.items():
+        yield from (((is_frozen, unit, dtype), params) for dtype, params in dtypes.items())
 
 
 def _cuts(layout: Layout, flat: Flat, start: int, last: int) -> Iterator[tuple[int, int]]:

@@ -55,6 +55,7 @@ from offload.errors import (
 )
 from offload.held_model import HeldModel
 from offload.interrupts import uninterrupted
+from offload.model import written_frozen
 from offload.model.flat_param import shaped_like
 from offload.model.hooks import require_free
 from offload.model.meta_init import Init, source_of
@@ -214,15 +215,16 @@ class OffloadZero(torch.optim.Optimizer):
                 source.check(model)
                 self._plan = plan_run(model, given.param_groups, self._config, self._comm, device)
                 self._layout = self._plan.layout
-                wanted = recovery.describe(self._plan.config, self._layout, self._plan.params, kinds)
+                params = self._plan.params[: len(self._layout.specs)]
+                wanted = recovery.describe(self._plan.config, self._layout, params, kinds)
             undo.callback(self._comm.close)
-            require_alike(self._comm, self._layout, self._plan.config)
+            require_alike(self._comm, self._plan.held, self._plan.config)
             start = recovery.find_together(undo, self._plan.config, self._comm, self._layout, wanted)
             self._config, found = start.config, start.found
             with agree_on_error(self._comm):
                 direct, room = self._plan.copier.direct, self._plan.room
                 reading_bytes = 0 if found is None else found.buffer_bytes
-                self._placement = place(self._layout, self._config, direct=direct, room=room, reserved=reading_bytes)
+                self._placement = place(self._plan.held, self._config, direct=direct, room=room, reserved=reading_bytes)
                 self._parts = build(undo, self._plan, self._placement, start, self._comm, self._timeline)
                 parts = self._parts
                 self._commits = Commits(
@@ -248,13 +250,16 @@ class OffloadZero(torch.optim.Optimizer):
             if found is not None:
                 self._resumed = Resumed(found.commit.step, found.extra.extra)
                 self._begin_at(found)
+            streams = self._plan.held.frozen and self._config.commit_every is not None
+            if streams or written_frozen.NAME in self._attached.committed_names:
+                self._attach({written_frozen.NAME: self._held.written_frozen(self._placement.budget_bytes)}, undo)
             # Not earlier: a model that is left without values stays marked as taken.
             undo.callback(self._held.remove)
             stop_reducing(wrapper, undo)
             self._undo = undo.pop_all()
         retire(given)
         with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
-            print(self._placement.describe(self._layout, self._config), file=sys.stderr)
+            print(self._placement.describe(self._plan.held, self._config), file=sys.stderr)
 
     # Step.
 
@@ -587,7 +592,7 @@ class OffloadZero(torch.optim.Optimizer):
         Raises: PathError before the body runs, or at its end if the disk fails; ConfigError if one is recording.
         """
         self._require_usable()
-        return recorded(self._timeline, file, self._model, self._layout, self._config.units)
+        return recorded(self._timeline, file, self._model, self._plan.held, self._config.units)
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -596,7 +601,7 @@ class OffloadZero(torch.optim.Optimizer):
 
     def _number(self, param: Tensor) -> int:
         number = self._parts.parameters.index.get(param)  # type: ignore[call-overload]
-        if number is None:
+        if number is None or number >= len(self._layout.specs):
             raise ConfigError(f"the tensor of shape {tuple(param.shape)} is no parameter that this optimizer trains")
         return int(number)
 
@@ -630,14 +635,17 @@ class OffloadZero(torch.optim.Optimizer):
         if RNG in objects or not isinstance(rng, bool):
             raise ConfigError(f"attach(rng={rng!r}): give True or False; other generators take another name")
         given = {RNG: None, **objects} if rng else objects
-        is_first = not self._attached
-        self._attached.attach(given)
+        self._attach(given, self._undo)
         if groups := self._attached.groups_for(given):
             take_options(self.param_groups, groups)
         self._capture_if_due()
+
+    def _attach(self, given: Mapping[str, object], undo: ExitStack) -> None:
+        is_first = not self._attached
+        self._attached.attach(given)
         if is_first and self._attached:
             hook = Hook(lambda *_: self._attached.forward_begins())
-            self._undo.callback(self._model.register_forward_pre_hook(hook).remove)
+            undo.callback(self._model.register_forward_pre_hook(hook).remove)
 
     def _capture_if_due(self) -> None:
         if self._attached and self._commits.is_due(self._step):

@@ -28,6 +28,7 @@ class Memory:
         states: where states and gradients wait for the step: `ram` or `device`.
         communication: for buffers of collectives: in device memory if the model is on a device of its own.
         copier: copies between the model and `states`.
+        link: copies between the model and `ram`, where `copier` does not make them and frozen parameters are there.
     """
 
     ram: Arena
@@ -35,6 +36,7 @@ class Memory:
     states: Lender
     communication: Lender
     copier: Copier
+    link: Copier | None = None
 
     @property
     def device_bytes(self) -> int:
@@ -58,16 +60,22 @@ class Stores(NamedTuple):
     """The chunk caches of a run.
 
     Attributes: states: of the optimizer states; params: of the 16-bit parameters, if they are streamed or committed;
-    grads: of the gradients, with grad_tier="nvme".
+    grads: of the gradients, with grad_tier="nvme"; frozen: of frozen parameters that stream.
     """
 
     states: Store
     params: Store | None
     grads: Store | None
+    frozen: Store | None = None
 
     @property
     def all(self) -> list[Store]:
         return [store for store in self if store is not None]
+
+    @property
+    def trained(self) -> list[Store]:
+        """All but `frozen`."""
+        return [store for store in self[:-1] if store is not None]
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,8 @@ tree_map_only: Any = _find("torch.utils._pytree", "tree_map_only")
 """Nested containers with the leaves of some types mapped."""
 apply_to_module: Any = _find("torch.nn", "Module._apply")
 """What `to()`, `cpu()` and all others call that move or cast a module, with a function of a tensor."""
+is_wrapper_subclass: Any = _find("torch.utils._python_dispatch", "is_traceable_wrapper_subclass")
+"""Whether a tensor is made of other tensors, as quantised weights are."""
 NormBase: Any = _find("torch.nn.modules.batchnorm", "_NormBase")
 """Base class of the modules that keep running statistics. Public: its subclasses, one by one."""
 

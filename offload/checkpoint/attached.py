@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +53,11 @@ class Attached:
         self._is_training = False
         self._captured: dict[str, object] = {}
         self._step: int | None = None  # which the captured states are of
+
+    @property
+    def committed_names(self) -> Collection[str]:
+        """Of the states that the last commit carries."""
+        return self._committed.carried.attached.keys()
 
     def __bool__(self) -> bool:
         return bool(self._parts)

@@ -567,7 +567,7 @@ class Commits:
             {number: Version(slot.step, slot.slot, slot.checksum) for number, slot in enumerate(slots)}
             for slots in (manifest.chunks, manifest.copies)[: len(self._stores)]
         ]
-        for store in self._all_stores.all:
+        for store in self._all_stores.trained:
             store.reset({})
         for store, versions in zip(self._stores, self._versions, strict=True):
             store.reset(versions)

@@ -27,6 +27,7 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 KINDS = {
     "param": "what the model computes with",
+    "frozen": "frozen parameters, and buffers of the model",
     "grad": "gradients, sums of squares, bounces",
     "master": "fp32 masters",
     "exp_avg": "first moments",
@@ -72,6 +73,9 @@ def plan(
     commit_every: Annotated[
         int | None, typer.Option(help="Steps between commits: two slots a chunk.", show_default="none")
     ] = None,
+    frozen: Annotated[
+        int, typer.Option(help="Blocks that are frozen, from the first one on, and the embeddings with them.")
+    ] = 0,
     ranks: Annotated[int, typer.Option(help="Over how many ranks; what is shown is one rank's.")] = 1,
     stage: Annotated[
         int | None,
@@ -107,12 +111,13 @@ def plan(
     for name, value in (("flops", flops), ("disk-gb-per-s", disk_gb_per_s)):
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{name} {value:g}: give a number above 0")
-    model = preset_model(preset, layers, width) if config is None else _configured(config, layers, width)
+    model = preset_model(preset, layers, width, frozen) if config is None else _configured(config, layers, width)
     free = None if ram is None else parse_bytes(ram, "--ram")
     planned = planned_of(options, model, split_master=split_master, ranks=ranks, stage=stage, gpu=gpu, free=free)
     fits = _what_fits(planned)
     if json:
-        of = {"preset": preset, "layers": layers, "width": width} if config is None else {"config": str(config)}
+        given = {"preset": preset, "layers": layers, "width": width, "frozen": frozen}
+        of = given if config is None else {"config": str(config)}
         print_json(of | summarise(planned) | _hiding(planned, flops, disk_gb_per_s) | fits)
         return
     console = Console()
@@ -141,11 +146,20 @@ def model_config(preset: str, layers: int | None, width: int | None) -> GPTConfi
     return replace(config, layers=config.layers if layers is None else layers, width=chosen, heads=heads)
 
 
-def preset_model(preset: str, layers: int | None, width: int | None) -> nn.Module:
-    """The GPT of `model_config` on the meta device. Raises: ConfigError."""
+def preset_model(preset: str, layers: int | None, width: int | None, frozen: int = 0) -> nn.Module:
+    """The GPT of `model_config` on the meta device. Args: frozen: so many of its blocks, and the embeddings if any.
+
+    Raises: ConfigError.
+    """
     from offload.models import GPT
 
-    return GPT(model_config(preset, layers, width), device="meta")
+    config = model_config(preset, layers, width)
+    if not 0 <= frozen <= config.layers:
+        raise ConfigError(f"--frozen {frozen}: give a whole number, from 0 to the model's {config.layers} blocks")
+    model = GPT(config, device="meta")
+    for module in (model.embed, model.positions, *model.blocks[:frozen]) if frozen else ():
+        module.requires_grad_(False)
+    return model
 
 
 def _configured(config: Path, layers: int | None, width: int | None) -> nn.Module:
@@ -189,12 +203,13 @@ def planned_of(
     from offload.devices.copies import accelerator
     from offload.planner.explain import plan_of
 
+    on_disk = "nvme" in (options.tier, options.param_tier)
     planned = plan_of(
         model,
         direct=accelerator() is None and not gpu,
         free_cpu_bytes=free,
         tier=options.tier,
-        path=options.path if options.tier == "nvme" else None,
+        path=options.path if on_disk else None,
         cpu_memory=options.cpu_memory,
         accumulation=options.accumulation,
         device_memory=options.device_memory,
@@ -228,7 +243,8 @@ def summarise(planned: Planned) -> dict[str, Any]:
         "accumulation": planned.config.accumulation,
         "split_master": planned.config.split_master,
         "commit_every": planned.config.commit_every,
-        "parameters": planned.layout.numel,
+        "parameters": planned.layout.trained.numel,
+        "frozen_tier": planned.config.frozen_tier,
         "chunks": len(planned.layout.chunks),
         "kept_chunks": len(placement.kept),
         "kept_share": kept / planned.needs.state_bytes,
@@ -361,7 +377,9 @@ def _lines(summary: dict[str, Any]) -> Iterator[str]:
     kept, chunks = summary["kept_chunks"], summary["chunks"]
     if not summary["written_bytes"]:
         where = "on the device" if summary["tier"] == "device" else "in RAM"
-        yield f"All {chunks} chunks stay {where}: nothing is read or written in a step."
+        read = summary["read_bytes"]
+        what = f"{format_bytes(read)} of frozen parameters are read" if read else "nothing is read or written"
+        yield f"All {chunks} chunks stay {where}: {what} in a step."
         return
     yield (
         f"{chunks - kept} of {chunks} chunks stream through {summary['buffers']} buffers. "

@@ -36,7 +36,6 @@ from offload import torch_private
 from offload.errors import BudgetError, ConfigError, ReleasedParameterError
 from offload.grads.base import GradientBuffer
 from offload.interrupts import uninterrupted
-from offload.layout import Layout
 from offload.model.backward_order import BackwardOrder
 from offload.model.flat_param import FlatParameters
 from offload.model.master_weights import MasterWeights
@@ -60,7 +59,8 @@ class RunningUnits:
     interrupt) runs until `reset`.
     """
 
-    def __init__(self, layout: Layout, parameters: FlatParameters) -> None:
+    def __init__(self, parameters: FlatParameters) -> None:
+        layout = parameters.layout
         self._parameters = parameters
         self._numbers: dict[str, list[int]] = {}
         self._tiled: set[int] = set()
@@ -160,12 +160,12 @@ class HeldUnits:
     def __init__(
         self, run: Run, parameters: FlatParameters, pending: PendingUpdates, masters: MasterWeights, owner: Owner
     ) -> None:
-        self._layout = run.layout
+        self._layout = parameters.layout
         self._parameters = parameters
         self._pending = pending
         self._masters = masters
         self._owner = owner
-        self.running = RunningUnits(run.layout, parameters)
+        self.running = RunningUnits(parameters)
 
     def model_begins(self) -> None:
         """Before a forward of the whole model."""
@@ -232,6 +232,7 @@ class StreamedUnits(HeldUnits):
     """Units whose parameters are on the device only around their use; see the top of this file.
 
     Args: gradients: is told which units a backward has left, where ranks share the parameters.
+    Attribute: written_frozen: the frozen parameters that somebody wrote to.
     """
 
     is_streamed = True
@@ -251,9 +252,11 @@ class StreamedUnits(HeldUnits):
         self._gradients = gradients
         self._backward_order = BackwardOrder() if run.layout.shard_group_size > 1 else None
         self._order = UnitOrder(run.config.prefetch_units)
+        self._replicas = run.layout.replicas
         self._held: list[str] = []  # by `gathered`
         self._used: list[str] = []  # by operations that run now
         self._guests: dict[str, dict[str, None]] = {}  # by unit: those that it used
+        self.written_frozen: set[int] = set()
         self._makes_graph = False
         self._backward: str | None = None  # the unit whose backward began last
         self._tasks: set[int] = set()  # of autograd, that run now
@@ -414,7 +417,7 @@ class StreamedUnits(HeldUnits):
 
     def _needs_all_ranks(self, unit: str) -> bool:
         is_sharded = self._layout.shard_group_size > 1 and not self.transfers.is_at(unit, UnitState.RESIDENT)
-        return is_sharded or (self._layout.replicas > 1 and self._pending.is_pending(unit))
+        return is_sharded or (self._replicas > 1 and self._pending.is_pending(unit))
 
     def _fetch_for_use(self, units: Sequence[str]) -> None:
         guests = [unit for unit in units if unit != ROOT and not self.running.runs(unit)]
@@ -552,13 +555,16 @@ class StreamedUnits(HeldUnits):
         flats = sorted({self._parameters.flat_of(number) for number in numbers})
         for flat in flats:
             self._pending.apply(self._layout.flats[flat].unit)  # refuses what an update would overwrite
+        trained = [number for number in numbers if number < self._parameters.trained]
+        self.written_frozen.update(numbers[len(trained) :])
         if self._masters.can_wait:
-            self._parameters.note_writes(numbers)
-            self._masters.owe(numbers)
+            self._masters.owe(trained)
         else:
             self._masters.take_outside_writes(self._owner.step())
+        self._parameters.note_writes(numbers)
         for flat in flats:
-            self.transfers.write_back(flat)
+            if self._parameters.streams(self._layout.flats[flat].params[0]):
+                self.transfers.write_back(flat)
 
     def take_outside_writes(self) -> None:
         self.write_back()

@@ -25,7 +25,7 @@ their first storages again when they are back: views that autograd saved stay va
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -129,19 +129,22 @@ class SpareMemory:
 
 
 class FlatParameters:
-    """The trained parameters of a model, in the order of `layout.specs`.
+    """The held parameters of a model, in the order of `layout.specs`: those that are trained, and frozen ones that
+    stream.
 
-    Args: device: to train on; streams: whether their memory comes and goes.
-    Attributes: flats: one tensor for each flat parameter of the layout, on the model's device, filled by `attach`;
-    tiles: leaves of autograd, by index of the layout's slice; home: the device to train on; device: where they are now,
-    the CPU if the model is parked; peak_bytes: the most all had at home.
+    Args: device: to train on; streamed: the flat parameters whose memory comes and goes.
+    Attributes: layout: of all of them; trained: how many of them are trained, the first ones; flats: one tensor for
+    each flat parameter of the layout, on the model's device, filled by `attach`; tiles: leaves of autograd, by index of
+    the layout's slice; home: the device to train on; device: where they are now, the CPU if the model is parked;
+    peak_bytes: the most all had at home.
     """
 
     def __init__(
-        self, layout: Layout, params: Sequence[nn.Parameter], device: torch.device, *, streams: bool = False
+        self, layout: Layout, params: Sequence[nn.Parameter], device: torch.device, *, streamed: Container[int] = ()
     ) -> None:
-        self._layout = layout
-        self._streams = streams
+        self.layout = self._layout = layout
+        self.trained = len(layout.trained.specs)
+        self._streamed = streamed
         self.params = tuple(params)
         self.index = {param: number for number, param in enumerate(self.params)}
         self.home = self.device = device
@@ -212,12 +215,12 @@ class FlatParameters:
             self.params[number].data = view
             self._versions[number] = self.params[number]._version
         self.flats[flat] = memory
-        if self._streams:
+        if flat in self._streamed:
             self._flat_of_storage[memory.untyped_storage()._cdata] = flat
 
     def _view_for(self, number: int, values: Tensor) -> Tensor:
         """`values`, a range of a flat parameter, in the shape of a parameter; see [Note: storages]."""
-        if not self._streams:  # a storage of its own over the same memory
+        if not self.streams(number):  # a storage of its own over the same memory
             own = torch_private.from_dlpack(torch_private.to_dlpack(values)) if values.numel() else None
             values = torch.empty_like(values) if own is None else own
         return values.as_strided(self.params[number].shape, self._strides[number], values.storage_offset())
@@ -244,8 +247,9 @@ class FlatParameters:
 
     def guard_with(self, class_for: Callable[..., type[Tensor]]) -> None:
         """From now on parameters are guarded. Args: class_for: makes their classes; see `Guards.class_for`."""
-        self._guards = [class_for(kind) for kind in self._kinds]
-        self._watched = [class_for(kind, runs=True) for kind in self._kinds]
+        kinds = [(kind, self.streams(number)) for number, kind in enumerate(self._kinds)]
+        self._guards = [class_for(kind, streams=streams) for kind, streams in kinds]
+        self._watched = [class_for(kind, streams=streams, runs=True) for kind, streams in kinds]
         self.guard(range(len(self.params)))
 
     def guard(self, numbers: Iterable[int]) -> None:
@@ -263,8 +267,12 @@ class FlatParameters:
         self.guard_with(lambda kind, **_: kind)
 
     def number_of(self, tensor: Any) -> int | None:
-        """The number of a trained parameter; None of any other tensor."""
+        """The number of a held parameter; None of any other tensor."""
         return self.index.get(tensor)
+
+    def streams(self, number: int) -> bool:
+        """Whether the memory of a parameter comes and goes."""
+        return self._layout.locations[number][0] in self._streamed
 
     def flat_at(self, tensor: Tensor) -> int | None:
         """The flat parameter in whose storage a tensor lies, if it is streamed."""
@@ -342,10 +350,10 @@ class FlatParameters:
     @torch.no_grad()
     def become_resident(self) -> None:
         """Gives streamed parameters, all of which are here for good, storages of their own on the device."""
-        self._streams = False
+        streamed, self._streamed = self._streamed, ()
         self._flat_of_storage.clear()
         for flat, memory in zip(self._layout.flats, self.flats, strict=True):
-            for number, offset in zip(flat.params, flat.offsets, strict=True):
+            for number, offset in zip(flat.params, flat.offsets, strict=True) if flat.index in streamed else ():
                 param = self.params[number]
                 param.data = self._view_for(number, memory[offset : offset + param.numel()])
         for param in self.params:
@@ -377,7 +385,7 @@ class FlatParameters:
             flat = self._layout.flats[index]
             ranges = zip(flat.params, flat.offsets, strict=True)
             views = [self._view_for(n, memory[start : start + self.params[n].numel()]) for n, start in ranges]
-        if self._streams:
+        if self._layout.slices[index].flat in self._streamed:
             self._spares.take(memory)
         else:
             memory.copy_(here)
@@ -388,7 +396,8 @@ class FlatParameters:
         for index, (memory, views) in places.items():
             is_tile = index in self._memory
             leaves = [self.tiles[index]] if is_tile else [self.params[n] for n in self._layout.flats[index].params]
-            if self._streams:
+            streams = self._layout.slices[index].flat in self._streamed
+            if streams:
                 self._elsewhere[index] = (self.memory_of(index), [_DATA.__get__(leaf) for leaf in leaves])
             for leaf, view in zip(leaves, views, strict=True):
                 _DATA.__set__(leaf, view)
@@ -396,12 +405,12 @@ class FlatParameters:
                 self._memory[index] = memory
             else:
                 self.flats[index] = memory
-                if self._streams:
+                if streams:
                     self._flat_of_storage[memory.untyped_storage()._cdata] = index
         self.device = device
         self._data.clear()
-        is_here = not self._streams and not self.is_parked
-        self._bytes = sum(flat.numel() * flat.element_size() for flat in self.flats) if is_here else 0
+        resident = [flat for index, flat in enumerate(self.flats) if index not in self._streamed]
+        self._bytes = 0 if self.is_parked else sum(flat.numel() * flat.element_size() for flat in resident)
 
     def _count(self, index: int, change: int) -> None:
         if self.is_parked:
@@ -472,11 +481,12 @@ class FlatParameters:
                     "parameters before, or drop its gradient (p.grad = None) before step() if something else trains it"
                 )
         for param in (param for group in groups for param in group["params"]):
-            if param not in self.index and param.grad is not None:
+            if self.index.get(param, self.trained) >= self.trained and param.grad is not None:
                 name = next((name for name, other in model.named_parameters() if other is param), "a parameter")
                 raise ConfigError(
                     f"{name} was frozen when OffloadZero took the model, and has no states: unfreeze it before, "
-                    "and freeze it again afterwards if it is to be trained only later"
+                    "and freeze it again afterwards if it is to be trained only later; or commit, and resume with it "
+                    "unfrozen"
                 )
 
     def written_here(self, numbers: Iterable[int]) -> None:

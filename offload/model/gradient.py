@@ -158,7 +158,8 @@ class Answers:
         self._used: dict[int, float] = {}
 
     def _new_stand_ins(self) -> list[StandIn]:
-        named = enumerate(zip(self._parameters.params, self._names, strict=True))
+        trained = self._parameters.params[: self._parameters.trained]
+        named = enumerate(zip(trained, self._names, strict=True))
         return [StandIn.of(param, number, name, self) for number, (param, name) in named]
 
     # What hooks call.

@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from offload import torch_private
 from offload.errors import ConfigError, ReleasedParameterError
 from offload.interrupts import uninterrupted, uninterrupted_entry
-from offload.layout import Layout
 from offload.model.fetch import HeldUnits, StreamedUnits
 from offload.model.flat_param import FlatParameters
 from offload.model.tiling import Tiling
@@ -214,12 +213,9 @@ class Guards:
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        parameters: FlatParameters,
-        units: HeldUnits,
-        moves: Callable[[nn.Module, torch.device], bool],
+        self, parameters: FlatParameters, units: HeldUnits, moves: Callable[[nn.Module, torch.device], bool]
     ) -> None:
+        layout = parameters.layout
         self._unit_of = [spec.unit for spec in layout.specs]
         self._unit_of_flat = [flat.unit for flat in layout.flats]
         self._names = [spec.name for spec in layout.specs]
@@ -228,16 +224,21 @@ class Guards:
         self._moves = weakref.WeakMethod(moves)
         self._streamed = units if isinstance(units, StreamedUnits) else None
         self._tiling = None if self._streamed is None else Tiling(layout, parameters, self._streamed)
-        self._guards_ref = _GuardsRef(self, is_elsewhere=self._streamed is not None)
-        self._classes: dict[tuple[type[Tensor], bool], type[Tensor]] = {}
+        self._resident_ref, self._streamed_ref = (_GuardsRef(self, is_elsewhere=streams) for streams in (False, True))
+        self._classes: dict[tuple[type[Tensor], bool, bool], type[Tensor]] = {}
 
-    def class_for(self, kind: type[Tensor], *, runs: bool = False) -> type[Tensor]:
-        """The guarded class of tensors that are `kind` otherwise. Args: runs: that of parameters whose unit runs."""
-        if (kind, runs) not in self._classes:
-            names = {"_kind": kind, "_guards_ref": self._guards_ref, "__module__": __name__, "__slots__": ()}
+    def class_for(self, kind: type[Tensor], *, streams: bool, runs: bool = False) -> type[Tensor]:
+        """The guarded class of tensors that are `kind` otherwise.
+
+        Args: streams: that of streamed parameters; runs: of parameters whose unit runs.
+        """
+        key = kind, streams, runs
+        if key not in self._classes:
+            ref = self._streamed_ref if streams else self._resident_ref
+            names = {"_kind": kind, "_guards_ref": ref, "__module__": __name__, "__slots__": ()}
             name, base = ("Watched", _Watched) if runs else ("Guarded", _Guarded)
-            self._classes[kind, runs] = type(f"{name}{kind.__name__}", (base, kind), names)
-        return self._classes[kind, runs]
+            self._classes[key] = type(f"{name}{kind.__name__}", (base, kind), names)
+        return self._classes[key]
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """`func(*args, **kwargs)`, where some of the arguments are guarded."""
@@ -250,8 +251,9 @@ class Guards:
 
     def stop(self, *, are_here: bool) -> None:
         """The optimizer is closing. Args: are_here: all values are in the model for good."""
-        self._guards_ref.guards = lambda: None
-        self._guards_ref.is_elsewhere = not are_here
+        for ref in (self._resident_ref, self._streamed_ref):
+            ref.guards = lambda: None
+        self._streamed_ref.is_elsewhere = not are_here
         if are_here:
             self._parameters.stop_guarding()
 
@@ -269,12 +271,12 @@ class Guards:
         if func is Tensor.detach and self._is_ours(args[0]) and _is_for_a_parameter():
             return self._detached(args[0])
         if self._streamed is not None:
-            if func in _EXPORTS:
+            if func in _EXPORTS and self._has_streamed(args):
                 copies = [
                     self.plainly(one, lambda t: t.detach().clone()) if self._is_ours(one) else one for one in args
                 ]
                 return func(*copies, **kwargs)
-            if func in _CHANGES_MEMORY:
+            if func in _CHANGES_MEMORY and self._has_streamed(args):
                 raise ReleasedParameterError(
                     f"{func.__name__} on a streamed parameter would take it from where it is streamed to: use "
                     "p.detach().clone(), or the model after optimizer.close()"
@@ -324,20 +326,28 @@ class Guards:
         """The class of a tensor after a use, before which it had class `guarded`. Its unit may run now, or no more."""
         number = self._parameters.number_of(tensor)
         runs = number is not None and self._units.running.watches(self._unit_of[number], number)
-        return self.class_for(guarded._kind, runs=True) if runs else guarded
+        streams = guarded._guards_ref is self._streamed_ref
+        return self.class_for(guarded._kind, streams=streams, runs=True) if runs else guarded
 
     def _units_of(self, used: Iterable[Any]) -> list[str]:
+        """The units that have to be fetched for a use of these tensors. Of a resident one, whose unit need not be
+        fetched, a pending update is applied."""
         found: dict[str, None] = {}
         for tensor in used:
             number = self._parameters.number_of(tensor)
-            if number is not None:
+            if number is not None and not self._parameters.streams(number):
+                self._units.apply(self._unit_of[number])
+            elif number is not None:
                 found[self._unit_of[number]] = None
             elif (flat := self._parameters.flat_at(tensor)) is not None:
                 found[self._unit_of_flat[flat]] = None
         return list(found)
 
     def _is_ours(self, value: Any) -> bool:
-        return isinstance(value, _Guarded) and value._guards_ref is self._guards_ref
+        return isinstance(value, _Guarded) and value._guards_ref in (self._resident_ref, self._streamed_ref)
+
+    def _has_streamed(self, tree: Any) -> bool:
+        return any(one._guards_ref is self._streamed_ref for one in self._guarded_in(tree))
 
     def _guarded_in(self, tree: Any) -> Iterator[Any]:
         """The guarded tensors of this optimizer in nested lists, tuples and dicts, each once."""
@@ -354,7 +364,7 @@ class Guards:
             if self._parameters.number_of(tensor) is not None:
                 continue
             if type(tensor) is Tensor and self._parameters.flat_at(tensor) is not None:
-                tensor.__class__ = self.class_for(Tensor)
+                tensor.__class__ = self.class_for(Tensor, streams=True)
             if not units or not torch.is_grad_enabled():  # asking a view that was written to for its node raises
                 continue
             with torch_private.DisableTorchFunctionSubclass():
@@ -370,11 +380,12 @@ class Guards:
         if number is None:
             alias: Tensor = self._run(Tensor.detach, (tensor,), {})
             return alias
-        if self._streamed is None:
+        streams = self._parameters.streams(number)
+        if not streams:
             self._units.apply(self._unit_of[number])
         made = self._parameters.data_of(number)
-        if self._streamed is not None and not runs:
-            made.__class__ = self.class_for(Tensor)
+        if streams and not runs:
+            made.__class__ = self.class_for(Tensor, streams=True)
         return made
 
     def point_to(self, tensor: Any, value: Tensor) -> None:
@@ -391,7 +402,7 @@ class Guards:
                 raise moved_elsewhere(name, tensor, value)
             if _memory_of(value) == _memory_of(tensor):
                 return
-        if self._streamed is not None and not self._units.running.runs(self._unit_of[number]):
+        if self._parameters.streams(number) and not self._units.running.runs(self._unit_of[number]):
             raise ReleasedParameterError(
                 f"{name} is streamed, and p.data = ... would point it elsewhere than where it is streamed to: write "
                 "into it with p.copy_(...) under torch.no_grad()"
@@ -408,9 +419,8 @@ class Guards:
 
     def _detached(self, tensor: Any) -> Tensor:
         """For nn.Parameter(p), which wants the same class, and sets `_is_param` of the result."""
-        made: Tensor = self.plainly(
-            tensor, lambda one: one.detach() if self._streamed is None else one.detach().clone()
-        )
+        streams = tensor._guards_ref is self._streamed_ref
+        made: Tensor = self.plainly(tensor, lambda one: one.detach().clone() if streams else one.detach())
         made.__class__ = type(tensor)
         return made
 

@@ -98,7 +98,7 @@ class Hooks:
             for module in kept:
                 self._cast_inputs(module, torch.float32)
                 self._handles.append(module.register_forward_hook(partial(_cast_outputs, config.compute_dtype)))
-        for number, param in enumerate(parameters.params):
+        for number, param in enumerate(parameters.params[: parameters.trained]):
             self._hook_gradient(number, param)
             for start, leaf in parameters.tiles_of(number):
                 self._hook_gradient(number, leaf, start)
@@ -118,7 +118,7 @@ class Hooks:
         """Makes the modules of a unit run with its current values."""
         units = self._units
         # `F.linear` fetches a tiled weight, tile by tile.
-        tiled = {spec.unit for spec in run.layout.specs if spec.tile}
+        tiled = {spec.unit for spec in parameters.layout.specs if spec.tile}
         blocks = dict(blocks_of(model, run.config.units))
         for module in model.modules():
             params = list(module.parameters(recurse=False))

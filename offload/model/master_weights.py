@@ -86,7 +86,7 @@ class MasterWeights:
             self._fetch_parameters(step)
         else:
             self._round_masters(step)
-        self._parameters.written_here(range(len(self._parameters.params)))
+        self._parameters.written_here(range(len(self._layout.specs)))
         self._before.clear()
         self._owed.clear()
 
@@ -149,7 +149,7 @@ class MasterWeights:
                     for one in held:
                         one.dirty, one.is_unfinished = True, missing[target] > 0
         assert not any(missing)
-        self._parameters.written_here(range(len(self._parameters.params)))
+        self._parameters.written_here(range(len(self._layout.specs)))
         self._before.clear()
         self._owed.clear()
 
@@ -184,7 +184,8 @@ class MasterWeights:
         """Keeps the values that split masters of `params` need until `take_outside_writes`."""
         if not self._split_master or self._streamed is not None:
             return
-        numbers = [n for n in map(self._parameters.number_of, params) if n is not None and n not in self._before]
+        known = (n for n in map(self._parameters.number_of, params) if n is not None)
+        numbers = [n for n in known if n < len(self._layout.specs) and n not in self._before]
         self._parameters.take_back(numbers)
         written = self._parameters.written_outside(numbers)  # the upper halves of their masters are gone
         for number in numbers:
@@ -199,7 +200,8 @@ class MasterWeights:
         An element that still equals its rounded master keeps its master.
         Raises: StaleParameterError with a split master, if the value before the write is not known.
         """
-        changed = self._owed if self.can_wait else set(self._parameters.written_outside())
+        every = range(len(self._layout.specs))
+        changed = self._owed if self.can_wait else set(self._parameters.written_outside(every))
         if changed:
             self._require_known(changed)
             for chunk in self._layout.chunks:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from enum import Enum
 from itertools import chain
 
@@ -32,7 +32,7 @@ from offload.layout import Chunk, FlatSlice
 from offload.model.flat_param import FlatParameters
 from offload.profiling import TO_DEVICE
 from offload.run import Owner, Run
-from offload.storage.chunk_cache import Store
+from offload.storage.chunk_cache import Lease, Store
 
 
 class UnitState(Enum):
@@ -51,18 +51,55 @@ _LEGAL = {
 }
 
 
+class StreamedStores:
+    """The stores of streamed parameters, as one: chunks are numbered as in `Layout.param_chunks`.
+
+    Args: trained: None where trained parameters are resident; frozen: None without frozen ones; first: the number of
+    its first chunk.
+    """
+
+    def __init__(self, trained: Store | None, frozen: Store | None, first: int) -> None:
+        self._stores = [(store, start) for store, start in ((trained, 0), (frozen, first)) if store is not None]
+
+    def _of(self, chunk: int) -> tuple[Store, int]:
+        return next((store, start) for store, start in reversed(self._stores) if chunk >= start)
+
+    def lease(self, chunk: int, *, step: int, is_fresh: bool = False) -> AbstractContextManager[Lease]:
+        """See Store.lease."""
+        store, first = self._of(chunk)
+        return store.lease(chunk - first, step=step, is_fresh=is_fresh)
+
+    def expect(self, order: Iterable[int]) -> None:
+        """See Store.expect."""
+        at = [(self._of(chunk), chunk) for chunk in order]
+        for own in self._stores:
+            own[0].expect(chunk - own[1] for found, chunk in at if found == own)
+
+    def repeat(self) -> None:
+        """See Store.repeat."""
+        for store, _ in self._stores:
+            store.repeat()
+
+
 class UnitTransfers:
     """See the top of this file.
 
-    Args: store: the 16-bit parameters that this rank keeps, by chunk; leases: how many chunks of it may be on their way
-    to the device at once; limit: bytes that parameters may take on the device; None: no limit.
+    Args: store: the parameters that this rank keeps and streams, by chunk; leases: how many chunks of it may be on
+    their way to the device at once; limit: bytes that streamed parameters may take on the device; None: no limit.
     """
 
     def __init__(
-        self, run: Run, parameters: FlatParameters, store: Store, owner: Owner, *, leases: int, limit: int | None
+        self,
+        run: Run,
+        parameters: FlatParameters,
+        store: StreamedStores,
+        owner: Owner,
+        *,
+        leases: int,
+        limit: int | None,
     ) -> None:
-        self._layout = run.layout
-        self._copier = run.memory.copier
+        self._layout = layout = parameters.layout
+        self._copier = run.memory.link or run.memory.copier
         self._timeline = run.timeline
         self._comm = run.comm
         self._parameters = parameters
@@ -70,15 +107,15 @@ class UnitTransfers:
         self._owner = owner
         self._leases = leases
         self.limit = limit
-        self._slices_of: dict[str, list[FlatSlice]] = {one.unit: [] for one in run.layout.slices}
-        for one in run.layout.slices:
+        slices = [one for one in layout.slices if parameters.streams(layout.flats[one.flat].params[0])]
+        self._slices_of: dict[str, list[FlatSlice]] = {one.unit: [] for one in slices}
+        for one in slices:
             self._slices_of[one.unit].append(one)
-        of_flat: dict[int, list[Chunk]] = {flat.index: [] for flat in run.layout.flats}
-        for chunk in run.layout.param_chunks:
+        of_flat: dict[int, list[Chunk]] = {flat.index: [] for flat in layout.flats}
+        for chunk in layout.param_chunks:
             of_flat[chunk.flat].append(chunk)
         self._chunks_of = {
-            one.index: [c for c in of_flat[one.flat] if one.start <= c.start < one.start + one.numel]
-            for one in run.layout.slices
+            one.index: [c for c in of_flat[one.flat] if one.start <= c.start < one.start + one.numel] for one in slices
         }
         self._states = dict.fromkeys(self._slices_of, UnitState.RELEASED)
         self._allocated: dict[str, None] = {}  # the units that are not released
@@ -276,6 +313,8 @@ class UnitTransfers:
         device need no buffers."""
         if not self._copier.direct or not self.is_at(unit, UnitState.RELEASED):
             return False
+        if all(self._layout.flats[one.flat].is_frozen for one in self._slices_of[unit]):
+            return False  # what changes is resident
         return not any(self._layout.tile_of(one.flat) for one in self._slices_of[unit])
 
     def is_updating(self, unit: str) -> bool:

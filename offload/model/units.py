@@ -23,6 +23,8 @@ ROOT = ""
 """The name of the root unit."""
 
 _WRAPPERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"})
+_QUANTISED = ("quant_state", "SCB")
+"""Attributes of bitsandbytes' parameters, which hold a part of their values."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Chosen = Sequence[type[nn.Module] | str] | None
@@ -182,11 +184,33 @@ def specs_of(
     units = units_of(model, chosen)
     dtypes = compute_dtypes(model, keep, dtype)
     trained = [param for param in names if param in group_of and param.requires_grad]
-    _refuse_overlaps([param for param in trained if not param.is_meta], names)
+    _refuse_overlaps(names, trained)
     if not trained:
         raise ConfigError("the optimizer trains no parameter of the model: give it model.parameters()")
     specs = [ParamSpec(names[p], p.numel(), units[p], dtypes[p], group_of[p]) for p in trained]
     return specs, trained
+
+
+def frozen_of(
+    model: nn.Module, keep: Keep, dtype: torch.dtype, *, chosen: Chosen = None
+) -> tuple[list[ParamSpec], list[nn.Parameter]]:
+    """The model's parameters that need no gradient, in the model's order. Args: chosen: as of `specs_of`."""
+    units, dtypes = units_of(model, chosen), compute_dtypes(model, keep, dtype)
+    found = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+    specs = [ParamSpec(name, p.numel(), units[p], _dtype_of(p, dtypes[p]), 0, is_frozen=True) for name, p in found]
+    return specs, [param for _, param in found]
+
+
+def require_streamable(specs: Sequence[ParamSpec], params: Sequence[nn.Parameter]) -> None:
+    """Raises: ConfigError naming the first parameter that is more than its dense bytes in memory of its own."""
+    for spec, param in zip(specs, params, strict=True):
+        quantised = next((name for name in _QUANTISED if hasattr(param, name)), None)
+        if quantised or torch_private.is_wrapper_subclass(param) or param.layout is not torch.strided:
+            raise ConfigError(
+                f"{spec.name} is a {type(param).__name__} ({param.layout}), of which more than its own bytes "
+                'would have to stream: give param_tier="device", so that frozen parameters stay there'
+            )
+    _refuse_overlaps({param: spec.name for spec, param in zip(specs, params, strict=True)}, params)
 
 
 def require_unwrapped(model: nn.Module) -> None:
@@ -233,12 +257,20 @@ def _refuse_wrapped(model: nn.Module) -> None:
         raise ConfigError(f"the model is spread by a device map over {set(devices.values())}: load it on one device")
 
 
-def _refuse_overlaps(trained: Sequence[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
-    """Two Parameters over one memory (`b.weight.data = a.weight.data`) would each get their own master."""
-    spans = sorted((p.data_ptr(), p.numel() * p.element_size(), names[p]) for p in trained if p.numel())
-    for (start, size, name), (following, _, other) in pairwise(spans):
-        if following < start + size:
+def _refuse_overlaps(names: Mapping[nn.Parameter, str], moved: Iterable[nn.Parameter]) -> None:
+    """Two Parameters over one memory (`b.weight.data = a.weight.data`) part when one of them is moved."""
+    those = set(moved)
+    own = (p for p in names if p.numel() and not p.is_meta and p.layout is torch.strided)
+    plain = (p for p in own if not torch_private.is_wrapper_subclass(p))
+    spans = sorted((p.data_ptr(), _extent(p) * p.element_size(), names[p], p in those) for p in plain)
+    for (start, size, name, moves), (following, _, other, also) in pairwise(spans):
+        if following < start + size and (moves or also):
             raise ConfigError(f"{name} and {other} share memory: tie them as one Parameter, b.weight = a.weight")
+
+
+def _extent(tensor: Tensor) -> int:
+    """Elements from a tensor's first to the one after its last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _device_types() -> tuple[str, ...]:
@@ -270,13 +302,13 @@ def _refuse_untrainable(
 
 
 def place_untrained(
-    model: nn.Module, trained: Container[Tensor], dtypes: Mapping[Tensor, torch.dtype], device: torch.device
+    model: nn.Module, held: Container[Tensor], dtypes: Mapping[Tensor, torch.dtype], device: torch.device
 ) -> None:
-    """Moves parameters that are not trained to the device to train on, floating ones in their compute dtype. They have
-    no other copy."""
+    """Moves parameters that are not held to the device to train on, floating ones in their compute dtype. They have no
+    other copy."""
     for param in model.parameters():
-        dtype = dtypes[param] if param.is_floating_point() else param.dtype
-        if param not in trained and (param.dtype, param.device) != (dtype, device):
+        dtype = _dtype_of(param, dtypes[param])
+        if param not in held and (param.dtype, param.device) != (dtype, device):
             placed = param.data.to(device, dtype)
             finish_queue(device)
             param.data = placed
@@ -293,10 +325,16 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = moved[buffer]
 
 
-def untrained_bytes(model: nn.Module, trained: Iterable[nn.Parameter], dtypes: Mapping[Tensor, torch.dtype]) -> int:
-    """Bytes that buffers, and parameters that are not trained, take on the device."""
-    left = set(model.parameters()) - set(trained)
-    frozen = sum(p.numel() * (dtypes[p] if p.is_floating_point() else p.dtype).itemsize for p in left)
+def _dtype_of(param: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a parameter that is not trained. Args: dtype: its compute dtype. Integers and floating-point values
+    of 8 bits are quantised weights, which stay what they are."""
+    return dtype if param.is_floating_point() and param.element_size() > 1 else param.dtype
+
+
+def untrained_bytes(model: nn.Module, others: Iterable[nn.Parameter], dtypes: Mapping[Tensor, torch.dtype]) -> int:
+    """Bytes that buffers, and parameters that are not among `others`, take on the device."""
+    left = set(model.parameters()) - set(others)
+    frozen = sum(p.numel() * _dtype_of(p, dtypes[p]).itemsize for p in left)
     return frozen + sum(buffer.numel() * buffer.element_size() for buffer in set(model.buffers()))
 
 

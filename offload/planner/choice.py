@@ -14,7 +14,7 @@ from offload import config as configuration
 from offload.config import SUM_BLOCK, Config, Tier, Tuning
 from offload.errors import BudgetError
 from offload.layout import Layout, ParamSpec, build, tiled
-from offload.model.units import device_for, rows_of, specs_of
+from offload.model.units import compute_dtypes, device_for, frozen_of, rows_of, specs_of, untrained_bytes
 from offload.planner.placement import Needs, Placement, Room, place
 
 # Read and written a parameter and step by streamed 16-bit parameters, and by gradients in slots.
@@ -29,12 +29,14 @@ MOST_HALVINGS = 8
 class ModelShape:
     """What a layout needs to know of a model.
 
-    Attributes: params: in the order of `specs`; rows: the elements of a row of each parameter that can be tiled.
+    Attributes: specs: of trained parameters, then of frozen ones; params: in the same order; rows: the elements of a
+    row of each parameter that can be tiled; resident_bytes: of all else, which stays on the device.
     """
 
     specs: Sequence[ParamSpec]
     params: Sequence[nn.Parameter]
     rows: Mapping[int, int]
+    resident_bytes: int
 
     @classmethod
     def of(
@@ -46,11 +48,34 @@ class ModelShape:
         """
         keep, dtype = config.keep_fp32, config.compute_dtype
         specs, params = specs_of(model, groups, keep, dtype, chosen=config.units, planned=planned)
-        return cls(specs, params, rows_of(model, params))
+        frozen, others = frozen_of(model, keep, dtype, chosen=config.units)
+        specs, params = [*specs, *frozen], [*params, *others]
+        resident_bytes = untrained_bytes(model, params, compute_dtypes(model, keep, dtype))
+        return cls(specs, params, rows_of(model, params), resident_bytes)
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Of the frozen parameters, on the device."""
+        return sum(spec.numel * spec.dtype.itemsize for spec in self.specs if spec.is_frozen)
+
+    def config(self, config: Config) -> Config:
+        """What `config` means for this model. Raises: ConfigError; see `config.for_model`."""
+        every = sum(spec.numel * spec.dtype.itemsize for spec in self.specs)
+        frozen_bytes = self.frozen_bytes
+        return configuration.for_model(config, trained_bytes=every - frozen_bytes, frozen_bytes=frozen_bytes)
+
+    def room(self, available_bytes: int | None = None) -> Room:
+        """Of the model's device."""
+        return Room(self.resident_bytes, available_bytes, self.frozen_bytes)
 
     def layout(self, config: Config, *, ranks: int = 1, rank: int = 0, replicas: int = 1) -> Layout:
+        """Of what is trained, and of frozen parameters if they stream. Args: replicas: of what is trained."""
         specs = tiled(self.specs, self.rows, config.tile_bytes or 0)
-        return build(specs, config.chunk_numel, ranks=ranks, rank=rank, replicas=replicas)
+        if config.frozen_tier == "device":
+            specs = [spec for spec in specs if not spec.is_frozen]
+            return build(specs, config.chunk_numel, ranks=ranks, rank=rank, replicas=replicas)
+        kept = replicas if config.stage == 3 else ranks
+        return build(specs, config.chunk_numel, ranks=ranks, rank=rank, replicas=kept, trained_replicas=replicas)
 
 
 def choose(
@@ -75,22 +100,25 @@ def choose(
 
 
 def _tiers(config: Config, *, direct: bool) -> Iterator[Config]:
-    params: list[Tier] = [config.param_tier]
+    wanted = config.frozen_tier if config.has_frozen else config.param_tier
+    params: list[Tier] = [wanted]
     grads: list[Tier] = [config.grad_tier]
     if config.chooses_params:
-        params = ["device", "cpu", "nvme"] if config.tier == "nvme" else ["device", "cpu"]
+        has_nvme = config.tier == "nvme" or (config.has_frozen and config.paths)
+        params = ["device", "cpu", "nvme"] if has_nvme else ["device", "cpu"]
     if config.chooses_grads and config.tier == "nvme" and config.chunk_numel >= SUM_BLOCK:
         grads = ["cpu", "nvme"]
     pairs = list(product(params, grads))
     for param, grad in sorted(pairs, key=lambda pair: _BYTES_OF_PARAM[pair[0]] + _BYTES_OF_GRAD[pair[1]]):
-        if len(pairs) > 1 and grad == "nvme" and param == "device" and not direct:
+        chosen = config.with_params_on(param) if config.chooses_params else config
+        if len(pairs) > 1 and grad == "nvme" and chosen.param_tier == "device" and not direct:
             continue  # see place
-        yield replace(config, param_tier=param, grad_tier=grad)
+        yield replace(chosen, grad_tier=grad)
 
 
 def _shapes(config: Config, layout_of: Callable[[Config], Layout]) -> Iterator[Config]:
     """How many units are prefetched, and in which tiles: from the fastest to what takes least on the device."""
-    if config.param_tier == "device":
+    if not config.streams:
         yield replace(config, tile_bytes=0)
         return
     depths = (config.prefetch_units, 0) if config.chooses_prefetch else (config.prefetch_units,)
@@ -138,11 +166,11 @@ def least_cpu_memory(
     )
     groups = [{"params": list(model.parameters())}] if optimizer is None else optimizer.param_groups
     shape = ModelShape.of(model, groups, config)
-    config = configuration.over_ranks(config, ranks=ranks, ranks_on_node=1)
+    config = configuration.over_ranks(shape.config(config), ranks=ranks, ranks_on_node=1)
     copies = configuration.replicas_of(config, ranks=ranks, rows=replicas)
     direct = device_for(device, shape.params[0].device).type == "cpu"
     if config.chooses_params and config.grad_tier == "nvme" and not direct:
-        config = replace(config, param_tier="nvme")  # the least of those that `place` takes
-    tiles = config if config.param_tier != "device" else replace(config, tile_bytes=0)
+        config = config.with_params_on("nvme")  # the least of those that `place` takes
+    tiles = config if config.streams else replace(config, tile_bytes=0)
     layouts = (shape.layout(tiles, ranks=ranks, rank=rank, replicas=copies) for rank in range(ranks))
     return max(Needs(layout, config, direct).least_bytes for layout in layouts)

@@ -4,6 +4,7 @@
 The rows of a tier add up to the placement's figure for it: `device_bytes`, `arena_bytes`, `disk_bytes`. A row is of a
 state kind (param, grad, master, exp_avg, exp_avg_sq), or one of
 
+    frozen    frozen parameters that stream, or are always on the device, with buffers of the model
     buffers   that streamed chunks pass through, and in which replicas exchange new parameters
     slots     reserved on the disk, and not written in every step: those of chunks that are kept in RAM; with commits,
               the second slot of each chunk, and both of parameters that live elsewhere
@@ -29,19 +30,21 @@ from offload.config import Config, Tier
 from offload.errors import BudgetError
 from offload.grads.shards import records_of as gradient_records_of
 from offload.layout import Layout
-from offload.model.units import ROOT, compute_dtypes, untrained_bytes
+from offload.model.units import ROOT
 from offload.planner.choice import ModelShape, choose
 from offload.planner.placement import (
     IN_FLIGHT,
     TYPICAL_TBW,
     Needs,
     Placement,
+    Pool,
     Room,
     committed_slots,
     place,
     slot_records,
+    state_slots,
 )
-from offload.storage.swap_format import STATE_KINDS, Record, param_records_of
+from offload.storage.swap_format import STATE_KINDS, Record, frozen_records_of, param_records_of
 
 
 @dataclass(frozen=True)
@@ -127,9 +130,8 @@ def plan_of(
     """
     config = configuration.check(**options)
     shape = ModelShape.of(model, [{"params": list(model.parameters())}], config)
-    dtypes = compute_dtypes(model, config.keep_fp32, config.compute_dtype)
-    room = Room(untrained_bytes(model, shape.params, dtypes), free_cpu_bytes=free_cpu_bytes)
-    config = configuration.over_ranks(config, ranks=ranks, ranks_on_node=1)
+    room = replace(shape.room(), free_cpu_bytes=free_cpu_bytes)
+    config = configuration.over_ranks(shape.config(config), ranks=ranks, ranks_on_node=1)
     replicas = configuration.replicas_of(config, ranks=ranks, rows=1)
     layout_of = partial(shape.layout, ranks=ranks, replicas=replicas)
     try:
@@ -145,7 +147,7 @@ def sent_numel(planned: Planned) -> dict[str, int]:
     At stage 3 every micro-batch gathers all units for its forward, and for its backward all but those that are still
     there: the root and the last block, if blocks run in the order of the model.
     """
-    layout, config = planned.layout, planned.config
+    layout, config = planned.layout.trained, planned.config
     reduction = planned.needs.reduction
     if reduction is None:
         return {"gradients": 0, "parameters": 0}
@@ -181,7 +183,8 @@ def hiding_tokens(planned: Planned, flops: float, disk_bytes_per_s: float) -> tu
 def explain(placement: Placement, planned: Planned) -> list[Row]:
     """Every byte of `placement`, by state kind and tier; see [Note: rows]. Rows without bytes are left out."""
     rows = [
-        Row("param", "device", placement.device_bytes - placement.slab_bytes),
+        Row("param", "device", placement.device_bytes - placement.slab_bytes - placement.resident_bytes),
+        Row("frozen", "device", placement.resident_bytes),
         *_in_memory(placement, planned),
         *_on_disk(placement, planned),
     ]
@@ -194,14 +197,19 @@ def _in_memory(placement: Placement, planned: Planned) -> Iterator[Row]:
     total = placement.slab_bytes if where == "device" else placement.arena_bytes
     records = planned.needs.states
     streamed = [record.nbytes for chunk, record in enumerate(records) if chunk not in placement.kept]
+    frozen, is_beside = placement.frozen or Pool(frozenset(), 0, 0, 0), planned.needs.frozen_beside_slab
     rows = [
         Row("grad", where, planned.needs.gradient_bytes),
         *_states([records[chunk] for chunk in placement.kept], where),
         Row("param", where, placement.params.kept_bytes if placement.params else 0),
+        Row("frozen", where, 0 if is_beside else frozen.kept_bytes),
         Row("buffers", where, placement.in_flight * max(streamed, default=0) + _param_buffers(placement, planned)),
     ]
     yield from rows
     yield Row("rest", where, total - sum(row.nbytes for row in rows))
+    if is_beside:
+        yield Row("frozen", "cpu", frozen.kept_bytes)
+        yield Row("buffers", "cpu", frozen.nbytes - frozen.kept_bytes)
     if placement.staged is not None:
         yield Row("buffers", "cpu", placement.staged.nbytes)
     if where == "cpu":
@@ -210,7 +218,8 @@ def _in_memory(placement: Placement, planned: Planned) -> Iterator[Row]:
 
 def _param_buffers(placement: Placement, planned: Planned) -> int:
     """What streamed parameters and gradients pass through."""
-    pools = sum(pool.in_flight * pool.largest for pool in (placement.params, placement.grads) if pool)
+    frozen = None if planned.needs.frozen_beside_slab else placement.frozen
+    pools = sum(pool.in_flight * pool.largest for pool in (placement.params, placement.grads, frozen) if pool)
     return pools + planned.needs.exchange_bytes
 
 
@@ -218,13 +227,16 @@ def _on_disk(placement: Placement, planned: Planned) -> Iterator[Row]:
     if not placement.disk_bytes:
         return
     records, config = planned.needs.states, planned.config
+    frozen = frozen_records_of(planned.layout) if config.frozen_tier == "nvme" else []
     params = param_records_of(planned.layout) if config.param_tier == "nvme" else []
     grads = gradient_records_of(planned.layout, config.accumulation) if config.grad_tier == "nvme" else []
+    kept = [records[chunk] for chunk in placement.kept] if state_slots(planned.layout, config) else []
     rows = [
         *_states([record for chunk, record in enumerate(records) if chunk not in placement.kept], "nvme"),
         Row("param", "nvme", sum(record.numel * record.itemsizes[0] for record in params)),
+        Row("frozen", "nvme", sum(record.numel * record.itemsizes[0] for record in frozen)),
         Row("grad", "nvme", sum(record.numel * record.itemsizes[0] for record in grads)),
-        Row("slots", "nvme", sum(records[chunk].nbytes for chunk in placement.kept) + _second_slots(planned)),
+        Row("slots", "nvme", sum(record.nbytes for record in kept) + _second_slots(planned)),
     ]
     yield from rows
     yield Row("rest", "nvme", placement.disk_bytes - sum(row.nbytes for row in rows))
@@ -251,5 +263,5 @@ def drive_life_steps(placement: Placement) -> float | None:
 
 
 def bytes_per_param(placement: Placement, layout: Layout) -> float:
-    """Read and written, a parameter and step."""
-    return (placement.read_bytes + placement.written_bytes) / layout.numel
+    """Read and written, a trained parameter and step."""
+    return (placement.read_bytes + placement.written_bytes) / layout.trained.numel

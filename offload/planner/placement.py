@@ -25,7 +25,7 @@ from offload.planner.machine import free_memory
 from offload.sizes import format_bytes
 from offload.storage.arena import carved_bytes
 from offload.storage.chunk_cache import residents
-from offload.storage.swap_format import STATE_KINDS, Record, file_bytes, param_records_of, records_of
+from offload.storage.swap_format import STATE_KINDS, Record, file_bytes, frozen_records_of, param_records_of, records_of
 
 IN_FLIGHT = 4
 """Buffers for streamed chunks if the budget allows: one more than the least, so that a late write delays no read."""
@@ -59,11 +59,12 @@ class Placement:
         arena_bytes: all that this library holds in RAM; budget_bytes: what it may hold.
         read_bytes, written_bytes: of the disk, a step; disk_bytes: the swap files.
         device_bytes: the most that parameters and buffers take on the model's device at once; resident_bytes: of these,
-            frozen parameters and buffers; device_budget_bytes: what all may take, None: anything.
+            frozen parameters that stay there, and buffers; device_budget_bytes: what all may take, None: anything.
         slab_bytes: of device_bytes, with tier="device" those of states, gradients and what works on them; else those of
             communication buffers, if the device has memory of its own.
         utilisation: the share of the chunks' buffers that chunks fill.
-        params: of 16-bit parameters that are streamed, or copied to RAM for commits; None: they stay on the device.
+        params: of trained 16-bit parameters that are streamed, or copied to RAM for commits; None: they stay on the
+            device. frozen: of frozen parameters; None: likewise.
         grads: of gradients in slots; staged: of states that are on the device, for commits.
         held_bytes: what this rank holds of each state kind, on any tier, gaps between parameters included.
     """
@@ -85,6 +86,7 @@ class Placement:
     resident_bytes: int = 0
     slab_bytes: int = 0
     staged: Pool | None = None
+    frozen: Pool | None = None
 
     def describe(self, layout: Layout, config: Config) -> str:
         """One line for people."""
@@ -95,16 +97,17 @@ class Placement:
         if config.tier == "device" and where:
             where = ", gathered from the ranks"
         tiled = sum(spec.tile > 0 for spec in layout.specs)
-        where += f", {tiled} layers run in tiles of {format_bytes(config.tile_bytes or 0)}" if tiled else ""
-        where += f", gradients on {_SHOWN[config.grad_tier]}" if config.grad_tier == "nvme" else ""
+        tiles = f", {tiled} layers run in tiles of {format_bytes(config.tile_bytes or 0)}" if tiled else ""
+        grads = f", gradients on {_SHOWN[config.grad_tier]}" if config.grad_tier == "nvme" else ""
         text = (
-            f"offload: {layout.numel:,} parameters{where}; peak on the device "
-            f"{format_bytes(self.device_bytes)}{at_most}; "
+            f"offload: {layout.trained.numel:,} parameters{where}{tiles}{grads}; {self._frozen(layout, config)}"
+            f"peak on the device {format_bytes(self.device_bytes)}{at_most}; "
             f"peak RAM {format_bytes(self.arena_bytes)} of {format_bytes(self.budget_bytes)} allowed; "
         )
         if not self.written_bytes:
             text += f"optimizer states stay {'in' if config.tier == 'cpu' else 'on'} {_SHOWN[config.tier]}"
             text += f" ({len(self.kept)} chunks)"
+            text += f", and {format_bytes(self.read_bytes)} are read a step" if self.read_bytes else ""
             if config.commit_every is None:
                 return text
             return f"{text}, and are written to {paths} ({format_bytes(self.disk_bytes)}) at a commit{_every(config)}"
@@ -115,6 +118,17 @@ class Placement:
             f"{steps:,.0f} steps for a drive warranted for 600 TB written; "
             + ("nothing is committed" if config.commit_every is None else f"a commit{_every(config)}")
         )
+
+    def _frozen(self, layout: Layout, config: Config) -> str:
+        """What of the frozen parameters streams, and what stays on the device."""
+        stays = f"{format_bytes(self.resident_bytes)} of other parameters and buffers stay on the device; "
+        if not layout.frozen:
+            return stays if config.has_frozen else ""
+        frozen = [spec for spec in layout.specs if spec.is_frozen]
+        nbytes = sum(spec.numel * spec.dtype.itemsize for spec in frozen)
+        kept = trained_bytes(layout) if config.param_tier == "device" else 0
+        also = f"{format_bytes(kept)} of trained parameters and " if kept else ""
+        return f"{format_bytes(nbytes)} of frozen ones streamed from {_SHOWN[config.frozen_tier]}, {also}{stays}"
 
 
 def _every(config: Config) -> str:
@@ -129,35 +143,47 @@ def _every(config: Config) -> str:
 class Room:
     """The model's device, and the RAM beside it.
 
-    Attributes: resident_bytes: of frozen parameters and buffers, which are always there; available_bytes: for these
-    and all others, if no `device_memory` is given; None: without a limit; free_cpu_bytes: of RAM; None: what is free
-    here.
+    Attributes: resident_bytes: of buffers and parameters that are always there; available_bytes: for these and all
+    others, if no `device_memory` is given; None: without a limit; frozen_bytes: of frozen parameters, which are always
+    there unless they stream; free_cpu_bytes: of RAM; None: what is free here.
     """
 
     resident_bytes: int = 0
     available_bytes: int | None = None
+    frozen_bytes: int = 0
     free_cpu_bytes: int | None = None
+
+    def resident(self, config: Config) -> int:
+        """What is always there."""
+        return self.resident_bytes + (self.frozen_bytes if config.frozen_tier == "device" else 0)
 
     def limit(self, config: Config) -> int | None:
         return self.available_bytes if config.device_memory is None else config.device_memory
 
 
 def peak_bytes(layout: Layout, config: Config) -> int:
-    """The most that trained parameters take on the device at once.
+    """The most that trained parameters, and frozen ones that stream, take on the device at once.
 
-    Where they are streamed: the root unit, the unit in use and the one around it, each with the units that enclose it,
+    Of those that stream: the root unit, the unit in use and the one around it, each with the units that enclose it,
     and the units that are prefetched.
     """
-    sizes = unit_bytes(layout)
-    if config.param_tier == "device":
-        return sum(sizes.values())
-    root = sizes.pop(ROOT, 0)
+    if not config.streams:
+        return trained_bytes(layout)
+    sizes = unit_bytes(layout, config)
+    resident = trained_bytes(layout) if config.param_tier == "device" else 0
+    root = resident + sizes.pop(ROOT, 0)
     inner: dict[str, list[str]] = {unit: [] for unit in (ROOT, *sizes)}
     for unit in sizes:
         outer = [other for other in sizes if other != unit and encloses(other, unit)]
         inner[max(outer, key=len, default=ROOT)].append(unit)
     ahead = sum(sorted(sizes.values(), reverse=True)[: config.prefetch_units])
     return root + min(_deepest(ROOT, inner, sizes)[1] + ahead, sum(sizes.values()))
+
+
+def trained_bytes(layout: Layout) -> int:
+    """Of all trained parameters on the device."""
+    layout = layout.trained
+    return sum(layout.padded_numel(flat.index) * flat.dtype.itemsize for flat in layout.flats)
 
 
 def _deepest(unit: str, inner: Mapping[str, list[str]], sizes: Mapping[str, int]) -> tuple[int, int]:
@@ -168,10 +194,12 @@ def _deepest(unit: str, inner: Mapping[str, list[str]], sizes: Mapping[str, int]
     return own + sum(ones[:1]), own + max(sum(ones[:2]), max((two for _, two in found), default=0))
 
 
-def unit_bytes(layout: Layout) -> dict[str, int]:
-    """What each unit takes on the device, in the order of the layout."""
+def unit_bytes(layout: Layout, config: Config) -> dict[str, int]:
+    """What streams of each unit, on the device, in the order of the layout."""
     sizes: dict[str, int] = {}
     for one in layout.slices:
+        if config.param_tier == "device" and not layout.flats[one.flat].is_frozen:
+            continue
         if one.is_tile or not layout.tile_of(one.flat):  # what has tiles is never there as a whole
             nbytes = one.numel * layout.flats[one.flat].dtype.itemsize
             sizes[one.unit] = sizes.get(one.unit, 0) + nbytes
@@ -180,16 +208,16 @@ def unit_bytes(layout: Layout) -> dict[str, int]:
 
 def _require_room(layout: Layout, config: Config, room: Room, slab_bytes: int) -> int:
     """The most that the device holds. Raises: BudgetError if it is more than there is room for."""
-    needed, limit = room.resident_bytes + peak_bytes(layout, config) + slab_bytes, room.limit(config)
+    needed, limit = room.resident(config) + peak_bytes(layout, config) + slab_bytes, room.limit(config)
     if limit is None or needed <= limit:
         return needed
     origin = "half of what is free on the device allows" if config.device_memory is None else "device_memory allows"
-    if config.tier == "device":
+    if config.tier == "device" and not config.has_frozen:
         others = ', or choose tier="cpu", or "nvme" with a path'
-    elif config.param_tier == "device":
+    elif not config.streams:
         others = ', or param_tier="cpu" or "nvme"'
     else:
-        sizes = unit_bytes(layout)
+        sizes = unit_bytes(layout, config)
         largest = max(sizes, key=lambda unit: sizes[unit])
         others = (
             f", or smaller units with Tuning(units=...): the largest, {largest or 'the root'}, takes "
@@ -208,24 +236,40 @@ def _require_room(layout: Layout, config: Config, room: Room, slab_bytes: int) -
 
 
 def slot_records(layout: Layout, config: Config) -> list[Record]:
-    """What all slots of a run hold: the states of each chunk, then, if they go there, its parameters and gradients."""
+    """What all slots of a run hold: the states of each chunk, then, if they go there, its parameters and gradients, and
+    frozen parameters."""
     params = param_records_of(layout) if config.param_tier == "nvme" or config.commits_parameters else []
     grads = gradient_records_of(layout, config.accumulation) if config.grad_tier == "nvme" else []
-    return records_of(layout, split_master=config.split_master) + params + grads
+    frozen = frozen_records_of(layout) if config.frozen_tier == "nvme" else []
+    return state_slots(layout, config) + params + grads + frozen
+
+
+def state_slots(layout: Layout, config: Config) -> list[Record]:
+    """Those of `slot_records` that are of states."""
+    is_there = config.tier == "nvme" or config.commit_every is not None
+    return records_of(layout, split_master=config.split_master) if is_there else []
 
 
 def committed_slots(layout: Layout, config: Config) -> int:
     """How many of `slot_records`, the first ones, are committed."""
-    return len(layout.chunks) * (2 if config.commits_parameters else 1)
+    return len(state_slots(layout, config)) * (2 if config.commits_parameters else 1)
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that a configuration needs. Args: direct: whether the model's device is the CPU."""
+    """Bytes that a configuration needs.
 
-    layout: Layout
+    Args: held: the layout of all that is trained or streams; direct: whether the model's device is the CPU.
+    """
+
+    held: Layout
     config: Config
     direct: bool
+
+    @property
+    def layout(self) -> Layout:
+        """Of what is trained."""
+        return self.held.trained
 
     @property
     def in_place(self) -> bool:
@@ -248,7 +292,7 @@ class Needs:
         if self.config.param_tier == "nvme":
             return self._few(sizes)
         if self.config.param_tier == "cpu":
-            return Pool(frozenset(range(len(sizes))), 0, sum(sizes), 0)
+            return _all_of(sizes)
         if not self.config.commits_parameters:
             return None
         # At a commit some are written while another is copied: with two, the drive would wait for half of the time.
@@ -266,6 +310,19 @@ class Needs:
         """Buffers of commits of states that are on the device."""
         is_staged = self.config.tier == "device" and self.config.paths
         return self._few([record.nbytes for record in self.states]) if is_staged else None
+
+    @cached_property
+    def frozen(self) -> Pool | None:
+        """Frozen parameters that stream: all in RAM, or as few as work; None: they are on the device."""
+        sizes = [record.nbytes for record in frozen_records_of(self.held)]
+        if not sizes:
+            return None
+        return self._few(sizes) if self.config.frozen_tier == "nvme" else _all_of(sizes)
+
+    @property
+    def frozen_beside_slab(self) -> bool:
+        """Whether frozen parameters are in RAM or on NVMe, and all else is on the device."""
+        return self.config.tier == "device" and self.config.param_tier == "device"
 
     def _few(self, sizes: list[int]) -> Pool:
         return Pool(frozenset(), min(self.config.in_flight or IN_FLIGHT, len(sizes)), 0, max(sizes, default=0))
@@ -291,7 +348,8 @@ class Needs:
     @property
     def fixed_bytes(self) -> int:
         """All but the states and what stages them."""
-        pools = sum(pool.nbytes for pool in (self.params, self.grads) if pool is not None)
+        frozen = None if self.frozen_beside_slab else self.frozen
+        pools = sum(pool.nbytes for pool in (self.params, self.grads, frozen) if pool is not None)
         is_direct = self.in_place or self.config.param_tier != "device"
         new_params = adam.arena_bytes(
             self.layout, self.config.accumulation, direct=is_direct, split_master=self.config.split_master
@@ -320,7 +378,7 @@ class Needs:
         layout, config = self.layout, self.config
         if not config.paths:
             return 0
-        return file_bytes(slot_records(layout, config), config.slots_per_chunk, committed_slots(layout, config))
+        return file_bytes(slot_records(self.held, config), config.slots_per_chunk, committed_slots(layout, config))
 
     @property
     def held_bytes(self) -> dict[str, int]:
@@ -349,9 +407,12 @@ class Needs:
             for chunk, record in zip(self.layout.param_chunks, param_records_of(self.layout), strict=True):
                 params += record.nbytes
                 tiled += record.nbytes if self.layout.tile_of(chunk.flat) else 0
+        frozen = 0
+        if self.config.frozen_tier == "nvme":  # read by each forward and each backward
+            frozen = 2 * passes * sum(record.nbytes for record in frozen_records_of(self.held))
         if self.config.grad_tier == "nvme":
             grads = passes * sum(record.nbytes for record in gradient_records_of(self.layout, passes))
-        return (2 * passes - 1) * params + tiled + grads, params + grads
+        return (2 * passes - 1) * params + tiled + grads + frozen, params + grads
 
 
 # Where the states go.
@@ -375,7 +436,8 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
     budget = free // 2 // config.ranks_on_node if given is None else given
     sizes = [record.nbytes for record in needs.states]
     is_on_device = config.tier == "device"
-    fixed = reserved + (0 if is_on_device else needs.fixed_bytes) + (0 if needs.staged is None else needs.staged.nbytes)
+    beside = (needs.staged, needs.frozen if needs.frozen_beside_slab else None)
+    fixed = reserved + (0 if is_on_device else needs.fixed_bytes) + sum(pool.nbytes for pool in beside if pool)
     states = 0 if is_on_device else needs.state_bytes
     streams = config.tier == "nvme"
     least = reserved + needs.least_bytes if streams else fixed + states
@@ -409,15 +471,21 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
         disk_bytes=needs.disk_bytes,
         device_bytes=device_bytes,
         device_budget_bytes=room.limit(config),
-        resident_bytes=room.resident_bytes,
+        resident_bytes=room.resident(config),
         params=needs.params,
         grads=needs.grads,
         held_bytes=needs.held_bytes,
         slab_bytes=needs.slab_bytes,
         staged=needs.staged,
+        frozen=needs.frozen,
         streamed_chunks=len(streamed),
         utilisation=filled / max(kept_bytes + in_flight * largest, 1),
     )
+
+
+def _all_of(sizes: list[int]) -> Pool:
+    """All of them are kept."""
+    return Pool(frozenset(range(len(sizes))), 0, sum(sizes), 0)
 
 
 def _keep_and_stream(sizes: list[int], room: int, in_flight: int | None) -> tuple[frozenset[int], int]:

@@ -36,7 +36,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from offload.errors import CorruptionError, ResumeError
-from offload.layout import Layout
+from offload.layout import Chunk, Layout
 from offload.sizes import PAGE_BYTES, round_up
 
 FORMAT = 1
@@ -51,7 +51,7 @@ WHOLE = (4, 4, 4)
 """Bytes an element of each state kind in a slot."""
 SPLIT = (2, 4, 4)
 """The same with a split master, whose upper half is the 16-bit parameter and is in RAM anyway."""
-_DTYPES = {2: torch.int16, 4: torch.float32}
+_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.float32, 8: torch.int64, 16: torch.complex128}
 
 MAGIC = b"offload swap\n\0\0\0"
 _SUPERBLOCK = struct.Struct("<16sIIQ")  # magic, format, length and checksum of the text
@@ -69,7 +69,8 @@ _Stripe = Annotated[int, Meta(ge=0, le=MAX_PATHS)]
 class Record(NamedTuple):
     """The arrays of one slot, each of `numel` elements.
 
-    itemsizes: bytes an element of each array: 4 is fp32, 2 the low halves of a split master, as int16.
+    itemsizes: bytes an element of each array. Of states 4 is fp32, 2 the low halves of a split master, as int16; what
+    parameters are, only who leases them knows.
     """
 
     numel: int
@@ -99,8 +100,17 @@ def records_of(layout: Layout, *, split_master: bool) -> list[Record]:
 
 
 def param_records_of(layout: Layout) -> list[Record]:
-    """The record of each chunk's 16-bit parameters, replicas included, where parameters are streamed."""
-    return [Record(chunk.numel, (layout.flats[chunk.flat].dtype.itemsize,)) for chunk in layout.param_chunks]
+    """The record of each chunk's trained 16-bit parameters, replicas included, where parameters are streamed."""
+    return _values_of(layout, layout.chunks + layout.copies)
+
+
+def frozen_records_of(layout: Layout) -> list[Record]:
+    """The record of each chunk of frozen parameters."""
+    return _values_of(layout, layout.frozen)
+
+
+def _values_of(layout: Layout, chunks: Sequence[Chunk]) -> list[Record]:
+    return [Record(chunk.numel, (layout.flats[chunk.flat].dtype.itemsize,)) for chunk in chunks]
 
 
 class SlotTable:

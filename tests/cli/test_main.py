@@ -24,7 +24,7 @@ OPTIONS = {
     "plan": {
         "--preset", "--layers", "--width", "--accumulation", "--tier", "--cpu-memory", "--chunk", "--split-master",
         "--json", "--param-tier", "--grad-tier", "--ranks", "--stage", "--device-memory", "--commit-every",
-        "--config", "--gpu", "--ram", "--flops", "--disk-gb-per-s",
+        "--config", "--gpu", "--ram", "--flops", "--disk-gb-per-s", "--frozen",
     },
     "doctor": {"--path", "--json"},
     "inspect": {"paths", "--json"},

@@ -327,3 +327,17 @@ def test_a_configuration_needs_transformers(monkeypatch: pytest.MonkeyPatch, tmp
     result = run("--config", str(tmp_path))
     assert result.exit_code == 2
     assert "pip install transformers" in result.stderr
+
+
+def test_frozen_blocks_stream_and_are_counted() -> None:
+    options = ("--param-tier", "nvme", "--tier", "cpu", "--layers", "3")
+    whole = GPT(GPTConfig(**{**vars(PRESETS["1m"]), "layers": 3}), device="meta")
+    frozen = sum(p.numel() for m in (whole.embed, whole.positions, *whole.blocks[:2]) for p in m.parameters())
+    summary = run_json(*options, "--frozen", "2")
+    assert (summary["frozen_tier"], summary["param_tier"]) == ("nvme", "cpu")
+    assert summary["parameters"] + frozen == sum(p.numel() for p in whole.parameters())
+    (row,) = [row for row in summary["rows"] if (row["kind"], row["tier"]) == ("frozen", "nvme")]
+    assert row["nbytes"] == 2 * frozen
+    assert summary["read_bytes"] >= 2 * row["nbytes"]
+    assert "frozen parameters are read in a step" in run(*options, "--frozen", "2").stdout
+    assert "from 0 to the model's 3 blocks" in run(*options, "--frozen", "4").output

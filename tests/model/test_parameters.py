@@ -49,7 +49,7 @@ def test_holes_and_overlaps_are_seen(tensor: Tensor, dense: bool) -> None:
 def taken(*tensors: Tensor, dtype: torch.dtype = torch.bfloat16, streams: bool = False) -> FlatParameters:
     params = [nn.Parameter(tensor) for tensor in tensors]
     layout = build([ParamSpec(f"p{n}", p.numel(), "", dtype, 0) for n, p in enumerate(params)], 1024)
-    parameters = FlatParameters(layout, params, torch.device("cpu"), streams=streams)
+    parameters = FlatParameters(layout, params, torch.device("cpu"), streamed=range(streams))
     parameters.make_dense(0)
     parameters.attach(0)
     return parameters

@@ -33,8 +33,8 @@ def running(params: list[nn.Parameter]) -> RunningUnits:
     specs = [ParamSpec(f"p{n}", 4, unit, torch.float32, 0) for n, unit in enumerate(units)]
     layout = build(specs, 1024)
     parameters = FlatParameters(layout, params, torch.device("cpu"))
-    parameters.guard_with(lambda kind, *, runs=False: Unseen if runs else Guarded)
-    return RunningUnits(layout, parameters)
+    parameters.guard_with(lambda kind, *, streams, runs=False: Unseen if runs else Guarded)
+    return RunningUnits(parameters)
 
 
 def kinds(params: list[nn.Parameter]) -> str:

@@ -81,7 +81,7 @@ MUTATIONS: dict[str, Mutation] = {
     "modes see the library": (STREAMED, lambda: patch.object(torch_helpers, "is_watched", lambda: False)),
     "results fetch nothing in backward": (STREAMED, lambda: patch.object(StreamedUnits, "fetch_before", _nothing)),
     "state_dicts fetch nothing": (STREAMED, lambda: patch.object(Access, "hooks_of", lambda *_, **__: iter(()))),
-    "uses are not seen": (RESIDENT, lambda: patch.object(Guards, "class_for", lambda self, kind, runs=False: kind)),
+    "uses are not seen": (RESIDENT, lambda: patch.object(Guards, "class_for", lambda self, kind, **_: kind)),
     "updates wait for the next step": (RESIDENT, lambda: patch.object(PendingUpdates, "apply", _nothing)),
 }
 """What is taken out, in which placement: from the special to what every training needs."""

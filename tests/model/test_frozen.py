@@ -1,0 +1,237 @@
+"""Frozen parameters that stream: laid out as trained ones are, without states. The oracle is plain torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import OffloadZero, Tuning
+from offload.errors import ConfigError
+from offload.planner.explain import explain, plan_of
+from tests.support.toy import WIDTH, Net, batch, squares, take_step
+
+STEPS = 4
+WHERE: list[tuple[str, str]] = [(tier, param) for tier in ("device", "cpu", "nvme") for param in ("cpu", "nvme")]
+
+
+class Adapted(nn.Module):
+    """A frozen layer and a low-rank one beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Parameter(torch.randn(1, base.in_features) / 8)
+        self.up = nn.Parameter(torch.zeros(base.out_features, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x)
+        return out + nn.functional.linear(nn.functional.linear(x, self.down), self.up)
+
+
+def adapted() -> Net:
+    """A frozen model with low-rank weights in its blocks."""
+    model = Net().requires_grad_(False)
+    torch.manual_seed(4)
+    for block in model.blocks:
+        block.up = Adapted(block.up)
+    return model
+
+
+def halves() -> Net:
+    """A model of which the first blocks and the head's bias are frozen."""
+    model = Net()
+    model.blocks[:2].requires_grad_(False)
+    model.head.bias.requires_grad_(False)
+    return model
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def options(tier: str, param_tier: str, path: Path, **more: Any) -> dict[str, Any]:
+    """Of OffloadZero, with as many chunks as so small a model can have, all of which stream where some do."""
+    tuning = Tuning(chunk=4096, **more.pop("tuning", {}))
+    on_disk = {"path": path / "run"} if "nvme" in (tier, param_tier) else {}
+    small = {"cpu_memory": "600KiB"} if tier == "nvme" else {}
+    return {
+        "tier": tier,
+        "param_tier": param_tier,
+        "compute_dtype": torch.float32,
+        "commit_every": None,
+        "tuning": tuning,
+        **on_disk,
+        **small,
+        **more,
+    }
+
+
+def losses(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = STEPS) -> Iterator[float]:
+    for step in range(steps):
+        loss = squares(model, batch(step))
+        take_step(optimizer, loss)
+        yield loss.item()
+
+
+def assert_close(model: nn.Module, plain: nn.Module) -> None:
+    values = model.state_dict()
+    for name, wanted in plain.state_dict().items():
+        torch.testing.assert_close(values[name], wanted, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("make", [adapted, halves])
+@pytest.mark.parametrize(("tier", "param_tier"), WHERE)
+def test_trains_as_plain_torch_and_leaves_frozen_bits_alone(
+    make: Any, tier: str, param_tier: str, tmp_path: Path
+) -> None:
+    model, plain = make(), make()
+    frozen = {name: param.clone() for name, param in model.named_parameters() if not param.requires_grad}
+    optimizer = OffloadZero(model, torch.optim.AdamW(trained(model)), **options(tier, param_tier, tmp_path))
+    other = torch.optim.AdamW(trained(plain))
+    torch.testing.assert_close(list(losses(model, optimizer)), list(losses(plain, other)), rtol=1e-5, atol=1e-6)
+    assert_close(model, plain)
+    for name, param in model.named_parameters():
+        if name in frozen:
+            assert torch.equal(param, frozen[name])
+            assert param.grad is None
+    stats = optimizer.stats()
+    assert stats["peak_device_bytes"] <= optimizer._placement.device_bytes
+    optimizer.close()
+    assert_close(model, plain)
+
+
+@pytest.mark.parametrize(("tier", "param_tier"), WHERE)
+def test_what_is_written_to_a_frozen_parameter_counts(tier: str, param_tier: str, tmp_path: Path) -> None:
+    model, plain = halves(), halves()
+    optimizer = OffloadZero(model, torch.optim.AdamW(trained(model)), **options(tier, param_tier, tmp_path))
+    other = torch.optim.AdamW(trained(plain))
+    for both in ((model, optimizer), (plain, other)):
+        for _ in losses(*both, steps=2):
+            first, second = both[0].blocks[:2]
+            with torch.no_grad():
+                first.up.weight.mul_(0.9).add_(0.1 * both[0].blocks[2].up.weight)
+            first.norm.bias.data += 0.25
+            second.down.weight.data.copy_(torch.ones(WIDTH, 2 * WIDTH) / WIDTH)
+        state = {name: value + 0.125 for name, value in first.down.state_dict().items()}
+        first.down.load_state_dict(state)
+    assert_close(model, plain)
+    torch.testing.assert_close(list(losses(model, optimizer)), list(losses(plain, other)), rtol=1e-5, atol=1e-6)
+    assert_close(model, plain)
+    optimizer.close()
+
+
+def test_few_trained_parameters_stay_while_others_stream(tmp_path: Path) -> None:
+    model = Net().requires_grad_(False)
+    model.head.bias.requires_grad_(True)
+    optimizer = OffloadZero(model, **options("cpu", "cpu", tmp_path))
+    address = model.head.bias.data_ptr()
+    assert optimizer._config.param_tier == "device"
+    take_step(optimizer, squares(model))
+    assert model.head.bias.data_ptr() == address
+    optimizer.close()
+
+
+def test_the_first_line_and_the_plan_count_what_streams(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = adapted()
+    frozen_bytes = sum(4 * param.numel() for param in model.parameters() if not param.requires_grad)
+    given = options("cpu", "nvme", tmp_path)
+    planned = plan_of(model, direct=True, **given)
+    placement = planned.place()
+    rows = {(row.kind, row.tier): row.nbytes for row in explain(placement, planned)}
+    gaps = 4 * 64 * len(list(model.parameters()))  # at most, by which parameters are aligned
+    assert frozen_bytes <= rows["frozen", "nvme"] <= frozen_bytes + gaps
+    OffloadZero(model, **given).close()
+    line = capsys.readouterr().err
+    assert "of frozen ones streamed from NVMe" in line
+    assert placement.disk_bytes == sum(path.stat().st_size for path in (tmp_path / "run").iterdir())
+
+
+def test_unfreezing_in_a_run_is_refused_and_names_the_parameter(tmp_path: Path) -> None:
+    model = halves()
+    optimizer = OffloadZero(model, torch.optim.AdamW(model.parameters()), **options("cpu", "cpu", tmp_path))
+    model.blocks[0].up.requires_grad_(True)
+    squares(model).backward()
+    with pytest.raises(ConfigError, match=r"blocks\.0\.up\.weight was frozen when OffloadZero took the model"):
+        optimizer.step()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("param_tier", ["cpu", "nvme"])
+def test_integer_and_quantised_parameters_stream_as_they_are(param_tier: str, tmp_path: Path) -> None:
+    class Quantised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.codes = nn.Parameter(torch.randint(0, 255, (WIDTH, WIDTH), dtype=torch.uint8), requires_grad=False)
+            self.eighth = nn.Parameter(torch.randn(WIDTH, WIDTH).to(torch.float8_e4m3fn), requires_grad=False)
+            self.place = nn.Parameter(torch.arange(WIDTH), requires_grad=False)
+            self.wave = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64), requires_grad=False)
+            self.gain = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight = (self.codes.to(x.dtype) - 128) / 128 + self.eighth.to(x.dtype)
+            return (x @ weight)[:, self.place] * self.gain * self.wave.abs().to(x.dtype)
+
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(Quantised(), Quantised(), Quantised())
+    before = copy.deepcopy(model.state_dict())
+    given = options("cpu", param_tier, tmp_path, compute_dtype=torch.bfloat16)
+    optimizer = OffloadZero(model, torch.optim.AdamW(trained(model)), **given)
+    x = torch.randn(4, WIDTH)
+    for _ in range(2):
+        take_step(optimizer, squares(model, x))
+    for name, value in model.state_dict().items():
+        if not name.endswith("gain"):
+            assert value.dtype is before[name].dtype, name
+            assert torch.equal(value.reshape(-1).view(torch.uint8), before[name].reshape(-1).view(torch.uint8)), name
+    optimizer.close()
+
+
+def test_a_quantised_parameter_with_more_than_its_bytes_is_refused_by_name(tmp_path: Path) -> None:
+    model = halves()
+    model.blocks[0].up.weight.SCB = torch.ones(1)  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r'blocks\.0\.up\.weight is a Parameter .* give param_tier="device"'):
+        OffloadZero(model, **options("cpu", "cpu", tmp_path))
+    OffloadZero(model, **options("cpu", "device", tmp_path)).close()
+
+
+def test_a_trained_parameter_over_the_memory_of_a_frozen_one_is_refused(tmp_path: Path) -> None:
+    model = halves()
+    model.blocks[2].up.weight = nn.Parameter(model.blocks[0].up.weight.data)
+    with pytest.raises(ConfigError, match="share memory"):
+        OffloadZero(model, **options("cpu", "device", tmp_path))
+
+
+@pytest.mark.parametrize("tier", ["device", "cpu"])
+def test_only_frozen_parameters_can_stream_from_a_slower_tier_than_states(tier: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="states take six times"):
+        OffloadZero(Net(), **options(tier, "nvme", tmp_path))
+
+
+@pytest.mark.parametrize("param_tier", ["cpu", "nvme"])
+def test_frozen_layers_run_in_tiles(param_tier: str, tmp_path: Path) -> None:
+    model, plain = adapted(), adapted()
+    given = options("cpu", param_tier, tmp_path, tuning={"tile": 800})
+    optimizer = OffloadZero(model, torch.optim.AdamW(trained(model)), **given)
+    assert sum(spec.tile > 0 and spec.is_frozen for spec in optimizer._plan.held.specs) == 8
+    other = torch.optim.AdamW(trained(plain))
+    torch.testing.assert_close(list(losses(model, optimizer)), list(losses(plain, other)), rtol=1e-5, atol=1e-6)
+    assert_close(model, plain)
+    optimizer.close()
+
+
+def test_a_wide_frozen_model_takes_a_unit_of_the_device_and_not_more(tmp_path: Path) -> None:
+    model: Any = nn.Sequential(*(Adapted(nn.Linear(96, 96).requires_grad_(False)) for _ in range(12)))
+    whole = sum(param.numel() * 2 for param in model.parameters())
+    given = options("cpu", "cpu", tmp_path, compute_dtype=torch.bfloat16)
+    optimizer = OffloadZero(model, torch.optim.AdamW(trained(model)), **given)
+    for step in range(2):
+        take_step(optimizer, squares(model, torch.randn(4, 96, generator=torch.Generator().manual_seed(step))))
+    stats = optimizer.stats()
+    assert stats["peak_device_bytes"] <= optimizer._placement.device_bytes < whole / 2
+    optimizer.close()

@@ -1,0 +1,31 @@
+"""Idioms of models with frozen parameters, where these stream and what is trained does or does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from offload import config
+from tests.oracle import idioms  # noqa: F401  # registers them
+from tests.oracle.harness import FROZEN_STREAMS, IDIOMS, STREAMED, check
+
+NAMES = (
+    "momentum_contrast",
+    "low_rank_weights_merged",
+    "weight_norm_with_frozen_magnitude",
+)
+
+
+@pytest.mark.parametrize("placement", FROZEN_STREAMS)
+@pytest.mark.parametrize("name", NAMES)
+def test_idiom_with_frozen_parameters_is_as_in_plain_torch(name: str, placement: str, tmp_path: Path) -> None:
+    check(IDIOMS[name], placement, tmp_path)
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+@pytest.mark.parametrize("name", NAMES)
+def test_idiom_whose_trained_parameters_stay_is_as_in_plain_torch(name: str, placement: str, tmp_path: Path) -> None:
+    with patch.object(config, "SMALL", 10.0):
+        check(IDIOMS[name], placement, tmp_path)
