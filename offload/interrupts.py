@@ -14,7 +14,8 @@ right.) A call that no signal interrupts only costs two looks at which handlers 
 - A function that waits inside such a call handles signals where nothing is half changed: `let_in`, `wait_until`,
   `result_of`.
 - `__enter__` of a context manager is marked `uninterrupted_entry`: an exception at its end would leave it entered for
-  ever. A signal that came meanwhile is handled at the end of the next marked call.
+  ever. So is `__del__`, where Python drops what is raised. A signal that came meanwhile is handled at the end of the
+  next marked call.
 - A handler that the user installs later replaces ours, until the next marked call puts another one in front of it.
   A user who restores what `signal.signal` returned restores ours, which passes signals on to the one before it.
 - Optimizers `hold()` the handlers. When the last has given them back, the users' own are installed again.
@@ -88,7 +89,7 @@ def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def uninterrupted_entry(function: Callable[P, R]) -> Callable[P, R]:
-    """For an `__enter__`: as `uninterrupted`, but the signal is handled at the end of the next marked call."""
+    """For `__enter__`, `__del__`: as `uninterrupted`, but the signal is handled at the end of the next marked call."""
 
     @functools.wraps(function)
     def entry(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -28,21 +28,21 @@ def write_temporary(files: Files, path: Path, pieces: Iterable[bytes | memoryvie
     with failing("remove", made):
         files.remove(made)
     with failing("write", made):
-        fd = files.create(made)
+        file = files.create(made)
     size, hasher = 0, xxhash.xxh3_128()
     try:
         try:
             for piece in pieces:
                 data = memoryview(piece).cast("B")
                 with failing("write", made, size, len(data)):
-                    files.write(fd, data)
+                    files.write(file, data)
                 hasher.update(data)
                 size += len(data)
             with failing("sync", made, 0, size):
-                files.sync(fd)
+                files.sync(file)
         finally:
             with failing("sync", made, 0, size):
-                files.close(fd)
+                files.close(file)
     except BaseException:
         with contextlib.suppress(OSError):
             files.remove(made)

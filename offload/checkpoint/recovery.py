@@ -373,8 +373,8 @@ class RecoveryPlan:
             path = self.paths[slot.path] / swap_name(manifest.rank)
             if path not in sizes:
                 try:
-                    with open(self.files.open(path, os.O_RDONLY), "rb", buffering=0) as file:
-                        sizes[path] = os.fstat(file.fileno()).st_size
+                    with self.files.open(path, os.O_RDONLY) as file:
+                        sizes[path] = os.fstat(file.fd).st_size
                 except OSError as error:
                     raise PathError(error.errno, f"cannot be opened: {error.strerror}", str(path)) from error
             if sizes[path] < slot.offset + slot.size:

@@ -121,7 +121,7 @@ def _runs_in(path: Path) -> set[str] | None:
         return {commit.run_id} | ({commit.replaces} if commit.replaces else set())
     if (manifest := manifest_in(path)) is not None:
         return {manifest.run_id}
-    os.close(LOCAL.open(path, os.O_RDONLY))  # whether it is a link
+    LOCAL.open(path, os.O_RDONLY).close()  # whether it is a link
     return None
 
 

@@ -232,16 +232,16 @@ class Snapshot:
     def _copy_slots(self, number: int, target: Path) -> None:
         source = Path(self.swaps[number])
         with failing("write", target):
-            fd = self.files.create(target)
+            file = self.files.create(target)
         try:
             for offset, length in self._ranges(number):
                 with failing("write", target, offset, length):
-                    self.files.copy(source, fd, offset, length)
+                    self.files.copy(source, file, offset, length)
             with failing("sync", target):
-                self.files.sync(fd)
+                self.files.sync(file)
         finally:
             with failing("sync", target):
-                self.files.close(fd)
+                self.files.close(file)
 
     def _rename(self, directory: Path, *, to_aside: bool) -> None:
         place = directory / swap_name(self.manifest.rank)

@@ -30,10 +30,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Literal
+from types import TracebackType
+from typing import Literal, Self
 
 from offload.errors import PathError, TierIOError
-from offload.interrupts import uninterrupted, wait_until
+from offload.interrupts import uninterrupted, uninterrupted_entry, wait_until
 from offload.sizes import MIB, PAGE_BYTES
 
 IOFuture = Future[int]
@@ -46,20 +47,32 @@ O_DIRECT = getattr(os, "O_DIRECT", 0)
 """0 where the system has no such thing."""
 
 
-def open_nofollow(path: str, flags: int, *, dir_fd: int | None = None) -> int:
+def open_nofollow(name: str, flags: int, *, dir_fd: int | None = None, path: str | None = None) -> IOFile:
     """Opens a file, and makes it with mode 0600 if `flags` say so. Every file of this library is opened here.
 
     A link as last component is refused. Nothing is waited for: a FIFO in the file's place would hang us. O_DIRECT in
     `flags` is left out where the file system cannot do that.
-    Args: dir_fd: of the directory to which `path` is relative. Returns: the descriptor. Raises: OSError.
+    Args: dir_fd: of the directory to which `name` is relative; path: what it is called, `name` if None.
+    Raises: OSError.
     """
-    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return _open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd, path)
+
+
+def open_directory(name: str, *, dir_fd: int | None = None) -> IOFile:
+    """Raises: OSError."""
+    return _open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd)
+
+
+@uninterrupted  # or nobody would know of it, and close it
+def _open(name: str, flags: int, dir_fd: int | None, path: str | None = None) -> IOFile:
+    flags |= os.O_CLOEXEC
     try:
-        return os.open(path, flags, 0o600, dir_fd=dir_fd)
+        fd = os.open(name, flags, 0o600, dir_fd=dir_fd)
     except OSError as error:
         if error.errno != errno.EINVAL or not flags & O_DIRECT:
             raise
-        return os.open(path, flags & ~O_DIRECT, 0o600, dir_fd=dir_fd)
+        fd = os.open(name, flags & ~O_DIRECT, 0o600, dir_fd=dir_fd)
+    return IOFile(name if path is None else path, fd, dir_fd)
 
 
 def aligned_memory(nbytes: int) -> memoryview:
@@ -68,7 +81,7 @@ def aligned_memory(nbytes: int) -> memoryview:
 
 
 class IOFile:
-    """An open file.
+    """An open file or directory, which is closed when nobody has it any more.
 
     Attributes: path; fd; direct (whether O_DIRECT is on); dir_fd: of the directory in which it was opened, None if it
     was found by its path.
@@ -82,6 +95,15 @@ class IOFile:
         self._pid = os.getpid()
         _OPEN.add(self)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @uninterrupted
     def close(self) -> None:
         """Closes the descriptor, which frees its lock. May be called again."""
         fd, self.fd = self.fd, -1
@@ -94,6 +116,7 @@ class IOFile:
                 fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
 
+    @uninterrupted_entry
     def __del__(self) -> None:
         # Who forgets to close must not keep the lock for the life of the process.
         with contextlib.suppress(OSError):
@@ -124,14 +147,13 @@ def open_file(path: str, *, dir_fd: int | None = None, buffered: bool = False) -
     name = path if dir_fd is None else os.path.basename(path)
     flags = os.O_RDWR | os.O_CREAT | (0 if buffered else O_DIRECT)
     try:
-        fd = open_nofollow(name, flags, dir_fd=dir_fd)
+        file = open_nofollow(name, flags, dir_fd=dir_fd, path=path)
     except OSError as error:
         raise PathError(error.errno, f"cannot open the swap file: {error.strerror}", path) from error
-    info = os.fstat(fd)
+    info = os.fstat(file.fd)
     if not stat.S_ISREG(info.st_mode):
-        os.close(fd)
+        file.close()
         raise PathError(errno.EEXIST, "the swap file's place is taken by something that is no regular file", path)
-    file = IOFile(path, fd, dir_fd)
     if not (file.direct or buffered) and info.st_dev not in _told_no_direct:
         _told_no_direct.add(info.st_dev)
         _log.warning("%s: no O_DIRECT on this file system; swap files go through the page cache", path)
@@ -141,7 +163,7 @@ def open_file(path: str, *, dir_fd: int | None = None, buffered: bool = False) -
 def reopened(file: IOFile) -> IOFile:
     """The same file once more, with a position of its own, through the page cache. Raises: OSError if it is gone."""
     name = file.path if file.dir_fd is None else os.path.basename(file.path)
-    found = IOFile(file.path, open_nofollow(name, os.O_RDWR, dir_fd=file.dir_fd), file.dir_fd)
+    found = open_nofollow(name, os.O_RDWR, dir_fd=file.dir_fd, path=file.path)
     if not os.path.samestat(os.fstat(found.fd), os.fstat(file.fd)):
         found.close()
         raise OSError(errno.ESTALE, "another file has its name", file.path)

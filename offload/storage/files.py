@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
 from offload.errors import CorruptionError, PathError, ResumeError
-from offload.io.engine import IOFile, open_nofollow
+from offload.io.engine import IOFile, open_directory, open_nofollow
 from offload.sizes import MIB, PAGE_BYTES
 from offload.storage.swap_format import parse_superblock
 
@@ -84,10 +84,9 @@ class Directories:
         path = path.absolute()
         if path not in self._held:
             try:
-                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                self._held[path] = open_directory(str(path))
             except OSError as error:
                 raise PathError(error.errno, f"cannot be opened: {error.strerror}", str(path)) from error
-            self._held[path] = IOFile(str(path), fd)
         return self._held[path].fd
 
     def __contains__(self, path: Path) -> bool:
@@ -130,24 +129,24 @@ class Files(Protocol):
     def within(self, held: Directories) -> Self:
         """The same, with what is in directories that are held reached through these."""
 
-    def create(self, path: Path) -> int:
-        """Makes a file of mode 0600 where there is none, follows no link; returns a descriptor to write to."""
+    def create(self, path: Path) -> IOFile:
+        """Makes a file of mode 0600 where there is none, to write to; follows no link."""
 
-    def write(self, fd: int, data: memoryview) -> None:
+    def write(self, file: IOFile, data: memoryview) -> None:
         """Appends all of `data`."""
 
-    def sync(self, fd: int) -> None:
+    def sync(self, file: IOFile) -> None:
         """Makes the file's content durable. If it fails, the content is lost, whatever a second call says."""
 
-    def close(self, fd: int) -> None: ...
+    def close(self, file: IOFile) -> None: ...
 
     def rename(self, old: Path, new: Path) -> None: ...
 
     def remove(self, path: Path) -> None:
         """Removes a file, not what it links to; one that is not there is fine."""
 
-    def copy(self, source: Path, fd: int, offset: int, length: int) -> None:
-        """Writes a range of the file `source` to the same place of the file `fd`, of which it has to be no part yet.
+    def copy(self, source: Path, target: IOFile, offset: int, length: int) -> None:
+        """Writes a range of the file `source` to the same place of `target`, of which it has to be no part yet.
 
         Where the file system can, both share the blocks until one of them is written to.
         """
@@ -169,8 +168,8 @@ class Files(Protocol):
     def read(self, path: Path, most: int) -> bytes:
         """The content of a regular file, or the first `most + 1` bytes of it; follows no link."""
 
-    def open(self, path: Path, flags: int) -> int:
-        """Opens a file that is there; follows no link and waits for nobody. Returns: its descriptor."""
+    def open(self, path: Path, flags: int) -> IOFile:
+        """Opens a file that is there; follows no link and waits for nobody."""
 
     def space(self, path: Path) -> tuple[int, int]:
         """The device that a directory is on, and bytes that are free there."""
@@ -197,19 +196,19 @@ class LocalFiles:
     def _at(self, path: Path) -> tuple[str, int | None]:
         return (str(path), None) if self._held is None else self._held.at(path)
 
-    def create(self, path: Path) -> int:
+    def create(self, path: Path) -> IOFile:
         name, within = self._at(path)
-        return open_nofollow(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, dir_fd=within)
+        return open_nofollow(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, dir_fd=within, path=str(path))
 
-    def write(self, fd: int, data: memoryview) -> None:
+    def write(self, file: IOFile, data: memoryview) -> None:
         while data:
-            data = data[os.write(fd, data) :]
+            data = data[os.write(file.fd, data) :]
 
-    def sync(self, fd: int) -> None:
-        os.fsync(fd)
+    def sync(self, file: IOFile) -> None:
+        os.fsync(file.fd)
 
-    def close(self, fd: int) -> None:
-        os.close(fd)
+    def close(self, file: IOFile) -> None:
+        file.close()
 
     def rename(self, old: Path, new: Path) -> None:
         (source, source_fd), (target, target_fd) = self._at(old), self._at(new)
@@ -220,12 +219,12 @@ class LocalFiles:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=within)
 
-    def copy(self, source: Path, fd: int, offset: int, length: int) -> None:
+    def copy(self, source: Path, target: IOFile, offset: int, length: int) -> None:
         # O_DIRECT or not, what a swap file's engine has written is seen here: it was synced.
-        with open(self.open(source, os.O_RDONLY), "rb", buffering=0) as file:
+        with self.open(source, os.O_RDONLY) as file:
             end = offset + length
             while offset < end:
-                done = _copy_some(file.fileno(), fd, offset, min(end - offset, COPIED_BYTES))
+                done = _copy_some(file.fd, target.fd, offset, min(end - offset, COPIED_BYTES))
                 if not done:
                     raise OSError(errno.EIO, f"{source} ends at {offset}, before what is to be copied does")
                 offset += done
@@ -244,18 +243,12 @@ class LocalFiles:
                 raise
 
     def sync_directory(self, path: Path) -> None:
-        fd = self._open_directory(path)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        with self._open_directory(path) as directory:
+            os.fsync(directory.fd)
 
     def names(self, directory: Path) -> list[str]:
-        fd = self._open_directory(directory)
-        try:
-            return os.listdir(fd)
-        finally:
-            os.close(fd)
+        with self._open_directory(directory) as opened:
+            return os.listdir(opened.fd)
 
     def is_directory(self, path: Path) -> bool:
         name, within = self._at(path)
@@ -265,31 +258,25 @@ class LocalFiles:
             return False
 
     def read(self, path: Path, most: int) -> bytes:
-        fd = self.open(path, os.O_RDONLY)
-        try:
-            info = os.fstat(fd)
+        with self.open(path, os.O_RDONLY) as opened:
+            info = os.fstat(opened.fd)
             if not stat.S_ISREG(info.st_mode):
                 raise OSError(errno.EINVAL, "is no regular file", str(path))
-            with open(fd, "rb", closefd=False) as file:
+            with open(opened.fd, "rb", closefd=False) as file:
                 return file.read(min(info.st_size, most + 1))
-        finally:
-            os.close(fd)
 
-    def open(self, path: Path, flags: int) -> int:
+    def open(self, path: Path, flags: int) -> IOFile:
         name, within = self._at(path)
-        return open_nofollow(name, flags, dir_fd=within)
+        return open_nofollow(name, flags, dir_fd=within, path=str(path))
 
     def space(self, path: Path) -> tuple[int, int]:
-        fd = self._open_directory(path)
-        try:
-            disk = os.fstatvfs(fd)
-            return os.fstat(fd).st_dev, disk.f_bavail * disk.f_frsize
-        finally:
-            os.close(fd)
+        with self._open_directory(path) as directory:
+            disk = os.fstatvfs(directory.fd)
+            return os.fstat(directory.fd).st_dev, disk.f_bavail * disk.f_frsize
 
-    def _open_directory(self, path: Path) -> int:
+    def _open_directory(self, path: Path) -> IOFile:
         name, within = self._at(path)
-        return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=within)
+        return open_directory(name, dir_fd=within)
 
 
 def _copy_some(source: int, target: int, offset: int, length: int) -> int:

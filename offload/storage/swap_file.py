@@ -113,10 +113,9 @@ def lock(file: IOFile) -> None:
 def open_locked(path: Path, files: Files) -> IOFile:
     """Opens and locks a swap file that is to be moved or removed. Raises: PathInUseError, PathError."""
     try:
-        fd = files.open(path, os.O_RDWR)
+        file = files.open(path, os.O_RDWR)
     except OSError as error:
         raise PathError(error.errno, f"cannot be opened: {error.strerror}", str(path)) from error
-    file = IOFile(str(path), fd)
     try:
         lock(file)
     except BaseException:
@@ -617,13 +616,13 @@ class CommittedFile:
         self.path = str(path)
         try:
             # NFS gives an exclusive lock only to who may write.
-            fd = files.open(path, O_DIRECT | (os.O_RDWR if exclusive else os.O_RDONLY))
+            self._file = files.open(path, O_DIRECT | (os.O_RDWR if exclusive else os.O_RDONLY))
         except OSError as error:
             why = "is a symlink: replace the link by the swap file"
             if error.errno != errno.ELOOP:
                 why = f"cannot open the swap file: {error.strerror}"
             raise PathError(error.errno, why, self.path) from error
-        self._fd = fd
+        fd = self._file.fd
         try:
             info = os.fstat(fd)
             if not stat.S_ISREG(info.st_mode):
@@ -642,7 +641,7 @@ class CommittedFile:
         done = 0
         while done < len(data):
             try:
-                got = os.preadv(self._fd, [data[done:]], offset + done)
+                got = os.preadv(self._file.fd, [data[done:]], offset + done)
             except OSError as error:
                 code = error.errno or errno.EIO
                 raise TierIOError("read", code, self.path, offset + done, len(data) - done) from error
@@ -654,6 +653,4 @@ class CommittedFile:
 
     def close(self) -> None:
         """May be called again."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self._file.close()

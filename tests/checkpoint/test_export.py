@@ -16,6 +16,7 @@ from offload.checkpoint.export import export
 from offload.checkpoint.extra import memory_of
 from offload.checkpoint.tensors import DTYPES, Entry
 from offload.errors import BudgetError, ConfigError, PathError, TierIOError
+from offload.io.engine import IOFile
 from offload.storage.files import LocalFiles
 
 INDEX = "model.safetensors.index.json"
@@ -243,13 +244,13 @@ class Failing(LocalFiles):
             if self.left == 0:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def write(self, fd: int, data: memoryview) -> None:
+    def write(self, file: IOFile, data: memoryview) -> None:
         self._count("write")
-        super().write(fd, data)
+        super().write(file, data)
 
-    def sync(self, fd: int) -> None:
+    def sync(self, file: IOFile) -> None:
         self._count("sync")
-        super().sync(fd)
+        super().sync(file)
 
     def rename(self, old: Path, new: Path) -> None:
         self._count("rename")

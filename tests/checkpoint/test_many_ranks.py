@@ -21,6 +21,7 @@ from offload.checkpoint.manifest import ChunkFacts, Manifest, committed_slots
 from offload.checkpoint.recovery import RecoveryPlan, describe, find_together
 from offload.dist.communicator import Communicator
 from offload.errors import ConfigError, CorruptionError, OffloadError, ResumeError
+from offload.io.engine import IOFile
 from offload.layout import Layout, build
 from offload.model.units import specs_of
 from offload.storage.files import LocalFiles, swap_name
@@ -34,7 +35,7 @@ class Counted(LocalFiles):
     def __init__(self) -> None:
         self.opened: Counter[int] = Counter()
 
-    def open(self, path: Path, flags: int) -> int:
+    def open(self, path: Path, flags: int) -> IOFile:
         self.opened[threading.get_ident()] += 1
         return super().open(path, flags)
 

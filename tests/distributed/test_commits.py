@@ -25,6 +25,7 @@ from offload.checkpoint.commit import read_commit
 from offload.checkpoint.reader import Reader
 from offload.dist import torch_distributed as comm
 from offload.errors import ConfigError, OffloadError, RankError, ResumeError, TierIOError
+from offload.io.engine import IOFile
 from offload.planner import least_cpu_memory
 from offload.storage.files import LocalFiles
 from tests.support import models
@@ -161,18 +162,15 @@ class Failing(LocalFiles):
 
     def __init__(self, operation: str, name: str) -> None:
         self._operation, self._name = operation, name
-        self._open: dict[int, Path] = {}
 
     def _fail(self, operation: str, path: Path) -> None:
         if operation == self._operation and path.name.startswith(self._name):
             self._operation = ""
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    def create(self, path: Path) -> int:
+    def create(self, path: Path) -> IOFile:
         self._fail("create", path)
-        fd = super().create(path)
-        self._open[fd] = path
-        return fd
+        return super().create(path)
 
     def rename(self, old: Path, new: Path) -> None:
         self._fail("rename", new)

@@ -16,6 +16,7 @@ from offload.checkpoint import recovery as resuming
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.snapshot import Need
 from offload.errors import BudgetError, OffloadError, RankError
+from offload.io.engine import IOFile
 from offload.storage.files import LocalFiles
 from tests.distributed.test_commits import AT, MORE, TIMEOUT_S, Failing, Training, _patient, same
 from tests.support.ranks import World, Worlds
@@ -126,9 +127,9 @@ def _gone_back(base: str, directories: list[str]) -> tuple[dict[str, Tensor], st
 
 
 class FailingCopy(Failing):
-    def copy(self, source: Path, fd: int, offset: int, length: int) -> None:
-        self._fail("copy", self._open[fd])
-        super().copy(source, fd, offset, length)
+    def copy(self, source: Path, target: IOFile, offset: int, length: int) -> None:
+        self._fail("copy", Path(target.path))
+        super().copy(source, target, offset, length)
 
 
 def _refused(base: str, shared: bool, rank: int, operation: str, name: str) -> str:

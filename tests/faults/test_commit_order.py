@@ -29,7 +29,6 @@ class Logged(LocalFiles):
     def __init__(self) -> None:
         self.log: list[str] = []
         self.fails = ""
-        self._open: dict[int, str] = {}
 
     def _note(self, what: str, path: Path) -> None:
         name = "manifest" if path.name.startswith("manifest") else path.name
@@ -37,14 +36,9 @@ class Logged(LocalFiles):
         if self.log[-1] == self.fails:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    def create(self, path: Path) -> int:
-        fd = super().create(path)
-        self._open[fd] = path.name.removesuffix(TEMPORARY).partition("-")[0]
-        return fd
-
-    def sync(self, fd: int) -> None:
-        self.log.append(f"sync {self._open[fd]}")
-        super().sync(fd)
+    def sync(self, file: IOFile) -> None:
+        self.log.append(f"sync {Path(file.path).name.removesuffix(TEMPORARY).partition('-')[0]}")
+        super().sync(file)
 
     def rename(self, old: Path, new: Path) -> None:
         self._note("rename", new)

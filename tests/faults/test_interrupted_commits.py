@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,6 +30,7 @@ from tests.faults.conftest import Make, Tiny, assert_same, bits, one_step
 from tests.support.faulty_engine import FaultyEngine, resolved
 
 OPERATIONS = ("create", "write", "sync", "close", "rename", "remove", "copy", "sync_directory", "names", "read")
+OPERATIONS += ("make_directory", "remove_directory", "is_directory", "open")
 TRACED = frozenset(module.__file__ for module in (commits, records, atomic, local))
 """Where a commit is made, beside `Stripes`."""
 
@@ -152,6 +154,36 @@ def test_interrupted_at_any_call_of_the_file_system_no_commit_is_overwritten(
     assert kept[-1]
     assert kept.count(False) > 5
     assert kept.count(True) > 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("is_done", [False, True], ids=["before it", "after it"])
+def test_interrupted_at_any_call_of_the_file_system_what_state_dicts_name_stays(
+    make: Make, path: Path, monkeypatch: pytest.MonkeyPatch, is_done: bool
+) -> None:
+    model = Tiny()
+    optimizer = make(model, commit_every=0)
+    named: list[tuple[dict[str, Any], dict[str, Tensor]]] = []
+    for at in range(400):
+        one_step(model, optimizer, at)
+        named.append((copy.deepcopy(optimizer.state_dict()), bits(model, optimizer)))
+        one_step(model, optimizer, 1000 + at)
+        files = Interrupted(at, is_done=is_done)
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            patch.setattr("offload.checkpoint.recovery.FILES", files)
+            optimizer.commit()
+        optimizer.commit()
+        if at % 3 == 0:
+            for saved, expected in named[-2:]:
+                optimizer.load_state_dict(saved)
+                assert_same(expected, bits(model, optimizer))
+        assert len([*path.glob("snapshot-*")]) <= 4
+        if files.left >= 0:
+            break
+    print(at, "calls")
+    assert at > 50
+    assert len([*path.glob("snapshot-*/COMMIT")]) <= 3
 
 
 def at_opcodes(loop: Loop, opcodes: range) -> int:

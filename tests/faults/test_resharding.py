@@ -51,13 +51,13 @@ class Counted(LocalFiles):
         if self.left < 0:
             raise PowerCut
 
-    def create(self, path: Path) -> int:
+    def create(self, path: Path) -> IOFile:
         self.spend()
         return super().create(path)
 
-    def sync(self, fd: int) -> None:
+    def sync(self, file: IOFile) -> None:
         self.spend()
-        super().sync(fd)
+        super().sync(file)
 
     def rename(self, old: Path, new: Path) -> None:
         self.spend()

@@ -685,14 +685,14 @@ def test_holes_stay_holes_and_the_rest_is_the_same(
     data = os.urandom(1 << 20)
     source.write_bytes(data)
     files = LocalFiles()
-    fd = files.create(target)
-    files.copy(source, fd, 0, 4096)
-    files.copy(source, fd, 900_000, 100_001)
-    files.close(fd)
+    file = files.create(target)
+    files.copy(source, file, 0, 4096)
+    files.copy(source, file, 900_000, 100_001)
+    files.close(file)
     found = target.read_bytes()
     assert found == data[:4096] + bytes(900_000 - 4096) + data[900_000:1_000_001]
     assert target.stat().st_blocks * 512 < 200_000
-    fd = files.create(tmp_path / "more")
+    file = files.create(tmp_path / "more")
     with pytest.raises(OSError, match="ends at 1048576"):
-        files.copy(source, fd, 1_000_000, 100_000)
-    files.close(fd)
+        files.copy(source, file, 1_000_000, 100_000)
+    files.close(file)

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from offload.io.engine import IOFile
 from offload.storage.files import LOCAL, Directories
 from tests.support.simulated_disk import SECTOR_BYTES
 
@@ -46,6 +47,13 @@ class _Inode:
         return b"".join(sectors)
 
 
+class _Opened(IOFile):
+    """A file that is only simulated."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.fd = str(path), -1
+
+
 _SWAP = re.compile(r"offload-rank\d+\.swap(\.new)?")
 
 Names = dict[str, _Inode]
@@ -67,32 +75,31 @@ class SimulatedFiles:
         self._seen: dict[Path, Names] = {}
         self._durable: dict[Path, Names] = {}
         self._pending: dict[Path, list[Change]] = {}
-        self._open: dict[int, _Inode] = {}
-        self._next = 3
+        self._open: dict[IOFile, _Inode] = {}
         self._loaded: set[Path] = set()
 
     # What commits use.
 
-    def create(self, path: Path) -> int:
+    def create(self, path: Path) -> IOFile:
         self._operation("create", path)
         if path.name in self._names(path.parent):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
         inode = _Inode()
         self._change(path.parent, lambda names: names.__setitem__(path.name, inode))
-        self._next += 1
-        self._open[self._next] = inode
-        return self._next
+        file = _Opened(path)
+        self._open[file] = inode
+        return file
 
-    def write(self, fd: int, data: memoryview) -> None:
-        inode = self._open[fd]
-        self._operation("write", Path(str(fd)))
+    def write(self, file: IOFile, data: memoryview) -> None:
+        inode = self._open[file]
+        self._operation("write", Path(file.path))
         inode.content += bytes(data)
         inode.versions.append(inode.content)
 
-    def sync(self, fd: int) -> None:
-        inode = self._open[fd]
+    def sync(self, file: IOFile) -> None:
+        inode = self._open[file]
         try:
-            self._operation("sync", Path(str(fd)))
+            self._operation("sync", Path(file.path))
         except OSError:
             inode.versions.clear()
             raise
@@ -100,8 +107,8 @@ class SimulatedFiles:
             inode.durable = inode.content
         inode.versions.clear()
 
-    def close(self, fd: int) -> None:
-        del self._open[fd]
+    def close(self, file: IOFile) -> None:
+        del self._open[file]
 
     def within(self, held: Directories) -> SimulatedFiles:
         return self
@@ -126,10 +133,10 @@ class SimulatedFiles:
             return
         self._change(path.parent, lambda names: names.pop(path.name, None))
 
-    def copy(self, source: Path, fd: int, offset: int, length: int) -> None:
+    def copy(self, source: Path, target: IOFile, offset: int, length: int) -> None:
         """Of a real file."""
-        inode = self._open[fd]
-        self._operation("copy", Path(str(fd)))
+        inode = self._open[target]
+        self._operation("copy", Path(target.path))
         with open(source, "rb") as file:
             file.seek(offset)
             data = file.read(length)
@@ -160,7 +167,7 @@ class SimulatedFiles:
         inode = self._names(path.parent).get(path.name)
         return inode is not None and inode.is_directory
 
-    def open(self, path: Path, flags: int) -> int:
+    def open(self, path: Path, flags: int) -> IOFile:
         """Of a real file."""
         return LOCAL.open(path, flags)
 
