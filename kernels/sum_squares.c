@@ -2,11 +2,14 @@
  * changes a bit; and the finite check, since a block's sum is finite exactly when all its elements
  * are (an fp32 squared is exact in fp64 and cannot overflow it).
  *
- * Within a block's part: lane j of 32 adds elements j, j+32, ... in turn, then the lanes fold
- * 16, 8, 4, 2, 1. */
+ * A block's part is cut into groups of 1024 elements. In each, lane j of 32 adds elements j, j+32, ...
+ * in turn. Then the groups' lanes fold: 1024, 512, ... 1. So a device adds a few wide rows, not many
+ * narrow ones. Groups that a part lacks would add +0.0, which changes nothing. */
 #include "vec.h"
 
 #define AHEAD 1024
+#define SUM_GROUP 1024
+#define SUM_GROUPS (OFFLOAD_SUM_BLOCK / SUM_GROUP)
 
 INLINE void add_group(vd *lanes, const void *x, int type) {
     for (int k = 0; k < GROUP; k += PAIR) {
@@ -19,9 +22,8 @@ INLINE void add_group(vd *lanes, const void *x, int type) {
     }
 }
 
-INLINE double sum_part(const void *x, int type, int64_t n) {
+INLINE void sum_group(const void *x, int type, int64_t n, double *sums) {
     vd lanes[GROUP / DW];
-    double sums[GROUP];
     int64_t i = 0;
     for (int j = 0; j < GROUP / DW; j++) lanes[j] = vd_zero();
     for (; i + GROUP <= n; i += GROUP) {
@@ -35,8 +37,19 @@ INLINE double sum_part(const void *x, int type, int64_t n) {
         add_group(lanes, rest, type);
     }
     for (int j = 0; j < GROUP / DW; j++) vd_store(sums + j * DW, lanes[j]);
-    for (int width = GROUP / 2; width > 0; width /= 2)
-        for (int j = 0; j < width; j++) sums[j] += sums[j + width];
+}
+
+INLINE double sum_part(const void *x, int type, int64_t n) {
+    double sums[SUM_GROUPS * GROUP];
+    int64_t groups = (n + SUM_GROUP - 1) / SUM_GROUP, all = 1;
+    for (int64_t k = 0; k < groups; k++) {
+        int64_t start = k * SUM_GROUP, count = n - start < SUM_GROUP ? n - start : SUM_GROUP;
+        sum_group(at(x, type, start), type, count, sums + k * GROUP);
+    }
+    while (all < groups) all *= 2;
+    for (int64_t j = groups * GROUP; j < all * GROUP; j++) sums[j] = 0;
+    for (int64_t width = all * GROUP / 2; width > 0; width /= 2)
+        for (int64_t j = 0; j < width; j++) sums[j] += sums[j + width];
     return sums[0];
 }
 

@@ -142,7 +142,7 @@ class Backend(Protocol):
 
 
 _LIBRARY_NAME = "liboffload_kernels.so"
-ABI = 1
+ABI = 2
 """kernels.h: OFFLOAD_ABI."""
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # kernels.h

@@ -21,6 +21,12 @@ from offload.native.library import AdamScalars, AdamStruct, Part, sum_blocks
 
 _Bits = npt.NDArray[np.unsignedinteger[Any]]
 
+_LANES = 32
+_GROUP = 1024
+_GROUPS = SUM_BLOCK // _GROUP
+_HALVES = tuple(_GROUPS * _LANES >> fold for fold in range(1, 12))
+"""How sums of squares are grouped and folded: reference.sum_squares."""
+
 _TORCH_BLOCK = 32768  # elements: temporaries stay in the second-level cache, and torch starts no threads
 
 
@@ -32,7 +38,7 @@ class _Scratch(threading.local):
         self.a, self.b, self.c = (torch.empty(_TORCH_BLOCK, dtype=torch.float32, device="cpu") for _ in range(3))
         self.mask = np.empty(_TORCH_BLOCK, dtype=np.bool_)
         self.wide = torch.zeros(SUM_BLOCK, dtype=torch.float64, device="cpu")
-        self.lanes = np.zeros(32)
+        self.lanes = np.zeros((_GROUPS, _LANES))
 
 
 class _KeepDenormals:
@@ -223,15 +229,18 @@ class TorchKernels(_Operations):
             with _KeepDenormals(), np.errstate(all="ignore"):
                 while low < high:
                     n = min(high - low, SUM_BLOCK - (first + low) % SUM_BLOCK)
-                    padded = -(-n // 32) * 32
-                    wide[n:padded] = 0
+                    groups = -(-n // _GROUP)
+                    wide[n : groups * _GROUP] = 0
                     wide[:n].copy_(x[low : low + n])
                     wide[:n].mul_(wide[:n])
-                    # Along the outer axis NumPy adds row after row: lane by lane, in order.
-                    np.add.reduce(wide[:padded].numpy().reshape(-1, 32), axis=0, out=lanes)
-                    for width in (16, 8, 4, 2, 1):
-                        lanes[:width] += lanes[width : 2 * width]
-                    out[(first + low) // SUM_BLOCK - first // SUM_BLOCK] = lanes[0]
+                    # Along an axis that is not the last NumPy adds row after row: lane by lane, in order.
+                    rows = wide[: groups * _GROUP].numpy().reshape(groups, -1, _LANES)
+                    np.add.reduce(rows, axis=1, out=lanes[:groups])
+                    lanes[groups:] = 0
+                    flat = lanes.reshape(-1)
+                    for width in _HALVES:
+                        flat[:width] += flat[width : 2 * width]
+                    out[(first + low) // SUM_BLOCK - first // SUM_BLOCK] = flat[0]
                     low += n
 
         return part
@@ -268,14 +277,10 @@ def _bits(x: Tensor) -> _Bits:
 BLOCK = 64 * SUM_BLOCK
 """Elements at a time at most: enough that a device is busy with one operation for longer than it takes to launch it."""
 
-_LANES = 32
-_DOUBLES = 2
-"""Of the scratch an element: squares, and their running sums. Two fp32 temporaries of Adam have room in them."""
-
 
 def scratch_bytes(largest: int) -> int:
     """What the kernels hold on the device. Args: largest: elements of the largest tensor they are given."""
-    return 8 * _DOUBLES * _block(largest)
+    return 8 * _block(largest)
 
 
 def _block(largest: int) -> int:
@@ -290,9 +295,10 @@ class DeviceKernels(_Operations):
     """
 
     def __init__(self, scratch: Tensor) -> None:
-        self._block = scratch.numel() // (8 * _DOUBLES)
-        self._squares, self._sums = scratch.view(torch.float64).split(self._block)
-        self._g, self._t = scratch.view(torch.float32)[: 2 * self._block].split(self._block)
+        # An element's square in fp64, or two fp32 temporaries of Adam.
+        self._squares = scratch.view(torch.float64)
+        self._block = self._squares.numel()
+        self._g, self._t = scratch.view(torch.float32).split(self._block)
 
     def _temporaries(self) -> tuple[Tensor, Tensor]:
         return self._g, self._t
@@ -320,13 +326,19 @@ class DeviceKernels(_Operations):
     def _sum(self, x: Tensor, out: Tensor) -> None:
         """Of whole blocks, the last of which may be shorter: what it lacks are zeros, which change no sum."""
         whole = len(out) * SUM_BLOCK
-        squares, sums = self._squares[:whole], self._sums[:whole]
+        squares = self._squares[:whole]
         squares[x.numel() :] = 0
         squares[: x.numel()].copy_(x)
         squares.mul_(squares)
-        shape = (len(out), SUM_BLOCK // _LANES, _LANES)
-        lanes = _add_rows(squares.view(shape), sums.view(shape))
-        for width in (16, 8, 4, 2, 1):
+        # Additions of whole tensors: nothing that a device could do in an order of its own.
+        rows = squares.view(len(out), _GROUPS, -1, _LANES).unbind(2)
+        for row in rows[1:]:
+            rows[0].add_(row)
+        groups = rows[0]
+        for width in _HALVES[:6]:
+            groups[:, : width // _LANES] += groups[:, width // _LANES : 2 * width // _LANES]
+        lanes = groups[:, 0]
+        for width in _HALVES[6:]:
             lanes[:, :width] += lanes[:, width : 2 * width]
         out.copy_(lanes[:, 0])
 
@@ -346,23 +358,6 @@ class DeviceKernels(_Operations):
                     block(start, min(start + self._block, high))
 
         return part
-
-
-_mode_lock = threading.Lock()
-
-
-def _add_rows(rows: Tensor, sums: Tensor) -> Tensor:
-    """[blocks, rows, lanes] summed over rows, one after the other: [blocks, lanes]. Uses up both arguments."""
-    # Along an axis that is not the last each running sum is one thread's, row after row. CUDA's refuses deterministic
-    # algorithms for what it does along the last axis.
-    with _mode_lock:
-        mode = torch.get_deterministic_debug_mode()
-        torch.set_deterministic_debug_mode(0)
-        try:
-            torch.cumsum(rows, 1, out=sums)
-        finally:
-            torch.set_deterministic_debug_mode(mode)
-    return sums[:, -1]
 
 
 def _no_split() -> AssertionError:

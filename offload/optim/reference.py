@@ -106,8 +106,9 @@ def from_f16(bits: U16) -> F32:
 def sum_squares(x: F32, first: int = 0) -> F64:
     """The fp64 sum of squares of each block of 65536 positions; x is at the positions first .. first+n.
 
-    Within a block's part, lane j of 32 adds the elements j, j+32, ... in turn; then the lanes fold.
-    The square of an fp32 is exact in fp64, so the order is all there is to say.
+    A block's part is cut into groups of 1024 elements, counted from the part's start. In each, lane j of 32 adds the
+    elements j, j+32, ... in turn. Then the 64 groups fold into one, and its lanes. The square of an fp32 is exact in
+    fp64, so the order is all there is to say.
     """
     sums = []
     while len(x):
@@ -118,12 +119,13 @@ def sum_squares(x: F32, first: int = 0) -> F64:
 
 
 def _sum_part(x: F32) -> np.float64:
-    lanes = np.zeros(32)
+    lanes = np.zeros(2048)
     with np.errstate(all="ignore"):
         for start in range(0, len(x), 32):
             row = x[start : start + 32].astype(np.float64)
-            lanes[: len(row)] += row * row
-        for width in (16, 8, 4, 2, 1):
+            lane = start // 1024 * 32
+            lanes[lane : lane + len(row)] += row * row
+        for width in (1024, 512, 256, 128, 64, 32, 16, 8, 4, 2, 1):
             lanes[:width] += lanes[width : 2 * width]
     return np.float64(lanes[0])
 
