@@ -104,7 +104,8 @@ class OffloadZero(torch.optim.Optimizer):
         path: a directory for this run's swap files and commits, or several to stripe them over. A directory is made
             (mode 0700) if its parent exists.
         param_tier: where parameters are outside their unit's forward and backward: "device", "cpu" or "nvme"; see
-            docs/guide.md for what is different then. None: the fastest that fits the budgets.
+            docs/guide.md for what is different then. Frozen parameters go there, and trained ones unless their states
+            are on a faster tier, or they are so few that they stay. None: the fastest that fits the budgets.
         grad_tier: where gradients wait for the step: "cpu" or "nvme"; on the device if the states are there. None: the
             fastest that fits the budgets.
         cpu_memory: limit of RAM for everything this library holds: bytes, or such as "48GiB". None: half of what is
@@ -717,9 +718,10 @@ class OffloadZero(torch.optim.Optimizer):
         """Goes back to the last commit, also after an error: states, parameters, hyper-parameters and step.
 
         Gradients are dropped. What is attached gets its committed state, too; an iterator over a loader has to be made
-        anew. Other schedulers and loaders, and frozen parameters, are not changed. Over several ranks all
-        have to call it; after an error that only some of them had, they have to be started again instead.
-        Raises: ResumeError if nothing was committed; CorruptionError, TierIOError, OtherRankError, RankError.
+        anew. Other schedulers and loaders, and frozen parameters that do not stream, are not changed. Over several
+        ranks all have to call it; after an error that only some of them had, they have to be started again instead.
+        Raises: ResumeError if nothing was committed, or naming a frozen parameter that was first written to since then
+        (all else is restored); CorruptionError, TierIOError, OtherRankError, RankError.
         """
         is_alone = self._comm.size > 1 and self._failure is not None
         if os.getpid() != self._pid or isinstance(self._failure, ClosedError) or is_alone:
