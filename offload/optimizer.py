@@ -216,10 +216,11 @@ class OffloadZero(torch.optim.Optimizer):
                 self._plan = plan_run(model, given.param_groups, self._config, self._comm, device)
                 self._layout = self._plan.layout
                 params = self._plan.params[: len(self._layout.specs)]
+                frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
                 wanted = recovery.describe(self._plan.config, self._layout, params, kinds)
             undo.callback(self._comm.close)
             require_alike(self._comm, self._plan.held, self._plan.config)
-            start = recovery.find_together(undo, self._plan.config, self._comm, self._layout, wanted)
+            start = recovery.find_together(undo, self._plan.config, self._comm, self._layout, wanted, frozen)
             self._config, found = start.config, start.found
             with agree_on_error(self._comm):
                 direct, room = self._plan.copier.direct, self._plan.room
@@ -243,8 +244,11 @@ class OffloadZero(torch.optim.Optimizer):
                 collect=self._finalize_gradients,
                 unscale=self._unscale,
             )
-            is_resumed = found is not None
-            self._held = HeldModel(model, self._parts, self._placement, source, owner, resumes=is_resumed)
+            if found is not None:
+                found = found.with_frozen({spec.name for spec in self._layout.specs})
+                written_frozen.write(model, found.extra.attached.get(written_frozen.NAME))
+            committed = set() if found is None else {param.name for param in found.first.parameters}
+            self._held = HeldModel(model, self._parts, self._placement, source, owner, committed=committed)
             self._attached = Attached(_committed(found))
             self._resumed = None
             if found is not None:
@@ -252,7 +256,8 @@ class OffloadZero(torch.optim.Optimizer):
                 self._begin_at(found)
             streams = self._plan.held.frozen and self._config.commit_every is not None
             if streams or written_frozen.NAME in self._attached.committed_names:
-                self._attach({written_frozen.NAME: self._held.written_frozen(self._placement.budget_bytes)}, undo)
+                carries = self._held.written_frozen(self._placement.budget_bytes)
+                self._attach({written_frozen.NAME: carries}, undo)
             # Not earlier: a model that is left without values stays marked as taken.
             undo.callback(self._held.remove)
             stop_reducing(wrapper, undo)
@@ -751,7 +756,7 @@ class OffloadZero(torch.optim.Optimizer):
         steps = {param.name: param.age for param in committed.parameters}
         take_options(self.param_groups, committed.groups)
         self._step = committed.step
-        self._steps = [steps[spec.name] for spec in self._layout.specs]
+        self._steps = [steps.get(spec.name, 0) for spec in self._layout.specs]
         self._commits.take_over(found, self._steps, self.param_groups)
 
     def export(self, directory: str | os.PathLike[str]) -> tuple[Path, ...]:
