@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import chain
 
 import torch
@@ -22,7 +22,7 @@ from offload.model.pending import PendingUpdates
 from offload.model.state_dict import Access
 from offload.model.transfer import StreamedStores, UnitTransfers
 from offload.model.units import compute_dtypes, move_buffers, place_untrained, units_of
-from offload.model.written_frozen import WrittenFrozen
+from offload.model.written_frozen import WrittenFrozen, digest_of
 from offload.planner.placement import Placement, trained_bytes
 from offload.run import Owner
 
@@ -30,8 +30,8 @@ from offload.run import Owner
 class HeldModel:
     """One optimizer's hold on its model.
 
-    Args: source: gives values to what is on the meta device; resumes: masters are not made from the model's values,
-    because the states come from a commit.
+    Args: source: gives values to what is on the meta device; committed: names of the parameters whose states come from
+    a commit, so that masters are not made from the model's values.
     Attributes: pending, units, answers, access: parts that the optimizer calls too; initial_bytes: what was written to
     swap files before the first step.
     """
@@ -44,7 +44,7 @@ class HeldModel:
         source: Source,
         owner: Owner,
         *,
-        resumes: bool,
+        committed: Collection[str],
     ) -> None:
         self._model = model
         self._parts = parts
@@ -59,7 +59,8 @@ class HeldModel:
             self.units = HeldUnits(run, parameters, self.pending, parts.masters, owner)
         else:
             self.units = StreamedUnits(run, parameters, transfers, self.pending, parts.masters, owner, parts.gradients)
-        self._take_model(source, transfers, resumes=resumes)
+        self._frozen_digests: dict[str, str] = {}
+        self._take_model(source, transfers, committed)
         self.initial_bytes = run.timeline.counted("nvme_written_bytes")
         parameters.remember(model)
         self.answers = Answers(run.layout, parameters, parts.gradients, self.pending, owner)
@@ -149,7 +150,7 @@ class HeldModel:
     def written_frozen(self, budget_bytes: int) -> WrittenFrozen:
         """What a commit carries of frozen parameters. Args: budget_bytes: RAM for copies."""
         specs = self._parts.parameters.layout.specs
-        return WrittenFrozen(self._model, specs, self.units, self.access, budget_bytes)
+        return WrittenFrozen(self._model, specs, self._frozen_digests, self.units, self.access, budget_bytes)
 
     def remove(self) -> None:
         """Lets go of the model, after what is under way has ended."""
@@ -182,7 +183,7 @@ class HeldModel:
 
     # Taking the model.
 
-    def _take_model(self, source: Source, transfers: UnitTransfers | None, *, resumes: bool) -> None:
+    def _take_model(self, source: Source, transfers: UnitTransfers | None, committed: Collection[str]) -> None:
         """Makes the masters, casts the model, and moves it to the device to train on, a flat parameter at a time. A
         disk that fails here leaves the model partly cast, and the error says so."""
         parts, config, layout = self._parts, self._run.config, self._parts.parameters.layout
@@ -193,7 +194,8 @@ class HeldModel:
                 parts.parameters.make_dense(flat)
                 info = layout.flats[flat]
                 streams = parts.parameters.streams(info.params[0])
-                if resumes and not info.is_frozen:  # their values are still to come
+                names = [layout.specs[number].name for number in info.params]
+                if not info.is_frozen and all(name in committed for name in names):  # values are still to come
                     parts.parameters.attach(flat, with_values=False)
                     if streams:
                         parts.parameters.free(flat)
@@ -202,11 +204,12 @@ class HeldModel:
                 broadcast_from_first(parts.run.comm, (flattened(params[n]) for n in info.params))
                 if info.is_frozen:
                     parts.parameters.attach(flat)
+                    self._frozen_digests |= self._digests_of(flat) if config.commit_every is not None else {}
                 else:
                     parts.masters.take_flat(flat)
                 if streams and transfers is not None:
                     transfers.store_and_free(flat)
-            if not resumes:
+            if not committed:
                 parts.stores.states.expect(chunk.index for chunk in layout.chunks)
                 for store in parts.stores.all:
                     store.drain()
@@ -219,6 +222,12 @@ class HeldModel:
             move_buffers(self._model, parts.parameters.device)
         others = chain(self._model.parameters(), self._model.buffers())
         broadcast_from_first(parts.run.comm, (tensor for tensor in others if tensor not in held))
+
+    def _digests_of(self, flat: int) -> dict[str, str]:
+        """Of each parameter of a flat parameter, by name."""
+        specs, params = self._parts.parameters.layout.specs, self._parts.parameters.params
+        numbers = self._parts.parameters.layout.flats[flat].params
+        return {specs[number].name: digest_of(params[number]) for number in numbers}
 
     def _complete_flats(self, source: Source) -> Iterator[int]:
         """The flat parameters whose parameters all have values. Those on the meta device get them on the way."""

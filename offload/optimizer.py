@@ -105,7 +105,8 @@ class OffloadZero(torch.optim.Optimizer):
         path: a directory for this run's swap files and commits, or several to stripe them over. A directory is made
             (mode 0700) if its parent exists.
         param_tier: where parameters are outside their unit's forward and backward: "device", "cpu" or "nvme"; see
-            docs/guide.md for what is different then. None: the fastest that fits the budgets.
+            docs/guide.md for what is different then. Frozen parameters go there, and trained ones unless their states
+            are on a faster tier, or they are so few that they stay. None: the fastest that fits the budgets.
         grad_tier: where gradients wait for the step: "cpu" or "nvme"; on the device if the states are there. None: the
             fastest that fits the budgets.
         cpu_memory: limit of RAM for everything this library holds: bytes, or such as "48GiB". None: half of what is
@@ -216,10 +217,11 @@ class OffloadZero(torch.optim.Optimizer):
                 self._plan = plan_run(model, given.param_groups, self._config, self._comm, device)
                 self._layout = self._plan.layout
                 params = self._plan.params[: len(self._layout.specs)]
+                frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
                 wanted = recovery.describe(self._plan.config, self._layout, params, kinds)
             undo.callback(self._comm.close)
             require_alike(self._comm, self._plan.held, self._plan.config)
-            start = recovery.find_together(undo, self._plan.config, self._comm, self._layout, wanted)
+            start = recovery.find_together(undo, self._plan.config, self._comm, self._layout, wanted, frozen)
             self._config, found = start.config, start.found
             with agree_on_error(self._comm):
                 direct, room = self._plan.copier.direct, self._plan.room
@@ -243,8 +245,11 @@ class OffloadZero(torch.optim.Optimizer):
                 collect=self._finalize_gradients,
                 unscale=self._unscale,
             )
-            is_resumed = found is not None
-            self._held = HeldModel(model, self._parts, self._placement, source, owner, resumes=is_resumed)
+            if found is not None:
+                found = found.with_frozen({spec.name for spec in self._layout.specs})
+                written_frozen.write(model, found.extra.attached.get(written_frozen.NAME))
+            committed = set() if found is None else {param.name for param in found.first.parameters}
+            self._held = HeldModel(model, self._parts, self._placement, source, owner, committed=committed)
             self._attached = Attached(_committed(found))
             self._resumed = None
             if found is not None:
@@ -252,7 +257,8 @@ class OffloadZero(torch.optim.Optimizer):
                 self._begin_at(found)
             streams = self._plan.held.frozen and self._config.commit_every is not None
             if streams or written_frozen.NAME in self._attached.committed_names:
-                self._attach({written_frozen.NAME: self._held.written_frozen(self._placement.budget_bytes)}, undo)
+                carries = self._held.written_frozen(self._placement.budget_bytes)
+                self._attach({written_frozen.NAME: carries}, undo)
             # Not earlier: a model that is left without values stays marked as taken.
             undo.callback(self._held.remove)
             stop_reducing(wrapper, undo)
@@ -719,9 +725,10 @@ class OffloadZero(torch.optim.Optimizer):
         """Goes back to the last commit, also after an error: states, parameters, hyper-parameters and step.
 
         Gradients are dropped. What is attached gets its committed state, too; an iterator over a loader has to be made
-        anew. Other schedulers and loaders, and frozen parameters, are not changed. Over several ranks all
-        have to call it; after an error that only some of them had, they have to be started again instead.
-        Raises: ResumeError if nothing was committed; CorruptionError, TierIOError, OtherRankError, RankError.
+        anew. Other schedulers and loaders, and frozen parameters that do not stream, are not changed. Over several
+        ranks all have to call it; after an error that only some of them had, they have to be started again instead.
+        Raises: ResumeError if nothing was committed, or naming a frozen parameter that was first written to since then
+        (all else is restored); CorruptionError, TierIOError, OtherRankError, RankError.
         """
         is_alone = self._comm.size > 1 and self._failure is not None
         if os.getpid() != self._pid or isinstance(self._failure, ClosedError) or is_alone:
@@ -742,7 +749,7 @@ class OffloadZero(torch.optim.Optimizer):
         steps = {param.name: param.age for param in committed.parameters}
         take_options(self.param_groups, committed.groups)
         self._step = committed.step
-        self._steps = [steps[spec.name] for spec in self._layout.specs]
+        self._steps = [steps.get(spec.name, 0) for spec in self._layout.specs]
 
     def _begin_at(self, found: RecoveryPlan) -> None:
         if found.manifest is not None:

@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
-FRAMEWORKS = {"trainer": "transformers", "accelerate_loop": "accelerate", "lightning_module": "lightning"}
+FRAMEWORKS = {
+    "trainer": "transformers",
+    "accelerate_loop": "accelerate",
+    "lightning_module": "lightning",
+    "lora": "peft",
+}
 """What an example needs beside, by its name."""
 PLAIN = [path for path in sorted(EXAMPLES.glob("*.py")) if path.stem not in FRAMEWORKS]
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 import errno
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
@@ -420,8 +421,12 @@ class Commits:
         step, what = reader.commit.step, moves(reader.manifests, self._layout)
         order = sorted(what, key=lambda at: what[at][0].target)
         taken = ((what[at], states) for at, states in zip(order, reader.slots(order), strict=True))
+        numels = Counter[int]()
+        for ranges in what.values():
+            for one in ranges:
+                numels[one.target] += one.numel
         with agree_on_error(self._comm, _not_restored()):
-            self._masters.take_over(taken, step)
+            self._masters.take_over(taken, numels, step)
         self._put_together(step)
 
     def _as_snapshot(self) -> Snapshot:

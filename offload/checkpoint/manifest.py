@@ -35,7 +35,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
@@ -458,10 +458,13 @@ def flats_of(layout: Layout, owned: Sequence[tuple[int, int]] | None = None) -> 
     )
 
 
-def differences(committed: Manifest, wanted: Manifest) -> list[str]:
+def differences(
+    committed: Manifest, wanted: Manifest, *, unfrozen: Container[str] = (), frozen: Container[str] = ()
+) -> list[str]:
     """What keeps `committed` from being resumed as `wanted`, in words; empty if nothing does.
 
     Units, chunks, paths, ranks and hyper-parameters may differ: elements are found by their parameter's name.
+    Args: unfrozen: parameters that were frozen when it was committed; frozen: those that are now.
     """
     found = []
     if committed.compute_dtype != wanted.compute_dtype:
@@ -475,8 +478,11 @@ def differences(committed: Manifest, wanted: Manifest) -> list[str]:
             found.append(f"param group {number} is of {kinds[is_adamw]}, and one of {kinds[was_adamw]} was committed")
     old = {param.name: param for param in committed.parameters}
     new = {param.name: param for param in wanted.parameters}
-    found += [f"{name} is in the model, and was not committed" for name in new if name not in old]
-    found += [f"{name} was committed, and is not in the model" for name in old if name not in new]
+    found += [
+        f"{name} is in the model, and was not committed" for name in new if name not in old and name not in unfrozen
+    ]
+    gone = (name for name in old if name not in new and name not in frozen)
+    found += [f"{name} was committed, and is not in the model" for name in gone]
     for name in new:
         if name in old:
             found += _param_differences(old[name], new[name])

@@ -15,7 +15,7 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -77,6 +77,7 @@ from offload.dist.agreement import agree_on_error, all_gather_object
 from offload.dist.communicator import Communicator
 from offload.errors import CorruptionError, OffloadError, PathError, ResumeError
 from offload.layout import Layout
+from offload.model import written_frozen
 from offload.model.flat_param import is_dense
 from offload.storage.files import COMMIT_NAME, LOCAL, Directories, Files, check_directory, holds_commit, swap_name
 from offload.storage.swap_file import new_run_id
@@ -315,6 +316,18 @@ class RecoveryPlan:
         """Of the RAM in which slots are read that do not lie where they are used."""
         return 0 if self.reader is None else self.reader.slots_bytes()
 
+    def with_frozen(self, trained: Container[str]) -> RecoveryPlan:
+        """The same. Parameters that were trained when it was committed, and are not among `trained`, are carried as
+        frozen ones that were written to, with their rounded masters. Raises: CorruptionError, PathError, TierIOError.
+        """
+        frozen = [param for param in self.first.parameters if param.name not in trained]
+        if not frozen or self.reader is None:
+            return self
+        state: Any = self.extra.attached.get(written_frozen.NAME, {"values": {}, "digests": {}})
+        values = {one.name: self.reader.read(one.name, "master").to(getattr(torch, one.dtype)) for one in frozen}
+        state = {"values": state["values"] | values, "digests": state["digests"]}
+        return replace(self, extra=self.extra._replace(attached={**self.extra.attached, written_frozen.NAME: state}))
+
     def clear_up(self, comm: Communicator) -> None:
         """After a run that was cut off, before any rank locks what is to be read.
 
@@ -434,10 +447,18 @@ class Start(NamedTuple):
     held: Directories
 
 
-def find_together(undo: ExitStack, config: Config, comm: Communicator, layout: Layout, wanted: Manifest) -> Start:
+def find_together(
+    undo: ExitStack,
+    config: Config,
+    comm: Communicator,
+    layout: Layout,
+    wanted: Manifest,
+    frozen: Container[str] = (),
+) -> Start:
     """Looks for the commit to resume. See [Note: disks of machines] above.
 
-    Args: wanted: from `describe`; undo: gets the closing of what is opened.
+    Args: wanted: from `describe`; frozen: parameters that are frozen now, and may have been trained when it was
+    committed; undo: gets the closing of what is opened.
     Raises: ResumeError (there is a commit and nobody asked for it, or none; it is of another model; a rank does not see
     what it needs of it), CorruptionError, PathError, TierIOError, PathInUseError, before anything is changed but
     leftovers; on ranks where nothing was wrong ConfigError; RankError.
@@ -481,7 +502,7 @@ def find_together(undo: ExitStack, config: Config, comm: Communicator, layout: L
 
     manifests = read({0, comm.rank} & {*every})
     with agree_on_error(comm):
-        found = _find(config, places, seen, target, manifests, layout, wanted, held)
+        found = _find(config, places, seen, target, manifests, layout, wanted, held, frozen)
     # Used where it lies by all ranks, or by none.
     if comm.all_reduce_any(found.manifest is None):
         manifests = read(every)
@@ -558,6 +579,7 @@ def _find(
     layout: Layout,
     wanted: Manifest,
     held: Directories,
+    frozen: Container[str],
 ) -> RecoveryPlan:
     """What is target, if it is of this model. Writes nothing, and locks nothing.
 
@@ -570,6 +592,9 @@ def _find(
     if own is not None:
         require_one_model(first, own, str(home))
     found = differences(first, wanted)
+    if found and len(commit.manifests) == wanted.world == 1:
+        state = _extra(manifests, target, wanted, files).attached.get(written_frozen.NAME)
+        found = differences(first, wanted, unfrozen=written_frozen.was_frozen(state), frozen=frozen)
     if found:
         more = f"\n... and {len(found) - SHOWN} more differences" if len(found) > SHOWN else ""
         raise ResumeError(f"{home} holds a commit of something else:\n" + "\n".join(found[:SHOWN]) + more)

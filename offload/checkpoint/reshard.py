@@ -61,5 +61,7 @@ def _wanted(
 ) -> Iterator[tuple[int, int, int, int]]:
     """For each piece of `chunk`: the committed flat, where in it the piece begins, where in the chunk, elements."""
     for piece in chunk.pieces:
-        flat, offset = committed.homes[numbers[layout.specs[piece.param].name]]
+        if (number := numbers.get(layout.specs[piece.param].name)) is None:
+            continue  # it was frozen then
+        flat, offset = committed.homes[number]
         yield flat, offset + piece.param_offset, piece.chunk_offset, piece.numel

@@ -149,6 +149,7 @@ class Answers:
         self._owner = owner
         self._pid = os.getpid()
         self._is_removed = False
+        self._params = parameters.params[: parameters.trained]
         self._stand_ins = self._new_stand_ins()
         # Copies of values of which somebody has a view, and their versions when they were last written back.
         self._copies: dict[int, tuple[Tensor, int]] = {}
@@ -158,8 +159,7 @@ class Answers:
         self._used: dict[int, float] = {}
 
     def _new_stand_ins(self) -> list[StandIn]:
-        trained = self._parameters.params[: self._parameters.trained]
-        named = enumerate(zip(trained, self._names, strict=True))
+        named = enumerate(zip(self._params, self._names, strict=True))
         return [StandIn.of(param, number, name, self) for number, (param, name) in named]
 
     # What hooks call.
@@ -168,7 +168,7 @@ class Answers:
         """A gradient is about to be accumulated."""
         self._require_home()
         with torch_private.DisableTorchFunctionSubclass():
-            param = self._parameters.params[number]
+            param = self._params[number]
             self._arriving()
             self._pending.require_applied(number)
             self._pending.before_gradients()
@@ -186,7 +186,7 @@ class Answers:
     def hand_over(self, number: int, leaf: Tensor, start: int = 0) -> None:
         """Takes the gradient of a leaf, which is the parameter or its tile from element `start` on."""
         with torch_private.DisableTorchFunctionSubclass():
-            param = self._parameters.params[number]
+            param = self._params[number]
             grad = leaf.grad
             if grad is None:
                 raise AssertionError("a gradient hook ran without a gradient")
@@ -200,7 +200,7 @@ class Answers:
     def is_marked(self, number: int) -> bool:
         """Whether parameter `number` has the stand-in of a gradient that the user did not drop."""
         with torch_private.DisableTorchFunctionSubclass():
-            return self._is_own(self._parameters.params[number].grad, number)
+            return self._is_own(self._params[number].grad, number)
 
     @property
     def active(self) -> list[int]:
@@ -218,12 +218,12 @@ class Answers:
         for number in sorted(self._zeroed):
             self._zeroed.discard(number)
             if self.is_marked(number):
-                param = self._parameters.params[number]
+                param = self._params[number]
                 with torch_private.DisableTorchFunctionSubclass():
                     self._gradients.accumulate(
                         number, torch.zeros(param.numel(), dtype=param.dtype, device=param.device)
                     )
-        for number, param in enumerate(self._parameters.params):
+        for number, param in enumerate(self._params):
             with torch_private.DisableTorchFunctionSubclass():
                 grad = param.grad
             if grad is not None and not self._is_own(grad, number):
@@ -249,6 +249,8 @@ class Answers:
         """Gives these parameters, which have no gradient, one of zeros."""
         for param in params:
             number = self._parameters.number_of(param)
+            if number is not None and number >= len(self._params):
+                number = None  # it is frozen
             with torch_private.DisableTorchFunctionSubclass():
                 param.grad = torch.zeros_like(param) if number is None else self._stand_ins[number]
             if number is not None:
@@ -268,7 +270,7 @@ class Answers:
         self._is_removed = True
         self.begin_anew()
         with torch_private.DisableTorchFunctionSubclass():
-            for param in self._parameters.params:
+            for param in self._params:
                 if is_stand_in(param.grad):
                     param.grad = None
 
@@ -308,7 +310,7 @@ class Answers:
         if number in self._copies:
             self._write_back(number)
             return self._copies[number][0].clone()
-        param, values = self._parameters.params[number], self._current(number)
+        param, values = self._params[number], self._current(number)
         with torch_private.DisableTorchFunctionSubclass():
             return shaped_like(param, values.to(param.dtype)).to(param.device).clone()
 
@@ -350,7 +352,7 @@ class Answers:
         if copy is None or copy._version == version or not self.is_live(number):
             return
         self._copies[number] = (copy, copy._version)
-        param = self._parameters.params[number]
+        param = self._params[number]
         with torch_private.DisableTorchFunctionSubclass():
             held = self._current(number)
             new = flattened_like(param, copy.detach()).to(held.device)
@@ -475,7 +477,7 @@ class Answers:
         Raises: ConfigError if one of a trained parameter is not among them.
         """
         met = {id(grad) for grad in grads}
-        for name, param in zip(self._names, self._parameters.params, strict=True):
+        for name, param in zip(self._names, self._params, strict=True):
             with torch_private.DisableTorchFunctionSubclass():
                 grad = param.grad
             if grad is not None and id(grad) not in met:

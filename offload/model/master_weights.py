@@ -130,13 +130,19 @@ class MasterWeights:
         return self._parameters.flats[chunk.flat][chunk.start : chunk.start + chunk.numel]
 
     @torch.no_grad()
-    def take_over(self, sources: Iterable[tuple[Sequence[CopyRange], Mapping[str, Tensor]]], step: int) -> None:
+    def take_over(
+        self,
+        sources: Iterable[tuple[Sequence[CopyRange], Mapping[str, Tensor]]],
+        numels: Mapping[int, int],
+        step: int,
+    ) -> None:
         """Copies states and parameters from a commit in another layout, each element once, in any order.
 
-        Args: sources: for each committed slot, which of its elements go where (by target), and its whole fp32 states.
+        Args: sources: for each committed slot, which of its elements go where (by target), and its whole fp32 states;
+        numels: how many elements each chunk gets; the others were not committed, and stay.
         A chunk stays in RAM until it is complete, unless its buffer is needed for others.
         """
-        missing = [sum(piece.numel for piece in chunk.pieces) for chunk in self._layout.chunks]
+        missing = dict(numels)
         for moves, states in sources:
             for target, group in groupby(moves, key=lambda move: move.target):
                 with ExitStack() as leases:
@@ -148,7 +154,7 @@ class MasterWeights:
                         missing[target] -= move.numel
                     for one in held:
                         one.dirty, one.is_unfinished = True, missing[target] > 0
-        assert not any(missing)
+        assert not any(missing.values())
         self._parameters.written_here(range(len(self._layout.specs)))
         self._before.clear()
         self._owed.clear()

@@ -1,20 +1,23 @@
 """Frozen parameters that somebody wrote to: EMA teachers, merged adapters, references that follow.
 
-A commit carries their values, as it does the states of attached objects; all other frozen parameters are what the model
-was built with, in a resumed run too.
+A commit carries their values, as it does the states of attached objects. All other frozen parameters are what the model
+was built with, in a resumed run too: of those that stream a commit has checksums, so that it cannot be another model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from offload import torch_private
 from offload.errors import BudgetError, ConfigError, ResumeError
 from offload.layout import ParamSpec
 from offload.model.fetch import HeldUnits, StreamedUnits
+from offload.model.flat_param import flattened
 from offload.model.state_dict import Access
 from offload.sizes import format_bytes
 
@@ -24,30 +27,53 @@ _COPIES = 3
 """Of the values, in RAM: those of the last commit, those captured for the next one, and those being captured."""
 
 
+def digest_of(param: Tensor) -> str:
+    """The XXH3-64 of a parameter's elements, in the order of its memory."""
+    values = flattened(param.detach()).cpu()
+    return xxhash.xxh3_64_hexdigest(values.view(torch.uint8).numpy().data) if values.numel() else ""
+
+
+def was_frozen(state: object) -> Container[str]:
+    """The names of the parameters that streamed, frozen, in the run that committed `state`; None: it has none."""
+    return state["digests"] if isinstance(state, dict) else ()
+
+
+@torch.no_grad()
+def write(model: nn.Module, state: object) -> None:
+    """Gives a model that is not held yet the values that were committed."""
+    params = dict(model.named_parameters())
+    for name, values in state["values"].items() if isinstance(state, dict) else ():
+        if name in params and not params[name].is_meta and params[name].shape == values.shape:
+            params[name].copy_(values)
+
+
 class WrittenFrozen:
     """Their state, for `Attached`.
 
-    Args: specs: of all parameters that are held; budget_bytes: RAM that copies may take.
+    Args: specs: of all parameters that are held; digests: of the frozen ones before anybody wrote to them, by name;
+    budget_bytes: RAM that copies may take.
     """
 
     def __init__(
         self,
         model: nn.Module,
         specs: Sequence[ParamSpec],
+        digests: Mapping[str, str],
         units: HeldUnits,
         access: Access,
         budget_bytes: int,
     ) -> None:
         self._named = dict(model.named_parameters())
         self._specs = specs
+        self._digests = dict(digests)
         self._units = units if isinstance(units, StreamedUnits) else None
         self._access = access
         self._budget_bytes = budget_bytes
         self._loaded: set[str] = set()
 
     @torch.no_grad()
-    def state_dict(self) -> dict[str, Tensor]:
-        """Copies of their values, by name. Raises: BudgetError."""
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of their values, by name, and the digests of all. Raises: BudgetError."""
         names = sorted(self._loaded | self._written())
         needed = _COPIES * sum(self._named[name].numel() * self._named[name].element_size() for name in names)
         if needed > self._budget_bytes:
@@ -59,12 +85,12 @@ class WrittenFrozen:
                 available=self._budget_bytes,
                 option="cpu_memory",
             )
-        state = {}
+        values = {}
         for name in names:
             param = self._named[name]
             with self._access.gathered(param, writable=False), torch_private.DisableTorchFunctionSubclass():
-                state[name] = param.detach().to("cpu", copy=True)
-        return state
+                values[name] = param.detach().to("cpu", copy=True)
+        return {"values": values, "digests": self._digests}
 
     def _written(self) -> set[str]:
         if self._units is None:
@@ -73,17 +99,28 @@ class WrittenFrozen:
         return {self._specs[number].name for number in self._units.written_frozen}
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Writes values of a commit. Raises: ConfigError if one is not in the model; ResumeError if what has been
-        written to since then is not among them."""
-        for name, values in state.items():
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Writes values of a commit.
+
+        Raises: ResumeError if other frozen parameters are not what they were in the run that committed, or were first
+        written to since then; ConfigError if one is not in the model.
+        """
+        values, digests = state["values"], state["digests"]
+        known = self._digests.keys() & digests.keys()
+        if others := sorted(name for name in known - values.keys() if self._digests[name] != digests[name]):
+            raise ResumeError(
+                f"{others[0]} is frozen, and has other values than in the run that was committed ({len(others)} such "
+                "parameters): build the model with the weights that the run began with"
+            )
+        for name, saved in values.items():
             param = self._named.get(name)
-            if param is None or param.shape != values.shape:
-                raise ConfigError(f"{name} of shape {tuple(values.shape)} is committed, and the model has no such one")
+            if param is None or param.shape != saved.shape:
+                raise ConfigError(f"{name} of shape {tuple(saved.shape)} is committed, and the model has no such one")
             with self._access.gathered(param, writable=False):
-                param.copy_(values)
-        self._loaded |= state.keys()
-        if lost := sorted(self._written() - state.keys()):
+                param.copy_(saved)
+        self._loaded |= values.keys()
+        self._digests = {**digests, **self._digests}
+        if lost := sorted(self._written() - values.keys()):
             raise ResumeError(
                 f"{lost[0]}, which is frozen, was first written to after the last commit, and what it was before is "
                 "not known: write its old value to it; all else is as it was committed"

@@ -129,6 +129,18 @@ def test_a_commit_that_takes_more_ram_than_allowed_is_refused(tmp_path: Path) ->
             frozen.state_dict()
 
 
+@pytest.mark.parametrize("param_tier", ["cpu", "nvme"])
+def test_a_run_is_not_resumed_with_other_frozen_weights(param_tier: str, tmp_path: Path) -> None:
+    with hold(Taught(), tmp_path / "run", commit_every=0) as optimizer:
+        optimizer.commit()
+    other = Taught()
+    with torch.no_grad():
+        other.teacher.blocks[1].down.bias[3] += 2**-10
+    with pytest.raises(ResumeError, match=r"teacher\.blocks\.1\.down\.bias is frozen, and has other values .*\(1 such"):
+        hold(other, tmp_path / "run", param_tier, commit_every=0, resume=True)
+    hold(Taught(), tmp_path / "run", param_tier, commit_every=0, resume=True).close()
+
+
 def test_what_nobody_wrote_to_is_in_no_commit(tmp_path: Path) -> None:
     model = Taught().eval()
     with hold(model, tmp_path / "run", commit_every=0) as optimizer:
@@ -136,3 +148,58 @@ def test_what_nobody_wrote_to_is_in_no_commit(tmp_path: Path) -> None:
         optimizer.step()
         optimizer.commit()
     assert not list((tmp_path / "run").glob("extra-*"))
+
+
+@pytest.mark.parametrize("param_tier", ["device", "cpu", "nvme"])
+def test_a_resumed_run_may_freeze_and_unfreeze(param_tier: str, tmp_path: Path) -> None:
+    """As a new optimizer in plain torch that has the old one's states, and begins anew with what was frozen."""
+
+    def of(model: Net) -> list[nn.Parameter]:
+        return [param for param in model.parameters() if param.requires_grad]
+
+    def train(model: Net, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            model(batch(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def options(where: str) -> dict[str, Any]:
+        given = {"tier": "cpu", "param_tier": where, "path": tmp_path / "run", "commit_every": 0}
+        return {**given, "compute_dtype": torch.float32, "tuning": Tuning(chunk=4096)}
+
+    model, plain = Net(), Net()
+    for one in (model, plain):
+        one.blocks[:2].requires_grad_(False)
+    before = torch.optim.AdamW(of(plain))
+    train(plain, before, range(2))
+    with OffloadZero(model, torch.optim.AdamW(of(model)), **options("nvme")) as optimizer:
+        train(model, optimizer, range(2))
+        with torch.no_grad():
+            for one in (model, plain):
+                one.blocks[1].norm.bias.add_(0.5)
+        optimizer.commit()
+
+    model = Net()
+    for one in (model, plain):
+        one.requires_grad_(True)
+        one.blocks[3].requires_grad_(False)
+        one.blocks[0].requires_grad_(False)
+    after = torch.optim.AdamW(of(plain))
+    for param in of(plain):
+        if param in before.state:
+            after.state[param] = before.state[param]
+    train(plain, after, range(2, 4))
+    for _ in range(2):
+        with OffloadZero(model, torch.optim.AdamW(of(model)), resume=True, **options(param_tier)) as optimizer:
+            assert optimizer.resumed is not None
+            if optimizer.resumed.step == 2:
+                assert optimizer.state_of(model.blocks[1].up.weight)["step"] == 0
+                assert optimizer.state_of(model.blocks[2].up.weight)["step"] == 2
+                train(model, optimizer, range(2, 4))
+                optimizer.commit()
+            values = model.state_dict()
+            for name, wanted in plain.state_dict().items():
+                torch.testing.assert_close(values[name], wanted, rtol=1e-5, atol=1e-6, msg=name)
+        model = Net()
+        model.blocks[3].requires_grad_(False)
+        model.blocks[0].requires_grad_(False)

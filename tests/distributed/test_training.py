@@ -282,6 +282,20 @@ def test_every_kind_of_model_on_devices_with_memory_of_their_own(worlds: Worlds,
         trained(worlds, kind, 4, 3, stage=stage, **options)
 
 
+@pytest.mark.parametrize("param_tier", ["cpu", "nvme"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.one_in(3)
+def test_frozen_parameters_stream_on_every_rank(worlds: Worlds, tmp_path: Path, stage: int, param_tier: str) -> None:
+    """Stage 3 shards them, stages 1 and 2 keep all of them on each rank, and what is trained stays on the device."""
+    options: dict[str, Any] = {"stage": stage, "param_tier": param_tier, "tier": "cpu", "wire": "late"}
+    if param_tier == "nvme":
+        options |= {"path": str(tmp_path / "run"), "commit_every": None}
+    for number, run in enumerate(trained(worlds, "adapted", 3, 4, **options)):
+        assert run.stats["rank"] == number
+        assert run.stats["param_tier"] == ("cpu" if stage == 3 else "device")
+        assert run.stats["peak_device_bytes"] < 4 * 67 * 67 * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -162,6 +162,22 @@ def test_unfreezing_in_a_run_is_refused_and_names_the_parameter(tmp_path: Path) 
     optimizer.close()
 
 
+def test_another_optimizer_may_train_what_was_frozen(tmp_path: Path) -> None:
+    """Its gradients are its own, and what it writes counts."""
+    model, plain = halves(), halves()
+    optimizer = OffloadZero(model, torch.optim.AdamW(trained(model)), **options("cpu", "cpu", tmp_path))
+    for one, first in ((model, optimizer), (plain, torch.optim.AdamW(trained(plain)))):
+        one.blocks[0].up.requires_grad_(True)
+        second = torch.optim.SGD(one.blocks[0].up.parameters(), lr=0.1)
+        for step in range(3):
+            squares(one, batch(step)).backward()
+            for other in (first, second):
+                other.step()
+                other.zero_grad()
+    assert_close(model, plain)
+    optimizer.close()
+
+
 @pytest.mark.parametrize("param_tier", ["cpu", "nvme"])
 def test_integer_and_quantised_parameters_stream_as_they_are(param_tier: str, tmp_path: Path) -> None:
     class Quantised(nn.Module):
