@@ -22,13 +22,16 @@ from offload.model.units import ROOT, encloses
 from offload.native.torch_kernels import scratch_bytes
 from offload.optim import adam
 from offload.planner.machine import free_memory
-from offload.sizes import format_bytes
+from offload.sizes import PAGE_BYTES, format_bytes
 from offload.storage.arena import carved_bytes
 from offload.storage.chunk_cache import residents
 from offload.storage.swap_format import STATE_KINDS, Record, file_bytes, param_records_of, records_of
 
 IN_FLIGHT = 4
 """Buffers for streamed chunks if the budget allows: one more than the least, so that a late write delays no read."""
+
+ACTIVATION_SHARE = 4
+"""Of the RAM that is left, one part in so many is for activations, if nothing is said about them."""
 
 TYPICAL_TBW = 600e12
 """Bytes a common 1 TB consumer drive is warranted for."""
@@ -66,6 +69,7 @@ class Placement:
         params: of 16-bit parameters that are streamed, or copied to RAM for commits; None: they stay on the device.
         grads: of gradients in slots; staged: of states that are on the device, for commits.
         held_bytes: what this rank holds of each state kind, on any tier, gaps between parameters included.
+        activation_bytes: of the region in which activations wait, a part of arena_bytes or of slab_bytes.
     """
 
     kept: frozenset[int]
@@ -85,6 +89,7 @@ class Placement:
     resident_bytes: int = 0
     slab_bytes: int = 0
     staged: Pool | None = None
+    activation_bytes: int = 0
 
     def describe(self, layout: Layout, config: Config) -> str:
         """One line for people."""
@@ -97,6 +102,7 @@ class Placement:
         tiled = sum(spec.tile > 0 for spec in layout.specs)
         where += f", {tiled} layers run in tiles of {format_bytes(config.tile_bytes or 0)}" if tiled else ""
         where += f", gradients on {_SHOWN[config.grad_tier]}" if config.grad_tier == "nvme" else ""
+        where += f", activations on {_SHOWN[config.activation_tier]}" if config.activation_tier else ""
         text = (
             f"offload: {layout.numel:,} parameters{where}; peak on the device "
             f"{format_bytes(self.device_bytes)}{at_most}; "
@@ -287,6 +293,25 @@ class Needs:
         return exchange.arena_bytes(self.layout) if self.in_place else 0
 
     @property
+    def activation_bytes(self) -> int:
+        """Of the region in which activations wait, if it was given."""
+        return carved_bytes(self.config.activation_memory or 0)
+
+    @property
+    def has_activations_on_device(self) -> bool:
+        """Whether that region is in memory of a device of its own."""
+        return self.config.activation_tier == "device" and not self.direct
+
+    def activation_bytes_in(self, room: int) -> int:
+        """The same, or what it gets of `room` bytes of RAM that nothing else needs. Activations that stay where they
+        are made have no region unless one is given."""
+        config = self.config
+        is_there = config.activation_tier in (None, "device") or (self.direct and config.activation_tier == "cpu")
+        if config.activation_memory is not None or is_there:
+            return self.activation_bytes
+        return max(room, 0) // ACTIVATION_SHARE // PAGE_BYTES * PAGE_BYTES
+
+    @property
     def fixed_bytes(self) -> int:
         """All but the states and what stages them."""
         pools = sum(pool.nbytes for pool in (self.params, self.grads) if pool is not None)
@@ -299,18 +324,25 @@ class Needs:
     @property
     def slab_bytes(self) -> int:
         """Of the device, beside parameters and buffers of the model."""
+        activations = self.activation_bytes if self.has_activations_on_device else 0
         if self.config.tier != "device":
             if self.direct or self.reduction is None:
-                return 0
-            return self.reduction.communication_bytes + exchange.arena_bytes(self.layout)
+                return activations
+            return activations + self.reduction.communication_bytes + exchange.arena_bytes(self.layout)
         largest = max((spec.numel for spec in self.layout.specs), default=0)
-        return self.fixed_bytes + self.state_bytes + (0 if self.direct else carved_bytes(scratch_bytes(largest)))
+        return (
+            activations
+            + self.fixed_bytes
+            + self.state_bytes
+            + (0 if self.direct else carved_bytes(scratch_bytes(largest)))
+        )
 
     @property
     def least_bytes(self) -> int:
         """Of RAM, with states on NVMe: all but the states, and the fewest buffers that these can stream through."""
         largest = max((record.nbytes for record in self.states), default=0)
-        return self.fixed_bytes + min(LEAST_IN_FLIGHT * largest, self.state_bytes)
+        activations = 0 if self.has_activations_on_device else self.activation_bytes
+        return self.fixed_bytes + activations + min(LEAST_IN_FLIGHT * largest, self.state_bytes)
 
     @property
     def disk_bytes(self) -> int:
@@ -375,10 +407,13 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
     fixed = reserved + (0 if is_on_device else needs.fixed_bytes) + (0 if needs.staged is None else needs.staged.nbytes)
     states = 0 if is_on_device else needs.state_bytes
     streams = config.tier == "nvme"
-    least = reserved + needs.least_bytes if streams else fixed + states
+    given_region = 0 if needs.has_activations_on_device else needs.activation_bytes
+    least = reserved + needs.least_bytes if streams else fixed + given_region + states
     if least > budget:
         other = 'or tier="nvme" with a path' if config.tier == "cpu" else "or a smaller Tuning(chunk=...)"
         raise _too_small(least, budget, given, other)
+    activation_bytes = needs.activation_bytes_in(budget - least)
+    fixed += 0 if needs.has_activations_on_device else activation_bytes
     kept, in_flight = frozenset(range(len(sizes))), 0
     if streams:
         kept, in_flight = _keep_and_stream(sizes, budget - fixed, config.in_flight)
@@ -412,6 +447,7 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
         held_bytes=needs.held_bytes,
         slab_bytes=needs.slab_bytes,
         staged=needs.staged,
+        activation_bytes=activation_bytes,
         streamed_chunks=len(streamed),
         utilisation=filled / max(kept_bytes + in_flight * largest, 1),
     )
