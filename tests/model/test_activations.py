@@ -88,8 +88,9 @@ def options_of(where: str, path: Path) -> dict[str, Any]:
     if "in place" in where:
         options |= {"activation_tier": "device"}
     else:
-        # Two or three activations fit, or a dozen.
-        options |= {"activation_tier": "nvme", "activation_memory": "12KiB" if "small" in where else "40KiB"}
+        # A few of them fit, or a dozen.
+        region = ("192KiB", "72KiB") if "all saved" in where else ("40KiB", "16KiB")
+        options |= {"activation_tier": "nvme", "activation_memory": region["small" in where]}
     return options | {"path": path, "tuning": Tuning(**tuning)}
 
 
@@ -202,8 +203,7 @@ def test_gradients_of_gradients(pair: Make) -> None:
     both.same(run)
 
 
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(("reentrant", "nested"), [(False, False), (True, False), (False, True)])
 @pytest.mark.one_in(3)
 def test_checkpoints_of_the_model_recompute_alone(pair: Make, reentrant: bool, nested: bool) -> None:
     both = pair(lambda: Checkpointed((1, 2, 1), reentrant=reentrant, nested=nested))
@@ -217,9 +217,9 @@ def test_checkpoints_of_the_model_recompute_alone(pair: Make, reentrant: bool, n
 
 def test_lengths_that_change(pair: Make) -> None:
     both = pair(Net)
-    for length in (3, 700, 1, 250, 900, 8):
+    for length in (3, 700, 1, 250, 9000, 8):
         x = torch.randn(length, 5, generator=torch.Generator().manual_seed(length))
-        if length * 48 > both.optimizer.stats()["activation_bytes"] > 0:
+        if length * 48 > both.optimizer.stats()["activation_bytes"] > 0:  # one of them
             with pytest.raises(BudgetError, match="activation_memory") as caught:
                 squares(both.model, x)
             assert caught.value.option == "activation_memory"
@@ -444,19 +444,6 @@ def test_autocast_is_that_of_the_forward(pair: Make) -> None:
         loss.backward()
 
     pair(RichNet).same(run)
-
-
-def test_compiled_blocks_are_right(pair: Make) -> None:
-    def make() -> Net:
-        model = Net()
-        for block in model.blocks:
-            block.compile(backend="eager")
-        return model
-
-    both = pair(make)
-    x = torch.randn(200, 5, generator=torch.Generator().manual_seed(1))
-    both.same(lambda model: squares(model, x).backward())
-    both.same(lambda model: squares(torch.compile(model, backend="eager"), x).backward())
 
 
 def test_graph_that_outlives_the_optimizer_says_so(where: str, tmp_path: Path) -> None:
