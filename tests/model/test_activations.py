@@ -480,3 +480,30 @@ def test_model_checkpoints_by_functions_of_its_own(pair: Make) -> None:
     both = pair(Layers)
     x = torch.randn(200, 5, generator=torch.Generator().manual_seed(1))
     both.same(lambda model: squares(model, x).backward())
+
+
+def test_layers_whose_forward_is_a_checkpoint_are_recomputed_once(pair: Make) -> None:
+    """As those of transformers since version 5."""
+
+    class Layer(Block):
+        gradient_checkpointing = True
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.run, x, use_reentrant=False)
+
+        def run(self, x: Tensor) -> Tensor:
+            Layer.calls += 1
+            return super().forward(x)
+
+    def make() -> Net:
+        model = Net()
+        model.blocks = nn.ModuleList(Layer() for _ in range(3))
+        return model
+
+    both = pair(make)
+    x = torch.randn(200, 5, generator=torch.Generator().manual_seed(1))
+    both.same(lambda model: squares(model, x).backward())
+    assert Layer.calls == 2 * 2 * 3
+    if (store := both.optimizer._parts.activations) is not None:
+        assert store.peak_bytes == 3 * 12288
