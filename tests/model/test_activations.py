@@ -6,6 +6,7 @@ import copy
 import inspect
 import pickle
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from offload import (
-    BudgetError,
-    ClosedError,
-    ConfigError,
-    OffloadZero,
-    StaleActivationError,
-    Tuning,
-)
+from offload import BudgetError, ClosedError, ConfigError, OffloadZero, StaleActivationError, Tuning
+from tests.support.late_copier import LateCopier
 from tests.support.toy import Block, Checkpointed, Net, batch, squares, take_step
+
+pytestmark = pytest.mark.one_in(3)
 
 WIDTH, HEADS = 32, 4
 ROWS = 16
@@ -94,11 +91,16 @@ def options_of(where: str, path: Path) -> dict[str, Any]:
     return options | {"path": path, "tuning": Tuning(**tuning)}
 
 
-WHERES = ["in place", "nvme", "small", "small, streamed", "all saved", "all saved, small", "all saved, streamed"]
+WHERES = [
+    *("in place", "nvme", "small", "small, streamed", "small, late copies"),
+    *("all saved", "all saved, small", "all saved, streamed, late copies"),
+]
 
 
 @pytest.fixture(params=WHERES)
-def where(request: pytest.FixtureRequest) -> str:
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if "late copies" in request.param:
+        monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(1))
     return str(request.param)
 
 
@@ -204,7 +206,6 @@ def test_gradients_of_gradients(pair: Make) -> None:
 
 
 @pytest.mark.parametrize(("reentrant", "nested"), [(False, False), (True, False), (False, True)])
-@pytest.mark.one_in(3)
 def test_checkpoints_of_the_model_recompute_alone(pair: Make, reentrant: bool, nested: bool) -> None:
     both = pair(lambda: Checkpointed((1, 2, 1), reentrant=reentrant, nested=nested))
     x = [torch.randn(300, 5, generator=torch.Generator().manual_seed(step)) for step in range(2)]
@@ -292,7 +293,9 @@ def test_changes_in_place_are_errors_or_make_no_difference(where: str, tmp_path:
             squares(both.plain, x).backward()
         loss = squares(both.model, x)
         if of == "an input" and "in place" not in where:
-            loss.backward()  # it was copied
+            # It was copied, or was about to be.
+            with suppress(StaleActivationError) if "late" in where else nullcontext():
+                loss.backward()
         else:
             with pytest.raises(StaleActivationError, match="inplace"):
                 loss.backward()
@@ -300,7 +303,6 @@ def test_changes_in_place_are_errors_or_make_no_difference(where: str, tmp_path:
 
 
 @pytest.mark.parametrize("change", ["step", "eval", "buffer"])
-@pytest.mark.one_in(2)
 def test_changes_of_a_unit_before_its_recomputation_are_refused(change: str, tmp_path: Path) -> None:
     both = Pair(RichNet, options_of("nvme", tmp_path))
     loss = squares(both.model, rows(0))
