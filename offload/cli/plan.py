@@ -30,6 +30,7 @@ KINDS = {
     "master": "fp32 masters",
     "exp_avg": "first moments",
     "exp_avg_sq": "second moments",
+    "activation": "what enters blocks, on its way to their backward",
     "buffers": "what streamed chunks pass through",
     "slots": "of chunks that stay in RAM",
     "rest": "headers, padding, buffers of copies",
@@ -41,6 +42,8 @@ def plan(
     preset: Annotated[str, typer.Option(help="Size of the model, as `offload train` has them.")] = "5m",
     layers: Annotated[int | None, typer.Option(help="Blocks.", show_default="the preset's")] = None,
     width: Annotated[int | None, typer.Option(help="Width of the model.", show_default="the preset's")] = None,
+    batch: Annotated[int, typer.Option(help="Sequences a micro-batch; only activations depend on it.")] = 4,
+    seq: Annotated[int, typer.Option(help="Bytes of text a sequence, likewise.")] = 256,
     accumulation: Annotated[int, typer.Option(help="Micro-batches a step.")] = 1,
     tier: Annotated[str, typer.Option(help="Where the optimizer states live: nvme, cpu or device.")] = "nvme",
     param_tier: Annotated[
@@ -51,6 +54,13 @@ def plan(
     device_memory: Annotated[
         str | None,
         typer.Option(help="Memory on the device for parameters, such as 2GiB.", show_default="half of what is free"),
+    ] = None,
+    activation_tier: Annotated[
+        str | None,
+        typer.Option(
+            help="Where what enters each block waits for its backward: device, cpu or nvme.",
+            show_default="activations are not counted",
+        ),
     ] = None,
     cpu_memory: Annotated[
         str | None,
@@ -78,21 +88,29 @@ def plan(
 
     # What only a run needs is given as is, so that what both take is checked in one place.
     options = TrainOptions(
-        preset=preset, steps=1, batch=1, seq=1, lr=1.0, accumulation=accumulation, tier=tier, path=Path(), keep=False,
-        cpu_memory=cpu_memory, chunk=chunk, threads=None, seed=0, data=None, out=Path(), timeline=False,
+        preset=preset, steps=1, batch=batch, seq=seq, lr=1.0, accumulation=accumulation, tier=tier, path=Path(),
+        keep=False, cpu_memory=cpu_memory, chunk=chunk, threads=None, seed=0, data=None, out=Path(), timeline=False,
         param_tier=param_tier, grad_tier=grad_tier, device_memory=device_memory, commit_every=commit_every,
+        activation_tier=activation_tier,
     )  # fmt: skip
     if ranks < 1:
         raise ConfigError(f"--ranks {ranks}: give a whole number, at least 1")
     config = model_config(preset, layers, width)
     planned = planned_of(options, config, split_master=split_master, ranks=ranks, stage=stage)
     fits = _what_fits(planned)
+    entering = config.layers * options.entering_bytes(config.width)
     if json:
-        print_json({"preset": preset, "layers": layers, "width": width} | summarise(planned) | fits)
+        sizes = {"preset": preset, "layers": layers, "width": width, "entering_bytes": entering}
+        print_json(sizes | summarise(planned) | fits)
         return
     console = Console()
     try:
         _show(console, summarise(planned))
+        console.print(
+            f"What enters {config.layers} blocks in a micro-batch of {batch} x {seq} takes {format_bytes(entering)}.",
+            soft_wrap=True,
+            highlight=False,
+        )
     finally:
         # Also where it does not fit: this says what would.
         _show_what_fits(console, fits)
@@ -122,6 +140,7 @@ def planned_of(
     from offload.devices.copies import accelerator
     from offload.models import GPT
     from offload.planner.explain import plan_of
+    from offload.planner.placement import activation_memory
 
     planned = plan_of(
         GPT(config, device="meta"),
@@ -135,6 +154,10 @@ def planned_of(
         grad_tier=options.given_grad_tier,
         commit_every=options.commit_every,
         tuning=Tuning(chunk=options.chunk or Tuning().chunk, split_master=split_master),
+        activation_tier=options.activation_tier,
+        activation_memory=activation_memory(
+            options.activation_tier, config.layers, options.entering_bytes(config.width)
+        ),
         ranks=ranks,
         stage=stage,
     )
@@ -161,6 +184,7 @@ def summarise(planned: Planned) -> dict[str, Any]:
         "accumulation": planned.config.accumulation,
         "split_master": planned.config.split_master,
         "commit_every": planned.config.commit_every,
+        "activation_tier": planned.config.activation_tier,
         "parameters": planned.layout.numel,
         "chunks": len(planned.layout.chunks),
         "kept_chunks": len(placement.kept),

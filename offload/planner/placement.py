@@ -22,7 +22,7 @@ from offload.model.units import ROOT, encloses
 from offload.native.torch_kernels import scratch_bytes
 from offload.optim import adam
 from offload.planner.machine import free_memory
-from offload.sizes import PAGE_BYTES, format_bytes
+from offload.sizes import MIB, PAGE_BYTES, format_bytes
 from offload.storage.arena import carved_bytes
 from offload.storage.chunk_cache import residents
 from offload.storage.swap_format import STATE_KINDS, Record, file_bytes, param_records_of, records_of
@@ -32,6 +32,10 @@ IN_FLIGHT = 4
 
 ACTIVATION_SHARE = 4
 """Of the RAM that is left, one part in so many is for activations, if nothing is said about them."""
+LEAST_ACTIVATION_BYTES = 16 * MIB
+"""The least that they get then."""
+UNITS_ON_THE_WAY = 4
+"""Of whose inputs RAM has room on their way to the files: of two that are written or read, and two in use."""
 
 TYPICAL_TBW = 600e12
 """Bytes a common 1 TB consumer drive is warranted for."""
@@ -102,7 +106,10 @@ class Placement:
         tiled = sum(spec.tile > 0 for spec in layout.specs)
         where += f", {tiled} layers run in tiles of {format_bytes(config.tile_bytes or 0)}" if tiled else ""
         where += f", gradients on {_SHOWN[config.grad_tier]}" if config.grad_tier == "nvme" else ""
-        where += f", activations on {_SHOWN[config.activation_tier]}" if config.activation_tier else ""
+        if config.activation_tier:
+            where += (
+                f", activations {'in' if config.activation_tier == 'cpu' else 'on'} {_SHOWN[config.activation_tier]}"
+            )
         text = (
             f"offload: {layout.numel:,} parameters{where}; peak on the device "
             f"{format_bytes(self.device_bytes)}{at_most}; "
@@ -126,6 +133,14 @@ class Placement:
 def _every(config: Config) -> str:
     """When commits are made, in words."""
     return f" every {config.commit_every} steps" if config.commit_every else " when commit() is called"
+
+
+def activation_memory(tier: str | None, units: int, nbytes: int) -> int | None:
+    """The `activation_memory` with which a tier has room for what enters `units` units, `nbytes` each: for all of it,
+    or with "nvme", where files have it, for what is on its way. None without a tier."""
+    if tier is None:
+        return None
+    return carved_bytes(nbytes) * (min(units, UNITS_ON_THE_WAY) if tier == "nvme" else units)
 
 
 # What the device needs.
@@ -294,22 +309,18 @@ class Needs:
 
     @property
     def activation_bytes(self) -> int:
-        """Of the region in which activations wait, if it was given."""
-        return carved_bytes(self.config.activation_memory or 0)
+        """Of the region in which activations wait: what was given, or the least. Those that stay where they are made
+        have no region unless one is given."""
+        config = self.config
+        if config.activation_memory is not None:
+            return carved_bytes(config.activation_memory)
+        is_there = config.activation_tier in (None, "device") or (self.direct and config.activation_tier == "cpu")
+        return 0 if is_there else LEAST_ACTIVATION_BYTES
 
     @property
     def has_activations_on_device(self) -> bool:
         """Whether that region is in memory of a device of its own."""
         return self.config.activation_tier == "device" and not self.direct
-
-    def activation_bytes_in(self, room: int) -> int:
-        """The same, or what it gets of `room` bytes of RAM that nothing else needs. Activations that stay where they
-        are made have no region unless one is given."""
-        config = self.config
-        is_there = config.activation_tier in (None, "device") or (self.direct and config.activation_tier == "cpu")
-        if config.activation_memory is not None or is_there:
-            return self.activation_bytes
-        return max(room, 0) // ACTIVATION_SHARE // PAGE_BYTES * PAGE_BYTES
 
     @property
     def fixed_bytes(self) -> int:
@@ -412,7 +423,9 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
     if least > budget:
         other = 'or tier="nvme" with a path' if config.tier == "cpu" else "or a smaller Tuning(chunk=...)"
         raise _too_small(least, budget, given, other)
-    activation_bytes = needs.activation_bytes_in(budget - least)
+    activation_bytes = needs.activation_bytes
+    if activation_bytes and config.activation_memory is None:
+        activation_bytes = max(activation_bytes, (budget - least) // ACTIVATION_SHARE // PAGE_BYTES * PAGE_BYTES)
     fixed += 0 if needs.has_activations_on_device else activation_bytes
     kept, in_flight = frozenset(range(len(sizes))), 0
     if streams:

@@ -19,11 +19,12 @@ OPTIONS = {
         "--preset", "--steps", "--batch", "--seq", "--lr", "--accumulation", "--tier", "--path", "--keep",
         "--cpu-memory", "--chunk", "--threads", "--seed", "--data", "--out", "--timeline", "--json",
         "--param-tier", "--grad-tier", "--sample", "--commit-every", "--resume", "--device-memory",
-        "--checkpoint-activations", "--validation",
+        "--checkpoint-activations", "--validation", "--activation-tier",
     },
     "plan": {
         "--preset", "--layers", "--width", "--accumulation", "--tier", "--cpu-memory", "--chunk", "--split-master",
         "--json", "--param-tier", "--grad-tier", "--ranks", "--stage", "--device-memory", "--commit-every",
+        "--batch", "--seq", "--activation-tier",
     },
     "doctor": {"--path", "--json"},
     "inspect": {"paths", "--json"},
