@@ -24,6 +24,7 @@ from offload.grads.base import GradientBuffer
 from offload.grads.local import LocalGradients
 from offload.grads.reduce_scatter import ReducedGradients
 from offload.grads.shards import records_of as gradient_records_of
+from offload.io.engine import IOEngine, open_nameless
 from offload.io.select import open_engine, weights
 from offload.layout import Layout
 from offload.model.flat_param import FlatParameters
@@ -40,6 +41,7 @@ from offload.planner.machine import free_memory
 from offload.planner.placement import Placement, Pool, Room, committed_slots, slot_records
 from offload.profiling import Timeline
 from offload.run import Memory, Run, Stores
+from offload.storage.activation_store import ActivationStore
 from offload.storage.arena import Arena, Lender
 from offload.storage.chunk_cache import Store
 from offload.storage.device_store import DeviceArena, DeviceStore
@@ -123,7 +125,8 @@ class Parts:
         streamed: that of the parameters, if these are on the device only around their use.
         parameters: the model's, in flat parameters; masters: between them and the states.
         gradients: the gradient buffer; step: Adam; new_params: the way of its results into the model.
-        slots: the swap files; io_engine: the name of what reads and writes them; None without files.
+        slots: the swap files; engine: what reads and writes them; None without files.
+        activations: where they wait; None: where they are made.
     """
 
     run: Run
@@ -135,7 +138,8 @@ class Parts:
     new_params: NewParameters
     step: Step
     slots: Stripes | None
-    io_engine: str | None
+    engine: IOEngine | None
+    activations: ActivationStore | None
 
 
 def build(
@@ -178,7 +182,8 @@ def build(
         layout, parameters, store, run.kernels, split_master=split, params=params, streamed=streamed
     )
     stores = Stores(store, params, grads, frozen)
-    return Parts(run, stores, streamed, parameters, masters, gradients, new_params, step, slots, io_engine)
+    activations = _activation_store(undo, plan, run, placement, io_engine, start)
+    return Parts(run, stores, streamed, parameters, masters, gradients, new_params, step, slots, io_engine, activations)
 
 
 def _reserve(undo: ExitStack, plan: Plan, placement: Placement, comm: Communicator) -> Memory:
@@ -265,6 +270,25 @@ def _pool_store(
     return store
 
 
+def _activation_store(
+    undo: ExitStack, plan: Plan, run: Run, placement: Placement, engine: IOEngine | None, start: Start
+) -> ActivationStore | None:
+    """Where activations wait; None: where they are made."""
+    config, memory = run.config, run.memory
+    if not placement.activation_bytes:
+        return None
+    is_on_device = config.activation_tier == "device"
+    lender = memory.device if is_on_device and memory.device is not None and not plan.copier.direct else memory.ram
+    # What stays on the device is copied there, in the order of its own work.
+    copier = HostCopier() if is_on_device else plan.copier
+    paths = () if engine is None or is_on_device else config.paths
+    files = [engine.adopt(open_nameless(str(path), start.held.hold(path))) for path in paths if engine is not None]
+    region = lender.carve(placement.activation_bytes)
+    store = ActivationStore(region, copier, plan.device, run.timeline, engine, files)
+    undo.callback(store.close)
+    return store
+
+
 def _open_files(
     undo: ExitStack,
     config: Config,
@@ -273,8 +297,8 @@ def _open_files(
     memory: Memory,
     start: Start,
     timeline: Timeline,
-) -> tuple[Stripes | None, str | None]:
-    """The swap files and the name of their engine, if there are any."""
+) -> tuple[Stripes | None, IOEngine | None]:
+    """The swap files and their engine, if there are any."""
     if not config.paths:
         memory.ram.prefault(lambda: None)
         return None, None
@@ -298,4 +322,4 @@ def _open_files(
     records, speeds = slot_records(layout, config), weights(config.paths)
     slots = Stripes(engine, config.paths, speeds, records, files, timeline=timeline, kept=kept)
     undo.callback(slots.close)
-    return slots, engine.name
+    return slots, engine

@@ -49,6 +49,8 @@ class Tuning:
             "layers.3.mlp", and of module classes, which stand for all their instances. A parameter belongs to its
             innermost unit, and to the root unit if no unit contains it. None: each element of a ModuleList or
             Sequential of blocks is a unit.
+        recompute: with an activation tier, whether a unit keeps only what enters it, and its forward runs again in its
+            backward. False: all that autograd saves in a unit waits in the tier, from 1 KiB a tensor on.
         tile: bytes. Where parameters stream, a linear layer with a larger weight runs in tiles of about this size, one
             after the other; its results are the same within rounding (docs/exactness.md). 0: no layer does. None: as
             few tiles as `device_memory` allows.
@@ -63,6 +65,7 @@ class Tuning:
     bucket: int | str = "32MiB"
     units: Sequence[str | type[nn.Module]] | None = None
     tile: int | str | None = None
+    recompute: bool = True
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         if "prefetch" in options:
@@ -87,6 +90,7 @@ class Config:
         chooses_params, chooses_grads, chooses_prefetch: whether the plan may change `param_tier`, `grad_tier` and
             `prefetch_units` to what fits (planner/choice.py).
         tile_bytes: weights larger than this are tiled; None: the plan chooses.
+        activation_memory: bytes; None: as the plan has it (planner/placement.py).
     """
 
     tier: Tier
@@ -121,6 +125,9 @@ class Config:
     tile_bytes: int | None = None
     cast_forward_inputs: bool = True
     keep: int = 2
+    activation_tier: Tier | None = None
+    activation_memory: int | None = None
+    recompute: bool = True
 
     @property
     def slots_per_chunk(self) -> int:
@@ -166,6 +173,8 @@ def check(
     resume: bool | str | PathLike | Sequence[PathLike] = False,
     cast_forward_inputs: bool = True,
     keep: int = 2,
+    activation_tier: str | None = None,
+    activation_memory: int | str | None = None,
     tuning: Tuning | None = None,
     **unknown: Any,
 ) -> Config:
@@ -192,6 +201,8 @@ def check(
         _none_of("tier", states, *TIERS),
         _none_of("param_tier", params, *TIERS),
         _none_of("grad_tier", grads, *(TIERS if states == "device" else ("cpu", "nvme"))),
+        _none_of("activation_tier", activation_tier, None, *TIERS),
+        _none_of("Tuning.recompute", tuning.recompute, True, False),
         _none_of("compute_dtype", compute_dtype, *COMPUTE_DTYPES),
         _none_of("nonfinite", nonfinite, "raise", "skip"),
         _none_of("stage", stage, None, 1, 2, 3),
@@ -233,6 +244,15 @@ def check(
             "nvme" not in (states, params) and commits is None and bool(paths),
             f'path={[*map(str, paths)]} has no use with tier="{states}" and no commits: drop it, drop '
             'commit_every=None, or choose tier="nvme"',
+        ),
+        (
+            activation_tier == "nvme" and not paths,
+            'activation_tier="nvme" needs path="...", the directory for what waits there',
+        ),
+        (
+            activation_tier is None and activation_memory is not None,
+            f"activation_memory={activation_memory!r} needs activation_tier, which says what it is for: choose "
+            '"device", "cpu" or "nvme"',
         ),
         (
             grads != "device" and states == "device",
@@ -289,6 +309,9 @@ def check(
         tile_bytes=None if tuning.tile is None else parse_bytes(tuning.tile, "Tuning.tile"),
         cast_forward_inputs=cast_forward_inputs,
         keep=keep,
+        activation_tier=None if activation_tier is None else TIERS[activation_tier],
+        activation_memory=None if activation_memory is None else parse_bytes(activation_memory, "activation_memory"),
+        recompute=tuning.recompute,
         chooses_params=param_tier is None and states != "device",
         chooses_grads=grad_tier is None and states != "device",
     )

@@ -12,6 +12,7 @@ OffloadError
 ├── AccumulationError      more backward passes than accumulation=N declares
 ├── NonFiniteGradientError NaN or Inf in a gradient: names the parameter (also an ArithmeticError)
 ├── StaleParameterError    a gradient of values before the last step, or a write that the step would undo
+├── StaleActivationError   what a backward needs was changed in place, or its unit was, since the forward
 ├── ReleasedParameterError a streamed parameter was used where it cannot be fetched: says how to use it
 ├── InterruptedStepError   a step was interrupted (Ctrl-C): some parameters are a step further than others
 ├── RankError              another rank is slow, stuck or dead: names the collective and the time waited
@@ -123,6 +124,11 @@ class NonFiniteGradientError(OffloadError, ArithmeticError):
 class StaleParameterError(OffloadError, RuntimeError):
     """A gradient was computed from a parameter's value before the last step; or a parameter was written to through a
     view from before that step, while its new value was pending."""
+
+
+class StaleActivationError(OffloadError, RuntimeError):
+    """A tensor that autograd saved was changed in place, as torch's own error says it; or a unit was changed between
+    its forward and its backward, which was to recompute it."""
 
 
 class ReleasedParameterError(OffloadError, RuntimeError):

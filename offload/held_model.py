@@ -12,6 +12,7 @@ from offload.build import Parts
 from offload.dist.agreement import broadcast_from_first
 from offload.errors import OffloadError
 from offload.interrupts import uninterrupted
+from offload.model.activations import Activations
 from offload.model.fetch import HeldUnits, StreamedUnits
 from offload.model.flat_param import CPU, flattened
 from offload.model.gradient import Answers
@@ -68,6 +69,9 @@ class HeldModel:
         names |= {param: spec.unit for param, spec in zip(parameters.params, parameters.layout.specs, strict=True)}
         self.access = Access(parameters, names, self.units, placement.budget_bytes)
         self._hooks = Hooks(model, run, parameters, names, self.units, self.access, self.answers)
+        self._activations: Activations | None = None
+        if run.config.activation_tier is not None:
+            self._activations = Activations(model, run.config, self.units, parts.activations)
         self._guards = Guards(parameters, self.units, self.moves)
         parameters.guard_with(self._guards.class_for)
         # An update that waits for nothing but kernels, which write into the model, is applied inside `step()`. Measured
@@ -157,6 +161,8 @@ class HeldModel:
         self.units.close()
         self._parts.parameters.free_spares()
         self._hooks.remove()
+        if self._activations is not None:
+            self._activations.remove()
         self._guards.stop(are_here=self._is_resident)
 
     def _new_transfers(self, placement: Placement, owner: Owner) -> UnitTransfers | None:

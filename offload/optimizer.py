@@ -136,6 +136,13 @@ class OffloadZero(torch.optim.Optimizer):
         cast_forward_inputs: whether floating-point inputs of the model's forward are cast to `compute_dtype`. False is
             for models that cast their inputs where they have to (time steps, positions).
         keep: how many of the commits that `state_dict()` has named stay, beside the last commit.
+        activation_tier: where activations wait between a forward and its backward: "device", "cpu" or "nvme". Of each
+            unit only what enters it is kept, and its forward runs again in its backward; see Tuning.recompute. What
+            torch.utils.checkpoint keeps in the model waits there, too. None: as the model has it.
+        activation_memory: bytes, or such as "4GiB", of the region that is reserved for them: on the device, or in RAM,
+            where it counts as `cpu_memory`. What does not fit goes to files in `path`, if there is one, but for
+            "device"; without, the forward raises BudgetError. None: a quarter of the RAM that is left, or, where
+            activations stay on the device that they are made on, no region.
         tuning: options that only change speed.
 
     Raises: ConfigError, BudgetError, PathError, PathInUseError, ResumeError, RankError; the model is not changed then.
@@ -171,6 +178,8 @@ class OffloadZero(torch.optim.Optimizer):
         process_group: object | None = None,
         cast_forward_inputs: bool = True,
         keep: int = 2,
+        activation_tier: str | None = None,
+        activation_memory: int | str | None = None,
         tuning: Tuning | None = None,
         **unknown: Never,
     ) -> None:
@@ -191,6 +200,8 @@ class OffloadZero(torch.optim.Optimizer):
             stage=stage,
             cast_forward_inputs=cast_forward_inputs,
             keep=keep,
+            activation_tier=activation_tier,
+            activation_memory=activation_memory,
             **unknown,
         )
         wrapper, model = model, unwrapped(model)
@@ -583,7 +594,12 @@ class OffloadZero(torch.optim.Optimizer):
             **{name: self._timeline.seconds(name) for name in _SPANS},
             "kernel": parts.run.kernels.variant,
             "threads": parts.run.kernels.threads,
-            "io_engine": parts.io_engine,
+            "io_engine": None if parts.engine is None else parts.engine.name,
+            "activation_tier": self._config.activation_tier,
+            "activation_bytes": placement.activation_bytes,
+            "peak_activation_bytes": 0 if parts.activations is None else parts.activations.peak_bytes,
+            "activation_read_bytes": counted("activation_read_bytes"),
+            "activation_written_bytes": counted("activation_written_bytes"),
             "rank": self._comm.rank,
             "ranks": self._comm.size,
             **{f"held_{kind}_bytes": nbytes for kind, nbytes in placement.held_bytes.items()},

@@ -60,6 +60,10 @@ graph_task_id: Any = _find("torch._C", "_current_graph_task_id")
 """Number of the backward pass that runs on this thread; -1: none."""
 queue_callback: Any = _find("torch.autograd", "Variable._execution_engine.queue_callback")
 """Calls a function when the running backward pass ends."""
+saved_tensors_hooks: Any = _find("torch._C._autograd", "_top_saved_tensors_default_hooks")
+"""The innermost pair of hooks for saved tensors on this thread, or None. Args: whether to look while tracing, too."""
+can_hook_saved_tensors: Any = _find("torch._C._autograd", "_saved_tensors_hooks_is_enabled")
+"""False inside `torch.autograd.graph.disable_saved_tensors_hooks`."""
 set_version_counters: Any = _find("torch._C._autograd", "_unsafe_set_version_counter")
 """Sets the versions of tensors, by which autograd notices that a saved tensor was changed.
 
@@ -101,6 +105,10 @@ foreach_norm: Any = _find("torch", "_foreach_norm")
 
 tree_leaves: Any = _find("torch.utils._pytree", "tree_leaves")
 """The leaves of nested containers."""
+tree_flatten: Any = _find("torch.utils._pytree", "tree_flatten")
+"""The leaves of nested containers, and what they were in."""
+tree_unflatten: Any = _find("torch.utils._pytree", "tree_unflatten")
+"""Its inverse."""
 tree_map_only: Any = _find("torch.utils._pytree", "tree_map_only")
 """Nested containers with the leaves of some types mapped."""
 apply_to_module: Any = _find("torch.nn", "Module._apply")

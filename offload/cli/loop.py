@@ -31,6 +31,7 @@ from offload.models import GPT, PRESETS, GPTConfig
 from offload.models.gpt import initial_values
 from offload.planner import least_cpu_memory
 from offload.planner.machine import free_memory
+from offload.planner.placement import activation_memory
 from offload.sizes import format_bytes
 from offload.storage.files import SWAP_NAME
 
@@ -121,6 +122,8 @@ def build_optimizer(model: GPT, options: TrainOptions) -> OffloadZero:
     tuning = Tuning(chunk=options.chunk or Tuning().chunk, threads=options.threads)
     cpu_memory: int | str | None = options.cpu_memory
     commit_every = None if options.commit_every is None else 0  # the loop commits itself, with what it needs to go on
+    entering = options.entering_bytes(model.config.width)
+    activations = activation_memory(options.activation_tier, model.config.layers, entering)
     if cpu_memory is None and options.tier == "nvme":
         cpu_memory = least_cpu_memory(
             model,
@@ -130,6 +133,8 @@ def build_optimizer(model: GPT, options: TrainOptions) -> OffloadZero:
             grad_tier=options.given_grad_tier,
             commit_every=commit_every,
             tuning=tuning,
+            activation_tier=options.activation_tier,
+            activation_memory=activations,
         )
     return OffloadZero(
         model,
@@ -145,6 +150,8 @@ def build_optimizer(model: GPT, options: TrainOptions) -> OffloadZero:
         grad_tier=options.given_grad_tier,
         device=accelerator() if is_streamed else None,
         init=initial_values(model.config, options.seed) if is_streamed else None,
+        activation_tier=options.activation_tier,
+        activation_memory=activations,
         tuning=tuning,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,6 +32,7 @@ KINDS = {
     "master": "fp32 masters",
     "exp_avg": "first moments",
     "exp_avg_sq": "second moments",
+    "activation": "what enters blocks, on its way to their backward",
     "buffers": "what streamed chunks pass through",
     "slots": "of chunks that stay in RAM",
     "rest": "headers, padding, buffers of copies",
@@ -48,6 +49,8 @@ def plan(
         Path | None,
         typer.Option(help="A transformers model instead of a preset: its config.json, or the directory of it."),
     ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences a micro-batch; only activations depend on it.")] = 4,
+    seq: Annotated[int, typer.Option(help="Tokens a sequence, likewise.")] = 256,
     accumulation: Annotated[int, typer.Option(help="Micro-batches a step.")] = 1,
     tier: Annotated[str, typer.Option(help="Where the optimizer states live: nvme, cpu or device.")] = "nvme",
     param_tier: Annotated[
@@ -58,6 +61,13 @@ def plan(
     device_memory: Annotated[
         str | None,
         typer.Option(help="Memory on the device for parameters, such as 2GiB.", show_default="half of what is free"),
+    ] = None,
+    activation_tier: Annotated[
+        str | None,
+        typer.Option(
+            help="Where what enters each block waits for its backward: device, cpu or nvme.",
+            show_default="activations are not counted",
+        ),
     ] = None,
     cpu_memory: Annotated[
         str | None,
@@ -102,29 +112,41 @@ def plan(
 
     # What only a run needs is given as is, so that what both take is checked in one place.
     options = TrainOptions(
-        preset=preset, steps=1, batch=1, seq=1, lr=1.0, accumulation=accumulation, tier=tier, path=Path(), keep=False,
-        cpu_memory=cpu_memory, chunk=chunk, threads=None, seed=0, data=None, out=Path(), timeline=False,
+        preset=preset, steps=1, batch=batch, seq=seq, lr=1.0, accumulation=accumulation, tier=tier, path=Path(),
+        keep=False, cpu_memory=cpu_memory, chunk=chunk, threads=None, seed=0, data=None, out=Path(), timeline=False,
         param_tier=param_tier, grad_tier=grad_tier, device_memory=device_memory, commit_every=commit_every,
+        activation_tier=activation_tier,
     )  # fmt: skip
     if ranks < 1:
         raise ConfigError(f"--ranks {ranks}: give a whole number, at least 1")
     for name, value in (("flops", flops), ("disk-gb-per-s", disk_gb_per_s)):
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{name} {value:g}: give a number above 0")
-    model = preset_model(preset, layers, width, frozen) if config is None else _configured(config, layers, width)
+    if config is None:
+        model = preset_model(model_config(preset, layers, width), frozen)
+    else:
+        model = _configured(config, layers, width)
     free = None if ram is None else parse_bytes(ram, "--ram")
     planned = planned_of(options, model, split_master=split_master, ranks=ranks, stage=stage, gpu=gpu, free=free)
     fits = _what_fits(planned)
+    entering = model.blocks * options.entering_bytes(model.width)
     if json:
         given = {"preset": preset, "layers": layers, "width": width, "frozen": frozen}
         of = given if config is None else {"config": str(config)}
-        print_json(of | summarise(planned) | _hiding(planned, flops, disk_gb_per_s) | fits)
+        print_json(
+            of | {"entering_bytes": entering} | summarise(planned) | _hiding(planned, flops, disk_gb_per_s) | fits
+        )
         return
     console = Console()
     try:
         _show(console, summarise(planned))
         for line in _hiding_lines(_hiding(planned, flops, disk_gb_per_s)):
             console.print(line, soft_wrap=True, highlight=False)
+        console.print(
+            f"What enters {model.blocks} blocks in a micro-batch of {batch} x {seq} takes {format_bytes(entering)}.",
+            soft_wrap=True,
+            highlight=False,
+        )
     finally:
         # Also where it does not fit: this says what would.
         _show_what_fits(console, fits)
@@ -146,24 +168,29 @@ def model_config(preset: str, layers: int | None, width: int | None) -> GPTConfi
     return replace(config, layers=config.layers if layers is None else layers, width=chosen, heads=heads)
 
 
-def preset_model(preset: str, layers: int | None, width: int | None, frozen: int = 0) -> nn.Module:
-    """The GPT of `model_config` on the meta device. Args: frozen: so many of its blocks, and the embeddings if any.
+@dataclass(frozen=True)
+class Sized:
+    """A model on the meta device. Attributes: blocks: how many; width: elements of a token between them."""
 
-    Raises: ConfigError.
-    """
+    module: nn.Module
+    blocks: int
+    width: int
+
+
+def preset_model(config: GPTConfig, frozen: int = 0) -> Sized:
+    """A GPT on the meta device. Args: frozen: so many of its blocks, and the embeddings if any. Raises: ConfigError."""
     from offload.models import GPT
 
-    config = model_config(preset, layers, width)
     if not 0 <= frozen <= config.layers:
         raise ConfigError(f"--frozen {frozen}: give a whole number, from 0 to the model's {config.layers} blocks")
     model = GPT(config, device="meta")
     for module in (model.embed, model.positions, *model.blocks[:frozen]) if frozen else ():
         module.requires_grad_(False)
-    return model
+    return Sized(model, config.layers, config.width)
 
 
-def _configured(config: Path, layers: int | None, width: int | None) -> nn.Module:
-    """The transformers model of a config.json on the meta device. Raises: ConfigError."""
+def _configured(config: Path, layers: int | None, width: int | None) -> Sized:
+    """The transformers model of a config.json. Raises: ConfigError."""
     import torch
 
     if layers is not None or width is not None:
@@ -179,14 +206,14 @@ def _configured(config: Path, layers: int | None, width: int | None) -> nn.Modul
     architectures = getattr(found, "architectures", None) or ()
     kind = next((getattr(transformers, name) for name in architectures if hasattr(transformers, name)), None)
     with torch.device("meta"):
-        if kind is not None:
-            return kind(found)  # type: ignore[no-any-return]
-        return transformers.AutoModelForCausalLM.from_config(found)  # type: ignore[no-any-return, no-untyped-call]
+        model = transformers.AutoModelForCausalLM.from_config(found) if kind is None else kind(found)  # type: ignore[no-untyped-call]
+    text = found.get_text_config()
+    return Sized(model, text.num_hidden_layers, text.hidden_size)
 
 
 def planned_of(
     options: TrainOptions,
-    model: nn.Module,
+    model: Sized,
     *,
     split_master: bool,
     ranks: int = 1,
@@ -194,7 +221,7 @@ def planned_of(
     gpu: bool = False,
     free: int | None = None,
 ) -> Planned:
-    """`model`, which may be on the meta device, laid out as `offload train` would have it.
+    """The model laid out as `offload train` would have it.
 
     Args: gpu: for a GPU, also where there is none; free: bytes of RAM where it will run, None: what is free here.
     Raises: ConfigError.
@@ -202,10 +229,11 @@ def planned_of(
     from offload import Tuning
     from offload.devices.copies import accelerator
     from offload.planner.explain import plan_of
+    from offload.planner.placement import activation_memory
 
-    on_disk = "nvme" in (options.tier, options.param_tier)
+    on_disk = "nvme" in (options.tier, options.param_tier, options.activation_tier)
     planned = plan_of(
-        model,
+        model.module,
         direct=accelerator() is None and not gpu,
         free_cpu_bytes=free,
         tier=options.tier,
@@ -217,6 +245,8 @@ def planned_of(
         grad_tier=options.given_grad_tier,
         commit_every=options.commit_every,
         tuning=Tuning(chunk=options.chunk or Tuning().chunk, split_master=split_master),
+        activation_tier=options.activation_tier,
+        activation_memory=activation_memory(options.activation_tier, model.blocks, options.entering_bytes(model.width)),
         ranks=ranks,
         stage=stage,
     )
@@ -243,6 +273,7 @@ def summarise(planned: Planned) -> dict[str, Any]:
         "accumulation": planned.config.accumulation,
         "split_master": planned.config.split_master,
         "commit_every": planned.config.commit_every,
+        "activation_tier": planned.config.activation_tier,
         "parameters": planned.layout.trained.numel,
         "frozen_tier": planned.config.frozen_tier,
         "chunks": len(planned.layout.chunks),

@@ -44,6 +44,13 @@ def train(
             help="Keep only what enters each block, and compute the rest again in backward: less memory, more time.",
         ),
     ] = False,
+    activation_tier: Annotated[
+        str | None,
+        typer.Option(
+            help="Where what enters a block waits for its backward: device, cpu or nvme. The rest is computed again.",
+            show_default="all activations stay on the device",
+        ),
+    ] = None,
     path: Annotated[Path, typer.Option(help="Directory of the swap files.")] = Path("scratch"),
     keep: Annotated[bool, typer.Option("--keep", help="Leave the swap files there at the end.")] = False,
     cpu_memory: Annotated[
@@ -117,6 +124,7 @@ def train(
         resume=resume,
         device_memory=device_memory,
         checkpoint_activations=checkpoint_activations,
+        activation_tier=activation_tier,
     )
     from offload.cli.loop import run
 
@@ -154,6 +162,7 @@ class TrainOptions:
     resume: bool = False
     device_memory: str | None = None
     checkpoint_activations: bool = False
+    activation_tier: str | None = None
 
     def __post_init__(self) -> None:
         for option in ("steps", "batch", "seq", "accumulation", "validation", "threads", "commit_every", "sample"):
@@ -171,6 +180,10 @@ class TrainOptions:
         for option, tiers in (("tier", TIERS), ("param_tier", PARAM_TIERS), ("grad_tier", GRAD_TIERS)):
             if getattr(self, option) not in tiers:
                 raise ConfigError(f"--{_name(option)} {getattr(self, option)}: choose one of {', '.join(tiers)}")
+        if self.activation_tier not in (None, *TIERS):
+            raise ConfigError(f"--activation-tier {self.activation_tier}: choose one of {', '.join(TIERS)}")
+        if self.activation_tier == "nvme" and self.tier != "nvme":
+            raise ConfigError("--activation-tier nvme needs --tier nvme: activations wait in the same directory")
         for option in ("cpu_memory", "device_memory", "chunk"):
             value = getattr(self, option)
             if value is not None:
@@ -192,6 +205,10 @@ class TrainOptions:
         """As OffloadZero takes it: None where it chooses, and beside states on the device, where there is one place."""
         is_default = self.tier == "device" and self.grad_tier == "cpu"
         return None if is_default or self.grad_tier == "auto" else self.grad_tier
+
+    def entering_bytes(self, width: int) -> int:
+        """Of what enters a block of the model, (batch, seq, width), in 16 bits."""
+        return 2 * self.batch * self.seq * width
 
     @property
     def timeline_file(self) -> Path:

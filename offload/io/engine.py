@@ -22,6 +22,7 @@ import fcntl
 import logging
 import mmap
 import os
+import secrets
 import stat
 import threading
 import weakref
@@ -160,8 +161,28 @@ def open_file(path: str, *, dir_fd: int | None = None, buffered: bool = False) -
     return file
 
 
+def open_nameless(path: str, dir_fd: int) -> IOFile:
+    """Opens a new file that goes when its last descriptor does: nobody can find it, and nothing has to remove it.
+
+    Args: path: the directory, for messages; dir_fd: its descriptor. Raises: PathError.
+    """
+    flags = os.O_RDWR | O_DIRECT
+    try:
+        try:
+            return open_nofollow(".", flags | os.O_TMPFILE, dir_fd=dir_fd, path=path)
+        except (AttributeError, OSError):  # not on this system, or not on this file system
+            name = f".offload-{os.getpid()}-{secrets.token_hex(8)}"
+            file = open_nofollow(name, flags | os.O_CREAT | os.O_EXCL, dir_fd=dir_fd, path=path)
+            os.unlink(name, dir_fd=dir_fd)
+            return file
+    except OSError as error:
+        raise PathError(error.errno, f"cannot make a file there: {error.strerror}", path) from error
+
+
 def reopened(file: IOFile) -> IOFile:
     """The same file once more, with a position of its own, through the page cache. Raises: OSError if it is gone."""
+    if not os.fstat(file.fd).st_nlink:  # it has no name
+        return IOFile(file.path, os.open(f"/proc/self/fd/{file.fd}", os.O_RDWR | os.O_CLOEXEC))
     name = file.path if file.dir_fd is None else os.path.basename(file.path)
     found = open_nofollow(name, os.O_RDWR, dir_fd=file.dir_fd, path=file.path)
     if not os.path.samestat(os.fstat(found.fd), os.fstat(file.fd)):
@@ -239,6 +260,10 @@ class IOEngine(ABC):
     @abstractmethod
     def open(self, path: str, *, dir_fd: int | None = None) -> IOFile:
         """Opens `path` as `open_file` does and keeps it until `close()`. Raises: PathError."""
+
+    @abstractmethod
+    def adopt(self, file: IOFile) -> IOFile:
+        """Uses a file that was opened elsewhere, and closes it in the end."""
 
     def register(self, memory: memoryview) -> None:
         """Tells the engine of the slab that most transfers will be from or to, which may make them cheaper."""
@@ -384,7 +409,6 @@ class QueuedEngine(IOEngine):
         return self.adopt(open_file(path, dir_fd=dir_fd))
 
     def adopt(self, file: IOFile) -> IOFile:
-        """Uses a file that was opened elsewhere, and closes it in the end."""
         with self._lock:
             self._drives[file] = Drive()
         return file

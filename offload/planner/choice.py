@@ -143,6 +143,8 @@ def least_cpu_memory(
     commit_every: int | str | None = "auto",
     tuning: Tuning | None = None,
     stage: int | None = None,
+    activation_tier: str | None = None,
+    activation_memory: int | str | None = None,
     ranks: int = 1,
     replicas: int = 1,
     device: torch.device | str | None = None,
@@ -163,6 +165,8 @@ def least_cpu_memory(
         commit_every=commit_every,
         tuning=tuning,
         stage=stage,
+        activation_tier=activation_tier,
+        activation_memory=activation_memory,
     )
     groups = [{"params": list(model.parameters())}] if optimizer is None else optimizer.param_groups
     shape = ModelShape.of(model, groups, config)

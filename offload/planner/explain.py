@@ -6,6 +6,7 @@ state kind (param, grad, master, exp_avg, exp_avg_sq), or one of
 
     frozen    frozen parameters that stream, or are always on the device, with buffers of the model
     buffers   that streamed chunks pass through, and in which replicas exchange new parameters
+    activation what enters units, or is saved in them, on its way from the forward to the backward
     slots     reserved on the disk, and not written in every step: those of chunks that are kept in RAM; with commits,
               the second slot of each chunk, and both of parameters that live elsewhere
     rest      headers, padding, bounce buffers of copies to and from a device, and temporaries of a device's kernels
@@ -205,6 +206,12 @@ def _in_memory(placement: Placement, planned: Planned) -> Iterator[Row]:
         Row("frozen", where, 0 if is_beside else frozen.kept_bytes),
         Row("buffers", where, placement.in_flight * max(streamed, default=0) + _param_buffers(placement, planned)),
     ]
+    is_apart = planned.needs.has_activations_on_device
+    activations = Row("activation", "device" if is_apart else "cpu", placement.activation_bytes)
+    if activations.tier == where:
+        rows.append(activations)
+    else:
+        yield activations
     yield from rows
     yield Row("rest", where, total - sum(row.nbytes for row in rows))
     if is_beside:
@@ -213,7 +220,7 @@ def _in_memory(placement: Placement, planned: Planned) -> Iterator[Row]:
     if placement.staged is not None:
         yield Row("buffers", "cpu", placement.staged.nbytes)
     if where == "cpu":
-        yield Row("buffers", "device", placement.slab_bytes)
+        yield Row("buffers", "device", placement.slab_bytes - (placement.activation_bytes if is_apart else 0))
 
 
 def _param_buffers(placement: Placement, planned: Planned) -> int:

@@ -22,13 +22,20 @@ from offload.model.units import ROOT, encloses
 from offload.native.torch_kernels import scratch_bytes
 from offload.optim import adam
 from offload.planner.machine import free_memory
-from offload.sizes import format_bytes
+from offload.sizes import MIB, PAGE_BYTES, format_bytes
 from offload.storage.arena import carved_bytes
 from offload.storage.chunk_cache import residents
 from offload.storage.swap_format import STATE_KINDS, Record, file_bytes, frozen_records_of, param_records_of, records_of
 
 IN_FLIGHT = 4
 """Buffers for streamed chunks if the budget allows: one more than the least, so that a late write delays no read."""
+
+ACTIVATION_SHARE = 4
+"""Of the RAM that is left, one part in so many is for activations, if nothing is said about them."""
+LEAST_ACTIVATION_BYTES = 16 * MIB
+"""The least that they get then."""
+UNITS_ON_THE_WAY = 4
+"""Of whose inputs RAM has room on their way to the files: of two that are written or read, and two in use."""
 
 TYPICAL_TBW = 600e12
 """Bytes a common 1 TB consumer drive is warranted for."""
@@ -67,6 +74,7 @@ class Placement:
             device. frozen: of frozen parameters; None: likewise.
         grads: of gradients in slots; staged: of states that are on the device, for commits.
         held_bytes: what this rank holds of each state kind, on any tier, gaps between parameters included.
+        activation_bytes: of the region in which activations wait, a part of arena_bytes or of slab_bytes.
     """
 
     kept: frozenset[int]
@@ -87,6 +95,7 @@ class Placement:
     slab_bytes: int = 0
     staged: Pool | None = None
     frozen: Pool | None = None
+    activation_bytes: int = 0
 
     def describe(self, layout: Layout, config: Config) -> str:
         """One line for people."""
@@ -97,10 +106,14 @@ class Placement:
         if config.tier == "device" and where:
             where = ", gathered from the ranks"
         tiled = sum(spec.tile > 0 for spec in layout.specs)
-        tiles = f", {tiled} layers run in tiles of {format_bytes(config.tile_bytes or 0)}" if tiled else ""
-        grads = f", gradients on {_SHOWN[config.grad_tier]}" if config.grad_tier == "nvme" else ""
+        where += f", {tiled} layers run in tiles of {format_bytes(config.tile_bytes or 0)}" if tiled else ""
+        where += f", gradients on {_SHOWN[config.grad_tier]}" if config.grad_tier == "nvme" else ""
+        if config.activation_tier:
+            where += (
+                f", activations {'in' if config.activation_tier == 'cpu' else 'on'} {_SHOWN[config.activation_tier]}"
+            )
         text = (
-            f"offload: {layout.trained.numel:,} parameters{where}{tiles}{grads}; {self._frozen(layout, config)}"
+            f"offload: {layout.trained.numel:,} parameters{where}; {self._frozen(layout, config)}"
             f"peak on the device {format_bytes(self.device_bytes)}{at_most}; "
             f"peak RAM {format_bytes(self.arena_bytes)} of {format_bytes(self.budget_bytes)} allowed; "
         )
@@ -134,6 +147,14 @@ class Placement:
 def _every(config: Config) -> str:
     """When commits are made, in words."""
     return f" every {config.commit_every} steps" if config.commit_every else " when commit() is called"
+
+
+def activation_memory(tier: str | None, units: int, nbytes: int) -> int | None:
+    """The `activation_memory` with which a tier has room for what enters `units` units, `nbytes` each: for all of it,
+    or with "nvme", where files have it, for what is on its way. None without a tier."""
+    if tier is None:
+        return None
+    return carved_bytes(nbytes) * (min(units, UNITS_ON_THE_WAY) if tier == "nvme" else units)
 
 
 # What the device needs.
@@ -346,6 +367,21 @@ class Needs:
         return exchange.arena_bytes(self.layout) if self.in_place else 0
 
     @property
+    def activation_bytes(self) -> int:
+        """Of the region in which activations wait: what was given, or the least. Those that stay where they are made
+        have no region unless one is given."""
+        config = self.config
+        if config.activation_memory is not None:
+            return carved_bytes(config.activation_memory)
+        is_there = config.activation_tier in (None, "device") or (self.direct and config.activation_tier == "cpu")
+        return 0 if is_there else LEAST_ACTIVATION_BYTES
+
+    @property
+    def has_activations_on_device(self) -> bool:
+        """Whether that region is in memory of a device of its own."""
+        return self.config.activation_tier == "device" and not self.direct
+
+    @property
     def fixed_bytes(self) -> int:
         """All but the states and what stages them."""
         frozen = None if self.frozen_beside_slab else self.frozen
@@ -359,18 +395,25 @@ class Needs:
     @property
     def slab_bytes(self) -> int:
         """Of the device, beside parameters and buffers of the model."""
+        activations = self.activation_bytes if self.has_activations_on_device else 0
         if self.config.tier != "device":
             if self.direct or self.reduction is None:
-                return 0
-            return self.reduction.communication_bytes + exchange.arena_bytes(self.layout)
+                return activations
+            return activations + self.reduction.communication_bytes + exchange.arena_bytes(self.layout)
         largest = max((spec.numel for spec in self.layout.specs), default=0)
-        return self.fixed_bytes + self.state_bytes + (0 if self.direct else carved_bytes(scratch_bytes(largest)))
+        return (
+            activations
+            + self.fixed_bytes
+            + self.state_bytes
+            + (0 if self.direct else carved_bytes(scratch_bytes(largest)))
+        )
 
     @property
     def least_bytes(self) -> int:
         """Of RAM, with states on NVMe: all but the states, and the fewest buffers that these can stream through."""
         largest = max((record.nbytes for record in self.states), default=0)
-        return self.fixed_bytes + min(LEAST_IN_FLIGHT * largest, self.state_bytes)
+        activations = 0 if self.has_activations_on_device else self.activation_bytes
+        return self.fixed_bytes + activations + min(LEAST_IN_FLIGHT * largest, self.state_bytes)
 
     @property
     def disk_bytes(self) -> int:
@@ -440,10 +483,15 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
     fixed = reserved + (0 if is_on_device else needs.fixed_bytes) + sum(pool.nbytes for pool in beside if pool)
     states = 0 if is_on_device else needs.state_bytes
     streams = config.tier == "nvme"
-    least = reserved + needs.least_bytes if streams else fixed + states
+    given_region = 0 if needs.has_activations_on_device else needs.activation_bytes
+    least = reserved + needs.least_bytes if streams else fixed + given_region + states
     if least > budget:
         other = 'or tier="nvme" with a path' if config.tier == "cpu" else "or a smaller Tuning(chunk=...)"
         raise _too_small(least, budget, given, other)
+    activation_bytes = needs.activation_bytes
+    if activation_bytes and config.activation_memory is None:
+        activation_bytes = max(activation_bytes, (budget - least) // ACTIVATION_SHARE // PAGE_BYTES * PAGE_BYTES)
+    fixed += 0 if needs.has_activations_on_device else activation_bytes
     kept, in_flight = frozenset(range(len(sizes))), 0
     if streams:
         kept, in_flight = _keep_and_stream(sizes, budget - fixed, config.in_flight)
@@ -478,6 +526,7 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
         slab_bytes=needs.slab_bytes,
         staged=needs.staged,
         frozen=needs.frozen,
+        activation_bytes=activation_bytes,
         streamed_chunks=len(streamed),
         utilisation=filled / max(kept_bytes + in_flight * largest, 1),
     )

@@ -319,3 +319,25 @@ def test_written_gradients_and_parameters_count_as_in_plain_torch(tier: str) -> 
             optimizer.close()
     for theirs, mine in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("place", ["device", "cpu", "nvme"])
+def test_activations_of_changing_lengths_leave_no_holes_on_the_device(place: str, tmp_path: Path) -> None:
+    """What the allocator has and nobody uses does not grow with the steps."""
+    model = models.build("gpt").to(DEVICE)
+    options: dict[str, Any] = {"activation_tier": place, "activation_memory": "64KiB"}
+    if place == "nvme":
+        options |= {"path": tmp_path / "run", "activation_memory": "8KiB"}
+    unused = []
+    with OffloadZero(model, torch.optim.AdamW(model.parameters()), **options) as optimizer:
+        generator = torch.Generator().manual_seed(1)
+        for step in range(40):
+            tokens = torch.randint(256, (2, 1 + step * 7 % 16), generator=generator).to(DEVICE)
+            model(tokens, tokens)[1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.accelerator.synchronize()
+            reserved = torch.accelerator.memory_reserved(DEVICE)
+            unused.append(reserved - torch.accelerator.memory_allocated(DEVICE))
+        assert optimizer.stats()["peak_activation_bytes"] == 3 * 4096
+    assert max(unused[20:]) <= max(unused[:20])

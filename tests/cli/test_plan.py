@@ -225,6 +225,26 @@ def test_people_get_tiers_peak_wear_and_budgets(monkeypatch: pytest.MonkeyPatch)
     assert "All 5 chunks stay in RAM" in run("--tier", "cpu").stdout
 
 
+@pytest.mark.parametrize("tier", ["device", "cpu", "nvme"])
+@pytest.mark.parametrize("direct", [True, False])
+def test_activations_are_a_row_of_their_own(direct: bool, tier: str) -> None:
+    planned = planned_of(direct, path=".", activation_tier=tier, activation_memory="3MiB")
+    placed = planned.place()
+    rows = explain(placed, planned)
+    totals = {"device": placed.device_bytes, "cpu": placed.arena_bytes, "nvme": placed.disk_bytes}
+    assert {tier: sum(row.nbytes for row in rows if row.tier == tier) for tier in totals} == totals
+    is_apart = tier == "device" and not direct
+    expected = [("activation", "device" if is_apart else "cpu", 3 * MIB)]
+    assert [(row.kind, row.tier, row.nbytes) for row in rows if row.kind == "activation"] == expected
+
+
+def test_activations_of_a_batch_are_what_the_papers_say() -> None:
+    found = run_json("--batch", "3", "--seq", "100", "--activation-tier", "nvme")
+    assert found["entering_bytes"] == 2 * 3 * 100 * 128 * 4  # bytes, batch, seq, width, blocks
+    regions = [row["nbytes"] for row in found["rows"] if row["kind"] == "activation"]
+    assert regions == [4 * 77824]  # in whole pages
+
+
 def test_what_does_not_fit_is_refused_as_by_a_run_and_what_would_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     result = run("--cpu-memory", "1MiB")
     assert result.exit_code == 2
@@ -264,6 +284,8 @@ def test_sizes_of_its_own_cost_no_memory(monkeypatch: pytest.MonkeyPatch) -> Non
         (["--layers", "0"], "--layers 0: give a whole number"),
         (["--width", "-1"], "--width -1: give a whole number"),
         (["--accumulation", "0"], "--accumulation 0"),
+        (["--activation-tier", "ram"], "--activation-tier ram: choose one of nvme, cpu"),
+        (["--activation-tier", "nvme", "--tier", "cpu"], "--activation-tier nvme needs --tier nvme"),
         (["--tier", "ram"], "--tier ram: choose one of nvme, cpu"),
         (["--cpu-memory", "lots"], "--cpu-memory='lots'"),
         (["--chunk", "1KiB"], "Tuning.chunk='1KiB' is too small"),

@@ -160,6 +160,12 @@ def test_run_shorter_than_the_timeline_and_json_name_its_files() -> None:
     assert summary["timeline"] == ["out/timeline.json", "out/timeline.png"]
 
 
+def test_activations_in_a_tier_change_no_loss() -> None:
+    expected = run_json("--steps", "3")
+    found = run_json("--steps", "3", "--activation-tier", "nvme")
+    assert found["losses"] == expected["losses"]
+
+
 def test_keep_leaves_the_swap_file_and_says_so(folder: Path) -> None:
     result = run("--keep")
     assert result.exit_code == 0, result.output

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from offload import OffloadZero
+from offload import OffloadZero, Tuning
 from tests.oracle.models import TinyLm, token_batches, token_loss
 from tests.support.toy import take_step
 
@@ -21,6 +21,8 @@ PLACEMENTS = {
     "resident, pending": {"tier": "nvme"},
     "streamed": {"tier": "cpu", "param_tier": "cpu"},
     "streamed, pending": {"tier": "nvme", "param_tier": "nvme"},
+    "recomputed": {"tier": "cpu", "activation_tier": "cpu"},
+    "saved in a tier": {"tier": "nvme", "activation_tier": "nvme", "tuning": Tuning(recompute=False)},
 }
 WARM_UP = 2
 

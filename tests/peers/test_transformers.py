@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +98,12 @@ def loss_of(name: str, model: Any, count: int) -> Tensor:
     return model(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=tokens).loss
 
 
-@pytest.mark.parametrize("checkpoints", [None, False, True], ids=["", "saved", "reentrant"])
-@pytest.mark.parametrize("param_tier", ["cpu", "nvme"])
-@pytest.mark.parametrize("name", MODELS)
-def test_five_steps_have_the_same_bits(name: str, param_tier: str, checkpoints: bool | None, tmp_path: Path) -> None:
+CHECKPOINTS = pytest.mark.parametrize("checkpoints", [None, False, True], ids=["", "saved", "reentrant"])
+
+
+def five_steps(name: str, checkpoints: bool | None) -> Callable[[Any, Watched], None]:
+    """Training. Args: checkpoints: whether the model's own are reentrant; None: it has none."""
+
     def body(model: Any, optimizer: Watched) -> None:
         model.train()
         if checkpoints is not None:
@@ -120,10 +122,44 @@ def test_five_steps_have_the_same_bits(name: str, param_tier: str, checkpoints: 
                 optimizer.losses += made.flatten().tolist()
                 model.train()
 
+    return body
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    try:
-        streams = Streams(tmp_path, {"param_tier": param_tier})
-        streams.assert_same_bits(body, MODELS[name], tuning=Tuning(chunk="16KiB", threads=1))
-    finally:
-        torch.set_num_threads(threads)
+    yield
+    torch.set_num_threads(threads)
+
+
+@CHECKPOINTS
+@pytest.mark.parametrize("param_tier", ["cpu", "nvme"])
+@pytest.mark.parametrize("name", MODELS)
+def test_five_steps_have_the_same_bits(name: str, param_tier: str, checkpoints: bool | None, tmp_path: Path) -> None:
+    streams = Streams(tmp_path, {"param_tier": param_tier})
+    streams.assert_same_bits(five_steps(name, checkpoints), MODELS[name], tuning=Tuning(chunk="16KiB", threads=1))
+
+
+@CHECKPOINTS
+@pytest.mark.parametrize("recompute", [True, False], ids=["recomputed", "all saved"])
+@pytest.mark.parametrize("param_tier", ["device", "nvme"])
+@pytest.mark.parametrize("name", [name for name in MODELS if "tied" not in name])
+def test_activations_in_files_change_no_bit(
+    name: str, param_tier: str, recompute: bool, checkpoints: bool | None, tmp_path: Path
+) -> None:
+    streams, body = Streams(tmp_path, {"param_tier": param_tier}), five_steps(name, checkpoints)
+    written = []
+
+    def watched(model: Any, optimizer: Watched) -> None:
+        body(model, optimizer)
+        written.append(optimizer.stats()["activation_written_bytes"])
+
+    expected = streams.run(body, MODELS[name], tuning=Tuning(chunk="16KiB", threads=1))
+    tuning = Tuning(chunk="16KiB", threads=1, recompute=recompute)
+    options: dict[str, Any] = {"activation_tier": "nvme", "activation_memory": "16KiB"}
+    losses, state = streams.run(watched, MODELS[name], tuning=tuning, **options)
+    assert losses == expected[0]
+    for key, tensor in expected[1].items():
+        assert torch.equal(state[key], tensor), key
+    assert written[0] > 0 or name == "vit"  # of whose five tokens little is large enough

@@ -123,6 +123,9 @@ class FaultyEngine(IOEngine):
     def open(self, path: str, *, dir_fd: int | None = None) -> IOFile:
         return self._inner.open(path, dir_fd=dir_fd)
 
+    def adopt(self, file: IOFile) -> IOFile:
+        return self._inner.adopt(file)
+
     def sync(self, file: IOFile) -> IOFuture:
         return self._inner.sync(file)
 

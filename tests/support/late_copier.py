@@ -61,7 +61,7 @@ class LateCopier(Copier):
         assert src.shape == dst.shape
         assert src.dtype is dst.dtype
         with self.lock, torch.no_grad():
-            dst.fill_(float("nan"))
+            dst.fill_(float("nan") if dst.is_floating_point() else 0xA5)
             copy = _LateCopy(self, src, dst)
             self._late.append(copy)
             self.copies += 1

@@ -1,0 +1,183 @@
+"""What it costs that activations wait elsewhere: `python bench/activations.py [--preset 20m] [--save]`.
+
+Forward and backward of a GPT, whose activations stay, are recomputed, or wait in RAM or in files; all in one process,
+in turns. Optimizer states are in RAM and never stepped. With files, a quarter of what waits has room in RAM. The limit
+of files is the larger of two parts, each measured alone: the same computation with what waits left where it is, and the
+bytes that were moved through the library's own I/O engine.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import torch
+import typer
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])
+
+from bench.limits import Disk
+from bench.report import Folder, Json, Out, Report, Rounds, Save, Table, judged, note, ratio, run, scratch, spread
+from offload import OffloadZero, Tuning
+from offload.cli.timeline_plot import timeline_picture
+from offload.models.gpt import GPT, PRESETS, VOCABULARY, GPTConfig
+from offload.sizes import MIB, format_bytes
+
+ROOM = 4
+"""Of what waits, one part in so many has room in RAM, beside files."""
+TRANSFER_BYTES = 4 * MIB
+TARGET = 1.05
+"""Of the limit, with files."""
+COMPUTES = {
+    "in RAM": "recomputed",
+    "in files": "recomputed",
+    "all saved, in RAM": "as it is",
+    "all saved, in files": "as it is",
+}
+"""Whose computation each contestant does."""
+
+
+@dataclass
+class Contestant:
+    """A model of its own. Attributes: seconds, of each forward and backward; moved: bytes of the disk, likewise."""
+
+    model: GPT
+    optimizer: OffloadZero
+    seconds: list[float] = field(default_factory=list)
+    moved: list[int] = field(default_factory=list)
+
+    @property
+    def _moved(self) -> int:
+        stats = self.optimizer.stats()
+        return int(stats["activation_read_bytes"] + stats["activation_written_bytes"])
+
+    def run(self, tokens: torch.Tensor) -> None:
+        before, begun = self._moved, time.perf_counter()
+        loss = self.model(tokens, tokens)[1]
+        assert loss is not None
+        loss.backward()
+        self.seconds.append(time.perf_counter() - begun)
+        self.optimizer.zero_grad()
+        self.moved.append(self._moved - before)
+
+
+@contextmanager
+def held(config: GPTConfig, folder: Path, dtype: torch.dtype, **options: Any) -> Iterator[Contestant]:
+    model = GPT(config)
+    if options.get("activation_tier") == "nvme":
+        options |= {"path": folder, "commit_every": 0}
+    with OffloadZero(model, tier="cpu", compute_dtype=dtype, **options) as optimizer:
+        yield Contestant(model, optimizer)
+
+
+def needed_bytes(config: GPTConfig, tokens: torch.Tensor, folder: Path, dtype: torch.dtype, tuning: Tuning) -> int:
+    """What waits at most, measured."""
+    with held(config, folder, dtype, activation_tier="nvme", activation_memory="256MiB", tuning=tuning) as contestant:
+        contestant.run(tokens)
+        return int(contestant.optimizer.stats()["peak_activation_bytes"])
+
+
+def main(
+    preset: Annotated[str, typer.Option(help=f"A GPT's size: {', '.join(PRESETS)}.")] = "5m",
+    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 16,
+    seq: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 256,
+    fp32: Annotated[bool, typer.Option("--fp32", help="Compute in fp32, for CPUs without bf16.")] = False,
+    rounds: Rounds = 5,
+    path: Folder = Path(),
+    as_json: Json = False,
+    out: Out = Path("out"),
+    save: Save = False,
+) -> None:
+    """Measure, print the table, draw the timeline."""
+    config, dtype = PRESETS[preset], torch.float32 if fp32 else torch.bfloat16
+    tokens = torch.randint(VOCABULARY, (batch, seq))
+    saved = Tuning(recompute=False)
+    with scratch(path) as folder, ExitStack() as stack, TemporaryDirectory() as timelines:
+        entering = needed_bytes(config, tokens, folder / "measured", dtype, Tuning())
+        everything = needed_bytes(config, tokens, folder / "measured", dtype, saved)
+        options: dict[str, dict[str, Any]] = {
+            "as it is": {},
+            "recomputed": {"activation_tier": "device"},
+            "in RAM": {"activation_tier": "cpu", "activation_memory": entering},
+            "in files": {"activation_tier": "nvme", "activation_memory": entering // ROOM},
+            "all saved, in RAM": {"activation_tier": "cpu", "activation_memory": everything, "tuning": saved},
+            "all saved, in files": {
+                "activation_tier": "nvme", "activation_memory": everything // ROOM, "tuning": saved,
+            },
+        }  # fmt: skip
+        found = {
+            name: stack.enter_context(held(config, folder / str(number), dtype, **chosen))
+            for number, (name, chosen) in enumerate(options.items())
+        }
+        for one in found.values():
+            one.run(tokens)
+            one.seconds.clear()
+            one.moved.clear()
+        most = max(one.optimizer.stats()["activation_written_bytes"] for one in found.values())
+        disk = stack.enter_context(closing(Disk(folder, max(1, most // TRANSFER_BYTES), TRANSFER_BYTES)))
+        disk.search()
+        disk_s: list[float] = []
+        for number in range(rounds):
+            note(f"round {number + 1}")
+            disk_s.append(disk.run())
+            for one in found.values():
+                one.run(tokens)
+        x_limit = {name: ratio(one.seconds, limits(found, name, disk, disk_s)) for name, one in found.items()}
+        file = Path(timelines) / "activations.json"
+        with found["all saved, in files"].optimizer.timeline(file):
+            found["all saved, in files"].run(tokens)
+        base = found["as it is"].seconds
+        Report(
+            name="activations",
+            title="Activations that wait elsewhere",
+            about=f"Forward and backward of a GPT, preset {preset}, {batch} x {seq} tokens in {dtype}: what enters its "
+            f"{config.layers} blocks takes {format_bytes(entering)}, all that they save {format_bytes(everything)}. "
+            f"Files: one part in {ROOM} of that has room in RAM. **moved**: bytes written and read; **x as it is**: "
+            "against activations that stay; **x limit**: against the larger of the same computation with what waits "
+            "left where it is, and the bytes moved alone. Seconds, medians.",
+            tables=[
+                Table(
+                    ("activations", "seconds", "spread", "x as it is", "moved", "x limit"),
+                    [
+                        (
+                            name,
+                            f"{statistics.median(one.seconds):.3f}",
+                            spread(one.seconds),
+                            f"{ratio(one.seconds, base):.3f}",
+                            format_bytes(int(statistics.median(one.moved))),
+                            f"{x_limit[name]:.3f}" if name in COMPUTES else "",
+                        )
+                        for name, one in found.items()
+                    ],
+                )
+            ],
+            data={
+                "entering_bytes": entering,
+                "saved_bytes": everything,
+                "runs": {name: {"seconds": one.seconds, "moved_bytes": one.moved} for name, one in found.items()},
+                "x_limit": {name: x_limit[name] for name in COMPUTES},
+            },
+            remarks=[judged(f"x limit, {name}", x_limit[name], TARGET) for name in COMPUTES if "files" in name],
+            setup=disk.setup,
+            pictures={"activations.png": partial(timeline_picture, file, title="All saved, in files: one pass")},
+        ).publish(as_json=as_json, save=save, out=out)
+
+
+def limits(found: dict[str, Contestant], name: str, disk: Disk, disk_s: list[float]) -> list[float]:
+    """Of each round."""
+    computed = found[COMPUTES.get(name, name)].seconds
+    moved = found[name].moved
+    return [max(one, disk.seconds_for(each, s)) for one, each, s in zip(computed, moved, disk_s, strict=True)]
+
+
+if __name__ == "__main__":
+    run(main)

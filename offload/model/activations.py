@@ -1,0 +1,418 @@
+"""What autograd keeps between forward and backward, and where it waits.
+
+[Note: activations]
+Each outermost unit is checkpointed in place, by torch.utils.checkpoint: autograd keeps what enters the unit, and the
+unit's forward runs again in its backward, with the random numbers and autocast that it had. What any checkpoint keeps,
+ours or one in the model's own code, goes through hooks for saved tensors, which lie around the forward of the whole
+model. They put it into the store, and take it from there when the backward asks.
+
+| what is saved                           | by whom                     | where it waits                              |
+|-----------------------------------------|-----------------------------|---------------------------------------------|
+| what enters a unit                      | its checkpoint              | in the store                                |
+| what enters a block                     | a checkpoint of the model's | in the store                                |
+| what a unit computes on the way         | autograd, recompute=False   | in the store, from LEAST_BYTES on           |
+| the same of the unit that runs last     | autograd, recompute=False   | where it is: it is needed first             |
+| parameters, buffers, leaves             | anybody                     | where they are                              |
+| the rest: of the root unit, for example | autograd                    | where it is                                 |
+
+A unit in a checkpoint of the model's, or whose forward is one, is recomputed by that one alone; a recomputation puts
+nothing into the store. What stays where it is has a version, as every saved tensor has in torch: a change in place is
+an error, not a wrong number. What went to the store was copied, and may be changed.
+
+A recomputation must do what the forward did. So it is refused if parameters, buffers or the mode of the unit have
+changed since. Units whose forward changes their buffers (batch norm) are not recomputed.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import weakref
+from collections.abc import Callable, Container, Sequence
+from contextlib import suppress
+from functools import partial, update_wrapper
+from types import FrameType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from offload import torch_private
+from offload.config import Config
+from offload.errors import ClosedError, ConfigError, StaleActivationError
+from offload.model.fetch import HeldUnits
+from offload.model.torch_helpers import call_hidden, in_backward, tensors_in
+from offload.model.units import blocks_of, has_statistics, is_called
+from offload.storage.activation_store import ActivationStore, Stored
+
+_UNCHANGING = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    type,
+    torch.dtype,
+    torch.device,
+    nn.Module,
+    FunctionType,
+)
+LEAST_BYTES = 1024
+"""A tensor smaller than this costs more on its way than it takes."""
+
+_CHECKPOINT = torch_checkpoint.__name__
+
+
+class _Forward:
+    """Stands in for a module's `forward`. A copy or a pickle of the module has its own one again.
+
+    Args: run: called with the module's own forward and the arguments, while this is active.
+    """
+
+    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        self._module = weakref.ref(module)
+        self._own = module.__dict__.get("forward")
+        self._run: Callable[..., Any] | None = run
+        update_wrapper(self, module.forward)
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self.__wrapped__  # type: ignore[attr-defined]
+        return forward(*args, **kwargs) if self._run is None else self._run(forward, args, kwargs)
+
+    def remove(self) -> None:
+        """The module has its own forward again. What somebody put around this one stays, and calls it."""
+        self._run = None
+        module = self._module()
+        if module is not None and module.__dict__.get("forward") is self:
+            if self._own is None:
+                del module.__dict__["forward"]
+            else:
+                module.forward = self._own
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _own_forward, (self._module(), self._own)
+
+
+def _own_forward(module: nn.Module, own: Any) -> Any:
+    return MethodType(type(module).forward, module) if own is None else own
+
+
+class _InPlace:
+    """A saved tensor that stays where it is."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._version = tensor._version
+
+    def get(self) -> Tensor:
+        if self._tensor._version != self._version:
+            raise StaleActivationError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor of shape {tuple(self._tensor.shape)} was saved at version {self._version}, and is at version "
+                f"{self._tensor._version}"
+            )
+        return self._tensor
+
+
+class _Elsewhere:
+    """A saved tensor that waits in the store, as a part of what was put there.
+
+    Args: start: the byte of it at which the tensor begins.
+    """
+
+    __slots__ = ("_dtype", "_geometry", "_store", "_stored")
+
+    def __init__(self, store: ActivationStore, stored: Stored, tensor: Tensor, start: int) -> None:
+        self._store = store
+        self._stored = stored
+        self._dtype = tensor.dtype
+        self._geometry = (tensor.size(), tensor.stride(), start // tensor.element_size())
+
+    def get(self) -> Tensor:
+        return call_hidden(self._get)  # type: ignore[no-any-return]
+
+    def _get(self) -> Tensor:
+        with torch.no_grad():
+            return self._store.get(self._stored).view(self._dtype).as_strided(*self._geometry)
+
+
+class _Passed:
+    """A saved tensor that the hooks around ours have taken."""
+
+    __slots__ = ("_packed", "_unpack")
+
+    def __init__(self, hooks: tuple[Callable[..., Any], Callable[..., Any]], tensor: Tensor) -> None:
+        self._packed = hooks[0](tensor)
+        self._unpack = hooks[1]
+
+    def get(self) -> Tensor:
+        return self._unpack(self._packed)  # type: ignore[no-any-return]
+
+
+def _unpack(packed: Any) -> Any:
+    return packed.get()
+
+
+class _Unit:
+    """A unit whose forward is ours.
+
+    Attributes: forward: its own; recomputes: whether that runs again in its backward.
+    """
+
+    def __init__(self, name: str, module: nn.Module, *, recomputes: bool) -> None:
+        self.name = name
+        self.forward = module.forward
+        self.recomputes = recomputes
+        self._modules = list(module.modules())
+        self._held = self._params()
+
+    def is_whole(self) -> bool:
+        """Whether it has the parameters that it had: not those that torch.func.functional_call lends it."""
+        now = self._params()
+        return len(now) == len(self._held) and all(one is other for one, other in zip(now, self._held, strict=True))
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether its forward is a checkpoint already: of a layer, transformers says it by this name."""
+        return self._modules[0].training and getattr(self._modules[0], "gradient_checkpointing", None) is True
+
+    def _params(self) -> list[Tensor | None]:
+        return [param for module in self._modules for param in module._parameters.values()]
+
+    def buffers(self) -> list[tuple[Tensor, int]]:
+        """With their versions."""
+        found = [buffer for module in self._modules for buffer in module._buffers.values()]
+        return [(buffer, buffer._version) for buffer in found if buffer is not None]
+
+    def state(self) -> list[tuple[Any, int]]:
+        """All that a recomputation depends on beside what enters the unit."""
+        params = [(param, param._version) for param in self._held if param is not None]
+        return [*params, *self.buffers(), *((None, module.training) for module in self._modules)]
+
+
+def _is_same(one: Sequence[tuple[Any, int]], other: Sequence[tuple[Any, int]]) -> bool:
+    return len(one) == len(other) and all(a is b and m == n for (a, m), (b, n) in zip(one, other, strict=True))
+
+
+class Activations:
+    """See [Note: activations]. Args: store: None: what is kept stays where it is."""
+
+    def __init__(self, model: nn.Module, config: Config, units: HeldUnits, store: ActivationStore | None) -> None:
+        self._units = units
+        self._store = store
+        self._buffers = {buffer.untyped_storage()._cdata for buffer in model.buffers() if not buffer.is_meta}
+        # By tensor of which others may be views: what of it waits already.
+        self._shared = WeakTensorKeyDictionary()
+        self._last: str | None = None  # the unit that ran last in the last pass
+        self._running: str | None = None
+        self._hooks = (self._pack_checkpoint, _unpack)
+        self._outside: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+        self._forwards = [_Forward(model, self._run_model)]
+        for name, module in blocks_of(model, config.units):
+            if is_called(module):
+                recomputes = config.recompute and not any(map(has_statistics, module.modules()))
+                unit = _Unit(name, module, recomputes=recomputes)
+                self._forwards.append(_Forward(module, partial(self._run_unit, unit)))
+
+    def remove(self) -> None:
+        """The model has its own forwards again."""
+        for forward in self._forwards:
+            forward.remove()
+
+    # Forwards.
+
+    def _run_model(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not _is_recorded():
+            return forward(*args, **kwargs)
+        self._last, self._running = self._running, None
+        before, self._outside = self._outside, torch_private.saved_tensors_hooks(False)
+        try:
+            with saved_tensors_hooks(*self._hooks):
+                return forward(*args, **kwargs)
+        finally:
+            self._outside = before
+
+    def _run_unit(self, unit: _Unit, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not _is_recorded() or not unit.is_whole():
+            return forward(*args, **kwargs)
+        outside = torch_private.saved_tensors_hooks(False)
+        if outside is None:  # the unit was called by itself
+            with saved_tensors_hooks(*self._hooks):
+                return self._run_unit(unit, forward, args, kwargs)
+        if outside[0] != self._hooks[0] or unit.has_checkpoint:
+            return forward(*args, **kwargs)  # in a checkpoint, or in another unit
+        self._running = unit.name
+        if unit.recomputes:
+            return self._run_checkpointed(unit, forward, args, kwargs)
+        if unit.name == self._last:
+            return forward(*args, **kwargs)
+        with saved_tensors_hooks(self._pack, _unpack):
+            return forward(*args, **kwargs)
+
+    def _run_checkpointed(self, unit: _Unit, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        leaves, tree = torch_private.tree_flatten((args, kwargs), is_leaf=_is_leaf)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        again = _Again(self, unit, tree, leaves)
+        first = [(forward, args, kwargs)]
+
+        def run(*entering: Tensor) -> Any:
+            if not first:
+                return again(entering)
+            call, positional, named = first.pop()
+            return call(*positional, **named)
+
+        # A recomputation would change it again.
+        buffers = unit.buffers()
+        result = torch_checkpoint.checkpoint(run, *tensors, use_reentrant=False)
+        if not _is_same(unit.buffers(), buffers):
+            raise ConfigError(
+                f"the forward of {unit.name} changes a buffer, and would change it again when it is recomputed in the "
+                "backward: give Tuning(recompute=False)"
+            )
+        return result
+
+    def recompute(self, unit: _Unit, state: Sequence[tuple[Any, int]], args: Any, kwargs: Any) -> Any:
+        """Runs a unit's forward again. Raises: StaleActivationError."""
+        self._units.forward_begins(unit.name)
+        try:
+            if not _is_same(unit.state(), state):
+                raise StaleActivationError(
+                    f"parameters, buffers or the mode of {unit.name} have changed since its forward, so that it cannot "
+                    "be recomputed: call backward() before step(), eval() and the like"
+                )
+            return unit.forward(*args, **kwargs)
+        finally:
+            self._units.forward_ends(unit.name, None)
+
+    # Hooks for saved tensors.
+
+    def _pack_checkpoint(self, tensor: Tensor) -> Any:
+        return call_hidden(self._put, tensor) if _is_from_checkpoint() else self._leave(tensor)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        is_large = tensor.numel() * tensor.element_size() >= LEAST_BYTES
+        return call_hidden(self._put, tensor) if is_large or _is_from_checkpoint() else self._leave(tensor)
+
+    def _leave(self, tensor: Tensor) -> Any:
+        return _InPlace(tensor) if self._outside is None else _Passed(self._outside, tensor)
+
+    @torch.no_grad()
+    def _put(self, tensor: Tensor) -> Any:
+        store = self._store
+        if store is None or tensor.device != store.device or not _can_wait(tensor, self._buffers):
+            return self._leave(tensor)
+        source, (start, nbytes) = tensor, _span(tensor)
+        if nbytes > tensor.numel() * tensor.element_size() and tensor._base is not None:
+            # Parts with holes, such as the heads of one projection: the whole of it waits, once.
+            whole, length = _span(tensor._base)
+            is_aligned = not (start - whole) % tensor.element_size() and not length % tensor.element_size()
+            if whole <= start and start + nbytes <= whole + length and is_aligned:
+                source, nbytes = tensor._base, length
+        shared: dict[Any, weakref.ref[Stored]] = self._shared.setdefault(_base(tensor), {})
+        key = (source.storage_offset(), nbytes, source._version)
+        stored = shared[key]() if key in shared else None
+        if stored is None:
+            stored = store.put(_bytes_of(source, nbytes))
+            for old in [old for old, ref in shared.items() if ref() is None]:
+                del shared[old]
+            shared[key] = weakref.ref(stored)
+        return _Elsewhere(store, stored, tensor, start - _span(source)[0])
+
+
+class _Again:
+    """Runs the forward of a unit again; what a graph holds of it. It must not keep an optimizer alive.
+
+    Args: leaves: of the arguments, in a tree. Those that are tensors are given when it is called.
+    """
+
+    def __init__(self, activations: Activations, unit: _Unit, tree: Any, leaves: Sequence[Any]) -> None:
+        self._activations = weakref.ref(activations)
+        self._unit = weakref.ref(unit)
+        self._tree = tree
+        self._is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+        self._others = _copied([leaf for leaf in leaves if not isinstance(leaf, Tensor)])
+        self._state = unit.state()
+
+    def __call__(self, entering: Sequence[Tensor]) -> Any:
+        activations, unit = self._activations(), self._unit()
+        if activations is None or unit is None:
+            raise ClosedError("the optimizer that was to recompute this graph is closed")
+        tensors, others = iter(entering), iter(_copied(self._others))
+        leaves = [next(tensors if is_tensor else others) for is_tensor in self._is_tensor]
+        args, kwargs = torch_private.tree_unflatten(leaves, self._tree)
+        return activations.recompute(unit, self._state, args, kwargs)
+
+
+def _is_recorded() -> bool:
+    """Whether autograd records what runs now, for the first time, in a way that hooks for saved tensors can follow."""
+    return (
+        torch.is_grad_enabled()
+        and not in_backward()
+        and torch_private.functorch_level() is None
+        and torch_private.tracing_state() is None
+        and torch_private.can_hook_saved_tensors()
+    )
+
+
+def _is_from_checkpoint() -> bool:
+    """Whether torch.utils.checkpoint saves the tensor that a hook is called with."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(3):
+        if frame is not None:
+            if frame.f_globals.get("__name__") == _CHECKPOINT:
+                return True
+            frame = frame.f_back
+    return False
+
+
+def _can_wait(tensor: Tensor, buffers: Container[int]) -> bool:
+    """Whether a tensor may wait elsewhere: it has plain bytes, and nobody else keeps it anyway.
+
+    Args: buffers: the storages of the model's.
+    """
+    base = _base(tensor)
+    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
+    is_kept = isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad)
+    return is_plain and not is_kept and tensor.numel() > 0 and tensor.untyped_storage()._cdata not in buffers
+
+
+def _is_leaf(node: Any) -> bool:
+    """Of trees of arguments: a plain container holds leaves, any other object is one."""
+    return type(node) not in (tuple, list, dict)
+
+
+def _copied(leaves: Sequence[Any]) -> list[Any]:
+    """Arguments that are no tensors, as they are now: a forward may change what is in them, such as a cache. What
+    cannot be copied is shared; tensors are."""
+    found = []
+    for leaf in leaves:
+        if not isinstance(leaf, _UNCHANGING):
+            with suppress(Exception):
+                leaf = copy.deepcopy(leaf, {id(tensor): tensor for tensor in tensors_in(leaf)})
+        found.append(leaf)
+    return found
+
+
+def _base(tensor: Tensor) -> Tensor:
+    return tensor if tensor._base is None else tensor._base
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its storage, and how many there are up to its last."""
+    item = tensor.element_size()
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset()) * item, (reach + 1) * item
+
+
+def _bytes_of(tensor: Tensor, nbytes: int) -> Tensor:
+    """The first `nbytes` from where a tensor begins, of its memory."""
+    flat = tensor.detach().as_strided((nbytes // tensor.element_size(),), (1,), tensor.storage_offset())
+    return flat.view(torch.uint8)

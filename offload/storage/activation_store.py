@@ -1,0 +1,437 @@
+"""Where activations wait between forward and backward: a region of memory, and files for what it lacks room for.
+
+A backward asks for activations in the reverse order of their forward. So those that came last stay in the region, and
+the oldest go to the files. Half of the region is kept ready for what comes next, by writing behind what is older; and
+the newest of what is not there is read ahead as room becomes free. Nothing of it is ever committed. The files have no
+names: they are gone when the store is closed, or the process ends in any way.
+
+Bytes of the region and of the files are lent in whole pages, in as many ranges as it takes. So no free page is ever out
+of reach, whatever lengths come and go.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import torch
+import xxhash
+from torch import Tensor
+
+from offload.devices.copies import Copier, Copy
+from offload.errors import BudgetError, ClosedError, CorruptionError, StaleActivationError, TierIOError
+from offload.interrupts import uninterrupted, wait_for_all
+from offload.io.engine import IOEngine, IOFile, IOFuture, Transfer
+from offload.profiling import Event, Timeline, drive_lanes
+from offload.sizes import PAGE_BYTES, format_bytes, round_up
+from offload.storage.swap_file import memory_of
+
+Range = tuple[int, int]
+"""First byte, and the one after the last."""
+
+MOST_COPIES = 2
+"""Activations on their way from the device at once; each keeps its memory there until it has left."""
+
+
+class Ranges:
+    """Lends ranges of bytes. Attributes: size, of all; free, of what is not lent."""
+
+    def __init__(self, size: int = 0) -> None:
+        self.size = self.free = size
+        self._free = [(0, size)] if size else []
+
+    def grow(self, nbytes: int) -> None:
+        """Adds bytes at the end."""
+        self.size += nbytes
+        self.give([(self.size - nbytes, self.size)])
+
+    def take(self, nbytes: int) -> list[Range]:
+        """`nbytes` of those that are free, at least as many: one range if one is long enough, else several."""
+        fitting = next((number for number, (start, stop) in enumerate(self._free) if stop - start >= nbytes), None)
+        taken: list[Range] = []
+        self.free -= nbytes
+        while nbytes:
+            start, stop = self._free.pop(-1 if fitting is None else fitting)
+            cut = min(stop, start + nbytes)
+            taken.append((start, cut))
+            nbytes -= cut - start
+            if cut < stop:
+                self._merge([(cut, stop)])
+        return taken
+
+    def give(self, ranges: Sequence[Range]) -> None:
+        """Takes back what was lent."""
+        self.free += sum(stop - start for start, stop in ranges)
+        self._merge(ranges)
+
+    def _merge(self, ranges: Sequence[Range]) -> None:
+        merged: list[Range] = []
+        for start, stop in sorted([*self._free, *ranges]):
+            merged.append((merged.pop()[0] if merged and merged[-1][1] == start else start, stop))
+        self._free = merged
+
+
+def _pairs(ones: Sequence[Range], others: Sequence[Range]) -> Iterator[tuple[Range, int]]:
+    """Ranges in `ones`, and where in `others`, which are as long together, each of them begins."""
+    left = deque(others)
+    for start, stop in ones:
+        while start < stop:
+            at, end = left.popleft()
+            cut = min(stop, start + end - at)
+            yield (start, cut), at
+            if at + cut - start < end:
+                left.appendleft((at + cut - start, end))
+            start = cut
+
+
+@dataclass(eq=False, slots=True)
+class _Entry:
+    """Bytes that wait.
+
+    Attributes: number: of later ones it is higher; size: whole pages; memory: its ranges in the region, empty if it has
+    none; disk: its ranges in a file, empty without files; copies: under way into `memory`, of `source`, which had
+    `version`; is_torn: that was changed meanwhile; transfers: under way between
+    `memory` and `disk`; is_read: whether they are reads; checksum: of what was
+    written; was_used: it was asked for, and may be asked for again only by a backward that retains its graph.
+    """
+
+    number: int
+    nbytes: int
+    memory: list[Range] = field(default_factory=list)
+    disk: list[Range] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
+    source: Tensor | None = None
+    version: int = 0
+    is_torn: bool = False
+    transfers: list[IOFuture] = field(default_factory=list)
+    is_read: bool = False
+    checksum: int | None = None
+    was_used: bool = False
+
+    @property
+    def size(self) -> int:
+        return round_up(self.nbytes, PAGE_BYTES)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing of it is under way."""
+        return all(one.done() for one in self.copies) and all(one.done() for one in self.transfers)
+
+
+class Stored:
+    """The right to get bytes back; what holds it is a graph of autograd. When it is gone, so are the bytes."""
+
+    __slots__ = ("__weakref__", "_dropped", "entry")
+
+    def __init__(self, entry: _Entry, dropped: deque[_Entry]) -> None:
+        self.entry = entry
+        self._dropped = dropped
+
+    def __del__(self) -> None:
+        # In any thread, and at any moment: the next call of the store sees to it.
+        self._dropped.append(self.entry)
+
+
+class ActivationStore:
+    """See the top of this file. May be called from any thread.
+
+    Args: memory: the region, uint8, whole pages; copier: between it and `device`, where activations are; files: what
+    `open_nameless` opened, adopted by the engine; none: what does not fit in the region is refused.
+    """
+
+    def __init__(
+        self,
+        memory: Tensor,
+        copier: Copier,
+        device: torch.device,
+        timeline: Timeline,
+        engine: IOEngine | None = None,
+        files: Sequence[IOFile] = (),
+    ) -> None:
+        self._memory = memory
+        self._copier = copier
+        self.device = device
+        self._timeline = timeline
+        self._engine = engine
+        self._files = files
+        self._region = Ranges(len(memory))
+        self._disks = [Ranges() for _ in files]
+        self._count = 0
+        self._present: dict[int, _Entry] = {}
+        self._unwritten: dict[int, _Entry] = {}  # in the region alone; the oldest first
+        self._leaving: list[_Entry] = []  # nobody asks for them any more, and something is under way
+        self._copying: deque[_Entry] = deque()
+        self._dropped: deque[_Entry] = deque()
+        self._process = os.getpid()
+        self._is_open = True
+        self._lock = threading.RLock()
+        self.peak_bytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """What waits now, in whole pages."""
+        with self._lock:
+            self._settle()
+            return sum(entry.size for entry in self._present.values())
+
+    @uninterrupted
+    def put(self, data: Tensor) -> Stored:
+        """Keeps `data`, uint8 of shape (nbytes,) on the device. Changed in place before it has been copied, it is lost.
+
+        Raises: BudgetError if neither the region nor a file has room; TierIOError.
+        """
+        with self._lock:
+            self._require_usable()
+            self._settle()
+            entry = _Entry(self._count, len(data), source=data, version=data._version)
+            if entry.size > len(self._memory):
+                raise self._too_small(f"one activation of {format_bytes(entry.size)}", entry.size)
+            self._reserve(entry)
+            try:
+                if not self._find_room(entry, waits=True):
+                    held = sum(other.size for other in self._present.values())
+                    raise self._too_small(f"activations of {format_bytes(held + entry.size)}", held + entry.size)
+                for (start, stop), at in _pairs(entry.memory, [(0, entry.size)]):
+                    piece = data[at : at + stop - start]
+                    entry.copies.append(self._copier.to_host(piece, self._memory[start : start + len(piece)]))
+            except BaseException:
+                _wait_for_copies(entry)
+                self._leave(entry)
+                raise
+            self._count += 1
+            self._present[entry.number] = self._unwritten[entry.number] = entry
+            self.peak_bytes = max(self.peak_bytes, sum(other.size for other in self._present.values()))
+            self._copying.append(entry)
+            while len(self._copying) > MOST_COPIES:
+                _wait_for_copies(self._copying.popleft())
+            self._write_behind()
+            return Stored(entry, self._dropped)
+
+    @uninterrupted
+    def get(self, stored: Stored) -> Tensor:
+        """A copy of what was put, on the device. It can be asked for again.
+
+        Raises: ClosedError; StaleActivationError; TierIOError and CorruptionError if a disk fails.
+        """
+        with self._lock:
+            self._require_usable()
+            self._settle()
+            entry = stored.entry
+            if not entry.memory:
+                self._find_room(entry, waits=True)
+                self._begin_read(entry)
+            entry.was_used = False  # not to go for what is read ahead
+            self._read_ahead(entry)
+            if entry.is_read and entry.transfers:
+                with self._timeline.waiting("read", tier="activations"):
+                    self._end_transfers(entry)
+            _wait_for_copies(entry)
+            if entry.is_torn:
+                raise StaleActivationError(
+                    "a tensor that autograd saved was changed in place before it had left the device: change a copy"
+                )
+            data = torch.empty(entry.nbytes, dtype=torch.uint8, device=self.device)
+            copies = []
+            for (start, stop), at in _pairs(entry.memory, [(0, entry.size)]):
+                piece = data[at : at + stop - start]
+                copies.append(self._copier.to_device(self._memory[start : start + len(piece)], piece))
+            for copy in copies:
+                copy.wait()
+            entry.was_used = True
+            return data
+
+    def close(self) -> None:
+        """Waits for what is under way. What waits is lost."""
+        with self._lock:
+            self._is_open = False
+            if os.getpid() != self._process:
+                return
+            for entry in [*self._present.values(), *self._leaving]:
+                self._end(entry)
+
+    # Room.
+
+    def _find_room(self, entry: _Entry, *, waits: bool) -> bool:
+        """Gives an entry memory; whether there is any. Args: waits: for what is under way."""
+        while self._region.free < entry.size:
+            if waits and self._leaving:
+                self._end(self._leaving[0])
+                self._settle()
+            elif (victim := self._victim(entry, is_ready=not waits)) is not None:
+                self._evict(victim)
+            else:
+                return False
+        entry.memory = self._region.take(entry.size)
+        return True
+
+    def _victim(self, entry: _Entry, *, is_ready: bool) -> _Entry | None:
+        """What will be asked for last of what has room. Args: is_ready: only what can go at once, and later than
+        `entry` is asked for."""
+
+        def can_go(other: _Entry) -> bool:
+            if other is entry or not other.memory or not other.disk:
+                return False
+            is_later = other.was_used or other.number < entry.number
+            return not is_ready or (is_later and other.checksum is not None and other.is_idle)
+
+        found = (other for other in self._present.values() if can_go(other))
+        return min(found, key=lambda other: (not other.was_used, other.number), default=None)
+
+    def _evict(self, entry: _Entry) -> None:
+        if entry.checksum is None:
+            self._begin_write(entry)
+        self._end_transfers(entry)
+        self._region.give(entry.memory)
+        entry.memory = []
+
+    def _settle(self) -> None:
+        """Takes back the room of what nobody asks for any more."""
+        while self._dropped:
+            entry = self._dropped.popleft()
+            self._present.pop(entry.number, None)
+            self._unwritten.pop(entry.number, None)
+            self._leaving.append(entry)
+        for entry in [one for one in self._leaving if one.is_idle]:
+            self._leaving.remove(entry)
+            self._leave(entry)
+
+    def _leave(self, entry: _Entry) -> None:
+        self._region.give(entry.memory)
+        if entry.disk:
+            self._disks[self._file_of(entry)].give(entry.disk)
+        entry.memory, entry.disk = [], []
+
+    def _end(self, entry: _Entry) -> None:
+        """Waits for what is under way of an entry, whatever comes of it."""
+        _wait_for_copies(entry)
+        wait_for_all(entry.transfers)
+
+    # Files.
+
+    def _file_of(self, entry: _Entry) -> int:
+        return entry.number % len(self._files)
+
+    def _reserve(self, entry: _Entry) -> None:
+        """Gives an entry room in a file now: in a backward there might be none left. Raises: BudgetError."""
+        if not self._files:
+            return
+        number = self._file_of(entry)
+        disk, file = self._disks[number], self._files[number]
+        missing = entry.size - disk.free
+        if missing > 0:
+            try:
+                os.posix_fallocate(file.fd, disk.size, missing)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    raise TierIOError("write", error.errno or errno.EIO, file.path, disk.size, missing) from error
+                raise BudgetError(
+                    f"activations need {format_bytes(disk.size + missing)} in {file.path}, and the disk is full: free "
+                    "some, choose another path, or give smaller batches",
+                    needed=missing,
+                    available=0,
+                    option="path",
+                ) from error
+            disk.grow(missing)
+        entry.disk = disk.take(entry.size)
+
+    def _write_behind(self) -> None:
+        """Half of the region is for what comes next: what is older is written, so that it can go at once."""
+        if not self._files:
+            return
+        nbytes = sum(entry.size for entry in self._unwritten.values())
+        while nbytes > len(self._memory) // 2 and len(self._unwritten) > 1:
+            entry = next(iter(self._unwritten.values()))
+            nbytes -= entry.size
+            self._begin_write(entry)
+
+    def _begin_write(self, entry: _Entry) -> None:
+        _wait_for_copies(entry)
+        self._unwritten.pop(entry.number, None)
+        entry.checksum = self._checksum(entry)
+        self._begin(entry, "write")
+
+    def _begin_read(self, entry: _Entry) -> None:
+        entry.is_read = True
+        self._begin(entry, "read")
+
+    def _read_ahead(self, entry: _Entry) -> None:
+        """Starts to read what will be asked for next, as far as there is room."""
+        for number in range(entry.number - 1, -1, -1) if self._files else ():
+            other = self._present.get(number)
+            if other is not None and not other.memory:
+                if not self._find_room(other, waits=False):
+                    return
+                self._begin_read(other)
+
+    def _begin(self, entry: _Entry, operation: Literal["read", "write"]) -> None:
+        assert self._engine is not None
+        number = self._file_of(entry)
+        lane = drive_lanes(number)[operation == "write"]
+        for (start, stop), at in _pairs(entry.disk, entry.memory):
+            view = memory_of(self._memory[at : at + stop - start])
+            moving = self._timeline.begin(lane, operation, size=len(view), tier="nvme")
+            transfer = Transfer(operation, self._files[number], start, view)
+            if moving is not None:
+                transfer.add_done_callback(partial(_ended, moving))
+            entry.transfers.append(self._engine.submit(transfer))
+        self._timeline.count("activation_read_bytes" if entry.is_read else "activation_written_bytes", entry.size)
+
+    def _end_transfers(self, entry: _Entry) -> None:
+        """Waits for them. Raises: TierIOError, CorruptionError; the entry is then where it was before."""
+        transfers, entry.transfers = entry.transfers, []
+        is_read, entry.is_read = entry.is_read, False
+        try:
+            wait_for_all(transfers)  # all of them, before the memory goes
+            for transfer in transfers:
+                transfer.result()
+            if is_read and self._checksum(entry) != entry.checksum:
+                file, at = self._files[self._file_of(entry)].path, entry.disk[0][0]
+                raise CorruptionError("an activation is not what was written", file=file, offset=at)
+        except BaseException:
+            if is_read:
+                self._region.give(entry.memory)
+                entry.memory = []
+            else:
+                entry.checksum = None
+                self._unwritten[entry.number] = entry
+            raise
+
+    def _checksum(self, entry: _Entry) -> int:
+        digest = xxhash.xxh3_64()
+        for start, stop in entry.memory:
+            digest.update(memory_of(self._memory[start:stop]))
+        return digest.intdigest()
+
+    def _too_small(self, what: str, needed: int) -> BudgetError:
+        return BudgetError(
+            f"{what} are to wait for the backward, and activation_memory allows {format_bytes(len(self._memory))}: "
+            f"give activation_memory={needed} or more, smaller batches"
+            + ("" if self._files else ', or activation_tier="nvme" with a path'),
+            needed=needed,
+            available=len(self._memory),
+            option="activation_memory",
+        )
+
+    def _require_usable(self) -> None:
+        if os.getpid() != self._process:
+            raise ClosedError("this is a forked child: the activations of its parent are not here")
+        if not self._is_open:
+            raise ClosedError("the optimizer that held the activations of this graph is closed")
+
+
+def _ended(moving: Event, transfer: IOFuture) -> None:
+    Timeline.end(moving, failed=transfer.exception() is not None)
+
+
+def _wait_for_copies(entry: _Entry) -> None:
+    for copy in entry.copies:
+        copy.wait()
+    entry.copies = []
+    if entry.source is not None:
+        entry.is_torn, entry.source = entry.source._version != entry.version, None
