@@ -151,7 +151,7 @@ def build(
     grads = _pool_store(undo, run, placement.grads, grad_records, slots, first_of_gradients)
     gradients: GradientBuffer = LocalGradients(run, grads) if comm.size == 1 else ReducedGradients(run, grads)
     undo.callback(gradients.close)
-    parameters = FlatParameters(layout, plan.params, plan.device, streams=config.param_tier != "device")
+    parameters = FlatParameters(layout, plan.params, plan.device, plan.copier, streams=config.param_tier != "device")
     params = _pool_store(undo, run, placement.params, param_records_of(layout), slots, len(states))
     streamed = None if config.param_tier == "device" else params
     if streamed is not None:
