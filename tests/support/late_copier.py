@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ class _LateCopy(Copy):
         self._owner = owner
         self._src, self._dst = src, dst
         self._complete = False
-        self._is_kept = is_kept
+        self.is_kept = is_kept
         self._kept: Tensor | None = None  # the source, while only the device has waited
 
     def done(self) -> bool:
@@ -32,7 +34,7 @@ class _LateCopy(Copy):
         with self._owner.lock:
             if not self._complete:
                 self.run()
-                if self._is_kept:
+                if self.is_kept:
                     self._kept = self._src.clone()
                     self._owner.note(self)
 
@@ -102,6 +104,13 @@ class LateCopier(Copier):
 
     def to_device(self, src: Tensor, dst: Tensor, after: DeviceEvent | None = None) -> Copy:
         return self._start(src, dst, is_kept=True)
+
+    @contextmanager
+    def after_uploads(self) -> Iterator[None]:
+        with self.lock:
+            for copy in [copy for copy in self._late if copy.is_kept]:
+                copy.wait_on_device()
+        yield
 
     def pin(self, memory: Tensor) -> None:
         return None
