@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 SOURCES := pyproject.toml constraints.txt $(wildcard kernels/*.c kernels/*.h kernels/CMakeLists.txt) \
 	$(wildcard offload/__init__.py offload/*/__init__.py)
 
-.PHONY: train test lint types unit device test-device test-slow test-oracle test-faults test-gpu test-peers docs fuzz bench-peers bench-peers-step clean
+.PHONY: train test lint types unit device test-device test-slow test-oracle test-faults test-gpu gpu test-peers docs fuzz bench-peers bench-peers-step clean
 
 train: $(VENV)/installed
 	$(BIN)/offload train $(ARGS)
@@ -49,6 +49,10 @@ test-gpu: $(VENV)/installed
 fuzz: $(VENV)/installed
 	$(PIP) -e '.[fuzz]'
 	$(BIN)/python -m tests.attacks.fuzz $(ARGS)
+
+# Everything that needs a GPU: call it again until no case is left. Needs no network once it is installed.
+gpu: $(VENV)/installed
+	$(BIN)/python bench/gpu.py $(or $(OUT),out/gpu) --minutes $(or $(MINUTES),8) $(ARGS)
 
 test-peers: $(VENV)/installed
 	$(PIP) -e '.[peers]'

@@ -99,6 +99,8 @@ class HeldModel:
     def synchronize(self) -> None:
         """Waits until nothing is under way on any tier."""
         self.pending.apply_all()
+        self.units.settle()
+        self._parts.new_params.settle()
         self._parts.gradients.drain()
         for store in self._parts.stores.all:
             store.drain()

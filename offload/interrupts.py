@@ -111,14 +111,24 @@ def let_in() -> None:
             _handle_outside(own)
 
 
-def wait_until(lock: threading.RLock, changed: threading.Condition, done: Callable[[], bool]) -> None:
-    """Waits in a marked call until `done()`. Args: lock: of `changed`, which is held while `done` is called."""
+def wait_until(
+    lock: threading.RLock,
+    changed: threading.Condition,
+    done: Callable[[], bool],
+    *,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> None:
+    """Waits in a marked call until `done()`.
+
+    Args: lock: of `changed`, which is held while `done` is called; meanwhile: called now and then without it.
+    """
     while True:
         with lock:
             if done():
                 return
             changed.wait(LET_IN_S)
         let_in()
+        meanwhile()
 
 
 @uninterrupted

@@ -565,7 +565,9 @@ class OffloadZero(torch.optim.Optimizer):
 
         nvme_init_bytes was written before the first step; nvme_read_bytes and nvme_written_bytes moved since then.
         step_s is spent in step(), landing_s in applying its results later, gradient_s in backward. adam_s is a part of
-        step_s and landing_s, and so are the waits, wait_nvme_s and wait_device_s, where Adam runs on the CPU.
+        step_s and landing_s, and so are the waits where Adam runs on the CPU. wait_nvme_s: for the disk; wait_cpu_s:
+        for the worker that runs Adam for a device; wait_device_s: for gradients, for memory that a copy still uses, and
+        for a device that is too far behind.
         peak_device_bytes: the most that parameters and buffers had on the device at once.
         arena_utilisation: the share of the buffers' bytes that chunks fill.
         """

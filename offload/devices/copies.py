@@ -1,13 +1,23 @@
-"""The only file that knows streams: copies between host and device memory, with completion.
+"""The only file that knows streams: copies between host and device memory, and what waits for them.
 
-A copier may perform a copy at any moment between its start and the end of `Copy.wait()`. Until `wait()` has returned,
-`dst` must not be read or reused, nor `src` changed or freed. The tests have a copier that copies at the last moment.
+[Note: who waits]
+A device works through its streams; the host queues work and goes on. A `DeviceEvent` is a point in what is queued.
+Copies run on streams of their own, and begin after the event of what they depend on. What needs their result waits on
+the device (`wait_on_device`). The host waits (`wait`) only where it needs the memory: to read what was copied to it, or
+to use the source of a copy for something else.
+
+A copier may perform a copy at any moment after `after` and before the end of its `wait()` or `wait_on_device()`. Until
+then `dst` must not be read or reused, nor `src` changed or freed. After `wait_on_device()` this holds for what the host
+does only, until `done()` is true or `wait()` has returned. The tests have a copier that copies at the last moment.
 """
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,35 +40,52 @@ def finish_queue(device: torch.device) -> None:
         torch.accelerator.current_stream(device).synchronize()
 
 
-class Copy(ABC):
-    """A copy under way."""
+class DeviceEvent(ABC):
+    """A point in what is queued on a device. See [Note: who waits]."""
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether it has completed; never blocks."""
+        """Whether the device is past it; never blocks."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Blocks the calling thread until `dst` holds `src`. May be called again, and from any thread."""
+        """Blocks the calling thread until the device is past it. May be called again, and from any thread."""
+
+    @abstractmethod
+    def wait_on_device(self) -> None:
+        """What is queued on the current stream from now on begins after it. The host does not wait."""
+
+
+class Copy(DeviceEvent):
+    """A copy under way: the point at which `dst` holds `src`."""
 
 
 class Copier(ABC):
     """Copies between a device and host memory.
 
-    Guarantees: `to_host` sees the results of work queued on the device before the call. Work queued on the device after
-    a `to_device` copy was waited for sees its result. Copies of different calls may complete in any order.
+    Copies of different calls may complete in any order. `after`: the event, from `mark`, after which a copy may begin;
+    None: all that the current stream has queued.
     """
 
     direct: bool
     """Whether device memory is host memory that kernels may write in place, without a copy."""
 
     @abstractmethod
-    def to_host(self, src: Tensor, dst: Tensor) -> Copy:
+    def mark(self) -> DeviceEvent:
+        """The end of what the current stream has queued."""
+
+    @abstractmethod
+    def to_host(self, src: Tensor, dst: Tensor, after: DeviceEvent | None = None) -> Copy:
         """Starts copying device tensor `src` into host tensor `dst` (same shape; dtypes may differ)."""
 
     @abstractmethod
-    def to_device(self, src: Tensor, dst: Tensor) -> Copy:
+    def to_device(self, src: Tensor, dst: Tensor, after: DeviceEvent | None = None) -> Copy:
         """Starts copying host tensor `src` into device tensor `dst` (same shape and dtype)."""
+
+    def after_uploads(self) -> AbstractContextManager[None]:
+        """What is queued inside begins after the copies to the device that were started before. Work on other streams
+        does not have to wait for these copies. For work that allocates no memory."""
+        return nullcontext()
 
     def free_bytes(self) -> int | None:
         """Memory free on the device; None: it is the host's."""
@@ -80,8 +107,12 @@ class _Done(Copy):
     def wait(self) -> None:
         return None
 
+    def wait_on_device(self) -> None:
+        return None
 
-_DONE = _Done()
+
+DONE = _Done()
+"""A copy that has ended, and an event that is past."""
 
 
 class HostCopier(Copier):
@@ -89,13 +120,16 @@ class HostCopier(Copier):
 
     direct = True
 
-    def to_host(self, src: Tensor, dst: Tensor) -> Copy:
-        dst.copy_(src)
-        return _DONE
+    def mark(self) -> DeviceEvent:
+        return DONE
 
-    def to_device(self, src: Tensor, dst: Tensor) -> Copy:
+    def to_host(self, src: Tensor, dst: Tensor, after: DeviceEvent | None = None) -> Copy:
         dst.copy_(src)
-        return _DONE
+        return DONE
+
+    def to_device(self, src: Tensor, dst: Tensor, after: DeviceEvent | None = None) -> Copy:
+        dst.copy_(src)
+        return DONE
 
     def pin(self, memory: Tensor) -> None:
         return None
@@ -104,19 +138,28 @@ class HostCopier(Copier):
         return None
 
 
-class _StreamCopy(Copy):
-    def __init__(self, event: torch.Event | torch.cuda.Event, src: Tensor) -> None:
+class _StreamEvent(Copy):
+    """Args: event: recorded; current: returns the current stream; src: kept until then."""
+
+    def __init__(self, event: Any, current: Callable[[], Any], src: Tensor | None) -> None:
         self._event = event
+        self._current = current
         # Keeps the source from the caching allocator until the copy has read it.
-        self._src: Tensor | None = src
+        self._src = src
 
     def done(self) -> bool:
-        if self._src is not None and self._event.query():
+        if self._event.query():
             self._src = None
-        return self._src is None
+            return True
+        return False
 
     def wait(self) -> None:
         self._event.synchronize()
+        self._src = None
+
+    def wait_on_device(self) -> None:
+        self._event.wait(self._current())
+        # Whoever gets its memory next uses it on this stream, after the copy.
         self._src = None
 
 
@@ -127,38 +170,53 @@ class DeviceCopier(Copier):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._down = torch.Stream(device)
-        self._up = torch.Stream(device)
+        # CUDA's own classes, whose events can be told to block: a thread that waits sleeps, and leaves its core to the
+        # kernels. They must not be mixed with torch's general ones: neither checks what it is given, and each reads
+        # the other's memory as its own.
+        is_cuda = device.type == "cuda"
+        stream = torch.cuda.Stream if is_cuda else torch.Stream
+        self._new_event: Callable[[], Any] = partial(torch.Event, device)
+        self._current: Callable[[], Any] = partial(torch.accelerator.current_stream, device)
+        if is_cuda:
+            self._new_event = partial(torch.cuda.Event, blocking=True)
+            self._current = partial(torch.cuda.current_stream, device)
+        self._down = stream(device)
+        self._up = stream(device)
         # CUDA's and ROCm's. Others cannot lock memory that is there already.
         cudart = getattr(torch.get_device_module(device), "cudart", None)
         self._runtime: Any = None if cudart is None else cudart()
         self._process = os.getpid()
 
-    def to_host(self, src: Tensor, dst: Tensor) -> Copy:
-        return self._copy(self._down, src, dst)
+    def mark(self) -> DeviceEvent:
+        return self._record(self._current())
 
-    def to_device(self, src: Tensor, dst: Tensor) -> Copy:
-        # The device may still read the old value of `dst` in work queued before.
-        return self._copy(self._up, src, dst)
+    def to_host(self, src: Tensor, dst: Tensor, after: DeviceEvent | None = None) -> Copy:
+        return self._copy(self._down, src, dst, after)
+
+    def to_device(self, src: Tensor, dst: Tensor, after: DeviceEvent | None = None) -> Copy:
+        return self._copy(self._up, src, dst, after)
+
+    @contextmanager
+    def after_uploads(self) -> Iterator[None]:
+        with self._up:
+            yield
 
     def free_bytes(self) -> int:
         # What the caching allocator holds in pieces, and for other streams, cannot be given to anyone.
         torch.accelerator.empty_cache()
         return torch.accelerator.get_memory_info(self._device)[0]
 
-    def _copy(self, stream: torch.Stream, src: Tensor, dst: Tensor) -> Copy:
-        stream.wait_stream(torch.accelerator.current_stream(self._device))
+    def _copy(self, stream: Any, src: Tensor, dst: Tensor, after: DeviceEvent | None) -> Copy:
+        begins = after or self.mark()
         with stream:
+            begins.wait_on_device()
             dst.copy_(src, non_blocking=True)
-            event = self._event()
-            event.record(stream)
-        return _StreamCopy(event, src)
+            return self._record(stream, src)
 
-    def _event(self) -> torch.Event | torch.cuda.Event:
-        if self._device.type == "cuda":
-            # A thread that waits sleeps, and leaves its core to the kernels; torch.Event cannot be told to.
-            return torch.cuda.Event(blocking=True)
-        return torch.Event(self._device)
+    def _record(self, stream: Any, src: Tensor | None = None) -> Copy:
+        event = self._new_event()
+        event.record(stream)
+        return _StreamEvent(event, self._current, src)
 
     def pin(self, memory: Tensor) -> None:
         if self._runtime is None:

@@ -34,7 +34,7 @@ class Work(ABC):
     """A collective under way.
 
     Until `wait` has returned, `out` must not be read or reused, nor what is sent changed or freed. Every work has to be
-    waited for. On a device, work that is queued on the current stream after `wait` sees the result.
+    waited for. On a device, work that is queued on the current stream after `wait`, or `wait_on_device`, sees the result.
     """
 
     @abstractmethod
@@ -44,6 +44,11 @@ class Work(ABC):
     @abstractmethod
     def wait(self) -> None:
         """Blocks until the collective has completed. May be called again. Raises: RankError."""
+
+    def wait_on_device(self) -> None:
+        """What is queued on the current stream from now on begins after the collective; the host waits only where the
+        tensors are the CPU's. `wait` has to follow, which raises what went wrong. Raises: RankError."""
+        self.wait()
 
 
 class Communicator(ABC):

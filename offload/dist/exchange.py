@@ -40,7 +40,7 @@ class Exchange:
         """Sends the rest of a flat, and starts to receive what others made of it. Raises: RankError."""
 
     def finish(self, flat: int) -> None:
-        """Waits until all of a flat has its new values. Raises: RankError."""
+        """What is queued on the device from now on sees all new values of a flat. Raises: RankError."""
 
     def abandon(self) -> None:
         """Waits for what is under way, successful or not."""
@@ -60,14 +60,15 @@ class FlatGather(Exchange):
 
     def start(self, flat: int, step: int) -> None:
         whole, numel = self._flats[flat], self._layout.shard_numel(flat)
+        if flat in self._works:
+            self._works.pop(flat).wait()  # of the step before, which the device is past
         if numel:
             own = whole[self._comm.rank * numel : (self._comm.rank + 1) * numel]
             self._works[flat] = self._comm.all_gather_into_tensor(own, whole)
 
     def finish(self, flat: int) -> None:
         if flat in self._works:
-            self._works[flat].wait()
-            del self._works[flat]
+            self._works[flat].wait_on_device()
 
     def abandon(self) -> None:
         for work in self._works.values():

@@ -76,7 +76,7 @@ class Group(Communicator):
         self._group = members
         self._ranks = dist.get_process_group_ranks(members)
         self._host = torch.device("cpu" if "cpu" in backends else backends.partition(":")[0])
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._timeline = timeline or Timeline()
         self._shared = _Shared()
         self._shard_group, self._replicate_group = self._subgroup(shard_group), self._subgroup(replicate_group)
@@ -89,7 +89,7 @@ class Group(Communicator):
             return None
         if dist.get_world_size(members) == 1:
             return SingleProcess(self.local_rank, self.ranks_on_node)
-        group = Group(members, timeout_s=self._timeout_s, timeline=self._timeline)
+        group = Group(members, timeout_s=self.timeout_s, timeline=self._timeline)
         group._shared = self._shared
         return group
 
@@ -110,7 +110,7 @@ class Group(Communicator):
                 backends = dist.get_backend_config(self._group)
                 names = {backend.split(":")[1] for backend in backends.split(",")}
                 # One for all devices is called by its name: torch warns about others.
-                made = _another(self._ranks, names.pop() if len(names) == 1 else backends, self._timeout_s + _GRACE_S)
+                made = _another(self._ranks, names.pop() if len(names) == 1 else backends, self.timeout_s + _GRACE_S)
             except RuntimeError as error:
                 raise self.fail("new_group", time.monotonic() - began, str(error)) from error
             self._own, self._side_group = made, self._subgroup(made)
@@ -214,7 +214,7 @@ class Group(Communicator):
         if event is not None and tensor.is_cpu:
             call.get_future().add_done_callback(lambda _: Timeline.end(None if event.ended else event))
         self._shared.counts.update({f"{name}_calls": 1, f"{name}_elements": sent_numel, f"{name}_bytes": size})
-        work = _GroupWork(self, name, call, launched, self._timeout_s, finish, event)
+        work = _GroupWork(self, name, call, launched, finish, event, is_on_device=not tensor.is_cpu)
         self._shared.under_way = [other for other in self._shared.under_way if not other.done()] + [work]
         return work
 
@@ -228,15 +228,16 @@ class _GroupWork(Work):
         name: str,
         call: dist.Work,
         launched: float,
-        timeout_s: float,
         finish: Callable[[], None] | None,
         event: Event | None,
+        *,
+        is_on_device: bool,
     ) -> None:
         self._group = group
         self._name = name
         self._call = call
         self._launched = launched
-        self._timeout_s = timeout_s
+        self._is_on_device = is_on_device
         self._finish = finish
         self._event = event
         self._complete = False
@@ -259,10 +260,17 @@ class _GroupWork(Work):
             Timeline.end(self._event)
         self._complete = True
 
+    def wait_on_device(self) -> None:
+        if not self._is_on_device or self._finish is not None:
+            self.wait()
+        elif not self._complete:
+            self._group.check()
+            self._call.wait()  # of the current stream
+
     def _fault(self) -> str | None:
         """Waits; says what went wrong, if anything."""
         # Not in the backend's own wait: that one takes no Ctrl-C, and NCCL's does not wait for the ranks.
-        if not self.arrives_by(self._launched + self._timeout_s):
+        if not self.arrives_by(self._launched + self._group.timeout_s):
             return "timed out"
         try:
             self._call.wait()

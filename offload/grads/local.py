@@ -2,7 +2,8 @@
 
 On the CPU everything happens inside the hook. On a device with memory of its own the copies run on streams, and one
 worker thread does what follows each copy, in the order in which the gradients came. What is to be summed or stored goes
-through two bounce buffers in RAM; while both are in use, the hook waits.
+through two bounce buffers in RAM; while both are in use, the hook waits. The device goes on while gradients leave it,
+and waits for those of UNITS_LEAVING units ago, whose memory it then uses again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from queue import SimpleQueue
 from torch import Tensor
 
 from offload.config import SUM_BLOCK
+from offload.devices.copies import Copy
 from offload.grads import shards
 from offload.grads.base import GradientBuffer, too_often
 from offload.interrupts import wait_for_all
@@ -27,6 +29,8 @@ from offload.storage.arena import carved_bytes
 from offload.storage.chunk_cache import Store
 
 BOUNCES = 2
+UNITS_LEAVING = 2
+"""Units whose gradients are on their way to RAM, and take memory of the device, beside the one whose backward runs."""
 
 
 def _bounce_bytes(layout: Layout) -> int:
@@ -56,6 +60,7 @@ class LocalGradients(GradientBuffer):
         self._pending: list[tuple[int, Future[None]]] = []
         self._worker: Workers | None = None
         self._bounces: SimpleQueue[Tensor] = SimpleQueue()
+        self._leaving: dict[str, list[Copy]] = {}  # by unit, the first that left first
         if not self._copier.direct:
             self._worker = Workers(1, "offload-gradients")
             if self.accumulation > 1 or self._is_stored:
@@ -149,6 +154,7 @@ class LocalGradients(GradientBuffer):
                     wait_for_all([work])
             work.result()
             del self._pending[0]
+        self._leaving.clear()
 
     def write(self, param: int, values: Tensor) -> None:
         self._shards.write(param, values)
@@ -158,6 +164,7 @@ class LocalGradients(GradientBuffer):
     def reset(self) -> None:
         wait_for_all([work for _, work in self._pending])
         self._pending.clear()
+        self._leaving.clear()
         self.clear_all()
         self._generation = [[generation + 1 for generation in tiles] for tiles in self._generation]
         self.reset_factors()
@@ -205,6 +212,10 @@ class LocalGradients(GradientBuffer):
         size = src.numel() * src.element_size()
         moving = self._timeline.begin(TO_HOST, "copy", chunk=chunk, parameter=parameter, size=size, tier="device")
         copy = self._copier.to_host(src, dst)
+        self._leaving.setdefault(self._layout.flats[self._layout.locations[param][0]].unit, []).append(copy)
+        while len(self._leaving) > 1 + UNITS_LEAVING:
+            for earlier in self._leaving.pop(next(iter(self._leaving))):
+                earlier.wait_on_device()
 
         def wait() -> None:
             copy.wait()

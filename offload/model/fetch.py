@@ -221,6 +221,9 @@ class HeldUnits:
         self._parameters.take_back()
         self._parameters.move(device)
 
+    def settle(self) -> None:
+        """Waits for copies to the device."""
+
     def abandon(self) -> None:
         """Drops all that is under way, and what was written to parameters."""
 
@@ -569,6 +572,7 @@ class StreamedUnits(HeldUnits):
     def take_outside_writes(self) -> None:
         self.write_back()
         self._masters.take_outside_writes(self._owner.step())
+        self.settle()  # a commit follows, for which nothing may be leased
 
     # Steps, and the end.
 
@@ -580,6 +584,7 @@ class StreamedUnits(HeldUnits):
         self._begin_pass()
         self._release_unused()
         self.write_back()  # to what `gathered` holds: the step is to see it
+        self.settle()
         self.transfers.expect_same_order()
 
     def move(self, device: torch.device) -> None:
@@ -588,6 +593,7 @@ class StreamedUnits(HeldUnits):
         self._makes_graph = False
         self._forget_calls()
         self._release_unused()
+        self.settle()
         self._parameters.move(device)
 
     def fetch_all(self) -> None:
@@ -596,6 +602,9 @@ class StreamedUnits(HeldUnits):
         for unit in self.transfers.units:
             if self.transfers.home_of(unit) == unit:
                 self.transfers.fetch(unit)
+
+    def settle(self) -> None:
+        self.transfers.settle()
 
     def abandon(self) -> None:
         self._forget_calls()

@@ -11,11 +11,14 @@ flat parameter, whose memory is taken away and given back as units are released 
 saved are valid again when the memory is back.
 
 [Note: spare memory]
-Memory of the CPU that was given back to the system returns as pages that the system has to clear first, which takes
-several times as long as to copy a unit into them. So the memory that one unit leaves is kept for the next one of its
-size: two storages exchange what they point to, and identity and views of a storage stay, as they do when it is resized.
-On a GPU torch's allocator keeps memory by itself. A storage without memory points to NaNs, which nobody can take for
-values.
+The memory that one unit leaves is kept for the next one of its size: two storages exchange what they point to, and
+identity and views of a storage stay, as they do when it is resized. So units of one size share a few buffers that are
+allocated once. Each buffer comes with the event of its last use, and is written only after that. On a device of its own
+a copy into it thus waits for the unit that left it, and for nothing queued since; memory from the allocator would have
+to wait for all that is queued. On the CPU, memory that was given back to the system returns as pages that the system
+has to clear first, which takes several times as long as to copy a unit into them.
+
+A storage without memory points to NaNs on the CPU, which nobody can take for values; on a device it has no bytes.
 
 [Note: a parked model]
 `model.cpu()` of a model that trains on a device of its own moves the flat parameters to the CPU, and `model.to(device)`
@@ -32,7 +35,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from offload import torch_private
-from offload.devices.copies import finish_queue
+from offload.devices.copies import Copier, DeviceEvent, finish_queue
 from offload.errors import ConfigError, ReleasedParameterError
 from offload.interrupts import uninterrupted
 from offload.layout import Layout
@@ -79,48 +82,51 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 class SpareMemory:
-    """Gives memory to tensors, takes it away, and keeps what is spare; see [Note: spare memory]."""
+    """Gives memory to tensors, takes it away, and keeps what is spare; see [Note: spare memory].
 
-    def __init__(self) -> None:
-        self._spares: list[UntypedStorage] = []  # the oldest first
+    Args: copier: of the device that tensors are on, if not on the CPU.
+    """
+
+    def __init__(self, copier: Copier) -> None:
+        self._copier = copier
+        self._spares: list[tuple[UntypedStorage, DeviceEvent]] = []  # with its last use; the oldest first
 
     @property
     def nbytes(self) -> int:
         """Bytes that no tensor has now."""
-        return sum(spare.nbytes() for spare in self._spares)
+        return sum(spare.nbytes() for spare, _ in self._spares)
 
-    def give(self, tensor: Tensor, limit: int) -> None:
+    def give(self, tensor: Tensor, limit: int) -> DeviceEvent:
         """Gives a tensor without memory as much as it needs; its values are undefined.
 
-        Args: limit: bytes that may stay spare.
+        Args: limit: bytes that may stay spare. Returns: the event after which the memory may be written.
         """
         storage, nbytes = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
-        if not tensor.is_cpu:
-            if torch_private.allow_data_access is not None:
-                torch_private.allow_data_access(storage._cdata)
-            storage.resize_(nbytes)
-            return
-        fitting = next((number for number, spare in enumerate(self._spares) if spare.nbytes() == nbytes), None)
-        found = None if fitting is None else self._spares.pop(fitting)
+        like = nbytes, tensor.device  # a tiled weight is on the CPU, whatever the device
+        fits = (number for number, (spare, _) in enumerate(self._spares) if (spare.nbytes(), spare.device) == like)
+        fitting = next(fits, None)
+        found, last_use = (None, None) if fitting is None else self._spares.pop(fitting)
         self.trim(limit)
-        torch_private.swap_memory(storage, UntypedStorage(nbytes) if found is None else found)
         if found is None:
+            found = UntypedStorage(nbytes, device=tensor.device)
+        if torch_private.allow_data_access is not None:
+            torch_private.allow_data_access(storage._cdata)
+        torch_private.swap_memory(storage, found)
+        if last_use is None and tensor.is_cpu:
             advise_huge_pages(tensor)
+        return last_use or self._copier.mark()
 
-    def take(self, tensor: Tensor) -> None:
-        """Takes the memory of a tensor away, and keeps it if it is the CPU's."""
-        storage = tensor.untyped_storage()
-        if not storage.nbytes():
-            return
-        if tensor.is_cpu:
-            memory = poison(storage.nbytes())
+    def take(self, tensor: Tensor) -> DeviceEvent:
+        """Takes the memory of a tensor away, and keeps it. Returns: its last use."""
+        storage, last_use = tensor.untyped_storage(), self._copier.mark()
+        if nbytes := storage.nbytes():
+            memory = poison(nbytes) if tensor.is_cpu else UntypedStorage(0, device=tensor.device)
             torch_private.swap_memory(storage, memory)
             if memory.nbytes():
-                self._spares.append(memory)
-            return
-        storage.resize_(0)
-        if torch_private.forbid_data_access is not None:
-            torch_private.forbid_data_access(storage._cdata, _REFUSED)
+                self._spares.append((memory, last_use))
+            if torch_private.forbid_data_access is not None and not tensor.is_cpu:
+                torch_private.forbid_data_access(storage._cdata, _REFUSED)
+        return last_use
 
     def trim(self, limit: int) -> None:
         """Gives back to the system what is spare beyond `limit` bytes, the oldest first."""
@@ -132,7 +138,7 @@ class FlatParameters:
     """The held parameters of a model, in the order of `layout.specs`: those that are trained, and frozen ones that
     stream.
 
-    Args: device: to train on; streamed: the flat parameters whose memory comes and goes.
+    Args: device: to train on; copier: of that device; streamed: the flat parameters whose memory comes and goes.
     Attributes: layout: of all of them; trained: how many of them are trained, the first ones; flats: one tensor for
     each flat parameter of the layout, on the model's device, filled by `attach`; tiles: leaves of autograd, by index of
     the layout's slice; home: the device to train on; device: where they are now, the CPU if the model is parked;
@@ -140,7 +146,13 @@ class FlatParameters:
     """
 
     def __init__(
-        self, layout: Layout, params: Sequence[nn.Parameter], device: torch.device, *, streamed: Container[int] = ()
+        self,
+        layout: Layout,
+        params: Sequence[nn.Parameter],
+        device: torch.device,
+        copier: Copier,
+        *,
+        streamed: Container[int] = (),
     ) -> None:
         self.layout = self._layout = layout
         self.trained = len(layout.trained.specs)
@@ -161,7 +173,7 @@ class FlatParameters:
         self._known: set[nn.Parameter] = set()
         self._bytes = 0
         self.peak_bytes = 0
-        self._spares = SpareMemory()
+        self._spares = SpareMemory(copier)
         self.tiles: dict[int, nn.Parameter] = {
             one.index: nn.Parameter(torch.empty(0, dtype=layout.flats[one.flat].dtype, device=device))
             for one in layout.slices
@@ -311,13 +323,16 @@ class FlatParameters:
             is_freed = self._layout.locations[number][0] in self._freed
             return self._versions[number] if is_freed else self.params[number]._version
 
-    def allocate(self, index: int) -> None:
-        """Gives a slice of the layout that was freed memory again; its values are undefined."""
+    def allocate(self, index: int) -> DeviceEvent:
+        """Gives a slice of the layout that was freed memory again; its values are undefined.
+
+        Returns: the event after which it may be written.
+        """
         memory = self.memory_of(index)
         nbytes = memory.numel() * memory.element_size()
         self._count(index, nbytes)
         try:
-            self._spares.give(memory, self.peak_bytes - self._bytes)
+            return self._spares.give(memory, self.peak_bytes - self._bytes)
         except BaseException:
             self._count(index, -nbytes)
             raise
@@ -333,15 +348,15 @@ class FlatParameters:
             self._set_versions(numbers, [self._versions[n] for n in numbers])
             self._freed.discard(index)
 
-    def free(self, index: int) -> None:
-        """Takes the memory of a slice away. Its values are kept in a store."""
+    def free(self, index: int) -> DeviceEvent:
+        """Takes the memory of a slice away. Its values are kept in a store. Returns: its last use."""
         if index < len(self.flats):
             numbers = self._layout.flats[index].params
             self._set_versions(numbers, [NO_VERSION] * len(numbers))
             self._freed.add(index)
         memory = self.memory_of(index)
         self._count(index, -memory.untyped_storage().nbytes())
-        self._spares.take(memory)
+        return self._spares.take(memory)
 
     def _set_versions(self, numbers: Sequence[int], versions: Sequence[int]) -> None:
         params = tuple(self.params[n] for n in numbers)

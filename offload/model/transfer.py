@@ -10,21 +10,29 @@
 A unit whose update is pending may be FETCHING without a copy under way: `begin_update` allocates its memory, and each
 chunk is copied to the device as its new values are made, instead of being read from the store again.
 
+[Note: what waits for a copy]
+A copy to the device waits for the last use of the memory that it writes to. Kernels wait for the copy on the device: a
+unit is RESIDENT as soon as that wait is queued, and the host goes on. A chunk's lease is given back when its copy has
+ended, which the host finds out by the way; it waits only where somebody needs the chunk, or a buffer of the store. The
+host is at most AHEAD_UNITS units ahead of the device.
+
 fetch.py decides which unit is fetched and released when.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from offload.devices.copies import Copy
+from offload.devices.copies import DONE, Copy, DeviceEvent
 from offload.dist.communicator import Work
 from offload.errors import OffloadError, StateError
 from offload.interrupts import uninterrupted
@@ -33,6 +41,20 @@ from offload.model.flat_param import FlatParameters
 from offload.profiling import TO_DEVICE
 from offload.run import Owner, Run
 from offload.storage.chunk_cache import Lease, Store
+
+AHEAD_UNITS = 8
+"""The host waits until the device is done with the unit that was released so many units ago."""
+
+
+@dataclass(eq=False)
+class _Upload:
+    """A copy to the device, and the lease of its source. is_awaited: by the kernels of the unit."""
+
+    unit: str
+    chunk: int
+    copy: Copy
+    lease: ExitStack
+    is_awaited: bool = False
 
 
 class UnitState(Enum):
@@ -80,6 +102,19 @@ class StreamedStores:
         for store, _ in self._stores:
             store.repeat()
 
+    def when_wanted(self, give_back: Callable[[int], None]) -> None:
+        """`give_back` is called with a chunk that somebody wants to lease, and cannot yet."""
+
+        def of(first: int) -> Callable[[int], None]:
+            return lambda chunk: give_back(first + chunk)
+
+        for store, first in self._stores:
+            store.lease_wanted = of(first)
+
+    def are_together(self, one: int, other: int) -> bool:
+        """Whether two chunks are in the same store, and so in the same buffers."""
+        return self._of(one) == self._of(other)
+
 
 class UnitTransfers:
     """See the top of this file.
@@ -119,8 +154,12 @@ class UnitTransfers:
         }
         self._states = dict.fromkeys(self._slices_of, UnitState.RELEASED)
         self._allocated: dict[str, None] = {}  # the units that are not released
-        self._copies: deque[tuple[str, Copy, ExitStack]] = deque()
+        self._uploads: deque[_Upload] = deque()  # whose leases are not given back yet
+        self._lock = threading.RLock()  # of these: the step's worker may want a lease
+        store.when_wanted(self._give_back)
+        self._released: deque[DeviceEvent] = deque()  # the last uses of units
         self._all_gathers: dict[str, list[Work]] = {}
+        self._awaited_gathers: list[Work] = []  # by the device; they have not all ended
         # Of units that are being updated: the chunks whose new values are not made yet.
         self._not_updated: dict[str, set[int]] = {}
 
@@ -171,7 +210,7 @@ class UnitTransfers:
     # From the store to the device.
 
     def fetch(self, unit: str) -> None:
-        """Waits until a unit is resident."""
+        """Makes a unit resident: what is queued from now on can use it."""
         if self.is_at(unit, UnitState.RELEASED) or self.is_updating(unit):
             self.prefetch(unit)
         if self.is_at(unit, UnitState.FETCHING):
@@ -184,44 +223,54 @@ class UnitTransfers:
             for index in sorted(self._not_updated.pop(unit)):
                 chunk = self._layout.param_chunks[index]
                 self._start_copy(self._layout.slices[chunk.flat], chunk)
-            self._start_all_gather(unit)
+            self._launch_all_gathers(unit, [(one, DONE) for one in self._slices_of[unit]])
             return
         for one in self._slices_of[unit]:
             if not one.is_tile:
                 self._resident_tiles(one.flat)
         try:
-            self._allocate(unit)
-            for one in self._slices_of[unit]:
+            slices = self._allocate(unit)
+            for one, last_use in slices:
                 for chunk in self._chunks_of[one.index]:
-                    self._start_copy(one, chunk)
-            self._start_all_gather(unit)
+                    self._start_copy(one, chunk, last_use)
+            self._launch_all_gathers(unit, slices)
         except BaseException:
             self.release(unit)  # only a part of it would arrive
             raise
 
     def release(self, unit: str) -> None:
-        """Frees the memory of a unit that is resident or being fetched."""
+        """Takes the memory of a unit that is resident or being fetched, after what is queued."""
         if self._states.get(unit, UnitState.RELEASED) is UnitState.RELEASED:
             return
         self._not_updated.pop(unit, None)
-        self._wait_for(unit)  # if that fails, another rank may still write here: the memory stays
+        self._wait_on_device(unit)  # if that fails, another rank may still write here: the memory stays
         self._free(unit)
+        while len(self._released) > AHEAD_UNITS:
+            self._wait_for(self._released[0], "wait for device")
+            self._released.popleft()
+
+    def settle(self) -> None:
+        """Gives back all leases: waits until what was copied to the device is there."""
+        self._wait_for_gathers()
+        with self._lock:
+            while self._uploads:
+                self._finish_upload(self._uploads[0])
 
     def _refresh(self, one: FlatSlice) -> None:
         """Copies the values of a slice, which is resident, from the store again."""
         for chunk in self._chunks_of[one.index]:
-            with self._store.lease(chunk.index, step=0) as lease:
-                self._copier.to_device(self._in_store(lease.arrays[0], chunk), self._on_device(one, chunk)).wait()
+            self._start_copy(one, chunk)
+        self._wait_on_device(one.unit)
 
     @uninterrupted
-    def _allocate(self, unit: str) -> None:
+    def _allocate(self, unit: str) -> list[tuple[FlatSlice, DeviceEvent]]:
+        """Returns: of each slice, the event after which its memory may be written."""
         self._change(unit, UnitState.FETCHING)
-        for one in self._slices_of[unit]:
-            self._parameters.allocate(one.index)
+        return [(one, self._parameters.allocate(one.index)) for one in self._slices_of[unit]]
 
-    def _start_copy(self, one: FlatSlice, chunk: Chunk) -> None:
-        while len(self._copies) >= self._leases:
-            self._finish_copy()
+    def _start_copy(self, one: FlatSlice, chunk: Chunk, after: DeviceEvent | None = None) -> None:
+        while len(self._uploads) >= self._leases:
+            self._finish_upload(self._uploads[0])
         with ExitStack() as stack:
             lease = stack.enter_context(self._store.lease(chunk.index, step=0))
             source = self._in_store(lease.arrays[0], chunk)
@@ -229,28 +278,34 @@ class UnitTransfers:
             moving = self._timeline.begin(TO_DEVICE, "gather", chunk=chunk.index, size=size, tier="device")
             stack.callback(self._timeline.end, moving)
             self._timeline.count("gathered_bytes", size)
-            copy = self._copier.to_device(source, self._on_device(one, chunk))
-            self._copies.append((one.unit, copy, stack.pop_all()))
-        while self._copies and self._copies[0][1].done():
-            self._finish_copy()
+            copy = self._copier.to_device(source, self._on_device(one, chunk), after)
+            self._uploads.append(_Upload(one.unit, chunk.index, copy, stack.pop_all()))
+        for upload in [upload for upload in self._uploads if upload.copy.done()]:
+            self._finish_upload(upload)
 
-    def _start_all_gather(self, unit: str) -> None:
-        """Starts to fetch the shards of other ranks, once this rank's own are on the device."""
-        if self._layout.shard_group_size > 1:
-            self._wait_for_copies(unit)
-            self._launch_all_gathers(unit, [one.flat for one in self._slices_of[unit]])
+    def _give_back(self, chunk: int) -> None:
+        """Somebody wants to lease a chunk: waits for a copy that has its lease, or else for the first, for a buffer."""
+        with self._lock:
+            beside = [one for one in self._uploads if self._store.are_together(one.chunk, chunk)]
+            own = [one for one in beside if one.chunk == chunk]
+            for upload in own or beside[:1]:
+                self._finish_upload(upload)
 
     @uninterrupted
-    def _launch_all_gathers(self, unit: str, flats: Iterable[int]) -> None:
-        """Each is noted as soon as it is under way: the memory that it writes to must not go before it has ended."""
-        for flat in flats:
-            for work in self._all_gather(flat):
-                self._all_gathers.setdefault(unit, []).append(work)
+    def _launch_all_gathers(self, unit: str, slices: Iterable[tuple[FlatSlice, DeviceEvent]]) -> None:
+        """Starts to fetch the shards of other ranks, after this rank's own and after the event of each slice. Each
+        all-gather is noted as soon as it is under way: the memory that it writes to must not go before it has ended."""
+        if self._layout.shard_group_size > 1:
+            with self._copier.after_uploads():
+                for one, last_use in slices:
+                    last_use.wait_on_device()  # a rank may have nothing of its own to copy there
+                    for work in self._all_gather(one.flat):
+                        self._all_gathers.setdefault(unit, []).append(work)
 
     def _all_gather(self, flat: int) -> Iterator[Work]:
         """Over the ranks that keep all parameters together; the shards that this one keeps are on the device."""
         memory, layout = self._parameters.flats[flat], self._layout
-        if layout.shard_group_size == 1 or not memory.numel():
+        if not memory.numel():
             return
         shards = memory.view(layout.ranks, -1)
         groups = memory.view(layout.replicas, -1)
@@ -260,7 +315,7 @@ class UnitTransfers:
             yield self._comm.shard_group.all_gather_into_tensor(own, group)
 
     def _finish(self, unit: str) -> None:
-        self._wait_for(unit)
+        self._wait_on_device(unit)
         self._become_resident(unit)
 
     @uninterrupted
@@ -269,31 +324,42 @@ class UnitTransfers:
             self._parameters.restore(one.index)
         self._change(unit, UnitState.RESIDENT)
 
-    def _wait_for(self, unit: str) -> None:
-        self._wait_for_copies(unit)
+    def _wait_on_device(self, unit: str) -> None:
+        """What is queued from now on sees the values of a unit that were on their way."""
+        with self._lock:
+            for upload in self._uploads:
+                if upload.unit == unit and not upload.is_awaited:
+                    upload.copy.wait_on_device()
+                    upload.is_awaited = True
         for work in self._all_gathers.get(unit, ()):
-            work.wait()
-        self._all_gathers.pop(unit, None)
+            work.wait_on_device()
+        self._awaited_gathers.extend(self._all_gathers.pop(unit, ()))
 
-    def _wait_for_copies(self, unit: str) -> None:
-        while any(one == unit for one, _, _ in self._copies):
-            self._finish_copy()
+    def _finish_upload(self, upload: _Upload) -> None:
+        """Waits for a copy, and gives its lease back. It is forgotten only then: an interrupted caller has to wait for
+        it again. What has ended needs no wait on the device."""
+        with self._lock:
+            if upload in self._uploads:
+                self._wait_for(upload.copy, "wait for gather")
+                self._uploads.remove(upload)
+                upload.lease.close()
 
-    def _finish_copy(self) -> None:
-        _, copy, stack = self._copies[0]
-        # It is forgotten only when it is done: an interrupted caller has to wait for it again.
-        if copy.done():
-            copy.wait()
-        else:
-            with self._timeline.waiting("wait for gather", tier="device"):
-                copy.wait()
-        self._copies.popleft()
-        stack.close()
+    def _wait_for(self, event: DeviceEvent, why: str) -> None:
+        if not event.done():
+            with self._timeline.waiting(why, tier="device"):
+                self._wait_for_gathers()  # raises if another rank is gone; the device would wait for ever
+                event.wait()
+
+    def _wait_for_gathers(self) -> None:
+        while self._awaited_gathers:
+            self._awaited_gathers[-1].wait()
+            self._awaited_gathers.pop()
 
     @uninterrupted
     def _free(self, unit: str) -> None:
         for one in self._slices_of[unit]:
-            self._parameters.free(one.index)
+            last_use = self._parameters.free(one.index)
+        self._released.append(last_use)
         self._change(unit, UnitState.RELEASED)
 
     def _change(self, unit: str, to: UnitState) -> None:
@@ -344,9 +410,10 @@ class UnitTransfers:
             self._finish(unit)
         tiles = self._resident_tiles(flat)
         if self._states[unit] is UnitState.RESIDENT:
-            self._refresh(self._layout.slices[flat])
-            self._launch_all_gathers(unit, [flat])
-            self._wait_for(unit)
+            one, last_use = self._layout.slices[flat], self._copier.mark()
+            self._refresh(one)
+            self._launch_all_gathers(unit, [(one, last_use)])
+            self._wait_on_device(unit)
         for tile in tiles:
             self._refresh(tile)
 
@@ -391,8 +458,7 @@ class UnitTransfers:
         return True
 
     def _resident_tiles(self, flat: int) -> list[FlatSlice]:
-        """The tiles of a flat parameter that are resident. Waits for those being fetched, which hold leases of its
-        chunks."""
+        """The tiles of a flat parameter that are resident, those that were being fetched, too."""
         if not self._layout.tile_of(flat):
             return []
         tiles = [one for one in self._layout.slices if one.is_tile and one.flat == flat]
@@ -412,13 +478,14 @@ class UnitTransfers:
 
     def close(self) -> None:
         """Waits for everything under way, whether it arrives or fails: the memory is about to go."""
-        while self._copies:
-            with suppress(OffloadError):
-                self._finish_copy()
-        for work in chain.from_iterable(self._all_gathers.values()):
+        for work in chain(self._awaited_gathers, *self._all_gathers.values()):
             with suppress(OffloadError):
                 work.wait()
+        self._awaited_gathers.clear()
         self._all_gathers.clear()
+        while self._uploads:
+            with suppress(OffloadError):
+                self._finish_upload(self._uploads[0])
 
     def _on_device(self, one: FlatSlice, chunk: Chunk) -> Tensor:
         start = chunk.start - one.start

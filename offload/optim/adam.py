@@ -7,7 +7,8 @@ model by `Step.apply` only, one flat parameter at a time: a reader in between se
 whole new one.
 
 - On a device with memory of its own, one worker runs the queue in order. A new parameter is kept in the memory of the
-  gradient it was made from, which nobody needs any more, until `apply` copies it to the device.
+  gradient it was made from, which nobody needs any more, until `apply` copies it to the device: after the event of the
+  step, not after what was queued since. The next gradient is copied there by a device that has waited for that copy.
 - On the CPU, `apply` itself runs the kernels, on all threads, and they write into the model: a memory-bound thread
   beside the matrix products of a forward costs more than it hides. Only I/O overlaps with compute.
 """
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.devices.copies import Copy
+from offload.devices.copies import DONE, Copy, DeviceEvent
 from offload.dist.exchange import Exchange, FlatGather, ReplicaExchange
 from offload.errors import OffloadError
 from offload.grads.base import GradientBuffer
@@ -79,6 +80,7 @@ class NewParameters:
         size = arena_bytes(layout, gradients.accumulation, direct=is_direct, split_master=run.config.split_master)
         self._bounce = run.memory.states.carve(size)
         self._copies: list[tuple[Chunk, Copy, Event | None]] = []
+        self._step: DeviceEvent = DONE  # the end of what was queued before it
         self._exchange = Exchange()
         self._shards: dict[int, tuple[Tensor, Tensor]] = {}  # by chunk: its flat parameter, and its elements there
         if comm.size > 1 and streamed is None:
@@ -94,6 +96,11 @@ class NewParameters:
     def direct(self) -> bool:
         """Whether the kernels write into the model."""
         return self._copier.direct
+
+    def step_begins(self) -> None:
+        """Nothing that is queued from now on reads old values, or writes gradients, before it waited for new values."""
+        self.settle()
+        self._step = self._copier.mark()
 
     def begin(self) -> None:
         """Before the first new values of a flat parameter are written."""
@@ -138,7 +145,7 @@ class NewParameters:
             return on_device
         bounce = self._as_params(self._bounce, chunk)
         with self._timeline.waiting("wait for copy", chunk=chunk.index, tier="device"):
-            self._copier.to_host(on_device, bounce).wait()
+            self._copier.to_host(on_device, bounce, self._step).wait()
         self._timeline.count("device_to_host_bytes", bounce.numel() * bounce.element_size())
         return bounce
 
@@ -146,40 +153,50 @@ class NewParameters:
         """Starts copying the `runs` of a chunk to the device, where kernels do not write there."""
         if self.direct or self._streamed is not None:
             return
+        while self._copies and self._copies[0][1].done():
+            self._finish_copy()
         source, target = self._in_gradient(chunk), self._on_device(chunk)
         for run in runs:
             span = slice(run.start, run.stop)
             size = (run.stop - run.start) * source.element_size()
             moving = self._timeline.begin(TO_DEVICE, "copy", chunk=chunk.index, size=size, tier="device")
-            self._copies.append((chunk, self._copier.to_device(source[span], target[span]), moving))
+            self._copies.append((chunk, self._copier.to_device(source[span], target[span], self._step), moving))
             self._timeline.count("host_to_device_bytes", size)
 
-    def wait(self) -> None:
-        """Waits until all that was sent is on the device."""
-        for chunk, copy, moving in self._copies:
-            if copy.done():
+    def settle(self) -> None:
+        """Waits until all that was sent is on the device. The memory that it was sent from holds gradients again."""
+        while self._copies:
+            self._finish_copy()
+
+    def _finish_copy(self) -> None:
+        chunk, copy, moving = self._copies[0]
+        if not copy.done():
+            with self._timeline.waiting("wait for copy", chunk=chunk.index, tier="device"):
                 copy.wait()
-            else:
-                with self._timeline.waiting("wait for copy", chunk=chunk.index, tier="device"):
-                    copy.wait()
-            self._timeline.end(moving)
-        for chunk, _, _ in self._copies:
-            if not self._fits_gradient(chunk):
-                self._clear_gaps(chunk)
-        self._copies.clear()
+        self._timeline.end(moving)
+        is_last = all(other.index != chunk.index for other, _, _ in self._copies[1:2])
+        if is_last and not self._fits_gradient(chunk):
+            self._clear_gaps(chunk)
+        del self._copies[0]
 
     def start_gather(self, flat: int, step: int) -> None:
-        """Starts getting the new parameters that other ranks made in step `step`. Raises: RankError."""
-        self._exchange.start(flat, step)
+        """Starts getting the new parameters that other ranks made in step `step`, after those of this rank that were
+        sent. Raises: RankError."""
+        with self._copier.after_uploads() if self._streamed is None else nullcontext():
+            self._step.wait_on_device()  # also where this rank has sent nothing
+            self._exchange.start(flat, step)
 
     def finish(self, flat: int) -> None:
-        """Waits until all of a flat parameter has its new value. Raises: RankError."""
+        """What is queued from now on sees the new value of all of a flat parameter. Raises: RankError."""
+        for chunk, copy, _ in self._copies:
+            if chunk.flat == flat:
+                copy.wait_on_device()
         self._exchange.finish(flat)
 
     def all_gather(self, flat: int, step: int) -> None:
         """Gets the other ranks' shards of a flat parameter, of which this rank's is in the model. Raises: RankError."""
         self.begin()
-        self.start_gather(flat, step)
+        self._exchange.start(flat, step)
         self.finish(flat)
 
     def abandon(self) -> None:
@@ -287,6 +304,7 @@ class Step:
         changed = {self._layout.locations[param][0] for param in keys if self._layout.specs[param].numel}
         self._pending = {flat: works for flat, works in queue.items() if flat in changed}
         works = [work for works in self._pending.values() for work in works]
+        self._params.step_begins()
         self._store.expect(work.chunk.index for work in works)
         self._gradients.expect(work.chunk.index for work in works)
         if self._worker is not None:
@@ -304,7 +322,6 @@ class Step:
             else:
                 self._wait_for(work.done, work.chunk)
             self._params.send(work.chunk, work.runs)
-        self._params.wait()
         self._params.start_gather(flat, self._number)
         self._started.add(flat)
 

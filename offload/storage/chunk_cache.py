@@ -309,6 +309,8 @@ class Store:
     that resident chunks are written behind it. The first lease of a chunk finds zeros.
     The slots that the last commit names are never written to: a new version goes to the chunk's other slot.
     A failure of the disk is raised by the call that meets it and by every later one.
+    Attribute: lease_wanted: called with a chunk whose lease has to wait until another one ends, its own or one with a
+    buffer, by any thread: who only holds leases until copies have ended gives one back.
     """
 
     def __init__(
@@ -321,6 +323,7 @@ class Store:
         timeline: Timeline,
         is_due: Callable[[int], bool] = lambda step: False,
     ) -> None:
+        self.lease_wanted: Callable[[int], None] = lambda chunk: None
         self._records = tuple(records)
         self._sizes = [record.nbytes for record in records]
         self._is_due = is_due
@@ -386,8 +389,15 @@ class Store:
         with self._lock:
             is_there = self._acquire(lease)
         if not is_there:
+            self._want(lease.chunk)
             with self._waiting_for(lease.chunk):
-                wait_until(self._lock, self._changed, lambda: self._acquire(lease))
+                wait_until(
+                    self._lock, self._changed, lambda: self._acquire(lease), meanwhile=lambda: self._want(lease.chunk)
+                )
+
+    def _want(self, chunk: int) -> None:
+        if self._table[chunk] not in (Residency.READING, Residency.WRITING):
+            self.lease_wanted(chunk)
 
     def release(self, lease: Lease) -> None:
         """Takes the chunk back. For leases only."""

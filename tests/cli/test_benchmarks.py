@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench import adam, chunks, guards, hiding, peers, prefetch, report, step
+from bench import adam, chunks, gpu, guards, hiding, peers, prefetch, report, step
 from bench.contest import ContestError, Entry, parameters, started
 from bench.limits import Disk
 from offload.models.gpt import GPT, GPTConfig
@@ -256,3 +256,14 @@ def test_deepspeed_trains_alike_on_all_tiers(
         assert row["losses"][-1] == pytest.approx(found["rows"][0]["losses"][-1], abs=0.05)
         least = 14 if params == "nvme" else 11
         assert (row["written_bytes_per_param"] > least) == ("NVMe" in row["contestant"])
+
+
+def test_the_share_of_copies_under_compute_is_of_their_time() -> None:
+    def event(kind: str, start: float, length: float, name: str = "") -> dict[str, object]:
+        return {"cat": kind, "name": name, "ts": start, "dur": length}
+
+    kernels = [event("kernel", 0, 10), event("kernel", 5, 10), event("kernel", 20, 5)]  # 0-15 and 20-25
+    copies = [event("gpu_memcpy", 10, 10, "Memcpy HtoD"), event("gpu_memcpy", 22, 6, "Memcpy DtoH")]
+    others = [event("gpu_memcpy", 0, 100, "Memcpy DtoD"), event("cpu_op", 0, 100)]
+    assert gpu.share_under_compute([*kernels, *copies, *others]) == (5 + 3) / 16
+    assert gpu.share_under_compute(kernels) is None

@@ -100,7 +100,7 @@ def test_closing_after_an_interrupt_waits_for_copies(tmp_path: Path, monkeypatch
     train(model, optimizer)
     copies = optimizer._parts.new_params
     with monkeypatch.context() as patch:
-        patch.setattr(copies, "wait", _interrupt)
+        patch.setattr(copies, "finish", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             model[0].weight.sum()
     assert copies._copies
@@ -111,5 +111,5 @@ def test_closing_after_an_interrupt_waits_for_copies(tmp_path: Path, monkeypatch
     assert all(copy.done() for copy in under_way)
 
 
-def _interrupt() -> None:
+def _interrupt(flat: int) -> None:
     raise KeyboardInterrupt

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from offload.devices.copies import HostCopier
 from offload.errors import ConfigError
 from offload.layout import ParamSpec, build
 from offload.model.flat_param import FlatParameters, flattened, flattened_like, is_dense, shaped_like
@@ -49,7 +50,7 @@ def test_holes_and_overlaps_are_seen(tensor: Tensor, dense: bool) -> None:
 def taken(*tensors: Tensor, dtype: torch.dtype = torch.bfloat16, streams: bool = False) -> FlatParameters:
     params = [nn.Parameter(tensor) for tensor in tensors]
     layout = build([ParamSpec(f"p{n}", p.numel(), "", dtype, 0) for n, p in enumerate(params)], 1024)
-    parameters = FlatParameters(layout, params, torch.device("cpu"), streamed=range(streams))
+    parameters = FlatParameters(layout, params, torch.device("cpu"), HostCopier(), streamed=range(streams))
     parameters.make_dense(0)
     parameters.attach(0)
     return parameters

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from offload import OffloadZero, Tuning
+from offload.devices.copies import HostCopier
 from offload.layout import ParamSpec, build
 from offload.model.fetch import RunningUnits
 from offload.model.flat_param import FlatParameters
@@ -32,7 +33,7 @@ def running(params: list[nn.Parameter]) -> RunningUnits:
     units = ["", "block", "block"]
     specs = [ParamSpec(f"p{n}", 4, unit, torch.float32, 0) for n, unit in enumerate(units)]
     layout = build(specs, 1024)
-    parameters = FlatParameters(layout, params, torch.device("cpu"))
+    parameters = FlatParameters(layout, params, torch.device("cpu"), HostCopier())
     parameters.guard_with(lambda kind, *, streams, runs=False: Unseen if runs else Guarded)
     return RunningUnits(parameters)
 

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from offload.devices.copies import HostCopier
 from offload.model.flat_param import SpareMemory
 
 
@@ -16,7 +17,7 @@ def emptied(numel: int) -> Tensor:
 
 
 def test_what_one_tensor_leaves_the_next_one_of_its_size_gets() -> None:
-    spares, one, other, larger = SpareMemory(), torch.zeros(5, dtype=torch.bfloat16), emptied(5), emptied(6)
+    spares, one, other, larger = SpareMemory(HostCopier()), torch.zeros(5, dtype=torch.bfloat16), emptied(5), emptied(6)
     view = one[1:3]
     one.fill_(3)
     address = one.data_ptr()
@@ -37,7 +38,7 @@ def test_what_one_tensor_leaves_the_next_one_of_its_size_gets() -> None:
 
 
 def test_what_is_too_much_goes_back_the_oldest_first() -> None:
-    spares, tensors = SpareMemory(), [emptied(numel) for numel in (1, 2, 3)]
+    spares, tensors = SpareMemory(HostCopier()), [emptied(numel) for numel in (1, 2, 3)]
     for tensor in tensors:
         spares.give(tensor, limit=100)
         spares.take(tensor)
@@ -48,7 +49,7 @@ def test_what_is_too_much_goes_back_the_oldest_first() -> None:
 
 
 def test_a_tensor_of_nothing_needs_nothing() -> None:
-    spares, tensor = SpareMemory(), torch.empty(0)
+    spares, tensor = SpareMemory(HostCopier()), torch.empty(0)
     spares.give(tensor, limit=0)
     spares.take(tensor)
     assert spares.nbytes == 0
@@ -56,7 +57,7 @@ def test_a_tensor_of_nothing_needs_nothing() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40)), max_size=40))
 def test_there_is_never_more_than_allowed_and_no_memory_twice(what: list[tuple[int, int]]) -> None:
-    spares, tensors = SpareMemory(), [emptied(numel) for numel in (1, 1, 2, 3, 5, 5)]
+    spares, tensors = SpareMemory(HostCopier()), [emptied(numel) for numel in (1, 1, 2, 3, 5, 5)]
     filled: set[int] = set()
     for number, most in what:
         if number in filled:

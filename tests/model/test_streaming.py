@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from offload import BudgetError, ClosedError, ConfigError, NonFiniteGradientError, ReleasedParameterError, Tuning
+from offload.devices.copies import DeviceEvent
 from offload.model import flat_param
 from offload.planner import least_cpu_memory
 from tests.support.processes import holds_in_child
@@ -736,14 +737,14 @@ class Gauge:
         parameters, layout = optimizer._parts.parameters, optimizer._layout
         allocate, free = parameters.allocate, parameters.free
 
-        def allocated(flat: int) -> None:
+        def allocated(flat: int) -> DeviceEvent:
             self.here.add(layout.flats[flat].unit)
             self.most = max(self.most, set(self.here), key=len)
-            allocate(flat)
+            return allocate(flat)
 
-        def freed(flat: int) -> None:
+        def freed(flat: int) -> DeviceEvent:
             self.here.discard(layout.flats[flat].unit)
-            free(flat)
+            return free(flat)
 
         monkeypatch.setattr(parameters, "allocate", allocated)
         monkeypatch.setattr(parameters, "free", freed)
@@ -802,9 +803,9 @@ def test_units_come_into_the_memory_that_others_left(streams: Streams, monkeypat
     model = Net(12)
     made: list[int] = []
 
-    def storage(nbytes: int) -> torch.UntypedStorage:
+    def storage(nbytes: int, **given: Any) -> torch.UntypedStorage:
         made.append(nbytes)
-        return torch.UntypedStorage(nbytes)
+        return torch.UntypedStorage(nbytes, **given)
 
     monkeypatch.setattr(flat_param, "UntypedStorage", storage)
     for block in model.blocks[8:]:

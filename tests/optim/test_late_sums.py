@@ -16,8 +16,8 @@ from tests.support.late_copier import LateCopier
 class SlowCopier(LateCopier):
     """Every copy takes its time to be waited for, so the worker is behind."""
 
-    def _start(self, src: torch.Tensor, dst: torch.Tensor) -> Copy:
-        copy = super()._start(src, dst)
+    def _start(self, src: torch.Tensor, dst: torch.Tensor, *, is_kept: bool) -> Copy:
+        copy = super()._start(src, dst, is_kept=is_kept)
         wait = copy.wait
 
         def slowly() -> None:

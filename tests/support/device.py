@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
 from tests.support import accelerator
 
-DEVICE = accelerator.NAME if accelerator.is_wanted() else "cpu"
+_WANTED = os.environ.get("OFFLOAD_TEST_DEVICE", "cpu")
+DEVICE = "cpu" if _WANTED == accelerator.NAME and not accelerator.is_wanted() else _WANTED
+"""The simulated one needs a C++ compiler; others, such as "cuda", are for bench/gpu.py."""

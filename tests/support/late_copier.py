@@ -4,25 +4,45 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from offload.devices.copies import Copier, Copy
+from offload.devices.copies import DONE, Copier, Copy, DeviceEvent
 
 
 class _LateCopy(Copy):
-    def __init__(self, owner: LateCopier, src: Tensor, dst: Tensor) -> None:
+    def __init__(self, owner: LateCopier, src: Tensor, dst: Tensor, *, is_kept: bool) -> None:
         self._owner = owner
         self._src, self._dst = src, dst
         self._complete = False
+        self.is_kept = is_kept
+        self._kept: Tensor | None = None  # the source, while only the device has waited
 
     def done(self) -> bool:
-        return self._complete
+        return self._complete and self._kept is None
 
     def wait(self) -> None:
         self._owner.hurry(self)
         self.run()
+        self.end()
+
+    def wait_on_device(self) -> None:
+        """The "device" has it at once. The host does not know, and has to leave the source alone."""
+        with self._owner.lock:
+            if not self._complete:
+                self.run()
+                if self.is_kept:
+                    self._kept = self._src.clone()
+                    self._owner.note(self)
+
+    def end(self) -> None:
+        with self._owner.lock:
+            if self._kept is not None:
+                assert torch.equal(self._kept.view(torch.uint8), self._src.view(torch.uint8)), "written before the end"
+                self._kept = None
 
     def run(self) -> None:
         # Once it is done its owner frees the memory: no other thread may still be copying.
@@ -55,23 +75,42 @@ class LateCopier(Copier):
             for copy in late:
                 if self._random.random() < 0.2:
                     copy.run()
+                    copy.end()
             self._late = [copy for copy in late if not copy.done()]
 
-    def _start(self, src: Tensor, dst: Tensor) -> Copy:
+    def note(self, copy: _LateCopy) -> None:
+        """It ends later, some time."""
+        if copy not in self._late:
+            self._late.append(copy)
+
+    def mark(self) -> DeviceEvent:
+        return DONE
+
+    def _start(self, src: Tensor, dst: Tensor, *, is_kept: bool) -> Copy:
         assert src.shape == dst.shape
         assert src.dtype is dst.dtype
         with self.lock, torch.no_grad():
             dst.fill_(float("nan") if dst.is_floating_point() else 0xA5)
-            copy = _LateCopy(self, src, dst)
+            copy = _LateCopy(self, src, dst, is_kept=is_kept)
             self._late.append(copy)
             self.copies += 1
         return copy
 
-    def to_host(self, src: Tensor, dst: Tensor) -> Copy:
-        return self._start(src, dst)
+    def to_host(self, src: Tensor, dst: Tensor, after: DeviceEvent | None = None) -> Copy:
+        with self.lock:
+            for copy in self._late:
+                copy.end()  # this one begins after what the device has waited for, and may write over its source
+        return self._start(src, dst, is_kept=False)
 
-    def to_device(self, src: Tensor, dst: Tensor) -> Copy:
-        return self._start(src, dst)
+    def to_device(self, src: Tensor, dst: Tensor, after: DeviceEvent | None = None) -> Copy:
+        return self._start(src, dst, is_kept=True)
+
+    @contextmanager
+    def after_uploads(self) -> Iterator[None]:
+        with self.lock:
+            for copy in [copy for copy in self._late if copy.is_kept]:
+                copy.wait_on_device()
+        yield
 
     def pin(self, memory: Tensor) -> None:
         return None
