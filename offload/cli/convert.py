@@ -17,7 +17,7 @@ import typer
 from offload.cli.console import print_json
 from offload.errors import ConfigError
 
-ORDER = ("tier", "path", "param_tier", "compute_dtype", "accumulation", "stage")
+ORDER = ("tier", "path", "param_tier", "activation_tier", "compute_dtype", "accumulation", "stage")
 """Of the options in the call."""
 ALWAYS = "nothing to set: always so"
 YOURS = "stays in your script"
@@ -166,6 +166,13 @@ def _fp16(call: Call, value: Any) -> str:
     return "compute_dtype=torch.float16 and torch's GradScaler"
 
 
+def _activations(call: Call, value: Any) -> str:
+    if not value:
+        return "nothing to set"
+    call.options["activation_tier"] = '"cpu"'
+    return 'activation_tier="cpu": units are recomputed, and what enters them waits in RAM'
+
+
 def _optimizer(call: Call, config: dict[str, Any]) -> str:
     """Raises: ConfigError for an optimizer that is not Adam."""
     kind, params = str(config.get("type", "AdamW")), dict(config.get("params") or {})
@@ -241,7 +248,13 @@ SERVED: dict[str, Rule] = {
     "scheduler": _says(
         "one of torch.optim.lr_scheduler over the new optimizer, kept by optimizer.attach(scheduler=...)"
     ),
-    "activation_checkpointing": _says("torch.utils.checkpoint around each block, as in any model"),
+    "activation_checkpointing.cpu_checkpointing": _activations,
+    "activation_checkpointing.contiguous_memory_optimization": _says(
+        'nothing to set: activation_tier="device" reserves one region'
+    ),
+    "activation_checkpointing.number_checkpoints": _says("nothing to set: each unit is recomputed"),
+    "activation_checkpointing.synchronize_checkpoint_boundary": _says("nothing to set"),
+    "activation_checkpointing.profile": _says('with optimizer.timeline("t.json"): ...'),
     "aio": _says("nothing to set: `offload bench io DIRECTORY` measures what is best, and it is remembered"),
 }
 """By option, or by the name of a section all of which becomes the same."""
@@ -252,6 +265,7 @@ WITHOUT: dict[str, str] = {
     "zero_optimization.offload_optimizer.ratio": "none: cpu_memory=... says which share of the states stays in RAM",
     "zero_optimization.zero_quantized_weights": "none: parameters travel as they are",
     "zero_optimization.zero_quantized_gradients": "none: gradients travel as they are",
+    "activation_checkpointing.partition_activations": "none: each rank keeps what enters its units",
     "fp16.hysteresis": "none: torch's GradScaler halves the scale at the first overflow",
     "fp16.min_loss_scale": "none: a scale that has fallen to nothing is a ConfigError",
 }

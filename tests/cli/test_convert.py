@@ -111,6 +111,15 @@ def test_the_loss_scale(fp16: dict[str, Any], scale: float, tmp_path: Path) -> N
     assert names["scaler"].get_growth_interval() == (2**31 - 1 if "loss_scale" in fp16 else 1000)
 
 
+def test_activations_wait_in_ram(tmp_path: Path) -> None:
+    config = {"activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True}}
+    found = converted(tmp_path, config)
+    assert 'activation_tier="cpu"' in found["script"]
+    assert [row["option"] for row in found["without_counterpart"]] == ["activation_checkpointing.partition_activations"]
+    weights, _ = trained(found["script"])
+    assert all(weight.isfinite().all() for weight in weights)
+
+
 def test_every_option_of_the_file_is_told(tmp_path: Path) -> None:
     config = {
         "train_batch_size": "auto",
