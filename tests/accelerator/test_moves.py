@@ -368,3 +368,27 @@ def test_kinds_of_models_come_with_the_same_bits() -> None:
                     losses[-1].append(loss.item())
                     take_step(optimizer, loss)
         assert losses[0] == losses[1]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_as_transformers_loads_it_trains_on_the_device(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+    tokens = torch.arange(24).view(2, 12)
+    losses = []
+    for device in (CPU, DEVICE):
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", attn_implementation="eager")
+        options = {"compute_dtype": torch.float32, "param_tier": "cpu", "device": device}
+        with OffloadZero(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options) as optimizer:
+            assert model.device == device
+            losses.append([])
+            for _ in range(3):
+                loss = model(input_ids=tokens.to(device), labels=tokens.to(device)).loss
+                losses[-1].append(loss.item())
+                take_step(optimizer, loss)
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
+    assert losses[1][2] < losses[1][0]
