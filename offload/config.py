@@ -417,7 +417,7 @@ def _is_whole(value: object, least: int) -> bool:
 
 
 def _refuse_unknown(options: Mapping[str, object]) -> None:
-    known = {*(check.__kwdefaults__ or ()), "device", "init", "process_group"}
+    known = {*(check.__kwdefaults__ or ()), "device", "init", "init_missing", "process_group"}
     for name, value in options.items():
         if name in HYPER_PARAMETERS:
             raise ConfigError(

@@ -129,7 +129,10 @@ class OffloadZero(torch.optim.Optimizer):
         device: where to train a model that is on the CPU or on the meta device. It goes there a unit at a time, so it
             may be larger than the device. None: where it is; of the meta device, the CPU.
         init: how a model that was built on the meta device gets its values: a function called with each name and
-            tensor, a safetensors file, or the index of several. None: `reset_parameters()` of its modules.
+            tensor, a directory with model.safetensors or its index, a safetensors file, or the index of several. None:
+            `reset_parameters()` of its modules.
+        init_missing: whether parameters without a value in the files are made by the model's own initialisation, as
+            buffers that are not saved are in any case: `_init_weights(module)` or `reset_parameters()`.
         stage: of ZeRO, over several ranks of torch.distributed: 1, 2 or 3. None: 3 if parameters stream, else 2.
         process_group: the data-parallel ranks, a ProcessGroup or a DeviceMesh; None: all ranks. Of a mesh with two
             dimensions, the second shards parameters (at stage 3), and the first replicates them.
@@ -174,6 +177,7 @@ class OffloadZero(torch.optim.Optimizer):
         resume: bool | str | PathLike | Sequence[PathLike] = False,
         device: torch.device | str | None = None,
         init: Init = None,
+        init_missing: bool = False,
         stage: int | None = None,
         process_group: object | None = None,
         cast_forward_inputs: bool = True,
@@ -223,7 +227,7 @@ class OffloadZero(torch.optim.Optimizer):
                 kinds = [{"decoupled_weight_decay": group["decoupled_weight_decay"]} for group in given.param_groups]
                 if self._config.commit_every is not None:
                     stored(given.param_groups)
-                source = source_of(init)
+                source = source_of(init, init_missing=init_missing)
                 source.check(model)
                 self._plan = plan_run(model, given.param_groups, self._config, self._comm, device)
                 self._layout = self._plan.layout

@@ -196,8 +196,9 @@ def test_the_options_are_those_of_the_design_and_no_others() -> None:
     options = inspect.signature(OffloadZero.__init__).parameters
     assert list(options) == [
         "self", "model", "optimizer", "tier", "path", "param_tier", "grad_tier", "cpu_memory", "device_memory",
-        "compute_dtype", "keep_fp32", "accumulation", "nonfinite", "commit_every", "resume", "device", "init", "stage",
-        "process_group", "cast_forward_inputs", "keep", "activation_tier", "activation_memory", "tuning", "unknown",
+        "compute_dtype", "keep_fp32", "accumulation", "nonfinite", "commit_every", "resume", "device", "init",
+        "init_missing", "stage", "process_group", "cast_forward_inputs", "keep", "activation_tier", "activation_memory",
+        "tuning", "unknown",
     ]  # fmt: skip
     assert [field.name for field in dataclasses.fields(Tuning)] == [
         "chunk", "prefetch_chunks", "prefetch_units", "threads", "io_engine", "split_master", "bucket", "units", "tile",

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from offload.errors import ConfigError
-
-Init = Callable[[str, Tensor], None] | str | os.PathLike[str] | None
+from offload.model.flat_param import flattened
 
 
 class Source(ABC):
@@ -33,6 +33,9 @@ class Source(ABC):
     @abstractmethod
     def fill(self, prefix: str, module: nn.Module, fresh: dict[str, Tensor]) -> None:
         """Writes values into `fresh`, the module's own tensors by name. Args: prefix: of their names in the model."""
+
+
+Init = Callable[[str, Tensor], None] | str | os.PathLike[str] | Source | None
 
 
 class ResetParameters(Source):
@@ -63,61 +66,148 @@ class FromFunction(Source):
 
 
 class FromSafetensors(Source):
-    """One file, or the index of several. Reads one tensor at a time."""
+    """A directory as transformers writes it, one file, or the index of several. Reads one tensor at a time.
 
-    def __init__(self, path: Path) -> None:
-        self._files: dict[str, Path] = {}
-        self._names: dict[str, str] = {}
+    Buffers that are not saved, such as tables of angles, are made by the model's own initialisation: by
+    `_init_weights(module)` of the innermost module around that has it, as transformers' models do, or by the module's
+    `reset_parameters()`.
+
+    Args: init_missing: whether saved parameters and buffers without a value in the files are made so, too.
+    """
+
+    def __init__(self, path: Path, *, init_missing: bool = False) -> None:
+        self._path = path
+        self._init_missing = init_missing
+        self.files: dict[str, Path] = {}
+        """The file of each tensor, by its name there."""
+        self._names: dict[str, list[str]] = {}
+        self._initialisers: dict[str, Callable[[], object]] = {}
+        self._open: tuple[Path, Any] | None = None
         try:
+            if path.is_dir():
+                index = path / "model.safetensors.index.json"
+                path = index if index.exists() else path / "model.safetensors"
             if path.suffix == ".json":
                 weights = json.loads(path.read_text())["weight_map"]
                 # A file cannot name a path outside of its folder.
-                self._files = {str(name): path.parent / Path(str(file)).name for name, file in weights.items()}
+                self.files = {str(name): path.parent / Path(str(file)).name for name, file in weights.items()}
             else:
-                with safe_open(path, "pt") as file:
-                    self._files = dict.fromkeys(file.keys(), path)
+                self.files = dict.fromkeys(self._file(path).keys(), path)
         except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
             raise ConfigError(f"init={str(path)!r} is no safetensors file, nor the index of some: {error}") from error
+
+    def has(self, name: str) -> bool:
+        """Whether the files have a value for a parameter or buffer."""
+        return name in self.files
+
+    def read(self, name: str) -> Tensor:
+        """That value. Raises: ConfigError."""
+        return self.tensor(name)
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor, by its name in the files. Raises: ConfigError."""
+        try:
+            values: Tensor = self._file(self.files[name]).get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{name} cannot be read from {self.files[name]}: {error}") from error
+        return values
+
+    def _file(self, path: Path) -> Any:
+        """A file, which stays open until another one is asked for."""
+        if self._open is None or self._open[0] != path:
+            self._open = path, safe_open(path, "pt")
+        return self._open[1]
 
     def check(self, model: nn.Module) -> None:
         names: dict[Tensor, list[str]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             names.setdefault(param, []).append(name)
+        missing: dict[Tensor, str] = {}
         for prefix, module in model.named_modules():
             for name, tensor in _meta_tensors(module).items():
                 full = _join(prefix) + name
-                if name in module._non_persistent_buffers_set:
-                    raise ConfigError(
-                        f"{full} is a buffer on the meta device that no file holds: "
-                        'build it under torch.device("cpu"), or give init a function'
-                    )
-                # A tied parameter is in the files only once.
-                found = next((other for other in [full, *names.get(tensor, ())] if other in self._files), None)
-                if found is None:
-                    raise ConfigError(f"init holds no values for {full}: give the files of this model")
+                # A tied parameter is in the files under one of its names, or several.
+                found = list(filter(self.has, dict.fromkeys((full, *names.get(tensor, ())))))
                 self._names[full] = found
+                if not found:
+                    self._initialisers[_join(prefix)] = self._initialiser(model, prefix, module, full)
+                    if name not in module._non_persistent_buffers_set:
+                        missing.setdefault(tensor, full)
+        if missing and not self._init_missing:
+            first = ", ".join(list(missing.values())[:8])
+            raise ConfigError(
+                f"init holds no values for {first}{f', and {len(missing) - 8} more' if len(missing) > 8 else ''}: give "
+                "the files of this model (offload.integrations.transformers.from_pretrained converts other names), or "
+                "init_missing=True, so that the model's own initialisation makes them"
+            )
+
+    def _initialiser(self, model: nn.Module, prefix: str, module: nn.Module, name: str) -> Callable[[], object]:
+        parts = prefix.split(".") if prefix else []
+        for end in range(len(parts), -1, -1):
+            initialise = getattr(model.get_submodule(".".join(parts[:end])), "_init_weights", None)
+            if callable(initialise):
+                return partial(initialise, module)
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            return partial(reset)
+        if name.rpartition(".")[2] in module._non_persistent_buffers_set:
+            raise ConfigError(
+                f"{name} is a buffer on the meta device that no file holds, and {type(module).__name__} has no "
+                'reset_parameters(): build it under torch.device("cpu"), or give init a function'
+            )
+        raise ConfigError(f"init holds no values for {name}, and {type(module).__name__} has no reset_parameters()")
 
     def fill(self, prefix: str, module: nn.Module, fresh: dict[str, Tensor]) -> None:
+        if missing := {prefix + name: tensor for name, tensor in fresh.items() if not self._names[prefix + name]}:
+            self._initialise(prefix, module, missing)
         for name, tensor in fresh.items():
-            found = self._names[prefix + name]
-            with safe_open(self._files[found], "pt") as file:
-                values = file.get_tensor(found)
-            if values.shape != tensor.shape:
+            for number, found in enumerate(self._names[prefix + name]):
+                values = self.read(found)
+                if values.shape != tensor.shape:
+                    shapes = f"{tuple(tensor.shape)} in the model and {tuple(values.shape)} in {self._path}"
+                    raise ConfigError(f"{found} has shape {shapes}")
+                if number == 0:
+                    tensor.copy_(values)
+                elif not torch.equal(values.to(tensor.dtype), tensor):
+                    raise ConfigError(
+                        f"{prefix}{name} and {found} are one parameter of the model, and {self._path} has different "
+                        "values for them: build a model that does not tie them"
+                    )
+
+    def _initialise(self, prefix: str, module: nn.Module, missing: Mapping[str, Tensor]) -> None:
+        """Runs a module's initialisation. Raises: ConfigError if it leaves some of `missing` undefined."""
+        found: list[dict[str, Tensor]] = []
+        bits = {name: flattened(tensor.detach()).view(torch.uint8) for name, tensor in missing.items()}
+        random = torch.get_rng_state()
+        for byte in (0, 255):  # what is not written keeps them
+            torch.set_rng_state(random)
+            for memory in bits.values():
+                memory.fill_(byte)
+            self._initialisers[prefix]()
+            found.append({name: memory.clone() for name, memory in bits.items()})
+        for name in missing:
+            if not torch.equal(found[0][name], found[1][name]):
                 raise ConfigError(
-                    f"{prefix}{name} has shape {tuple(tensor.shape)}, in {self._files[found]} {tuple(values.shape)}"
+                    f"{name} is in no file, and the initialisation of {type(module).__name__} leaves it undefined: "
+                    'build that module under torch.device("cpu"), or give init a function'
                 )
-            tensor.copy_(values)
 
 
-def source_of(init: Any) -> Source:
+def source_of(init: Any, *, init_missing: bool = False) -> Source:
     """Raises: ConfigError."""
+    if isinstance(init, str | os.PathLike):
+        return FromSafetensors(Path(init), init_missing=init_missing)
+    if init_missing:
+        raise ConfigError(f"init_missing=True, and init={init!r} names no files in which values could be missing")
+    if isinstance(init, Source):
+        return init
     if init is None:
         return ResetParameters()
-    if isinstance(init, str | os.PathLike):
-        return FromSafetensors(Path(init))
     if callable(init):
         return FromFunction(init)
-    raise ConfigError(f"init={init!r}: give a function of name and tensor, a safetensors file or the index of some")
+    raise ConfigError(
+        f"init={init!r}: give a function of name and tensor, a directory with model.safetensors, a safetensors file or "
+        "the index of some"
+    )
 
 
 def is_meta(model: nn.Module) -> bool:

@@ -31,10 +31,10 @@ DEVICE = torch.device("simulated:0") if accelerator.is_wanted() else torch.devic
 CPU = torch.device("cpu")
 TUNING = Tuning(chunk="4KiB", prefetch_units=1)
 PLACES: dict[str, dict[str, Any]] = {
-    "ram": {"tier": "cpu"},
     "streamed": {"tier": "cpu", "param_tier": "cpu"},
     "disk": {"tier": "nvme", "param_tier": "nvme", "grad_tier": "nvme", "tuning": Tuning(chunk="256KiB")},
     "tiles": {"tier": "cpu", "param_tier": "cpu", "tuning": Tuning(chunk="4KiB", tile="512B")},
+    "ram": {"tier": "cpu"},
     "device": {"tier": "device", "commit_every": 0},
 }
 
@@ -101,7 +101,7 @@ def allocated() -> Callable[[str], int]:
     return lambda when: torch.accelerator.memory_stats()[f"allocated_bytes.all.{when}"] - before
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_model_on_the_cpu_trains_on_the_device_with_the_bits_of_one_that_is_there(place: str, tmp_path: Path) -> None:
     expected = trained(place, tmp_path)
@@ -169,7 +169,7 @@ def moves(device: str | torch.device) -> list[Callable[[nn.Module], object]]:
     return [lambda model: model.to(device), lambda model: model.to(device, torch.float32)]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("place", PLACES)
 def test_moving_it_to_where_it_trains_does_nothing(place: str, tmp_path: Path) -> None:
     model = Mixed()
@@ -186,7 +186,7 @@ def test_moving_it_to_where_it_trains_does_nothing(place: str, tmp_path: Path) -
         optimizer.step()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_model_that_is_parked_frees_the_device_and_goes_on_with_the_same_bits(
     place: str, tmp_path: Path, allocated: Callable[[str], int]
@@ -212,7 +212,7 @@ def test_a_model_that_is_parked_frees_the_device_and_goes_on_with_the_same_bits(
         torch.testing.assert_close(value, torch.zeros_like(value), rtol=0, atol=1e-5)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("place", PLACES)
 def test_gradients_wait_while_a_model_is_parked(place: str, tmp_path: Path) -> None:
     losses = []
@@ -241,7 +241,7 @@ def test_gradients_wait_while_a_model_is_parked(place: str, tmp_path: Path) -> N
     assert losses[0] == losses[1]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("place", PLACES)
 def test_what_is_written_while_it_is_parked_counts(place: str, tmp_path: Path) -> None:
     """As Lightning ends: a step without zero_grad, `.cpu()`; then a state_dict is loaded."""
@@ -269,7 +269,7 @@ def test_what_is_written_while_it_is_parked_counts(place: str, tmp_path: Path) -
         step(model, optimizer, 1)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_parked_model_commits_and_is_closed_on_the_cpu(place: str, tmp_path: Path) -> None:
     model = Mixed()
@@ -368,3 +368,28 @@ def test_kinds_of_models_come_with_the_same_bits() -> None:
                     losses[-1].append(loss.item())
                     take_step(optimizer, loss)
         assert losses[0] == losses[1]
+
+
+@pytest.mark.slow  # imports transformers
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_as_transformers_loads_it_trains_on_the_device(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+    tokens = torch.arange(24).view(2, 12)
+    losses = []
+    for device in (CPU, DEVICE):
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", attn_implementation="eager")
+        options = {"compute_dtype": torch.float32, "param_tier": "cpu", "device": device}
+        with OffloadZero(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options) as optimizer:
+            assert model.device == device
+            losses.append([])
+            for _ in range(3):
+                loss = model(input_ids=tokens.to(device), labels=tokens.to(device)).loss
+                losses[-1].append(loss.item())
+                take_step(optimizer, loss)
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
+    assert losses[1][2] < losses[1][0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,112 @@ def test_values_come_from_safetensors(options: dict[str, Any], sharded: bool, tm
         init = tmp_path / "model.safetensors"
         save_file(tensors, init)
     assert same(trained(GPT(config, device="meta"), tmp_path / "parts", init=init, **options), whole)
+
+
+class Angles(nn.Module):
+    """A table that is not saved, and a mask."""
+
+    def __init__(self, resets: bool = True) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.empty(4), persistent=False)
+        self.register_buffer("mask", torch.empty(2, 2, dtype=torch.bool), persistent=False)
+        self.resets = resets
+        if not self.table.is_meta:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.table.copy_(torch.arange(4) / 4)
+            if self.resets:
+                self.mask.copy_(torch.tensor([[True, False], [False, True]]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.table[1] + self.mask[0, 0]
+
+
+class Pretrained(Net):
+    """As transformers builds models: one initialisation for all modules. Args: resets: whether of all buffers."""
+
+    def __init__(self, resets: bool = True) -> None:
+        super().__init__()
+        self.angles = Angles(resets)
+        self.twin = nn.Embedding(11, 16)
+        self.twin.weight = self.embed.weight
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 7.0)
+            nn.init.zeros_(module.bias)
+        elif isinstance(module, Angles):
+            module.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.angles(self.twin(x))[..., :5]
+
+
+def write(folder: Path, tensors: dict[str, Tensor]) -> Path:
+    """A directory as transformers writes it, of two files."""
+    folder.mkdir()
+    names = sorted(tensors)
+    halves = {f"model-{n}.safetensors": names[n::2] for n in range(2)}
+    for file, mine in halves.items():
+        save_file({name: tensors[name] for name in mine}, folder / file)
+    weights = {name: file for file, mine in halves.items() for name in mine}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    return folder
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items() if not name.startswith("twin")}
+
+
+@pytest.mark.parametrize("options", TIERS)
+def test_a_directory_gives_a_model_its_values_and_buffers_that_are_not_saved_are_made(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(4)
+    model = Pretrained()
+    folder = write(tmp_path / "saved", tensors_of(model))
+    whole = trained(model, tmp_path / "whole")
+    parts = on_meta(Pretrained)
+    assert same(trained(parts, tmp_path / "parts", init=folder, **options), whole)
+    assert parts.twin.weight is parts.embed.weight
+    for name, buffer in model.named_buffers():
+        assert torch.equal(dict(parts.named_buffers())[name], buffer)
+
+
+def test_what_a_directory_lacks_is_listed_and_made_only_if_asked_for(tmp_path: Path) -> None:
+    model = Pretrained()
+    tensors = tensors_of(model)
+    gone = ["blocks.1.0.bias", "head.weight"]
+    folder = write(tmp_path / "saved", {name: tensor for name, tensor in tensors.items() if name not in gone})
+    parts = on_meta(Pretrained)
+    with pytest.raises(
+        ConfigError, match=r"no values for blocks\.1\.0\.bias, head\.weight: give .* or init_missing=True"
+    ):
+        OffloadZero(parts, init=folder)
+    assert all(param.is_meta for param in parts.parameters())
+    with OffloadZero(parts, init=folder, init_missing=True, compute_dtype=torch.float32):
+        found = dict(parts.named_parameters())
+        assert found["blocks.1.0.bias"].eq(0).all()
+        assert found["head.weight"].eq(7).all()
+        for name in tensors.keys() - set(gone):
+            assert torch.equal(found[name], tensors[name]), name
+
+
+def test_files_of_other_tensors_are_refused(tmp_path: Path) -> None:
+    tensors = tensors_of(Pretrained())
+    wrong = {
+        r"angles\.mask is in no file, and .* Angles leaves it undefined": (partial(Pretrained, False), {}),
+        r"twin\.weight are one parameter": (Pretrained, {"twin.weight": tensors["embed.weight"] + 1}),
+        r"head\.bias has shape \(5,\) in the model and \(6,\)": (Pretrained, {"head.bias": torch.ones(6)}),
+    }
+    for number, (match, (build, others)) in enumerate(wrong.items()):
+        folder = write(tmp_path / str(number), tensors | others)
+        with pytest.raises(ConfigError, match=match):
+            OffloadZero(on_meta(build), init=folder)
+    with pytest.raises(ConfigError, match="init_missing=True, and init=None names no files"):
+        OffloadZero(on_meta(Pretrained), init_missing=True)
 
 
 def test_only_a_unit_and_the_root_are_in_memory_at_once(tmp_path: Path) -> None:

@@ -1,0 +1,127 @@
+"""Pretrained models of the transformers library, which are never in memory as a whole."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.initialization import meta_device_safe_creation_ops
+
+from offload import ConfigError, OffloadZero
+from offload.model.meta_init import FromSafetensors
+
+
+def from_pretrained(
+    kind: Any,
+    directory: str | os.PathLike[str],
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    *,
+    init_missing: bool = False,
+    **options: Any,
+) -> tuple[Any, OffloadZero]:
+    """A pretrained model and its optimizer; each weight is read once, and goes straight to its tier.
+
+        model, optimizer = from_pretrained(
+            AutoModelForCausalLM, "llama", partial(torch.optim.AdamW, lr=1e-5), path="/scratch/run", param_tier="nvme"
+        )
+
+    The model is what `kind.from_pretrained(directory)` gives, in evaluation mode too, but for what OffloadZero changes,
+    and that parameters stay frozen which the model's constructor freezes (Whisper's positions).
+    Names that transformers changes on load, and weights that it merges or splits, are converted by transformers.
+
+    Args:
+        kind: a class of models, such as transformers.AutoModelForCausalLM or transformers.LlamaForCausalLM.
+        directory: with config.json and safetensors, as `save_pretrained` writes them. Nothing is downloaded.
+        optimizer: makes an Adam or AdamW of the parameters; None: AdamW with torch's defaults.
+        init_missing: whether weights that the files lack are made by the model's own initialisation.
+        options: of OffloadZero, but for `init`.
+
+    Raises: ConfigError naming the weights that the files lack, or that cannot be converted; and as OffloadZero does.
+    """
+    path = Path(directory)
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{str(path)!r} has no config.json: give the directory of a model, which is not downloaded")
+    model = _on_meta(kind, path)
+    source = PretrainedFiles(path, init_missing=init_missing)
+    adam = None if optimizer is None else optimizer(model.parameters())
+    return model, OffloadZero(model, adam, init=source, **options)
+
+
+def _on_meta(kind: Any, path: Path) -> Any:
+    is_auto = hasattr(kind, "from_config")
+    config = (transformers.AutoConfig if is_auto else kind.config_class).from_pretrained(path)
+    config.name_or_path = str(path)
+    build = kind.from_config if is_auto else kind._from_config
+    with torch.device("meta"), meta_device_safe_creation_ops():
+        model = build(config, dtype=config.dtype or torch.float32)
+    if model.can_generate() and (path / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(path)
+    return model.eval()
+
+
+class PretrainedFiles(FromSafetensors):
+    """The safetensors of a model, under the names that transformers gives their tensors when it loads them."""
+
+    def __init__(self, path: Path, *, init_missing: bool = False) -> None:
+        super().__init__(path, init_missing=init_missing)
+        self._model: Any = None
+        self._keys: dict[str, str] = {}  # of what is only renamed, by name in the model
+        self._converters: dict[str, Any] = {}  # by the first name that they make
+        self._made_by: dict[str, str] = {}  # the first name, by all of them
+        self._made: dict[str, Tensor] = {}  # what was made, and not asked for yet
+
+    def check(self, model: nn.Module) -> None:
+        if not isinstance(model, transformers.PreTrainedModel):
+            raise ConfigError(f"{type(model).__name__} is no model of transformers")
+        self._model = model
+        transforms: list[Any] = get_model_conversion_mapping(model)
+        renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+        converters = [one for one in transforms if isinstance(one, WeightConverter)]
+        converter_of = {pattern: one for one in converters for pattern in one.source_patterns}
+        wanted, base = model.state_dict(), model.base_model_prefix
+        for key in sorted(self.files, key=dot_natural_key):
+            name, pattern = rename_source_key(key, renamings, converters, base, wanted)
+            if name not in wanted and key in wanted:
+                name, pattern = rename_source_key(key, [], [], base, wanted)
+            if name not in wanted:
+                continue
+            if pattern is None:
+                self._keys[name] = key
+                continue
+            if name not in self._converters:
+                self._converters[name] = deepcopy(converter_of[pattern])
+            converter = self._converters[name]
+            converter.add_tensor(name, key, pattern, partial(self.tensor, key))
+            first = converter.target_patterns[0]
+            self._made_by |= {name.replace(first, other): name for other in converter.target_patterns}
+        super().check(model)
+
+    def has(self, name: str) -> bool:
+        return name in self._keys or name in self._made_by
+
+    def read(self, name: str) -> Tensor:
+        if name in self._keys:
+            return self.tensor(self._keys[name])
+        if name not in self._made:
+            self._convert(self._made_by[name])
+        if name not in self._made:
+            raise ConfigError(f"transformers makes no {name} from what is in the files")
+        return self._made.pop(name)
+
+    def _convert(self, name: str) -> None:
+        converter = self._converters[name]
+        keys = ", ".join(sorted(converter.layer_targets[name]))
+        try:
+            made = converter.convert(name, model=self._model, config=self._model.config)
+        except Exception as error:
+            raise ConfigError(f"transformers cannot make {name} from {keys}: {error}") from error
+        self._made |= {key: value[0] if isinstance(value, list) else value for key, value in made.items()}
