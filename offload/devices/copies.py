@@ -2,6 +2,7 @@
 
 A copier may perform a copy at any moment between its start and the end of `Copy.wait()`. Until `wait()` has returned,
 `dst` must not be read or reused, nor `src` changed or freed. The tests have a copier that copies at the last moment.
+Where an interrupt comes before anybody has noted the `Copy`, that is dropped, and waits as it goes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import BudgetError
+from offload.interrupts import uninterrupted, uninterrupted_entry
 from offload.sizes import format_bytes
 
 
@@ -109,12 +111,19 @@ class _StreamCopy(Copy):
         self._event = event
         # Keeps the source from the caching allocator until the copy has read it.
         self._src: Tensor | None = src
+        self._process = os.getpid()
+
+    @uninterrupted_entry
+    def __del__(self) -> None:
+        if self._src is not None and os.getpid() == self._process:
+            self.wait()
 
     def done(self) -> bool:
         if self._src is not None and self._event.query():
             self._src = None
         return self._src is None
 
+    @uninterrupted
     def wait(self) -> None:
         self._event.synchronize()
         self._src = None
@@ -146,6 +155,7 @@ class DeviceCopier(Copier):
         torch.accelerator.empty_cache()
         return torch.accelerator.get_memory_info(self._device)[0]
 
+    @uninterrupted
     def _copy(self, stream: torch.Stream, src: Tensor, dst: Tensor) -> Copy:
         stream.wait_stream(torch.accelerator.current_stream(self._device))
         with stream:

@@ -192,10 +192,14 @@ class UnitTransfers:
             moving = self._timeline.begin(TO_DEVICE, "gather", chunk=chunk.index, size=size, tier="device")
             stack.callback(self._timeline.end, moving)
             self._timeline.count("gathered_bytes", size)
-            copy = self._copier.to_device(source, self._on_device(one, chunk))
-            self._copies.append((one.unit, copy, stack.pop_all()))
+            self._launch_copy(one.unit, source, self._on_device(one, chunk), stack)
         while self._copies and self._copies[0][1].done():
             self._finish_copy()
+
+    @uninterrupted
+    def _launch_copy(self, unit: str, source: Tensor, target: Tensor, lease: ExitStack) -> None:
+        """It is noted as soon as it is under way, like `_launch_all_gathers`."""
+        self._copies.append((unit, self._copier.to_device(source, target), lease.pop_all()))
 
     def _start_all_gather(self, unit: str) -> None:
         """Starts to fetch the shards of other ranks, once this rank's own are on the device."""
