@@ -206,7 +206,7 @@ def _configured(config: Path, layers: int | None, width: int | None) -> Sized:
     architectures = getattr(found, "architectures", None) or ()
     kind = next((getattr(transformers, name) for name in architectures if hasattr(transformers, name)), None)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(found) if kind is None else kind(found)  # type: ignore[no-untyped-call]
+        model = transformers.AutoModelForCausalLM.from_config(found) if kind is None else kind(found)
     text = found.get_text_config()
     return Sized(model, text.num_hidden_layers, text.hidden_size)
 

@@ -9,6 +9,7 @@ to use the source of a copy for something else.
 A copier may perform a copy at any moment after `after` and before the end of its `wait()` or `wait_on_device()`. Until
 then `dst` must not be read or reused, nor `src` changed or freed. After `wait_on_device()` this holds for what the host
 does only, until `done()` is true or `wait()` has returned. The tests have a copier that copies at the last moment.
+Where an interrupt comes before anybody has noted the `Copy`, that is dropped, and waits as it goes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import BudgetError
+from offload.interrupts import uninterrupted, uninterrupted_entry
 from offload.sizes import format_bytes
 
 
@@ -146,6 +148,12 @@ class _StreamEvent(Copy):
         self._current = current
         # Keeps the source from the caching allocator until the copy has read it.
         self._src = src
+        self._process = os.getpid()
+
+    @uninterrupted_entry
+    def __del__(self) -> None:
+        if self._src is not None and os.getpid() == self._process:
+            self.wait()
 
     def done(self) -> bool:
         if self._event.query():
@@ -153,6 +161,7 @@ class _StreamEvent(Copy):
             return True
         return False
 
+    @uninterrupted
     def wait(self) -> None:
         self._event.synchronize()
         self._src = None
@@ -206,6 +215,7 @@ class DeviceCopier(Copier):
         torch.accelerator.empty_cache()
         return torch.accelerator.get_memory_info(self._device)[0]
 
+    @uninterrupted
     def _copy(self, stream: Any, src: Tensor, dst: Tensor, after: DeviceEvent | None) -> Copy:
         begins = after or self.mark()
         with stream:

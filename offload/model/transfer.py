@@ -278,10 +278,17 @@ class UnitTransfers:
             moving = self._timeline.begin(TO_DEVICE, "gather", chunk=chunk.index, size=size, tier="device")
             stack.callback(self._timeline.end, moving)
             self._timeline.count("gathered_bytes", size)
-            copy = self._copier.to_device(source, self._on_device(one, chunk), after)
-            self._uploads.append(_Upload(one.unit, chunk.index, copy, stack.pop_all()))
+            self._launch_copy(one, source, chunk, after, stack)
         for upload in [upload for upload in self._uploads if upload.copy.done()]:
             self._finish_upload(upload)
+
+    @uninterrupted
+    def _launch_copy(
+        self, one: FlatSlice, source: Tensor, chunk: Chunk, after: DeviceEvent | None, lease: ExitStack
+    ) -> None:
+        """It is noted as soon as it is under way, like `_launch_all_gathers`."""
+        copy = self._copier.to_device(source, self._on_device(one, chunk), after)
+        self._uploads.append(_Upload(one.unit, chunk.index, copy, lease.pop_all()))
 
     def _give_back(self, chunk: int) -> None:
         """Somebody wants to lease a chunk: waits for a copy that has its lease, or else for the first, for a buffer."""

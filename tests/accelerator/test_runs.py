@@ -14,13 +14,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from offload import BudgetError, OffloadZero, Tuning
+from offload import BudgetError, OffloadError, OffloadZero, ReleasedParameterError, Tuning
 from offload.devices.copies import copier_for
 from offload.model.flat_param import SpareMemory
 from offload.native import load_on
 from offload.native.torch_kernels import scratch_bytes
 from offload.storage.device_store import DeviceArena
 from tests.support import accelerator, models
+from tests.support.interrupted import interrupted_at
 
 pytestmark = [
     pytest.mark.device,
@@ -115,6 +116,52 @@ def test_memory_is_unlocked_at_the_end() -> None:
     with OffloadZero(model, tier="cpu"):
         assert accelerator.counters()["pinned_bytes"] > before
     assert accelerator.counters()["pinned_bytes"] == before
+
+
+def trained(tier: str, steps: int) -> tuple[nn.Module, OffloadZero]:
+    """Whose last step is not in the model yet."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(DEVICE)
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = OffloadZero(model, plain, tuning=Tuning(chunk="4KiB", threads=1), **TIERS[tier])
+    for _ in range(steps):
+        model(torch.ones(2, 64, device=DEVICE)).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("tier", ["cpu", "streamed"])
+@pytest.mark.filterwarnings("ignore:module forward hook with")
+def test_closing_after_an_interrupted_use_ends_copies_before_their_memory_is_unlocked(tier: str) -> None:
+    known = []
+    for steps in (1, 2):
+        model, optimizer = trained(tier, steps)
+        optimizer.close()
+        known.append([param.detach().cpu() for param in model.parameters()])
+    before = accelerator.counters()["pinned_bytes"]
+    accelerator.set_delays(1, 2000)
+    accelerator.races()
+    instruction, is_over, read = 1, False, 0
+    while not is_over:
+        model, optimizer = trained(tier, 2)
+        with contextlib.suppress(KeyboardInterrupt), interrupted_at(instruction) as left:
+            model(torch.ones(2, 64, device=DEVICE))
+        with contextlib.suppress(OffloadError):
+            optimizer.close()
+        assert accelerator.counters()["pinned_bytes"] == before
+        for param, old, new in zip(model.parameters(), *known, strict=True):
+            with contextlib.suppress(ReleasedParameterError):
+                found = param.detach().cpu()
+                assert (found.eq(old) | found.eq(new)).all()
+                read += 1
+        assert not accelerator.races()
+        is_over = left[0] > 0
+        instruction += 97
+    assert read > 8
+    print(instruction, "instructions")
 
 
 def test_an_error_of_the_device_that_is_not_out_of_memory_stays_what_it_is() -> None:
