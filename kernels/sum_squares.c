@@ -39,25 +39,28 @@ INLINE void sum_group(const void *x, int type, int64_t n, double *sums) {
     for (int j = 0; j < GROUP / DW; j++) vd_store(sums + j * DW, lanes[j]);
 }
 
-INLINE double sum_part(const void *x, int type, int64_t n) {
+typedef void group_function(const void *, int64_t, double *);
+static OFFLOAD_CODE void group_f32(const void *x, int64_t n, double *sums) { sum_group(x, OFFLOAD_F32, n, sums); }
+static OFFLOAD_CODE void group_bf16(const void *x, int64_t n, double *sums) { sum_group(x, OFFLOAD_BF16, n, sums); }
+static OFFLOAD_CODE void group_f16(const void *x, int64_t n, double *sums) { sum_group(x, OFFLOAD_F16, n, sums); }
+static group_function *const table[3] = {group_f32, group_bf16, group_f16};
+
+INLINE void fold(double *restrict low, const double *restrict high, int64_t n) {
+    for (int64_t j = 0; j < n; j++) low[j] += high[j];
+}
+
+static OFFLOAD_CODE double sum_part(const void *x, int type, int64_t n) {
     double sums[SUM_GROUPS * GROUP];
     int64_t groups = (n + SUM_GROUP - 1) / SUM_GROUP, all = 1;
     for (int64_t k = 0; k < groups; k++) {
         int64_t start = k * SUM_GROUP, count = n - start < SUM_GROUP ? n - start : SUM_GROUP;
-        sum_group(at(x, type, start), type, count, sums + k * GROUP);
+        table[type](at(x, type, start), count, sums + k * GROUP);
     }
     while (all < groups) all *= 2;
     for (int64_t j = groups * GROUP; j < all * GROUP; j++) sums[j] = 0;
-    for (int64_t width = all * GROUP / 2; width > 0; width /= 2)
-        for (int64_t j = 0; j < width; j++) sums[j] += sums[j + width];
+    for (int64_t width = all * GROUP / 2; width > 0; width /= 2) fold(sums, sums + width, width);
     return sums[0];
 }
-
-typedef double part_function(const void *, int64_t);
-static OFFLOAD_CODE double part_f32(const void *x, int64_t n) { return sum_part(x, OFFLOAD_F32, n); }
-static OFFLOAD_CODE double part_bf16(const void *x, int64_t n) { return sum_part(x, OFFLOAD_BF16, n); }
-static OFFLOAD_CODE double part_f16(const void *x, int64_t n) { return sum_part(x, OFFLOAD_F16, n); }
-static part_function *const table[3] = {part_f32, part_bf16, part_f16};
 
 /* x: elements at positions first .. first+n; out: one fp64 for each block touched. */
 OFFLOAD_EXPORT OFFLOAD_CODE void OFFLOAD_KERNEL(sum_squares)(const void *x, int32_t type, int64_t first, int64_t n, double *out) {
@@ -65,7 +68,7 @@ OFFLOAD_EXPORT OFFLOAD_CODE void OFFLOAD_KERNEL(sum_squares)(const void *x, int3
     for (int64_t i = 0; i < n; out++) {
         int64_t count = OFFLOAD_SUM_BLOCK - (first + i) % OFFLOAD_SUM_BLOCK;
         if (count > n - i) count = n - i;
-        *out = table[type](at(x, type, i), count);
+        *out = sum_part(at(x, type, i), type, count);
         i += count;
     }
     fp_leave(saved);

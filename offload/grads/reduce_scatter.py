@@ -91,8 +91,8 @@ class ReducedGradients(GradientBuffer):
         self._reducing: deque[_Reduction] = deque()
         self._copying: deque[_Reduction] = deque()
         self._round = 0
-        # Where ranks share parameters, gradients travel in turns with these: see [Note: taking turns].
-        self._takes_turns = run.layout.shard_group_size > 1
+        # Where ranks share parameters and fetch them, gradients take turns with these: see [Note: taking turns].
+        self._takes_turns = run.layout.shard_group_size > 1 and run.config.param_tier != "device"
         self._left: set[str] = set()
         self._alone: str | None = None
         self._came = False  # in the backward under way

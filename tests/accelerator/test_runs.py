@@ -96,7 +96,7 @@ def test_deterministic_algorithms_cost_no_launches() -> None:
         assert torch.are_deterministic_algorithms_enabled() is is_deterministic
         launched.append(counts["kernels"] + counts["on_device"])
     torch.use_deterministic_algorithms(False)
-    assert launched[0] == launched[1] < 20
+    assert launched[0] == launched[1] < 100
 
 
 def test_memory_that_cannot_be_page_locked_is_a_budget_error() -> None:

@@ -15,6 +15,7 @@ from offload.errors import AccumulationError
 from offload.grads.reduce_scatter import ReducedGradients
 from offload.layout import ParamSpec, build
 from offload.optim import reference
+from tests.support.late_copier import LateCopier
 from tests.support.runs import layout_of, run_of
 from tests.support.threads import Threads
 
@@ -189,3 +190,26 @@ def test_a_unit_entered_again_ends_the_round_on_ranks_without_its_gradients_too(
         buffer.finalize([0, 1])
 
     Threads(2).run(reduce)
+
+
+def test_complete_buckets_are_sent_at_once_where_nothing_is_gathered() -> None:
+    def reduce(comm: Communicator) -> None:
+        buffer = ReducedGradients(run_of(layout_of(NUMELS, ranks=2, rank=comm.rank), comm, stage=2))
+        for param in range(len(NUMELS)):
+            assert comm.stats() == {"reduce_scatter": 0}
+            buffer.accumulate(param, gradient(param, comm.rank, 0))
+        assert comm.stats() == {"reduce_scatter": 1}
+
+    Threads(2).run(reduce)
+
+
+def test_no_copy_writes_to_the_gradients_memory_after_close() -> None:
+    def reduce(comm: Communicator) -> int:
+        copier = LateCopier()
+        buffer = ReducedGradients(run_of(layout_of(NUMELS, ranks=2, rank=comm.rank), comm, copier))
+        for param in range(len(NUMELS)):
+            buffer.accumulate(param, gradient(param, comm.rank, 0))
+        buffer.close()
+        return sum(not copy.done() for copy in copier._late)
+
+    assert Threads(2).run(reduce) == [0, 0]
