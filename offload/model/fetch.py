@@ -519,6 +519,7 @@ class StreamedUnits(HeldUnits):
                 self.transfers.write_back(flat)
 
     def take_outside_writes(self) -> None:
+        self._parameters.take_back()
         self.write_back()
         self._masters.take_outside_writes(self._owner.step())
 
@@ -529,6 +530,7 @@ class StreamedUnits(HeldUnits):
         self._forget_calls()
         self._begin_pass()
         self._release_unused()
+        self._parameters.take_back()  # resident ones
         self.write_back()  # to what `gathered` holds: the step is to see it
         self.transfers.expect_same_order()
 
