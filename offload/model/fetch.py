@@ -530,7 +530,6 @@ class StreamedUnits(HeldUnits):
         self._forget_calls()
         self._begin_pass()
         self._release_unused()
-        self._parameters.take_back()  # resident ones
         self.write_back()  # to what `gathered` holds: the step is to see it
         self.transfers.expect_same_order()
 
