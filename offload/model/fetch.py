@@ -570,6 +570,7 @@ class StreamedUnits(HeldUnits):
                 self.transfers.write_back(flat)
 
     def take_outside_writes(self) -> None:
+        self._parameters.take_back()
         self.write_back()
         self._masters.take_outside_writes(self._owner.step())
         self.settle()  # a commit follows, for which nothing may be leased

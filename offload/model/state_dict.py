@@ -46,9 +46,9 @@ class Access:
         if not isinstance(self._units, StreamedUnits):
             return
         streamed = self._units
-        own = {name: param for name, param in module.named_parameters(recurse=False) if param in self._parameters.index}
+        own = {name: param for name, param in module.named_parameters(recurse=False) if self._streams(param)}
         units = list(dict.fromkeys(self._names[param] for param in own.values()))
-        held = {param for param in module.parameters() if param in self._parameters.index}
+        held = {param for param in module.parameters() if self._streams(param)}
         inside = list(dict.fromkeys(self._names[param] for param in held)) if ends else []
 
         def before(*_: Any) -> None:
@@ -74,6 +74,10 @@ class Access:
         yield module.register_state_dict_post_hook, Hook(saved)
         yield module.register_load_state_dict_pre_hook, Hook(before)
         yield module.register_load_state_dict_post_hook, Hook(after)
+
+    def _streams(self, param: Tensor) -> bool:
+        number = self._parameters.number_of(param)
+        return number is not None and self._parameters.streams(number)
 
     def _copy_of(self, param: Tensor, value: Tensor, state_dict: Mapping[str, Any]) -> Tensor:
         """A copy in RAM: the parameter's memory goes, and the device may have no room for the whole model. The names of

@@ -445,7 +445,7 @@ class UnitTransfers:
     def find_writes(self, numbers: Iterable[int]) -> None:
         """Compares these parameters, all resident, with the store, and notes which were written to. For writes that
         leave no other trace, such as NumPy's."""
-        for number in numbers:
+        for number in filter(self._parameters.streams, numbers):
             self._resident_tiles(self._parameters.flat_of(number))
             chunks = (self._layout.param_chunks[index] for index in self._layout.param_chunks_of[number])
             if not all(self._equals_store(number, chunk) for chunk in chunks):

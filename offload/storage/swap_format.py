@@ -13,8 +13,8 @@ the superblock's "chunks" have "itemsizes": bytes an element of each array. The 
 element count and the XXH3-64 of the pages after it, and ends with the XXH3-64 of itself.
 
 A chunk has one slot, or two: A and B, so that a new version is written beside the committed one. All slots A come
-first, then all slots B. Chunks that are never committed (gradients and parameters in slots) follow, with one slot each.
-In a run that commits, "chunks" describes the committed ones only.
+first, then all slots B. Chunks that are never committed follow, with one slot each: gradients and parameters in slots,
+frozen ones last. In a run that commits, "chunks" describes the committed ones only.
 
 The checksums detect damage. They are no protection against somebody who writes a file on purpose; against that, every
 size and type is checked before it is used.

@@ -6,12 +6,13 @@ import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import OffloadZero, Tuning
+from offload import OffloadZero, Tuning, config
 from offload.errors import ConfigError
 from offload.planner.explain import explain, plan_of
 from tests.support.toy import WIDTH, Net, batch, squares, take_step
@@ -51,6 +52,37 @@ def halves() -> Net:
     return model
 
 
+class Preferring(nn.Module):
+    """A policy and its frozen reference in one module: the loss of direct preference optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy, self.reference = Net(2), Net(2).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mine, theirs = self.policy(x).log_softmax(-1), self.reference(x).log_softmax(-1)
+        gained = (mine - theirs)[:, 0] - (mine - theirs)[:, 1]
+        return -nn.functional.logsigmoid(0.5 * gained)
+
+
+class Tied(nn.Module):
+    """An embedding, frozen, that the head is tied to, with a trained projection before it and a trained scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(17, WIDTH).requires_grad_(False)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 17, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.ones(17))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding((x[:, 0].abs() * 100).long() % 17)
+        for block in self.blocks:
+            h = h + torch.tanh(block(h))
+        return self.head(h) * self.scale
+
+
 def trained(model: nn.Module) -> list[nn.Parameter]:
     return [param for param in model.parameters() if param.requires_grad]
 
@@ -85,7 +117,16 @@ def assert_close(model: nn.Module, plain: nn.Module) -> None:
         torch.testing.assert_close(values[name], wanted, rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("make", [adapted, halves])
+def preferring() -> Preferring:
+    return Preferring()
+
+
+def tied() -> Tied:
+    torch.manual_seed(5)
+    return Tied()
+
+
+@pytest.mark.parametrize("make", [adapted, halves, preferring, tied])
 @pytest.mark.parametrize(("tier", "param_tier"), WHERE)
 def test_trains_as_plain_torch_and_leaves_frozen_bits_alone(
     make: Any, tier: str, param_tier: str, tmp_path: Path
@@ -135,6 +176,28 @@ def test_few_trained_parameters_stay_while_others_stream(tmp_path: Path) -> None
     take_step(optimizer, squares(model))
     assert model.head.bias.data_ptr() == address
     optimizer.close()
+
+
+def test_trained_parameters_that_stay_are_written_pointed_and_saved_as_in_plain_torch(tmp_path: Path) -> None:
+    model, plain = adapted(), adapted()
+    with patch.object(config, "SMALL", 1.0):
+        optimizer = OffloadZero(model, torch.optim.AdamW(trained(model)), **options("cpu", "nvme", tmp_path))
+    assert optimizer._config.param_tier == "device"
+    for one, other in ((model, optimizer), (plain, torch.optim.AdamW(trained(plain)))):
+        adapter = one.blocks[1].up
+        for _ in losses(one, other, steps=1):
+            adapter.down.data = torch.full((1, WIDTH), 0.25)
+        state = adapter.state_dict()
+        with torch.no_grad():
+            adapter.up.add_(0.5)
+        assert torch.equal(state["up"], adapter.up)  # they are one memory
+        for _ in losses(one, other, steps=2):
+            adapter.up.data.mul_(0.75)
+    with optimizer.gathered(model.blocks[1], writable=True):
+        model.blocks[1].up.base.bias.detach().numpy()
+    assert_close(model, plain)
+    optimizer.close()
+    assert_close(model, plain)
 
 
 def test_the_first_line_and_the_plan_count_what_streams(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

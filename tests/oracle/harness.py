@@ -109,8 +109,10 @@ class Run:
             chosen["path"] = self._path / str(self._held)
         if chosen["tier"] == "nvme":
             known = ("param_tier", "grad_tier", "tuning", "accumulation", "keep_fp32", "stage")
-            # As little as works: chunks come from the disk at every step.
-            chosen["cpu_memory"] = least_cpu_memory(
+            # As little as works: chunks come from the disk at every step. Of a model that is mostly frozen a state dict
+            # takes more.
+            whole = sum(param.numel() * self._dtype.itemsize for param in model.parameters())
+            least = least_cpu_memory(
                 model,
                 optimizer,
                 compute_dtype=self._dtype,
@@ -118,6 +120,7 @@ class Run:
                 ranks=dist.get_world_size() if dist.is_initialized() else 1,
                 **{name: chosen[name] for name in known if name in chosen},
             )
+            chosen["cpu_memory"] = max(least, whole)
         held = OffloadZero(model, optimizer, compute_dtype=self._dtype, commit_every=None, **chosen)
         self._ending.callback(held.close)
         return held
