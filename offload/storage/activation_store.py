@@ -14,8 +14,10 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -94,11 +96,13 @@ def _pairs(ones: Sequence[Range], others: Sequence[Range]) -> Iterator[tuple[Ran
 class _Entry:
     """Bytes that wait.
 
-    Attributes: number: of later ones it is higher; size: whole pages; memory: its ranges in the region, empty if it has
-    none; disk: its ranges in a file, empty without files; copies: under way into `memory`, of `source`, which had
-    `version`; is_torn: that was changed meanwhile; transfers: under way between
-    `memory` and `disk`; is_read: whether they are reads; checksum: of what was
-    written; was_used: it was asked for, and may be asked for again only by a backward that retains its graph.
+    Attributes:
+        number: of later ones it is higher; size: whole pages.
+        memory: its ranges in the region, empty if it has none; disk: its ranges in a file, empty without files.
+        copies: under way from or into `memory`.
+        source, version: what was put, until it has been copied, and its version; is_torn: it was changed meanwhile.
+        transfers: under way between `memory` and `disk`; is_read: whether they are reads; checksum: of what is written.
+        was_used: it was asked for, and may be asked for again only by a backward that retains its graph.
     """
 
     number: int
@@ -127,15 +131,10 @@ class _Entry:
 class Stored:
     """The right to get bytes back; what holds it is a graph of autograd. When it is gone, so are the bytes."""
 
-    __slots__ = ("__weakref__", "_dropped", "entry")
+    __slots__ = ("__weakref__", "entry")
 
-    def __init__(self, entry: _Entry, dropped: deque[_Entry]) -> None:
+    def __init__(self, entry: _Entry) -> None:
         self.entry = entry
-        self._dropped = dropped
-
-    def __del__(self) -> None:
-        # In any thread, and at any moment: the next call of the store sees to it.
-        self._dropped.append(self.entry)
 
 
 class ActivationStore:
@@ -167,7 +166,9 @@ class ActivationStore:
         self._unwritten: dict[int, _Entry] = {}  # in the region alone; the oldest first
         self._leaving: list[_Entry] = []  # nobody asks for them any more, and something is under way
         self._copying: deque[_Entry] = deque()
-        self._dropped: deque[_Entry] = deque()
+        self._brought: tuple[_Entry, Tensor] | None = None  # a copy on the device, ahead of its use
+        self._held: dict[weakref.ref[Stored], _Entry] = {}
+        self._dropped: deque[weakref.ref[Stored]] = deque()
         self._process = os.getpid()
         self._is_open = True
         self._lock = threading.RLock()
@@ -208,10 +209,14 @@ class ActivationStore:
             self._present[entry.number] = self._unwritten[entry.number] = entry
             self.peak_bytes = max(self.peak_bytes, sum(other.size for other in self._present.values()))
             self._copying.append(entry)
-            while len(self._copying) > MOST_COPIES:
+            while self._copying and (len(self._copying) > MOST_COPIES or self._copying[0].is_idle):
                 _wait_for_copies(self._copying.popleft())
             self._write_behind()
-            return Stored(entry, self._dropped)
+            stored = Stored(entry)
+            # Called in any thread, at any moment, and by no Python code that a signal could interrupt: the next call of
+            # the store sees to it.
+            self._held[weakref.ref(stored, self._dropped.append)] = entry
+            return stored
 
     @uninterrupted
     def get(self, stored: Stored) -> Tensor:
@@ -236,14 +241,14 @@ class ActivationStore:
                 raise StaleActivationError(
                     "a tensor that autograd saved was changed in place before it had left the device: change a copy"
                 )
-            data = torch.empty(entry.nbytes, dtype=torch.uint8, device=self.device)
-            copies = []
-            for (start, stop), at in _pairs(entry.memory, [(0, entry.size)]):
-                piece = data[at : at + stop - start]
-                copies.append(self._copier.to_device(self._memory[start : start + len(piece)], piece))
-            for copy in copies:
-                copy.wait()
+            if self._brought is not None and self._brought[0] is entry:
+                (_, data), self._brought = self._brought, None
+            else:
+                data = self._bring(entry)
+            _wait_for_copies(entry)
             entry.was_used = True
+            if not self._copier.direct:
+                self._bring_ahead(entry)
             return data
 
     def close(self) -> None:
@@ -254,6 +259,30 @@ class ActivationStore:
                 return
             for entry in [*self._present.values(), *self._leaving]:
                 self._end(entry)
+
+    def _bring(self, entry: _Entry) -> Tensor:
+        """Starts to copy it to the device."""
+        data = torch.empty(entry.nbytes, dtype=torch.uint8, device=self.device)
+        for (start, stop), at in _pairs(entry.memory, [(0, entry.size)]):
+            piece = data[at : at + stop - start]
+            entry.copies.append(self._copier.to_device(self._memory[start : start + len(piece)], piece))
+        return data
+
+    def _bring_ahead(self, entry: _Entry) -> None:
+        """What will be asked for next is copied while the device computes with `entry`."""
+        following = next(self._older(entry), None)
+        if self._brought is not None or following is None or not following.memory or not following.is_idle:
+            return
+        if following.is_read:
+            with suppress(TierIOError, CorruptionError):  # it is raised if it is asked for, and fails again
+                self._end_transfers(following)
+        _wait_for_copies(following)
+        if following.memory and not following.is_torn:
+            self._brought = (following, self._bring(following))
+
+    def _older(self, entry: _Entry) -> Iterator[_Entry]:
+        """What came before an entry, the newest first: what will be asked for after it."""
+        return (other for other in reversed(self._present.values()) if other.number < entry.number)
 
     # Room.
 
@@ -287,13 +316,17 @@ class ActivationStore:
         if entry.checksum is None:
             self._begin_write(entry)
         self._end_transfers(entry)
+        _wait_for_copies(entry)
         self._region.give(entry.memory)
         entry.memory = []
 
     def _settle(self) -> None:
         """Takes back the room of what nobody asks for any more."""
         while self._dropped:
-            entry = self._dropped.popleft()
+            entry = self._held.pop(self._dropped.popleft())
+            if self._brought is not None and self._brought[0] is entry:
+                _wait_for_copies(entry)
+                self._brought = None
             self._present.pop(entry.number, None)
             self._unwritten.pop(entry.number, None)
             self._leaving.append(entry)
@@ -362,9 +395,8 @@ class ActivationStore:
 
     def _read_ahead(self, entry: _Entry) -> None:
         """Starts to read what will be asked for next, as far as there is room."""
-        for number in range(entry.number - 1, -1, -1) if self._files else ():
-            other = self._present.get(number)
-            if other is not None and not other.memory:
+        for other in self._older(entry) if self._files else ():
+            if not other.memory:
                 if not self._find_room(other, waits=False):
                     return
                 self._begin_read(other)
