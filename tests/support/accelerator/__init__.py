@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -117,6 +117,9 @@ def _run(command: list[str]) -> None:
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(build()))
     library.simulated_random_state.restype = ctypes.c_uint64
+    library.simulated_host_s.restype = ctypes.c_double
+    library.simulated_host_until.argtypes = [ctypes.c_int, ctypes.c_double]
+    library.simulated_virtual_time.argtypes = [ctypes.c_double, ctypes.c_double]
     return library
 
 
@@ -205,6 +208,51 @@ def races() -> list[str]:
     text = ctypes.create_string_buffer(1 << 16)
     _library().simulated_races(text, len(text))
     return text.value.decode().splitlines()
+
+
+class Span(NamedTuple):
+    """A copy, or a matrix product, in virtual time."""
+
+    stream: int
+    start_s: float
+    end_s: float
+    name: str
+
+
+@contextmanager
+def virtual_time(bytes_per_s: float, product_s: float) -> Iterator[None]:
+    """In the block copies and matrix products take so long in virtual time, from 0 on, and all else takes none.
+
+    An event counts as done when the clock of the thread that asks is past it.
+    """
+    _library().simulated_virtual_time(bytes_per_s, product_s)
+    try:
+        yield
+    finally:
+        _library().simulated_virtual_time(0, 0)
+
+
+def use_clock(clock: int) -> None:
+    """This thread is one of those of the host that have this clock, 0 to 7; at first all have clock 0."""
+    _library().simulated_use_clock(clock)
+
+
+def host_s(clock: int = 0) -> float:
+    """What a clock of the host says."""
+    return float(_library().simulated_host_s(clock))
+
+
+def host_until(s: float, clock: int = 0) -> None:
+    """Something that the host does, or waits for, ends at `s`."""
+    _library().simulated_host_until(clock, s)
+
+
+def spans() -> list[Span]:
+    """What took virtual time."""
+    text = ctypes.create_string_buffer(1 << 22)
+    _library().simulated_spans(text, len(text))
+    lines = (line.split(" ", 3) for line in text.value.decode().splitlines())
+    return [Span(int(stream), float(start), float(end), name) for stream, start, end, name in lines]
 
 
 def set_delays(seed: int, longest_us: int = 20000) -> None:

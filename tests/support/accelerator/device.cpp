@@ -194,11 +194,42 @@ void note(const Access& access, int stream, const char* name) {
   }
 }
 
+// Virtual time: what a step would take if copies and matrix products took this long and nothing else anything.
+
+struct Span {
+  int stream;
+  std::string name;
+  double start, end;
+};
+double bytes_per_s = 0, product_s = 0; // 0: there is no virtual time
+std::array<double, kDevices * kStreams> stream_s{};
+std::array<double, 8> host_s{}; // of the threads that count as one
+thread_local int host_now = 0;
+auto& spans = *new std::vector<Span>;
+
+double duration(const std::string& name, const std::vector<Access>& accesses) {
+  if (bytes_per_s == 0)
+    return 0;
+  if (name == "copy to device" || name == "copy to host")
+    return static_cast<double>(accesses.back().bytes) / bytes_per_s;
+  return name == "aten::addmm" || name == "aten::mm" ? product_s : 0;
+}
+
+void spend(int stream, const char* name, const std::vector<Access>& accesses) {
+  if (std::strcmp(name, "free") == 0)
+    return; // the allocator's books: a device does nothing
+  double lasts = duration(name, accesses), start = std::max(stream_s[stream], host_s[host_now]);
+  stream_s[stream] = start + lasts;
+  if (lasts > 0)
+    spans.push_back({stream, name, start, start + lasts});
+}
+
 // Events.
 
 void record(Event& event, int stream) {
   Lock lock(mutex);
   event.stream = stream;
+  event.virtual_s = stream_s[stream];
   event.task = queues[stream].queued();
   event.clock = clocks[stream];
 }
@@ -208,12 +239,14 @@ void make_wait(int stream, const Event& event) {
     return;
   Lock lock(mutex);
   join(clocks[stream], event.clock);
+  stream_s[stream] = std::max(stream_s[stream], event.virtual_s);
   queues[stream].push([from = event.stream, task = event.task] { queues[from].finish(task); });
 }
 
-void host_knows(const Clock& clock) {
+void host_knows(const Event& event) {
   Lock lock(mutex);
-  join(host_clock, clock);
+  join(host_clock, event.clock);
+  host_s[host_now] = std::max(host_s[host_now], event.virtual_s);
 }
 
 void wait_for_device(int device) {
@@ -222,7 +255,7 @@ void wait_for_device(int device) {
     Event event;
     record(event, stream);
     queues[stream].finish(event.task);
-    host_knows(event.clock);
+    host_knows(event);
   }
 }
 
@@ -675,9 +708,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto* one = static_cast<Event*>(event);
     if (one == nullptr || one->stream < 0)
       return true;
+    if (bytes_per_s > 0) {
+      if (host_s[host_now] < one->virtual_s)
+        return false;
+      queues[one->stream].finish(one->task);
+    }
     if (!queues[one->stream].has_done(one->task))
       return false;
-    host_knows(one->clock);
+    host_knows(*one);
     return true;
   }
   void synchronizeEvent(void* event) const override {
@@ -687,7 +725,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (one == nullptr || one->stream < 0)
       return;
     queues[one->stream].finish(one->task);
-    host_knows(one->clock);
+    host_knows(*one);
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   bool queryStream(const c10::Stream& stream) const override {
@@ -696,7 +734,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     simulated::record(event, index);
     if (!queues[index].has_done(event.task))
       return false;
-    host_knows(event.clock);
+    host_knows(event);
     return true;
   }
   void synchronizeStream(const c10::Stream& stream) const override {
@@ -734,6 +772,7 @@ void launch(int stream, const char* name, const std::vector<Access>& accesses, s
   Lock lock(mutex);
   join(clocks[stream], host_clock);
   ++clocks[stream][stream];
+  spend(stream, name, accesses);
   for (const Access& access : accesses)
     note(access, stream, name);
   queues[stream].push(std::move(run));
@@ -744,7 +783,7 @@ void wait_for_stream(int stream, Counter counter) {
   Event event;
   record(event, stream);
   queues[stream].finish(event.task);
-  host_knows(event.clock);
+  host_knows(event);
 }
 
 void hurry(int stream) { queues[stream].finish(queues[stream].queued()); }
@@ -861,6 +900,36 @@ int simulated_unregister(void* address) {
   counters[kPinnedBytes] -= found->second.bytes;
   pinned.erase(found);
   return 0;
+}
+
+/// Virtual time begins anew. Args: of copies each way; what a matrix product takes; 0: there is none.
+void simulated_virtual_time(double copied_bytes_per_s, double matrix_product_s) {
+  Lock lock(mutex);
+  bytes_per_s = copied_bytes_per_s;
+  product_s = matrix_product_s;
+  stream_s.fill(0);
+  host_s.fill(0);
+  spans.clear();
+}
+
+/// From now on this thread is one of those that have this clock; at first all have clock 0.
+void simulated_use_clock(int clock) { host_now = clock; }
+
+double simulated_host_s(int clock) { return host_s[clock]; }
+
+/// Something of the host ends at `s`.
+void simulated_host_until(int clock, double s) {
+  Lock lock(mutex);
+  host_s[clock] = std::max(host_s[clock], s);
+}
+
+/// A line for each copy and matrix product: its stream, start and end, and name.
+void simulated_spans(char* into, size_t bytes) {
+  Lock lock(mutex);
+  std::ostringstream text;
+  for (const Span& span : spans)
+    text << span.stream << " " << span.start << " " << span.end << " " << span.name << "\n";
+  std::snprintf(into, bytes, "%s", text.str().c_str());
 }
 
 int simulated_device() { return current_device(); }
