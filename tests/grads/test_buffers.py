@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from offload.grads.local import LocalGradients
 from offload.grads.reduce_scatter import ReducedGradients
 from offload.grads.shards import records_of
 from offload.layout import Layout
+from tests.support.late_copier import LateCopier
 from tests.support.runs import Twins, layout_of, run_of, store_in_ram
 
 NUMELS = (3 * SUM_BLOCK + 5, 100, 7, SUM_BLOCK)
@@ -142,3 +144,24 @@ def test_factors_multiply_and_are_reset() -> None:
     assert (buffer.factor_of(0), buffer.factor_of(1)) == (0.125, 3.0)
     buffer.reset_factors()
     assert (buffer.factor_of(0), buffer.factor_of(1)) == (1.0, 1.0)
+
+
+class _Slow(LateCopier):
+    """Whose copies take a while."""
+
+    def hurry(self, waited: object) -> None:
+        time.sleep(0.02)
+        super().hurry(waited)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("end", ["reset", "close"])
+def test_no_copy_of_a_gradient_is_under_way_after(end: str) -> None:
+    """The memory that it writes to is about to be freed, or to hold other gradients."""
+    copier = _Slow()
+    buffer, layout = buffer_of("local", copier=copier)
+    for param, grad in enumerate(gradients_of(layout, 1)):
+        buffer.accumulate(param, grad)
+    getattr(buffer, end)()
+    assert copier.copies == len(NUMELS)
+    assert all(copy.done() for copy in copier._late)
+    buffer.close()
