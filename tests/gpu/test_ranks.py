@@ -4,20 +4,23 @@ two devices."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offload import OffloadZero, Tuning
-from offload.devices.copies import accelerator
+from offload import NonFiniteGradientError, OffloadZero, Tuning
+from offload.devices.copies import DeviceCopier, accelerator
+from offload.dist.torch_distributed import _GroupWork
 from tests.support import accelerator as simulated
 from tests.support import models
 from tests.support.accelerator import process_group
-from tests.support.ranks import Worlds
+from tests.support.ranks import RanksFailedError, Worlds
 from tests.support.toy import take_step
 from tests.support.training import CLIP
 
@@ -77,6 +80,18 @@ def _train(options: dict[str, Any], accumulation: int) -> dict[str, Tensor]:
     return found | {"norms": torch.stack(norms)}
 
 
+def _train_without(event: str, options: dict[str, Any]) -> None:
+    """Without what orders the streams of collectives and of copies."""
+    patches = {
+        "all-gathers wait for uploads": patch.object(DeviceCopier, "after_uploads", lambda self: nullcontext()),
+        "kernels wait for all-gathers": patch.object(_GroupWork, "wait_on_device", lambda self: None),
+    }
+    with patches[event], suppress(NonFiniteGradientError):
+        _train(options, 1)
+    races = simulated.races()
+    assert not races, races[:5]
+
+
 @pytest.fixture(scope="module")
 def worlds() -> Iterator[Worlds]:
     made = Worlds()
@@ -101,3 +116,13 @@ def test_every_stage_and_tier_has_the_same_bits(
         first = _first.setdefault(accumulation, found)
         assert found.keys() == first.keys()
         assert all(torch.equal(found[key], first[key]) for key in first)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not simulated.is_wanted(), reason="only the simulated accelerator sees it")
+@pytest.mark.parametrize("event", ["all-gathers wait for uploads", "kernels wait for all-gathers"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_missing_event_between_ranks_is_a_race(worlds: Worlds, stage: int, event: str) -> None:
+    options: dict[str, Any] = {"tier": "cpu", "stage": stage} | ({"param_tier": "cpu"} if stage == 3 else {})
+    with pytest.raises(RanksFailedError, match="has not waited for it"):
+        worlds(RANKS).run(_train_without, event, options, timeout_s=170)
