@@ -21,6 +21,8 @@ PLACEMENTS = {
     "resident, pending": {"tier": "nvme"},
     "streamed": {"tier": "cpu", "param_tier": "cpu"},
     "streamed, pending": {"tier": "nvme", "param_tier": "nvme"},
+}
+ACTIVATIONS = {
     "recomputed": {"tier": "cpu", "activation_tier": "cpu"},
     "saved in a tier": {"tier": "nvme", "activation_tier": "nvme", "tuning": Tuning(recompute=False)},
 }
@@ -62,11 +64,13 @@ def train(whole: bool, counter: Any, options: dict[str, Any] | None) -> tuple[li
     return losses, compiled
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    "placement", [*PLACEMENTS, *(pytest.param(name, marks=pytest.mark.slow) for name in ACTIVATIONS)]
+)
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "by block"])
 @pytest.mark.one_in(2)
 def test_a_compiled_model_learns_the_same_and_is_compiled_once(whole: bool, placement: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = dict(PLACEMENTS[placement])
+    options: dict[str, Any] = dict((PLACEMENTS | ACTIVATIONS)[placement])
     if options["tier"] == "nvme":
         options["path"] = tmp_path / "run"
     expected, _ = train(whole, None, None)
