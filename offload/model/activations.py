@@ -15,9 +15,10 @@ model. They put it into the store, and take it from there when the backward asks
 | parameters, buffers, leaves             | anybody                     | where they are                              |
 | the rest: of the root unit, for example | autograd                    | where it is                                 |
 
-A unit in a checkpoint of the model's, or whose forward is one, is recomputed by that one alone; a recomputation puts
-nothing into the store. What stays where it is has a version, as every saved tensor has in torch: a change in place is
-an error, not a wrong number. What went to the store was copied, and may be changed.
+A unit in a checkpoint of the model's is recomputed by that one alone. So is one whose forward is a checkpoint: ours
+stops as soon as it has again what enters that one. A recomputation puts nothing into the store. What stays where it is
+has a version, as every saved tensor has in torch: a change in place is an error, not a wrong number. What went to the
+store was copied, and may be changed.
 
 A recomputation must do what the forward did. So it is refused if parameters, buffers or the mode of the unit have
 changed since. Units whose forward changes their buffers (batch norm) are not recomputed.
@@ -179,11 +180,6 @@ class _Unit:
         now = self._params()
         return len(now) == len(self._held) and all(one is other for one, other in zip(now, self._held, strict=True))
 
-    @property
-    def has_checkpoint(self) -> bool:
-        """Whether its forward is a checkpoint already: of a layer, transformers says it by this name."""
-        return self._modules[0].training and getattr(self._modules[0], "gradient_checkpointing", None) is True
-
     def _params(self) -> list[Tensor | None]:
         return [param for module in self._modules for param in module._parameters.values()]
 
@@ -247,7 +243,7 @@ class Activations:
         if outside is None:  # the unit was called by itself
             with saved_tensors_hooks(*self._hooks):
                 return self._run_unit(unit, forward, args, kwargs)
-        if outside[0] != self._hooks[0] or unit.has_checkpoint:
+        if outside[0] != self._hooks[0]:
             return forward(*args, **kwargs)  # in a checkpoint, or in another unit
         self._running = unit.name
         if unit.recomputes:
