@@ -146,7 +146,8 @@ def test_a_model_from_the_cpu_never_takes_more_of_the_device_than_planned(
         whole = sum(param.numel() * 2 for param in model.parameters())
         assert planned == whole if param_tier == "device" else planned < whole / 3
         assert 0 < allocated("peak") <= planned + 4096  # of scratch memory
-        assert allocated("current") == (whole if param_tier == "device" else 0)
+        spare = allocated("current")  # buffers stay for the next units
+        assert spare == whole if param_tier == "device" else spare <= planned
         with torch.no_grad():
             model(torch.ones(1, 128, device=DEVICE, dtype=torch.bfloat16))
         assert 0 < allocated("peak") <= planned + 4096  # of activations
