@@ -142,6 +142,7 @@ def test_guards_are_measured_for_both_placements(capsys: pytest.CaptureFixture[s
     }
 
 
+@pytest.mark.slow
 def test_contestant_trains_and_its_io_is_counted(tmp_path: Path) -> None:
     with started([NVME], TINY, (2, 16), tmp_path / "results") as ((ours,), left_out):
         phases = ours.run(2, 2, 16, phases=True, fresh_peak=True)

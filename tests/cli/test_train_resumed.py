@@ -37,6 +37,7 @@ COMMITTING = [
 ]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_losses_of_one_that_went_through() -> None:
     base = ["train", "--preset", "1m", "--steps", "6"]
     whole = json.loads(CliRunner().invoke(app, [*base, *COMMITTING[:4], *COMMITTING[10:]]).stdout)

@@ -46,6 +46,7 @@ def measured(how: str, **environment: str) -> tuple[float, int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="an option of glibc")
+@pytest.mark.slow
 def test_freed_blocks_leave_no_holes() -> None:
     left_mib, faults = measured("returned")
     assert left_mib < 8

@@ -227,6 +227,7 @@ for one in mine:
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_cleanly_with_its_pools_open() -> None:
     root = Path(native.__file__).parents[2]
     for _ in range(3):

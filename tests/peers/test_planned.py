@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-import transformers
 from typer.testing import CliRunner
 
 from offload import OffloadZero, Tuning
 from offload.cli.main import app
 
 pytestmark = pytest.mark.peers
+transformers = pytest.importorskip("transformers")
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96}
 CONFIGS = {
