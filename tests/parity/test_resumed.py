@@ -115,7 +115,7 @@ def test_steps_taken_back_and_taken_again_change_no_bit(place: str, tmp_path: Pa
             return
         optimizer.commit()
         for step in range(2):
-            tokens = torch.full((1, 16), step)
+            tokens = torch.full((1, 16), step, device=DEVICE)
             models_of[0](tokens, tokens)[1].backward()
             optimizer.step()
             if step == 0:

@@ -250,7 +250,7 @@ def parameters_from_vector(run: Run) -> None:
     optimizer = run.hold(model, adamw(model))
     for _ in each_step(run, model, optimizer):
         vector = nn.utils.parameters_to_vector(model.parameters()).detach()
-        vector = vector + 1e-2 * torch.randn(vector.shape).to(vector.dtype)
+        vector = vector + 1e-2 * torch.randn(vector.shape).to(vector)
         nn.utils.vector_to_parameters(vector, model.parameters())
     run.log(model)
 
