@@ -61,12 +61,14 @@ class Contestant:
         return int(stats["activation_read_bytes"] + stats["activation_written_bytes"])
 
     def run(self, tokens: torch.Tensor) -> None:
-        before, begun = self._moved, time.perf_counter()
         loss = self.model(tokens, tokens)[1]
-        assert loss is not None
         loss.backward()
-        self.seconds.append(time.perf_counter() - begun)
         self.optimizer.zero_grad()
+
+    def measure(self, tokens: torch.Tensor) -> None:
+        before, begun = self._moved, time.perf_counter()
+        self.run(tokens)
+        self.seconds.append(time.perf_counter() - begun)
         self.moved.append(self._moved - before)
 
 
@@ -120,8 +122,6 @@ def main(
         }
         for one in found.values():
             one.run(tokens)
-            one.seconds.clear()
-            one.moved.clear()
         most = max(one.optimizer.stats()["activation_written_bytes"] for one in found.values())
         disk = stack.enter_context(closing(Disk(folder, max(1, most // TRANSFER_BYTES), TRANSFER_BYTES)))
         disk.search()
@@ -130,7 +130,7 @@ def main(
             note(f"round {number + 1}")
             disk_s.append(disk.run())
             for one in found.values():
-                one.run(tokens)
+                one.measure(tokens)
         x_limit = {name: ratio(one.seconds, limits(found, name, disk, disk_s)) for name, one in found.items()}
         file = Path(timelines) / "activations.json"
         with found["all saved, in files"].optimizer.timeline(file):

@@ -154,7 +154,7 @@ def build(
     undo.callback(interrupts.give_back)
     config, layout, held = start.config, plan.layout, plan.held
     memory = _reserve(undo, replace(plan, config=config), placement, comm)
-    slots, io_engine = _open_files(undo, config, held, placement, memory, start, timeline)
+    slots, engine = _open_files(undo, config, held, placement, memory, start, timeline)
     run = Run(config, layout, memory, _kernels_for(undo, config, layout, memory), comm, timeline)
     states = records_of(layout, split_master=config.split_master)
     # First of all in memory: a resume reads into it while the rest is made.
@@ -182,8 +182,8 @@ def build(
         layout, parameters, store, run.kernels, split_master=split, params=params, streamed=streamed
     )
     stores = Stores(store, params, grads, frozen)
-    activations = _activation_store(undo, plan, run, placement, io_engine, start)
-    return Parts(run, stores, streamed, parameters, masters, gradients, new_params, step, slots, io_engine, activations)
+    activations = _activation_store(undo, plan, run, placement, engine, start)
+    return Parts(run, stores, streamed, parameters, masters, gradients, new_params, step, slots, engine, activations)
 
 
 def _reserve(undo: ExitStack, plan: Plan, placement: Placement, comm: Communicator) -> Memory:

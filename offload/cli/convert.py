@@ -95,14 +95,9 @@ Rule = Callable[[Call, Any], str]
 """Changes the call, and returns what the option becomes."""
 
 
-def _sized(name: str, itemsize: int) -> Rule:
-    """An option of elements that is one of bytes in Tuning."""
-
-    def rule(call: Call, value: Any) -> str:
-        call.tuning[name] = str(int(value) * itemsize)
-        return f"Tuning({name}={call.tuning[name]}), in bytes"
-
-    return rule
+def _bucket(call: Call, value: Any) -> str:
+    call.tuning["bucket"] = str(2 * int(value))  # of 16-bit elements
+    return f"Tuning(bucket={call.tuning['bucket']}), in bytes"
 
 
 def _stage(call: Call, value: Any) -> str:
@@ -208,7 +203,7 @@ SERVED: dict[str, Rule] = {
     "zero_optimization.offload_param.nvme_path": _path,
     "zero_optimization.cpu_offload": lambda call, value: _states(call, "cpu" if value else "none"),
     "zero_optimization.cpu_offload_params": lambda call, value: _params(call, "cpu" if value else "none"),
-    "zero_optimization.reduce_bucket_size": _sized("bucket", 2),
+    "zero_optimization.reduce_bucket_size": _bucket,
     "zero_optimization.allgather_bucket_size": _says("nothing to set: parameters travel a flat parameter at a time"),
     "zero_optimization.sub_group_size": _says("nothing to set: Tuning(chunk=...) has this role, 64 MiB by default"),
     "zero_optimization.stage3_max_live_parameters": _says("device_memory=..., in bytes; half of what is free if left"),
@@ -292,7 +287,7 @@ def converted(config: dict[str, Any]) -> tuple[Call, list[Row]]:
     options = list(_options(config))
     rows = [_row(call, option, value) for option, value in options]
     if call.scaler:
-        call.scaler = _scaler({option.removeprefix("fp16."): value for option, value in options if value != "auto"})
+        call.scaler = _scaler({name: value for name, value in config["fp16"].items() if value != "auto"})
     # Streamed parameters bring their states with them: those stay in RAM at most.
     call.options.setdefault("tier", '"cpu"' if "param_tier" in call.options else '"device"')
     call.options.setdefault("compute_dtype", "torch.float32")

@@ -125,7 +125,7 @@ def plan(
     if config is None:
         model = preset_model(model_config(preset, layers, width), frozen)
     else:
-        model = _configured(config, layers, width)
+        model = _configured(config, layers, width, frozen)
     free = None if ram is None else parse_bytes(ram, "--ram")
     planned = planned_of(options, model, split_master=split_master, ranks=ranks, stage=stage, gpu=gpu, free=free)
     fits = _what_fits(planned)
@@ -181,16 +181,21 @@ def preset_model(config: GPTConfig, frozen: int = 0) -> Sized:
     """A GPT on the meta device. Args: frozen: so many of its blocks, and the embeddings if any. Raises: ConfigError."""
     from offload.models import GPT
 
-    if not 0 <= frozen <= config.layers:
-        raise ConfigError(f"--frozen {frozen}: give a whole number, from 0 to the model's {config.layers} blocks")
     model = GPT(config, device="meta")
-    for module in (model.embed, model.positions, *model.blocks[:frozen]) if frozen else ():
-        module.requires_grad_(False)
+    _freeze([*model.blocks], [model.embed, model.positions], frozen)
     return Sized(model, config.layers, config.width)
 
 
-def _configured(config: Path, layers: int | None, width: int | None) -> Sized:
-    """The transformers model of a config.json. Raises: ConfigError."""
+def _freeze(blocks: list[nn.Module], embeddings: list[nn.Module], frozen: int) -> None:
+    """Freezes so many blocks, the first ones, and the embeddings before them. Raises: ConfigError."""
+    if not 0 <= frozen <= len(blocks):
+        raise ConfigError(f"--frozen {frozen}: give a whole number, from 0 to the model's {len(blocks)} blocks")
+    for module in [*embeddings, *blocks[:frozen]] if frozen else ():
+        module.requires_grad_(False)
+
+
+def _configured(config: Path, layers: int | None, width: int | None, frozen: int) -> Sized:
+    """The transformers model of a config.json. Args: frozen: as of `preset_model`. Raises: ConfigError."""
     import torch
 
     if layers is not None or width is not None:
@@ -203,12 +208,15 @@ def _configured(config: Path, layers: int | None, width: int | None) -> Sized:
         found = transformers.AutoConfig.from_pretrained(config)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"--config {config} is no configuration that transformers knows: {error}") from error
+    from offload.model.units import blocks_of
+
     architectures = getattr(found, "architectures", None) or ()
     kind = next((getattr(transformers, name) for name in architectures if hasattr(transformers, name)), None)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(found) if kind is None else kind(found)
-    text = found.get_text_config()
-    return Sized(model, text.num_hidden_layers, text.hidden_size)
+    blocks = [module for _, module in blocks_of(model)]
+    _freeze(blocks, [model.get_input_embeddings()], frozen)
+    return Sized(model, len(blocks), found.get_text_config().hidden_size)
 
 
 def planned_of(

@@ -48,6 +48,23 @@ def test_figures_are_those_of_a_run(name: str, param_tier: str, tmp_path: Path) 
         assert planned["peak_cpu_bytes"] == stats["peak_cpu_bytes"]
 
 
+def test_frozen_blocks_and_embeddings_stream(tmp_path: Path) -> None:
+    config = CONFIGS["gpt2"]()
+    model = transformers.GPT2LMHeadModel(config)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(tmp_path)
+    frozen = [model.transformer.wte, *model.transformer.h[:2]]  # the head is tied to the embedding
+    numel = sum(param.numel() for module in frozen for param in module.parameters())
+    options = ["--config", str(tmp_path), "--tier", "cpu", "--param-tier", "nvme"]
+    result = CliRunner().invoke(app, ["plan", "--json", *options, "--frozen", "2"])
+    assert result.exit_code == 0, result.output
+    planned = json.loads(result.stdout)
+    assert planned["parameters"] + numel == sum(param.numel() for param in model.parameters())
+    assert planned["frozen_tier"] == "nvme"
+    too_many = CliRunner().invoke(app, ["plan", *options, "--frozen", "4"])
+    assert "from 0 to the model's 3 blocks" in too_many.stderr
+
+
 def test_what_is_no_configuration(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     result = CliRunner().invoke(app, ["plan", "--config", str(tmp_path)])
