@@ -154,10 +154,10 @@ def _identity(path: Path) -> list[str | int]:
     return [machine, info.st_dev, info.st_ino]
 
 
-def scan_together(places: RunDirectories, comm: Communicator, files: Files) -> Scans:
+def scan_together(directories: RunDirectories, comm: Communicator, files: Files) -> Scans:
     """Every rank looks in its own directories. Raises: as `scan`; ConfigError where nothing was wrong; RankError."""
     with agree_on_error(comm):
-        own = [scan(places.own, files), scan(places.origins, files)]
+        own = [scan(directories.own, files), scan(directories.origins, files)]
     told = [json.loads(data) for data in all_gather_object(comm, json.dumps([_scan_json(one) for one in own]).encode())]
     runs, named = (together([_scan_from(one[which]) for one in told]) for which in (0, 1))
     # What one rank names in `resume` may be in another one's `path`.
@@ -167,36 +167,38 @@ def scan_together(places: RunDirectories, comm: Communicator, files: Files) -> S
 
 def _scan_json(scanned: ScanResult) -> dict[str, Any]:
     return {
-        "records": [(str(place.absolute()), serialise_commit(commit).decode()) for place, commit in scanned.records],
+        "records": [
+            (str(directory.absolute()), serialise_commit(commit).decode()) for directory, commit in scanned.records
+        ],
         "begun": [*scanned.begun],
-        "held": [(str(place.absolute()), [*runs]) for place, runs in scanned.held],
+        "held": [(str(directory.absolute()), [*runs]) for directory, runs in scanned.held],
     }
 
 
 def _scan_from(told: dict[str, Any]) -> ScanResult:
     return ScanResult(
-        tuple((Path(place), parse_commit(line.encode())) for place, line in told["records"]),
+        tuple((Path(directory), parse_commit(line.encode())) for directory, line in told["records"]),
         frozenset(told["begun"]),
-        tuple((Path(place), frozenset(runs)) for place, runs in told["held"]),
+        tuple((Path(directory), frozenset(runs)) for directory, runs in told["held"]),
     )
 
 
 def read_together(
-    wanted: Collection[int], places: Sequence[Path], home: Path, commit: Commit, comm: Communicator, files: Files
+    wanted: Collection[int], directories: Sequence[Path], home: Path, commit: Commit, comm: Communicator, files: Files
 ) -> dict[int, Manifest]:
-    """The manifests of `commit` that this rank wants, by rank: those in `places`, and from other ranks those that only
-    they see. Of the others it is known that they are there.
+    """The manifests of `commit` that this rank wants, by rank: those in `directories`, and from other ranks those that
+    only they see. Of the others it is known that they are there.
 
     Raises: CorruptionError, ResumeError (some are nowhere), PathError, TierIOError; ConfigError, RankError.
     """
     count = len(commit.manifests)
     with agree_on_error(comm):
-        lying = manifests_in(places, commit, files)
-        swapping = ranks_in(places, commit, files, set(range(count)) - lying.keys())
+        lying = manifests_in(directories, commit, files)
+        swapping = ranks_in(directories, commit, files, set(range(count)) - lying.keys())
     flags = [[number in those for number in range(count)] for those in (lying, swapping, wanted)]
     told = comm.all_gather(torch.tensor(flags, device="cpu").flatten()).view(comm.size, 3, count)
     seen, swapped, lacking = told[:, 0], told[:, 1], told[:, 2] & ~told[:, 0]
-    require_manifests(commit, _numbers_in(seen.any(0)), _numbers_in(swapped.any(0)), places, home)
+    require_manifests(commit, _numbers_in(seen.any(0)), _numbers_in(swapped.any(0)), directories, home)
     # The first rank that sees one sends it, if one that wants it does not.
     mine = [number for number in _numbers_in(lacking.any(0)) if seen[:, number].tolist().index(True) == comm.rank]
     with agree_on_error(comm):
@@ -257,22 +259,22 @@ class Target(NamedTuple):
     """The commit to resume.
 
     last: the directory of its record, and the commit; is_elsewhere: it is a snapshot that lies elsewhere, which stays
-    what it is; here: what is committed in this run's directories, None: nothing; places: where the commit's files may
-    be; owned: of the directories in which the files of no other run stay, those that were given to this rank, and of
-    which ranks this one looks at the swap files in them.
+    what it is; here: what is committed in this run's directories, None: nothing; directories: where the commit's files
+    may be; owned: of the directories in which the files of no other run stay, those that were given to this rank, and
+    of which ranks this one looks at the swap files in them.
     """
 
     last: tuple[Path, Commit]
     is_elsewhere: bool
     here: Commit | None
-    places: tuple[Path, ...]
+    directories: tuple[Path, ...]
     owned: Mapping[Path, range]
 
 
 class Records(NamedTuple):
     """The records in the directories that were given to this rank, but for those of runs that were replaced."""
 
-    places: tuple[Path, ...]
+    directories: tuple[Path, ...]
     replaced: frozenset[str | None]
     found: tuple[tuple[Path, Commit], ...]
 
@@ -372,7 +374,7 @@ class RecoveryPlan:
             self.reader.swap_files.lock(exclusive=alone and not self.target.is_elsewhere)
             if self.target.is_elsewhere:
                 owned = self.target.owned.items()
-                found = (swap for place, ranks in owned for swap in swaps(place, self.files, ranks))
+                found = (swap for directory, ranks in owned for swap in swaps(directory, self.files, ranks))
                 replaced = [swap.path for swap in found if swap.run_id == self.commit.run_id]
                 self.reader.swap_files.hold(replaced, exclusive=alone)
 
@@ -400,7 +402,7 @@ class RecoveryPlan:
 
     def require_last(self) -> None:
         """It was read before any lock was taken. Raises: ResumeError."""
-        if _records_in(self.records.places, self.files, self.records.replaced) != self.records.found:
+        if _records_in(self.records.directories, self.files, self.records.replaced) != self.records.found:
             raise _just_committed(self.target.last[0])
 
 
@@ -463,8 +465,8 @@ def find_together(
     what it needs of it), CorruptionError, PathError, TierIOError, PathInUseError, before anything is changed but
     leftovers; on ranks where nothing was wrong ConfigError; RankError.
     """
-    places, run_id = meet(config, comm)
-    own = places.own + places.origins
+    directories, run_id = meet(config, comm)
+    own = directories.own + directories.origins
     held = Directories()
     undo.callback(held.close)
     with agree_on_error(comm):
@@ -478,22 +480,22 @@ def find_together(
         is_held = not config.resume and any(holds_commit(path, files) for path in config.paths)
     if not config.resume:
         if comm.all_reduce_any(is_held):
-            _require_uncommitted(config, places, comm, files)
+            _require_uncommitted(config, directories, comm, files)
         return Start(config, None, run_id, held)
-    seen = scan_together(places, comm, files)
+    seen = scan_together(directories, comm, files)
     with agree_on_error(comm):
-        target = _target_of(seen, places)
+        target = _target_of(seen, directories)
     if target is None:
         if config.resume == "auto":
-            _forget_begun(seen, places, comm, files)
+            _forget_begun(seen, directories, comm, files)
             return Start(config, None, run_id, held)
-        where = listed(places.runs + places.named)
+        where = listed(directories.runs + directories.named)
         raise ResumeError(f'{where}: no commit to resume from: give resume="auto" to begin anew where none is')
     every = range(len(target.last[1].manifests))
 
     def read(ranks: Collection[int]) -> dict[int, Manifest]:
         try:
-            return read_together(ranks, target.places, *target.last, comm, files)
+            return read_together(ranks, target.directories, *target.last, comm, files)
         except (CorruptionError, ResumeError) as error:
             # A live run clears away what its next commit has replaced.
             if _records_in(own, files) != before:
@@ -502,12 +504,12 @@ def find_together(
 
     manifests = read({0, comm.rank} & {*every})
     with agree_on_error(comm):
-        found = _find(config, places, seen, target, manifests, layout, wanted, held, frozen)
+        found = _find(config, directories, seen, target, manifests, layout, wanted, held, frozen)
     # Used where it lies by all ranks, or by none.
     if comm.all_reduce_any(found.manifest is None):
         manifests = read(every)
         with agree_on_error(comm):
-            reader = Reader(target.places, files, (*target.last, tuple(manifests[rank] for rank in every)))
+            reader = Reader(target.directories, files, (*target.last, tuple(manifests[rank] for rank in every)))
             undo.callback(reader.close)
             found = replace(found, manifest=None, reader=reader)
             _require_seen(reader, layout, wanted, found.files)
@@ -519,7 +521,7 @@ def find_together(
     return Start(replace(config, paths=found.paths), found, run_id, held)
 
 
-def _require_uncommitted(config: Config, places: RunDirectories, comm: Communicator, files: Files) -> None:
+def _require_uncommitted(config: Config, directories: RunDirectories, comm: Communicator, files: Files) -> None:
     """Whether what lies in the directories of all ranks is of runs that were cut off before they first committed.
 
     One directory alone cannot tell: the record of a run of several is in the first. What such runs left is removed.
@@ -529,41 +531,41 @@ def _require_uncommitted(config: Config, places: RunDirectories, comm: Communica
         has_record = any(COMMIT_NAME in names_in(path, files) for path in config.paths)
     is_committed = comm.all_reduce_any(has_record)
     if not is_committed:
-        seen = scan_together(places, comm, files)
+        seen = scan_together(directories, comm, files)
         is_committed = any(not runs & seen.runs.begun for _, runs in seen.runs.held)
     if is_committed:
         with agree_on_error(comm):
             for path in config.paths:
                 check_directory(path)
     else:
-        _forget_begun(seen, places, comm, files)
+        _forget_begun(seen, directories, comm, files)
 
 
-def _forget_begun(seen: Scans, places: RunDirectories, comm: Communicator, files: Files) -> None:
+def _forget_begun(seen: Scans, directories: RunDirectories, comm: Communicator, files: Files) -> None:
     """Removes what runs left that committed nothing. Raises: as `forget`; RankError."""
-    own, begun = places.own + places.origins, seen.runs.begun
+    own, begun = directories.own + directories.origins, seen.runs.begun
     in_turns(comm, lambda: len(uncommitted(own, begun, files)[:1]), lambda: forget(own, begun, files))
 
 
-def _target_of(seen: Scans, places: RunDirectories) -> Target | None:
+def _target_of(seen: Scans, directories: RunDirectories) -> Target | None:
     """The commit to resume; None for a run that begins anew.
 
     A snapshot that `resume` names comes before what its run committed later, and stays what it is.
     Raises: ResumeError if another run is committed where it is to go on; as `last_of`.
     """
-    kept = next(((place, record) for place, record in seen.named.records if record.is_snapshot), None)
+    kept = next(((directory, record) for directory, record in seen.named.records if record.is_snapshot), None)
     if kept is None:
-        everywhere = places.runs + places.named
+        everywhere = directories.runs + directories.named
         last = last_of(seen.runs + seen.named, everywhere)
-        return None if last is None else Target(last, False, last[1], everywhere, places.shares)
-    here = last_of(seen.runs, places.runs)
-    own = {path: places.shares[path] for path in places.own}
+        return None if last is None else Target(last, False, last[1], everywhere, directories.shares)
+    here = last_of(seen.runs, directories.runs)
+    own = {path: directories.shares[path] for path in directories.own}
     if here is None or (here[1].run_id == kept[1].run_id and not here[1].is_snapshot):
-        last = last_of(seen.named, places.named)
+        last = last_of(seen.named, directories.named)
         assert last is not None
-        return Target(last, True, None if here is None else here[1], places.named, own)
+        return Target(last, True, None if here is None else here[1], directories.named, own)
     if here[1].replaces == kept[1].run_id:  # it has begun from there, and was cut off
-        return Target(here, False, here[1], places.runs, own)
+        return Target(here, False, here[1], directories.runs, own)
     raise ResumeError(
         f"{here[0]} holds a commit, of step {here[1].step}, that is not of the run of which {kept[0]} is a snapshot: "
         f"give resume=True to continue it, choose another path, or remove it with `offload remove {here[0]}`"
@@ -572,7 +574,7 @@ def _target_of(seen: Scans, places: RunDirectories) -> Target | None:
 
 def _find(
     config: Config,
-    places: RunDirectories,
+    directories: RunDirectories,
     seen: Scans,
     target: Target,
     manifests: Mapping[int, Manifest],
@@ -600,7 +602,7 @@ def _find(
         raise ResumeError(f"{home} holds a commit of something else:\n" + "\n".join(found[:SHOWN]) + more)
     require_no_other(config.paths, commit, wanted.rank, files)
     replaced = frozenset(record.replaces for _, record in seen.runs.records + seen.named.records)
-    scanned = places.own + places.origins
+    scanned = directories.own + directories.origins
     records = _records_in(scanned, files, replaced)
     paths = None
     if own is not None and own.world == wanted.world and not target.is_elsewhere:
@@ -608,21 +610,21 @@ def _find(
     manifest = None if paths is None else own
     if paths is None:
         # The record stays where it is, if it can: then replacing it is one rename.
-        homes = {place for place, record in records if record == target.here}
+        homes = {directory for directory, record in records if record == target.here}
         paths = tuple(sorted(config.paths, key=lambda path: path not in homes))
     return RecoveryPlan(paths, first, manifest, target, Records(scanned, replaced, records), held)
 
 
-def _just_committed(place: Path) -> ResumeError:
-    return ResumeError(f"{place}: another run has just committed here: try again")
+def _just_committed(directory: Path) -> ResumeError:
+    return ResumeError(f"{directory}: another run has just committed here: try again")
 
 
 def _records_in(
-    places: Sequence[Path], files: Files, replaced: frozenset[str | None] = frozenset()
+    directories: Sequence[Path], files: Files, replaced: frozenset[str | None] = frozenset()
 ) -> tuple[tuple[Path, Commit], ...]:
-    """The records in `places`, but for those of runs that were replaced."""
-    records = ((place, read_commit(place, files)) for place in places)
-    return tuple((place, one) for place, one in records if one is not None and one.run_id not in replaced)
+    """The records in `directories`, but for those of runs that were replaced."""
+    records = ((directory, read_commit(directory, files)) for directory in directories)
+    return tuple((directory, one) for directory, one in records if one is not None and one.run_id not in replaced)
 
 
 def _extra_rank(wanted: Manifest, commit: Commit) -> int:
@@ -634,7 +636,9 @@ def _extra(manifests: Mapping[int, Manifest], target: Target, wanted: Manifest, 
     """What was committed along. Raises: CorruptionError, PathError, TierIOError."""
     home, commit = target.last
     rank = _extra_rank(wanted, commit)
-    carried = carried_in(read_extra(manifests_in(target.places, commit, files).get(rank, home), manifests[rank], files))
+    carried = carried_in(
+        read_extra(manifests_in(target.directories, commit, files).get(rank, home), manifests[rank], files)
+    )
     return carried if len(commit.manifests) == wanted.world else carried.for_other_ranks()
 
 

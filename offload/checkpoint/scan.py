@@ -66,12 +66,12 @@ def names_in(directory: Path, files: Files) -> list[str]:
         raise PathError(error.errno, f"cannot be read: {error.strerror}", str(directory)) from error
 
 
-def directories_of(run_id: str, rank: int, places: Sequence[Path], files: Files) -> dict[int, Path]:
-    """By number of the stripe: which of `places` has a swap file of `rank` of this run."""
+def directories_of(run_id: str, rank: int, directories: Sequence[Path], files: Files) -> dict[int, Path]:
+    """By number of the stripe: which of `directories` has a swap file of `rank` of this run."""
     return {
-        swap.block.stripe[0]: place
-        for place in places
-        for swap in swaps(place, files, {rank})
+        swap.block.stripe[0]: directory
+        for directory in directories
+        for swap in swaps(directory, files, {rank})
         if swap.block is not None and swap.run_id == run_id
     }
 
@@ -92,17 +92,21 @@ class ScanResult:
         return ScanResult(self.records + other.records, self.begun | other.begun, self.held + other.held)
 
 
-def scan(places: Sequence[Path], files: Files) -> ScanResult:
+def scan(directories: Sequence[Path], files: Files) -> ScanResult:
     """Raises: CorruptionError (a record), ResumeError (a newer version's), PathError, TierIOError."""
-    records = tuple((place, commit) for place in places if (commit := read_commit(place, files)) is not None)
+    records = tuple(
+        (directory, commit) for directory in directories if (commit := read_commit(directory, files)) is not None
+    )
     if records:
         return ScanResult(records)
-    found = {place: swaps(place, files) for place in places}
-    runs = {place: [(swap.rank, swap.block) for swap in those if swap.block] for place, those in found.items()}
+    found = {directory: swaps(directory, files) for directory in directories}
+    runs = {directory: [(swap.rank, swap.block) for swap in those if swap.block] for directory, those in found.items()}
     begun = {block.run_id for those in runs.values() for rank, block in those if (rank, block.stripe[0]) == (0, 0)}
-    ids = {place: frozenset(block.run_id for _, block in those) for place, those in runs.items()}
+    ids = {directory: frozenset(block.run_id for _, block in those) for directory, those in runs.items()}
     return ScanResult(
-        (), frozenset(begun), tuple((place, ids[place]) for place in places if holds_commit(place, files))
+        (),
+        frozenset(begun),
+        tuple((directory, ids[directory]) for directory in directories if holds_commit(directory, files)),
     )
 
 
@@ -111,47 +115,47 @@ def together(looks: Sequence[ScanResult]) -> ScanResult:
     found = ScanResult()
     for rank, one in enumerate(looks):
         known = {commit for _, commit in found.records}
-        names = {place for place, _ in found.records}
+        names = {directory for directory, _ in found.records}
         # Where machines have disks of their own, other directories have the same name there.
         new = [
-            (Path(f"{place} (of rank {rank})") if place in names else place, commit)
-            for place, commit in one.records
+            (Path(f"{directory} (of rank {rank})") if directory in names else directory, commit)
+            for directory, commit in one.records
             if commit not in known
         ]
         found += ScanResult(tuple(new), one.begun, one.held)
     return found
 
 
-def last_commit(places: Sequence[Path], files: Files) -> tuple[Path, Commit] | None:
+def last_commit(directories: Sequence[Path], files: Files) -> tuple[Path, Commit] | None:
     """The last commit in the directories of a run, and in which its record lies; None if there is none.
 
     Raises: as `last_of` and `scan`.
     """
-    return last_of(scan(places, files), places)
+    return last_of(scan(directories, files), directories)
 
 
-def last_of(scanned: ScanResult, places: Sequence[Path]) -> tuple[Path, Commit] | None:
-    """The last commit, and where its record lies; None if there is none. Args: places: that were looked at.
+def last_of(scanned: ScanResult, directories: Sequence[Path]) -> tuple[Path, Commit] | None:
+    """The last commit, and where its record lies; None if there is none. Args: directories: that were looked at.
 
     Raises: ResumeError (a directory of a committed run, whose record is in none; several runs').
     """
     found = scanned.records
     if not found:
-        for place, runs in scanned.held:
+        for directory, runs in scanned.held:
             # Where the first file of a run is and no record, nothing was ever committed.
             if not scanned.begun & runs:
                 raise ResumeError(
-                    f"{place} belongs to a committed run whose COMMIT record is not in {listed(places)}: give all the "
-                    "directories of that run, or, if nothing of it is needed, remove this part of it with "
-                    f"`offload remove {place}`"
+                    f"{directory} belongs to a committed run whose COMMIT record is not in {listed(directories)}: give "
+                    "all the directories of that run, or, if nothing of it is needed, remove this part of it with "
+                    f"`offload remove {directory}`"
                 )
         return None
     replaced = {commit.replaces for _, commit in found}
     last = [one for one in found if one[1].run_id not in replaced]
     if len(last) != 1:
         raise ResumeError(
-            f"{listed([place for place, _ in found])} hold commits of several runs, or snapshots: name the directories "
-            "of one"
+            f"{listed([directory for directory, _ in found])} hold commits of several runs, or snapshots: name the "
+            "directories of one"
         )
     return last[0]
 
@@ -186,65 +190,65 @@ def require_free(directories: Sequence[Path], commit: Commit, files: Files) -> N
         open_locked(swap.path, files).close()
 
 
-def foreign(places: Mapping[Path, Container[int] | None], commit: Commit, files: Files) -> list[Swap]:
+def foreign(directories: Mapping[Path, Container[int] | None], commit: Commit, files: Files) -> list[Swap]:
     """Swap files of other runs than that of `commit`, which are in the way.
 
-    Args: places: as for `is_clean`; None: of all ranks. Raises: PathError.
+    Args: directories: as for `is_clean`; None: of all ranks. Raises: PathError.
     """
     ours = (commit.run_id, commit.replaces)
-    found = (swap for place, ranks in places.items() for swap in swaps(place, files, ranks))
+    found = (swap for directory, ranks in directories.items() for swap in swaps(directory, files, ranks))
     return [swap for swap in found if not swap.is_temporary and swap.run_id not in ours]
 
 
-def holds_record(places: Sequence[Path], run_id: str | None, files: Files) -> bool:
-    """Whether one of `places` has the record of this run. Raises: as `read_commit`."""
-    records = (read_commit(place, files) for place in places)
+def holds_record(directories: Sequence[Path], run_id: str | None, files: Files) -> bool:
+    """Whether one of `directories` has the record of this run. Raises: as `read_commit`."""
+    records = (read_commit(directory, files) for directory in directories)
     return run_id is not None and any(record is not None and record.run_id == run_id for record in records)
 
 
-def is_clean(places: Mapping[Path, Container[int]], commit: Commit, files: Files) -> bool:
+def is_clean(directories: Mapping[Path, Container[int]], commit: Commit, files: Files) -> bool:
     """Whether `clean_up` would change nothing but a record that was replaced.
 
-    Args: places: directories, and the ranks whose swap files are looked at in each. Raises: PathError, TierIOError.
+    Args: directories: each with the ranks whose swap files are looked at there. Raises: PathError, TierIOError.
     """
-    for place, ranks in places.items():
-        new, stale = _astray([*swaps(place, files, ranks)], commit, files)
-        if new or stale or superseded(place, commit, None, files):
+    for directory, ranks in directories.items():
+        new, stale = _astray([*swaps(directory, files, ranks)], commit, files)
+        if new or stale or superseded(directory, commit, None, files):
             return False
     return True
 
 
-def clean_up(places: Sequence[Path], commit: Commit, files: Files, *, locked: bool) -> None:
-    """Makes the files in `places` those of `commit` alone, under their names. See [Note: another layout].
+def clean_up(directories: Sequence[Path], commit: Commit, files: Files, *, locked: bool) -> None:
+    """Makes the files in `directories` those of `commit` alone, under their names. See [Note: another layout].
 
     Args: locked: this process holds the files that are moved or removed.
     Raises: PathInUseError (a live run holds one of them), PathError, TierIOError.
     """
     before = commit.replaces
     with ExitStack() as undo:
-        found = {place: [*swaps(place, files)] for place in places}
+        found = {directory: [*swaps(directory, files)] for directory in directories}
         for swap in () if locked else chain(*found.values()):
             if swap.is_temporary or swap.run_id in (commit.run_id, before):
                 undo.callback(open_locked(swap.path, files).close)
-        _remove_record(places, before, files)
-        for place, those in found.items():
+        _remove_record(directories, before, files)
+        for directory, those in found.items():
             # As long as the swap file of a start that was cut off is there, it is known whose the other files are.
             left = [swap.run_id for swap in _astray(those, commit, files)[1] if swap.run_id is not None]
-            if remove_superseded(place, commit, None, files, left) | _put_in_place(those, commit, files):
-                sync_directory(files, place)
+            if remove_superseded(directory, commit, None, files, left) | _put_in_place(those, commit, files):
+                sync_directory(files, directory)
 
 
-def uncommitted(places: Sequence[Path], runs: Collection[str], files: Files) -> list[Path]:
-    """What `runs` left in `places` beside their swap files. Raises: PathError."""
+def uncommitted(directories: Sequence[Path], runs: Collection[str], files: Files) -> list[Path]:
+    """What `runs` left in `directories` beside their swap files. Raises: PathError."""
     return [
-        place / name
-        for place in places
-        for name in names_in(place, files)
+        directory / name
+        for directory in directories
+        for name in names_in(directory, files)
         if (file := file_name(name)) is not None and file.run_id in runs
     ]
 
 
-def forget(places: Sequence[Path], runs: Collection[str], files: Files) -> None:
+def forget(directories: Sequence[Path], runs: Collection[str], files: Files) -> None:
     """Removes, durably, what is `uncommitted` of `runs`, which committed nothing.
 
     A run that begins in several directories marks one swap file after the other as its own. Where it is cut off, the
@@ -252,24 +256,24 @@ def forget(places: Sequence[Path], runs: Collection[str], files: Files) -> None:
     Raises: PathInUseError (a live run, which is about to commit), PathError, TierIOError.
     """
     with ExitStack() as held:
-        for swap in (swap for place in places for swap in swaps(place, files)):
+        for swap in (swap for directory in directories for swap in swaps(directory, files)):
             if swap.run_id in runs:
                 held.callback(open_locked(swap.path, files).close)
-        found = uncommitted(places, runs, files)
+        found = uncommitted(directories, runs, files)
         for path in found:
             with failing("remove", path):
                 files.remove(path)
-        for place in {path.parent for path in found}:
-            sync_directory(files, place)
+        for directory in {path.parent for path in found}:
+            sync_directory(files, directory)
 
 
-def _remove_record(places: Sequence[Path], run_id: str | None, files: Files) -> None:
+def _remove_record(directories: Sequence[Path], run_id: str | None, files: Files) -> None:
     """Removes the record of another run, durably: without it that run's files mean nothing."""
-    for place in places:
-        if holds_record([place], run_id, files):
-            with failing("remove", place / COMMIT_NAME):
-                files.remove(place / COMMIT_NAME)
-            sync_directory(files, place)
+    for directory in directories:
+        if holds_record([directory], run_id, files):
+            with failing("remove", directory / COMMIT_NAME):
+                files.remove(directory / COMMIT_NAME)
+            sync_directory(files, directory)
 
 
 def _astray(found: Sequence[Swap], commit: Commit, files: Files) -> tuple[list[Swap], list[Swap]]:
@@ -285,10 +289,10 @@ def _put_in_place(found: Sequence[Swap], commit: Commit, files: Files) -> bool:
     new, stale = _astray(found, commit, files)
     renamed = set()
     for swap in new:
-        place = swap.path.with_name(swap_name(swap.rank))
+        named = swap.path.with_name(swap_name(swap.rank))
         with failing("rename", swap.path):
-            files.rename(swap.path, place)
-        renamed.add(place)
+            files.rename(swap.path, named)
+        renamed.add(named)
     for swap in stale:
         if swap.path not in renamed:
             with failing("remove", swap.path):
@@ -335,23 +339,33 @@ ON_OTHER_MACHINES = (
 """What to do where a rank sees a part of a run alone."""
 
 
-def manifests_in(places: Sequence[Path], commit: Commit, files: Files) -> dict[int, Path]:
-    """By rank: the first of `places` with a file that has the name of its manifest. Raises: PathError."""
+def manifests_in(directories: Sequence[Path], commit: Commit, files: Files) -> dict[int, Path]:
+    """By rank: the first of `directories` with a file that has the name of its manifest. Raises: PathError."""
     named = {manifest_name(commit, rank): rank for rank in range(len(commit.manifests))}
-    return {named[name]: place for place in reversed(places) for name in names_in(place, files) if name in named}
+    return {
+        named[name]: directory
+        for directory in reversed(directories)
+        for name in names_in(directory, files)
+        if name in named
+    }
 
 
-def ranks_in(places: Sequence[Path], commit: Commit, files: Files, ranks: Container[int]) -> set[int]:
-    """Those of `ranks` that have a swap file of the run of `commit` in `places`. Raises: PathError."""
-    return {swap.rank for place in places for swap in swaps(place, files, ranks) if swap.run_id == commit.run_id}
+def ranks_in(directories: Sequence[Path], commit: Commit, files: Files, ranks: Container[int]) -> set[int]:
+    """Those of `ranks` that have a swap file of the run of `commit` in `directories`. Raises: PathError."""
+    return {
+        swap.rank
+        for directory in directories
+        for swap in swaps(directory, files, ranks)
+        if swap.run_id == commit.run_id
+    }
 
 
 def require_manifests(
-    commit: Commit, found: Collection[int], lying: Collection[int], places: Sequence[Path], home: Path
+    commit: Commit, found: Collection[int], lying: Collection[int], directories: Sequence[Path], home: Path
 ) -> None:
     """Whether the manifests of all ranks were found.
 
-    Args: lying: ranks of which a swap file was found; places: where; home: of the record.
+    Args: lying: ranks of which a swap file was found; directories: where; home: of the record.
     Raises: CorruptionError (a manifest is gone), ResumeError (directories are missing).
     """
     ranks = range(len(commit.manifests))
@@ -363,7 +377,7 @@ def require_manifests(
     if missing := [rank for rank in ranks if rank not in found]:
         raise ResumeError(
             f"nothing of {ranks_named(missing)} of the {len(ranks)} that committed step {commit.step} lies in "
-            f"{listed(places)}: name all directories of the run; {ON_OTHER_MACHINES}"
+            f"{listed(directories)}: name all directories of the run; {ON_OTHER_MACHINES}"
         )
 
 
@@ -372,10 +386,10 @@ def ranks_named(ranks: Collection[int]) -> str:
 
 
 def hidden_ranks(
-    places: Sequence[Path], manifests: Sequence[Manifest], files: Files, ranks: Container[int]
+    directories: Sequence[Path], manifests: Sequence[Manifest], files: Files, ranks: Container[int]
 ) -> frozenset[int]:
-    """Those of `ranks` of which a swap file with committed slots is in none of `places`. Raises: PathError."""
-    found = (swap for place in places for swap in swaps(place, files, ranks))
+    """Those of `ranks` of which a swap file with committed slots is in none of `directories`. Raises: PathError."""
+    found = (swap for directory in directories for swap in swaps(directory, files, ranks))
     blocks = [(swap.rank, swap.block) for swap in found if swap.block is not None]
     seen = {(rank, block.stripe[0]) for rank, block in blocks if block.run_id == manifests[0].run_id}
     return frozenset(

@@ -201,13 +201,13 @@ class Snapshot:
             for name in names:
                 with ExitStack() as held:
                     if self._claims(path / name / (swap_name(self.manifest.rank) + NEW_SUFFIX), held):
-                        self._rename(path / name, to_aside=False)
+                        self._rename(path / name, to_temporary=False)
 
     def retire(self, names: Iterable[str]) -> None:
         """Renames the swap files of these snapshots, before their records go: cut off here, they are still whole."""
         for path in self.paths:
             for name in names:
-                self._rename(path / name, to_aside=True)
+                self._rename(path / name, to_temporary=True)
 
     def withdraw(self, names: Iterable[str]) -> None:
         """For rank 0, when all ranks have retired them: removes their records, which decides."""
@@ -243,13 +243,14 @@ class Snapshot:
             with failing("sync", target):
                 self.files.close(file)
 
-    def _rename(self, directory: Path, *, to_aside: bool) -> None:
-        place = directory / swap_name(self.manifest.rank)
-        aside = place.with_name(place.name + NEW_SUFFIX)
-        old, new = (place, aside) if to_aside else (aside, place)
+    def _rename(self, directory: Path, *, to_temporary: bool) -> None:
+        final = directory / swap_name(self.manifest.rank)
+        temporary = final.with_name(final.name + NEW_SUFFIX)
+        old, new = (final, temporary) if to_temporary else (temporary, final)
         names = self._names(directory)
-        # With a file in place, the one aside is of a run in another layout that began inside, and did not get far.
-        if old.name in names and (to_aside or new.name not in names):
+        # Beside a file with the final name, a temporary one is of a run in another layout that began inside, and did
+        # not get far.
+        if old.name in names and (to_temporary or new.name not in names):
             with failing("rename", old):
                 self.files.rename(old, new)
             sync_directory(self.files, directory)
@@ -258,15 +259,15 @@ class Snapshot:
         """Removes a part without a record. The file that shows that it was cut off goes last."""
         names = self._names(directory)
         known = {name: file for name in names if (file := file_name(name)) is not None}
-        asides = [name for name, file in known.items() if file.kind == "swap" and file.suffix]
-        if COMMIT_NAME in names or (names and not asides):
+        temporaries = [name for name, file in known.items() if file.kind == "swap" and file.suffix]
+        if COMMIT_NAME in names or (names and not temporaries):
             return
         run = directory.name[-RUN_DIGITS:]
         others = [name for name, file in known.items() if file.kind != "swap" and file.run_id.startswith(run)]
         others += [name for name in names if name == COMMIT_NAME + TEMPORARY]
         # Where ranks share a directory another one may be doing the same.
         with failing("remove", directory), suppress(FileNotFoundError):
-            for those in (others, asides):
+            for those in (others, temporaries):
                 for name in those:
                     self.files.remove(directory / name)
                 self.files.sync_directory(directory)

@@ -99,12 +99,12 @@ def remember(path: Path, settings: Settings) -> Path:
     """
     entries = _load()
     entries[_file_system(path)] = asdict(replace(settings, measured_at=time.time()))
-    place = cache_file()
-    place.parent.mkdir(parents=True, exist_ok=True)
-    aside = place.with_suffix(f".{os.getpid()}")
-    aside.write_text(json.dumps({"version": VERSION, "machine": _machine(), "file_systems": entries}, indent=2))
-    os.replace(aside, place)
-    return place
+    cache = cache_file()
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    temporary = cache.with_suffix(f".{os.getpid()}")
+    temporary.write_text(json.dumps({"version": VERSION, "machine": _machine(), "file_systems": entries}, indent=2))
+    os.replace(temporary, cache)
+    return cache
 
 
 def cache_file() -> Path:
@@ -114,10 +114,10 @@ def cache_file() -> Path:
 
 def _load() -> dict[str, Any]:
     try:
-        place = cache_file()
-        if place.stat().st_size > MOST_CACHE_BYTES:
+        cache = cache_file()
+        if cache.stat().st_size > MOST_CACHE_BYTES:
             return {}
-        found = json.loads(place.read_text())
+        found = json.loads(cache.read_text())
         if found["version"] == VERSION and found["machine"] == _machine():
             return dict(found["file_systems"])
     except (OSError, ValueError, KeyError, TypeError, RuntimeError):
