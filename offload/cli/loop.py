@@ -24,7 +24,7 @@ from offload.cli.plots import MISSING, can_draw, loss_curve
 from offload.cli.progress import Tell, progress, training_status
 from offload.cli.text import Batches, Text, cut_windows, even_starts, load_text
 from offload.cli.timeline_plot import timeline_picture
-from offload.cli.train import TrainOptions
+from offload.cli.train_options import TrainOptions
 from offload.cli.workspace import Workspace, removed_at_end
 from offload.devices.copies import accelerator
 from offload.models import GPT, PRESETS, GPTConfig
@@ -41,6 +41,9 @@ CLIP = 1.0
 WARM_UP = 0.05
 """Part of the steps in which the learning rate rises; then a cosine takes it down to LAST_LR of the peak."""
 LAST_LR = 0.1
+PLAIN_BYTES = 16
+"""Of a parameter, its gradient and its states, in mixed precision and in fp32 alike (Rajbhandari et al., "ZeRO: memory
+optimizations toward training trillion parameter models", 2020, section 3.1)."""
 PROMPT_BYTES = 64
 PROMPT_SEARCH = 1024
 EXIT_TERMINATED = 143  # 128 + SIGTERM
@@ -128,6 +131,7 @@ def build_optimizer(model: GPT, options: TrainOptions) -> OffloadZero:
         cpu_memory = least_cpu_memory(
             model,
             adamw,
+            compute_dtype=options.compute_dtype,
             accumulation=options.accumulation,
             param_tier=options.given_param_tier,
             grad_tier=options.given_grad_tier,
@@ -142,6 +146,7 @@ def build_optimizer(model: GPT, options: TrainOptions) -> OffloadZero:
         tier=options.tier,
         path=options.path if options.tier == "nvme" else None,
         cpu_memory=cpu_memory,
+        compute_dtype=options.compute_dtype,
         accumulation=options.accumulation,
         commit_every=commit_every,
         resume="auto" if options.resume else False,
@@ -362,6 +367,7 @@ def summarise(record: Record, stats: dict[str, Any], options: TrainOptions) -> d
     )
     return {
         "preset": options.preset,
+        "dtype": options.dtype,
         "tier": options.tier,
         "param_tier": stats["param_tier"],
         "grad_tier": stats["grad_tier"],
@@ -411,6 +417,8 @@ def _table(summary: dict[str, Any]) -> Table:
     table.add_column(style="bold")
     table.add_column()
     each = summary["parameters"] * max(summary["steps"] - summary["steps_before"], 1)
+    training_s = sum(summary[f"{phase}_s"] for phase in ("forward", "backward", "step"))
+    waited_s, plain = summary["wait_nvme_s"], PLAIN_BYTES * summary["parameters"]
     moved = summary["nvme_read_bytes"] + summary["nvme_written_bytes"]
     rows = {
         "training loss": f"{summary['loss_first']:.3f} → {summary['loss_last']:.3f} nats a byte",
@@ -419,11 +427,12 @@ def _table(summary: dict[str, Any]) -> Table:
         "forward": f"{summary['forward_s']:.2f} s",
         "backward": f"{summary['backward_s']:.2f} s",
         "step": f"{summary['step_s']:.2f} s",
-        "waiting": f"{summary['wait_nvme_s']:.2f} s",
+        "waiting": f"{waited_s:.2f} s for the disk, {waited_s / training_s:.0%} of the time",
         "NVMe": f"{size('nvme_read_bytes')} read, {size('nvme_written_bytes')} written",
         "a parameter and step": f"{moved / each:.2f} bytes, in {summary['chunks']} chunks",
         "peak CPU memory": f"{size('peak_cpu_bytes')} of a budget of {size('cpu_budget_bytes')}",
         "peak of the process": size("peak_rss_bytes"),
+        "plain torch would take": f"{format_bytes(plain)} on the device, beside activations",
         "Adam kernel": f"{summary['kernel']}, {summary['threads']} threads",
     }
     for name, value in rows.items():

@@ -62,3 +62,18 @@ def takes_direct_io(directory: Path) -> bool | None:
         opened.close()
         with contextlib.suppress(OSError):
             os.unlink(file)
+
+
+def fast_dtype() -> str:
+    """The dtype to compute in here, as --dtype takes it: fp32 where bf16 is some fifty times slower.
+
+    torch multiplies bf16 matrices by instructions for them on accelerators, by AVX-512 and by SVE; elsewhere, one
+    element after the other.
+    """
+    import torch
+
+    from offload.devices.copies import accelerator
+
+    capability = torch.backends.cpu.get_cpu_capability()
+    is_fast = accelerator() is not None or "AVX512" in capability or "SVE" in capability
+    return "bf16" if is_fast else "fp32"

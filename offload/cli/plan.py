@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from offload.cli.console import print_json
-from offload.cli.train import TrainOptions
+from offload.cli.train_options import TrainOptions
 from offload.errors import ConfigError
 from offload.sizes import format_bytes, parse_bytes
 
@@ -52,6 +52,7 @@ def plan(
     batch: Annotated[int, typer.Option(help="Sequences a micro-batch; only activations depend on it.")] = 4,
     seq: Annotated[int, typer.Option(help="Tokens a sequence, likewise.")] = 256,
     accumulation: Annotated[int, typer.Option(help="Micro-batches a step.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Of parameters, activations and gradients: bf16 or fp32.")] = "bf16",
     tier: Annotated[str, typer.Option(help="Where the optimizer states live: nvme, cpu or device.")] = "nvme",
     param_tier: Annotated[
         str,
@@ -115,7 +116,7 @@ def plan(
         preset=preset, steps=1, batch=batch, seq=seq, lr=1.0, accumulation=accumulation, tier=tier, path=Path(),
         keep=False, cpu_memory=cpu_memory, chunk=chunk, threads=None, seed=0, data=None, out=Path(), timeline=False,
         param_tier=param_tier, grad_tier=grad_tier, device_memory=device_memory, commit_every=commit_every,
-        activation_tier=activation_tier,
+        activation_tier=activation_tier, dtype=dtype,
     )  # fmt: skip
     if ranks < 1:
         raise ConfigError(f"--ranks {ranks}: give a whole number, at least 1")
@@ -247,6 +248,7 @@ def planned_of(
         tier=options.tier,
         path=options.path if on_disk else None,
         cpu_memory=options.cpu_memory,
+        compute_dtype=options.compute_dtype,
         accumulation=options.accumulation,
         device_memory=options.device_memory,
         param_tier=options.given_param_tier,

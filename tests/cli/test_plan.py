@@ -55,6 +55,7 @@ def with_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
         {"chunk": "256KiB", "split_master": True, "accumulation": 2, "cpu_memory": "9MiB"},
         {"chunk": "256KiB", "commit_every": 50},
         {"chunk": "256KiB", "commit_every": 50, "split_master": True},
+        {"chunk": "256KiB", "dtype": "fp32"},
     ],
     ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()) or "defaults",
 )
@@ -66,13 +67,15 @@ def test_peak_and_disk_are_those_of_a_run_with_the_same_options(options: dict[st
     model = GPT(PRESETS["1m"]).to(DEVICE)
     tier, accumulation = options.get("tier", "nvme"), options.get("accumulation", 1)
     tuning = Tuning(chunk=options.get("chunk", "64MiB"), split_master=options.get("split_master"))
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.get("dtype", "bf16")]
+    given = {
+        "accumulation": accumulation, "commit_every": options.get("commit_every"), "compute_dtype": dtype,
+        "tuning": tuning,
+    }  # fmt: skip
     memory = options.get("cpu_memory")
     if tier == "nvme" and memory is None:
-        memory = least_cpu_memory(
-            model, accumulation=accumulation, commit_every=options.get("commit_every"), tuning=tuning
-        )
+        memory = least_cpu_memory(model, **given)
     path = tmp_path / "swap" if tier == "nvme" else None
-    given = {"accumulation": accumulation, "commit_every": options.get("commit_every"), "tuning": tuning}
     with OffloadZero(model, tier=tier, path=path, cpu_memory=memory, **given) as optimizer:
         stats = optimizer.stats()
         files = [Path(file).stat().st_size for file in optimizer.files]

@@ -23,7 +23,7 @@ FIELDS = {
     "nvme_read_bytes", "nvme_written_bytes", "peak_cpu_bytes", "peak_device_bytes", "peak_rss_bytes", "parameters",
     "adam_s", "backward_s", "chunks", "cpu_budget_bytes", "device", "device_to_host_bytes", "evaluate_s", "files",
     "forward_s", "host_to_device_bytes", "kernel", "losses", "nvme_init_bytes", "picture", "preset", "sample",
-    "steps", "steps_before", "committed", "text", "threads", "tier", "param_tier", "grad_tier",
+    "steps", "steps_before", "committed", "dtype", "text", "threads", "tier", "param_tier", "grad_tier",
     "timeline", "tokens", "validation",
 }  # fmt: skip
 TINY = ["train", "--preset", "1m", "--steps", "3", "--batch", "2", "--seq", "16", "--lr", "0.003", "--sample", "3"]
@@ -343,6 +343,34 @@ def options_of(**more: Any) -> loop.TrainOptions:
         cpu_memory=None, chunk=None, threads=None, seed=0, data=None, out=Path("out"),
         timeline=False, **more,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [("AVX512", "bf16"), ("AVX2", "fp32"), ("DEFAULT", "fp32")])
+def test_computes_in_what_the_cpu_multiplies_fast(
+    capability: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    monkeypatch.chdir(tmp_path)
+    found = []
+    forward = loop.GPT.forward
+
+    def noted(self: loop.GPT, *args: Any) -> Any:
+        found.append({parameter.dtype for parameter in self.parameters()})
+        return forward(self, *args)
+
+    monkeypatch.setattr(loop.GPT, "forward", noted)
+    (tmp_path / "text").write_text("words of a text " * 400)
+    short = ["--steps", "1", "--batch", "1", "--seq", "16", "--validation", "1", "--sample", "0", "--data", "text"]
+    for given, expected in ([], dtype), (["--dtype", "bf16"], "bf16"), (["--dtype", "fp32"], "fp32"):
+        found.clear()
+        result = CliRunner().invoke(app, ["train", "--preset", "1m", "--json", *short, *given])
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["dtype"] == expected
+        assert found
+        assert all(each == {{"bf16": torch.bfloat16, "fp32": torch.float32}[expected]} for each in found)
+    refused = CliRunner().invoke(app, ["train", "--dtype", "fp16"])
+    assert refused.exit_code == 2
+    assert "--dtype fp16: choose one of bf16, fp32" in refused.stderr
 
 
 def test_only_matrices_decay() -> None:
