@@ -128,6 +128,7 @@ class Config:
     activation_tier: Tier | None = None
     activation_memory: int | None = None
     recompute: bool = True
+    takes_any: bool = False
 
     @property
     def slots_per_chunk(self) -> int:
@@ -151,6 +152,11 @@ class Config:
         return replace(self, param_tier=trained, frozen_tier=tier if self.has_frozen else "device")
 
     @property
+    def declared(self) -> int | str:
+        """`accumulation` as it was given."""
+        return "auto" if self.takes_any else self.accumulation
+
+    @property
     def commits_parameters(self) -> bool:
         """Whether a commit holds the 16-bit parameters, too: they are the upper halves of a split master."""
         return self.split_master and self.commit_every is not None
@@ -164,7 +170,7 @@ def check(
     device_memory: int | str | None = None,
     compute_dtype: torch.dtype = torch.bfloat16,
     keep_fp32: Iterable[nn.Module | type[nn.Module]] = (),
-    accumulation: int = 1,
+    accumulation: int | str = 1,
     nonfinite: str = "raise",
     param_tier: str | None = None,
     stage: int | None = None,
@@ -217,8 +223,10 @@ def check(
             not is_elsewhere and _none_of("resume", resume, True, False, "auto")[0],
             f'resume={resume!r}: choose True, False, "auto", or the directories of a run, as a list',
         ),
-        (accumulation is None, "accumulation=None: give a whole number, at least 1"),
-        _not_whole("accumulation", accumulation, 1),
+        (
+            accumulation is None or (accumulation != "auto" and not _is_whole(accumulation, 1)),
+            f'accumulation={accumulation!r}: give a whole number, at least 1, or "auto"',
+        ),
         (keep is None, "keep=None: give a whole number, at least 1"),
         _not_whole("keep", keep, 1),
         _not_whole("Tuning.prefetch_chunks", tuning.prefetch_chunks, 0),
@@ -287,7 +295,7 @@ def check(
         device_memory=None if device_memory is None else parse_bytes(device_memory, "device_memory"),
         compute_dtype=compute_dtype,
         keep_fp32=_modules("keep_fp32", keep_fp32, nn.Module, "a module nor a module type"),
-        accumulation=accumulation,
+        accumulation=2 if accumulation == "auto" else accumulation,  # type: ignore[arg-type]  # others were refused
         skip_nonfinite=nonfinite == "skip",
         chunk_numel=chunk_bytes // PAGE_BYTES * PAGE_BYTES // MASTER_ITEM_BYTES,
         in_flight=None if ahead is None else max(ahead + 2, LEAST_IN_FLIGHT),
@@ -312,6 +320,7 @@ def check(
         activation_tier=None if activation_tier is None else TIERS[activation_tier],
         activation_memory=None if activation_memory is None else parse_bytes(activation_memory, "activation_memory"),
         recompute=tuning.recompute,
+        takes_any=accumulation == "auto",
         chooses_params=param_tier is None and states != "device",
         chooses_grads=grad_tier is None and states != "device",
     )
@@ -365,7 +374,7 @@ def over_ranks(config: Config, *, ranks: int, ranks_on_node: int) -> Config:
     stage = config.stage or (3 if streams else 2)
     if config.grad_tier == "nvme" and stage == 1 and config.accumulation > 1:
         raise ConfigError(
-            f'grad_tier="nvme" with stage=1 and accumulation={config.accumulation}: at stage 1 each rank sums whole '
+            f'grad_tier="nvme" with stage=1 and accumulation={config.declared!r}: at stage 1 each rank sums whole '
             "gradients in RAM; choose stage=2, or leave grad_tier out"
         )
     # A rank's shards of the parameters rest where its gradients wait, and come to the device around their use.

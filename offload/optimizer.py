@@ -118,7 +118,8 @@ class OffloadZero(torch.optim.Optimizer):
             torch.amp.GradScaler.
         keep_fp32: modules, or module types, that stay fp32. Modules with running statistics (BatchNorm, spectral norm)
             always do.
-        accumulation: backward passes for each step. With more than one, gradients are summed in fp32.
+        accumulation: backward passes for each step. With more than one, gradients are summed in fp32. "auto": as
+            many as come, with the bits of a fixed number of at least 2. See the attribute of that name.
         nonfinite: for NaN or Inf in a gradient: "raise" NonFiniteGradientError, or "skip" the step and count it.
         commit_every: steps between commits; a commit is made at the start of the next step. 0: only `commit()`. None:
             no commits, which halves the disk space. "auto": 100 if a `path` is given, else None.
@@ -171,7 +172,7 @@ class OffloadZero(torch.optim.Optimizer):
         device_memory: int | str | None = None,
         compute_dtype: torch.dtype = torch.bfloat16,
         keep_fp32: Iterable[nn.Module | type[nn.Module]] = (),
-        accumulation: int = 1,
+        accumulation: int | str = 1,
         nonfinite: str = "raise",
         commit_every: int | str | None = "auto",
         resume: bool | str | PathLike | Sequence[PathLike] = False,
@@ -513,6 +514,35 @@ class OffloadZero(torch.optim.Optimizer):
             )
         return scale.factor
 
+    @property
+    def accumulation(self) -> int | str:
+        """Backward passes for each step, at most; "auto": as many as come.
+
+        Where it is "auto" it can be set to a number, between steps and on all ranks alike. One more then raises
+        AccumulationError. Over several ranks the number saves a message after each backward, and lets gradients of
+        stage 1 leave in the last one. A fixed number stays what it is; setting a larger one is an error.
+        Raises: ConfigError.
+        """
+        most = self._parts.gradients.most
+        return "auto" if most is None else most
+
+    @accumulation.setter
+    def accumulation(self, passes: int) -> None:
+        self._require_usable()
+        if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
+            raise ConfigError(f"accumulation={passes!r}: give a whole number, at least 1")
+        if not self._config.takes_any:
+            if passes > self._config.accumulation:
+                raise ConfigError(
+                    f"accumulation={self._config.accumulation}, and {passes} backward passes are to come before each "
+                    f'step: give OffloadZero accumulation={passes}, or "auto"'
+                )
+            return
+        if passes != self._parts.gradients.most:
+            if self._held.answers.active:
+                raise ConfigError(f"accumulation={passes} between a backward and its step: set it before the backward")
+            self._parts.gradients.declare(passes)
+
     def _consume(self, used: Sequence[int] = ()) -> None:
         """Clears the gradients. Args: used: the parameters whose gradients a step has used."""
         self._held.answers.begin_anew(used)
@@ -608,6 +638,7 @@ class OffloadZero(torch.optim.Optimizer):
             "activation_written_bytes": counted("activation_written_bytes"),
             "rank": self._comm.rank,
             "ranks": self._comm.size,
+            "stage": self._config.stage,
             **{f"held_{kind}_bytes": nbytes for kind, nbytes in placement.held_bytes.items()},
             **self._comm.stats(),
         }
@@ -805,11 +836,23 @@ class OffloadZero(torch.optim.Optimizer):
         """Param groups and step, and the name of a commit of this step, which has the tensors.
 
         The commit is made if there is none of this step. Before a later one replaces it, it is kept as a snapshot: the
-        newest `keep` of those that were named so. Over several ranks call `commit()` on all of them before.
+        newest `keep` of those that were named so. Over several ranks all call `consolidate_state_dict()` before.
         Raises: as `commit`; BudgetError if the disk has no space for the snapshot; ConfigError over several ranks if
         this step is not committed.
         """
         return groups_state(self.param_groups, self._step, self._config.paths, self._name_commit())
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Commits this step, so that `state_dict()` can name it: before some ranks call that, all have to call this.
+
+        The name is that of torch's ZeroRedundancyOptimizer, so frameworks that know it call it by themselves. Nothing
+        is done at step 0, without commits, and for a step that is committed.
+
+        Args: to: not used; any rank may call `state_dict()` afterwards. Raises: as `commit`.
+        """
+        self._require_usable()
+        if self._step and self._config.commit_every is not None and not self._commits.has(self._step):
+            self.commit()
 
     def _name_commit(self) -> str | None:
         """Returns: what the commit of this step is called; None where there is nothing to resume from."""
@@ -831,8 +874,9 @@ class OffloadZero(torch.optim.Optimizer):
         if not is_committed:
             if self._comm.size > 1:
                 raise ConfigError(
-                    f"step {self._step} is not committed, and a commit is for all ranks together: call commit() on "
-                    "every rank before state_dict()"
+                    f"step {self._step} is not committed, and a commit is for all ranks together: call "
+                    "consolidate_state_dict() on every rank before state_dict(), as offload.integrations do for "
+                    "transformers and accelerate"
                 )
             self.commit()
         nbytes = self._commits.name_last()

@@ -89,6 +89,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("accumulation", 1.0, "whole number"),
     ("accumulation", True, "whole number"),
     ("accumulation", None, "whole number"),
+    ("accumulation", "many", 'whole number, at least 1, or "auto"'),
     ("nonfinite", "ignore", '"raise" or "skip"'),
     ("nonfinite", None, '"raise" or "skip"'),
     ("keep_fp32", nn.LayerNorm, "a sequence"),
@@ -185,7 +186,10 @@ def test_the_stage_follows_from_where_parameters_live() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"grad_tier": "nvme", "path": "/a", "stage": 1, "accumulation": 2}, "leave grad_tier out")],
+    [
+        ({"grad_tier": "nvme", "path": "/a", "stage": 1, "accumulation": 2}, "leave grad_tier out"),
+        ({"grad_tier": "nvme", "path": "/a", "stage": 1, "accumulation": "auto"}, "accumulation='auto': at stage 1"),
+    ],
 )
 def test_what_several_ranks_cannot_do_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

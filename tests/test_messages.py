@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +125,19 @@ def test_a_wrapper_reduces_again_after_closing() -> None:
 def test_wrapping_a_held_model_names_the_call_to_leave_out() -> None:
     model = net()
     with OffloadZero(model):
-        wrapper = DistributedDataParallel(model)
+        with pytest.raises(ConfigError, match=r"leave out DistributedDataParallel\(model\)"):
+            DistributedDataParallel(model)
+        model(X).float().sum().backward()
+        copied = pickle.loads(pickle.dumps(deepcopy(model)))
+        DistributedDataParallel(copied)(X.bfloat16()).float().sum().backward()
+    DistributedDataParallel(model)(X.bfloat16()).float().sum().backward()
+
+
+@pytest.mark.usefixtures("group")
+def test_wrapping_what_has_a_held_model_inside_names_the_call_to_leave_out() -> None:
+    outer = torch.nn.Sequential(net())
+    with OffloadZero(outer[0]):
+        wrapper = DistributedDataParallel(outer)
         with pytest.raises(ConfigError, match=r"leave out DistributedDataParallel\(model\)"):
             wrapper(X)
-        model(X).float().sum().backward()
+        outer(X).float().sum().backward()

@@ -51,7 +51,7 @@ def plan(
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences a micro-batch; only activations depend on it.")] = 4,
     seq: Annotated[int, typer.Option(help="Tokens a sequence, likewise.")] = 256,
-    accumulation: Annotated[int, typer.Option(help="Micro-batches a step.")] = 1,
+    accumulation: Annotated[str, typer.Option(help='Micro-batches a step, or "auto", counted as 2.')] = "1",
     dtype: Annotated[str, typer.Option(help="Of parameters, activations and gradients: bf16 or fp32.")] = "bf16",
     tier: Annotated[str, typer.Option(help="Where the optimizer states live: nvme, cpu or device.")] = "nvme",
     param_tier: Annotated[
@@ -111,12 +111,13 @@ def plan(
     """Show what a run needs on every tier, and what more or less RAM would do, before anything is allocated."""
     from rich.console import Console
 
+    passes = _whole(accumulation)
     # What only a run needs is given as is, so that what both take is checked in one place.
     options = TrainOptions(
-        preset=preset, steps=1, batch=batch, seq=seq, lr=1.0, accumulation=accumulation, tier=tier, path=Path(),
-        keep=False, cpu_memory=cpu_memory, chunk=chunk, threads=None, seed=0, data=None, out=Path(), timeline=False,
-        param_tier=param_tier, grad_tier=grad_tier, device_memory=device_memory, commit_every=commit_every,
-        activation_tier=activation_tier, dtype=dtype,
+        preset=preset, steps=1, batch=batch, seq=seq, lr=1.0, accumulation=1 if passes is None else passes,
+        tier=tier, path=Path(), keep=False, cpu_memory=cpu_memory, chunk=chunk, threads=None, seed=0, data=None,
+        out=Path(), timeline=False, param_tier=param_tier, grad_tier=grad_tier, device_memory=device_memory,
+        commit_every=commit_every, activation_tier=activation_tier, dtype=dtype,
     )  # fmt: skip
     if ranks < 1:
         raise ConfigError(f"--ranks {ranks}: give a whole number, at least 1")
@@ -128,7 +129,10 @@ def plan(
     else:
         model = _configured(config, layers, width, frozen)
     free = None if ram is None else parse_bytes(ram, "--ram")
-    planned = planned_of(options, model, split_master=split_master, ranks=ranks, stage=stage, gpu=gpu, free=free)
+    planned = planned_of(
+        options, model, split_master=split_master, ranks=ranks, stage=stage, gpu=gpu, free=free,
+        takes_any=passes is None,
+    )  # fmt: skip
     fits = _what_fits(planned)
     entering = model.blocks * options.entering_bytes(model.width)
     if json:
@@ -220,6 +224,15 @@ def _configured(config: Path, layers: int | None, width: int | None, frozen: int
     return Sized(model, len(blocks), found.get_text_config().hidden_size)
 
 
+def _whole(accumulation: str) -> int | None:
+    """None for "auto"."""
+    if accumulation == "auto":
+        return None
+    if not accumulation.isdecimal():
+        raise ConfigError(f'--accumulation {accumulation}: give a whole number, at least 1, or "auto"')
+    return int(accumulation)
+
+
 def planned_of(
     options: TrainOptions,
     model: Sized,
@@ -229,10 +242,12 @@ def planned_of(
     stage: int | None = None,
     gpu: bool = False,
     free: int | None = None,
+    takes_any: bool = False,
 ) -> Planned:
     """The model laid out as `offload train` would have it.
 
-    Args: gpu: for a GPU, also where there is none; free: bytes of RAM where it will run, None: what is free here.
+    Args: gpu: for a GPU, also where there is none; free: bytes of RAM where it will run, None: what is free here;
+        takes_any: whether `accumulation` is "auto".
     Raises: ConfigError.
     """
     from offload import Tuning
@@ -249,7 +264,7 @@ def planned_of(
         path=options.path if on_disk else None,
         cpu_memory=options.cpu_memory,
         compute_dtype=options.compute_dtype,
-        accumulation=options.accumulation,
+        accumulation="auto" if takes_any else options.accumulation,
         device_memory=options.device_memory,
         param_tier=options.given_param_tier,
         grad_tier=options.given_grad_tier,
@@ -280,7 +295,7 @@ def summarise(planned: Planned) -> dict[str, Any]:
         "param_tier": planned.config.param_tier,
         "grad_tier": planned.config.grad_tier,
         "device": "cpu" if planned.direct else device.type if device is not None else "gpu",
-        "accumulation": planned.config.accumulation,
+        "accumulation": planned.config.declared,
         "split_master": planned.config.split_master,
         "commit_every": planned.config.commit_every,
         "activation_tier": planned.config.activation_tier,

@@ -77,7 +77,7 @@ def require_alike(comm: Communicator, layout: Layout, config: Config) -> None:
 
     Raises: ConfigError if their models, or the options that decide what they send, differ; RankError.
     """
-    options = (config.stage, config.accumulation, config.param_tier, config.bucket_bytes)
+    options = (config.stage, config.declared, config.param_tier, config.bucket_bytes)
     commits = (config.commit_every, config.resume, config.split_master)
     if not comm.all_equal(repr((layout.specs, layout.flats, layout.ranks, layout.replicas, options, commits))):
         raise ConfigError(

@@ -83,17 +83,19 @@ class GradientBuffer(ABC):
     """Holds the gradients of one step. Parameters are named by their index in `layout.specs`.
 
     Args: store: of the gradients, with `grad_tier="nvme"`; None: they are in RAM (or on the device, with the states).
-    Attributes: accumulation: micro-batches a step; scale: the factors of all gradients; factors: by parameter, what
-    the step multiplies its gradient by besides.
+    Attributes: most: micro-batches a step at most, None: any number; expected: how many there may be; scale: the
+    factors of all gradients; factors: by parameter, what the step multiplies its gradient by besides.
 
     Over several ranks all of them have to call `finalize`, `norm`, `norms`, `not_finite`, `clear_all` and `reset`
     alike; these raise RankError.
     """
 
     def __init__(self, run: Run, store: Store | None = None) -> None:
-        self.accumulation = run.config.accumulation
         self.scale = UNIT_SCALE
         self.factors: dict[int, float] = {}
+        self.most: int | None = None if run.config.takes_any else run.config.accumulation
+        self.expected = self.most or 1
+        self._is_summed = run.config.accumulation > 1
         self._layout = run.layout
         self._kernels = run.kernels
         self._copier = run.memory.copier
@@ -138,6 +140,15 @@ class GradientBuffer(ABC):
         """A backward ends. Args: left: as before; is_whole: whether it is not one inside of another one."""
 
     # When all of them have come.
+
+    def declare(self, most: int) -> None:
+        """Of every step from now on. Over several ranks on all of them alike, and while no gradient is there."""
+        self.most = self.expected = most
+
+    def _learn(self, count: int) -> None:
+        """Training repeats itself: the next step may have as many micro-batches as this one had."""
+        if self.most is None and count:
+            self.expected = count
 
     @abstractmethod
     def finalize(self, params: Collection[int]) -> list[int]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from itertools import chain
 from queue import SimpleQueue
 
 from torch import Tensor
@@ -63,7 +64,7 @@ class LocalGradients(GradientBuffer):
         self._leaving: dict[str, list[Copy]] = {}  # by unit, the first that left first
         if not self._copier.direct:
             self._worker = Workers(1, "offload-gradients")
-            if self.accumulation > 1 or self._is_stored:
+            if self._is_summed or self._is_stored:
                 for _ in range(BOUNCES):
                     self._bounces.put(run.memory.states.carve(_bounce_bytes(run.layout)))
 
@@ -77,11 +78,11 @@ class LocalGradients(GradientBuffer):
 
     def _accumulate(self, param: int, tile: int, grad: Tensor) -> None:
         count = self._count[param]
-        if count[tile] == self.accumulation:
-            raise too_often(self._layout.specs[param].name, self.accumulation)
+        if self.most is not None and count[tile] == self.most:
+            raise too_often(self._layout.specs[param].name, self.most)
         is_first = count[tile] == 0
         count[tile] += 1
-        is_last = count[tile] == self.accumulation
+        is_last = count[tile] == self.expected
         self._generation[param][tile] += 1
         generation = self._generation[param][tile]
         size = grad.numel() * grad.element_size()
@@ -89,7 +90,7 @@ class LocalGradients(GradientBuffer):
             self._timeline.count("device_to_host_bytes", size)
         with self._timeline.span("gradient_s"), self._event(GRADIENTS, "gradient", param, size):
             region = None if self._is_stored else self._region(param, tile)
-            if region is not None and self.accumulation == 1:
+            if region is not None and not self._is_summed:
                 self._then(param, self._copy(param, grad, region))
             else:
                 for chunk, piece in self._layout.pieces_of(param):
@@ -112,7 +113,7 @@ class LocalGradients(GradientBuffer):
             return
         # A chunk with a tile holds nothing else.
         counts = {self._count[other.param][0] for other in chunk.pieces} if len(chunk.pieces) > 1 else {0}
-        is_last = self._count[param][tile] == self.accumulation
+        is_last = self._count[param][tile] == self.expected
         generation = self._generation[param][tile]
         offset = piece.param_offset - start
 
@@ -133,6 +134,7 @@ class LocalGradients(GradientBuffer):
         self._count[param] = [0] * len(self._tiles[param])
 
     def clear_all(self) -> None:
+        self._learn(max(chain.from_iterable(self._count), default=0))
         self._count = self._zeros()
 
     def finalize(self, params: Collection[int]) -> list[int]:
@@ -140,7 +142,7 @@ class LocalGradients(GradientBuffer):
             self.drain()
             for param in params:
                 for tile, generation in enumerate(self._generation[param]):
-                    if self._summed[param][tile] != generation:  # fewer micro-batches than declared
+                    if self._summed[param][tile] != generation:  # not as many micro-batches as expected
                         start, stop = self._tiles[param][tile]
                         self._sum(param, tile, 0, self.values(param)[start:stop], generation)
         return list(params)

@@ -19,6 +19,8 @@ A *round* sends each bucket once, on all ranks in the same order, with zeros whe
 round. With accumulation at stages 2 and 3 it is one round a micro-batch, and the averages are summed in fp32: a round
 ends when a parameter gets its second gradient in it. At stage 1 whole micro-batches are summed first, in fp32, on each
 rank. What is missing in a round is sent by `finalize`, so all ranks send the same, whichever gradients they have.
+Where the number of micro-batches is not declared, ranks ask one another after each round whether one has another; those
+that have none send zeros.
 """
 
 from __future__ import annotations
@@ -113,17 +115,17 @@ class ReducedGradients(GradientBuffer):
                 "ranks, by clip_grad_norm_() or grad(): call these after the last backward of a step"
             )
         with self._timeline.span("gradient_s"), self._event(GRADIENTS, "gradient", param):
-            if self._count[param] == self.accumulation:
-                raise too_often(self._layout.specs[param].name, self.accumulation)
+            if self._count[param] == self.most:
+                raise too_often(self._layout.specs[param].name, self.most)
             if self._plan.sums_locally:
                 grad = self._add(param, grad)
             elif param in self._uses or self._buckets.has_sent(param):
-                if self._round + 1 == self._plan.rounds:
+                if self._round + 1 == self._rounds:
                     raise self._too_late(param)
-                self._end_round()
+                self._begin_next_round()
             self._count[param] += 1
             self._came = True
-            if self._plan.rounds > 1 or self._count[param] == self.accumulation:
+            if not self._plan.sums_locally or self._count[param] == self.most:
                 self._ready(param, grad)
             while self._reducing and self._reducing[0].work.done():
                 self._finish_reduction()
@@ -132,19 +134,20 @@ class ReducedGradients(GradientBuffer):
 
     def _too_late(self, param: int) -> AccumulationError:
         name = self._layout.specs[param].name
+        assert self.most is not None
         if self._count[param]:
-            return too_often(name, self.accumulation)
+            return too_often(name, self.most)
         unit = self._layout.flats[self._layout.locations[param][0]].unit
         return AccumulationError(
             f"a gradient of {name} came when those of its unit, {unit}, had been averaged over the ranks, in another "
             f"backward: declare how many backward passes come before each step, OffloadZero(..., accumulation="
-            f"{self.accumulation + 1}), or let one backward make all gradients of that unit"
+            f"{self.most + 1}), or let one backward make all gradients of that unit"
         )
 
     def backward_enters(self, unit: str, left: Sequence[str], *, is_alone: bool) -> None:
         self._leave(left)
-        if self._came and unit in self._left and self._round + 1 < self._plan.rounds:
-            self._end_round()  # the next micro-batch
+        if self._came and unit in self._left and self._round + 1 != self._rounds:
+            self._begin_next_round()  # of the next micro-batch
         self._alone = unit if is_alone else None
 
     def backward_ends(self, left: Sequence[str], *, is_whole: bool) -> None:
@@ -183,7 +186,7 @@ class ReducedGradients(GradientBuffer):
                 self._end_rounds()
                 self._active = self._agree(params)
                 with self._timeline.event(SUMS, "sums of squares"):
-                    self._shards.sum_squares(self._active)
+                    self._shards.sum_squares(self._active, is_on_way=self._round == self._summed_rounds)
         return self._active
 
     def drain(self) -> None:
@@ -240,6 +243,7 @@ class ReducedGradients(GradientBuffer):
         return rows[:, 1:].any(0).nonzero().flatten().tolist()
 
     def _begin_anew(self) -> None:
+        self._learn(self._round)
         self._count = [0] * len(self._count)
         self._round = 0
         self._active = None
@@ -247,6 +251,15 @@ class ReducedGradients(GradientBuffer):
         self._norms.clear()
 
     # Rounds.
+
+    @property
+    def _rounds(self) -> int | None:
+        return 1 if self._plan.sums_locally else self.most
+
+    @property
+    def _summed_rounds(self) -> int:
+        """After so many the squares are summed on the way."""
+        return 1 if self._plan.sums_locally else self.expected
 
     def _sum_of(self, param: int) -> Tensor:
         """Where the micro-batches of a parameter are summed before they are sent."""
@@ -286,11 +299,21 @@ class ReducedGradients(GradientBuffer):
     def _end_rounds(self) -> None:
         if self._plan.sums_locally:
             for param, count in enumerate(self._count):
-                if 0 < count < self.accumulation:
+                if count and count != self.most:
                     self._ready(param, self._sum_of(param))
-        while self._round < self._plan.rounds:
+        if self._rounds is None:
             self._end_round()
+            while self._comm.all_reduce_any(False):
+                self._end_round()
+        else:
+            while self._round < self._rounds:
+                self._end_round()
         self.drain()
+
+    def _begin_next_round(self) -> None:
+        self._end_round()
+        if self._rounds is None:
+            self._comm.all_reduce_any(True)
 
     def _end_round(self) -> None:
         for bucket in self._buckets.take(lambda bucket: True):
@@ -370,7 +393,7 @@ class ReducedGradients(GradientBuffer):
 
     def _keep(self, reduction: _Reduction) -> None:
         if not reduction.is_in_place:
-            is_last = reduction.round + 1 == self._plan.rounds
+            is_last = reduction.round + 1 == self._summed_rounds
             self._shards.add_bucket(reduction.bucket, reduction.average, is_first=reduction.round == 0, is_last=is_last)
         self._free.append(reduction.buffer)
 

@@ -20,7 +20,7 @@ class ReductionPlan:
     Args: config: with a stage; direct: whether the model's device is the CPU.
     Attributes:
         sums_locally: micro-batches are summed before they are sent, not after.
-        rounds: how often each bucket is sent in a step.
+        rounds: how often each bucket is sent in a step; where any number is taken, how often it is counted.
         wire, held: by flat, the dtypes of what travels and of the averages that stay.
         buckets: in the order of the flats; buffers: how many are under way at most.
         full_bytes: of the buffer for what a rank sends; and of that for what it receives.

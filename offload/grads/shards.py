@@ -118,8 +118,15 @@ class GradShards(ABC):
         """Writes the average of a bucket, shape (bucket.numel,), or adds it. Args: is_first, is_last: of the rounds."""
 
     @abstractmethod
-    def sum_squares(self, params: Iterable[int]) -> None:
-        """After the last round over several ranks: makes the `sums` of these, where they were not made on the way."""
+    def sum_squares(self, params: Iterable[int], *, is_on_way: bool) -> None:
+        """After the last round over several ranks: makes the `sums` of these. Args: is_on_way: whether `add_bucket` was
+        told that it was the last."""
+
+    def _sum_squares(self, params: Iterable[int]) -> None:
+        for param in params:
+            (sums,) = self.sums[param]
+            if sums.numel():
+                self._kernels.sum_squares(self.values(param), self._layout.param_shard_range(param)[0], sums)
 
     @abstractmethod
     def values(self, param: int) -> Tensor:
@@ -169,11 +176,8 @@ class ShardsInMemory(GradShards):
     def add_bucket(self, bucket: Bucket, average: Tensor, *, is_first: bool, is_last: bool) -> None:
         self._kernels.accumulate(self.region(bucket.flat, bucket.start, bucket.numel), average)
 
-    def sum_squares(self, params: Iterable[int]) -> None:
-        for param in params:
-            (sums,) = self.sums[param]
-            if sums.numel():
-                self._kernels.sum_squares(self.values(param), self._layout.param_shard_range(param)[0], sums)
+    def sum_squares(self, params: Iterable[int], *, is_on_way: bool) -> None:
+        self._sum_squares(params)
 
     def values(self, param: int) -> Tensor:
         flat, offset = self._layout.locations[param]
@@ -278,8 +282,10 @@ class ShardsInSlots(GradShards):
         (sums,) = self.sums[param]
         self._kernels.sum_squares(values, first, sums[block : block + sum_blocks(first, len(values))])
 
-    def sum_squares(self, params: Iterable[int]) -> None:
+    def sum_squares(self, params: Iterable[int], *, is_on_way: bool) -> None:
         assert self._carried is None
+        if not is_on_way:
+            self._sum_squares(params)
 
     def values(self, param: int) -> Tensor:
         first, last = self._layout.param_shard_range(param)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -66,6 +67,52 @@ def _on_meta(kind: Any, path: Path) -> Any:
     if model.can_generate() and (path / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
     return model.eval()
+
+
+class Offload(transformers.TrainerCallback):  # type: ignore[misc]  # transformers is not there where types are checked
+    """Trainer over several ranks. Give it last, after callbacks that decide when to save.
+
+        trainer = Trainer(model, args, callbacks=[Offload(optimizer)], optimizers=(optimizer, None), ...)
+
+    Trainer gives the held model no DistributedDataParallel then: OffloadZero averages over the ranks. All ranks commit
+    before rank 0 saves; at stage 3 they gather the whole model for that, which has to fit `device_memory`. An optimizer
+    with accumulation="auto" gets Trainer's `gradient_accumulation_steps`.
+    """
+
+    def __init__(self, optimizer: OffloadZero) -> None:
+        self._optimizer = optimizer
+        self._gathered = ExitStack()
+
+    def on_init_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+        from accelerate import Accelerator  # Trainer has it
+
+        # Trainer's own is out of reach; all of them share their state.
+        Accelerator().prepare_model(model, evaluation_mode=True)  # which wraps nothing
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._optimizer.accumulation = args.gradient_accumulation_steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+        if control.should_save:
+            self._prepare_to_save(model)
+
+    on_epoch_end = on_step_end
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+        if args.save_strategy == "best":  # whether it is the best is decided after this
+            self._prepare_to_save(model)
+
+    def _prepare_to_save(self, model: Any) -> None:
+        self._gathered.close()
+        self._optimizer.consolidate_state_dict()
+        stats = self._optimizer.stats()
+        if stats["stage"] == 3 and stats["ranks"] > 1:
+            self._gathered.enter_context(self._optimizer.gathered(model))
+
+    def _is_saved(self, *_: Any, **__: Any) -> None:
+        self._gathered.close()
+
+    on_save = on_step_begin = on_train_end = _is_saved
 
 
 class PretrainedFiles(FromSafetensors):

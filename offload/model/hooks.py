@@ -24,7 +24,7 @@ from offload.model.flat_param import FlatParameters
 from offload.model.gradient import Answers
 from offload.model.state_dict import Access
 from offload.model.torch_helpers import Hook, hook_forward
-from offload.model.units import ROOT, blocks_of, is_called, kept_modules, require_unwrapped
+from offload.model.units import ROOT, NotToWrap, blocks_of, is_called, kept_modules, require_unwrapped
 from offload.run import Run
 
 
@@ -81,9 +81,12 @@ class Hooks:
         self._handles: list[RemovableHandle] = []
         self._nodes: list[tuple[torch.autograd.graph.Node, RemovableHandle]] = []
         self._leaves: list[tuple[int, nn.Parameter]] = []
+        self._model = model
         self._units = units
         self._answers = answers
         config = run.config
+        self._ignored_by_ddp = getattr(model, NotToWrap.NAME, None)
+        setattr(model, NotToWrap.NAME, NotToWrap())
         self._hook_units(model, run, parameters, names, access)
 
         def model_begins() -> None:
@@ -110,6 +113,10 @@ class Hooks:
             handle.remove()
         self._handles.clear()
         self._nodes.clear()
+        if self._ignored_by_ddp is None:
+            vars(self._model).pop(NotToWrap.NAME, None)
+        else:
+            setattr(self._model, NotToWrap.NAME, self._ignored_by_ddp)
         self._answers.remove()
 
     def _hook_units(

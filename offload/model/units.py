@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from difflib import get_close_matches
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -213,15 +213,34 @@ def require_streamable(specs: Sequence[ParamSpec], params: Sequence[nn.Parameter
     _refuse_overlaps({param: spec.name for spec, param in zip(specs, params, strict=True)}, params)
 
 
+class NotToWrap:
+    """An attribute of a held model that DistributedDataParallel reads, as names of what it ignores, before anything
+    else: it raises ConfigError then. A copy of the model may be wrapped, so a copy of this is an empty tuple."""
+
+    NAME = "_ddp_params_and_buffers_to_ignore"
+
+    def __iter__(self) -> NoReturn:
+        raise _wrapped_by_ddp()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return tuple, ()
+
+
+def _wrapped_by_ddp() -> ConfigError:
+    return ConfigError(
+        "a held model was wrapped by DistributedDataParallel, and both would average its gradients: leave out "
+        "DistributedDataParallel(model), OffloadZero averages over the process group itself. Where a framework wraps, "
+        "give Trainer callbacks=[offload.integrations.transformers.Offload(optimizer)], call "
+        "offload.integrations.accelerate.register(accelerator, model, optimizer) before accelerator.prepare, or give "
+        "Lightning strategy=offload.integrations.lightning.OffloadStrategy()"
+    )
+
+
 def require_unwrapped(model: nn.Module) -> None:
     """Raises: ConfigError if a held model runs inside DistributedDataParallel, or was given to FSDP."""
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is not None and wrapper.require_backward_grad_sync and _holds(wrapper, model):
-        raise ConfigError(
-            "the model was wrapped by DistributedDataParallel after OffloadZero took it, and both would average its "
-            "gradients: leave out DistributedDataParallel(model), and accelerator.prepare(model); OffloadZero averages "
-            "over the process group itself"
-        )
+        raise _wrapped_by_ddp()
     if any(cls.__name__ == "FSDPModule" for cls in type(model).__mro__):
         raise ConfigError(
             "the model was given to fully_shard() after OffloadZero took it: leave that out, stage=3 shards parameters"

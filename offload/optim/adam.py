@@ -77,7 +77,7 @@ class NewParameters:
         self._copier = run.memory.copier
         self._timeline = run.timeline
         is_direct = self.direct or streamed is not None
-        size = arena_bytes(layout, gradients.accumulation, direct=is_direct, split_master=run.config.split_master)
+        size = arena_bytes(layout, run.config.accumulation, direct=is_direct, split_master=run.config.split_master)
         self._bounce = run.memory.states.carve(size)
         self._copies: list[tuple[Chunk, Copy, Event | None]] = []
         self._step: DeviceEvent = DONE  # the end of what was queued before it

@@ -137,7 +137,7 @@ def least_cpu_memory(
     *,
     compute_dtype: torch.dtype = torch.bfloat16,
     keep_fp32: Iterable[nn.Module | type[nn.Module]] = (),
-    accumulation: int = 1,
+    accumulation: int | str = 1,
     param_tier: str | None = None,
     grad_tier: str | None = None,
     commit_every: int | str | None = "auto",

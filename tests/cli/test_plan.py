@@ -50,6 +50,7 @@ def with_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
         {"chunk": "256KiB", "accumulation": 2},
         {"tier": "cpu"},
         {"tier": "cpu", "accumulation": 3},
+        {"chunk": "256KiB", "accumulation": "auto"},
         {"tier": "device", "accumulation": 2},
         {"chunk": "256KiB", "split_master": True},
         {"chunk": "256KiB", "split_master": True, "accumulation": 2, "cpu_memory": "9MiB"},

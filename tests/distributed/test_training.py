@@ -14,7 +14,7 @@ from offload.layout import Layout, build
 from offload.model.units import specs_of
 from tests.support import models, sharded
 from tests.support.ranks import Worlds
-from tests.support.toy import take_step
+from tests.support.toy import Net, batch, squares, take_step
 from tests.support.training import Run
 
 TUNING = Tuning(chunk=4096, threads=1, bucket=4096)
@@ -117,6 +117,51 @@ def test_gaps_between_parameters_stay_zero(worlds: Worlds, stage: int) -> None:
 def test_accumulation(worlds: Worlds, stage: int, idle: bool) -> None:
     """At stage 1 micro-batches are added before they travel, at 2 and 3 after."""
     trained(worlds, "mlp", 2, 4, accumulation=3, stage=stage, idle=idle)
+
+
+@pytest.mark.parametrize("wire", ["late", "ordered"])
+@pytest.mark.parametrize("idle", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.one_in(3)
+def test_accumulation_that_nobody_declared(worlds: Worlds, stage: int, idle: bool, wire: str) -> None:
+    """A rank that is idle has no backward where the other one has three."""
+    trained(worlds, "mlp", 2, 4, accumulation=3, declares=False, stage=stage, idle=idle, wire=wire)
+
+
+def _with_any_number(path: str, accumulation: int | str, sets: bool, options: dict[str, Any]) -> list[torch.Tensor]:
+    """Args: sets: the number, before each step."""
+    model, rank = Net(), torch.distributed.get_rank()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = []
+    with OffloadZero(model, adamw, path=path, accumulation=accumulation, **options) as optimizer:
+        for step, passes in enumerate((3, 3, 1, 4, 2)):
+            if sets:
+                optimizer.accumulation = passes
+            for number in range(passes):
+                (squares(model, batch(100 * step + 10 * number + rank)) / passes).backward()
+            found.append(optimizer.clip_grad_norm_(0.05))
+            optimizer.step()
+            optimizer.zero_grad()
+        return found + [optimizer.state_of(param)["master"] for param in model.parameters()]
+
+
+@pytest.mark.parametrize("sets", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tier": "cpu", "stage": 1},
+        {"tier": "nvme", "stage": 2, "param_tier": "cpu"},
+        {"tier": "nvme", "grad_tier": "nvme", "stage": 2, "tuning": Tuning(chunk="256KiB", bucket=4096)},
+        {"tier": "nvme", "stage": 3, "tuning": Tuning(chunk=4096, bucket=4096)},
+    ],
+)
+def test_any_number_has_the_bits_of_the_largest(
+    worlds: Worlds, tmp_path: Path, options: dict[str, Any], sets: bool
+) -> None:
+    fixed = worlds(2).run(_with_any_number, str(tmp_path / "fixed"), 4, False, options)
+    found = worlds(2).run(_with_any_number, str(tmp_path / "any"), "auto", sets, options)
+    for mine, wanted in zip(found, fixed, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(mine, wanted, strict=True))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -145,6 +145,28 @@ def with_accelerate(run: Run, *, path: Path, accumulation: int = 1) -> None:
     accelerator.end_training()
 
 
+def with_accelerate_in_fp16(run: Run, *, path: Path) -> None:
+    """Accelerate makes a scaler on GPUs only, so here it is given one. The first steps are skipped."""
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22)
+    model = SmallLm()
+    optimizer = run.hold(model, adamw(model))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader_of())
+    for inputs, targets in loader:
+        with torch.autocast("cpu", torch.float16):
+            loss = token_loss(model, inputs, targets)
+        accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        run.log(loss, accelerator.scaler.get_scale())
+        if norm.isfinite():
+            run.log(norm)
+    assert accelerator.scaler.get_scale() < 2.0**22
+    run.log(accelerator.unwrap_model(model))
+    accelerator.end_training()
+
+
 def with_accelerate_preparing_first(run: Run, *, path: Path) -> None:
     """The optimizer is made of what `prepare` returned, model and AdamW."""
     accelerator = accelerate.Accelerator(cpu=True)
@@ -165,6 +187,7 @@ def with_accelerate_preparing_first(run: Run, *, path: Path) -> None:
 ACCELERATED: dict[str, Callable[..., None]] = {
     "defaults": with_accelerate,
     "accumulating": partial(with_accelerate, accumulation=2),
+    "fp16": with_accelerate_in_fp16,
     "prepared first": with_accelerate_preparing_first,
 }
 
@@ -204,7 +227,7 @@ class Lit(lightning.LightningModule):  # type: ignore[misc]
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         norms = lightning.pytorch.utilities.grad_norm(self, norm_type=2)
         self.log_dict(norms)
-        self._run[0].log(norms)
+        self._run[0].log({name: torch.nan_to_num(norm, -1.0, -1.0) for name, norm in norms.items()})  # fp16 overflows
 
     def configure_optimizers(self) -> Any:
         model = self.net if self._holds_inner else self
@@ -229,6 +252,14 @@ class Manual(Lit):
         self._run[0].log(loss)
 
 
+def mixed(precision: str) -> Any:
+    """With a loss scale of which the first steps are skipped."""
+    from offload.integrations.lightning import OffloadPrecision
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22) if precision == "16-mixed" else None
+    return OffloadPrecision(precision, "cpu", scaler)
+
+
 def with_lightning(
     run: Run,
     *,
@@ -237,8 +268,11 @@ def with_lightning(
     holds_inner: bool = False,
     accumulation: int = 1,
     averages: bool = False,
+    precision: str | None = None,
     **arguments: Any,
 ) -> None:
+    if precision is not None:
+        arguments["plugins"] = [mixed(precision)]
     model = kind(run, holds_inner=holds_inner, accumulation=accumulation)
     callbacks = [lightning.pytorch.callbacks.LearningRateMonitor()]
     if averages:
@@ -259,6 +293,9 @@ def with_lightning(
     batches = STEPS // 2 * accumulation
     trainer.fit(model, loader_of(batches=batches), loader_of(batches=1))
     run.log(trainer.callback_metrics["found"], model)
+    if precision == "16-mixed":
+        run.log(trainer.precision_plugin.scaler.get_scale())
+        assert trainer.precision_plugin.scaler.get_scale() < 2.0**22
 
 
 LIGHTNING: dict[str, dict[str, Any]] = {
@@ -270,6 +307,8 @@ LIGHTNING: dict[str, dict[str, Any]] = {
     "manual optimization": {"kind": Manual},
     "averaging weights": {"averages": True},
     "detecting anomalies": {"detect_anomaly": True},
+    "fp16, clipping norms": {"precision": "16-mixed", "gradient_clip_val": 0.3},
+    "bf16, clipping norms": {"precision": "bf16-mixed", "gradient_clip_val": 0.3},
 }
 
 

@@ -78,12 +78,14 @@ def train(
     scale: LossScale | None = None,
     spoilt: int | None = None,
     apart: bool = False,
+    declares: bool = True,
     **options: Any,
 ) -> Run:
     """As tests.support.training.train, on this rank.
 
-    Args: apart: as if the device had memory of its own; idle, spoilt: see `Reference`; mesh: of all ranks, replicas by
-    shards; along: the dimension to train along, each row or column of it for itself; None: both.
+    Args: apart: as if the device had memory of its own; declares: accumulation, to OffloadZero, too; idle, spoilt: see
+    `Reference`; mesh: of all ranks, replicas by shards; along: the dimension to train along, each row or column of it
+    for itself; None: both.
     """
     model = models.build(kind)
     rank, ranks, replicas = torch.distributed.get_rank(), torch.distributed.get_world_size(), 1
@@ -116,7 +118,13 @@ def train(
     with (
         communicators(wire),
         devices_apart(apart),
-        OffloadZero(model, plain, accumulation=accumulation, keep_fp32=models.keep_fp32(kind), **options) as optimizer,
+        OffloadZero(
+            model,
+            plain,
+            accumulation=accumulation if declares else "auto",
+            keep_fp32=models.keep_fp32(kind),
+            **options,
+        ) as optimizer,
     ):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
         batches = batches_of(kind, model, rank, ranks)

@@ -1,0 +1,5 @@
+from __future__ import annotations
+
+from tests.distributed.conftest import worlds
+
+__all__ = ["worlds"]
