@@ -85,7 +85,7 @@ CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
 HANDED_OVER = ("grad_scale", "found_inf")
 """Attributes that an optimizer has while a GradScaler calls its step."""
-_SPANS = ("step_s", "landing_s", "adam_s", "gradient_s", "wait_nvme_s", "wait_device_s", "wait_cpu_s")
+_SPANS = ("step_s", "apply_s", "adam_s", "gradient_s", "wait_nvme_s", "wait_device_s", "wait_cpu_s")
 
 
 class OffloadZero(torch.optim.Optimizer):
@@ -105,7 +105,7 @@ class OffloadZero(torch.optim.Optimizer):
         path: a directory for this run's swap files and commits, or several to stripe them over. A directory is made
             (mode 0700) if its parent exists.
         param_tier: where parameters are outside their unit's forward and backward: "device", "cpu" or "nvme"; see
-            docs/guide.md for what is different then. Frozen parameters go there, and trained ones unless their states
+            docs/tiers.md for what is different then. Frozen parameters go there, and trained ones unless their states
             are on a faster tier, or they are so few that they stay. None: the fastest that fits the budgets.
         grad_tier: where gradients wait for the step: "cpu" or "nvme"; on the device if the states are there. None: the
             fastest that fits the budgets.
@@ -598,8 +598,8 @@ class OffloadZero(torch.optim.Optimizer):
         """Counters since training began. Bytes end in `_bytes`, seconds in `_s`.
 
         nvme_init_bytes was written before the first step; nvme_read_bytes and nvme_written_bytes moved since then.
-        step_s is spent in step(), landing_s in applying its results later, gradient_s in backward. adam_s is a part of
-        step_s and landing_s, and so are the waits where Adam runs on the CPU. wait_nvme_s: for the disk; wait_cpu_s:
+        step_s is spent in step(), apply_s in applying its results later, gradient_s in backward. adam_s is a part of
+        step_s and apply_s, and so are the waits where Adam runs on the CPU. wait_nvme_s: for the disk; wait_cpu_s:
         for the worker that runs Adam for a device; wait_device_s: for gradients, for memory that a copy still uses, and
         for a device that is too far behind.
         peak_device_bytes: the most that parameters and buffers had on the device at once.

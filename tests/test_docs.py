@@ -15,12 +15,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import OffloadZero, Tuning
+from offload import OffloadZero, Tuning, errors
 from tests.test_rooms import FLOORS, sources
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-WITH_EXAMPLES = [ROOT / "README.md", ROOT / "docs" / "guide.md"]
+WITH_EXAMPLES = [document for document in DOCUMENTS if document.stem != "one-step"]
+"""Those for users."""
 BATCHES = 60
 """Enough for the commits that the examples make."""
 
@@ -55,6 +56,9 @@ def runs(code: str, scratch: Path) -> None:
     names: dict[str, Any] = {
         "build_model": lambda: model,
         "model": model,
+        "step": 1,
+        "writer": SimpleNamespace(add_scalar=lambda name, value, step: None),
+        "wandb": SimpleNamespace(log=lambda values, step: None),
         "loader": [{"x": torch.randn(3, 8), "y": torch.randn(3, 1)} for _ in range(BATCHES)],
     }
     if "OffloadZero(" not in code:
@@ -73,12 +77,20 @@ def test_example_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         runs(code, tmp_path)  # goes on from what the first run committed
 
 
-def test_the_guide_names_every_option() -> None:
-    rows = re.findall(r"^\| (`.*?`) \|", (ROOT / "docs" / "guide.md").read_text(), re.MULTILINE)
+def test_every_option_is_named() -> None:
+    rows = re.findall(r"^\| (`.*?`) \|", (ROOT / "docs" / "options.md").read_text(), re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     parameters = inspect.signature(OffloadZero.__init__).parameters.values()
     options = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}
     assert options | {field.name for field in fields(Tuning)} <= named
+
+
+def test_every_error_is_named_once_as_in_its_module() -> None:
+    page = (ROOT / "docs" / "errors.md").read_text().split("\n## ")[0]
+    kinds = [
+        kind.__name__ for kind in vars(errors).values() if isinstance(kind, type) and kind.__module__ == errors.__name__
+    ]
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == kinds[1:]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)

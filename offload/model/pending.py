@@ -66,7 +66,7 @@ class PendingUpdates:
     def launch(self) -> None:
         """Makes all new values of this rank and sends them to the others; use waits for theirs."""
         self._owner.require_usable()
-        with self._lock, self._timeline.span("landing_s"), hidden():
+        with self._lock, self._timeline.span("apply_s"), hidden():
             try:
                 for flat in list(self._step.pending):
                     self._step.start_apply(flat)
@@ -113,7 +113,7 @@ class PendingUpdates:
             return
         self._owner.require_usable()
         # A forward in another thread waits here, and then finds nothing left to do.
-        with self._lock, self._timeline.span("landing_s"), hidden():
+        with self._lock, self._timeline.span("apply_s"), hidden():
             for flat in flats:
                 if flat not in self._step.pending:
                     continue
