@@ -52,8 +52,8 @@ WORDS = {"device": "device", "cpu": "RAM", "nvme": "NVMe"}
 RAM_BYTES = parse_bytes(RAM, "RAM")
 BEGINS, ENDS = "<!-- docs/what_fits.py writes this table -->", "<!-- until here -->"
 HEAD = """\
-| model | card | parameters | gradients | on the device | RAM | disk | over the disk a step | RAM for all states |
-|---|---|---|---|---:|---:|---:|---:|---:|"""
+| model | card | parameters, gradients | on the device | RAM | disk | over the disk a step | RAM for all states |
+|---|---|---|---:|---:|---:|---:|---:|"""
 
 
 def options(card: str) -> list[str]:
@@ -99,7 +99,7 @@ def cells(plan: dict[str, Any], param_tier: str, all_in_ram: str) -> list[str]:
     """What the table says of a plan."""
     moved = plan["read_bytes"] + plan["written_bytes"]
     sizes = (plan["device_bytes"], plan["peak_cpu_bytes"], plan["disk_bytes"], moved)
-    return [WORDS[param_tier], WORDS[plan["grad_tier"]], *map(format_bytes, sizes), all_in_ram]
+    return [f"{WORDS[param_tier]}, {WORDS[plan['grad_tier']]}", *map(format_bytes, sizes), all_in_ram]
 
 
 def table() -> str:
