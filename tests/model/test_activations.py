@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -262,6 +264,49 @@ def test_interrupt_in_a_forward_leaves_no_hooks(pair: Make) -> None:
     handle.remove()
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     both.same(lambda model: squares(model).backward())
+
+
+class Marked(torch.autograd.Function):
+    """As long as a graph lives, so does what it has kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: object) -> Tensor:
+        ctx.kept = kept
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class Marks(Net):
+    """Operations in the root unit and in blocks save what they return."""
+
+    def forward(self, x: Tensor, fails: bool = False) -> Tensor:
+        kept = {0}
+        self.graph = weakref.ref(kept)
+        h = Marked.apply(self.embed(x), kept)
+        for block in self.blocks:
+            h = block(h.sigmoid())
+        if fails:
+            raise KeyError("later")
+        return self.head(h).softmax(-1)
+
+
+def test_graphs_without_a_backward_leave_nothing(pair: Make) -> None:
+    both = pair(Marks)
+
+    def run(model: nn.Module) -> None:
+        for fails in (False, True, False):
+            with suppress(KeyError):
+                model(batch(1), fails)
+            gc.collect()
+            assert model.graph() is None
+        squares(model, batch(1)).backward()
+        assert model.graph() is None
+
+    both.same(run)
+    assert both.waiting_bytes == 0
 
 
 class InPlace(Net):
