@@ -514,6 +514,17 @@ def test_activations_beyond_the_region_are_refused_in_the_forward(tmp_path: Path
     both.optimizer.close()
 
 
+def test_activations_beyond_a_models_own_memory_go_to_files(tmp_path: Path) -> None:
+    """Of a model on the CPU, whose device is the CPU."""
+    options = options_of("nvme", tmp_path) | {"activation_tier": "device", "activation_memory": 12288}
+    x = torch.randn(200, 5, generator=torch.Generator().manual_seed(1))
+    both = Pair(Net, options)
+    both.same(lambda model: squares(model, x).backward())
+    assert both.optimizer.stats()["peak_activation_bytes"] == 4 * 12288
+    assert both.optimizer.stats()["activation_read_bytes"] == 3 * 12288
+    both.optimizer.close()
+
+
 def test_model_checkpoints_by_functions_of_its_own(pair: Make) -> None:
     """As transformers does: with what is no tensor bound to the function."""
 
