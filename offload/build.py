@@ -274,18 +274,20 @@ def _activation_store(
     undo: ExitStack, plan: Plan, run: Run, placement: Placement, engine: IOEngine | None, start: Start
 ) -> ActivationStore | None:
     """Where activations wait; None: where they are made."""
-    config, memory = run.config, run.memory
-    if not placement.activation_bytes:
-        return None
-    is_on_device = config.activation_tier == "device"
-    lender = memory.device if is_on_device and memory.device is not None and not plan.copier.direct else memory.ram
-    # What stays on the device is copied there, in the order of its own work.
-    copier = HostCopier() if is_on_device else plan.copier
-    paths = () if engine is None or is_on_device else config.paths
-    files = [engine.adopt(open_nameless(str(path), start.held.hold(path))) for path in paths if engine is not None]
-    region = lender.carve(placement.activation_bytes)
-    store = ActivationStore(region, copier, plan.device, run.timeline, engine, files)
-    undo.callback(store.close)
+    memory, nbytes, store = run.memory, placement.activation_bytes, None
+    is_on_device = run.config.activation_tier == "device" and not plan.copier.direct
+    in_ram = placement.activation_spill_bytes if is_on_device else nbytes
+    if in_ram:
+        paths = () if engine is None else run.config.paths
+        files = [engine.adopt(open_nameless(str(path), start.held.hold(path))) for path in paths if engine is not None]
+        store = ActivationStore(memory.ram.carve(in_ram), plan.copier, plan.device, run.timeline, engine, files)
+    if is_on_device and nbytes:
+        assert memory.device is not None
+        # What stays on the device is copied there, in the order of its own work.
+        region = memory.device.carve(nbytes)
+        store = ActivationStore(region, HostCopier(), plan.device, run.timeline, beneath=store)
+    if store is not None:
+        undo.callback(store.close)
     return store
 
 

@@ -144,9 +144,10 @@ class OffloadZero(torch.optim.Optimizer):
             unit only what enters it is kept, and its forward runs again in its backward; see Tuning.recompute. What
             torch.utils.checkpoint keeps in the model waits there, too. None: as the model has it.
         activation_memory: bytes, or such as "4GiB", of the region that is reserved for them: on the device, or in RAM,
-            where it counts as `cpu_memory`. What does not fit goes to files in `path`, if there is one, but for
-            "device"; without, the forward raises BudgetError. None: a quarter of the RAM that is left, or, where
-            activations stay on the device that they are made on, no region.
+            where it counts as `cpu_memory`. What does not fit on the device goes to RAM (as much again, of a quarter
+            of what is left of `cpu_memory` at most), what does not fit in RAM to files in `path`, if there is one;
+            without, the forward raises BudgetError. None: a quarter of the RAM that is left, or, where activations
+            stay on the device that they are made on, no region.
         tuning: options that only change speed.
 
     Raises: ConfigError, BudgetError, PathError, PathInUseError, ResumeError, RankError; the model is not changed then.
@@ -632,7 +633,7 @@ class OffloadZero(torch.optim.Optimizer):
             "threads": parts.run.kernels.threads,
             "io_engine": None if parts.engine is None else parts.engine.name,
             "activation_tier": self._config.activation_tier,
-            "activation_bytes": placement.activation_bytes,
+            "activation_bytes": placement.activation_bytes + placement.activation_spill_bytes,
             "peak_activation_bytes": 0 if parts.activations is None else parts.activations.peak_bytes,
             "activation_read_bytes": counted("activation_read_bytes"),
             "activation_written_bytes": counted("activation_written_bytes"),

@@ -110,7 +110,8 @@ class _InPlace:
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
+        # What an operation returns and saves would hold itself, in a cycle that no collector sees.
+        self._tensor = tensor if tensor.is_leaf else tensor.detach()
         self._version = tensor._version
 
     def get(self) -> Tensor:
@@ -298,7 +299,7 @@ class Activations:
         return call_hidden(self._put, tensor) if is_large or _is_from_checkpoint() else self._leave(tensor)
 
     def _leave(self, tensor: Tensor) -> Any:
-        return _InPlace(tensor) if self._outside is None else _Passed(self._outside, tensor)
+        return call_hidden(_InPlace, tensor) if self._outside is None else _Passed(self._outside, tensor)
 
     @torch.no_grad()
     def _put(self, tensor: Tensor) -> Any:

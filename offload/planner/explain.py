@@ -208,10 +208,9 @@ def _in_memory(placement: Placement, planned: Planned) -> Iterator[Row]:
     ]
     is_apart = planned.needs.has_activations_on_device
     activations = Row("activation", "device" if is_apart else "cpu", placement.activation_bytes)
-    if activations.tier == where:
-        rows.append(activations)
-    else:
-        yield activations
+    spilled = Row("activation", "cpu", placement.activation_spill_bytes)
+    rows += [row for row in (activations, spilled) if row.tier == where]
+    yield from (row for row in (activations, spilled) if row.tier != where)
     yield from rows
     yield Row("rest", where, total - sum(row.nbytes for row in rows))
     if is_beside:

@@ -31,7 +31,8 @@ IN_FLIGHT = 4
 """Buffers for streamed chunks if the budget allows: one more than the least, so that a late write delays no read."""
 
 ACTIVATION_SHARE = 4
-"""Of the RAM that is left, one part in so many is for activations, if nothing is said about them."""
+"""Of the RAM that is left, one part in so many is for activations, if nothing is said about them; at most, for those
+that a region on the device lacks room for."""
 LEAST_ACTIVATION_BYTES = 16 * MIB
 """The least that they get then."""
 UNITS_ON_THE_WAY = 4
@@ -74,7 +75,8 @@ class Placement:
             device. frozen: of frozen parameters; None: likewise.
         grads: of gradients in slots; staged: of states that are on the device, for commits.
         held_bytes: what this rank holds of each state kind, on any tier, gaps between parameters included.
-        activation_bytes: of the region in which activations wait, a part of arena_bytes or of slab_bytes.
+        activation_bytes: of the region in which activations wait, a part of arena_bytes or of slab_bytes;
+            activation_spill_bytes: of the one in RAM for what a region on the device lacks room for.
     """
 
     kept: frozenset[int]
@@ -96,6 +98,7 @@ class Placement:
     staged: Pool | None = None
     frozen: Pool | None = None
     activation_bytes: int = 0
+    activation_spill_bytes: int = 0
 
     def describe(self, layout: Layout, config: Config) -> str:
         """One line for people."""
@@ -488,10 +491,13 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
     if least > budget:
         other = 'or tier="nvme" with a path' if config.tier == "cpu" else "or a smaller Tuning(chunk=...)"
         raise _too_small(least, budget, given, other)
-    activation_bytes = needs.activation_bytes
-    if activation_bytes and config.activation_memory is None:
-        activation_bytes = max(activation_bytes, (budget - least) // ACTIVATION_SHARE // PAGE_BYTES * PAGE_BYTES)
-    fixed += 0 if needs.has_activations_on_device else activation_bytes
+    activation_bytes, spill_bytes = needs.activation_bytes, 0
+    share = max(min(budget, free) - least, 0) // ACTIVATION_SHARE // PAGE_BYTES * PAGE_BYTES
+    if needs.has_activations_on_device:
+        spill_bytes = min(activation_bytes, share)
+    elif activation_bytes and config.activation_memory is None:
+        activation_bytes = max(activation_bytes, share)
+    fixed += spill_bytes if needs.has_activations_on_device else activation_bytes
     kept, in_flight = frozenset(range(len(sizes))), 0
     if streams:
         kept, in_flight = _keep_and_stream(sizes, budget - fixed, config.in_flight)
@@ -527,6 +533,7 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
         staged=needs.staged,
         frozen=needs.frozen,
         activation_bytes=activation_bytes,
+        activation_spill_bytes=spill_bytes,
         streamed_chunks=len(streamed),
         utilisation=filled / max(kept_bytes + in_flight * largest, 1),
     )

@@ -5,6 +5,9 @@ the oldest go to the files. Half of the region is kept ready for what comes next
 the newest of what is not there is read ahead as room becomes free. Nothing of it is ever committed. The files have no
 names: they are gone when the store is closed, or the process ends in any way.
 
+What a region on a device has no room for goes to another store beneath it, in RAM. So a device keeps the oldest, and
+what came last is brought up again first. Room is given when something is put, in a forward: a backward needs no more.
+
 Bytes of the region and of the files are lent in whole pages, in as many ranges as it takes. So no free page is ever out
 of reach, whatever lengths come and go.
 """
@@ -129,19 +132,23 @@ class _Entry:
 
 
 class Stored:
-    """The right to get bytes back; what holds it is a graph of autograd. When it is gone, so are the bytes."""
+    """The right to get bytes back; what holds it is a graph of autograd. When it is gone, so are the bytes.
 
-    __slots__ = ("__weakref__", "entry")
+    Attributes: store: where they are.
+    """
 
-    def __init__(self, entry: _Entry) -> None:
+    __slots__ = ("__weakref__", "entry", "store")
+
+    def __init__(self, entry: _Entry, store: ActivationStore) -> None:
         self.entry = entry
+        self.store = store
 
 
 class ActivationStore:
     """See the top of this file. May be called from any thread.
 
     Args: memory: the region, uint8, whole pages; copier: between it and `device`, where activations are; files: what
-    `open_nameless` opened, adopted by the engine; none: what does not fit in the region is refused.
+    `open_nameless` opened, adopted by the engine; beneath: takes what has no room here. With neither, that is refused.
     """
 
     def __init__(
@@ -152,6 +159,7 @@ class ActivationStore:
         timeline: Timeline,
         engine: IOEngine | None = None,
         files: Sequence[IOFile] = (),
+        beneath: ActivationStore | None = None,
     ) -> None:
         self._memory = memory
         self._copier = copier
@@ -159,6 +167,7 @@ class ActivationStore:
         self._timeline = timeline
         self._engine = engine
         self._files = files
+        self._beneath = beneath
         self._region = Ranges(len(memory))
         self._disks = [Ranges() for _ in files]
         self._count = 0
@@ -176,47 +185,60 @@ class ActivationStore:
 
     @property
     def nbytes(self) -> int:
-        """What waits now, in whole pages."""
+        """What waits now, here and beneath, in whole pages."""
         with self._lock:
             self._settle()
-            return sum(entry.size for entry in self._present.values())
+            beneath = 0 if self._beneath is None else self._beneath.nbytes
+            return beneath + sum(entry.size for entry in self._present.values())
 
     @uninterrupted
     def put(self, data: Tensor) -> Stored:
         """Keeps `data`, uint8 of shape (nbytes,) on the device. Changed in place before it has been copied, it is lost.
 
-        Raises: BudgetError if neither the region nor a file has room; TierIOError.
+        Raises: BudgetError if nothing has room for it; TierIOError.
         """
+        stored = self._put(data)
+        if stored is None:
+            raise self._too_small(len(data))
+        return stored
+
+    def _put(self, data: Tensor) -> Stored | None:
+        """None if neither this nor what is beneath has room."""
         with self._lock:
             self._require_usable()
             self._settle()
-            entry = _Entry(self._count, len(data), source=data, version=data._version)
-            if entry.size > len(self._memory):
-                raise self._too_small(f"one activation of {format_bytes(entry.size)}", entry.size)
-            self._reserve(entry)
-            try:
-                if not self._find_room(entry, waits=True):
-                    held = sum(other.size for other in self._present.values())
-                    raise self._too_small(f"activations of {format_bytes(held + entry.size)}", held + entry.size)
-                for (start, stop), at in _pairs(entry.memory, [(0, entry.size)]):
-                    piece = data[at : at + stop - start]
-                    entry.copies.append(self._copier.to_host(piece, self._memory[start : start + len(piece)]))
-            except BaseException:
-                _wait_for_copies(entry)
-                self._leave(entry)
-                raise
-            self._count += 1
-            self._present[entry.number] = self._unwritten[entry.number] = entry
-            self.peak_bytes = max(self.peak_bytes, sum(other.size for other in self._present.values()))
-            self._copying.append(entry)
-            while self._copying and (len(self._copying) > MOST_COPIES or self._copying[0].is_idle):
-                _wait_for_copies(self._copying.popleft())
-            self._write_behind()
-            stored = Stored(entry)
-            # Called in any thread, at any moment, and by no Python code that a signal could interrupt: the next call of
-            # the store sees to it.
-            self._held[weakref.ref(stored, self._dropped.append)] = entry
+            stored = self._put_here(data)
+            if stored is None and self._beneath is not None:
+                stored = self._beneath._put(data)
+            self.peak_bytes = max(self.peak_bytes, self.nbytes)
             return stored
+
+    def _put_here(self, data: Tensor) -> Stored | None:
+        entry = _Entry(self._count, len(data), source=data, version=data._version)
+        if entry.size > len(self._memory):
+            return None
+        try:
+            if not self._find_room(entry, waits=True):
+                return None
+            self._reserve(entry)
+            for (start, stop), at in _pairs(entry.memory, [(0, entry.size)]):
+                piece = data[at : at + stop - start]
+                entry.copies.append(self._copier.to_host(piece, self._memory[start : start + len(piece)]))
+        except BaseException:
+            _wait_for_copies(entry)
+            self._leave(entry)
+            raise
+        self._count += 1
+        self._present[entry.number] = self._unwritten[entry.number] = entry
+        self._copying.append(entry)
+        while self._copying and (len(self._copying) > MOST_COPIES or self._copying[0].is_idle):
+            _wait_for_copies(self._copying.popleft())
+        self._write_behind()
+        stored = Stored(entry, self)
+        # Called in any thread, at any moment, and by no Python code that a signal could interrupt: the next call of
+        # the store sees to it.
+        self._held[weakref.ref(stored, self._dropped.append)] = entry
+        return stored
 
     @uninterrupted
     def get(self, stored: Stored) -> Tensor:
@@ -224,10 +246,12 @@ class ActivationStore:
 
         Raises: ClosedError; StaleActivationError; TierIOError and CorruptionError if a disk fails.
         """
+        return stored.store._get(stored.entry)
+
+    def _get(self, entry: _Entry) -> Tensor:
         with self._lock:
             self._require_usable()
             self._settle()
-            entry = stored.entry
             if not entry.memory:
                 self._find_room(entry, waits=True)
                 self._begin_read(entry)
@@ -259,6 +283,8 @@ class ActivationStore:
                 return
             for entry in [*self._present.values(), *self._leaving]:
                 self._end(entry)
+        if self._beneath is not None:
+            self._beneath.close()
 
     def _bring(self, entry: _Entry) -> Tensor:
         """Starts to copy it to the device."""
@@ -440,13 +466,20 @@ class ActivationStore:
             digest.update(memory_of(self._memory[start:stop]))
         return digest.intdigest()
 
-    def _too_small(self, what: str, needed: int) -> BudgetError:
+    def _too_small(self, nbytes: int) -> BudgetError:
+        size, beneath = round_up(nbytes, PAGE_BYTES), self._beneath
+        what, needed = f"one activation of {format_bytes(size)} is", size
+        if not self._files:
+            needed += self.nbytes
+            what = f"activations of {format_bytes(needed)} are"
+        more = "" if beneath is None else f", and RAM has {format_bytes(len(beneath._memory))} for more"
+        has_files = self._files or (beneath is not None and beneath._files)
+        files = "" if has_files else ", or a path for files"
         return BudgetError(
-            f"{what} are to wait for the backward, and activation_memory allows {format_bytes(len(self._memory))}: "
-            f"give activation_memory={needed} or more, smaller batches"
-            + ("" if self._files else ', or activation_tier="nvme" with a path'),
+            f"{what} to wait for the backward, and activation_memory allows {format_bytes(len(self._memory))}{more}: "
+            f"give activation_memory={needed} or more, smaller batches{files}",
             needed=needed,
-            available=len(self._memory),
+            available=len(self._memory) + (0 if beneath is None else len(beneath._memory)),
             option="activation_memory",
         )
 

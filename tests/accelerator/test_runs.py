@@ -368,6 +368,39 @@ def test_written_gradients_and_parameters_count_as_in_plain_torch(tier: str) -> 
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("saved", [False, True], ids=["recomputed", "all saved"])
+@pytest.mark.parametrize("has_path", [False, True], ids=["RAM", "RAM and files"])
+def test_activations_beyond_the_devices_memory_go_on_to_slower_tiers(
+    has_path: bool, saved: bool, tmp_path: Path
+) -> None:
+    """And change no bit; where no tier is left, a forward says so, and the run goes on after it."""
+    region = 4096 * ((13 if has_path else 24) if saved else (1 if has_path else 2))
+    expected = losses("gpt", {"tier": "cpu"})
+    options: dict[str, Any] = {"tier": "cpu", "activation_tier": "device", "activation_memory": region}
+    options["tuning"] = Tuning(chunk="4KiB", recompute=not saved)
+    if has_path:
+        options |= {"path": tmp_path / "run", "commit_every": 0}
+    found: dict[str, Any] = {}
+
+    def step(model: nn.Module, optimizer: OffloadZero, draw: Callable[[], torch.Tensor]) -> float:
+        if not found and not has_path:
+            tokens = torch.zeros(2, 16, dtype=torch.long, device=DEVICE)
+            kept = [model(tokens, tokens)[1]]  # and no backward
+            with pytest.raises(BudgetError, match="activation_memory"):
+                kept.append(model(tokens, tokens)[1])
+            kept.clear()
+        loss = plain_step(model, optimizer, draw)
+        found.update(optimizer.stats())
+        return loss
+
+    accelerator.set_delays(1)
+    assert losses("gpt", options, step=step) == expected
+    assert accelerator.races() == []
+    assert found["activation_bytes"] == 2 * region
+    assert found["peak_activation_bytes"] > region * (2 if has_path else 1)
+    assert (found["activation_read_bytes"] > 0) is has_path
+
+
 @pytest.mark.parametrize("place", ["device", "cpu", "nvme"])
 def test_activations_of_changing_lengths_leave_no_holes_on_the_device(place: str, tmp_path: Path) -> None:
     """What the allocator has and nobody uses does not grow with the steps."""

@@ -238,8 +238,12 @@ def test_activations_are_a_row_of_their_own(direct: bool, tier: str) -> None:
     totals = {"device": placed.device_bytes, "cpu": placed.arena_bytes, "nvme": placed.disk_bytes}
     assert {tier: sum(row.nbytes for row in rows if row.tier == tier) for tier in totals} == totals
     is_apart = tier == "device" and not direct
-    expected = [("activation", "device" if is_apart else "cpu", 3 * MIB)]
+    expected = [("activation", "device", 3 * MIB)] if is_apart else []
+    expected.append(("activation", "cpu", 3 * MIB))  # what the device lacks room for, as much again
     assert [(row.kind, row.tier, row.nbytes) for row in rows if row.kind == "activation"] == expected
+    if is_apart:
+        least = planned.with_memory(planned.least()).place()
+        assert (least.activation_bytes, least.activation_spill_bytes) == (3 * MIB, 0)
 
 
 def test_activations_of_a_batch_are_what_the_papers_say() -> None:

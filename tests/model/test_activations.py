@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -264,6 +266,49 @@ def test_interrupt_in_a_forward_leaves_no_hooks(pair: Make) -> None:
     both.same(lambda model: squares(model).backward())
 
 
+class Marked(torch.autograd.Function):
+    """As long as a graph lives, so does what it has kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: object) -> Tensor:
+        ctx.kept = kept
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class Marks(Net):
+    """Operations in the root unit and in blocks save what they return."""
+
+    def forward(self, x: Tensor, fails: bool = False) -> Tensor:
+        kept = {0}
+        self.graph = weakref.ref(kept)
+        h = Marked.apply(self.embed(x), kept)
+        for block in self.blocks:
+            h = block(h.sigmoid())
+        if fails:
+            raise KeyError("later")
+        return self.head(h).softmax(-1)
+
+
+def test_graphs_without_a_backward_leave_nothing(pair: Make) -> None:
+    both = pair(Marks)
+
+    def run(model: nn.Module) -> None:
+        for fails in (False, True, False):
+            with suppress(KeyError):
+                model(batch(1), fails)
+            gc.collect()
+            assert model.graph() is None
+        squares(model, batch(1)).backward()
+        assert model.graph() is None
+
+    both.same(run)
+    assert both.waiting_bytes == 0
+
+
 class InPlace(Net):
     """Changes what entered a block, or what the root computed, after autograd has saved it."""
 
@@ -466,6 +511,17 @@ def test_activations_beyond_the_region_are_refused_in_the_forward(tmp_path: Path
     both = Pair(Net, options | {"activation_memory": 4 * 12288})
     both.same(lambda model: squares(model, x).backward())
     assert both.optimizer.stats()["peak_activation_bytes"] == 4 * 12288
+    both.optimizer.close()
+
+
+def test_activations_beyond_a_models_own_memory_go_to_files(tmp_path: Path) -> None:
+    """Of a model on the CPU, whose device is the CPU."""
+    options = options_of("nvme", tmp_path) | {"activation_tier": "device", "activation_memory": 12288}
+    x = torch.randn(200, 5, generator=torch.Generator().manual_seed(1))
+    both = Pair(Net, options)
+    both.same(lambda model: squares(model, x).backward())
+    assert both.optimizer.stats()["peak_activation_bytes"] == 4 * 12288
+    assert both.optimizer.stats()["activation_read_bytes"] == 3 * 12288
     both.optimizer.close()
 
 

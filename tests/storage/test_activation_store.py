@@ -220,3 +220,48 @@ def test_files_have_no_names_and_go_with_the_store(tmp_path: Path) -> None:
     assert file.fd == -1
     with pytest.raises(ClosedError):
         store.get(waiting[1])
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_what_the_first_region_lacks_room_for_waits_beneath(seed: int, engine: FaultyEngine, tmp_path: Path) -> None:
+    """On a device, in RAM, in files."""
+    beneath, rng = store_with_files(engine, tmp_path, 4), random.Random(seed)
+    store = ActivationStore(region(5), HostCopier(), CPU, Timeline(), beneath=beneath)
+    peak, below = 0, set()
+    for _ in range(6):
+        waiting: list[tuple[Stored, Tensor]] = []
+        for number in range(12):
+            data = values(number, rng.randint(1, 4 * PAGE))
+            waiting.append((store.put(data), data))
+        below.add(beneath.nbytes)
+        peak = max(peak, store.nbytes)
+        assert store.nbytes - beneath.nbytes <= 5 * PAGE
+        assert store.nbytes == sum(-(-len(data) // PAGE) * PAGE for _, data in waiting)
+        while waiting:
+            stored, data = waiting.pop()
+            assert torch.equal(store.get(stored), data)
+            del stored
+        assert store.nbytes == beneath.nbytes == 0
+    assert store.peak_bytes == peak
+    assert min(below) > 4 * PAGE < peak - 5 * PAGE
+    assert engine.reads > 0
+    with pytest.raises(BudgetError, match=r"activations of 24 KiB are .* allows 20 KiB, and RAM has 16 KiB") as caught:
+        store.put(values(1, 6 * PAGE))
+    assert (caught.value.needed, caught.value.available) == (6 * PAGE, 9 * PAGE)
+    store.close()
+    with pytest.raises(ClosedError):
+        beneath.put(values(1, 1))
+
+
+def test_without_room_beneath_it_is_refused_and_the_error_says_how_much_would_do() -> None:
+    beneath = ActivationStore(region(2), HostCopier(), CPU, Timeline())
+    store = ActivationStore(region(3), HostCopier(), CPU, Timeline(), beneath=beneath)
+    waiting = [store.put(values(number, 2 * PAGE)) for number in range(2)]
+    with pytest.raises(BudgetError, match=r"activation_memory=24576 or more, .* a path for files") as caught:
+        store.put(values(2, 2 * PAGE))
+    assert caught.value.needed == 6 * PAGE
+    waiting.append(store.put(values(3, PAGE)))  # that fits, in what is left above
+    assert beneath.nbytes == 2 * PAGE
+    for (stored, number), pages in zip(zip(waiting, (0, 1, 3), strict=True), (2, 2, 1), strict=True):
+        assert torch.equal(store.get(stored), values(number, pages * PAGE))
+    store.close()
