@@ -75,7 +75,7 @@ LOADERS: dict[str, Callable[[], Any]] = {"own": Shuffled, "torchdata": stateful}
 
 
 def train(kind: str, result: Path, path: Path | None = None) -> None:
-    """Writes the states after the last step to `result`. Args: path: of commits; None: none, and nothing is attached."""
+    """Writes the states after the last step to `result`. Args: path: of commits; None: none, nothing attached."""
     os.setpgid(0, 0)  # workers outlive a killed parent by seconds: they can be ended together
     torch.set_num_threads(1)
     torch.manual_seed(5)
