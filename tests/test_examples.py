@@ -14,6 +14,7 @@ FRAMEWORKS = {
     "accelerate_loop": "accelerate",
     "lightning_module": "lightning",
     "lora": "peft",
+    "finetune": "transformers",
 }
 """What an example needs beside, by its name."""
 PLAIN = [path for path in sorted(EXAMPLES.glob("*.py")) if path.stem not in FRAMEWORKS]
@@ -30,6 +31,14 @@ def output_of(script: Path, *options: str) -> str:
 @pytest.mark.parametrize("script", PLAIN, ids=lambda path: path.stem)
 def test_example_runs(script: Path) -> None:
     output_of(script, "-W", "error")
+
+
+def test_example_of_ranks_runs_and_resumes_under_torchrun() -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    begun, resumed = output_of(EXAMPLES / "torchrun.py", *launcher).split("resumed\n")
+    assert "step  4" in begun
+    assert "step  1" not in resumed
+    assert "step  8" in resumed
 
 
 @pytest.mark.peers

@@ -28,11 +28,15 @@ RNG = "rng"
 
 
 class _Part(NamedTuple):
-    """How to get and set the state of one object; is_drawn: see [Note: when a state is captured]."""
+    """How to get and set the state of one object.
+
+    is_drawn: see [Note: when a state is captured]; is_rng: it is a random number generator, or all of them.
+    """
 
     get: Callable[[], object]
     set: Callable[[Any], object]
     is_drawn: bool
+    is_rng: bool = False
 
 
 class Committed(NamedTuple):
@@ -71,8 +75,7 @@ class Attached:
         encode(Carried(attached={name: part.get() for name, part in parts.items()}))
         self._parts |= parts
         if not self._is_training:
-            for name, part in parts.items():
-                self._give_back(name, part)
+            self._give_back(parts)
 
     def groups_for(self, objects: Mapping[str, object]) -> tuple[Mapping[str, Any], ...]:
         """The committed hyper-parameters, if one of `objects` is a scheduler, whose constructor has set others."""
@@ -130,32 +133,46 @@ class Attached:
     def go_back(self, step: int) -> None:
         """Gives all objects the states of the last commit, which is that of `step`."""
         self.commit_ends(step)
-        for name, part in self._parts.items():
-            self._give_back(name, part)
+        self._give_back(self._parts)
 
     def _carried(self, extra: object, states: dict[str, object]) -> Carried:
         return Carried(extra, states, tuple(name for name, part in self._parts.items() if part.is_drawn))
 
-    def _give_back(self, name: str, part: _Part) -> None:
+    def _give_back(self, parts: Mapping[str, _Part]) -> None:
+        """Gives `parts` what is committed under their names, and after that all attached generators, `parts` or not."""
         states, drawn = self._committed.carried.attached, self._committed.carried.drawn
-        if name in states:
-            try:
-                part.set(copy.deepcopy(states[name]))
-            except Exception as error:
-                error.add_note(f"while {name} was given the state that is committed")
-                raise
-        elif name in drawn:
-            warnings.warn(
-                f"the state of {name} was committed on another number of ranks, so this rank has none: it begins anew",
-                stacklevel=4,
-            )
+        for name in parts:
+            if name in drawn and name not in states:
+                warnings.warn(
+                    f"the state of {name} was committed on another number of ranks, so this rank has none: it begins "
+                    "anew",
+                    stacklevel=4,
+                )
+        others = [name for name, part in parts.items() if not part.is_rng and name in states]
+        generators = [name for name, part in self._parts.items() if part.is_rng and name in states]
+        for name in others:
+            self._set(name)
+            if parts[name].is_drawn:
+                # A loader makes its next iterator from the state that it was given, and draws seeds for workers. When
+                # the state was committed there was an iterator, so the generators get theirs after this: a loader that
+                # is asked for its state makes the iterator now (StatefulDataLoader), and `iter()` takes that.
+                parts[name].get()
+        for name in generators:
+            self._set(name)
+
+    def _set(self, name: str) -> None:
+        try:
+            self._parts[name].set(copy.deepcopy(self._committed.carried.attached[name]))
+        except Exception as error:
+            error.add_note(f"while {name} was given the state that is committed")
+            raise
 
 
 def _part(name: str, value: Any) -> _Part:
     if name == RNG:
-        return _Part(collect_rng, restore_rng, is_drawn=True)
+        return _Part(collect_rng, restore_rng, is_drawn=True, is_rng=True)
     if isinstance(value, torch.Generator):
-        return _Part(value.get_state, value.set_state, is_drawn=True)
+        return _Part(value.get_state, value.set_state, is_drawn=True, is_rng=True)
     get, give = getattr(value, "state_dict", None), getattr(value, "load_state_dict", None)
     if callable(get) and callable(give):
         return _Part(get, give, is_drawn=hasattr(value, "__iter__") or hasattr(value, "__next__"))

@@ -42,6 +42,31 @@ class Loader:
         self.generator.set_state(state["generator"])
 
 
+class Seeding(Loader):
+    """An iterator draws a seed when it is made, for the state or for the loop, as that of torchdata does."""
+
+    made: Iterator[Tensor] | None = None
+    is_waiting = False
+
+    def __iter__(self) -> Iterator[Tensor]:
+        if not self.is_waiting:
+            torch.rand(())
+            self.made = super().__iter__()
+        self.is_waiting = False
+        assert self.made is not None
+        return self.made
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.made is None:
+            iter(self)
+            self.is_waiting = True
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.made, self.is_waiting = None, False
+
+
 class Average:
     """An exponential average of a parameter, as users write one."""
 
@@ -69,17 +94,18 @@ def build() -> nn.Module:
 class Loop:
     """A loop with dropout, a shuffling loader, a warm-up, and random numbers of Python and NumPy.
 
-    Attribute: losses, by step.
+    Args: kind: of the loader. Attribute: losses, by step.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, kind: type[Loader] = Loader) -> None:
         seed()
         self.model, self.optimizer = model, optimizer
-        self.loader, self.average = Loader(), Average()
+        self.loader, self.average = kind(), Average()
         warm_up, cosine = LinearLR(optimizer, 0.1, total_iters=4), CosineAnnealingLR(optimizer, 12)
         self.scheduler = SequentialLR(optimizer, [warm_up, cosine], milestones=[4])
         if isinstance(optimizer, OffloadZero):
-            optimizer.attach(rng=True, scheduler=self.scheduler, loader=self.loader, average=self.average)
+            optimizer.attach(rng=True, scheduler=self.scheduler)
+            optimizer.attach(loader=self.loader, average=self.average)
         self.batches = iter(self.loader)
         self.losses: list[float] = []
 
@@ -108,22 +134,26 @@ def weights(model: nn.Module) -> list[Tensor]:
     return [param.detach().clone() for param in model.parameters()]
 
 
-@pytest.mark.parametrize("param_tier", [None, "cpu"])
-@pytest.mark.parametrize("done", [4, 6, 10])
-def test_a_run_that_stops_at_once_resumes_as_torch_goes_on(tmp_path: Path, done: int, param_tier: str | None) -> None:
+@pytest.mark.parametrize(
+    ("done", "param_tier", "kind"),
+    [*((done, tier, Loader) for done in (4, 6, 10) for tier in (None, "cpu")), (6, None, Seeding), (10, None, Seeding)],
+)
+def test_a_run_that_stops_at_once_resumes_as_torch_goes_on(
+    tmp_path: Path, done: int, param_tier: str | None, kind: type[Loader]
+) -> None:
     plain = build()
-    expected = Loop(torch.optim.AdamW(plain.parameters(), lr=0.1), plain).run(STEPS)
+    expected = Loop(torch.optim.AdamW(plain.parameters(), lr=0.1), plain, kind).run(STEPS)
 
     model = build()
     lost = hold(model, tmp_path / "run", commit_every=3, param_tier=param_tier)
-    losses = Loop(lost, model).run(done)
+    losses = Loop(lost, model, kind).run(done)
     assert losses == pytest.approx(expected[:done], rel=1e-5)
     lost._fail(ConfigError("power is off"))  # so that close() commits nothing
     lost.close()
 
     model = build()
     with hold(model, tmp_path / "run", commit_every=3, param_tier=param_tier, resume=True) as optimizer:
-        loop = Loop(optimizer, model)
+        loop = Loop(optimizer, model, kind)
         assert optimizer.resumed is not None
         start = optimizer.resumed.step
         assert start == (done - 1) // 3 * 3

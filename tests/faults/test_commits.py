@@ -79,6 +79,30 @@ def test_a_hundred_kills_on_each_number_of_paths(tmp_path: Path, paths: int) -> 
     kill(tmp_path, 100, paths, seed=100 + paths)
 
 
+def kill_loop(tmp_path: Path, kills: int, loader: str) -> None:
+    """Args: loader: one of `tests.support.killed_loop.LOADERS`."""
+    command = [sys.executable, "-m", "tests.support.killed_loop", "4", str(kills), str(tmp_path), loader]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60 + 20 * kills)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_killed_loop_draws_schedules_and_drops_out_as_if_it_had_not_been(tmp_path: Path) -> None:
+    kill_loop(tmp_path, 3, "own")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(480)
+def test_a_loop_that_is_killed_twenty_times(tmp_path: Path) -> None:
+    kill_loop(tmp_path, 20, "own")
+
+
+@pytest.mark.peers
+@pytest.mark.timeout(480)
+def test_a_loop_with_the_loader_of_torchdata_is_killed_twenty_times(tmp_path: Path) -> None:
+    pytest.importorskip("torchdata")
+    kill_loop(tmp_path, 20, "torchdata")
+
+
 # Power cuts.
 
 

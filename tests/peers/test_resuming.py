@@ -369,8 +369,9 @@ def test_every_tensor_is_saved(place: str, tmp_path: Path) -> None:
         trainer.train()
         trainer.save_model(path / "saved")
         trainer.accelerator.save_model(trainer.model, path / "accelerate")
+        trainer.accelerator.save_state(path / "state")
         safetensors_torch.save_model(trainer.model, str(path / "safetensors"))
-    for file in ("saved/model.safetensors", "accelerate/model.safetensors", "safetensors"):
+    for file in ("saved/model.safetensors", "accelerate/model.safetensors", "state/model.safetensors", "safetensors"):
         mine, theirs = (safetensors_torch.load_file(tmp_path / run / file) for run in ("held", "plain"))
         assert set(mine) == set(theirs)
         for name, value in mine.items():
