@@ -316,7 +316,7 @@ class OffloadZero(torch.optim.Optimizer):
                     loss = closure()
             with self._timeline.span("step_s"), self._timeline.event(PHASES, "step"):
                 self._held.step_begins()
-                self._attached.step_begins()
+                self._attached.step_begins(self.param_groups)
                 self._commit_if_due()
                 active = self._finalize_gradients()
                 factor = self._agreed_factor(active) if self._is_to_step(active) else None

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -82,8 +82,8 @@ class Attached:
         is_scheduled = not self._is_training and any(hasattr(value, "get_last_lr") for value in objects.values())
         return self._committed.groups if is_scheduled else ()
 
-    def step_begins(self) -> None:
-        """Warns at the first step if a state that was committed has not been given back."""
+    def step_begins(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Warns at the first step if a state that was committed has not been given back. Args: groups: as they are."""
         if not self._is_training:
             self._is_training = True
             if missing := sorted(name for name in self._committed.carried.attached if name not in self._parts):
@@ -92,6 +92,21 @@ class Attached:
                     "back: call optimizer.attach() with the same names before the first step",
                     stacklevel=4,
                 )
+            elif self._committed.carried.extra is None:
+                self._warn_of_a_new_schedule(groups)
+
+    def _warn_of_a_new_schedule(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """A scheduler that nobody attached has begun anew: its constructor sets the first learning rate."""
+        for number, (now, then) in enumerate(zip(groups, self._committed.groups, strict=False)):
+            # Schedulers leave this key in the groups.
+            if "initial_lr" in now and "initial_lr" in then and now["lr"] != then["lr"]:
+                warnings.warn(
+                    f"the learning rate of param_groups[{number}] is {now['lr']}, and was {then['lr']} in the commit "
+                    "that this run resumes: its scheduler begins anew, because no commit carries it. Call "
+                    "optimizer.attach(scheduler=scheduler) in every run",
+                    stacklevel=5,
+                )
+                return
 
     def step_ends(self, step: int) -> None:
         """Captures what is drawn from, after a step that is due to be committed."""

@@ -231,6 +231,22 @@ def test_states_that_nobody_asks_for_are_warned_of_once(tmp_path: Path) -> None:
         optimizer.step()  # any warning is an error
 
 
+def test_a_scheduler_that_begins_anew_is_warned_of(tmp_path: Path) -> None:
+    def run(steps: int, resume: bool) -> None:
+        model = build()
+        with hold(model, tmp_path / "run", commit_every=0, resume=resume) as optimizer:
+            scheduler = LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))
+            for _ in range(steps):
+                model(torch.ones(4, 6)).sum().backward()
+                optimizer.step()
+                scheduler.step()
+            optimizer.commit()
+
+    run(3, resume=False)
+    with pytest.warns(UserWarning, match=r"param_groups\[0\] is 0.1, and was 0.025 in the commit"):
+        run(2, resume=True)
+
+
 @pytest.mark.parametrize(
     ("objects", "message"),
     [
