@@ -275,7 +275,7 @@ def planned_of(
         ranks=ranks,
         stage=stage,
     )
-    if options.cpu_memory is None and options.tier == "nvme":
+    if options.cpu_memory is None and "nvme" in (options.tier, planned.config.frozen_tier):
         return planned.with_memory(planned.least())
     return planned
 

@@ -144,7 +144,11 @@ class Placement:
         nbytes = sum(spec.numel * spec.dtype.itemsize for spec in frozen)
         kept = trained_bytes(layout) if config.param_tier == "device" else 0
         also = f"{format_bytes(kept)} of trained parameters and " if kept else ""
-        return f"{format_bytes(nbytes)} of frozen ones streamed from {_SHOWN[config.frozen_tier]}, {also}{stays}"
+        in_ram = self.frozen.kept_bytes if self.frozen is not None and config.frozen_tier == "nvme" else 0
+        cached = f" ({format_bytes(in_ram)} stay in RAM)" if in_ram else ""
+        return (
+            f"{format_bytes(nbytes)} of frozen ones streamed from {_SHOWN[config.frozen_tier]}{cached}, {also}{stays}"
+        )
 
 
 def _every(config: Config) -> str:
@@ -336,17 +340,40 @@ class Needs:
         return self._few([record.nbytes for record in self.states]) if is_staged else None
 
     @cached_property
+    def frozen_chunks(self) -> list[int]:
+        """Bytes of each."""
+        return [record.nbytes for record in frozen_records_of(self.held)]
+
+    @cached_property
     def frozen(self) -> Pool | None:
         """Frozen parameters that stream: all in RAM, or as few as work; None: they are on the device."""
-        sizes = [record.nbytes for record in frozen_records_of(self.held)]
-        if not sizes:
+        if not self.frozen_chunks:
             return None
-        return self._few(sizes) if self.config.frozen_tier == "nvme" else _all_of(sizes)
+        return self._few(self.frozen_chunks) if self.config.frozen_tier == "nvme" else _all_of(self.frozen_chunks)
+
+    def frozen_with(self, spare_bytes: int) -> Pool | None:
+        """The same, where RAM has so many bytes more for those on NVMe."""
+        if self.frozen is None or self.config.frozen_tier != "nvme" or self._has_frozen_in_slab:
+            return self.frozen
+        room = self.frozen.nbytes + max(spare_bytes, 0)
+        kept, in_flight = _keep_and_stream(self.frozen_chunks, room, self.frozen.in_flight)
+        streamed = [size for chunk, size in enumerate(self.frozen_chunks) if chunk not in kept]
+        return Pool(kept, in_flight, sum(self.frozen_chunks) - sum(streamed), max(streamed, default=0))
+
+    def frozen_read_bytes(self, frozen: Pool | None) -> int:
+        """Of them, from the disk in a step: each forward and each backward reads all but those that `frozen` keeps."""
+        if frozen is None or self.config.frozen_tier != "nvme":
+            return 0
+        return 2 * self.config.accumulation * (sum(self.frozen_chunks) - frozen.kept_bytes)
 
     @property
     def frozen_beside_slab(self) -> bool:
         """Whether frozen parameters are in RAM or on NVMe, and all else is on the device."""
         return self.config.tier == "device" and self.config.param_tier == "device"
+
+    @property
+    def _has_frozen_in_slab(self) -> bool:
+        return self.config.tier == "device" and not self.frozen_beside_slab
 
     def _few(self, sizes: list[int]) -> Pool:
         return Pool(frozenset(), min(self.config.in_flight or IN_FLIGHT, len(sizes)), 0, max(sizes, default=0))
@@ -441,7 +468,7 @@ class Needs:
 
     @property
     def moved_bytes(self) -> tuple[int, int]:
-        """Of parameters and gradients, read from the disk and written to it in a step.
+        """Of trained parameters and gradients, read from the disk and written to it in a step.
 
         A forward after a step finds its parameters in RAM, where they were just made; every other pass reads them. But
         a tile is fetched when its whole weight has been updated, so it is read in that forward too. Gradients are
@@ -453,12 +480,9 @@ class Needs:
             for chunk, record in zip(self.layout.param_chunks, param_records_of(self.layout), strict=True):
                 params += record.nbytes
                 tiled += record.nbytes if self.layout.tile_of(chunk.flat) else 0
-        frozen = 0
-        if self.config.frozen_tier == "nvme":  # read by each forward and each backward
-            frozen = 2 * passes * sum(record.nbytes for record in frozen_records_of(self.held))
         if self.config.grad_tier == "nvme":
             grads = passes * sum(record.nbytes for record in gradient_records_of(self.layout, passes))
-        return (2 * passes - 1) * params + tiled + grads + frozen, params + grads
+        return (2 * passes - 1) * params + tiled + grads, params + grads
 
 
 # Where the states go.
@@ -514,13 +538,17 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
             available=free,
             option="cpu_memory",
         )
+    # States come first: they would be written as well.
+    frozen = needs.frozen_with(min(budget, free) - reserved - arena_bytes)
+    if frozen is not None and needs.frozen is not None:
+        arena_bytes += frozen.nbytes - needs.frozen.nbytes
     read, written = needs.moved_bytes
     return Placement(
         kept=kept,
         in_flight=in_flight,
         arena_bytes=arena_bytes,
         budget_bytes=budget,
-        read_bytes=sum(streamed) + read,
+        read_bytes=sum(streamed) + read + needs.frozen_read_bytes(frozen),
         written_bytes=sum(streamed) + written,
         disk_bytes=needs.disk_bytes,
         device_bytes=device_bytes,
@@ -531,7 +559,7 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
         held_bytes=needs.held_bytes,
         slab_bytes=needs.slab_bytes,
         staged=needs.staged,
-        frozen=needs.frozen,
+        frozen=frozen,
         activation_bytes=activation_bytes,
         activation_spill_bytes=spill_bytes,
         streamed_chunks=len(streamed),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from offload import OffloadZero, Tuning
 from offload.errors import BudgetError, ResumeError
+from tests.support.streamed import in_little_memory
 from tests.support.toy import Net, batch
 
 STEPS = 6
@@ -54,7 +55,8 @@ def hold(model: Taught, path: Path, param_tier: str = "nvme", **more: Any) -> Of
     given: dict[str, Any] = {"tier": "cpu", "commit_every": 2, "tuning": Tuning(chunk=4096)} | more
     trained = [param for param in model.parameters() if param.requires_grad]
     adamw = torch.optim.AdamW(trained, lr=1e-2)
-    return OffloadZero(model, adamw, path=path, param_tier=param_tier, compute_dtype=torch.float32, **given)
+    given |= {"path": path, "param_tier": param_tier, "compute_dtype": torch.float32}
+    return OffloadZero(model, adamw, **given) if "cpu_memory" in given else in_little_memory(model, adamw, **given)
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:

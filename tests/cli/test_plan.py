@@ -360,7 +360,7 @@ def test_a_configuration_needs_transformers(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_frozen_blocks_stream_and_are_counted() -> None:
-    options = ("--param-tier", "nvme", "--tier", "cpu", "--layers", "3")
+    options = ("--param-tier", "nvme", "--tier", "cpu", "--layers", "3", "--chunk", "64KiB")
     whole = GPT(GPTConfig(**{**vars(PRESETS["1m"]), "layers": 3}), device="meta")
     frozen = sum(p.numel() for m in (whole.embed, whole.positions, *whole.blocks[:2]) for p in m.parameters())
     summary = run_json(*options, "--frozen", "2")

@@ -334,7 +334,7 @@ def test_frozen_parameters_stream_on_every_rank(worlds: Worlds, tmp_path: Path, 
     """Stage 3 shards them, stages 1 and 2 keep all of them on each rank, and what is trained stays on the device."""
     options: dict[str, Any] = {"stage": stage, "param_tier": param_tier, "tier": "cpu", "wire": "late"}
     if param_tier == "nvme":
-        options |= {"path": str(tmp_path / "run"), "commit_every": None}
+        options |= {"path": str(tmp_path / "run"), "commit_every": None, "cpu_memory": "80KiB"}
     for number, run in enumerate(trained(worlds, "adapted", 3, 4, **options)):
         assert run.stats["rank"] == number
         assert run.stats["param_tier"] == ("cpu" if stage == 3 else "device")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from offload import OffloadZero, Tuning, config
 from offload.errors import ConfigError
 from offload.planner.explain import explain, plan_of
+from offload.planner.placement import Placement
+from tests.support.streamed import in_little_memory
 from tests.support.toy import WIDTH, Net, batch, squares, take_step
 
 STEPS = 4
@@ -91,7 +93,6 @@ def options(tier: str, param_tier: str, path: Path, **more: Any) -> dict[str, An
     """Of OffloadZero, with as many chunks as so small a model can have, all of which stream where some do."""
     tuning = Tuning(chunk=4096, **more.pop("tuning", {}))
     on_disk = {"path": path / "run"} if "nvme" in (tier, param_tier) else {}
-    small = {"cpu_memory": "600KiB"} if tier == "nvme" else {}
     return {
         "tier": tier,
         "param_tier": param_tier,
@@ -99,7 +100,6 @@ def options(tier: str, param_tier: str, path: Path, **more: Any) -> dict[str, An
         "commit_every": None,
         "tuning": tuning,
         **on_disk,
-        **small,
         **more,
     }
 
@@ -133,7 +133,7 @@ def test_trains_as_plain_torch_and_leaves_frozen_bits_alone(
 ) -> None:
     model, plain = make(), make()
     frozen = {name: param.clone() for name, param in model.named_parameters() if not param.requires_grad}
-    optimizer = OffloadZero(model, torch.optim.AdamW(trained(model)), **options(tier, param_tier, tmp_path))
+    optimizer = in_little_memory(model, torch.optim.AdamW(trained(model)), **options(tier, param_tier, tmp_path))
     other = torch.optim.AdamW(trained(plain))
     torch.testing.assert_close(list(losses(model, optimizer)), list(losses(plain, other)), rtol=1e-5, atol=1e-6)
     assert_close(model, plain)
@@ -150,7 +150,7 @@ def test_trains_as_plain_torch_and_leaves_frozen_bits_alone(
 @pytest.mark.parametrize(("tier", "param_tier"), WHERE)
 def test_what_is_written_to_a_frozen_parameter_counts(tier: str, param_tier: str, tmp_path: Path) -> None:
     model, plain = halves(), halves()
-    optimizer = OffloadZero(model, torch.optim.AdamW(trained(model)), **options(tier, param_tier, tmp_path))
+    optimizer = in_little_memory(model, torch.optim.AdamW(trained(model)), **options(tier, param_tier, tmp_path))
     other = torch.optim.AdamW(trained(plain))
     for both in ((model, optimizer), (plain, other)):
         for _ in losses(*both, steps=2):
@@ -181,7 +181,7 @@ def test_few_trained_parameters_stay_while_others_stream(tmp_path: Path) -> None
 def test_trained_parameters_that_stay_are_written_pointed_and_saved_as_in_plain_torch(tmp_path: Path) -> None:
     model, plain = adapted(), adapted()
     with patch.object(config, "SMALL", 1.0):
-        optimizer = OffloadZero(model, torch.optim.AdamW(trained(model)), **options("cpu", "nvme", tmp_path))
+        optimizer = in_little_memory(model, torch.optim.AdamW(trained(model)), **options("cpu", "nvme", tmp_path))
     assert optimizer._config.param_tier == "device"
     for one, other in ((model, optimizer), (plain, torch.optim.AdamW(trained(plain)))):
         adapter = one.blocks[1].up
@@ -213,6 +213,40 @@ def test_the_first_line_and_the_plan_count_what_streams(tmp_path: Path, capsys: 
     line = capsys.readouterr().err
     assert "of frozen ones streamed from NVMe" in line
     assert placement.disk_bytes == sum(path.stat().st_size for path in (tmp_path / "run").iterdir())
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme", "device"])
+def test_ram_that_is_left_keeps_frozen_chunks_which_are_not_read(tier: str, tmp_path: Path) -> None:
+    def run(hold: Callable[..., OffloadZero], **memory: int) -> tuple[Placement, int]:
+        """Also returns the bytes that the last step has read."""
+        model = adapted()
+        with hold(model, torch.optim.AdamW(trained(model)), **options(tier, "nvme", tmp_path), **memory) as optimizer:
+            read = []
+            for _ in losses(model, optimizer):
+                optimizer.synchronize()
+                read.append(optimizer.stats()["nvme_read_bytes"])
+            found.append({name: value.clone() for name, value in model.state_dict().items()})
+            return optimizer._placement, read[-1] - read[-2]
+
+    found: list[dict[str, Tensor]] = []
+    least, _ = run(in_little_memory)
+    most, read = run(OffloadZero)
+    assert least.frozen is not None
+    assert most.frozen is not None
+    assert not least.frozen.kept
+    assert read == most.read_bytes == 0
+    # All of the states stay in RAM, and some of the frozen parameters.
+    whole = most.frozen.kept_bytes
+    less = most.arena_bytes - whole // 4
+    some, read = run(OffloadZero, cpu_memory=less)
+    assert some.frozen is not None
+    assert some.frozen.kept
+    assert some.arena_bytes <= less
+    # By each forward and each backward; chunks are also retained in the buffers of others.
+    assert 0 < read <= some.read_bytes == 2 * (whole - some.frozen.kept_bytes) < least.read_bytes
+    for values in found:
+        for name, value in values.items():
+            assert torch.equal(value, found[0][name]), name
 
 
 def test_unfreezing_in_a_run_is_refused_and_names_the_parameter(tmp_path: Path) -> None:
@@ -260,7 +294,7 @@ def test_integer_and_quantised_parameters_stream_as_they_are(param_tier: str, tm
     model: Any = nn.Sequential(Quantised(), Quantised(), Quantised())
     before = copy.deepcopy(model.state_dict())
     given = options("cpu", param_tier, tmp_path, compute_dtype=torch.bfloat16)
-    optimizer = OffloadZero(model, torch.optim.AdamW(trained(model)), **given)
+    optimizer = in_little_memory(model, torch.optim.AdamW(trained(model)), **given)
     x = torch.randn(4, WIDTH)
     for _ in range(2):
         take_step(optimizer, squares(model, x))
@@ -296,7 +330,7 @@ def test_only_frozen_parameters_can_stream_from_a_slower_tier_than_states(tier: 
 def test_frozen_layers_run_in_tiles(param_tier: str, tmp_path: Path) -> None:
     model, plain = adapted(), adapted()
     given = options("cpu", param_tier, tmp_path, tuning={"tile": 800})
-    optimizer = OffloadZero(model, torch.optim.AdamW(trained(model)), **given)
+    optimizer = in_little_memory(model, torch.optim.AdamW(trained(model)), **given)
     assert sum(spec.tile > 0 and spec.is_frozen for spec in optimizer._plan.held.specs) == 8
     other = torch.optim.AdamW(trained(plain))
     torch.testing.assert_close(list(losses(model, optimizer)), list(losses(plain, other)), rtol=1e-5, atol=1e-6)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from offload import OffloadZero, Tuning
-from offload.errors import OffloadError
+from offload.errors import BudgetError, OffloadError
 from offload.planner import least_cpu_memory
 from tests.oracle.masters import MasterAdamW
 from tests.support.device import DEVICE
@@ -107,11 +107,12 @@ class Run:
         if "nvme" in (chosen["tier"], chosen.get("param_tier")):
             self._held += 1
             chosen["path"] = self._path / str(self._held)
+        # As little RAM as works: chunks come from the disk at every step. Of a model that is mostly frozen a state dict
+        # takes more.
+        whole = sum(param.numel() * self._dtype.itemsize for param in model.parameters())
+        given = {"compute_dtype": self._dtype, "commit_every": None, **chosen}
         if chosen["tier"] == "nvme":
             known = ("param_tier", "grad_tier", "tuning", "accumulation", "keep_fp32", "stage")
-            # As little as works: chunks come from the disk at every step. Of a model that is mostly frozen a state dict
-            # takes more.
-            whole = sum(param.numel() * self._dtype.itemsize for param in model.parameters())
             least = least_cpu_memory(
                 model,
                 optimizer,
@@ -120,8 +121,12 @@ class Run:
                 ranks=dist.get_world_size() if dist.is_initialized() else 1,
                 **{name: chosen[name] for name in known if name in chosen},
             )
-            chosen["cpu_memory"] = max(least, whole)
-        held = OffloadZero(model, optimizer, compute_dtype=self._dtype, commit_every=None, **chosen)
+            given["cpu_memory"] = max(least, whole)
+        elif chosen.get("param_tier") == "nvme":
+            with pytest.raises(BudgetError) as refused:
+                OffloadZero(model, optimizer, **given, cpu_memory=1)
+            given["cpu_memory"] = max(refused.value.needed, whole)
+        held = OffloadZero(model, optimizer, **given)
         self._ending.callback(held.close)
         return held
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadZero, Tuning
+from offload.errors import BudgetError
 from tests.support.toy import Net, batch, take_step
 
 Body = Callable[[Any, OffloadZero], None]
@@ -87,3 +88,12 @@ def state_of(model: nn.Module, optimizer: OffloadZero) -> dict[str, Tensor]:
             found[f"{name}.step"] = torch.tensor(states.pop("step"))
             found |= {f"{name}.{kind}": value for kind, value in states.items()}
     return found
+
+
+def in_little_memory(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> OffloadZero:
+    """Holds `model` with the least RAM that it takes, so that nothing stays there which can be on the disk."""
+    try:
+        OffloadZero(model, optimizer, cpu_memory=1, **options)
+    except BudgetError as error:
+        return OffloadZero(model, optimizer, cpu_memory=error.needed, **options)
+    raise AssertionError("it takes no RAM")
