@@ -132,6 +132,8 @@ class HeldModel:
             self._move(device)
             if memory is not None and parameters.is_parked:
                 memory.park()
+            if self._parts.activations is not None:
+                self._parts.activations.drop_spare()
         return True
 
     @uninterrupted

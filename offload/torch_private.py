@@ -77,6 +77,8 @@ profiler_enabled: Any = _find("torch.autograd", "_profiler_enabled")
 
 swap_memory: Any = _find("torch", "UntypedStorage._swap_data_ptr_")
 """Exchanges the memory of two storages; the tensors on them stay. Public, but copies: `UntypedStorage.resize_`."""
+storage_uses: Any = _find("torch._C", "_storage_Use_Count")
+"""How many tensors and objects refer to a storage (given as `_cdata`)."""
 throw_on_mutable_data_ptr: Any = _find("torch._C", "_set_throw_on_mutable_data_ptr")
 """Makes every write to a tensor's memory raise."""
 to_dlpack: Any = _find("torch._C", "_to_dlpack")

@@ -27,8 +27,9 @@ from typing import Literal
 
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
+from offload import torch_private
 from offload.devices.copies import Copier, Copy
 from offload.errors import BudgetError, ClosedError, CorruptionError, StaleActivationError, TierIOError
 from offload.interrupts import uninterrupted, wait_for_all
@@ -42,6 +43,10 @@ Range = tuple[int, int]
 
 MOST_COPIES = 2
 """Activations on their way from the device at once; each keeps its memory there until it has left."""
+
+
+MOST_SPARE = 8
+"""Buffers on the device that nobody refers to."""
 
 
 class Ranges:
@@ -144,6 +149,41 @@ class Stored:
         self.store = store
 
 
+class _Buffers:
+    """Memory of a device, lent again when nobody refers to it any more.
+
+    From the second step on nothing is allocated: buffers grow to the longest that is asked for, and there are as many
+    as were in use at once. As in torch's own allocator, memory stays with the stream that it was first used on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._made: list[tuple[UntypedStorage, int]] = []  # with the stream
+
+    def take(self, nbytes: int) -> Tensor:
+        """uint8 of shape (nbytes,), of undefined values. It is lent as long as a tensor refers to its memory."""
+        stream = 0 if self._device.type == "cpu" else torch.accelerator.current_stream(self._device).stream_id
+        spare = sorted((one for one in self._spare() if one[1] == stream), key=lambda one: one[0].nbytes())
+        found = next((one for one in spare if one[0].nbytes() >= nbytes), None)
+        if found is None:
+            if spare:
+                self._made.remove(spare[-1])  # it has grown
+            found = UntypedStorage(nbytes, device=self._device), stream
+            self._made.append(found)
+        for one in spare[:-MOST_SPARE]:
+            if one is not found:
+                self._made.remove(one)
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(found[0], 0, (nbytes,), (1,))
+
+    def drop_spare(self) -> None:
+        """Frees those that nobody refers to."""
+        for one in self._spare():
+            self._made.remove(one)
+
+    def _spare(self) -> list[tuple[UntypedStorage, int]]:
+        return [one for one in self._made if torch_private.storage_uses(one[0]._cdata) == 1]
+
+
 class ActivationStore:
     """See the top of this file. May be called from any thread.
 
@@ -175,6 +215,7 @@ class ActivationStore:
         self._unwritten: dict[int, _Entry] = {}  # in the region alone; the oldest first
         self._leaving: list[_Entry] = []  # nobody asks for them any more, and something is under way
         self._copying: deque[_Entry] = deque()
+        self._buffers = _Buffers(device)
         self._brought: tuple[_Entry, Tensor] | None = None  # a copy on the device, ahead of its use
         self._held: dict[weakref.ref[Stored], _Entry] = {}
         self._dropped: deque[weakref.ref[Stored]] = deque()
@@ -283,12 +324,21 @@ class ActivationStore:
                 return
             for entry in [*self._present.values(), *self._leaving]:
                 self._end(entry)
+            self._brought = None
+            self._buffers.drop_spare()
         if self._beneath is not None:
             self._beneath.close()
 
+    def drop_spare(self) -> None:
+        """Frees memory of the device that nobody uses now."""
+        with self._lock:
+            self._buffers.drop_spare()
+        if self._beneath is not None:
+            self._beneath.drop_spare()
+
     def _bring(self, entry: _Entry) -> Tensor:
         """Starts to copy it to the device."""
-        data = torch.empty(entry.nbytes, dtype=torch.uint8, device=self.device)
+        data = self._buffers.take(entry.nbytes)
         for (start, stop), at in _pairs(entry.memory, [(0, entry.size)]):
             piece = data[at : at + stop - start]
             entry.copies.append(self._copier.to_device(self._memory[start : start + len(piece)], piece))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import NonFiniteGradientError, OffloadZero
+from offload import NonFiniteGradientError, OffloadZero, Tuning
 from offload.devices.copies import DONE, DeviceCopier
 from offload.grads.local import LocalGradients
 from offload.model import flat_param
@@ -171,6 +172,36 @@ def test_units_are_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
         sizes.clear()
         training.step()
         assert not any(sizes)  # storages without memory are not allocations
+
+
+@pytest.mark.parametrize("recompute", [True, False], ids=["recomputed", "all saved"])
+@pytest.mark.parametrize("place", ["device", "device and cpu", "cpu", "nvme"])
+def test_activations_that_wait_allocate_nothing(
+    place: str, recompute: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the third step on a step allocates as often as one whose activations stay where they are made."""
+    monkeypatch.setattr("offload.model.activations.LEAST_BYTES", 1)
+
+    def allocations(**options: Any) -> list[int]:
+        training, found = Training(RESIDENT | {"tuning": Tuning(recompute=recompute)} | options), []
+        with training.optimizer:
+            for _ in range(5):
+                with accelerator.counted() as counts:
+                    training.step()
+                    torch.accelerator.synchronize()
+                found.append(counts["allocations"])
+            if options.get("activation_memory"):
+                assert training.optimizer.stats()["peak_activation_bytes"] >= 4096 * BLOCKS
+                assert (training.optimizer.stats()["activation_read_bytes"] > 0) is (place == "nvme")
+        return found[2:]
+
+    options: dict[str, Any] = {"activation_tier": place.split()[0], "activation_memory": "256KiB"}
+    if place == "nvme":
+        options |= {"path": tmp_path / "run", "activation_memory": "12KiB"}
+    if place == "device and cpu":
+        options |= {"activation_memory": "12KiB" if recompute else "32KiB"}
+    plain: dict[str, Any] = {"activation_tier": "device"} if recompute else {}
+    assert allocations(**options) == allocations(**plain)
 
 
 def test_the_device_waits_for_gradients_so_that_few_are_there(monkeypatch: pytest.MonkeyPatch) -> None:

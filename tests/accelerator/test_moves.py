@@ -34,7 +34,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "streamed": {"tier": "cpu", "param_tier": "cpu"},
     "disk": {"tier": "nvme", "param_tier": "nvme", "grad_tier": "nvme", "tuning": Tuning(chunk="256KiB")},
     "tiles": {"tier": "cpu", "param_tier": "cpu", "tuning": Tuning(chunk="4KiB", tile="512B")},
-    "ram": {"tier": "cpu"},
+    "ram": {"tier": "cpu", "activation_tier": "cpu", "activation_memory": "64KiB"},
     "device": {"tier": "device", "commit_every": 0},
 }
 

@@ -265,3 +265,28 @@ def test_without_room_beneath_it_is_refused_and_the_error_says_how_much_would_do
     for (stored, number), pages in zip(zip(waiting, (0, 1, 3), strict=True), (2, 2, 1), strict=True):
         assert torch.equal(store.get(stored), values(number, pages * PAGE))
     store.close()
+
+
+def test_memory_on_the_device_is_lent_again_when_nobody_refers_to_it() -> None:
+    store = ActivationStore(region(64), HostCopier(), CPU, Timeline())
+    addresses = set()
+    for length in (100, 7, 3000, 100, 3000, 9000, 9000, 1):
+        stored = store.put(values(length, length))
+        found = store.get(stored).view(-1, 1)  # whoever has a view has all of it
+        assert torch.equal(found[:, 0], values(length, length))
+        addresses.add(found.untyped_storage().data_ptr())
+        kept, other = found, store.get(stored)
+        other.zero_()
+        assert torch.equal(kept[:, 0], values(length, length))
+        addresses.add(other.untyped_storage().data_ptr())
+        del found, kept, other
+    assert len(store._buffers._made) == 2
+    assert len(addresses) <= 6  # two, and each of them grown twice
+    held = [store.get(stored) for _ in range(20)]
+    assert len({one.data_ptr() for one in held}) == 20
+    held.clear()
+    store.get(stored)
+    assert len(store._buffers._made) <= 9
+    store.drop_spare()
+    assert not store._buffers._made
+    store.close()
