@@ -225,8 +225,6 @@ class OffloadZero(torch.optim.Optimizer):
         self._comm = torch_distributed.connect(process_group, timeline=self._timeline, mesh=mesh)
         # Over which ranks agree, and commit: with tensor parallelism they are more than share states.
         self._everyone = self._comm.everyone
-        if self._comm.tensor_parallel.size > 1 and self._config.commit_every is not None:
-            raise ConfigError("a commit of a model with tensor parallelism would lack slices: give commit_every=None")
         given = unwrapped_optimizer(optimizer)
         with ExitStack() as undo:
             with agree_on_error(self._everyone):
@@ -242,7 +240,7 @@ class OffloadZero(torch.optim.Optimizer):
                 self._layout = self._plan.layout
                 params = self._plan.params[: len(self._layout.specs)]
                 frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
-                wanted = recovery.describe(self._plan.config, self._layout, params, kinds)
+                wanted = recovery.describe(self._plan.config, self._layout, params, kinds, self._comm)
             undo.callback(self._comm.close)
             require_alike(self._comm, self._plan.held, self._plan.config)
             start = recovery.find_together(undo, self._plan.config, self._everyone, self._layout, wanted, frozen)

@@ -44,9 +44,11 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def shard_dim_of(param: Tensor) -> int | None:
-    """The dimension along which a DTensor is cut; None of one that each rank has all of, and of other tensors."""
-    placements: Any = getattr(param, "placements", None) if is_dtensor(param) else None
-    return int(placements[0].dim) if placements and placements[0].is_shard() else None
+    """The dimension along which several ranks share a DTensor; None of one that each has all of, and of other tensors."""
+    if not is_dtensor(param) or param.device_mesh.size() == 1:  # type: ignore[attr-defined]
+        return None
+    placement: Any = param.placements[0]  # type: ignore[attr-defined]
+    return int(placement.dim) if placement.is_shard() else None
 
 
 def mesh_of(named: Iterable[tuple[str, nn.Parameter]]) -> Any:

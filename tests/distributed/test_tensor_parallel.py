@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from offload import OffloadZero
+from offload import OffloadZero, Tuning
+from offload.checkpoint.export import entries, export
+from offload.checkpoint.reader import Reader
 from offload.errors import ConfigError
 from tests.support import tensor_parallel as tp
-from tests.support.ranks import Worlds
+from tests.support.ranks import RanksFailedError, Worlds
 
 STEPS = 3
 CLOSE = 2e-3
@@ -133,8 +139,6 @@ class Uneven(nn.Module):
 
 
 def _uneven(sharded: bool, stage: int) -> tuple[Tensor, ...]:
-    from torch.distributed.tensor import Shard
-
     mesh = init_device_mesh("cpu", (2,))
     model = Uneven()
     if sharded:
@@ -158,8 +162,6 @@ def test_parts_of_different_sizes(worlds: Worlds, stage: int) -> None:
 
 
 def _exported(path: str) -> dict[str, Any]:
-    from safetensors.torch import load_file
-
     model, _, _, _ = tp.made()
     with OffloadZero(model) as optimizer:
         whole = {name: tp._whole(param) for name, param in model.state_dict().items()}
@@ -244,3 +246,103 @@ def _not_finite() -> str:
 
 def test_what_is_not_finite_in_one_part_skips_the_step_on_all(worlds: Worlds) -> None:
     assert worlds(2).run(_not_finite) == ["1 skipped"] * 2
+
+
+COMMITS: dict[str, dict[str, Any]] = {
+    "resident": {},
+    "stage 3, nvme": {"stage": 3, "param_tier": "nvme"},
+    "split masters": {"stage": 2, "tuning": Tuning(chunk=4096, threads=1, bucket=4096, split_master=True)},
+}
+
+
+@pytest.mark.parametrize("kind", COMMITS)
+@pytest.mark.parametrize(("before", "after"), [(4, 4), (2, 2), (4, 2), (2, 4)])
+@pytest.mark.one_in(3)
+def test_a_commit_resumes_on_any_number_of_data_parallel_ranks(
+    worlds: Worlds, tmp_path: Path, before: int, after: int, kind: str
+) -> None:
+    """At the same number with the bits of a run that was not interrupted."""
+    options = COMMITS[kind] | {"path": str(tmp_path / "run"), "commit_every": 2}
+    cut = worlds(before).run(tp.train_with, 2, "sequence", options)
+    resumed = worlds(after).run(tp.train_with, 2, "sequence", options | {"resume": True})
+    for one in resumed:
+        assert one.losses == []
+        assert all(torch.equal(one.masters[name], values) for name, values in cut[0].masters.items())
+    if before == after:
+        found = worlds(after).run(tp.train_with, 4, "sequence", options | {"resume": True})
+        other = str(tmp_path / "straight")
+        wanted = worlds(after).run(tp.train_with, 4, "sequence", options | {"path": other})
+        assert found[0].losses == wanted[0].losses[2:]
+        assert same(
+            [replace(one, losses=[], norms=[]) for one in found], [replace(one, losses=[], norms=[]) for one in wanted]
+        )
+
+
+def test_another_number_of_tensor_parallel_ranks_is_refused(worlds: Worlds, tmp_path: Path) -> None:
+    options = {"path": str(tmp_path / "run"), "commit_every": 1}
+    worlds(2).run(tp.train_with, 2, "plain", options)
+    for parts in (4, 1):
+        with pytest.raises(RanksFailedError, match=f"tensor parallelism is over {parts} ranks, and over 2 when it was"):
+            worlds(4 if parts == 4 else 2).run(_train_in, parts, options | {"resume": True})
+
+
+def _train_in(parts: int, options: dict[str, Any]) -> Any:
+    return tp.train(2, parts=parts, **options)
+
+
+def test_what_is_committed_is_read_as_whole_tensors(worlds: Worlds, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    options = {"path": str(path), "commit_every": 2, "stage": 2}
+    found = worlds(4).run(tp.train_with, 2, "sequence", options)
+    with Reader([path]) as reader:
+        assert not [one.error for one in reader.verify() if one.error is not None]
+        sizes = {row.facts.name: row.facts.shape for row in reader.tensors()}
+        for name, values in found[0].masters.items():
+            assert torch.equal(reader.read(name, "master"), values), name
+            assert sizes[name] == values.shape
+        export(tmp_path / "whole", entries(reader, dtype=torch.float32))
+    read = load_file(tmp_path / "whole" / "model.safetensors")
+    assert all(torch.equal(read[name], values) for name, values in found[0].masters.items())
+
+
+def _goes_back(path: str) -> bool:
+    model, data, rank, ranks = tp.made()
+    drawn = tp.batches(rank, ranks)
+    with OffloadZero(model, process_group=data, path=path, commit_every=0) as optimizer:
+        found = tp.Trained()
+        tp.run_step(model, optimizer, next(drawn), found)
+        optimizer.commit({"at": 1})
+        before = tp.masters_of(model, optimizer)
+        first, *_ = optimizer.snapshot()
+        tp.run_step(model, optimizer, next(drawn), found)
+        optimizer.rollback()
+        after = tp.masters_of(model, optimizer)
+        return all(torch.equal(after[name], values) for name, values in before.items()) and first.is_dir()
+
+
+def test_a_rollback_goes_back_on_all(worlds: Worlds, tmp_path: Path) -> None:
+    assert worlds(4).run(_goes_back, str(tmp_path / "run")) == [True] * 4
+
+
+def _dies(path: str) -> None:
+    model, data, rank, ranks = tp.made()
+    drawn = tp.batches(rank, ranks)
+    with OffloadZero(
+        model, torch.optim.AdamW(model.parameters(), lr=tp.LR), process_group=data, path=path, commit_every=2,
+        tuning=Tuning(chunk=4096, threads=1, bucket=4096), param_tier="nvme",
+    ) as optimizer:  # fmt: skip
+        for step in range(4):
+            tp.run_step(model, optimizer, next(drawn), tp.Trained())
+            if step == 2:
+                torch.distributed.barrier()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_run_that_is_killed_resumes(worlds: Worlds, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"path": str(tmp_path / "run"), "commit_every": 2, "param_tier": "nvme"}
+    with pytest.raises(RanksFailedError, match="died"):
+        worlds(2).run(_dies, options["path"])
+    found = worlds(2).run(tp.train_with, 4, "plain", options | {"resume": True})
+    wanted = worlds(2).run(tp.train_with, 4, "plain", options | {"path": str(tmp_path / "straight")})
+    assert found[0].losses == wanted[0].losses[2:]
+    assert all(torch.equal(found[1].masters[name], values) for name, values in wanted[1].masters.items())

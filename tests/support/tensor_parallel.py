@@ -110,10 +110,10 @@ def parallelize(model: GPT, mesh: DeviceMesh, plan: str = "plain") -> None:
     parallelize_module(model, mesh, {"head": head})
 
 
-def meshes(ranks: int) -> tuple[DeviceMesh | None, DeviceMesh]:
-    """Of the data-parallel ranks (None: this one alone), and of the 2 tensor-parallel ones."""
-    mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
-    return (mesh["dp"] if ranks > 2 else None), mesh["tp"]
+def meshes(ranks: int, parts: int = 2) -> tuple[DeviceMesh | None, DeviceMesh]:
+    """Of the data-parallel ranks (None: this one alone), and of the tensor-parallel ones."""
+    mesh = init_device_mesh("cpu", (ranks // parts, parts), mesh_dim_names=("dp", "tp"))
+    return (mesh["dp"] if ranks > parts else None), mesh["tp"]
 
 
 def batches(data_rank: int, data_ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -139,26 +139,26 @@ class Trained:
     stats: dict[str, Any] = field(default_factory=dict)
 
 
-def made(plan: str = "plain") -> tuple[GPT, DeviceMesh | None, int, int]:
+def made(plan: str = "plain", parts: int = 2) -> tuple[GPT, DeviceMesh | None, int, int]:
     """The model on this rank, the data-parallel mesh, this rank in it, its size."""
-    data, across = meshes(dist.get_world_size())
+    data, across = meshes(dist.get_world_size(), parts)
     model = GPT()
     parallelize(model, across, plan)
     return model, data, 0 if data is None else data.get_local_rank(), 1 if data is None else data.size()
 
 
-def train(steps: int, plan: str = "plain", skip: int = 0, **options: Any) -> Trained:
-    """Trains with OffloadZero."""
-    model, data, rank, ranks = made(plan)
+def train(steps: int, plan: str = "plain", parts: int = 2, **options: Any) -> Trained:
+    """Trains with OffloadZero up to a step, with the next batches if it resumes."""
+    model, data, rank, ranks = made(plan, parts)
     found = Trained()
     adamw = torch.optim.AdamW(model.parameters(), lr=LR)
     options = {"tuning": Tuning(chunk=4096, threads=1, bucket=4096)} | options
     with OffloadZero(model, adamw, process_group=data, **options) as optimizer:
         drawn = batches(rank, ranks)
-        for _ in range(skip):
-            next(drawn)
-        for _ in range(steps):
-            run_step(model, optimizer, next(drawn), found)
+        for step in range(steps):
+            batch = next(drawn)
+            if optimizer.resumed is None or step >= optimizer.resumed.step:
+                run_step(model, optimizer, batch, found)
         found.masters = masters_of(model, optimizer)
         found.stats = optimizer.stats()
     return found
