@@ -154,7 +154,7 @@ def build(
     undo.callback(interrupts.give_back)
     config, layout, held = start.config, plan.layout, plan.held
     memory = _reserve(undo, replace(plan, config=config), placement, comm)
-    slots, engine = _open_files(undo, config, held, placement, memory, start, timeline)
+    slots, engine = _open_files(undo, config, held, placement, memory, start, timeline, comm.everyone.rank)
     run = Run(config, layout, memory, _kernels_for(undo, config, layout, memory), comm, timeline)
     states = records_of(layout, split_master=config.split_master)
     # First of all in memory: a resume reads into it while the rest is made.
@@ -299,8 +299,9 @@ def _open_files(
     memory: Memory,
     start: Start,
     timeline: Timeline,
+    rank: int,
 ) -> tuple[Stripes | None, IOEngine | None]:
-    """The swap files and their engine, if there are any."""
+    """The swap files and their engine, if there are any. Args: rank: among all that train the model."""
     if not config.paths:
         memory.ram.prefault(lambda: None)
         return None, None
@@ -316,7 +317,7 @@ def _open_files(
         is_temporary=start.found is not None and resumed is None,
         is_known=True,
         run_id=start.run_id if resumed is None else resumed[0],
-        rank=layout.rank,
+        rank=rank,
         directories=start.held,
     )
     # With commits, another budget has to find the same order of slots.

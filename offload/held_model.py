@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from offload.build import Parts
 from offload.dist.agreement import broadcast_from_first
+from offload.dist.tensor_parallel import local_of, shard_dim_of
 from offload.errors import OffloadError
 from offload.interrupts import uninterrupted
 from offload.model.activations import Activations
@@ -197,6 +198,7 @@ class HeldModel:
         """Makes the masters, casts the model, and moves it to the device to train on, a flat parameter at a time. A
         disk that fails here leaves the model partly cast, and the error says so."""
         parts, config, layout = self._parts, self._run.config, self._parts.parameters.layout
+        specs = layout.specs
         dtypes = compute_dtypes(self._model, config.keep_fp32, config.compute_dtype)
         moves = parts.parameters.params[0].device != parts.parameters.device
         try:
@@ -210,8 +212,7 @@ class HeldModel:
                     if streams:
                         parts.parameters.free(flat)
                     continue
-                params = parts.parameters.params
-                broadcast_from_first(parts.run.comm, (flattened(params[n]) for n in info.params))
+                self._broadcast([(flattened(parts.parameters.locals[n]), specs[n].shard_dim) for n in info.params])
                 if info.is_frozen:
                     parts.parameters.attach(flat)
                     self._frozen_digests |= self._digests_of(flat) if config.commit_every is not None else {}
@@ -231,7 +232,16 @@ class HeldModel:
         if moves:
             move_buffers(self._model, parts.parameters.device)
         others = chain(self._model.parameters(), self._model.buffers())
-        broadcast_from_first(parts.run.comm, (tensor for tensor in others if tensor not in held))
+        self._broadcast([(local_of(tensor), shard_dim_of(tensor)) for tensor in others if tensor not in held])
+
+    def _broadcast(self, tensors: Iterable[tuple[Tensor, int | None]]) -> None:
+        """Gives tensors the values of the first data-parallel rank. What is not cut (along a dimension) is the same in
+        every slice, and gets those of the first slice."""
+        comm = self._run.comm
+        for tensor, shard_dim in tensors:
+            if shard_dim is None:
+                broadcast_from_first(comm.tensor_parallel, [tensor])
+            broadcast_from_first(comm, [tensor])
 
     def _digests_of(self, flat: int) -> dict[str, str]:
         """Of each parameter of a flat parameter, by name."""

@@ -50,7 +50,8 @@ class ParamSpec:
     """One parameter: its name, element count, unit, the dtype of its compute copy, its param group.
 
     tile: elements of it that are on the device at once, if not all are; then it is alone in its unit.
-    is_frozen: it is never stepped, and has no group.
+    is_frozen: it is never stepped, and has no group. shard_dim: of a parameter that tensor-parallel ranks share, the
+    dimension along which it is cut; None: each of them has all of it. All sizes are those of this rank's part.
     """
 
     name: str
@@ -60,6 +61,7 @@ class ParamSpec:
     group: int
     tile: int = 0
     is_frozen: bool = False
+    shard_dim: int | None = None
 
 
 @dataclass(frozen=True)

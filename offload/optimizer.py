@@ -45,12 +45,15 @@ from offload.checkpoint.tensors import Entry
 from offload.config import PathLike, Tuning
 from offload.dist import torch_distributed
 from offload.dist.agreement import agree_on_error, all_gather_shards, require_alike
+from offload.dist.tensor_parallel import is_dtensor, local_of, mesh_of, whole_of
 from offload.errors import (
+    BudgetError,
     ClosedError,
     ConfigError,
     InterruptedStepError,
     NonFiniteGradientError,
     OffloadError,
+    OtherRankError,
     ResumeError,
 )
 from offload.held_model import HeldModel
@@ -219,10 +222,13 @@ class OffloadZero(torch.optim.Optimizer):
         self._skipped = 0
         self._has_warned = self._has_told = False
         self._adopted = False
-        self._comm = torch_distributed.connect(process_group, timeline=self._timeline)
+        mesh = mesh_of(model.named_parameters()) if isinstance(model, nn.Module) else None
+        self._comm = torch_distributed.connect(process_group, timeline=self._timeline, mesh=mesh)
+        # Over which ranks agree, and commit: with tensor parallelism they are more than share states.
+        self._everyone = self._comm.everyone
         given = unwrapped_optimizer(optimizer)
         with ExitStack() as undo:
-            with agree_on_error(self._comm):
+            with agree_on_error(self._everyone):
                 require_free(model)
                 given = torch.optim.AdamW(model.parameters()) if given is None else given
                 require_adoptable(given)
@@ -235,12 +241,12 @@ class OffloadZero(torch.optim.Optimizer):
                 self._layout = self._plan.layout
                 params = self._plan.params[: len(self._layout.specs)]
                 frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
-                wanted = recovery.describe(self._plan.config, self._layout, params, kinds)
+                wanted = recovery.describe(self._plan.config, self._layout, params, kinds, self._comm)
             undo.callback(self._comm.close)
             require_alike(self._comm, self._plan.held, self._plan.config)
-            start = recovery.find_together(undo, self._plan.config, self._comm, self._layout, wanted, frozen)
+            start = recovery.find_together(undo, self._plan.config, self._everyone, self._layout, wanted, frozen)
             self._config, found = start.config, start.found
-            with agree_on_error(self._comm):
+            with agree_on_error(self._everyone):
                 direct, room = self._plan.copier.direct, self._plan.room
                 reading_bytes = 0 if found is None else found.buffer_bytes
                 self._placement = place(self._plan.held, self._config, direct=direct, room=room, reserved=reading_bytes)
@@ -460,12 +466,12 @@ class OffloadZero(torch.optim.Optimizer):
         except ConfigError as error:
             fault = error
         skips = bool(vars(self).get("found_inf", 0.0))
-        if self._comm.size > 1:
+        if self._everyone.size > 1:
             self._agree_on_factors()
             # A rank that cannot step agrees with none, so all of them raise.
             scalars = None if fault is not None else [scalars_of(group, 1, factor) for group in self.param_groups]
             variants = [[bool(group.get(option)) for option in UNSUPPORTED] for group in self.param_groups]
-            if not self._comm.all_equal(repr((scalars, variants, skips))) and fault is None:
+            if not self._everyone.all_equal(repr((scalars, variants, skips))) and fault is None:
                 fault = ConfigError(
                     "the ranks differ in the hyper-parameters of this step, or in how its gradients are clipped or "
                     "scaled: set param groups, call clip_grad_norm_ and use a GradScaler alike on every rank, then "
@@ -485,7 +491,7 @@ class OffloadZero(torch.optim.Optimizer):
         own[list(self._held.answers.active)] = 1.0
         for number, factor in factors.items():
             own[number] = factor
-        rows = self._comm.all_gather(own)
+        rows = self._everyone.all_gather(own)
         least = rows.where(~rows.isnan(), math.inf).amin(0)
         most = rows.where(~rows.isnan(), -math.inf).amax(0)
         for number in (least < most).nonzero().flatten().tolist():
@@ -565,9 +571,9 @@ class OffloadZero(torch.optim.Optimizer):
         if number not in self._finalize_gradients():
             return None
         first, last = self._layout.param_shard_range(number)
-        view = torch.empty(param.numel(), dtype=torch.float32, device="cpu")
+        view = torch.empty(self._layout.specs[number].numel, dtype=torch.float32, device="cpu")
         view[first:last] = self._parts.gradients.values(number).float() * self._parts.gradients.factor_of(number)
-        return shaped_like(param, all_gather_shards(self._comm, self._layout, number, view))
+        return self._whole(number, all_gather_shards(self._comm, self._layout, number, view))
 
     def gathered(
         self, module_or_params: nn.Module | Tensor | Iterable[Tensor], *, writable: bool = False
@@ -592,7 +598,7 @@ class OffloadZero(torch.optim.Optimizer):
         self._held.take_outside_writes()
         views = self._parts.masters.states(number, self._step)
         whole = {kind: all_gather_shards(self._comm, self._layout, number, view) for kind, view in views.items()}
-        shaped: dict[str, Any] = {kind: shaped_like(param, view) for kind, view in whole.items()}
+        shaped: dict[str, Any] = {kind: self._whole(number, view) for kind, view in whole.items()}
         return shaped | {"step": self._steps[number]}
 
     def stats(self) -> dict[str, Any]:
@@ -639,6 +645,8 @@ class OffloadZero(torch.optim.Optimizer):
             "activation_written_bytes": counted("activation_written_bytes"),
             "rank": self._comm.rank,
             "ranks": self._comm.size,
+            "tensor_parallel_rank": self._comm.tensor_parallel.rank,
+            "tensor_parallel_ranks": self._comm.tensor_parallel.size,
             "stage": self._config.stage,
             **{f"held_{kind}_bytes": nbytes for kind, nbytes in placement.held_bytes.items()},
             **self._comm.stats(),
@@ -658,6 +666,13 @@ class OffloadZero(torch.optim.Optimizer):
     def files(self) -> tuple[str, ...]:
         """The swap files of this rank. They stay after `close()`; without commits nothing can be resumed from them."""
         return () if self._parts.slots is None else self._parts.slots.paths
+
+    def _whole(self, number: int, view: Tensor) -> Tensor:
+        """The flattened view of a parameter's values in its shape, with the parts of other tensor-parallel ranks."""
+        parameters = self._parts.parameters
+        with DisableTorchFunctionSubclass():
+            local = shaped_like(parameters.locals[number], view)
+        return whole_of(self._comm, parameters.params[number], local)
 
     def _number(self, param: Tensor) -> int:
         number = self._parts.parameters.index.get(param)  # type: ignore[call-overload]
@@ -712,7 +727,7 @@ class OffloadZero(torch.optim.Optimizer):
             try:
                 self._attached.step_ends(self._step)
             except BaseException as error:
-                if self._comm.size > 1:
+                if self._everyone.size > 1:
                     self._fail(error)  # the other ranks will commit this step, and this one cannot
                 raise
 
@@ -751,7 +766,7 @@ class OffloadZero(torch.optim.Optimizer):
         try:
             yield
         except BaseException as error:
-            if self._comm.size > 1 and not isinstance(error, Exception):
+            if self._everyone.size > 1 and not isinstance(error, Exception):
                 self._fail(error)
             raise
 
@@ -784,7 +799,7 @@ class OffloadZero(torch.optim.Optimizer):
         Raises: ResumeError if nothing was committed, or naming a frozen parameter that was first written to since then
         (all else is restored); CorruptionError, TierIOError, OtherRankError, RankError.
         """
-        is_alone = self._comm.size > 1 and self._failure is not None
+        is_alone = self._everyone.size > 1 and self._failure is not None
         if os.getpid() != self._pid or isinstance(self._failure, ClosedError) or is_alone:
             self._require_usable()
         self._commits.require_last()
@@ -816,14 +831,39 @@ class OffloadZero(torch.optim.Optimizer):
         """Writes the model's state_dict as it is now, in its own dtypes, as safetensors.
 
         transformers (`from_pretrained`) and safetensors read these files. A large model gets several, and an index.
-        Returns: the files. Raises: PathError, BudgetError (disk space), ConfigError, TierIOError.
+        All tensor-parallel ranks have to call it. They put the whole tensors together in RAM, and the first one writes.
+        Returns: the files, none where another rank writes them. Raises: PathError, BudgetError (disk space, RAM),
+        ConfigError, TierIOError; with tensor parallelism RankError, and OtherRankError where nothing was wrong.
         """
         self._require_usable()
         self._held.synchronize()
         state = self._model.state_dict()
         tensors = {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
+        ranks = self._comm.tensor_parallel
+        writes = ranks.rank == 0
+        elsewhere = OtherRankError("another tensor-parallel rank could not export: its own error says why")
+        with agree_on_error(ranks, elsewhere):
+            self._require_room_for_whole(tensors.values())
+        for name, tensor in tensors.items():
+            if is_dtensor(tensor):
+                whole = whole_of(self._comm, tensor, local_of(tensor).cpu())
+                tensors[name] = whole if writes else local_of(tensor)
         entries = (Entry(name, t.dtype, tuple(t.shape), partial(_pieces, t)) for name, t in tensors.items())
-        return export(Path(directory), entries)
+        with agree_on_error(ranks, elsewhere):
+            return export(Path(directory), entries) if writes else ()
+
+    def _require_room_for_whole(self, tensors: Iterable[Tensor]) -> None:
+        """Raises: BudgetError if tensors that ranks share do not fit in RAM together."""
+        needed, available = sum(t.nbytes for t in tensors if is_dtensor(t)), self._placement.budget_bytes
+        if needed > available:
+            raise BudgetError(
+                f"an export puts {format_bytes(needed)} of parameters together that tensor-parallel ranks share, and "
+                f"cpu_memory allows {format_bytes(available)}: give more, or save state_dict() with "
+                "torch.distributed.checkpoint, which writes each rank's part",
+                needed=needed,
+                available=available,
+                option="cpu_memory",
+            )
 
     # Torch's optimizer interface.
 
@@ -873,7 +913,7 @@ class OffloadZero(torch.optim.Optimizer):
             return self._commits.last_id if is_committed else None
         self._require_usable()
         if not is_committed:
-            if self._comm.size > 1:
+            if self._everyone.size > 1:
                 raise ConfigError(
                     f"step {self._step} is not committed, and a commit is for all ranks together: call "
                     "consolidate_state_dict() on every rank before state_dict(), as offload.integrations do for "
@@ -910,7 +950,7 @@ class OffloadZero(torch.optim.Optimizer):
 
     def _go_back(self, step: int, commit: object) -> None:
         self._require_usable()
-        if commit is None or self._comm.size > 1 or self._config.commit_every is None:
+        if commit is None or self._everyone.size > 1 or self._config.commit_every is None:
             raise ResumeError(
                 f"the state dict is of step {step}, this optimizer is at step {self._step}, and masters and moments "
                 'are not in a state dict: commit to a path, and give resume="auto", or the directories of a snapshot'
@@ -972,7 +1012,7 @@ class OffloadZero(torch.optim.Optimizer):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and self._comm.size > 1:
+        if error is not None and self._everyone.size > 1:
             self._fail(error)  # the other ranks may be somewhere else: no collective is possible any more
         # What is being raised is the cause of any error of the ending.
         with suppress(OffloadError) if error is not None else nullcontext():

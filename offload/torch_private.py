@@ -7,6 +7,7 @@ public way to do the same.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import reduce
 from importlib import import_module
@@ -133,3 +134,21 @@ def _require(missing: Sequence[str]) -> None:
 
 
 _require(_missing)
+
+# --- Sharded tensors ---
+
+
+def dtensor_class() -> Any:
+    """torch.distributed.tensor.DTensor; None where nobody has imported it, for then there is none.
+
+    It is not looked up at import, which would take every user half a second. `_local_tensor` is this rank's part, and
+    `_spec` how all parts make the whole. Public, but `to_local` gives another tensor of the same memory each time, and
+    nothing public changes the dtype of a DTensor in place.
+    Raises: TorchVersionError if it has no such attributes.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    found = getattr(module, "DTensor", None)
+    if found is not None:
+        names = [name for name in ("_local_tensor", "_spec") if not hasattr(found, name)]
+        _require([f"torch.distributed.tensor.DTensor.{name}" for name in names])
+    return found

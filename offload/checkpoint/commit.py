@@ -307,20 +307,31 @@ def _read_exactly(files: Files, path: Path, expected: Digest, limit: int) -> byt
 def require_one_model(first: Manifest, other: Manifest, file: str) -> None:
     """Whether the manifests of two ranks describe one model. Args: file: as `agree`. Raises: CorruptionError."""
     if _model_of(first) != _model_of(other):
-        raise CorruptionError(f"the manifests of ranks 0 and {other.rank} describe different models", file=file)
+        raise CorruptionError(
+            f"the manifests of ranks {first.rank} and {other.rank} describe different models", file=file
+        )
 
 
 def _model_of(manifest: Manifest) -> tuple[object, ...]:
-    """What is the same on all ranks."""
+    """What is the same on all ranks of a slice."""
     flats = [(flat.params, flat.offsets, flat.numel) for flat in manifest.flats]
-    return manifest.parameters, manifest.groups, manifest.compute_dtype, manifest.split_master, flats
+    return manifest.parameters, manifest.groups, manifest.compute_dtype, manifest.split_master, manifest.slices, flats
 
 
 def agree(manifests: Sequence[Manifest], file: str) -> None:
-    """Whether the manifests of all ranks, by rank, describe one model of which each rank owns its shard.
+    """Whether the manifests of all ranks, by rank, describe one model, of each slice of which each rank owns its shard.
 
     Args: file: what to name in the error. Raises: CorruptionError.
     """
+    for number in range(manifests[0].slices):
+        of_slice = manifests[number * len(manifests) // manifests[0].slices :][: len(manifests) // manifests[0].slices]
+        named = [[(param.name, param.shard_dim) for param in one.parameters] for one in (manifests[0], of_slice[0])]
+        if named[0] != named[1]:
+            raise CorruptionError(f"the slices of ranks 0 and {of_slice[0].rank} are of different models", file=file)
+        _agree_in_slice(of_slice, file)
+
+
+def _agree_in_slice(manifests: Sequence[Manifest], file: str) -> None:
     for manifest in manifests[1:]:
         require_one_model(manifests[0], manifest, file)
     for number, flat in enumerate(manifests[0].flats):

@@ -113,7 +113,7 @@ class Commits:
     ) -> None:
         self._config = run.config
         self._layout = run.layout
-        self._comm = run.comm
+        self._comm = run.comm.everyone
         self._slots = slots
         self._all_stores = stores
         self._masters = masters
@@ -418,7 +418,7 @@ class Commits:
 
     def _take_values(self, reader: Reader) -> None:
         """Copies states and parameters from `reader`'s commit. Every slot is read once."""
-        step, what = reader.commit.step, moves(reader.manifests, self._layout)
+        step, what = reader.commit.step, moves(reader.manifests, self._layout, self._wanted.slice)
         order = sorted(what, key=lambda at: what[at][0].target)
         taken = ((what[at], states) for at, states in zip(order, reader.slots(order), strict=True))
         numels = Counter[int]()

@@ -160,7 +160,8 @@ def entries(reader: Reader, kind: str = "master", dtype: torch.dtype | None = No
 
     Args: kind: one of STATE_KINDS; dtype: what they are rounded to (to nearest even); None: a master to its
     parameter's compute dtype, a moment stays fp32.
-    Memory: a slot and its cast; for a parameter that does not lie row-major, all of it, twice.
+    Memory: a slot and its cast; for a parameter that does not lie row-major, or is cut along another dimension than the
+    first, all of it, twice.
     """
     parameters = reader.manifests[0].parameters
     for flat in reader.manifests[0].flats:
@@ -168,12 +169,13 @@ def entries(reader: Reader, kind: str = "master", dtype: torch.dtype | None = No
             facts = parameters[number]
             own: torch.dtype = getattr(torch, facts.dtype) if kind == "master" else torch.float32
             wanted = own if dtype is None else dtype
-            yield Entry(facts.name, wanted, facts.shape, partial(_pieces, reader, facts, kind, wanted))
+            yield Entry(facts.name, wanted, reader.shape_of(facts.name), partial(_pieces, reader, facts, kind, wanted))
 
 
 def _pieces(reader: Reader, facts: ParameterFacts, kind: str, dtype: torch.dtype) -> Iterator[memoryview]:
-    if facts.order is not None:
+    if facts.order is not None or facts.shard_dim:
         yield memory_of(reader.read(facts.name, kind).to(dtype))
         return
-    for piece in reader.pieces(facts.name, kind):
-        yield memory_of(piece.to(dtype))
+    for part in reader.parts_of(facts.name):
+        for piece in reader.pieces(facts.name, kind, part):
+            yield memory_of(piece.to(dtype))

@@ -23,6 +23,13 @@ One JSON object, spelled as `canonical` spells it, with these fields:
     extra              what the user gave, as `extra.encode` writes it; null: nothing
     tensors            [bytes, XXH3-128] of the file with the tensors of `extra`; null: there is none
 
+Of a model with tensor parallelism there are two fields more, which are not spelled otherwise:
+
+    slices             at the end: how many parts of the model there are. Ranks 0 to world / slices - 1 have the first,
+                       and so on. All that is said of flats and chunks is of the ranks of one slice
+    shard_dim          at the end of a parameter that the slices share: the dimension along which it is cut, as
+                       torch.chunk cuts. `shape` is that of the part. Of any other parameter all slices hold the same
+
 Sizes, offsets and starts are in elements. Names are names: no path is ever made of anything in here.
 
 Records are decoded into these types by msgspec, with bounded sizes and exact types, and are encoded again: only the
@@ -109,6 +116,7 @@ class ParameterFacts:
     dtype: DType
     group: Natural
     age: Natural
+    shard_dim: Annotated[int, Meta(ge=0, lt=MAX_DIMENSIONS)] | None = None
 
     @cached_property
     def numel(self) -> int:
@@ -165,6 +173,17 @@ class Manifest:
     copies: Annotated[tuple[ChunkFacts, ...], Meta(max_length=MAX_CHUNKS)] = ()
     extra: Any = None
     tensors: Digest | None = None
+    slices: Annotated[int, Meta(ge=1, le=MAX_WORLD)] = 1
+
+    @property
+    def slice(self) -> int:
+        """The number of the rank's slice."""
+        return self.rank // (self.world // self.slices)
+
+    def ranks_of(self, number: int) -> range:
+        """The ranks of slice `number`."""
+        count = self.world // self.slices
+        return range(number * count, (number + 1) * count)
 
     @cached_property
     def slots(self) -> tuple[ChunkFacts, ...]:
@@ -302,7 +321,13 @@ def _require_schema(found: Schema, wanted: Schema, file: str) -> None:
 def serialise(manifest: Manifest) -> bytes:
     """The bytes of `manifest`, the same for equal manifests. Checks nothing: `parse` does."""
     values = {field.name: getattr(manifest, field.name) for field in fields(manifest)}
-    return canonical({"schema": SCHEMA, "version": VERSION, **msgspec.to_builtins(values)})
+    plain = msgspec.to_builtins(values)
+    if manifest.slices == 1:
+        del plain["slices"]
+    for param in plain["parameters"]:
+        if param.get("shard_dim") is None:
+            param.pop("shard_dim", None)
+    return canonical({"schema": SCHEMA, "version": VERSION, **plain})
 
 
 def parse(data: bytes, file: str = "manifest") -> Manifest:
@@ -337,12 +362,16 @@ def _problems(manifest: Manifest) -> Iterator[str]:
     step, parameters, flats = manifest.step, manifest.parameters, manifest.flats
     if manifest.rank >= manifest.world:
         yield f"rank: there is no rank {manifest.rank} of {manifest.world}"
+    if manifest.world % manifest.slices:
+        yield f"slices: {manifest.world} ranks are not {manifest.slices} equal slices"
     for number, param in enumerate(parameters):
         if param.group >= len(manifest.groups) or param.age > step:
             yield f"parameters[{number}]: there is no such group, or it took more steps than the run"
         own = (*range(len(param.shape)),)
         if param.order is not None and (tuple(sorted(param.order)) != own or param.order == own):
             yield f"parameters[{number}].order: expected the dimensions in another order than their own"
+        if param.shard_dim is not None and (param.shard_dim >= len(param.shape) or manifest.slices == 1):
+            yield f"parameters[{number}].shard_dim: there is no such dimension, or one slice only"
     if len({param.name for param in parameters}) != len(parameters):
         yield "parameters: two have one name"
     if sum(flat.numel for flat in flats) > MAX_NUMEL:
@@ -444,6 +473,7 @@ def parameters_of(
             dtype=str(spec.dtype).removeprefix("torch."),
             group=spec.group,
             age=age,
+            shard_dim=spec.shard_dim,
         )
         for spec, shape, stride, age in zip(layout.specs, shapes, strides, ages, strict=True)
     )
@@ -466,6 +496,8 @@ def differences(
     Units, chunks, paths, ranks and hyper-parameters may differ: elements are found by their parameter's name.
     Args: unfrozen: parameters that were frozen when it was committed; frozen: those that are now.
     """
+    if committed.slices != wanted.slices:
+        return [f"tensor parallelism is over {wanted.slices} ranks, and over {committed.slices} when it was committed"]
     found = []
     if committed.compute_dtype != wanted.compute_dtype:
         found.append(f"compute_dtype is {wanted.compute_dtype}, and {committed.compute_dtype} was committed")
@@ -495,5 +527,6 @@ def _param_differences(old: ParameterFacts, new: ParameterFacts) -> list[str]:
         ("is", new.dtype, old.dtype),
         ("has its dimensions in memory in the order", new.order, old.order),
         ("is in param group", new.group, old.group),
+        ("is cut for tensor parallelism along dimension", new.shard_dim, old.shard_dim),
     ]
     return [f"{new.name} {what} {one}, and {other} was committed" for what, one, other in pairs if one != other]

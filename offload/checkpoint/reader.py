@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -237,10 +237,10 @@ class Reader:
         self._slots = [committed_slots(manifest) for manifest in self.manifests]
         self._chunks = [len(manifest.chunks) for manifest in self.manifests]
         self._names = {param.name: number for number, param in enumerate(self.manifests[0].parameters)}
-        self._of_flat: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        self._of_flat: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         for rank, manifest in enumerate(self.manifests):
             for chunk, facts in enumerate(manifest.chunks):
-                self._of_flat[facts.flat].append((rank, chunk))
+                self._of_flat[manifest.slice, facts.flat].append((rank, chunk))
         for chunks in self._of_flat.values():
             chunks.sort(key=lambda at: self.manifests[at[0]].chunks[at[1]].start)
 
@@ -269,35 +269,57 @@ class Reader:
     def tensors(self) -> list[Tensors]:
         """The parameters, in their order, for a table."""
         found = []
-        for name, number in self._names.items():
-            facts = self.manifests[0].parameters[number]
-            ranges = self.ranges(name)
+        for name in self._names:
+            parts = self.parts_of(name)
+            ranges = [one for part in parts for one in self.ranges(name, part)]
             nbytes = sum(part.numel * self._itemsize(part.rank, part.chunk) for part in ranges)
+            facts = replace(self.facts(name), shape=self.shape_of(name))
             found.append(Tensors(facts, nbytes, tuple((part.rank, part.chunk) for part in ranges)))
         return found
 
-    def ranges(self, name: str) -> list[Range]:
-        """Where the elements of a parameter lie, in the order of its memory."""
-        number = self._number(name)
-        flat, offset = self.manifests[0].homes[number]
-        end = offset + self.manifests[0].parameters[number].numel
+    def facts(self, name: str, part: int = 0) -> ParameterFacts:
+        """Of a parameter as a slice of the model has it. Args: part: its number."""
+        return self._first_of(part).parameters[self._number(name)]
+
+    def parts_of(self, name: str) -> range:
+        """The slices that a parameter is put together from: all of them, or the first, if each has all of it."""
+        return range(1 if self.facts(name).shard_dim is None else self.manifests[0].slices)
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of the whole parameter."""
+        facts = [self.facts(name, part) for part in self.parts_of(name)]
+        shape, dim = list(facts[0].shape), facts[0].shard_dim
+        if dim is not None:
+            shape[dim] = sum(one.shape[dim] for one in facts)
+        return tuple(shape)
+
+    def _first_of(self, part: int) -> Manifest:
+        """The manifest of the first rank of a slice."""
+        return self.manifests[self.manifests[0].ranks_of(part).start]
+
+    def ranges(self, name: str, part: int = 0) -> list[Range]:
+        """Where the elements of a parameter lie, in the order of its memory. Args: part: which slice's."""
+        number, manifest = self._number(name), self._first_of(part)
+        flat, offset = manifest.homes[number]
+        end = offset + manifest.parameters[number].numel
         found = []
-        for rank, chunk in self._of_flat[flat]:
+        for rank, chunk in self._of_flat[part, flat]:
             facts = self.manifests[rank].chunks[chunk]
             first, last = max(offset, facts.start), min(end, facts.start + facts.numel)
             if first < last:
                 found.append(Range(rank, chunk, first - facts.start, first - offset, last - first))
         return found
 
-    def pieces(self, name: str, kind: str) -> Iterator[Tensor]:
+    def pieces(self, name: str, kind: str, number: int = 0) -> Iterator[Tensor]:
         """The elements of a state of a parameter, in the order of its memory, fp32, as 1-D tensors end to end.
 
-        Args: kind: one of STATE_KINDS. A piece is valid until the next one is asked for. Whoever goes through the
+        Args: kind: one of STATE_KINDS; number: of the slice whose part it is.
+        A piece is valid until the next one is asked for. Whoever goes through the
         parameters in the order of the flats reads every slot once.
         """
         if kind not in STATE_KINDS:
             raise ConfigError(f"kind={kind!r}: choose one of {', '.join(STATE_KINDS)}")
-        for part in self.ranges(name):
+        for part in self.ranges(name, number):
             if self._slots[part.rank][part.chunk].arrays["master"][0] == 2 and kind != "exp_avg":
                 yield from self._joined(part, kind)
             else:
@@ -335,12 +357,18 @@ class Reader:
         slots = [self._slots[rank][number] for number in self._numbers(rank, chunk)]
         return sum(itemsize for slot in slots for itemsize, _ in slot.arrays.values())
 
-    def read(self, name: str, kind: str) -> Tensor:
-        """A state of a parameter, an fp32 CPU tensor of its shape, row-major; a copy."""
-        facts = self.manifests[0].parameters[self._number(name)]
+    def read(self, name: str, kind: str, part: int | None = None) -> Tensor:
+        """A state of a parameter, an fp32 CPU tensor of its shape, row-major; a copy.
+
+        Args: part: of the slice with this number alone; None: whole.
+        """
+        if part is None:
+            parts = [self.read(name, kind, number) for number in self.parts_of(name)]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, self.facts(name).shard_dim or 0)
+        facts = self.facts(name, part)
         line = torch.empty(facts.numel, dtype=torch.float32, device="cpu")
         filled = 0
-        for piece in self.pieces(name, kind):
+        for piece in self.pieces(name, kind, part):
             line[filled : filled + len(piece)] = piece
             filled += len(piece)
         return in_shape(line, facts)

@@ -75,6 +75,7 @@ from offload.checkpoint.scan import (
 from offload.config import Config
 from offload.dist.agreement import agree_on_error, all_gather_object
 from offload.dist.communicator import Communicator
+from offload.dist.tensor_parallel import local_of
 from offload.errors import CorruptionError, OffloadError, PathError, ResumeError
 from offload.layout import Layout
 from offload.model import written_frozen
@@ -283,7 +284,8 @@ class Records(NamedTuple):
 class RecoveryPlan:
     """How a run resumes from a commit that fits the model.
 
-    paths: this run's directories, in the order of its swap files; first: the manifest of rank 0; manifest: this rank's,
+    paths: this run's directories, in the order of its swap files; first: the manifest of the first rank that had this
+    rank's slice of the model, rank 0 where there is one slice; manifest: this rank's,
     whose slots are used where they lie; reader: reads what this rank needs, if the layout is another one; records: as
     they were before anything was locked; held: the directories that are open; extra: what was committed along, for this
     rank. Either manifest or reader is None.
@@ -326,7 +328,8 @@ class RecoveryPlan:
         if not frozen or self.reader is None:
             return self
         state: Any = self.extra.attached.get(written_frozen.NAME, {"values": {}, "digests": {}})
-        values = {one.name: self.reader.read(one.name, "master").to(getattr(torch, one.dtype)) for one in frozen}
+        part = self.first.slice
+        values = {one.name: self.reader.read(one.name, "master", part).to(getattr(torch, one.dtype)) for one in frozen}
         state = {"values": state["values"] | values, "digests": state["digests"]}
         return replace(self, extra=self.extra._replace(attached={**self.extra.attached, written_frozen.NAME: state}))
 
@@ -407,20 +410,29 @@ class RecoveryPlan:
 
 
 def describe(
-    config: Config, layout: Layout, params: Sequence[nn.Parameter], groups: Sequence[Mapping[str, Option]]
+    config: Config,
+    layout: Layout,
+    params: Sequence[nn.Parameter],
+    groups: Sequence[Mapping[str, Option]],
+    comm: Communicator | None = None,
 ) -> Manifest:
     """The manifest of this run as far as it is known before it begins: no chunks, of groups what must not change.
 
+    Args: comm: of the ranks of the layout; None: the model has one slice.
     Raises: ConfigError if there are more chunks than a manifest can name.
     """
+    slices = 1 if comm is None else comm.tensor_parallel.size
+    part = 0 if comm is None else comm.tensor_parallel.rank
+    params = [local_of(param) for param in params]  # type: ignore[misc]
     shapes = [tuple(param.shape) for param in params]
     # What has holes gets memory of its own, row-major.
     strides = [(p if is_dense(p) else torch.empty(p.shape, device="meta")).stride() for p in params]
     manifest = Manifest(
         run_id="0" * 32,
         step=0,
-        rank=layout.rank,
-        world=layout.ranks,
+        rank=part * layout.ranks + layout.rank,
+        world=slices * layout.ranks,
+        slices=slices,
         paths=max(len(config.paths), 1),
         places=config.slots_per_chunk,
         compute_dtype=str(config.compute_dtype).removeprefix("torch."),
@@ -502,7 +514,7 @@ def find_together(
                 raise _just_committed(target.last[0]) from error
             raise
 
-    manifests = read({0, comm.rank} & {*every})
+    manifests = read({0, _first_rank(wanted, len(every)), comm.rank} & {*every})
     with agree_on_error(comm):
         found = _find(config, directories, seen, target, manifests, layout, wanted, held, frozen)
     # Used where it lies by all ranks, or by none.
@@ -590,7 +602,11 @@ def _find(
     """
     home, commit = target.last
     files = FILES.within(held)
-    first, own = manifests[0], manifests.get(wanted.rank)
+    is_as_many = len(commit.manifests) == wanted.world and manifests[0].slices == wanted.slices
+    own = manifests.get(wanted.rank) if is_as_many else None
+    first = (
+        manifests[_first_rank(wanted, len(commit.manifests))] if manifests[0].slices == wanted.slices else manifests[0]
+    )
     if own is not None:
         require_one_model(first, own, str(home))
     found = differences(first, wanted)
@@ -627,9 +643,15 @@ def _records_in(
     return tuple((directory, one) for directory, one in records if one is not None and one.run_id not in replaced)
 
 
+def _first_rank(wanted: Manifest, count: int) -> int:
+    """The first rank of this one's slice, of `count` that committed as many slices as there are now."""
+    return wanted.slice * (count // wanted.slices)
+
+
 def _extra_rank(wanted: Manifest, commit: Commit) -> int:
-    """Which rank's extra this one gets."""
-    return wanted.rank if len(commit.manifests) == wanted.world else 0
+    """Which rank's extra this one gets. It may hold values of that rank's slice of the model."""
+    count = len(commit.manifests)
+    return wanted.rank if count == wanted.world else _first_rank(wanted, count)
 
 
 def _extra(manifests: Mapping[int, Manifest], target: Target, wanted: Manifest, files: Files) -> Carried:
@@ -650,7 +672,7 @@ def _require_seen(reader: Reader, layout: Layout, wanted: Manifest, files: Files
     commit, manifests = reader.commit, reader.manifests
     if wanted.world == len(manifests) == 1:
         return
-    reader.swap_files.ranks = {rank for rank, _ in moves(manifests, layout)}
+    reader.swap_files.ranks = {rank for rank, _ in moves(manifests, layout, wanted.slice)}
     extra = _extra_rank(wanted, commit)
     needed = reader.swap_files.ranks | ({extra} if manifests[extra].tensors is not None else set())
     if those := hidden_ranks(reader.paths, manifests, files, needed):

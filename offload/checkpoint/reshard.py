@@ -26,30 +26,35 @@ class Stretch:
     chunk: int
 
 
-def moves(manifests: Sequence[Manifest], layout: Layout) -> dict[tuple[int, int], list[CopyRange]]:
-    """By (rank, chunk) of a commit: what of it goes where in `layout`, by target. `manifests`: of all its ranks."""
-    stretches = _stretches(manifests)
+def moves(manifests: Sequence[Manifest], layout: Layout, part: int = 0) -> dict[tuple[int, int], list[CopyRange]]:
+    """By (rank, chunk) of a commit: what of it goes where in `layout`, by target.
+
+    Args: manifests: of all its ranks; part: the number of the slice that the layout is of.
+    """
+    ranks = manifests[0].ranks_of(part)
+    first = manifests[ranks.start]
+    stretches = _stretches(manifests, ranks)
     starts = [[stretch.start for stretch in of_flat] for of_flat in stretches]
-    numbers = {param.name: number for number, param in enumerate(manifests[0].parameters)}
+    numbers = {param.name: number for number, param in enumerate(first.parameters)}
     found: defaultdict[tuple[int, int], list[CopyRange]] = defaultdict(list)
     for chunk in layout.chunks:
-        for flat, begin, place, numel in _wanted(manifests[0], layout, chunk, numbers):
+        for flat, begin, place, numel in _wanted(first, layout, chunk, numbers):
             at = bisect_right(starts[flat], begin) - 1
             end = begin + numel
             while at < len(stretches[flat]) and stretches[flat][at].start < end:
                 source = stretches[flat][at]
-                first, last = max(begin, source.start), min(end, source.stop)
-                move = CopyRange(chunk.index, first - source.start, place + first - begin, last - first)
+                start, last = max(begin, source.start), min(end, source.stop)
+                move = CopyRange(chunk.index, start - source.start, place + start - begin, last - start)
                 found[source.rank, source.chunk].append(move)
                 at += 1
     return dict(found)
 
 
-def _stretches(manifests: Sequence[Manifest]) -> list[list[Stretch]]:
+def _stretches(manifests: Sequence[Manifest], ranks: range) -> list[list[Stretch]]:
     """By flat: where it lies, in the order of its elements."""
-    found: list[list[Stretch]] = [[] for _ in manifests[0].flats]
-    for rank, manifest in enumerate(manifests):
-        for number, chunk in enumerate(manifest.chunks):
+    found: list[list[Stretch]] = [[] for _ in manifests[ranks.start].flats]
+    for rank in ranks:
+        for number, chunk in enumerate(manifests[rank].chunks):
             found[chunk.flat].append(Stretch(chunk.start, chunk.start + chunk.numel, rank, number))
     for of_flat in found:
         of_flat.sort(key=lambda stretch: stretch.start)

@@ -45,6 +45,7 @@ def inspect(paths: Paths, json: Json = False) -> None:
             "step": reader.commit.step,
             "snapshot": reader.commit.is_snapshot,
             "ranks": first.world,
+            "tensor_parallel_ranks": first.slices,
             "paths": first.paths,
             "chunks": sum(len(manifest.chunks) for manifest in reader.manifests),
             "compute_dtype": first.compute_dtype,

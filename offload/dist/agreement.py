@@ -84,4 +84,13 @@ def require_alike(comm: Communicator, layout: Layout, config: Config) -> None:
             "the ranks differ in the model (names, sizes, dtypes, units, param groups), or in stage, accumulation, "
             "param_tier, commit_every, resume, Tuning.split_master or Tuning.bucket: give all of them the same"
         )
+    # Parts of one parameter may differ in size: beside that all slices train the same.
+    names = [(spec.name, spec.unit, spec.dtype, spec.group, spec.shard_dim) for spec in layout.specs]
+    if not comm.everyone.all_equal(repr((names, layout.ranks, layout.replicas, options, commits))):
+        raise ConfigError(
+            "the tensor-parallel ranks differ in the model (names, dtypes, units, param groups, how it is sharded), or "
+            "in stage, accumulation, param_tier, commit_every, resume, Tuning.split_master or Tuning.bucket: give all "
+            "of them the same"
+        )
     comm.side_group.barrier()
+    comm.everyone.side_group.barrier()

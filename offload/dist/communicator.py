@@ -61,7 +61,7 @@ class Communicator(ABC):
     Attributes: rank and size in the group; local_rank and ranks_on_node among all processes of the job on this
     machine, which share its RAM, cores and drives. With replicas, `size` is a multiple of `shard_group.size`, the ranks
     of a shard group are consecutive, and those at one place in each of these are a replicate group; all of them fail
-    together.
+    together. So do those of `tensor_parallel` and `everyone`.
     """
 
     def __init__(self, rank: int, size: int, local_rank: int, ranks_on_node: int) -> None:
@@ -79,6 +79,16 @@ class Communicator(ABC):
     def replicate_group(self) -> Communicator:
         """The ranks that keep the same shards of the parameters."""
         return SingleProcess(self.local_rank, self.ranks_on_node)
+
+    @property
+    def tensor_parallel(self) -> Communicator:
+        """The ranks that have the parts of one model: [Note: tensor parallelism] in tensor_parallel.py."""
+        return SingleProcess(self.local_rank, self.ranks_on_node)
+
+    @property
+    def everyone(self) -> Communicator:
+        """All ranks that train one model: these, and those of the other slices, slice by slice."""
+        return self
 
     @property
     def side_group(self) -> Communicator:
@@ -206,6 +216,35 @@ class SingleProcess(Communicator):
 
     def close(self) -> bool:
         return True
+
+
+class SingleOfSlice(SingleProcess):
+    """One process that has a slice of the model for itself, and is one of several tensor-parallel ranks."""
+
+    def __init__(self, tensor_parallel: Communicator, everyone: Communicator) -> None:
+        super().__init__(everyone.local_rank, everyone.ranks_on_node)
+        self._tensor_parallel = tensor_parallel
+        self._everyone = everyone
+
+    @property
+    def tensor_parallel(self) -> Communicator:
+        return self._tensor_parallel
+
+    @property
+    def everyone(self) -> Communicator:
+        return self._everyone
+
+    def stats(self) -> dict[str, int]:
+        return self._everyone.stats()
+
+    def close(self) -> bool:
+        return self._everyone.close()
+
+    def check(self) -> None:
+        self._everyone.check()
+
+    def require_device(self, device: torch.device) -> None:
+        self._everyone.require_device(device)
 
 
 def average(rows: Tensor, out: Tensor) -> None:

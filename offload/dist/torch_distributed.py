@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from offload.dist.communicator import (
-    SingleProcess,
     Communicator,
+    SingleOfSlice,
+    SingleProcess,
     Work,
     average,
     check_gather,
@@ -80,6 +81,8 @@ class Group(Communicator):
         self._timeline = timeline or Timeline()
         self._shared = _Shared()
         self._shard_group, self._replicate_group = self._subgroup(shard_group), self._subgroup(replicate_group)
+        self._tensor_parallel: Communicator | None = None
+        self._everyone: Group | None = None
         self._own: dist.ProcessGroup | None = None  # made here, to be taken away at the end
         self._side_group: Communicator | None = None
         self._ends = math.inf
@@ -100,6 +103,22 @@ class Group(Communicator):
     @property
     def replicate_group(self) -> Communicator:
         return self._replicate_group or super().replicate_group
+
+    @property
+    def tensor_parallel(self) -> Communicator:
+        return self._tensor_parallel or super().tensor_parallel
+
+    @property
+    def everyone(self) -> Communicator:
+        return self._everyone or self
+
+    def joined_by(self, tensor_parallel: dist.ProcessGroup, everyone: dist.ProcessGroup) -> Communicator:
+        """This group as a slice of a model. Returns: itself."""
+        self._tensor_parallel, self._everyone = self._subgroup(tensor_parallel), Group(
+            everyone, timeout_s=self.timeout_s, timeline=self._timeline
+        )
+        self._everyone._shared = self._shared
+        return self
 
     @property
     def side_group(self) -> Communicator:
@@ -163,6 +182,8 @@ class Group(Communicator):
     def close(self) -> bool:
         self._ends = min(self._ends, time.monotonic() + _GRACE_S)
         quiet = [work.arrives_by(self._ends) for work in self._shared.under_way]
+        if self._everyone is not None:
+            self._everyone.close()
         # A part of the world's names its groups by how many there are: where one has gone, the next gets its name.
         if self._own is not None and self.size == dist.get_world_size() and self._shared.failure is None and all(quiet):
             dist.destroy_process_group(self._own)
@@ -290,16 +311,23 @@ class _GroupWork(Work):
 
 
 def connect(
-    process_group: object | None = None, *, timeout_s: float = TIMEOUT_S, timeline: Timeline | None = None
+    process_group: object | None = None,
+    *,
+    timeout_s: float = TIMEOUT_S,
+    timeline: Timeline | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Communicator:
     """The communicator of this process.
 
     Args: process_group: a ProcessGroup or a DeviceMesh: the data-parallel ranks, that hold one shard each; None:
         all ranks. Of a mesh of two dimensions the first is of replicas, `replicate_group`, and the second `shard_group`, as FSDP2 has
-        them. timeout_s: seconds from the launch of a collective to RankError.
-    Raises: ConfigError if it is neither, if this process is not in it, or if a launcher started several processes and
-    nobody connected them.
+        them. timeout_s: seconds from the launch of a collective to RankError. mesh: of the tensor-parallel ranks; None:
+    the model has none.
+    Raises: ConfigError if it is neither, if this process is not in it, if a launcher started several processes and
+    nobody connected them, or if data-parallel and tensor-parallel ranks are no rectangle.
     """
+    if mesh is not None and mesh.size() > 1:
+        return _connect_slice(process_group, mesh, timeout_s, timeline or Timeline())
     if not (dist.is_available() and dist.is_initialized()):
         if process_group is not None:
             raise ConfigError(f"process_group={process_group!r}: call torch.distributed.init_process_group() first")
@@ -316,6 +344,52 @@ def connect(
     return Group(
         members, timeout_s=timeout_s, timeline=timeline, shard_group=shard_group, replicate_group=replicate_group
     )
+
+
+def _connect_slice(
+    process_group: object | None, mesh: DeviceMesh, timeout_s: float, timeline: Timeline
+) -> Communicator:
+    """The data-parallel ranks of a slice. Every process of all slices has to call it; see `connect`."""
+    across, own = mesh.get_group(), dist.get_rank()
+    members: dist.ProcessGroup | None = None
+    dimensions: list[dist.ProcessGroup | None] = []
+    if process_group is not None:
+        members, *dimensions = _members(process_group)
+    elif mesh.size() < dist.get_world_size():
+        raise ConfigError(
+            f"the model is sharded over {mesh.size()} of {dist.get_world_size()} ranks, and process_group does not say "
+            'which ranks are data-parallel: give process_group=mesh["dp"], the other dimension of the mesh'
+        )
+    ranks = [own] if process_group is None else dist.get_process_group_ranks(members)
+    peers = dist.get_process_group_ranks(across)
+    if set(ranks) & set(peers) != {own}:
+        raise ConfigError(
+            f"process_group holds the ranks {ranks}, and the model is sharded over {peers}: of tensor-parallel ranks "
+            'each has its own data-parallel ones, so give process_group=mesh["dp"], the other dimension of the mesh'
+        )
+    slices: list[Any] = [None] * len(peers)
+    dist.all_gather_object(slices, ranks, group=across)
+    place = ranks.index(own)
+    is_rectangle = all(len(one) == len(ranks) and one[place] == peer for one, peer in zip(slices, peers, strict=True))
+    if not is_rectangle or len({rank for one in slices for rank in one}) != len(ranks) * len(peers):
+        raise ConfigError(
+            f"the tensor-parallel ranks {peers} were given the process groups {slices}: all of them together have to "
+            "be a rectangle, as the dimensions of one mesh are"
+        )
+    ordered = [rank for one in slices for rank in one]
+    # Every process makes the group that it is in, and no other: other models may be trained beside this one.
+    everyone = across if ordered == peers else dist.new_group(ordered, use_local_synchronization=True, sort_ranks=False)
+    assert isinstance(everyone, dist.ProcessGroup)
+    if len(ranks) == 1:
+        whole = Group(everyone, timeout_s=timeout_s, timeline=timeline)
+        parts = whole._subgroup(across)
+        assert parts is not None
+        return SingleOfSlice(parts, whole)
+    replicate_group, shard_group = dimensions or (None, None)
+    slice_ = Group(
+        members, timeout_s=timeout_s, timeline=timeline, shard_group=shard_group, replicate_group=replicate_group
+    )
+    return slice_.joined_by(across, everyone)
 
 
 def _members(process_group: object | None) -> list[dist.ProcessGroup | None]:

@@ -82,6 +82,8 @@ UNIT_SCALE = GradientScale()
 class GradientBuffer(ABC):
     """Holds the gradients of one step. Parameters are named by their index in `layout.specs`.
 
+    Norms and the check for NaN and Inf are of the whole model: [Note: tensor parallelism] in dist/tensor_parallel.py.
+
     Args: store: of the gradients, with `grad_tier="nvme"`; None: they are in RAM (or on the device, with the states).
     Attributes: most: micro-batches a step at most, None: any number; expected: how many there may be; scale: the
     factors of all gradients; factors: by parameter, what the step multiplies its gradient by besides.
@@ -102,6 +104,10 @@ class GradientBuffer(ABC):
         self._timeline = run.timeline
         # Gradients do not come alike on all ranks: their collectives are in an order of their own.
         self._comm = run.comm.side_group
+        self._everyone = run.comm.everyone.side_group
+        # What every slice has is counted by the first one.
+        is_first = run.comm.tensor_parallel.rank == 0
+        self._counts = [is_first or spec.shard_dim is not None for spec in run.layout.specs]
         self._shards = open_shards(run, store)
 
     # As autograd makes them.
@@ -175,8 +181,8 @@ class GradientBuffer(ABC):
         The sum over the blocks is exactly rounded, so it does not depend on their order. After `finalize`.
         """
         sums = self._shards.sums_on_cpu()
-        blocks = (block for param in params for block in sums[param])
-        return math.sqrt(self._comm.exact_sum(chain.from_iterable(block.tolist() for block in blocks)))
+        blocks = (block for param in params if self._counts[param] for block in sums[param])
+        return math.sqrt(self._everyone.exact_sum(chain.from_iterable(block.tolist() for block in blocks)))
 
     def norms(self, params: Sequence[int], order: float = 2.0) -> list[float]:
         """The norm of each of `params`, without any factor, in fp64, over all ranks. After `finalize`.
@@ -188,15 +194,15 @@ class GradientBuffer(ABC):
         if order == 2.0:
             sums = self._shards.sums_on_cpu()
             own = [math.fsum(chain.from_iterable(block.tolist() for block in sums[param])) for param in params]
-            return self._sum_over_ranks(own).sqrt().tolist()
+            return self._sum_over_ranks(params, own).sqrt().tolist()
         held = (self.values(param).float() for param in params)
         own = [float(torch.linalg.vector_norm(values, order)) if len(values) else 0.0 for values in held]
-        if self._comm.size == 1:
+        if self._everyone.size == 1:
             return own
         if math.isinf(order):
-            rows = self._comm.all_gather(torch.tensor(own, dtype=torch.float64, device="cpu"))
+            rows = self._everyone.all_gather(torch.tensor(own, dtype=torch.float64, device="cpu"))
             return (rows.amax(0) if order > 0 else rows.amin(0)).tolist()
-        return (self._sum_over_ranks([norm**order for norm in own]) ** (1 / order)).tolist()
+        return (self._sum_over_ranks(params, [norm**order for norm in own]) ** (1 / order)).tolist()
 
     def not_finite(self, params: Collection[int]) -> list[int]:
         """Which of `params` hold NaN or Inf on any rank. After `finalize`."""
@@ -204,11 +210,12 @@ class GradientBuffer(ABC):
             return []
         sums = self._shards.sums_on_cpu()
         bad = [not all(bool(block.isfinite().all()) for block in sums[param]) for param in params]
-        flags = self._comm.all_gather(torch.tensor(bad, device="cpu")).any(0).tolist()
+        flags = self._everyone.all_gather(torch.tensor(bad, device="cpu")).any(0).tolist()
         return [param for param, flag in zip(params, flags, strict=True) if flag]
 
-    def _sum_over_ranks(self, own: Sequence[float]) -> Tensor:
-        rows = self._comm.all_gather(torch.tensor(own, dtype=torch.float64, device="cpu"))
+    def _sum_over_ranks(self, params: Sequence[int], own: Sequence[float]) -> Tensor:
+        once = [value if self._counts[param] else 0.0 for param, value in zip(params, own, strict=True)]
+        rows = self._everyone.all_gather(torch.tensor(once, dtype=torch.float64, device="cpu"))
         return torch.tensor([math.fsum(column) for column in rows.T.tolist()], dtype=torch.float64, device="cpu")
 
     # What the step multiplies them by.

@@ -18,6 +18,11 @@ a copy into it thus waits for the unit that left it, and for nothing queued sinc
 to wait for all that is queued. On the CPU, memory that was given back to the system returns as pages that the system
 has to clear first, which takes several times as long as to copy a unit into them.
 
+[Note: sharded parameters]
+Of a DTensor the flat parameter holds this rank's part, which is a plain tensor inside of it, its *local* tensor. That
+one is pointed into the flat parameter, and autograd, guards and the module go on with the DTensor. Each of the two has
+a version of its own, and writes bump the one, the other, or both: their sum tells whether anybody wrote.
+
 A storage without memory points to NaNs on the CPU, which nobody can take for values; on a device it has no bytes.
 
 [Note: a parked model]
@@ -36,6 +41,7 @@ from torch import Tensor, UntypedStorage, nn
 
 from offload import torch_private
 from offload.devices.copies import Copier, DeviceEvent, finish_queue
+from offload.dist.tensor_parallel import is_dtensor, local_of, repoint
 from offload.errors import ConfigError, ReleasedParameterError
 from offload.interrupts import uninterrupted
 from offload.layout import Layout
@@ -139,10 +145,11 @@ class FlatParameters:
     stream.
 
     Args: device: to train on; copier: of that device; streamed: the flat parameters whose memory comes and goes.
-    Attributes: layout: of all of them; trained: how many of them are trained, the first ones; flats: one tensor for
-    each flat parameter of the layout, on the model's device, filled by `attach`; tiles: leaves of autograd, by index of
-    the layout's slice; home: the device to train on; device: where they are now, the CPU if the model is parked;
-    peak_bytes: the most all had at home.
+    Attributes: layout: of all of them; trained: how many of them are trained, the first ones; locals: the tensors whose
+    memory the flat parameters are, see [Note: sharded parameters]; flats: one tensor for each flat parameter of the
+    layout, on the model's device, filled by `attach`; tiles: leaves of autograd, by index of the layout's slice; home:
+    the device to train on; device: where they are now, the CPU if the model is parked; peak_bytes: the most all had at
+    home.
     """
 
     def __init__(
@@ -158,6 +165,8 @@ class FlatParameters:
         self.trained = len(layout.trained.specs)
         self._streamed = streamed
         self.params = tuple(params)
+        self.locals: tuple[Tensor, ...] = tuple(map(local_of, params))
+        self._sharded = frozenset(number for number, param in enumerate(params) if is_dtensor(param))
         self.index = {param: number for number, param in enumerate(self.params)}
         self.home = self.device = device
         self.flats = [torch.empty(0, device="cpu")] * len(layout.flats)
@@ -192,9 +201,9 @@ class FlatParameters:
     def make_dense(self, flat: int) -> None:
         """Gives parameters with holes or overlaps (expanded ones) memory of their own."""
         for number in self._layout.flats[flat].params:
-            param = self.params[number]
+            param = self.locals[number]
             if not is_dense(param):
-                param.data = param.data.contiguous()
+                repoint(param, param.data.contiguous())
 
     @torch.no_grad()
     def attach(self, flat: int, *, with_values: bool = True) -> None:
@@ -213,19 +222,19 @@ class FlatParameters:
         end = 0
         views = []
         for number, offset in zip(info.params, info.offsets, strict=True):
-            param = self.params[number]
+            param = self.locals[number]
             memory[end:offset] = 0  # kernels compute the gaps too
             end = offset + param.numel()
             self._strides[number] = param.stride()
-            self._tensors[number] = param._cdata
+            self._tensors[number] = self.params[number]._cdata
             views.append(self._view_for(number, memory[offset:end]))
             if with_values:
                 views[-1].copy_(param)
         memory[end:] = 0
         finish_queue(device)  # the parameters' old memory is another stream's, perhaps, and goes now
         for number, view in zip(info.params, views, strict=True):
-            self.params[number].data = view
-            self._versions[number] = self.params[number]._version
+            repoint(self.params[number], view)
+            self._versions[number] = self._version_now(number)
         self.flats[flat] = memory
         if flat in self._streamed:
             self._flat_of_storage[memory.untyped_storage()._cdata] = flat
@@ -235,7 +244,7 @@ class FlatParameters:
         if not self.streams(number):  # a storage of its own over the same memory
             own = torch_private.from_dlpack(torch_private.to_dlpack(values)) if values.numel() else None
             values = torch.empty_like(values) if own is None else own
-        return values.as_strided(self.params[number].shape, self._strides[number], values.storage_offset())
+        return values.as_strided(self.locals[number].shape, self._strides[number], values.storage_offset())
 
     def _attach_tiles(self, flat: int) -> None:
         columns = self.params[self._layout.flats[flat].params[0]].shape[1]
@@ -288,6 +297,7 @@ class FlatParameters:
 
     def flat_at(self, tensor: Tensor) -> int | None:
         """The flat parameter in whose storage a tensor lies, if it is streamed."""
+        tensor = local_of(tensor)
         with torch_private.DisableTorchFunctionSubclass():
             if not self._flat_of_storage or tensor.layout is not torch.strided or tensor.device.type == "meta":
                 return None
@@ -321,7 +331,12 @@ class FlatParameters:
         """A parameter's version, also while its memory is elsewhere."""
         with torch_private.DisableTorchFunctionSubclass():
             is_freed = self._layout.locations[number][0] in self._freed
-            return self._versions[number] if is_freed else self.params[number]._version
+            return self._versions[number] if is_freed else self._version_now(number)
+
+    def _version_now(self, number: int) -> int:
+        """Of a parameter whose memory is here: it grows with each write. Not to be called through guards."""
+        version = self.params[number]._version
+        return version + self.locals[number]._version if number in self._sharded else version
 
     def allocate(self, index: int) -> DeviceEvent:
         """Gives a slice of the layout that was freed memory again; its values are undefined.
@@ -360,7 +375,11 @@ class FlatParameters:
 
     def _set_versions(self, numbers: Sequence[int], versions: Sequence[int]) -> None:
         params = tuple(self.params[n] for n in numbers)
-        torch_private.set_version_counters(params, tuple(versions))
+        own = [
+            self.locals[n]._version if n in self._sharded and version != NO_VERSION else 0
+            for n, version in zip(numbers, versions, strict=True)
+        ]
+        torch_private.set_version_counters(params, tuple(v - of for v, of in zip(versions, own, strict=True)))
 
     @torch.no_grad()
     def become_resident(self) -> None:
@@ -369,8 +388,8 @@ class FlatParameters:
         self._flat_of_storage.clear()
         for flat, memory in zip(self._layout.flats, self.flats, strict=True):
             for number, offset in zip(flat.params, flat.offsets, strict=True) if flat.index in streamed else ():
-                param = self.params[number]
-                param.data = self._view_for(number, memory[offset : offset + param.numel()])
+                local = self.locals[number]
+                repoint(self.params[number], self._view_for(number, memory[offset : offset + local.numel()]))
         for param in self.params:
             if param.device != self.device:  # it was tiled
                 param.data = param.data.to(self.device)
@@ -399,7 +418,7 @@ class FlatParameters:
         else:
             flat = self._layout.flats[index]
             ranges = zip(flat.params, flat.offsets, strict=True)
-            views = [self._view_for(n, memory[start : start + self.params[n].numel()]) for n, start in ranges]
+            views = [self._view_for(n, memory[start : start + self.locals[n].numel()]) for n, start in ranges]
         if self._layout.slices[index].flat in self._streamed:
             self._spares.take(memory)
         else:
@@ -443,7 +462,7 @@ class FlatParameters:
         """
         with torch_private.DisableTorchFunctionSubclass():
             for number in range(len(self.params)) if numbers is None else numbers:
-                param = self.params[number]
+                param = self.locals[number]
                 flat, offset = self._layout.locations[number]
                 if self._is_swapped(number) or flat in self._freed or not param.numel():
                     continue
@@ -523,7 +542,7 @@ class FlatParameters:
                 self._data[number] = (alias, alias._version)
             if self.flat_of(number) not in self._freed:
                 with torch_private.DisableTorchFunctionSubclass():
-                    self._versions[number] = self.params[number]._version
+                    self._versions[number] = self._version_now(number)
 
     def written_outside(self, numbers: Iterable[int] | None = None) -> list[int]:
         """Which of `numbers` (None: all) that are here somebody else wrote to (`load_state_dict`, `p.copy_`)."""
@@ -531,7 +550,7 @@ class FlatParameters:
         places, freed = self._layout.locations, self._freed
         with torch_private.DisableTorchFunctionSubclass():
             here = [number for number in numbers if places[number][0] not in freed]
-            return [n for n in here if self.params[n]._version != self._versions[n] or self._data_is_written(n)]
+            return [n for n in here if self._version_now(n) != self._versions[n] or self._data_is_written(n)]
 
     def _data_is_written(self, number: int) -> bool:
         if number not in self._data:

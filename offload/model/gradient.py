@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from offload import torch_private
+from offload.dist.tensor_parallel import is_dtensor, local_gradient, local_of, whole_like
 from offload.errors import AccumulationError, ClosedError, ConfigError, GradientMovedError
 from offload.grads.base import UNIT_SCALE, GradientBuffer
 from offload.layout import Layout
@@ -193,7 +194,9 @@ class Answers:
             # First the stand-in: if the buffer raises, the gradient must not be taken for one that the user assigned.
             leaf.grad = None
             param.grad = self._stand_ins[number]
-            self._gradients.accumulate(number, flattened_like(leaf, grad.detach()), start)
+            local = local_gradient(param, grad.detach())
+            like = self._parameters.locals[number] if leaf is param else leaf
+            self._gradients.accumulate(number, flattened_like(like, local), start)
 
     # What the optimizer calls.
 
@@ -218,7 +221,7 @@ class Answers:
         for number in sorted(self._zeroed):
             self._zeroed.discard(number)
             if self.is_marked(number):
-                param = self._params[number]
+                param = self._parameters.locals[number]
                 with torch_private.DisableTorchFunctionSubclass():
                     self._gradients.accumulate(
                         number, torch.zeros(param.numel(), dtype=param.dtype, device=param.device)
@@ -312,7 +315,8 @@ class Answers:
             return self._copies[number][0].clone()
         param, values = self._params[number], self._current(number)
         with torch_private.DisableTorchFunctionSubclass():
-            return shaped_like(param, values.to(param.dtype)).to(param.device).clone()
+            local = shaped_like(self._parameters.locals[number], values.to(param.dtype)).to(param.device).clone()
+            return whole_like(param, local)
 
     def _current(self, number: int) -> Tensor:
         """The gradient of a parameter as the step would use it: 1-D, in the dtype it is held in; a copy."""
@@ -335,7 +339,8 @@ class Answers:
         versions = {n: one._version for n, one in values.items()}
         result = func(*_replaced(args, values), **_replaced(kwargs, values))
         number_at = {_storage_of(one): n for n, one in values.items()}
-        views = [t for t in tensors_in(result) if type(t) is Tensor and _storage_of(t) in number_at]
+        plain = (t for t in tensors_in(result) if type(t) is Tensor or is_dtensor(t))
+        views = [t for t in plain if _storage_of(t) in number_at]
         viewed = {number_at[_storage_of(t)] for t in views if t is not values[number_at[_storage_of(t)]]}
         for number, one in values.items():
             is_kept = number in self._copies or number in viewed
@@ -355,7 +360,8 @@ class Answers:
         param = self._params[number]
         with torch_private.DisableTorchFunctionSubclass():
             held = self._current(number)
-            new = flattened_like(param, copy.detach()).to(held.device)
+            local = local_gradient(param, copy.detach())
+            new = flattened_like(self._parameters.locals[number], local).to(held.device)
             if held.dtype is not new.dtype:  # unchanged elements keep the bits that rounding took from the copy
                 rounded = held.to(new.dtype)
                 held = torch.where(bits_of(rounded) == bits_of(new), held, new.to(held.dtype))
@@ -515,4 +521,5 @@ class Answers:
 
 
 def _storage_of(tensor: Tensor) -> int:
+    tensor = local_of(tensor)
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0

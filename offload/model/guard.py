@@ -11,6 +11,10 @@ operations cost nothing more.
 | a resident parameter                       | guarded          | watched   | always there; a value may be pending |
 | a streamed parameter                       | guarded          | watched   | there while its unit is resident     |
 | an alias of a streamed one (`.t()`, `[0]`) | guarded          | guarded   | the same                             |
+| any of these that is a DTensor             | guarded          | plain     | the same                             |
+
+Torch runs operations of plain DTensors in C++, and of subclasses through Python. So a DTensor is plain inside its unit,
+where `p.data` of it is not seen.
 
 A graph that used a streamed parameter needs it again: the node of each result fetches it when its gradient arrives.
 docs/compatibility.md lists what does not pass `__torch_function__`.
@@ -29,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offload import torch_private
+from offload.dist.tensor_parallel import is_dtensor, local_of
 from offload.errors import ConfigError, ReleasedParameterError
 from offload.interrupts import uninterrupted, uninterrupted_entry
 from offload.model.fetch import HeldUnits, StreamedUnits
@@ -91,11 +96,14 @@ class _Held:
     @property
     def _is_param(self) -> bool:
         """What `isinstance(x, nn.Parameter)` asks for."""
-        return issubclass(self._kind, nn.Parameter)
+        return issubclass(self._kind, nn.Parameter) or bool(self.__dict__.get("_is_param", False))
 
     @_is_param.setter
-    def _is_param(self, _: bool) -> None:
-        self.__class__ = nn.Parameter  # type: ignore[assignment]  # nn.Parameter.__new__ ends by setting it
+    def _is_param(self, value: bool) -> None:
+        # nn.Parameter.__new__ ends by setting it. Of a DTensor it is a note, and its class stays.
+        if not issubclass(self._kind, nn.Parameter):
+            self.__dict__["_is_param"] = value
+        self.__class__ = self._kind if self._kind is not Tensor else nn.Parameter  # type: ignore[assignment]
 
 
 class _Guarded(_Held):
@@ -186,6 +194,19 @@ class _Plain:
             tensor.__class__ = self._guards.class_now(tensor, guarded)
 
 
+_PAST_TORCH_FUNCTION = ("to_local", "full_tensor", "redistribute")
+"""Methods of a DTensor that read its values without `__torch_function__`."""
+
+
+def _seen(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a guarded class, which is a use as any other."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return type(self).__torch_function__(method, (), (self, *args), kwargs)
+
+    return call
+
+
 def _refuse(what: str) -> NoReturn:
     raise ReleasedParameterError(
         f"{what} needs the values of a streamed parameter, and the optimizer that held them is closed or gone: use it "
@@ -233,9 +254,14 @@ class Guards:
         Args: streams: that of streamed parameters; runs: of parameters whose unit runs.
         """
         key = kind, streams, runs
+        is_sharded = kind is torch_private.dtensor_class()
+        if is_sharded and runs:
+            return kind
         if key not in self._classes:
             ref = self._streamed_ref if streams else self._resident_ref
             names = {"_kind": kind, "_guards_ref": ref, "__module__": __name__, "__slots__": ()}
+            if is_sharded:
+                names |= {name: _seen(getattr(kind, name)) for name in _PAST_TORCH_FUNCTION}
             name, base = ("Watched", _Watched) if runs else ("Guarded", _Guarded)
             self._classes[key] = type(f"{name}{kind.__name__}", (base, kind), names)
         return self._classes[key]
@@ -363,8 +389,9 @@ class Guards:
         for tensor in tensors_in(result):
             if self._parameters.number_of(tensor) is not None:
                 continue
-            if type(tensor) is Tensor and self._parameters.flat_at(tensor) is not None:
-                tensor.__class__ = self.class_for(Tensor, streams=True)
+            kind = type(tensor)
+            if kind in (Tensor, torch_private.dtensor_class()) and self._parameters.flat_at(tensor) is not None:
+                tensor.__class__ = self.class_for(kind, streams=True)
             if not units or not torch.is_grad_enabled():  # asking a view that was written to for its node raises
                 continue
             with torch_private.DisableTorchFunctionSubclass():
@@ -385,7 +412,7 @@ class Guards:
             self._units.apply(self._unit_of[number])
         made = self._parameters.data_of(number)
         if streams and not runs:
-            made.__class__ = self.class_for(Tensor, streams=True)
+            made.__class__ = self.class_for(type(made), streams=True)
         return made
 
     def point_to(self, tensor: Any, value: Tensor) -> None:
@@ -400,6 +427,13 @@ class Guards:
         with torch_private.DisableTorchFunctionSubclass():
             if (value.shape, value.dtype, value.device) != (tensor.shape, tensor.dtype, tensor.device):
                 raise moved_elsewhere(name, tensor, value)
+            if is_dtensor(tensor):
+                if local_of(value).data_ptr() == local_of(tensor).data_ptr():
+                    return
+                raise ConfigError(
+                    f"{name} is a DTensor, of which p.data = ... would move no value: write into it with p.copy_(...) "
+                    "under torch.no_grad()"
+                )
             if _memory_of(value) == _memory_of(tensor):
                 return
         if self._parameters.streams(number) and not self._units.running.runs(self._unit_of[number]):

@@ -195,7 +195,7 @@ class MasterWeights:
         self._parameters.take_back(numbers)
         written = self._parameters.written_outside(numbers)  # the upper halves of their masters are gone
         for number in numbers:
-            param = self._parameters.params[number]
+            param = self._parameters.locals[number]
             if param.dtype is torch.bfloat16 and number not in written:
                 self._before[number] = flattened(param.detach()).cpu().clone()
 
@@ -294,7 +294,7 @@ class MasterWeights:
     def _of_model(self, piece: Piece) -> Tensor:
         """The elements of a piece in the model: a view, 1-D."""
         with torch_private.DisableTorchFunctionSubclass():
-            param = flattened(self._parameters.params[piece.param])
+            param = flattened(self._parameters.locals[piece.param])
             return param[piece.param_offset : piece.param_offset + piece.numel]
 
 

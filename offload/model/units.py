@@ -16,6 +16,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from offload import torch_private
 from offload.devices.copies import accelerator, finish_queue
+from offload.dist.tensor_parallel import is_dtensor, local_of, repoint, shard_dim_of
 from offload.errors import ConfigError
 from offload.layout import ParamSpec
 
@@ -96,7 +97,8 @@ def rows_of(model: nn.Module, params: Sequence[nn.Parameter]) -> dict[int, int]:
     found = {}
     for number, param in enumerate(params):
         (module, name), *others = holders[param]
-        if type(module) is nn.Linear and name == "weight" and not others and param.is_contiguous():
+        is_own = type(module) is nn.Linear and name == "weight" and not others and not is_dtensor(param)
+        if is_own and param.is_contiguous():
             found[number] = param.shape[1]
     return found
 
@@ -187,7 +189,10 @@ def specs_of(
     _refuse_overlaps(names, trained)
     if not trained:
         raise ConfigError("the optimizer trains no parameter of the model: give it model.parameters()")
-    specs = [ParamSpec(names[p], p.numel(), units[p], dtypes[p], group_of[p]) for p in trained]
+    specs = [
+        ParamSpec(names[p], local_of(p).numel(), units[p], dtypes[p], group_of[p], shard_dim=shard_dim_of(p))
+        for p in trained
+    ]
     return specs, trained
 
 
@@ -197,7 +202,12 @@ def frozen_of(
     """The model's parameters that need no gradient, in the model's order. Args: chosen: as of `specs_of`."""
     units, dtypes = units_of(model, chosen), compute_dtypes(model, keep, dtype)
     found = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-    specs = [ParamSpec(name, p.numel(), units[p], _dtype_of(p, dtypes[p]), 0, is_frozen=True) for name, p in found]
+    specs = [
+        ParamSpec(
+            name, local_of(p).numel(), units[p], _dtype_of(p, dtypes[p]), 0, is_frozen=True, shard_dim=shard_dim_of(p)
+        )
+        for name, p in found
+    ]
     return specs, [param for _, param in found]
 
 
@@ -205,7 +215,7 @@ def require_streamable(specs: Sequence[ParamSpec], params: Sequence[nn.Parameter
     """Raises: ConfigError naming the first parameter that is more than its dense bytes in memory of its own."""
     for spec, param in zip(specs, params, strict=True):
         quantised = next((name for name in _QUANTISED if hasattr(param, name)), None)
-        if quantised or torch_private.is_wrapper_subclass(param) or param.layout is not torch.strided:
+        if quantised or torch_private.is_wrapper_subclass(local_of(param)) or param.layout is not torch.strided:
             raise ConfigError(
                 f"{spec.name} is a {type(param).__name__} ({param.layout}), of which more than its own bytes "
                 'would have to stream: give param_tier="device", so that frozen parameters stay there'
@@ -307,7 +317,7 @@ def _refuse_untrainable(
             raise ConfigError(f"{name} is on {param.device}: models are trained on {' or '.join(_device_types())} here")
         if param.device != next(iter(names)).device:
             raise ConfigError(f"{name} is on {param.device}, others are on {devices - {param.device}}: use one device")
-        if type(param).__name__ == "DTensor" or hasattr(param, "quant_state"):
+        if hasattr(param, "quant_state"):
             raise ConfigError(f"{name} is a {type(param).__name__}: only plain dense parameters can be trained here")
         if nn.parameter.is_lazy(param):
             raise ConfigError(f"{name} has no shape yet: run one forward before OffloadZero takes the model")
@@ -328,9 +338,9 @@ def place_untrained(
     for param in model.parameters():
         dtype = _dtype_of(param, dtypes[param])
         if param not in held and (param.dtype, param.device) != (dtype, device):
-            placed = param.data.to(device, dtype)
+            placed = local_of(param).data.to(device, dtype)
             finish_queue(device)
-            param.data = placed
+            repoint(param, placed)
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
@@ -353,7 +363,7 @@ def _dtype_of(param: Tensor, dtype: torch.dtype) -> torch.dtype:
 def untrained_bytes(model: nn.Module, others: Iterable[nn.Parameter], dtypes: Mapping[Tensor, torch.dtype]) -> int:
     """Bytes that buffers, and parameters that are not among `others`, take on the device."""
     left = set(model.parameters()) - set(others)
-    frozen = sum(p.numel() * _dtype_of(p, dtypes[p]).itemsize for p in left)
+    frozen = sum(local_of(p).numel() * _dtype_of(p, dtypes[p]).itemsize for p in left)
     return frozen + sum(buffer.numel() * buffer.element_size() for buffer in set(model.buffers()))
 
 

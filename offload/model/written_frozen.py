@@ -14,6 +14,7 @@ import xxhash
 from torch import Tensor, nn
 
 from offload import torch_private
+from offload.dist.tensor_parallel import local_of
 from offload.errors import BudgetError, ConfigError, ResumeError
 from offload.layout import ParamSpec
 from offload.model.fetch import HeldUnits, StreamedUnits
@@ -29,7 +30,7 @@ _COPIES = 3
 
 def digest_of(param: Tensor) -> str:
     """The XXH3-64 of a parameter's elements, in the order of its memory."""
-    values = flattened(param.detach()).cpu()
+    values = flattened(local_of(param).detach()).cpu()
     return xxhash.xxh3_64_hexdigest(values.view(torch.uint8).numpy().data) if values.numel() else ""
 
 
@@ -41,7 +42,7 @@ def was_frozen(state: object) -> Container[str]:
 @torch.no_grad()
 def write(model: nn.Module, state: object) -> None:
     """Gives a model that is not held yet the values that were committed."""
-    params = dict(model.named_parameters())
+    params = {name: local_of(param) for name, param in model.named_parameters()}
     for name, values in state["values"].items() if isinstance(state, dict) else ():
         if name in params and not params[name].is_meta and params[name].shape == values.shape:
             params[name].copy_(values)
@@ -75,7 +76,7 @@ class WrittenFrozen:
     def state_dict(self) -> dict[str, Any]:
         """Copies of their values, by name, and the digests of all. Raises: BudgetError."""
         names = sorted(self._loaded | self._written())
-        needed = _COPIES * sum(self._named[name].numel() * self._named[name].element_size() for name in names)
+        needed = _COPIES * sum(local_of(self._named[name]).nbytes for name in names)
         if needed > self._budget_bytes:
             raise BudgetError(
                 f"a commit carries the frozen parameters that were written to, {names[0]} among them, which takes "
@@ -89,7 +90,7 @@ class WrittenFrozen:
         for name in names:
             param = self._named[name]
             with self._access.gathered(param, writable=False), torch_private.DisableTorchFunctionSubclass():
-                values[name] = param.detach().to("cpu", copy=True)
+                values[name] = local_of(param).detach().to("cpu", copy=True)
         return {"values": values, "digests": self._digests}
 
     def _written(self) -> set[str]:
@@ -114,10 +115,10 @@ class WrittenFrozen:
             )
         for name, saved in values.items():
             param = self._named.get(name)
-            if param is None or param.shape != saved.shape:
+            if param is None or local_of(param).shape != saved.shape:
                 raise ConfigError(f"{name} of shape {tuple(saved.shape)} is committed, and the model has no such one")
             with self._access.gathered(param, writable=False):
-                param.copy_(saved)
+                local_of(param).copy_(saved)
         self._loaded |= values.keys()
         self._digests = {**digests, **self._digests}
         if lost := sorted(self._written() - values.keys()):

@@ -42,6 +42,14 @@ class _Around(Communicator):
             self._side_group = self._like(self._inner.side_group)
         return self._side_group
 
+    @property
+    def tensor_parallel(self) -> Communicator:
+        return self._inner.tensor_parallel
+
+    @property
+    def everyone(self) -> Communicator:
+        return self if self._inner.everyone is self._inner else self._inner.everyone
+
     def stats(self) -> dict[str, int]:
         return self._inner.stats()
 

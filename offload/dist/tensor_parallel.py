@@ -1,0 +1,160 @@
+"""Tensor parallelism beside ZeRO: parameters that torch's `parallelize_module` shards over one dimension of a mesh.
+
+[Note: tensor parallelism]
+A model may hold DTensors, each a `Shard` or a `Replicate` over the same one-dimensional mesh: the tensor-parallel ranks.
+ZeRO partitions over other ranks, the data-parallel ones, which `process_group` gives. All of them together are as many
+data-parallel groups as there are tensor-parallel ranks; each of these groups is a *slice*, and trains its own part of
+the model: the *local* tensors of its DTensors, and whatever is no DTensor, which every slice has.
+
+    mesh ("dp", "tp") of 2 x 3       tp 0   tp 1   tp 2
+                            dp 0       0      1      2      one row: the parts of one model
+                            dp 1       3      4      5
+                                       one column: a slice, which shares states and gradients
+
+So flat parameters, chunks and gradients hold local elements only, and no tensor-parallel rank needs another one's for a
+step. Three things are of the whole model: norms and the check for NaN and Inf (each element counts once, so what every
+slice has is counted by the first), what ranks have to agree on, and commits.
+
+Gradients are brought to the placement of their parameter as torch's optimizers do it: a `Partial` one is reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload import torch_private
+from offload.dist.communicator import Communicator
+from offload.errors import ConfigError
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether it is a DTensor, which may be guarded."""
+    kind = torch_private.dtensor_class()
+    return kind is not None and isinstance(tensor, kind)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, the very tensor in it; any other tensor itself."""
+    local: Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return local
+
+
+def shard_dim_of(param: Tensor) -> int | None:
+    """The dimension along which several ranks share a DTensor; None of one that each has all of, and of other tensors."""
+    if not is_dtensor(param) or param.device_mesh.size() == 1:  # type: ignore[attr-defined]
+        return None
+    placement: Any = param.placements[0]  # type: ignore[attr-defined]
+    return int(placement.dim) if placement.is_shard() else None
+
+
+def mesh_of(named: Iterable[tuple[str, nn.Parameter]]) -> Any:
+    """The mesh over which a model's parameters are sharded; None if none of them is a DTensor.
+
+    Raises: ConfigError naming a parameter that is sharded in a way that cannot be trained here.
+    """
+    found: Any = None
+    first = ""
+    for name, param in named:
+        if not is_dtensor(param):
+            continue
+        mesh: Any = param.device_mesh  # type: ignore[attr-defined]
+        placements: Any = param.placements  # type: ignore[attr-defined]
+        if mesh.ndim != 1:
+            raise ConfigError(
+                f"{name} is sharded over a mesh of {mesh.ndim} dimensions, {mesh.mesh_dim_names}: shard parameters over "
+                'the tensor-parallel one alone, parallelize_module(model, mesh["tp"], ...), and leave the data-parallel '
+                "ones to OffloadZero"
+            )
+        if found is not None and mesh != found:
+            raise ConfigError(f"{name} is sharded over {mesh}, and {first} over {found}: shard all over one mesh")
+        kinds = {"Shard", "Replicate"}
+        if type(placements[0]).__name__ not in kinds:
+            raise ConfigError(f"{name} has the placement {placements[0]}: only Shard and Replicate can be trained here")
+        if param.is_meta:
+            raise ConfigError(
+                f"{name} is a DTensor on the meta device: give the model its values before, "
+                "model.to_empty(device=...) and its own initialisation"
+            )
+        found, first = mesh, first or name
+    return found
+
+
+def repoint(param: Any, value: Tensor) -> None:
+    """A tensor, or this rank's part of a DTensor, lies where `value` does from now on, in its dtype. Nothing sees it."""
+    if not is_dtensor(param):
+        param.data = value
+        return
+    local = param._local_tensor
+    local.data = value
+    if param.dtype is not value.dtype:
+        kind = torch_private.dtensor_class()
+        made = _dtensor(param, local)
+        with torch_private.DisableTorchFunctionSubclass():
+            kind.data.__set__(param, made)  # the dtype that torch's dispatcher sees
+        param._spec = made._spec
+
+
+@torch.no_grad()
+def whole_like(param: Tensor, local: Tensor) -> Tensor:
+    """Makes of this rank's part what `param` is of its own: a DTensor, or the tensor itself."""
+    return _dtensor(param, local) if is_dtensor(param) else local
+
+
+def _dtensor(param: Any, local: Tensor) -> Any:
+    with torch_private.DisableTorchFunctionSubclass():
+        shape, stride = param.shape, param.stride()
+    made = torch_private.dtensor_class().from_local
+    return made(local, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride)
+
+
+@torch.no_grad()
+def local_gradient(param: Tensor, grad: Tensor) -> Tensor:
+    """This rank's part of a gradient: shape and placement of the parameter's own part."""
+    if is_dtensor(grad):
+        grad = grad.redistribute(placements=param.placements).to_local()  # type: ignore[attr-defined]
+        wait = getattr(grad, "wait", None)  # it may be on its way
+        return grad if wait is None else wait()
+    return grad
+
+
+def part_sizes(size: int, parts: int) -> list[int]:
+    """How many of `size` each of `parts` ranks has of a dimension that is cut, as torch.chunk cuts."""
+    step = -(-size // parts)
+    return [min(max(size - step * part, 0), step) for part in range(parts)]
+
+
+@torch.no_grad()
+def whole_of(comm: Communicator, param: Tensor, local: Tensor) -> Tensor:
+    """The whole of a parameter's values from all tensor-parallel ranks; each of them has to call it.
+
+    Args: comm: the data-parallel ranks; local: on the CPU, this rank's part, in its shape.
+    Raises: RankError.
+    """
+    ranks, dim = comm.tensor_parallel, shard_dim_of(param)
+    if dim is None or ranks.size == 1:
+        return local
+    with torch_private.DisableTorchFunctionSubclass():
+        shape = list(param.shape)
+    sizes = part_sizes(shape[dim], ranks.size)
+    row = local.numel() // sizes[ranks.rank] if sizes[ranks.rank] else 0
+    line = torch.zeros(max(sizes) * _product(shape, dim), dtype=local.dtype, device="cpu")
+    line[: row * sizes[ranks.rank]] = local.reshape(-1)
+    rows = ranks.all_gather(line)
+    parts = []
+    for size, values in zip(sizes, rows, strict=True):
+        shape[dim] = size
+        parts.append(values[: size * _product(shape, dim)].view(shape))
+    return torch.cat(parts, dim)
+
+
+def _product(shape: list[int], without: int) -> int:
+    """Elements in all dimensions but one."""
+    found = 1
+    for dimension, size in enumerate(shape):
+        found *= 1 if dimension == without else size
+    return found
+

@@ -1,0 +1,348 @@
+"""Tensor parallelism beside ZeRO, against torch's own with AdamW on fp32 masters."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from offload import OffloadZero, Tuning
+from offload.checkpoint.export import entries, export
+from offload.checkpoint.reader import Reader
+from offload.errors import ConfigError
+from tests.support import tensor_parallel as tp
+from tests.support.ranks import RanksFailedError, Worlds
+
+STEPS = 3
+CLOSE = 2e-3
+"""Of losses and norms, relative: ours are rounded to bf16 after they were averaged, and torch sums in another order."""
+
+PLACES: dict[str, dict[str, Any]] = {
+    "stage 1": {"stage": 1},
+    "stage 3": {"stage": 3},
+    "streaming from cpu": {"stage": 2, "param_tier": "cpu"},
+    "device": {"tier": "device"},
+    "nvme": {"tier": "nvme", "stage": 2},
+    "all on nvme, stage 3": {"tier": "nvme", "param_tier": "nvme", "stage": 3},
+}
+
+
+def options_of(place: str, path: Path) -> dict[str, Any]:
+    options = PLACES[place]
+    return options | {"path": str(path), "commit_every": None} if options.get("tier") == "nvme" else options
+
+
+def same(ones: list[tp.Trained], others: list[tp.Trained]) -> bool:
+    pairs = [*zip(ones, others, strict=True)]
+    return all(
+        one.losses == other.losses
+        and one.norms == other.norms
+        and all(torch.equal(one.masters[name], values) for name, values in other.masters.items())
+        for one, other in pairs
+    )
+
+
+@pytest.mark.parametrize("plan", tp.PLANS)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.one_in(2)
+def test_losses_are_those_of_torchs_own(worlds: Worlds, ranks: int, plan: str) -> None:
+    wanted = worlds(ranks).run(tp.train_by_torch, STEPS, plan)
+    found = worlds(ranks).run(tp.train, STEPS, plan)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.losses == pytest.approx(other.losses, rel=CLOSE)
+        assert one.norms == pytest.approx(other.norms, rel=CLOSE)
+        for name, values in other.masters.items():
+            assert one.masters[name].shape == values.shape
+            assert torch.allclose(one.masters[name], values, atol=tp.LR), name
+    if ranks == 2:  # nothing is averaged
+        assert found[0].losses[:2] == wanted[0].losses[:2]
+    # Whole tensors, and the same on all ranks.
+    assert same(found[1:2], [tp.Trained(found[1].losses, found[1].norms, found[0].masters)])
+    stats = found[1].stats
+    assert (stats["tensor_parallel_rank"], stats["tensor_parallel_ranks"], stats["ranks"]) == (1, 2, ranks // 2)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.one_in(3)
+def test_tiers_and_stages_change_no_bit(worlds: Worlds, tmp_path: Path, ranks: int, place: str) -> None:
+    for plan in tp.PLANS:
+        wanted = worlds(ranks).run(tp.train, STEPS, plan)
+        found = worlds(ranks).run(tp.train_with, STEPS, plan, options_of(place, tmp_path / plan))
+        assert same(found, wanted), plan
+
+
+def _read(param_tier: str, outside: bool) -> list[str]:
+    """What is wrong with parameters and gradients as DTensors, beside a plain model."""
+    model, _, _, _ = tp.made("sequence")
+    weight = model.blocks[1].attention.q.weight
+    before = {name: tp._whole(param).bfloat16() for name, param in model.named_parameters()}
+    with OffloadZero(model, param_tier=param_tier) as optimizer:
+        wrong = []
+        for name, param in model.named_parameters():
+            if not isinstance(param, nn.Parameter):
+                wrong.append(f"{name} is no parameter")
+            whole = param.full_tensor() if isinstance(param, DTensor) else param.detach().clone()
+            if not torch.equal(whole, before[name]):
+                wrong.append(f"{name} reads otherwise")
+        state = model.state_dict()
+        if not isinstance(state["blocks.1.attention.q.weight"], DTensor):
+            wrong.append("state_dict")
+        tp.loss_of(model, next(tp.batches(0, 1))).backward()
+        grad = optimizer.grad(weight)
+        assert grad is not None
+        if not isinstance(weight.grad.detach().clone(), DTensor):
+            wrong.append("the gradient is no DTensor")
+        if not torch.equal(weight.grad.clone().full_tensor().float(), grad):
+            wrong.append("the gradient reads otherwise")
+        norm = torch.nn.utils.get_total_norm([weight.grad])
+        if abs(norm.item() / grad.norm().item() - 1) > 1e-5:
+            wrong.append(f"the norm is {norm.item()}, and not {grad.norm().item()}")
+        optimizer.zero_grad()
+        with torch.no_grad():
+            weight.mul_(2)
+            local = weight.to_local()
+            local.add_(1)
+        master = optimizer.state_of(weight)["master"]
+        if not torch.equal(master.bfloat16(), before["blocks.1.attention.q.weight"] * 2 + 1):
+            wrong.append("a write does not count")
+        return wrong
+
+
+@pytest.mark.parametrize("param_tier", ["device", "cpu"])
+def test_a_held_dtensor_answers_as_one(worlds: Worlds, param_tier: str) -> None:
+    assert worlds(2).run(_read, param_tier, False) == [[], []]
+
+
+class Uneven(nn.Module):
+    """A dimension of 3 over 2 ranks, and one of 1, of which the second rank has nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.three = nn.Parameter(torch.randn(3, 5))
+        self.one = nn.Parameter(torch.randn(1, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = self.three.sum(0) + self.one.sum(0)  # type: ignore[attr-defined]
+        both = both.full_tensor() if isinstance(both, DTensor) else both
+        return (x * both).sum()
+
+
+def _uneven(sharded: bool, stage: int) -> tuple[Tensor, ...]:
+    mesh = init_device_mesh("cpu", (2,))
+    model = Uneven()
+    if sharded:
+        model.three = nn.Parameter(distribute_tensor(model.three.detach(), mesh, [Shard(0)]))
+        model.one = nn.Parameter(distribute_tensor(model.one.detach(), mesh, [Shard(0)]))
+    with OffloadZero(model, compute_dtype=torch.float32, stage=stage if sharded else None,
+                     process_group=None if sharded else init_device_mesh("cpu", (2, 1))) as optimizer:  # fmt: skip
+        for step in range(3):
+            model(torch.arange(5.0) + step).backward()
+            norm = optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return norm, *(optimizer.state_of(param)["master"] for param in (model.three, model.one))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parts_of_different_sizes(worlds: Worlds, stage: int) -> None:
+    wanted = worlds(2).run(_uneven, False, stage)[0]
+    for found in worlds(2).run(_uneven, True, stage):
+        assert all(torch.allclose(one, other, rtol=1e-6) for one, other in zip(found, wanted, strict=True))
+
+
+def _exported(path: str) -> dict[str, Any]:
+    model, _, _, _ = tp.made()
+    with OffloadZero(model) as optimizer:
+        whole = {name: tp._whole(param) for name, param in model.state_dict().items()}
+        files = optimizer.export(path)
+    torch.distributed.barrier()
+    read = load_file(f"{path}/model.safetensors")
+    return {"files": len(files), "same": all(torch.equal(read[name], values) for name, values in whole.items())}
+
+
+def test_an_export_has_whole_tensors(worlds: Worlds, tmp_path: Path) -> None:
+    found = worlds(2).run(_exported, str(tmp_path / "trained"))
+    assert found == [{"files": 1, "same": True}, {"files": 0, "same": True}]
+
+
+def _replicas_differ() -> list[Tensor]:
+    """Norms that every rank has begin with other values on each."""
+    model, data, _, _ = tp.made()
+    with torch.no_grad():
+        model.norm.weight.add_(torch.distributed.get_rank())
+        head = model.head.weight.to_local()
+        head.add_(torch.distributed.get_rank())
+    with OffloadZero(model, process_group=data):
+        return [model.norm.weight.detach().clone(), model.head.weight.full_tensor()]
+
+
+def test_what_every_slice_has_comes_from_the_first_rank(worlds: Worlds) -> None:
+    norms, heads = zip(*worlds(4).run(_replicas_differ), strict=True)
+    assert all(torch.equal(one, torch.ones_like(one)) for one in norms)
+    parts = [head.float() for head in heads]
+    assert all(torch.equal(part, parts[0]) for part in parts)
+    half = len(parts[0]) // 2
+    assert (parts[0][half:].mean() - parts[0][:half].mean()).item() == pytest.approx(1, abs=0.2)
+
+
+def _refused(kind: str) -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = tp.GPT()
+    group: Any = mesh["dp"]
+    if kind == "two dimensions":
+        weight = model.head.weight.detach()
+        model.head.weight = nn.Parameter(distribute_tensor(weight, mesh, [Replicate(), Replicate()]))
+    else:
+        tp.parallelize(model, mesh["tp"])
+    if kind == "two meshes":
+        model.norm.weight = nn.Parameter(distribute_tensor(model.norm.weight.detach(), mesh["dp"], [Replicate()]))
+    group = {"no group": None, "that of tensor parallelism": mesh["tp"], "both": mesh}.get(kind, group)
+    try:
+        OffloadZero(model, process_group=group)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("no group", 'process_group=mesh["dp"]'),
+        ("that of tensor parallelism", 'process_group=mesh["dp"]'),
+        ("both", 'process_group=mesh["dp"]'),
+        ("two dimensions", "shard parameters over the tensor-parallel one alone"),
+        ("two meshes", "shard all over one mesh"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(worlds: Worlds, kind: str, says: str) -> None:
+    for message in worlds(4).run(_refused, kind):
+        assert says in message
+
+
+def _not_finite() -> str:
+    """Only the second tensor-parallel rank has it."""
+    model, _, _, _ = tp.made()
+    with OffloadZero(model, nonfinite="skip") as optimizer:
+        tp.loss_of(model, next(tp.batches(0, 1))).backward()
+        weight = model.blocks[0].up.weight
+        if torch.distributed.get_rank() == 1:
+            bad = weight.grad.detach().clone()
+            bad.to_local()[0] = torch.inf
+            weight.grad = bad
+        optimizer.step()
+        return f"{optimizer.stats()['skipped_steps']} skipped"
+
+
+def test_what_is_not_finite_in_one_part_skips_the_step_on_all(worlds: Worlds) -> None:
+    assert worlds(2).run(_not_finite) == ["1 skipped"] * 2
+
+
+COMMITS: dict[str, dict[str, Any]] = {
+    "resident": {},
+    "stage 3, nvme": {"stage": 3, "param_tier": "nvme"},
+    "split masters": {"stage": 2, "tuning": Tuning(chunk=4096, threads=1, bucket=4096, split_master=True)},
+}
+
+
+@pytest.mark.parametrize("kind", COMMITS)
+@pytest.mark.parametrize(("before", "after"), [(4, 4), (2, 2), (4, 2), (2, 4)])
+@pytest.mark.one_in(3)
+def test_a_commit_resumes_on_any_number_of_data_parallel_ranks(
+    worlds: Worlds, tmp_path: Path, before: int, after: int, kind: str
+) -> None:
+    """At the same number with the bits of a run that was not interrupted."""
+    options = COMMITS[kind] | {"path": str(tmp_path / "run"), "commit_every": 2}
+    cut = worlds(before).run(tp.train_with, 2, "sequence", options)
+    resumed = worlds(after).run(tp.train_with, 2, "sequence", options | {"resume": True})
+    for one in resumed:
+        assert one.losses == []
+        assert all(torch.equal(one.masters[name], values) for name, values in cut[0].masters.items())
+    if before == after:
+        found = worlds(after).run(tp.train_with, 4, "sequence", options | {"resume": True})
+        other = str(tmp_path / "straight")
+        wanted = worlds(after).run(tp.train_with, 4, "sequence", options | {"path": other})
+        assert found[0].losses == wanted[0].losses[2:]
+        assert same(
+            [replace(one, losses=[], norms=[]) for one in found], [replace(one, losses=[], norms=[]) for one in wanted]
+        )
+
+
+def test_another_number_of_tensor_parallel_ranks_is_refused(worlds: Worlds, tmp_path: Path) -> None:
+    options = {"path": str(tmp_path / "run"), "commit_every": 1}
+    worlds(2).run(tp.train_with, 2, "plain", options)
+    for parts in (4, 1):
+        with pytest.raises(RanksFailedError, match=f"tensor parallelism is over {parts} ranks, and over 2 when it was"):
+            worlds(4 if parts == 4 else 2).run(_train_in, parts, options | {"resume": True})
+
+
+def _train_in(parts: int, options: dict[str, Any]) -> Any:
+    return tp.train(2, parts=parts, **options)
+
+
+def test_what_is_committed_is_read_as_whole_tensors(worlds: Worlds, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    options = {"path": str(path), "commit_every": 2, "stage": 2}
+    found = worlds(4).run(tp.train_with, 2, "sequence", options)
+    with Reader([path]) as reader:
+        assert not [one.error for one in reader.verify() if one.error is not None]
+        sizes = {row.facts.name: row.facts.shape for row in reader.tensors()}
+        for name, values in found[0].masters.items():
+            assert torch.equal(reader.read(name, "master"), values), name
+            assert sizes[name] == values.shape
+        export(tmp_path / "whole", entries(reader, dtype=torch.float32))
+    read = load_file(tmp_path / "whole" / "model.safetensors")
+    assert all(torch.equal(read[name], values) for name, values in found[0].masters.items())
+
+
+def _goes_back(path: str) -> bool:
+    model, data, rank, ranks = tp.made()
+    drawn = tp.batches(rank, ranks)
+    with OffloadZero(model, process_group=data, path=path, commit_every=0) as optimizer:
+        found = tp.Trained()
+        tp.run_step(model, optimizer, next(drawn), found)
+        optimizer.commit({"at": 1})
+        before = tp.masters_of(model, optimizer)
+        first, *_ = optimizer.snapshot()
+        tp.run_step(model, optimizer, next(drawn), found)
+        optimizer.rollback()
+        after = tp.masters_of(model, optimizer)
+        return all(torch.equal(after[name], values) for name, values in before.items()) and first.is_dir()
+
+
+def test_a_rollback_goes_back_on_all(worlds: Worlds, tmp_path: Path) -> None:
+    assert worlds(4).run(_goes_back, str(tmp_path / "run")) == [True] * 4
+
+
+def _dies(path: str) -> None:
+    model, data, rank, ranks = tp.made()
+    drawn = tp.batches(rank, ranks)
+    with OffloadZero(
+        model, torch.optim.AdamW(model.parameters(), lr=tp.LR), process_group=data, path=path, commit_every=2,
+        tuning=Tuning(chunk=4096, threads=1, bucket=4096), param_tier="nvme",
+    ) as optimizer:  # fmt: skip
+        for step in range(4):
+            tp.run_step(model, optimizer, next(drawn), tp.Trained())
+            if step == 2:
+                torch.distributed.barrier()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_run_that_is_killed_resumes(worlds: Worlds, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"path": str(tmp_path / "run"), "commit_every": 2, "param_tier": "nvme"}
+    with pytest.raises(RanksFailedError, match="died"):
+        worlds(2).run(_dies, options["path"])
+    found = worlds(2).run(tp.train_with, 4, "plain", options | {"resume": True})
+    wanted = worlds(2).run(tp.train_with, 4, "plain", options | {"path": str(tmp_path / "straight")})
+    assert found[0].losses == wanted[0].losses[2:]
+    assert all(torch.equal(found[1].masters[name], values) for name, values in wanted[1].masters.items())
