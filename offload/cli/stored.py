@@ -22,7 +22,8 @@ def inspect(paths: Paths, json: Json = False) -> None:
     """Show what run is committed here: its step, sizes and parameters."""
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
+    from rich.measure import Measurement
+    from rich.table import Column, Table
 
     from offload.checkpoint.reader import Reader
 
@@ -63,10 +64,13 @@ def inspect(paths: Paths, json: Json = False) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    table = Table("parameter", "shape", "dtype", "unit", "steps", "states", "chunks")
+    # Names in full: they differ at their ends. In a file or a pipe each has a line of its own.
+    table = Table(Column("parameter", overflow="fold"), "shape", "dtype", "steps", "states", "chunks")
     for row in rows:
-        cells = (row["name"], row["shape"], row["dtype"], row["unit"] or "root", row["steps"])
+        cells = (row["name"], row["shape"], row["dtype"], row["steps"])
         table.add_row(*(escape(str(cell)) for cell in cells), format_bytes(row["bytes"]), str(row["chunks"]))
+    if not console.is_terminal:
+        console.width = Measurement.get(console, console.options.update(width=10_000), table).maximum
     console.print(table)
 
 

@@ -55,6 +55,16 @@ def test_inspect_shows_step_and_parameters(run: tuple[Path, dict[str, Tensor]]) 
     assert "step 2: 4 parameters" in call("inspect", path).stdout
 
 
+def test_inspect_writes_long_names_in_full(tmp_path: Path) -> None:
+    name = "a_module_with_a_name_that_is_longer_than_most_terminals_are_wide_and_goes_on_after_that"
+    model = nn.ModuleDict({name: nn.Linear(4, 4)})
+    with OffloadZero(model, path=tmp_path, commit_every=0) as optimizer:
+        take_step(optimizer, model[name](torch.randn(4, 4).bfloat16()).square().mean())
+        optimizer.commit()
+    shown = call("inspect", tmp_path).stdout
+    assert [f"{name}.{end}" in shown for end in ("weight", "bias")] == [True, True]
+
+
 def test_verify_finds_a_flipped_bit(run: tuple[Path, dict[str, Tensor]]) -> None:
     path, _ = run
     whole = call("verify", path, "--json")
