@@ -89,6 +89,11 @@ class Copier(ABC):
         does not have to wait for these copies. For work that allocates no memory."""
         return nullcontext()
 
+    def ahead_of_downloads(self) -> AbstractContextManager[None]:
+        """What is queued inside runs before the copies to the host that are started later. Work on other streams does
+        not wait for it, nor it for them."""
+        return nullcontext()
+
     def free_bytes(self) -> int | None:
         """Memory free on the device; None: it is the host's."""
         return None
@@ -208,6 +213,11 @@ class DeviceCopier(Copier):
     @contextmanager
     def after_uploads(self) -> Iterator[None]:
         with self._up:
+            yield
+
+    @contextmanager
+    def ahead_of_downloads(self) -> Iterator[None]:
+        with self._down:
             yield
 
     def free_bytes(self) -> int:

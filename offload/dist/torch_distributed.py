@@ -274,19 +274,28 @@ class _GroupWork(Work):
         if fault is not None:
             Timeline.end(self._event, failed=True)
             raise self._group.fail(self._name, time.monotonic() - self._launched, fault)
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
+        self._end()
         if self._event is not None and self._event.ended is None:
             Timeline.end(self._event)
         self._complete = True
 
     def wait_on_device(self) -> None:
-        if not self._is_on_device or self._finish is not None:
+        if not self._is_on_device:
             self.wait()
         elif not self._complete:
             self._group.check()
-            self._call.wait()  # of the current stream
+            try:
+                self._call.wait()  # of the current stream
+            except RuntimeError as error:
+                Timeline.end(self._event, failed=True)
+                raise self._group.fail(self._name, time.monotonic() - self._launched, str(error)) from error
+            self._end()
+
+    def _end(self) -> None:
+        """What remains to do, on the current stream."""
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
 
     def _fault(self) -> str | None:
         """Waits; says what went wrong, if anything."""

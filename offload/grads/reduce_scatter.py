@@ -5,7 +5,8 @@ A rank keeps the gradients of its own shards only. When the gradients of all par
 (dist/buckets.py), they are copied into a communication buffer of constant size and sent. What comes back is the
 average over the ranks of the bucket's part of this rank's shard, which goes to where gradients wait (shards.py). Until
 a bucket is sent, its gradients stay where autograd made them. On a device with memory of its own they are sent and
-averaged there, and the averages are copied to RAM.
+averaged there, and the averages are copied to RAM. All of this is queued at once, and the device puts it in order: the
+host waits only for buffers that it wants back.
 
 [Note: taking turns]
 All ranks have to launch the collectives of all groups in one order: on GPUs they are kernels that wait for one another.
@@ -62,8 +63,8 @@ class _Buffer:
 class _Reduction:
     """A bucket under way.
 
-    average: its elements of this rank's shard; is_in_place: whether they are written where they wait; round: its
-    number; copy, moving: of the average from the device, once that has begun.
+    average: its elements of this rank's shard, in RAM in the end; is_in_place: whether they are written where they
+    wait; round: its number; copy, moving: of the average from the device.
     """
 
     work: Work
@@ -74,6 +75,10 @@ class _Reduction:
     round: int
     copy: Copy | None = None
     moving: Event | None = None
+
+
+_abandoned: list[Copy] = []
+"""After a collective that another rank keeps from ending: who frees such a copy waits for it. Its memory stays, too."""
 
 
 class ReducedGradients(GradientBuffer):
@@ -91,7 +96,6 @@ class ReducedGradients(GradientBuffer):
         self._unsent: dict[int, Tensor] = {}
         self._uses: dict[int, int] = {}
         self._reducing: deque[_Reduction] = deque()
-        self._copying: deque[_Reduction] = deque()
         self._round = 0
         # Where ranks share parameters and fetch them, gradients take turns with these: see [Note: taking turns].
         self._takes_turns = run.layout.shard_group_size > 1 and run.config.param_tier != "device"
@@ -127,10 +131,8 @@ class ReducedGradients(GradientBuffer):
             self._came = True
             if not self._plan.sums_locally or self._count[param] == self.most:
                 self._ready(param, grad)
-            while self._reducing and self._reducing[0].work.done():
+            while self._reducing and self._is_done(self._reducing[0]):
                 self._finish_reduction()
-            while self._copying and (copy := self._copying[0].copy) is not None and copy.done():
-                self._finish_copy()
 
     def _too_late(self, param: int) -> AccumulationError:
         name = self._layout.specs[param].name
@@ -192,8 +194,6 @@ class ReducedGradients(GradientBuffer):
     def drain(self) -> None:
         while self._reducing:
             self._finish_reduction()
-        while self._copying:
-            self._finish_copy()
 
     def norm(self, params: Collection[int]) -> float:
         key = tuple(params)
@@ -212,11 +212,12 @@ class ReducedGradients(GradientBuffer):
 
     def close(self) -> None:
         """Waits for copies. The communicator says when no other rank writes here any more."""
-        for reduction in self._copying:
-            if reduction.copy is not None:
+        for reduction in self._reducing:
+            if reduction.copy is not None and reduction.work.done():
                 with suppress(OffloadError):
                     reduction.copy.wait()
-        self._copying.clear()
+            elif reduction.copy is not None:
+                _abandoned.append(reduction.copy)
         self._reducing.clear()
         self._unsent.clear()
 
@@ -329,10 +330,7 @@ class ReducedGradients(GradientBuffer):
     @torch.no_grad()
     def _send(self, bucket: Bucket) -> None:
         while not self._free:
-            if self._copying:
-                self._finish_copy()
-            else:
-                self._finish_reduction()
+            self._finish_reduction()
         buffer = self._free.pop()
         numel, wire = self._layout.ranks * bucket.numel, self._plan.wire[bucket.flat]
         full = buffer.full[: numel * wire.itemsize].view(wire)
@@ -355,41 +353,48 @@ class ReducedGradients(GradientBuffer):
         scratch = buffer.scratch[: numel * wire.itemsize].view(wire)
         work = self._comm.reduce_scatter(full, average, scratch=scratch)
         self._reducing.append(_Reduction(work, buffer, bucket, average, region is not None, self._round))
+        if not self._copier.direct:
+            self._start_copy(self._reducing[-1])
 
     def _region(self, bucket: Bucket, number: int) -> Tensor | None:
         """Where the average of a round may be written at once: in the first one its memory, if it waits in memory."""
         return self._shards.region(bucket.flat, bucket.start, bucket.numel) if number == 0 else None
 
+    def _is_done(self, reduction: _Reduction) -> bool:
+        return reduction.work.done() and (reduction.copy is None or reduction.copy.done())
+
     def _finish_reduction(self) -> None:
         # Removed only when it is done: a call that is interrupted here has to wait again.
         first = self._reducing[0]
         first.work.wait()
+        if not self._copier.direct:
+            if first.copy is None:
+                self._start_copy(first)  # an interrupt came before it
+            self._finish_copy(first)
         self._reducing.popleft()
-        if self._copier.direct:
-            self._keep(first)
-        else:
-            self._start_copy(first)
+        self._keep(first)
 
     def _start_copy(self, reduction: _Reduction) -> None:
-        """Copies an average from the device to where it waits, or to where it is added from."""
+        """Queues the copy of an average from the device to where it waits, or to where it is added from."""
         average = reduction.average
         size = average.numel() * average.element_size()
         target = self._region(reduction.bucket, reduction.round)
-        reduction.is_in_place = target is not None
-        reduction.average = reduction.buffer.copied[:size].view(average.dtype) if target is None else target
+        is_in_place = target is not None
+        if target is None:
+            target = reduction.buffer.copied[:size].view(average.dtype)
+        # Averages are made where they are copied: what computes does not wait for other ranks.
+        with self._copier.ahead_of_downloads():
+            reduction.work.wait_on_device()
+            copy = self._copier.to_host(average, target)
+        reduction.copy, reduction.average, reduction.is_in_place = copy, target, is_in_place
         reduction.moving = self._timeline.begin(TO_HOST, "copy", size=size, tier="device")
         self._timeline.count("device_to_host_bytes", size)
-        reduction.copy = self._copier.to_host(average, reduction.average)
-        self._copying.append(reduction)
 
-    def _finish_copy(self) -> None:
-        first = self._copying[0]
-        assert first.copy is not None
-        with nullcontext() if first.copy.done() else self._timeline.waiting("wait for gradient", tier="device"):
-            first.copy.wait()
-        self._timeline.end(first.moving)
-        self._copying.popleft()
-        self._keep(first)
+    def _finish_copy(self, reduction: _Reduction) -> None:
+        assert reduction.copy is not None
+        with nullcontext() if reduction.copy.done() else self._timeline.waiting("wait for gradient", tier="device"):
+            reduction.copy.wait()
+        self._timeline.end(reduction.moving)
 
     def _keep(self, reduction: _Reduction) -> None:
         if not reduction.is_in_place:

@@ -24,6 +24,7 @@ class BackwardOrder:
         self._top: int | None = None  # where the backward under way began
         self._entered: dict[str, None] = {}  # units that it has not left
         self._lowest: dict[int, int] = {}  # by task, the lowest place that it has reached
+        self._ended: dict[str, list[int]] = {}  # the uses that the last backward came from: its graph may be kept
 
     def use(self, unit: str) -> None:
         """A forward, or an operation outside of one, begins to use a unit."""
@@ -41,6 +42,10 @@ class BackwardOrder:
         """
         if self._top is None:
             self._top = place
+            if all(use > place for uses in self._uses.values() for use in uses):
+                # The graph of the backward before, once more (retain_graph).
+                for one, uses in self._ended.items():
+                    self._uses[one] = uses + self._uses.get(one, [])
         self._lowest[task] = min(place, self._lowest.get(task, place))
         left = self._leave(place + 1)
         self._entered[unit] = None
@@ -63,10 +68,10 @@ class BackwardOrder:
         return left
 
     def forget(self) -> None:
-        """The backward under way, if any, is over. Its graph is used no more."""
-        if self._top is not None:
-            for uses in self._uses.values():
-                uses[:] = [use for use in uses if use > self._top]
+        """The backward under way, if any, is over. Its graph is used no more, or only by the next backward."""
+        if (top := self._top) is not None:
+            self._ended = {unit: [use for use in uses if use <= top] for unit, uses in self._uses.items()}
+            self._uses = {unit: [use for use in uses if use > top] for unit, uses in self._uses.items()}
         self._top = None
         self._entered.clear()
         self._lowest.clear()
@@ -75,6 +80,7 @@ class BackwardOrder:
         """No graph is used any more."""
         self.forget()
         self._uses.clear()
+        self._ended.clear()
 
     def _leave(self, reached: int) -> list[str]:
         """The units without a use before place `reached`, to which backward has come."""

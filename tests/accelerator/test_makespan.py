@@ -15,13 +15,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from offload import OffloadZero, Tuning
+from offload.dist.torch_distributed import _GroupWork
 from offload.grads.local import LocalGradients
 from offload.io.threads import Workers
 from offload.optim.adam import Step
 from tests.support import accelerator
+from tests.support.accelerator import process_group
+from tests.support.ranks import World
 
 pytestmark = [
     pytest.mark.device,
@@ -72,21 +76,31 @@ def workers_have_clocks() -> Iterator[None]:
         drain(self)
         accelerator.host_until(accelerator.host_s(CLOCKS["offload-gradients"]))
 
+    def arrives_clocked(self: _GroupWork, deadline: float) -> bool:
+        if not isinstance(self._call, process_group.StagedWork):
+            return arrives_by(self, deadline)
+        self._call.synchronize()
+        return True
+
+    arrives_by = _GroupWork.arrives_by
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Workers, "submit", submit_clocked)
         patch.setattr(Step, "_run", run_clocked)
         patch.setattr(Step, "_wait_for", wait_for_clocked)
         patch.setattr(LocalGradients, "drain", drain_clocked)
+        patch.setattr(_GroupWork, "arrives_by", arrives_clocked)
         yield
 
 
-def measured(options: dict[str, Any]) -> tuple[float, list[accelerator.Span]]:
-    """Virtual seconds from one step() to the next, and what ran in them."""
+def measured(
+    options: dict[str, Any], device: str = "simulated:0", copy_s: float = COPY_S
+) -> tuple[float, list[accelerator.Span]]:
+    """Virtual seconds from one step() to the next, and what ran in them. Args: copy_s: of a whole unit."""
     torch.manual_seed(4)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(UNITS))).to("simulated:0")
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(UNITS))).to(device)
     nbytes = 2 * (WIDTH * WIDTH + WIDTH)
-    x = torch.ones(4, WIDTH, dtype=torch.bfloat16, device="simulated:0")
-    with workers_have_clocks(), accelerator.virtual_time(nbytes / COPY_S, PRODUCT_S):
+    x = torch.ones(4, WIDTH, dtype=torch.bfloat16, device=device)
+    with workers_have_clocks(), accelerator.virtual_time(nbytes / copy_s, PRODUCT_S):
         with OffloadZero(model, tier="cpu", tuning=Tuning(chunk="8KiB"), **options) as optimizer:
             ends = []
             for _ in range(4):
@@ -131,6 +145,49 @@ def test_a_step_takes_little_more_than_the_ideal_schedule(case: str) -> None:
     found, _ = measured(CASES[case])
     wanted = ideal(streams=case == "streamed")
     assert 0.9 <= found / wanted <= 1.1, (found, wanted)
+
+
+SHARED_COPY_S = 0.3
+"""Of a unit between ranks and link, each way: half of it travels over a rank's own link."""
+
+
+def ideal_of_two(*, streams: bool) -> float:
+    """As `ideal`, for one of two ranks: each has half of a unit's states, and a stream for collectives.
+
+    A collective sends and receives: of an all-gather a half and a whole unit, of a reduction two whole ones. They take
+    less than the compute beside them, so only what is before the first unit and after the last one counts. Parameters
+    that do not stream are gathered in step(), so that no forward is a collective: all of Adam counts then.
+    """
+    half, gather, reduce = SHARED_COPY_S / 2, 1.5 * SHARED_COPY_S, 2 * SHARED_COPY_S
+    assert half + gather < PRODUCT_S
+    assert half + gather + reduce < 2 * PRODUCT_S
+    before = ADAM_S + half + gather if streams else UNITS * ADAM_S
+    return before + (3 * UNITS - 1) * PRODUCT_S + reduce + half
+
+
+def measured_with_another(options: dict[str, Any]) -> tuple[float, list[accelerator.Span]]:
+    process_group.register()
+    group = dist.new_group(backend=process_group.BACKEND)
+    torch.accelerator.set_device_index(dist.get_rank())
+    return measured(options | {"process_group": group}, f"simulated:{dist.get_rank()}", SHARED_COPY_S)
+
+
+SHARED_CASES: dict[str, dict[str, Any]] = {
+    "resident, stage 2": {"stage": 2},
+    "streamed, stage 3": {"stage": 3, "param_tier": "cpu"},
+}
+
+
+@pytest.mark.parametrize("case", SHARED_CASES)
+def test_a_step_of_two_ranks_takes_little_more_than_the_ideal_schedule(case: str) -> None:
+    world = World(2)
+    try:
+        found = world.run(measured_with_another, SHARED_CASES[case])
+    finally:
+        world.close()
+    wanted = ideal_of_two(streams="param_tier" in SHARED_CASES[case])
+    steps = [step_s for step_s, _ in found]
+    assert all(0.99 <= step_s / wanted <= 1.02 for step_s in steps), (steps, wanted)
 
 
 def test_a_units_parameters_travel_while_the_one_before_it_computes() -> None:

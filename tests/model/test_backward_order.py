@@ -149,3 +149,20 @@ def test_a_graph_that_is_used_later_keeps_its_units() -> None:
         assert sorted(watched.left) == sorted(watched.units)
         assert watched.late == []
         watched.left.clear()
+
+
+@pytest.mark.parametrize("run", ["in turn", "twice", "skipped"])
+def test_a_graph_that_is_kept_is_left_in_the_same_order_again(run: str) -> None:
+    watched = Watched(Blocks(RUNS[run]))
+    outputs = watched.model(torch.ones(4))
+    outputs.sum().backward(retain_graph=True)
+    first = [*watched.left]
+    for _ in range(2):
+        watched.left.clear()
+        watched.came.clear()
+        outputs.sum().backward(retain_graph=True)
+        assert watched.left == first
+        assert watched.late == []
+    watched.left.clear()
+    watched.model(torch.ones(4)).sum().backward()
+    assert watched.left == first

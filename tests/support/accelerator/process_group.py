@@ -1,11 +1,13 @@
 """A backend of torch.distributed for the simulated accelerator, "staged": bytes travel through the host, over gloo.
 
 As NCCL's, a collective runs on a stream of its own, after what the current stream has queued; `wait` makes the current
-stream wait for it, not the host. Tensors on the CPU are gloo's.
+stream wait for it, not the host. Tensors on the CPU are gloo's. In virtual time a collective takes its two copies, of
+ranks that do the same at the same time.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -15,11 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.support import accelerator
+
+CLOCKS = itertools.cycle(range(3, 8))
+"""Of the host's, in virtual time: a thread of the backend, of each group, has its own."""
 BACKEND = "staged"
 Exchange = Callable[[dist.ProcessGroupGloo, Tensor, Tensor], dist.Work]
 
 
-class _StagedWork(dist.Work):
+class StagedWork(dist.Work):
     """Args: done: when the result is on its way to the device: the event that says when it is there."""
 
     def __init__(self, done: Future[torch.Event], tensors: Sequence[Tensor]) -> None:
@@ -35,6 +41,10 @@ class _StagedWork(dist.Work):
         self._tensors = ()
         return True
 
+    def synchronize(self) -> None:
+        """The host waits, also in virtual time."""
+        self._done.result().synchronize()
+
 
 class StagedGroup(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -43,6 +53,7 @@ class StagedGroup(dist.ProcessGroup):
             dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout) for name in ("host", "device")
         )
         self._stream: torch.Stream | None = None
+        self._clock = next(CLOCKS)
         self._worker = ThreadPoolExecutor(1, "staged-group")
 
     def getBackendName(self) -> str:  # noqa: N802
@@ -63,9 +74,11 @@ class StagedGroup(dist.ProcessGroup):
             return exchange(self._of_host, received, sent)
         device = received.device
         self._stream = stream = self._stream or torch.Stream(device)
-        queued = torch.accelerator.current_stream(device).record_event()
+        queued, began = torch.accelerator.current_stream(device).record_event(), accelerator.host_s()
 
         def run() -> torch.Event:
+            accelerator.use_clock(self._clock)
+            accelerator.host_until(began, self._clock)
             torch.accelerator.set_device_index(device)
             stream.wait_event(queued)
             with stream:
@@ -75,7 +88,7 @@ class StagedGroup(dist.ProcessGroup):
                 received.copy_(there.pin_memory(), non_blocking=True)
                 return stream.record_event()
 
-        return _StagedWork(self._worker.submit(run), (sent, received))
+        return StagedWork(self._worker.submit(run), (sent, received))
 
     def all_to_all_single(
         self, received: Tensor, sent: Tensor, outputs: list[int], inputs: list[int], opts: Any = None
