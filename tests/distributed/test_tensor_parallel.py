@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from offload import OffloadZero, Tuning
 from offload.checkpoint.export import entries, export
 from offload.checkpoint.reader import Reader
-from offload.errors import ConfigError
+from offload.errors import ConfigError, StaleActivationError
 from tests.support import tensor_parallel as tp
 from tests.support.ranks import RanksFailedError, Worlds
 
@@ -346,3 +346,97 @@ def test_a_run_that_is_killed_resumes(worlds: Worlds, tmp_path: Path) -> None:
     wanted = worlds(2).run(tp.train_with, 4, "plain", options | {"path": str(tmp_path / "straight")})
     assert found[0].losses == wanted[0].losses[2:]
     assert all(torch.equal(found[1].masters[name], values) for name, values in wanted[1].masters.items())
+
+
+KEPT: dict[str, dict[str, Any]] = {
+    "device": {"activation_tier": "device"},
+    "cpu": {"activation_tier": "cpu", "activation_memory": "1MiB"},
+    "nvme": {"activation_tier": "nvme", "activation_memory": "32KiB", "commit_every": None, "tier": "nvme"},
+    "stage 3": {"activation_tier": "cpu", "activation_memory": "1MiB", "stage": 3},
+}
+LARGE = 64
+"""Sequences of a batch with which parts are many pages."""
+
+
+@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.one_in(2)
+def test_partitioned_checkpoints_change_no_bit_and_take_a_part(
+    worlds: Worlds, tmp_path: Path, ranks: int, kind: str
+) -> None:
+    """What enters a block: batch x sequence x width in 16 bits, of which each of N ranks keeps 1/N."""
+    options = KEPT[kind] | {"batch": LARGE}
+    if kind == "nvme":
+        options["path"] = str(tmp_path / "run")
+    wanted = worlds(ranks).run(tp.train_with, STEPS, "plain", options)
+    found = worlds(ranks).run(tp.train_with, STEPS, "plain", options | {"partition_activations": True})
+    without = worlds(ranks).run(tp.train_with, STEPS, "plain", {"batch": LARGE})
+    assert same(found, wanted)
+    assert same(found, without)
+    entering = LARGE * tp.SEQ * tp.WIDTH * 2
+    for whole, part in zip(wanted, found, strict=True):
+        assert part.stats["peak_activation_bytes"] == tp.BLOCKS * entering // 2
+        assert whole.stats["peak_activation_bytes"] == (0 if kind == "device" else tp.BLOCKS * entering)
+        assert part.stats["activation_written_bytes"] == whole.stats["activation_written_bytes"] // 2
+
+
+@pytest.mark.parametrize("kind", ["device", "nvme"])
+def test_what_is_cut_along_the_sequence_stays_as_it_is(worlds: Worlds, tmp_path: Path, kind: str) -> None:
+    options = KEPT[kind] | {"batch": LARGE}
+    if kind == "nvme":
+        options["path"] = str(tmp_path / "run")
+    without = worlds(2).run(tp.train_with, STEPS, "sequence", {"batch": LARGE})
+    found = worlds(2).run(tp.train_with, STEPS, "sequence", options | {"partition_activations": True})
+    assert same(found, without)
+    part = tp.BLOCKS * LARGE * tp.SEQ * tp.WIDTH * 2 // 2
+    assert [one.stats["peak_activation_bytes"] for one in found] == [0 if kind == "device" else part] * 2
+
+
+def _other_batches(*, differ: tuple[bool, bool]) -> str:
+    """Of the tensor-parallel ranks, in two steps."""
+    model, _, _, _ = tp.made()
+    drawn = tp.batches(0, 1)
+    with OffloadZero(model, activation_tier="device", partition_activations=True) as optimizer:
+        for is_other in differ:
+            tokens, following = next(drawn)
+            if is_other:
+                tokens = (tokens + torch.distributed.get_rank()) % tp.WORDS
+            tp.loss_of(model, (tokens, following)).backward()
+            try:
+                optimizer.step()
+            except StaleActivationError as error:
+                assert optimizer.stats()["step"] == 1
+                optimizer.zero_grad()
+                return str(error)
+            optimizer.zero_grad()
+    return ""
+
+
+def _differing_later() -> str:
+    return _other_batches(differ=(False, True))
+
+
+def _differing_from_the_first() -> str:
+    return _other_batches(differ=(True, True))
+
+
+def test_checkpoints_that_are_alike_no_more_are_an_error(worlds: Worlds) -> None:
+    for message in worlds(2).run(_differing_later):
+        assert "the same on all tensor-parallel ranks before, and was not in this step" in message
+
+
+def test_checkpoints_that_are_not_alike_stay_whole(worlds: Worlds) -> None:
+    assert worlds(2).run(_differing_from_the_first) == ["", ""]
+
+
+def _partition_alone(plan: str) -> str:
+    try:
+        OffloadZero(tp.GPT(), activation_tier="cpu", partition_activations=True, process_group=None)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_partitioned_checkpoints_need_tensor_parallel_ranks(worlds: Worlds) -> None:
+    for message in worlds(2).run(_partition_alone, "plain"):
+        assert "no parameter is a DTensor that several ranks share" in message
