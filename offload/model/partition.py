@@ -32,6 +32,11 @@ ALIGN_BYTES = 16
 CHECKSUM_BYTES = 8
 
 
+def part_bytes(nbytes: int, ranks: int) -> int:
+    """What each of `ranks` keeps of `nbytes` that all of them have."""
+    return round_up(-(-nbytes // ranks), ALIGN_BYTES)
+
+
 class Part:
     """This rank's share of `nbytes` that all ranks have, or a whole that waits to be gathered.
 
@@ -69,10 +74,6 @@ class Partitions:
         self._lock = threading.RLock()  # autograd asks in a thread of its own
         self.peak_bytes = 0
 
-    def part_bytes(self, nbytes: int) -> int:
-        """What each rank keeps of `nbytes`."""
-        return round_up(-(-nbytes // self._ranks.size), ALIGN_BYTES)
-
     def pass_begins(self) -> None:
         """A forward of the whole model begins, or ends."""
         self._newest = self._unit = None
@@ -91,7 +92,7 @@ class Partitions:
                 self._alike[key] = self._is_alike(data)
             if not self._alike[key]:
                 return None
-            length = self.part_bytes(len(data))
+            length = part_bytes(len(data), self._ranks.size)
             own = data[self._ranks.rank * length :][:length]
             if len(own) < length:
                 own = torch.nn.functional.pad(own, (0, length - len(own)))
@@ -100,7 +101,8 @@ class Partitions:
             part = Part(kept, len(data), _checksum(data), self._newest)
             self._newest = part
             self._parts.add(part)
-            self.peak_bytes = max(self.peak_bytes, sum(self.part_bytes(one.nbytes) for one in self._parts))
+            held = sum(part_bytes(one.nbytes, self._ranks.size) for one in self._parts)
+            self.peak_bytes = max(self.peak_bytes, held)
             return part
 
     def get(self, part: Part) -> Tensor:
