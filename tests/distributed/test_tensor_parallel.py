@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -19,6 +21,7 @@ from offload import OffloadZero, Tuning
 from offload.checkpoint.export import entries, export
 from offload.checkpoint.reader import Reader
 from offload.errors import ConfigError, StaleActivationError
+from tests.support import sharded
 from tests.support import tensor_parallel as tp
 from tests.support.ranks import RanksFailedError, Worlds
 
@@ -440,3 +443,82 @@ def _partition_alone(plan: str) -> str:
 def test_partitioned_checkpoints_need_tensor_parallel_ranks(worlds: Worlds) -> None:
     for message in worlds(2).run(_partition_alone, "plain"):
         assert "no parameter is a DTensor that several ranks share" in message
+
+
+def _idioms(param_tier: str) -> list[str]:
+    """What goes wrong with calls that people make. Each of them is followed by a step."""
+    model, _, _, _ = tp.made("sequence")
+    batch, wrong = next(tp.batches(0, 1)), []
+    weight = model.head.weight
+
+    def check(name: str, is_so: bool) -> None:
+        tp.loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if not is_so:
+            wrong.append(name)
+
+    with OffloadZero(model, param_tier=param_tier) as optimizer:
+        check("a move to where it is", model.to("cpu") is model)
+        for dtype in (torch.float32, torch.float16):
+            with pytest.raises(ConfigError, match="would become"):
+                model.to(dtype)
+            check("a cast is refused", weight.dtype is torch.bfloat16)
+        with pytest.raises(ConfigError, match="would become"):
+            model.to("meta")
+        with pytest.raises(RuntimeError, match="swap"):
+            torch.utils.swap_tensors(weight, nn.Parameter(weight.detach().float()))
+        with pytest.raises(ConfigError, match="would move no value"):
+            weight.data = weight.detach().clone()
+        check("what is refused changes nothing", weight.device.type == "cpu")
+        copied = copy.deepcopy(model).head.weight
+        check("a copy", type(copied) is DTensor and isinstance(copied, nn.Parameter))
+        state = {name: values * 2 for name, values in model.state_dict().items()}
+        model.load_state_dict(state)
+        check("a load", torch.equal(optimizer.state_of(weight)["master"].bfloat16(), tp._whole(state["head.weight"])))
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        check("a whole state_dict", torch.equal(whole["head.weight"], weight.full_tensor()))
+        set_model_state_dict(model, whole, options=StateDictOptions(full_state_dict=True))
+        check("a load of whole tensors", isinstance(weight, DTensor))
+        weight.data.mul_(2)
+        before = weight.full_tensor()
+        check("a write to p.data", torch.equal(optimizer.state_of(weight)["master"].bfloat16(), before))
+        tp.loss_of(model, batch).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        clipped = optimizer.clip_grad_norm_(1e9)
+        optimizer.zero_grad()
+        check("torch's clipping", norm > 1 and clipped.item() == pytest.approx(1, rel=1e-5))
+        tp.loss_of(model, batch).backward()
+        weight.grad.view(-1).zero_()
+        grad = optimizer.grad(weight)
+        assert grad is not None
+        optimizer.zero_grad()
+        check("a write through a view of a gradient", not grad.any())
+        averaged = torch.optim.swa_utils.AveragedModel(model)
+        averaged.update_parameters(model)
+        check("an averaged model", torch.isfinite(tp.loss_of(averaged, batch)).item())
+    tp.loss_of(model, batch).backward()
+    if not isinstance(weight.grad, DTensor):
+        wrong.append("the model after close()")
+    return wrong
+
+
+@pytest.mark.parametrize("param_tier", ["device", "cpu"])
+def test_idioms_of_other_peoples_code(worlds: Worlds, param_tier: str) -> None:
+    assert worlds(2).run(_idioms, param_tier) == [[], []]
+
+
+def _apart(plan: str, wire: str, options: dict[str, Any]) -> tp.Trained:
+    with sharded.communicators(wire), sharded.devices_apart(True):
+        return tp.train(STEPS, plan, **options)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.one_in(2)
+def test_devices_with_memory_of_their_own(worlds: Worlds, stage: int) -> None:
+    """Every copy at the last moment that is allowed, and every collective of the data-parallel ranks."""
+    for plan in tp.PLANS:
+        options = {"stage": stage, "activation_tier": "cpu", "activation_memory": "1MiB"}
+        wanted = worlds(4).run(tp.train, STEPS, plan)
+        found = worlds(4).run(_apart, plan, "late", options | {"partition_activations": True})
+        assert same(found, wanted), plan
