@@ -522,3 +522,59 @@ def test_devices_with_memory_of_their_own(worlds: Worlds, stage: int) -> None:
         wanted = worlds(4).run(tp.train, STEPS, plan)
         found = worlds(4).run(_apart, plan, "late", options | {"partition_activations": True})
         assert same(found, wanted), plan
+
+
+def _adapted(param_tier: str, path: str | None) -> tuple[list[float], list[Tensor]]:
+    """Blocks that are frozen, but for their norms; and a frozen one that is written to after two steps."""
+    model, data, rank, ranks = tp.made("sequence")
+    for name, param in model.blocks.named_parameters():
+        param.requires_grad_("norm" in name)
+    drawn, found = tp.batches(rank, ranks), tp.Trained()
+    options: dict[str, Any] = {} if path is None else {"path": path, "tier": "cpu", "commit_every": 0, "resume": "auto"}
+    adamw = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=tp.LR)
+    with OffloadZero(model, adamw, process_group=data, param_tier=param_tier, **options) as optimizer:
+        start = 0 if optimizer.resumed is None else optimizer.resumed.step
+        for step in range(4):
+            pair = next(drawn)
+            if step < start:
+                continue
+            tp.run_step(model, optimizer, pair, found)
+            if step == 1 and path is not None:
+                with torch.no_grad(), optimizer.gathered(model.blocks[1]):
+                    model.blocks[1].up.weight.mul_(0.5)
+                optimizer.commit()
+                break
+        with optimizer.gathered(model):
+            values = [tp._whole(param) for param in model.parameters()]
+    return found.losses, values
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_frozen_parts_stream_and_what_is_written_to_them_is_committed(
+    worlds: Worlds, tmp_path: Path, ranks: int
+) -> None:
+    wanted = worlds(ranks).run(_adapted, "device", None)
+    found = worlds(ranks).run(_adapted, "cpu", None)
+    for one, other in zip(found, wanted, strict=True):
+        assert one[0] == other[0]
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(one[1], other[1], strict=True))
+    path = str(tmp_path / "run")
+    cut = worlds(ranks).run(_adapted, "cpu", path)
+    # Over another number of data-parallel ranks each slice gets its own part of what was written.
+    for others in {2, ranks}:
+        resumed = worlds(others).run(_resumed_values, path)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(resumed[1], cut[1][1], strict=True))
+
+
+def _resumed_values(path: str) -> list[Tensor]:
+    model, data, _, _ = tp.made("sequence")
+    for name, param in model.blocks.named_parameters():
+        param.requires_grad_("norm" in name)
+    adamw = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=tp.LR)
+    with (
+        OffloadZero(
+            model, adamw, process_group=data, param_tier="cpu", path=path, tier="cpu", commit_every=0, resume=True
+        ) as optimizer,
+        optimizer.gathered(model),
+    ):
+        return [tp._whole(param) for param in model.parameters()]
