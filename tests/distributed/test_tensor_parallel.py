@@ -578,3 +578,24 @@ def _resumed_values(path: str) -> list[Tensor]:
         optimizer.gathered(model),
     ):
         return [tp._whole(param) for param in model.parameters()]
+
+
+def _over_replicas(stage: int) -> tp.Trained:
+    """Replicas by shards by parts of the model: 2 x 1 x 2."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    model, found = tp.GPT(), tp.Trained()
+    tp.parallelize(model, mesh["tp"])
+    drawn = tp.batches(mesh.get_local_rank("replicate"), 2)
+    with OffloadZero(
+        model, torch.optim.AdamW(model.parameters(), lr=tp.LR), stage=stage, process_group=mesh["replicate", "shard"]
+    ) as optimizer:
+        for _ in range(STEPS):
+            tp.run_step(model, optimizer, next(drawn), found)
+        found.masters = tp.masters_of(model, optimizer)
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.one_in(2)
+def test_replicas_of_shards_beside_tensor_parallel_ranks(worlds: Worlds, stage: int) -> None:
+    assert same(worlds(4).run(_over_replicas, stage), worlds(4).run(tp.train, STEPS))
