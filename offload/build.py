@@ -30,7 +30,7 @@ from offload.layout import Layout
 from offload.model.flat_param import FlatParameters
 from offload.model.master_weights import MasterWeights
 from offload.model.meta_init import is_meta
-from offload.model.units import device_for, require_streamable
+from offload.model.units import device_for, require_on_mesh, require_streamable
 from offload.native import Kernels, load, load_on
 from offload.native.memory import return_large_blocks
 from offload.native.threads import usable_cpus
@@ -93,6 +93,7 @@ def plan_run(
     shape = ModelShape.of(model, groups, config, planned=is_meta(model))
     config = shape.config(config)
     on = device_for(device, shape.params[0].device)
+    require_on_mesh(on, shape.specs, shape.params)
     comm.require_device(on)
     config = configuration.over_ranks(config, ranks=comm.size, ranks_on_node=comm.ranks_on_node)
     replicas = configuration.replicas_of(config, ranks=comm.size, rows=comm.replicate_group.size)

@@ -127,6 +127,7 @@ class Config:
     keep: int = 2
     activation_tier: Tier | None = None
     activation_memory: int | None = None
+    partition_activations: bool = False
     recompute: bool = True
     takes_any: bool = False
 
@@ -181,6 +182,7 @@ def check(
     keep: int = 2,
     activation_tier: str | None = None,
     activation_memory: int | str | None = None,
+    partition_activations: bool = False,
     tuning: Tuning | None = None,
     **unknown: Any,
 ) -> Config:
@@ -208,6 +210,7 @@ def check(
         _none_of("param_tier", params, *TIERS),
         _none_of("grad_tier", grads, *(TIERS if states == "device" else ("cpu", "nvme"))),
         _none_of("activation_tier", activation_tier, None, *TIERS),
+        _none_of("partition_activations", partition_activations, True, False),
         _none_of("Tuning.recompute", tuning.recompute, True, False),
         _none_of("compute_dtype", compute_dtype, *COMPUTE_DTYPES),
         _none_of("nonfinite", nonfinite, "raise", "skip"),
@@ -260,6 +263,11 @@ def check(
         (
             activation_tier is None and activation_memory is not None,
             f"activation_memory={activation_memory!r} needs activation_tier, which says what it is for: choose "
+            '"device", "cpu" or "nvme"',
+        ),
+        (
+            activation_tier is None and partition_activations is True,
+            "partition_activations=True needs activation_tier, which says where the parts wait: choose "
             '"device", "cpu" or "nvme"',
         ),
         (
@@ -319,6 +327,7 @@ def check(
         keep=keep,
         activation_tier=None if activation_tier is None else TIERS[activation_tier],
         activation_memory=None if activation_memory is None else parse_bytes(activation_memory, "activation_memory"),
+        partition_activations=partition_activations,
         recompute=tuning.recompute,
         takes_any=accumulation == "auto",
         chooses_params=param_tier is None and states != "device",

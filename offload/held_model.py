@@ -20,6 +20,7 @@ from offload.model.gradient import Answers
 from offload.model.guard import Guards
 from offload.model.hooks import Hooks
 from offload.model.meta_init import Source, materialise
+from offload.model.partition import Partitions
 from offload.model.pending import PendingUpdates
 from offload.model.state_dict import Access
 from offload.model.transfer import StreamedStores, UnitTransfers
@@ -72,7 +73,8 @@ class HeldModel:
         self._hooks = Hooks(model, run, parameters, names, self.units, self.access, self.answers)
         self._activations: Activations | None = None
         if run.config.activation_tier is not None:
-            self._activations = Activations(model, run.config, self.units, parts.activations)
+            parts_of = Partitions(run.comm, parts.activations) if run.config.partition_activations else None
+            self._activations = Activations(model, run.config, self.units, parts.activations, parts_of)
         self._guards = Guards(parameters, self.units, self.moves)
         parameters.guard_with(self._guards.class_for)
         # An update that waits for nothing but kernels, which write into the model, is applied inside `step()`. Measured
@@ -83,6 +85,8 @@ class HeldModel:
 
     def step_begins(self) -> None:
         """Applies all of the last step."""
+        if self._activations is not None:
+            self._activations.step_begins()
         self.pending.apply_all()
         self.units.step_begins()
 
@@ -92,6 +96,11 @@ class HeldModel:
             self.pending.launch()
         elif self._applies_in_step:
             self.pending.apply_all()
+
+    @property
+    def peak_activation_bytes(self) -> int:
+        """The most that activations took at once where they wait for their backward."""
+        return 0 if self._activations is None else self._activations.peak_bytes
 
     def take_outside_writes(self) -> None:
         """Takes over what others wrote to parameters, into the masters and into the store of streamed parameters."""

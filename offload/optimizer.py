@@ -151,6 +151,9 @@ class OffloadZero(torch.optim.Optimizer):
             of what is left of `cpu_memory` at most), what does not fit in RAM to files in `path`, if there is one;
             without, the forward raises BudgetError. None: a quarter of the RAM that is left, or, where activations
             stay on the device that they are made on, no region.
+        partition_activations: with an `activation_tier` and tensor parallelism, whether each tensor-parallel rank
+            keeps a part of what enters a unit, where it is the same on all of them. It is gathered before the unit is
+            recomputed.
         tuning: options that only change speed.
 
     Raises: ConfigError, BudgetError, PathError, PathInUseError, ResumeError, RankError; the model is not changed then.
@@ -189,6 +192,7 @@ class OffloadZero(torch.optim.Optimizer):
         keep: int = 2,
         activation_tier: str | None = None,
         activation_memory: int | str | None = None,
+        partition_activations: bool = False,
         tuning: Tuning | None = None,
         **unknown: Never,
     ) -> None:
@@ -211,6 +215,7 @@ class OffloadZero(torch.optim.Optimizer):
             keep=keep,
             activation_tier=activation_tier,
             activation_memory=activation_memory,
+            partition_activations=partition_activations,
             **unknown,
         )
         wrapper, model = model, unwrapped(model)
@@ -224,6 +229,11 @@ class OffloadZero(torch.optim.Optimizer):
         self._adopted = False
         mesh = mesh_of(model.named_parameters()) if isinstance(model, nn.Module) else None
         self._comm = torch_distributed.connect(process_group, timeline=self._timeline, mesh=mesh)
+        if self._config.partition_activations and self._comm.tensor_parallel.size == 1:
+            raise ConfigError(
+                "partition_activations=True, and no parameter is a DTensor that several ranks share: shard the model "
+                "with torch's parallelize_module before, or leave it out"
+            )
         # Over which ranks agree, and commit: with tensor parallelism they are more than share states.
         self._everyone = self._comm.everyone
         given = unwrapped_optimizer(optimizer)
@@ -640,7 +650,7 @@ class OffloadZero(torch.optim.Optimizer):
             "io_engine": None if parts.engine is None else parts.engine.name,
             "activation_tier": self._config.activation_tier,
             "activation_bytes": placement.activation_bytes + placement.activation_spill_bytes,
-            "peak_activation_bytes": 0 if parts.activations is None else parts.activations.peak_bytes,
+            "peak_activation_bytes": self._held.peak_activation_bytes,
             "activation_read_bytes": counted("activation_read_bytes"),
             "activation_written_bytes": counted("activation_written_bytes"),
             "rank": self._comm.rank,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import reduce
+from functools import cache, reduce
 from importlib import import_module
 from typing import Any
 
@@ -146,9 +146,12 @@ def dtensor_class() -> Any:
     nothing public changes the dtype of a DTensor in place.
     Raises: TorchVersionError if it has no such attributes.
     """
-    module = sys.modules.get("torch.distributed.tensor")
-    found = getattr(module, "DTensor", None)
-    if found is not None:
-        names = [name for name in ("_local_tensor", "_spec") if not hasattr(found, name)]
-        _require([f"torch.distributed.tensor.DTensor.{name}" for name in names])
+    found = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return None if found is None else _checked(found)
+
+
+@cache
+def _checked(found: Any) -> Any:
+    names = [name for name in ("_local_tensor", "_spec") if not hasattr(found, name)]
+    _require([f"torch.distributed.tensor.DTensor.{name}" for name in names])
     return found

@@ -202,7 +202,7 @@ def test_the_options_are_those_of_the_design_and_no_others() -> None:
         "self", "model", "optimizer", "tier", "path", "param_tier", "grad_tier", "cpu_memory", "device_memory",
         "compute_dtype", "keep_fp32", "accumulation", "nonfinite", "commit_every", "resume", "device", "init",
         "init_missing", "stage", "process_group", "cast_forward_inputs", "keep", "activation_tier", "activation_memory",
-        "tuning", "unknown",
+        "partition_activations", "tuning", "unknown",
     ]  # fmt: skip
     assert [field.name for field in dataclasses.fields(Tuning)] == [
         "chunk", "prefetch_chunks", "prefetch_units", "threads", "io_engine", "split_master", "bucket", "units", "tile",
@@ -231,3 +231,18 @@ def test_only_bf16_parameters_split_their_masters() -> None:
     with pytest.raises(ConfigError, match=r"Tuning\.split_master=True with compute_dtype=torch\.float16"):
         check(path=".", compute_dtype=torch.float16, tuning=split)
     assert not check(path=".", compute_dtype=torch.float16).split_master
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"partition_activations": True}, "partition_activations=True needs activation_tier"),
+        (
+            {"partition_activations": "yes", "activation_tier": "cpu"},
+            "partition_activations='yes': choose True or False",
+        ),
+    ],
+)
+def test_partitioned_activations_need_a_tier(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(**options)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import runpy
+import sys
+import types
 
 import pytest
 import torch
@@ -27,3 +29,16 @@ def test_torch_that_lacks_functions_is_refused_at_import(monkeypatch: pytest.Mon
 
 def test_this_torch_is_one_that_is_tested() -> None:
     assert torch.__version__.startswith(torch_private.TESTED)
+
+
+def test_a_torch_whose_dtensors_are_others_is_refused_when_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other:
+        _local_tensor = None
+
+    module = types.ModuleType("torch.distributed.tensor")
+    module.DTensor = Other  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor", module)
+    with pytest.raises(TorchVersionError, match=r"DTensor\._spec"):
+        torch_private.dtensor_class()
+    monkeypatch.delitem(sys.modules, "torch.distributed.tensor")
+    assert torch_private.dtensor_class() is None

@@ -247,6 +247,9 @@ SERVED: dict[str, Rule] = {
     "activation_checkpointing.contiguous_memory_optimization": _says(
         'nothing to set: activation_tier="device" reserves one region'
     ),
+    "activation_checkpointing.partition_activations": _says(
+        "partition_activations=True, where torch's parallelize_module has sharded the model"
+    ),
     "activation_checkpointing.number_checkpoints": _says("nothing to set: each unit is recomputed"),
     "activation_checkpointing.synchronize_checkpoint_boundary": _says("nothing to set"),
     "activation_checkpointing.profile": _says('with optimizer.timeline("t.json"): ...'),
@@ -260,7 +263,6 @@ WITHOUT: dict[str, str] = {
     "zero_optimization.offload_optimizer.ratio": "none: cpu_memory=... says which share of the states stays in RAM",
     "zero_optimization.zero_quantized_weights": "none: parameters travel as they are",
     "zero_optimization.zero_quantized_gradients": "none: gradients travel as they are",
-    "activation_checkpointing.partition_activations": "none: each rank keeps what enters its units",
     "fp16.hysteresis": "none: torch's GradScaler halves the scale at the first overflow",
     "fp16.min_loss_scale": "none: a scale that has fallen to nothing is a ConfigError",
 }

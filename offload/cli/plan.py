@@ -92,6 +92,13 @@ def plan(
         int | None,
         typer.Option(help="ZeRO's, with several ranks: 1, 2 or 3.", show_default="3 if parameters stream, else 2"),
     ] = None,
+    tensor_parallel: Annotated[
+        int,
+        typer.Option(help="Ranks that share the matrices of each block; --ranks are those that share states."),
+    ] = 1,
+    partition_activations: Annotated[
+        bool, typer.Option("--partition-activations", help="Each of these keeps a part of what enters a block.")
+    ] = False,
     gpu: Annotated[
         bool, typer.Option("--gpu", help="Plan for a GPU, also where there is none; --device-memory says its size.")
     ] = False,
@@ -121,6 +128,10 @@ def plan(
     )  # fmt: skip
     if ranks < 1:
         raise ConfigError(f"--ranks {ranks}: give a whole number, at least 1")
+    if tensor_parallel < 1:
+        raise ConfigError(f"--tensor-parallel {tensor_parallel}: give a whole number, at least 1")
+    if partition_activations and tensor_parallel == 1:
+        raise ConfigError("--partition-activations needs --tensor-parallel 2 or more: one rank keeps all there is")
     for name, value in (("flops", flops), ("disk-gb-per-s", disk_gb_per_s)):
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{name} {value:g}: give a number above 0")
@@ -131,20 +142,31 @@ def plan(
     free = None if ram is None else parse_bytes(ram, "--ram")
     planned = planned_of(
         options, model, split_master=split_master, ranks=ranks, stage=stage, gpu=gpu, free=free,
-        takes_any=passes is None,
+        takes_any=passes is None, tensor_parallel=tensor_parallel, partition_activations=partition_activations,
     )  # fmt: skip
     fits = _what_fits(planned)
+
+    def over_parts() -> dict[str, Any]:
+        return _zero_r(planned, tensor_parallel, model.blocks, options.entering_bytes(model.width))
+
     entering = model.blocks * options.entering_bytes(model.width)
     if json:
         given = {"preset": preset, "layers": layers, "width": width, "frozen": frozen}
         of = given if config is None else {"config": str(config)}
         print_json(
-            of | {"entering_bytes": entering} | summarise(planned) | _hiding(planned, flops, disk_gb_per_s) | fits
+            of
+            | {"entering_bytes": entering}
+            | summarise(planned)
+            | over_parts()
+            | _hiding(planned, flops, disk_gb_per_s)
+            | fits
         )
         return
     console = Console()
     try:
         _show(console, summarise(planned))
+        if tensor_parallel > 1:
+            console.print(_zero_r_table(over_parts(), model.blocks))
         for line in _hiding_lines(_hiding(planned, flops, disk_gb_per_s)):
             console.print(line, soft_wrap=True, highlight=False)
         console.print(
@@ -243,19 +265,24 @@ def planned_of(
     gpu: bool = False,
     free: int | None = None,
     takes_any: bool = False,
+    tensor_parallel: int = 1,
+    partition_activations: bool = False,
 ) -> Planned:
     """The model laid out as `offload train` would have it.
 
     Args: gpu: for a GPU, also where there is none; free: bytes of RAM where it will run, None: what is free here;
-        takes_any: whether `accumulation` is "auto".
+        takes_any: whether `accumulation` is "auto"; tensor_parallel: ranks that share matrices.
     Raises: ConfigError.
     """
     from offload import Tuning
     from offload.devices.copies import accelerator
+    from offload.model.partition import part_bytes
     from offload.planner.explain import plan_of
     from offload.planner.placement import activation_memory
 
     on_disk = "nvme" in (options.tier, options.param_tier, options.activation_tier)
+    entering = options.entering_bytes(model.width)
+    entering = part_bytes(entering, tensor_parallel) if partition_activations else entering
     planned = plan_of(
         model.module,
         direct=accelerator() is None and not gpu,
@@ -271,8 +298,10 @@ def planned_of(
         commit_every=options.commit_every,
         tuning=Tuning(chunk=options.chunk or Tuning().chunk, split_master=split_master),
         activation_tier=options.activation_tier,
-        activation_memory=activation_memory(options.activation_tier, model.blocks, options.entering_bytes(model.width)),
+        activation_memory=activation_memory(options.activation_tier, model.blocks, entering),
+        partition_activations=partition_activations,
         ranks=ranks,
+        tensor_parallel=tensor_parallel,
         stage=stage,
     )
     if options.cpu_memory is None and "nvme" in (options.tier, planned.config.frozen_tier):
@@ -323,6 +352,19 @@ def summarise(planned: Planned) -> dict[str, Any]:
         "held_bytes": dict(placement.held_bytes),
         "sent_elements": explain.sent_numel(planned),
     }
+
+
+def _zero_r(planned: Planned, tensor_parallel: int, blocks: int, entering_bytes: int) -> dict[str, Any]:
+    """What --json prints of tensor parallelism. Raises: BudgetError."""
+    from dataclasses import asdict
+
+    from offload.planner.explain import zero_r
+
+    config = planned.config
+    found = {"tensor_parallel": tensor_parallel, "partition_activations": config.partition_activations}
+    if tensor_parallel == 1:
+        return found
+    return found | {"zero_r": asdict(zero_r(planned, tensor_parallel, blocks=blocks, entering_bytes=entering_bytes))}
 
 
 def _hiding(planned: Planned, flops: float | None, disk_gb_per_s: float) -> dict[str, Any]:
@@ -413,6 +455,25 @@ def _rank_table(summary: dict[str, Any]) -> Table:
     table = Table("held of", "bytes", "a parameter of the model", title=title, caption=caption)
     for kind, size in summary["held_bytes"].items():
         table.add_row(kind, format_bytes(size), f"{size / summary['parameters']:.3f}")
+    return table
+
+
+def _zero_r_table(summary: dict[str, Any], blocks: int) -> Table:
+    """What ZeRO-R does to activations on one of several tensor-parallel ranks."""
+    from rich.table import Table
+
+    ranks, found = summary["tensor_parallel"], summary["zero_r"]
+    title = f"ZeRO-R on one of {ranks} tensor-parallel ranks: the matrices of blocks are cut, all else counts as whole"
+    caption = f"sent in a backward by --partition-activations: {found['gathered_elements']:,} elements of activations"
+    table = Table("ZeRO-R", "bytes", "what", title=title, title_justify="left", caption=caption)
+    for name, key, what in (
+        ("", "checkpoint_bytes", f"what enters {blocks} blocks, all of it on each rank"),
+        ("P_a", "part_bytes", f"1/{ranks} of it on each rank, with --partition-activations, in the activation tier"),
+        ("P_a+cpu, P_a+nvme", "device_bytes", "on the device with the parts elsewhere: two gathered inputs"),
+        ("C_B", "buffer_bytes", "buffers of gradients on their way, constant in the model's size"),
+        ("M_D", "region_bytes", "reserved for activations in one piece"),
+    ):
+        table.add_row(name, format_bytes(found[key]), what)
     return table
 
 

@@ -78,6 +78,7 @@ def require_alike(comm: Communicator, layout: Layout, config: Config) -> None:
     Raises: ConfigError if their models, or the options that decide what they send, differ; RankError.
     """
     options = (config.stage, config.declared, config.param_tier, config.bucket_bytes)
+    activations = (config.activation_tier, config.partition_activations, config.recompute)
     commits = (config.commit_every, config.resume, config.split_master)
     if not comm.all_equal(repr((layout.specs, layout.flats, layout.ranks, layout.replicas, options, commits))):
         raise ConfigError(
@@ -86,11 +87,11 @@ def require_alike(comm: Communicator, layout: Layout, config: Config) -> None:
         )
     # Parts of one parameter may differ in size: beside that all slices train the same.
     names = [(spec.name, spec.unit, spec.dtype, spec.group, spec.shard_dim) for spec in layout.specs]
-    if not comm.everyone.all_equal(repr((names, layout.ranks, layout.replicas, options, commits))):
+    if not comm.everyone.all_equal(repr((names, layout.ranks, layout.replicas, options, commits, activations))):
         raise ConfigError(
             "the tensor-parallel ranks differ in the model (names, dtypes, units, param groups, how it is sharded), or "
-            "in stage, accumulation, param_tier, commit_every, resume, Tuning.split_master or Tuning.bucket: give all "
-            "of them the same"
+            "in stage, accumulation, param_tier, commit_every, resume, activation_tier, partition_activations, "
+            "Tuning.split_master, Tuning.recompute or Tuning.bucket: give all of them the same"
         )
     comm.side_group.barrier()
     comm.everyone.side_group.barrier()

@@ -20,7 +20,8 @@ Gradients are brought to the placement of their parameter as torch's optimizers 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,10 +106,15 @@ def whole_like(param: Tensor, local: Tensor) -> Tensor:
 
 
 def _dtensor(param: Any, local: Tensor) -> Any:
+    return like_of(param)(local)
+
+
+def like_of(tensor: Any) -> Callable[[Tensor], Any]:
+    """What makes a DTensor of this rank's part, as `tensor` is one, which may be gone by then."""
     with torch_private.DisableTorchFunctionSubclass():
-        shape, stride = param.shape, param.stride()
-    made = torch_private.dtensor_class().from_local
-    return made(local, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride)
+        shape, stride = tensor.shape, tensor.stride()
+    mesh, placements, made = tensor.device_mesh, tensor.placements, torch_private.dtensor_class().from_local
+    return partial(made, device_mesh=mesh, placements=placements, run_check=False, shape=shape, stride=stride)
 
 
 @torch.no_grad()

@@ -15,6 +15,9 @@ model. They put it into the store, and take it from there when the backward asks
 | parameters, buffers, leaves             | anybody                     | where they are                              |
 | the rest: of the root unit, for example | autograd                    | where it is                                 |
 
+With tensor parallelism and `partition_activations`, each rank keeps a part of what checkpoints keep: [Note: partitioned
+checkpoints] in partition.py.
+
 A unit in a checkpoint of the model's is recomputed by that one alone. So is one whose forward is a checkpoint: ours
 stops as soon as it has again what enters that one. A recomputation puts nothing into the store. What stays where it is
 has a version, as every saved tensor has in torch: a change in place is an error, not a wrong number. What went to the
@@ -43,8 +46,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload import torch_private
 from offload.config import Config
+from offload.dist.tensor_parallel import like_of, local_of
 from offload.errors import ClosedError, ConfigError, StaleActivationError
 from offload.model.fetch import HeldUnits
+from offload.model.flat_param import is_dense
+from offload.model.partition import Part, Partitions
 from offload.model.torch_helpers import call_hidden, in_backward, tensors_in
 from offload.model.units import blocks_of, has_statistics, is_called
 from offload.storage.activation_store import ActivationStore, Stored
@@ -146,6 +152,38 @@ class _Elsewhere:
             return self._store.get(self._stored).view(self._dtype).as_strided(*self._geometry)
 
 
+class _Partitioned:
+    """A saved tensor of which this rank has a part."""
+
+    __slots__ = ("_dtype", "_geometry", "_part", "_partitions")
+
+    def __init__(self, partitions: Partitions, part: Part, tensor: Tensor) -> None:
+        self._partitions = partitions
+        self._part = part
+        self._dtype = tensor.dtype
+        self._geometry = (tensor.size(), tensor.stride())
+
+    def get(self) -> Tensor:
+        return call_hidden(self._get)  # type: ignore[no-any-return]
+
+    def _get(self) -> Tensor:
+        with torch.no_grad():
+            return self._partitions.get(self._part).view(self._dtype).as_strided(*self._geometry)
+
+
+class _Sharded:
+    """A saved DTensor, of which this rank's tensor is packed."""
+
+    __slots__ = ("_like", "_packed")
+
+    def __init__(self, packed: Any, tensor: Tensor) -> None:
+        self._packed = packed
+        self._like = like_of(tensor)
+
+    def get(self) -> Tensor:
+        return self._like(self._packed.get())  # type: ignore[no-any-return]
+
+
 class _Passed:
     """A saved tensor that the hooks around ours have taken."""
 
@@ -200,14 +238,26 @@ def _is_same(one: Sequence[tuple[Any, int]], other: Sequence[tuple[Any, int]]) -
 
 
 class Activations:
-    """See [Note: activations]. Args: store: None: what is kept stays where it is."""
+    """See [Note: activations].
 
-    def __init__(self, model: nn.Module, config: Config, units: HeldUnits, store: ActivationStore | None) -> None:
+    Args: store: None: what is kept stays where it is; partitions: None: each rank keeps all of it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        units: HeldUnits,
+        store: ActivationStore | None,
+        partitions: Partitions | None = None,
+    ) -> None:
         self._units = units
         self._store = store
+        self._partitions = partitions
         self._buffers = {buffer.untyped_storage()._cdata for buffer in model.buffers() if not buffer.is_meta}
         # By tensor of which others may be views: what of it waits already.
         self._shared = WeakTensorKeyDictionary()
+        self._divided = WeakTensorKeyDictionary()
         self._last: str | None = None  # the unit that ran last in the last pass
         self._running: str | None = None
         self._hooks = (self._pack_checkpoint, _unpack)
@@ -231,19 +281,40 @@ class Activations:
             return forward(*args, **kwargs)
         self._last, self._running = self._running, None
         before, self._outside = self._outside, torch_private.saved_tensors_hooks(False)
+        self._pass_begins()
         try:
             with saved_tensors_hooks(*self._hooks):
                 return forward(*args, **kwargs)
         finally:
             self._outside = before
+            self._pass_begins()
+
+    def _pass_begins(self) -> None:
+        if self._partitions is not None:
+            self._partitions.pass_begins()
+
+    def step_begins(self) -> None:
+        """Before gradients are used. Raises: StaleActivationError, RankError; see `Partitions`."""
+        if self._partitions is not None:
+            self._partitions.step_begins()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that waited at once, as far as it is known."""
+        in_store = 0 if self._store is None else self._store.peak_bytes
+        return in_store or (0 if self._partitions is None else self._partitions.peak_bytes)
 
     def _run_unit(self, unit: _Unit, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not _is_recorded() or not unit.is_whole():
             return forward(*args, **kwargs)
         outside = torch_private.saved_tensors_hooks(False)
         if outside is None:  # the unit was called by itself
-            with saved_tensors_hooks(*self._hooks):
-                return self._run_unit(unit, forward, args, kwargs)
+            self._pass_begins()
+            try:
+                with saved_tensors_hooks(*self._hooks):
+                    return self._run_unit(unit, forward, args, kwargs)
+            finally:
+                self._pass_begins()
         if outside[0] != self._hooks[0]:
             return forward(*args, **kwargs)  # in a checkpoint, or in another unit
         self._running = unit.name
@@ -292,20 +363,35 @@ class Activations:
     # Hooks for saved tensors.
 
     def _pack_checkpoint(self, tensor: Tensor) -> Any:
-        return call_hidden(self._put, tensor) if _is_from_checkpoint() else self._leave(tensor)
+        return call_hidden(self._put, tensor, True) if _is_from_checkpoint() else self._leave(tensor)
 
     def _pack(self, tensor: Tensor) -> Any:
         is_large = tensor.numel() * tensor.element_size() >= LEAST_BYTES
-        return call_hidden(self._put, tensor) if is_large or _is_from_checkpoint() else self._leave(tensor)
+        is_entering = _is_from_checkpoint()
+        return call_hidden(self._put, tensor, is_entering) if is_large or is_entering else self._leave(tensor)
 
     def _leave(self, tensor: Tensor) -> Any:
         return call_hidden(_InPlace, tensor) if self._outside is None else _Passed(self._outside, tensor)
 
     @torch.no_grad()
-    def _put(self, tensor: Tensor) -> Any:
+    def _put(self, tensor: Tensor, is_entering: bool) -> Any:
+        if type(tensor) is torch_private.dtensor_class():
+            packed = self._take(local_of(tensor), is_entering) if not _is_kept(tensor) else None
+            return self._leave(tensor) if packed is None else _Sharded(packed, tensor)
+        packed = self._take(tensor, is_entering)
+        return self._leave(tensor) if packed is None else packed
+
+    def _take(self, tensor: Tensor, is_entering: bool) -> Any:
+        """A tensor that waits elsewhere, or in parts; None: it stays where it is."""
+        if not _can_wait(tensor, self._buffers):
+            return None
+        partitions = self._partitions if is_entering and is_dense(tensor) else None
+        part = None if partitions is None else self._divide(partitions, tensor)
+        if partitions is not None and part is not None:
+            return _Partitioned(partitions, part, tensor)
         store = self._store
-        if store is None or tensor.device != store.device or not _can_wait(tensor, self._buffers):
-            return self._leave(tensor)
+        if store is None or tensor.device != store.device:
+            return None
         source, (start, nbytes) = tensor, _span(tensor)
         if nbytes > tensor.numel() * tensor.element_size() and tensor._base is not None:
             # Parts with holes, such as the heads of one projection: the whole of it waits, once.
@@ -322,6 +408,19 @@ class Activations:
                 del shared[old]
             shared[key] = weakref.ref(stored)
         return _Elsewhere(store, stored, tensor, start - _span(source)[0])
+
+    def _divide(self, partitions: Partitions, tensor: Tensor) -> Part | None:
+        """What is kept more than once, such as a mask that each unit gets, is kept once."""
+        shared: dict[Any, weakref.ref[Part]] = self._divided.setdefault(_base(tensor), {})
+        key = (tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version)
+        part = shared[key]() if key in shared else None
+        if part is None:
+            part = partitions.put(_bytes_of(tensor, _span(tensor)[1]), self._running)
+            for old in [old for old, ref in shared.items() if ref() is None]:
+                del shared[old]
+            if part is not None:
+                shared[key] = weakref.ref(part)
+        return part
 
 
 class _Again:
@@ -375,10 +474,14 @@ def _can_wait(tensor: Tensor, buffers: Container[int]) -> bool:
 
     Args: buffers: the storages of the model's.
     """
-    base = _base(tensor)
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
-    is_kept = isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad)
-    return is_plain and not is_kept and tensor.numel() > 0 and tensor.untyped_storage()._cdata not in buffers
+    return is_plain and not _is_kept(tensor) and tensor.numel() > 0 and tensor.untyped_storage()._cdata not in buffers
+
+
+def _is_kept(tensor: Tensor) -> bool:
+    """Whether somebody keeps a tensor anyway."""
+    base = _base(tensor)
+    return isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad)
 
 
 def _is_leaf(node: Any) -> bool:

@@ -33,6 +33,7 @@ their first storages again when they are back: views that autograd saved stay va
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -167,6 +168,8 @@ class FlatParameters:
         self.params = tuple(params)
         self.locals: tuple[Tensor, ...] = tuple(map(local_of, params))
         self._sharded = frozenset(number for number, param in enumerate(params) if is_dtensor(param))
+        # `torch.utils.swap_tensors` refuses what has weak references. It would take the local tensor away.
+        self._pins = [weakref.ref(params[number]) for number in self._sharded]
         self.index = {param: number for number, param in enumerate(self.params)}
         self.home = self.device = device
         self.flats = [torch.empty(0, device="cpu")] * len(layout.flats)
@@ -400,8 +403,13 @@ class FlatParameters:
     def move(self, device: torch.device) -> None:
         """Moves all parameters to the CPU, or home. Streamed ones have to be released.
 
-        Raises: what allocations raise; nothing has moved then.
+        Raises: ConfigError if some are DTensors; what allocations raise; nothing has moved then.
         """
+        for number in sorted(self._sharded):
+            raise ConfigError(
+                f"{self._layout.specs[number].name} is a DTensor, whose mesh is on {self.home}: a model with tensor "
+                f"parallelism stays there, so leave out the call that moves it to {device}"
+            )
         with torch_private.DisableTorchFunctionSubclass():
             slices = [one.index for one in self._layout.slices if one.is_tile or not self._layout.tile_of(one.flat)]
             self._take_places({index: self._place_at(index, device) for index in slices}, device)

@@ -207,6 +207,10 @@ def _seen(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _cannot(_: Any) -> NoReturn:
+    raise AttributeError("__tensor_flatten__")
+
+
 def _refuse(what: str) -> NoReturn:
     raise ReleasedParameterError(
         f"{what} needs the values of a streamed parameter, and the optimizer that held them is closed or gone: use it "
@@ -216,13 +220,18 @@ def _refuse(what: str) -> NoReturn:
 
 def _cloned(tensor: Tensor) -> Tensor:
     made = tensor.detach().clone()
+    if is_dtensor(tensor):  # a parameter is one by a note on it
+        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
     return type(tensor)(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
 def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-    if isinstance(tensor, nn.Parameter):
-        made: Tensor = tensor.__deepcopy__(memo)
+    if is_dtensor(tensor):
+        made = _cloned(tensor)
+        memo[id(tensor)] = made
         return made
+    if isinstance(tensor, nn.Parameter):
+        return tensor.__deepcopy__(memo)  # type: ignore[no-any-return]
     return tensor.detach().clone()
 
 
@@ -262,6 +271,8 @@ class Guards:
             names = {"_kind": kind, "_guards_ref": ref, "__module__": __name__, "__slots__": ()}
             if is_sharded:
                 names |= {name: _seen(getattr(kind, name)) for name in _PAST_TORCH_FUNCTION}
+                # `module.to()` swaps tensors that can be taken apart. What is there already is to stay what it is.
+                names["__tensor_flatten__"] = property(_cannot)
             name, base = ("Watched", _Watched) if runs else ("Guarded", _Guarded)
             self._classes[key] = type(f"{name}{kind.__name__}", (base, kind), names)
         return self._classes[key]
@@ -292,8 +303,14 @@ class Guards:
             return self._version_of(args[0])
         if func is torch.autograd.grad:  # it may run modules again, so their guards stay
             return func(*_as_edges(args), **{key: _as_edges(value) for key, value in kwargs.items()})
-        if func in MOVES and self._is_ours(args[0]) and self._is_there(func, args, kwargs):
-            return args[0]
+        if func in MOVES and self._is_ours(args[0]):
+            if self._is_there(func, args, kwargs):
+                return args[0]
+            if is_dtensor(args[0]) and module_on_the_move() is not None:
+                # Of others the module would ask `p.data = ...` next. DTensors it would swap for others.
+                number = self._parameters.number_of(args[0])
+                if number is not None:
+                    raise moved_elsewhere(self._names[number], args[0], self._run(func, args, kwargs))
         if func is Tensor.detach and self._is_ours(args[0]) and _is_for_a_parameter():
             return self._detached(args[0])
         if self._streamed is not None:

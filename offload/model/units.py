@@ -223,6 +223,16 @@ def require_streamable(specs: Sequence[ParamSpec], params: Sequence[nn.Parameter
     _refuse_overlaps({param: spec.name for spec, param in zip(specs, params, strict=True)}, params)
 
 
+def require_on_mesh(device: torch.device, specs: Sequence[ParamSpec], params: Sequence[nn.Parameter]) -> None:
+    """Raises: ConfigError naming the first DTensor that would leave the device of its mesh."""
+    for spec, param in zip(specs, params, strict=True):
+        if is_dtensor(param) and param.device != device:
+            raise ConfigError(
+                f"{spec.name} is a DTensor on {param.device}, and device={device}: leave device out, and shard the "
+                "model over a mesh of the devices to train on"
+            )
+
+
 class NotToWrap:
     """An attribute of a held model that DistributedDataParallel reads, as names of what it ignores, before anything
     else: it raises ConfigError then. A copy of the model may be wrapped, so a copy of this is an empty tuple."""

@@ -14,7 +14,7 @@ from offload import config as configuration
 from offload.config import SUM_BLOCK, Config, Tier, Tuning
 from offload.errors import BudgetError
 from offload.layout import Layout, ParamSpec, build, tiled
-from offload.model.units import compute_dtypes, device_for, frozen_of, rows_of, specs_of, untrained_bytes
+from offload.model.units import ROOT, compute_dtypes, device_for, frozen_of, rows_of, specs_of, untrained_bytes
 from offload.planner.placement import Needs, Placement, Room, place
 
 # Read and written a parameter and step by streamed 16-bit parameters, and by gradients in slots.
@@ -52,6 +52,16 @@ class ModelShape:
         specs, params = [*specs, *frozen], [*params, *others]
         resident_bytes = untrained_bytes(model, params, compute_dtypes(model, keep, dtype))
         return cls(specs, params, rows_of(model, params), resident_bytes)
+
+    def cut(self, parts: int) -> ModelShape:
+        """What one of `parts` tensor-parallel ranks has, as far as it goes by shapes: of a matrix in a block its part,
+        and of all else (embeddings, head, norms, biases) all."""
+        of_blocks = [param.dim() > 1 and spec.unit != ROOT for spec, param in zip(self.specs, self.params, strict=True)]
+        specs = [
+            replace(spec, numel=-(-spec.numel // parts), shard_dim=0) if is_cut else spec
+            for spec, is_cut in zip(self.specs, of_blocks, strict=True)
+        ]
+        return replace(self, specs=specs, rows={})
 
     @property
     def frozen_bytes(self) -> int:

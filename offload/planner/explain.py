@@ -31,6 +31,7 @@ from offload.config import Config, Tier
 from offload.errors import BudgetError
 from offload.grads.shards import records_of as gradient_records_of
 from offload.layout import Layout
+from offload.model.partition import part_bytes
 from offload.model.units import ROOT
 from offload.planner.choice import ModelShape, choose
 from offload.planner.placement import (
@@ -121,16 +122,23 @@ class Planned:
 
 
 def plan_of(
-    model: nn.Module, *, direct: bool, ranks: int = 1, free_cpu_bytes: int | None = None, **options: Any
+    model: nn.Module,
+    *,
+    direct: bool,
+    ranks: int = 1,
+    tensor_parallel: int = 1,
+    free_cpu_bytes: int | None = None,
+    **options: Any,
 ) -> Planned:
     """What `OffloadZero(model, **options)` would be given. The model may be on the meta device: only shapes count.
 
-    Args: ranks: of which this is the first, which holds most, with a machine to itself; free_cpu_bytes: of RAM, None:
-    what is free here.
+    Args: ranks: of which this is the first, which holds most, with a machine to itself; tensor_parallel: ranks that
+    share the blocks' matrices; free_cpu_bytes: of RAM, None: what is free here.
     Raises: ConfigError as `OffloadZero` does.
     """
     config = configuration.check(**options)
     shape = ModelShape.of(model, [{"params": list(model.parameters())}], config)
+    shape = shape.cut(tensor_parallel) if tensor_parallel > 1 else shape
     room = replace(shape.room(), free_cpu_bytes=free_cpu_bytes)
     config = configuration.over_ranks(shape.config(config), ranks=ranks, ranks_on_node=1)
     replicas = configuration.replicas_of(config, ranks=ranks, rows=1)
@@ -140,6 +148,41 @@ def plan_of(
     except BudgetError:  # `Planned.place` raises it again
         layout = layout_of(config)
     return Planned(layout, config, direct, room)
+
+
+@dataclass(frozen=True)
+class ZeroR:
+    """ZeRO-R's figures of one of several tensor-parallel ranks, in bytes but for `gathered_elements`.
+
+    Attributes:
+        checkpoint_bytes: what enters all blocks in a micro-batch, as each rank keeps it without partitioning.
+        part_bytes: of that, what each keeps where it is partitioned (P_a), in whatever tier.
+        device_bytes: of what is gathered, on the device at once: that of the block that is recomputed, and of the next
+            one. With the parts in RAM or on NVMe (P_a+cpu, P_a+nvme) it is all that the device has.
+        gathered_elements: that a rank sends in the backward of a micro-batch.
+        buffer_bytes: in which gradients travel, whatever the model's size (C_B).
+        region_bytes: reserved for activations in one piece (M_D).
+    """
+
+    checkpoint_bytes: int
+    part_bytes: int
+    device_bytes: int
+    gathered_elements: int
+    buffer_bytes: int
+    region_bytes: int
+
+
+def zero_r(planned: Planned, tensor_parallel: int, *, blocks: int, entering_bytes: int) -> ZeroR:
+    """Args: entering_bytes: of what enters one of the blocks. Raises: BudgetError as `Planned.place`."""
+    part, reduction = part_bytes(entering_bytes, tensor_parallel), planned.needs.reduction
+    return ZeroR(
+        blocks * entering_bytes,
+        blocks * part,
+        min(blocks, 2) * tensor_parallel * part,
+        blocks * (tensor_parallel - 1) * part // planned.config.compute_dtype.itemsize,
+        0 if reduction is None else reduction.communication_bytes,
+        planned.place().activation_bytes,
+    )
 
 
 def sent_numel(planned: Planned) -> dict[str, int]:

@@ -115,7 +115,8 @@ def test_activations_wait_in_ram(tmp_path: Path) -> None:
     config = {"activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True}}
     found = converted(tmp_path, config)
     assert 'activation_tier="cpu"' in found["script"]
-    assert [row["option"] for row in found["without_counterpart"]] == ["activation_checkpointing.partition_activations"]
+    assert not found["without_counterpart"]
+    assert "partition_activations=True" in str(found)
     weights, _ = trained(found["script"])
     assert all(weight.isfinite().all() for weight in weights)
 

@@ -180,6 +180,34 @@ def test_what_a_rank_holds_and_sends_is_shown() -> None:
     assert run("--ranks", "0").exit_code == 2
 
 
+def test_what_zero_r_does_is_shown() -> None:
+    """Of preset 1m: 4 blocks, 128 wide, in bf16."""
+    given = ("--tensor-parallel", "4", "--ranks", "2", "--batch", "8", "--seq", "64", "--activation-tier", "cpu")
+    whole, part = run_json(*given), run_json(*given, "--partition-activations")
+    entering = 8 * 64 * 128
+    for found in (whole, part):
+        assert found["zero_r"]["checkpoint_bytes"] == 4 * 2 * entering
+        assert found["zero_r"]["part_bytes"] == 4 * 2 * entering // 4
+        assert found["zero_r"]["device_bytes"] == 2 * 2 * entering
+        assert found["zero_r"]["gathered_elements"] == 4 * entering * 3 // 4
+        assert found["zero_r"]["buffer_bytes"] > 0
+    regions = [found["zero_r"]["region_bytes"] for found in (whole, part)]
+    assert regions == [4 * 2 * entering, 4 * 2 * entering // 4]
+    shown = run(*given, "--partition-activations").stdout
+    assert "P_a+cpu, P_a+nvme" in shown
+    assert "4 tensor-parallel ranks" in shown
+    assert "ZeRO-R" not in run().stdout
+    assert run("--tensor-parallel", "0").exit_code == 2
+    assert run("--partition-activations", "--activation-tier", "cpu").exit_code == 2
+
+
+def test_tensor_parallel_ranks_share_the_matrices_of_blocks() -> None:
+    alone, shared = run_json()["parameters"], run_json("--tensor-parallel", "2")["parameters"]
+    model = GPT(PRESETS["1m"], device="meta")
+    matrices = sum(param.numel() for param in model.blocks.parameters() if param.dim() > 1)
+    assert alone - shared == matrices // 2
+
+
 def test_rows_of_a_rank_add_up_too() -> None:
     for stage, param_tier in ((1, None), (2, None), (1, "cpu"), (2, "nvme"), (3, "cpu"), (3, "nvme")):
         planned = planned_of(True, ranks=3, stage=stage, param_tier=param_tier, path=".")

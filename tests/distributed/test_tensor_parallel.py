@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 from dataclasses import replace
@@ -12,13 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from offload import OffloadZero, Tuning
 from offload.checkpoint.export import entries, export
 from offload.checkpoint.reader import Reader
-from offload.errors import ConfigError
+from offload.errors import ConfigError, StaleActivationError
+from tests.support import sharded
 from tests.support import tensor_parallel as tp
 from tests.support.ranks import RanksFailedError, Worlds
 
@@ -346,3 +349,253 @@ def test_a_run_that_is_killed_resumes(worlds: Worlds, tmp_path: Path) -> None:
     wanted = worlds(2).run(tp.train_with, 4, "plain", options | {"path": str(tmp_path / "straight")})
     assert found[0].losses == wanted[0].losses[2:]
     assert all(torch.equal(found[1].masters[name], values) for name, values in wanted[1].masters.items())
+
+
+KEPT: dict[str, dict[str, Any]] = {
+    "device": {"activation_tier": "device"},
+    "cpu": {"activation_tier": "cpu", "activation_memory": "1MiB"},
+    "nvme": {"activation_tier": "nvme", "activation_memory": "32KiB", "commit_every": None, "tier": "nvme"},
+    "stage 3": {"activation_tier": "cpu", "activation_memory": "1MiB", "stage": 3},
+}
+LARGE = 64
+"""Sequences of a batch with which parts are many pages."""
+
+
+@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.one_in(2)
+def test_partitioned_checkpoints_change_no_bit_and_take_a_part(
+    worlds: Worlds, tmp_path: Path, ranks: int, kind: str
+) -> None:
+    """What enters a block: batch x sequence x width in 16 bits, of which each of N ranks keeps 1/N."""
+    options = KEPT[kind] | {"batch": LARGE}
+    if kind == "nvme":
+        options["path"] = str(tmp_path / "run")
+    wanted = worlds(ranks).run(tp.train_with, STEPS, "plain", options)
+    found = worlds(ranks).run(tp.train_with, STEPS, "plain", options | {"partition_activations": True})
+    without = worlds(ranks).run(tp.train_with, STEPS, "plain", {"batch": LARGE})
+    assert same(found, wanted)
+    assert same(found, without)
+    entering = LARGE * tp.SEQ * tp.WIDTH * 2
+    for whole, part in zip(wanted, found, strict=True):
+        assert part.stats["peak_activation_bytes"] == tp.BLOCKS * entering // 2
+        assert whole.stats["peak_activation_bytes"] == (0 if kind == "device" else tp.BLOCKS * entering)
+        assert part.stats["activation_written_bytes"] == whole.stats["activation_written_bytes"] // 2
+
+
+@pytest.mark.parametrize("kind", ["device", "nvme"])
+def test_what_is_cut_along_the_sequence_stays_as_it_is(worlds: Worlds, tmp_path: Path, kind: str) -> None:
+    options = KEPT[kind] | {"batch": LARGE}
+    if kind == "nvme":
+        options["path"] = str(tmp_path / "run")
+    without = worlds(2).run(tp.train_with, STEPS, "sequence", {"batch": LARGE})
+    found = worlds(2).run(tp.train_with, STEPS, "sequence", options | {"partition_activations": True})
+    assert same(found, without)
+    part = tp.BLOCKS * LARGE * tp.SEQ * tp.WIDTH * 2 // 2
+    assert [one.stats["peak_activation_bytes"] for one in found] == [0 if kind == "device" else part] * 2
+
+
+def _other_batches(*, differ: tuple[bool, bool]) -> str:
+    """Of the tensor-parallel ranks, in two steps."""
+    model, _, _, _ = tp.made()
+    drawn = tp.batches(0, 1)
+    with OffloadZero(model, activation_tier="device", partition_activations=True) as optimizer:
+        for is_other in differ:
+            tokens, following = next(drawn)
+            if is_other:
+                tokens = (tokens + torch.distributed.get_rank()) % tp.WORDS
+            tp.loss_of(model, (tokens, following)).backward()
+            try:
+                optimizer.step()
+            except StaleActivationError as error:
+                assert optimizer.stats()["step"] == 1
+                optimizer.zero_grad()
+                return str(error)
+            optimizer.zero_grad()
+    return ""
+
+
+def _differing_later() -> str:
+    return _other_batches(differ=(False, True))
+
+
+def _differing_from_the_first() -> str:
+    return _other_batches(differ=(True, True))
+
+
+def test_checkpoints_that_are_alike_no_more_are_an_error(worlds: Worlds) -> None:
+    for message in worlds(2).run(_differing_later):
+        assert "the same on all tensor-parallel ranks before, and was not in this step" in message
+
+
+def test_checkpoints_that_are_not_alike_stay_whole(worlds: Worlds) -> None:
+    assert worlds(2).run(_differing_from_the_first) == ["", ""]
+
+
+def _partition_alone(plan: str) -> str:
+    try:
+        OffloadZero(tp.GPT(), activation_tier="cpu", partition_activations=True, process_group=None)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_partitioned_checkpoints_need_tensor_parallel_ranks(worlds: Worlds) -> None:
+    for message in worlds(2).run(_partition_alone, "plain"):
+        assert "no parameter is a DTensor that several ranks share" in message
+
+
+def _idioms(param_tier: str) -> list[str]:
+    """What goes wrong with calls that people make. Each of them is followed by a step."""
+    model, _, _, _ = tp.made("sequence")
+    batch, wrong = next(tp.batches(0, 1)), []
+    weight = model.head.weight
+
+    def check(name: str, is_so: bool) -> None:
+        tp.loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if not is_so:
+            wrong.append(name)
+
+    with OffloadZero(model, param_tier=param_tier) as optimizer:
+        check("a move to where it is", model.to("cpu") is model)
+        for dtype in (torch.float32, torch.float16):
+            with pytest.raises(ConfigError, match="would become"):
+                model.to(dtype)
+            check("a cast is refused", weight.dtype is torch.bfloat16)
+        with pytest.raises(ConfigError, match="would become"):
+            model.to("meta")
+        with pytest.raises(RuntimeError, match="swap"):
+            torch.utils.swap_tensors(weight, nn.Parameter(weight.detach().float()))
+        with pytest.raises(ConfigError, match="would move no value"):
+            weight.data = weight.detach().clone()
+        check("what is refused changes nothing", weight.device.type == "cpu")
+        copied = copy.deepcopy(model).head.weight
+        check("a copy", type(copied) is DTensor and isinstance(copied, nn.Parameter))
+        state = {name: values * 2 for name, values in model.state_dict().items()}
+        model.load_state_dict(state)
+        check("a load", torch.equal(optimizer.state_of(weight)["master"].bfloat16(), tp._whole(state["head.weight"])))
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        check("a whole state_dict", torch.equal(whole["head.weight"], weight.full_tensor()))
+        set_model_state_dict(model, whole, options=StateDictOptions(full_state_dict=True))
+        check("a load of whole tensors", isinstance(weight, DTensor))
+        weight.data.mul_(2)
+        before = weight.full_tensor()
+        check("a write to p.data", torch.equal(optimizer.state_of(weight)["master"].bfloat16(), before))
+        tp.loss_of(model, batch).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        clipped = optimizer.clip_grad_norm_(1e9)
+        optimizer.zero_grad()
+        check("torch's clipping", norm > 1 and clipped.item() == pytest.approx(1, rel=1e-5))
+        tp.loss_of(model, batch).backward()
+        weight.grad.view(-1).zero_()
+        grad = optimizer.grad(weight)
+        assert grad is not None
+        optimizer.zero_grad()
+        check("a write through a view of a gradient", not grad.any())
+        averaged = torch.optim.swa_utils.AveragedModel(model)
+        averaged.update_parameters(model)
+        check("an averaged model", torch.isfinite(tp.loss_of(averaged, batch)).item())
+    tp.loss_of(model, batch).backward()
+    if not isinstance(weight.grad, DTensor):
+        wrong.append("the model after close()")
+    return wrong
+
+
+@pytest.mark.parametrize("param_tier", ["device", "cpu"])
+def test_idioms_of_other_peoples_code(worlds: Worlds, param_tier: str) -> None:
+    assert worlds(2).run(_idioms, param_tier) == [[], []]
+
+
+def _apart(plan: str, wire: str, options: dict[str, Any]) -> tp.Trained:
+    with sharded.communicators(wire), sharded.devices_apart(True):
+        return tp.train(STEPS, plan, **options)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.one_in(2)
+def test_devices_with_memory_of_their_own(worlds: Worlds, stage: int) -> None:
+    """Every copy at the last moment that is allowed, and every collective of the data-parallel ranks."""
+    for plan in tp.PLANS:
+        options = {"stage": stage, "activation_tier": "cpu", "activation_memory": "1MiB"}
+        wanted = worlds(4).run(tp.train, STEPS, plan)
+        found = worlds(4).run(_apart, plan, "late", options | {"partition_activations": True})
+        assert same(found, wanted), plan
+
+
+def _adapted(param_tier: str, path: str | None) -> tuple[list[float], list[Tensor]]:
+    """Blocks that are frozen, but for their norms; and a frozen one that is written to after two steps."""
+    model, data, rank, ranks = tp.made("sequence")
+    for name, param in model.blocks.named_parameters():
+        param.requires_grad_("norm" in name)
+    drawn, found = tp.batches(rank, ranks), tp.Trained()
+    options: dict[str, Any] = {} if path is None else {"path": path, "tier": "cpu", "commit_every": 0, "resume": "auto"}
+    adamw = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=tp.LR)
+    with OffloadZero(model, adamw, process_group=data, param_tier=param_tier, **options) as optimizer:
+        start = 0 if optimizer.resumed is None else optimizer.resumed.step
+        for step in range(4):
+            pair = next(drawn)
+            if step < start:
+                continue
+            tp.run_step(model, optimizer, pair, found)
+            if step == 1 and path is not None:
+                with torch.no_grad(), optimizer.gathered(model.blocks[1]):
+                    model.blocks[1].up.weight.mul_(0.5)
+                optimizer.commit()
+                break
+        with optimizer.gathered(model):
+            values = [tp._whole(param) for param in model.parameters()]
+    return found.losses, values
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_frozen_parts_stream_and_what_is_written_to_them_is_committed(
+    worlds: Worlds, tmp_path: Path, ranks: int
+) -> None:
+    wanted = worlds(ranks).run(_adapted, "device", None)
+    found = worlds(ranks).run(_adapted, "cpu", None)
+    for one, other in zip(found, wanted, strict=True):
+        assert one[0] == other[0]
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(one[1], other[1], strict=True))
+    path = str(tmp_path / "run")
+    cut = worlds(ranks).run(_adapted, "cpu", path)
+    # Over another number of data-parallel ranks each slice gets its own part of what was written.
+    for others in {2, ranks}:
+        resumed = worlds(others).run(_resumed_values, path)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(resumed[1], cut[1][1], strict=True))
+
+
+def _resumed_values(path: str) -> list[Tensor]:
+    model, data, _, _ = tp.made("sequence")
+    for name, param in model.blocks.named_parameters():
+        param.requires_grad_("norm" in name)
+    adamw = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=tp.LR)
+    with (
+        OffloadZero(
+            model, adamw, process_group=data, param_tier="cpu", path=path, tier="cpu", commit_every=0, resume=True
+        ) as optimizer,
+        optimizer.gathered(model),
+    ):
+        return [tp._whole(param) for param in model.parameters()]
+
+
+def _over_replicas(stage: int) -> tp.Trained:
+    """Replicas by shards by parts of the model: 2 x 1 x 2."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    model, found = tp.GPT(), tp.Trained()
+    tp.parallelize(model, mesh["tp"])
+    drawn = tp.batches(mesh.get_local_rank("replicate"), 2)
+    with OffloadZero(
+        model, torch.optim.AdamW(model.parameters(), lr=tp.LR), stage=stage, process_group=mesh["replicate", "shard"]
+    ) as optimizer:
+        for _ in range(STEPS):
+            tp.run_step(model, optimizer, next(drawn), found)
+        found.masters = tp.masters_of(model, optimizer)
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.one_in(2)
+def test_replicas_of_shards_beside_tensor_parallel_ranks(worlds: Worlds, stage: int) -> None:
+    assert same(worlds(4).run(_over_replicas, stage), worlds(4).run(tp.train, STEPS))

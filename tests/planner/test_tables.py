@@ -1,4 +1,7 @@
-"""The ZeRO paper's table of what a rank holds (Rajbhandari et al., arXiv:1910.02054, table 1), from the plan."""
+"""The ZeRO paper's tables (Rajbhandari et al., arXiv:1910.02054), from the plan.
+
+What a rank holds (table 1), which models fit (table 2), and what becomes of activations (ZeRO-R).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import torch
 from offload import Tuning
 from offload.config import check, over_ranks
 from offload.layout import ParamSpec, build
+from offload.planner.explain import Planned, zero_r
 from offload.planner.placement import Needs
 
 GB = 10**9
@@ -42,3 +46,43 @@ def test_memory_a_rank_is_the_papers(line: str) -> None:
 
 def test_70b_on_16_ranks() -> None:
     assert [held_gb(70 * GB, 16, stage) for stage in (1, 2, 3)] == [332.5, 201.25, 70]
+
+
+# Tensor-parallel ranks, GPUs in all, 1e9 parameters of the largest models in 32 GB: without ZeRO, at stages 1, 2, 3.
+LARGEST = """
+1  | 64   | 2 / 7.6 / 14.4 / 128
+2  | 128  | 4 / 15.2 / 28.8 / 256
+4  | 256  | 8 / 30.4 / 57.6 / 512
+8  | 512  | 16 / 60.8 / 115.2 / 1024
+16 | 1024 | 32 / 121.6 / 230.4 / 2048
+"""
+
+
+@pytest.mark.parametrize("line", LARGEST.strip().splitlines(), ids=lambda line: f"{line.split()[0]} parts")
+def test_largest_models_are_the_papers(line: str) -> None:
+    """Each of so many tensor-parallel ranks holds that share of the parameters, and ZeRO is over the rest."""
+    parts, gpus, models = line.split("|")
+    billions = [float(one) for one in models.split("/")]
+    ranks = int(gpus) // int(parts)
+    assert 16 * billions[0] / int(parts) == 32
+    for stage, numel in enumerate(billions[1:], 1):
+        shared = round(numel * GB / int(parts))
+        # Printed with one digit after the point, and the last two rows of stage 3 as 1T and 2T.
+        assert held_gb(shared, ranks, stage) == pytest.approx(32, rel=0.01)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 16])
+def test_activations_are_the_papers(parts: int) -> None:
+    """2 x batch x sequence x width x layers bytes of checkpoints, one a block, of which P_a leaves each rank a part.
+
+    For it (N-1)/N of the elements are sent, under a tenth of the 12 x sequence x width that tensor parallelism sends.
+    """
+    batch, seq, width, layers = 32, 1024, 8192, 125
+    config = check(activation_tier="cpu", activation_memory="1GiB", cpu_memory="1TiB")
+    layout = build([ParamSpec("weight", 1 << 20, "", torch.bfloat16, 0)], config.chunk_numel)
+    found = zero_r(Planned(layout, config, True), parts, blocks=layers, entering_bytes=2 * batch * seq * width)
+    assert found.checkpoint_bytes == 2 * batch * seq * width * layers
+    assert found.part_bytes == found.checkpoint_bytes // parts
+    assert found.gathered_elements == batch * seq * width * layers * (parts - 1) // parts
+    assert found.gathered_elements < 12 * batch * seq * width * layers / 10
+    assert found.device_bytes == 2 * 2 * batch * seq * width

@@ -116,11 +116,11 @@ def meshes(ranks: int, parts: int = 2) -> tuple[DeviceMesh | None, DeviceMesh]:
     return (mesh["dp"] if ranks > parts else None), mesh["tp"]
 
 
-def batches(data_rank: int, data_ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(data_rank: int, data_ranks: int, batch: int = BATCH) -> Iterator[tuple[Tensor, Tensor]]:
     """Tokens and the ones that follow, the same on tensor-parallel ranks."""
     generator = torch.Generator().manual_seed(5)
     while True:
-        drawn = torch.randint(WORDS, (data_ranks, BATCH, SEQ + 1), generator=generator)[data_rank]
+        drawn = torch.randint(WORDS, (data_ranks, batch, SEQ + 1), generator=generator)[data_rank]
         yield drawn[:, :-1], drawn[:, 1:]
 
 
@@ -147,18 +147,18 @@ def made(plan: str = "plain", parts: int = 2) -> tuple[GPT, DeviceMesh | None, i
     return model, data, 0 if data is None else data.get_local_rank(), 1 if data is None else data.size()
 
 
-def train(steps: int, plan: str = "plain", parts: int = 2, **options: Any) -> Trained:
+def train(steps: int, plan: str = "plain", parts: int = 2, batch: int = BATCH, **options: Any) -> Trained:
     """Trains with OffloadZero up to a step, with the next batches if it resumes."""
     model, data, rank, ranks = made(plan, parts)
     found = Trained()
     adamw = torch.optim.AdamW(model.parameters(), lr=LR)
     options = {"tuning": Tuning(chunk=4096, threads=1, bucket=4096)} | options
     with OffloadZero(model, adamw, process_group=data, **options) as optimizer:
-        drawn = batches(rank, ranks)
+        drawn = batches(rank, ranks, batch)
         for step in range(steps):
-            batch = next(drawn)
+            pair = next(drawn)
             if optimizer.resumed is None or step >= optimizer.resumed.step:
-                run_step(model, optimizer, batch, found)
+                run_step(model, optimizer, pair, found)
         found.masters = masters_of(model, optimizer)
         found.stats = optimizer.stats()
     return found

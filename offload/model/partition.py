@@ -1,0 +1,158 @@
+"""Activation checkpoints of which each tensor-parallel rank keeps a part (ZeRO-R's P_a).
+
+[Note: partitioned checkpoints]
+Tensor-parallel ranks run every unit on the same input. So each of them keeps 1/N of it until the backward asks, and an
+all-gather puts it together before the unit is recomputed. While a unit is recomputed, what enters the one before it is
+on its way: each part knows the one that was put before it in the same forward, and all ranks put and ask alike, so they
+launch the same collectives in the same order, whatever Python's garbage collector does meanwhile.
+
+What is not the same on all ranks stays whole: inputs that are cut along the sequence already, for one. That is found
+out where a unit keeps something for the first time, and holds from then on. So that a later difference is no wrong
+number, a checksum of each rank's whole input travels with its part. They are compared where they meet, and a difference
+is raised before the next step uses what came of it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+
+import torch
+import xxhash
+from torch import Tensor
+
+from offload.dist.communicator import Communicator, Work
+from offload.errors import StaleActivationError
+from offload.sizes import round_up
+from offload.storage.activation_store import ActivationStore, Stored
+
+ALIGN_BYTES = 16
+"""Parts are as long as that many bytes, or a multiple."""
+CHECKSUM_BYTES = 8
+
+
+def part_bytes(nbytes: int, ranks: int) -> int:
+    """What each of `ranks` keeps of `nbytes` that all of them have."""
+    return round_up(-(-nbytes // ranks), ALIGN_BYTES)
+
+
+class Part:
+    """This rank's share of `nbytes` that all ranks have, or a whole that waits to be gathered.
+
+    Attributes: previous: what was put before it in the same forward; coming: it is being gathered.
+    """
+
+    __slots__ = ("__weakref__", "checksum", "coming", "nbytes", "own", "previous")
+
+    def __init__(self, own: Tensor | Stored, nbytes: int, checksum: Tensor, previous: Part | None) -> None:
+        self.own = own
+        self.nbytes = nbytes
+        self.checksum = checksum
+        self.previous = previous
+        self.coming: tuple[Work, Tensor, Tensor] | None = None
+
+
+class Partitions:
+    """See [Note: partitioned checkpoints]. Every tensor-parallel rank calls `put` and `get` alike.
+
+    Args: comm: the data-parallel ranks; store: where parts wait; None: on the device that they are made on.
+    Attribute: peak_bytes: the most that all parts took together.
+    """
+
+    def __init__(self, comm: Communicator, store: ActivationStore | None) -> None:
+        self._everyone = comm.everyone
+        self._ranks = comm.tensor_parallel.side_group
+        self._store = store
+        self._alike: dict[tuple[object, ...], bool] = {}
+        self._unit: str | None = None
+        self._count = 0
+        self._newest: Part | None = None
+        self._parts: weakref.WeakSet[Part] = weakref.WeakSet()
+        self._under_way: deque[Work] = deque()
+        self._differ: list[Tensor] = []  # 0-dim, bool
+        self._lock = threading.RLock()  # autograd asks in a thread of its own
+        self.peak_bytes = 0
+
+    def pass_begins(self) -> None:
+        """A forward of the whole model begins, or ends."""
+        self._newest = self._unit = None
+
+    def put(self, data: Tensor, unit: str | None) -> Part | None:
+        """Keeps this rank's part of `data`, uint8 of shape (nbytes,) on its device.
+
+        Args: unit: that runs. Returns: None if the ranks have different values, so that each has to keep its own.
+        Raises: as `ActivationStore.put`; RankError.
+        """
+        with self._lock:
+            self._count = self._count + 1 if unit == self._unit else 0
+            self._unit = unit
+            key = (unit, self._count)
+            if key not in self._alike:
+                self._alike[key] = self._is_alike(data)
+            if not self._alike[key]:
+                return None
+            length = part_bytes(len(data), self._ranks.size)
+            own = data[self._ranks.rank * length :][:length]
+            if len(own) < length:
+                own = torch.nn.functional.pad(own, (0, length - len(own)))
+            store = self._store
+            kept = own.clone() if store is None or store.device != data.device else store.put(own)
+            part = Part(kept, len(data), _checksum(data), self._newest)
+            self._newest = part
+            self._parts.add(part)
+            held = sum(part_bytes(one.nbytes, self._ranks.size) for one in self._parts)
+            self.peak_bytes = max(self.peak_bytes, held)
+            return part
+
+    def get(self, part: Part) -> Tensor:
+        """What was put, uint8 on the device. It can be asked for again. Raises: as `ActivationStore.get`; RankError."""
+        with self._lock:
+            work, _, gathered = part.coming or self._gather(part)
+            part.coming = None
+            if part.previous is not None and part.previous.coming is None:
+                part.previous.coming = self._gather(part.previous)
+            work.wait_on_device()
+            self._under_way.append(work)
+            while len(self._under_way) > 1:
+                self._under_way.popleft().wait()  # raises what went wrong
+            rows = gathered.view(self._ranks.size, -1)
+            sums = rows[:, -CHECKSUM_BYTES:].contiguous().view(torch.int64)
+            self._differ.append((sums != sums[0]).any())
+            return rows[:, :-CHECKSUM_BYTES].reshape(-1)[: part.nbytes]
+
+    def step_begins(self) -> None:
+        """Before gradients are used. Raises: StaleActivationError on all ranks if checkpoints were not alike on some;
+        RankError."""
+        with self._lock:
+            while self._under_way:
+                self._under_way.popleft().wait()
+            differ, self._differ = self._differ, []
+            is_wrong = bool(differ) and bool(torch.stack(differ).any())
+        if self._everyone.all_reduce_any(is_wrong):
+            raise StaleActivationError(
+                "what enters a unit was the same on all tensor-parallel ranks before, and was not in this step, so the "
+                "gradients are wrong: give these ranks the same batches and random numbers, or leave "
+                "partition_activations out; the state is untouched, call zero_grad()"
+            )
+
+    def _gather(self, part: Part) -> tuple[Work, Tensor, Tensor]:
+        own = part.own if isinstance(part.own, Tensor) else self._of_store(part.own)
+        sent = torch.cat((own, part.checksum.view(1).view(torch.uint8)))
+        gathered = torch.empty(self._ranks.size * len(sent), dtype=torch.uint8, device=sent.device)
+        return self._ranks.all_gather_into_tensor(sent, gathered), sent, gathered
+
+    def _of_store(self, stored: Stored) -> Tensor:
+        assert self._store is not None
+        return self._store.get(stored)
+
+    def _is_alike(self, data: Tensor) -> bool:
+        own = xxhash.xxh3_64_intdigest(data.cpu().numpy().data) >> 1
+        rows = self._ranks.all_gather(torch.tensor([len(data), own], dtype=torch.int64, device="cpu"))
+        return bool((rows == rows[0]).all())
+
+
+def _checksum(data: Tensor) -> Tensor:
+    """0-dim, int64, on the device: what other values would hardly have, too."""
+    words = data.view(torch.int32) if len(data) % 4 == 0 and data.storage_offset() % 4 == 0 else data
+    return words.sum(dtype=torch.int64)
