@@ -200,12 +200,18 @@ def _is_same(one: Sequence[tuple[Any, int]], other: Sequence[tuple[Any, int]]) -
 
 
 class Activations:
-    """See [Note: activations]. Args: store: None: what is kept stays where it is."""
+    """See [Note: activations].
 
-    def __init__(self, model: nn.Module, config: Config, units: HeldUnits, store: ActivationStore | None) -> None:
+    Args: units: None of a model that only shows what would wait; store: None: what is kept stays where it is.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: Config, units: HeldUnits | None, store: ActivationStore | None
+    ) -> None:
         self._units = units
         self._store = store
-        self._buffers = {buffer.untyped_storage()._cdata for buffer in model.buffers() if not buffer.is_meta}
+        device = None if store is None else store.device
+        self._buffers = {buffer.untyped_storage()._cdata for buffer in model.buffers() if buffer.device == device}
         # By tensor of which others may be views: what of it waits already.
         self._shared = WeakTensorKeyDictionary()
         self._last: str | None = None  # the unit that ran last in the last pass
@@ -278,6 +284,7 @@ class Activations:
 
     def recompute(self, unit: _Unit, state: Sequence[tuple[Any, int]], args: Any, kwargs: Any) -> Any:
         """Runs a unit's forward again. Raises: StaleActivationError."""
+        assert self._units is not None
         self._units.forward_begins(unit.name)
         try:
             if not _is_same(unit.state(), state):
