@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from offload.models import GPTConfig
+    from offload.planner.activations import Waiting
     from offload.planner.explain import Planned
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -140,8 +141,9 @@ def plan(
     else:
         model = _configured(config, layers, width, frozen)
     free = None if ram is None else parse_bytes(ram, "--ram")
+    waiting = waiting_of(options, model)
     planned = planned_of(
-        options, model, split_master=split_master, ranks=ranks, stage=stage, gpu=gpu, free=free,
+        options, model, waiting, split_master=split_master, ranks=ranks, stage=stage, gpu=gpu, free=free,
         takes_any=passes is None, tensor_parallel=tensor_parallel, partition_activations=partition_activations,
     )  # fmt: skip
     fits = _what_fits(planned)
@@ -149,13 +151,14 @@ def plan(
     def over_parts() -> dict[str, Any]:
         return _zero_r(planned, tensor_parallel, model.blocks, options.entering_bytes(model.width))
 
-    entering = model.blocks * options.entering_bytes(model.width)
+    entering = model.blocks * options.entering_bytes(model.width) if waiting is None else waiting.entering_bytes
+    saved = None if waiting is None else waiting.saved_bytes
     if json:
         given = {"preset": preset, "layers": layers, "width": width, "frozen": frozen}
         of = given if config is None else {"config": str(config)}
         print_json(
             of
-            | {"entering_bytes": entering}
+            | {"entering_bytes": entering, "saved_bytes": saved}
             | summarise(planned)
             | over_parts()
             | _hiding(planned, flops, disk_gb_per_s)
@@ -170,7 +173,8 @@ def plan(
         for line in _hiding_lines(_hiding(planned, flops, disk_gb_per_s)):
             console.print(line, soft_wrap=True, highlight=False)
         console.print(
-            f"What enters {model.blocks} blocks in a micro-batch of {batch} x {seq} takes {format_bytes(entering)}.",
+            f"What enters {model.blocks} blocks in a micro-batch of {batch} x {seq} takes {format_bytes(entering)}"
+            + ("." if saved is None else f"; all that they save without being recomputed, {format_bytes(saved)}."),
             soft_wrap=True,
             highlight=False,
         )
@@ -255,9 +259,25 @@ def _whole(accumulation: str) -> int | None:
     return int(accumulation)
 
 
+def waiting_of(options: TrainOptions, model: Sized) -> Waiting | None:
+    """What waits of a micro-batch, measured; None of a model whose forward does not run on the meta device."""
+    import torch
+
+    from offload import config as configuration
+    from offload.planner.activations import measure
+
+    tokens = torch.empty(options.batch, options.seq, dtype=torch.long, device="meta")
+    config = configuration.check(compute_dtype=options.compute_dtype, activation_tier="cpu")
+    try:
+        return measure(model.module, config, lambda module: module(tokens))
+    except Exception:  # whatever a model does not like: the formula is left
+        return None
+
+
 def planned_of(
     options: TrainOptions,
     model: Sized,
+    waiting: Waiting | None,
     *,
     split_master: bool,
     ranks: int = 1,
@@ -270,8 +290,9 @@ def planned_of(
 ) -> Planned:
     """The model laid out as `offload train` would have it.
 
-    Args: gpu: for a GPU, also where there is none; free: bytes of RAM where it will run, None: what is free here;
-        takes_any: whether `accumulation` is "auto"; tensor_parallel: ranks that share matrices.
+    Args: waiting: of a micro-batch, None: by the formula for transformers; gpu: for a GPU, also where there is none;
+        free: bytes of RAM where it will run, None: what is free here; takes_any: whether `accumulation` is "auto";
+        tensor_parallel: ranks that share matrices.
     Raises: ConfigError.
     """
     from offload import Tuning
@@ -280,9 +301,12 @@ def planned_of(
     from offload.planner.explain import plan_of
     from offload.planner.placement import activation_memory
 
+    a_block = options.entering_bytes(model.width)
+    if waiting is not None:
+        a_block = max(waiting.largest_bytes, -(-waiting.entering_bytes // max(model.blocks, 1)))
     on_disk = "nvme" in (options.tier, options.param_tier, options.activation_tier)
-    entering = options.entering_bytes(model.width)
-    entering = part_bytes(entering, tensor_parallel) if partition_activations else entering
+    if partition_activations:
+        a_block = part_bytes(a_block, tensor_parallel)
     planned = plan_of(
         model.module,
         direct=accelerator() is None and not gpu,
@@ -298,7 +322,7 @@ def planned_of(
         commit_every=options.commit_every,
         tuning=Tuning(chunk=options.chunk or Tuning().chunk, split_master=split_master),
         activation_tier=options.activation_tier,
-        activation_memory=activation_memory(options.activation_tier, model.blocks, entering),
+        activation_memory=activation_memory(options.activation_tier, model.blocks, a_block),
         partition_activations=partition_activations,
         ranks=ranks,
         tensor_parallel=tensor_parallel,

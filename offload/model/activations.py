@@ -240,21 +240,23 @@ def _is_same(one: Sequence[tuple[Any, int]], other: Sequence[tuple[Any, int]]) -
 class Activations:
     """See [Note: activations].
 
-    Args: store: None: what is kept stays where it is; partitions: None: each rank keeps all of it.
+    Args: units: None of a model that only shows what would wait; store: None: what is kept stays where it is;
+        partitions: None: each rank keeps all of it.
     """
 
     def __init__(
         self,
         model: nn.Module,
         config: Config,
-        units: HeldUnits,
+        units: HeldUnits | None,
         store: ActivationStore | None,
         partitions: Partitions | None = None,
     ) -> None:
         self._units = units
         self._store = store
         self._partitions = partitions
-        self._buffers = {buffer.untyped_storage()._cdata for buffer in model.buffers() if not buffer.is_meta}
+        device = None if store is None else store.device
+        self._buffers = {buffer.untyped_storage()._cdata for buffer in model.buffers() if buffer.device == device}
         # By tensor of which others may be views: what of it waits already.
         self._shared = WeakTensorKeyDictionary()
         self._divided = WeakTensorKeyDictionary()
@@ -349,6 +351,7 @@ class Activations:
 
     def recompute(self, unit: _Unit, state: Sequence[tuple[Any, int]], args: Any, kwargs: Any) -> Any:
         """Runs a unit's forward again. Raises: StaleActivationError."""
+        assert self._units is not None
         self._units.forward_begins(unit.name)
         try:
             if not _is_same(unit.state(), state):

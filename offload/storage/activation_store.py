@@ -187,6 +187,8 @@ class _Buffers:
 class ActivationStore:
     """See the top of this file. May be called from any thread.
 
+    Attributes: peak_bytes: the most that has waited, here and beneath, in whole pages; largest_bytes: of one tensor.
+
     Args: memory: the region, uint8, whole pages; copier: between it and `device`, where activations are; files: what
     `open_nameless` opened, adopted by the engine; beneath: takes what has no room here. With neither, that is refused.
     """
@@ -222,7 +224,7 @@ class ActivationStore:
         self._process = os.getpid()
         self._is_open = True
         self._lock = threading.RLock()
-        self.peak_bytes = 0
+        self.peak_bytes = self.largest_bytes = 0
 
     @property
     def nbytes(self) -> int:
@@ -270,6 +272,7 @@ class ActivationStore:
             self._leave(entry)
             raise
         self._count += 1
+        self.largest_bytes = max(self.largest_bytes, entry.size)
         self._present[entry.number] = self._unwritten[entry.number] = entry
         self._copying.append(entry)
         while self._copying and (len(self._copying) > MOST_COPIES or self._copying[0].is_idle):

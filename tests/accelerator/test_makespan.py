@@ -93,13 +93,13 @@ def workers_have_clocks() -> Iterator[None]:
 
 
 def measured(
-    options: dict[str, Any], device: str = "simulated:0", copy_s: float = COPY_S
+    options: dict[str, Any], device: str = "simulated:0", copy_s: float = COPY_S, rows: int = 4
 ) -> tuple[float, list[accelerator.Span]]:
     """Virtual seconds from one step() to the next, and what ran in them. Args: copy_s: of a whole unit."""
     torch.manual_seed(4)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(UNITS))).to(device)
     nbytes = 2 * (WIDTH * WIDTH + WIDTH)
-    x = torch.ones(4, WIDTH, dtype=torch.bfloat16, device=device)
+    x = torch.ones(rows, WIDTH, dtype=torch.bfloat16, device=device)
     with workers_have_clocks(), accelerator.virtual_time(nbytes / copy_s, PRODUCT_S):
         with OffloadZero(model, tier="cpu", tuning=Tuning(chunk="8KiB"), **options) as optimizer:
             ends = []
@@ -188,6 +188,18 @@ def test_a_step_of_two_ranks_takes_little_more_than_the_ideal_schedule(case: str
     wanted = ideal_of_two(streams="param_tier" in SHARED_CASES[case])
     steps = [step_s for step_s, _ in found]
     assert all(0.99 <= step_s / wanted <= 1.02 for step_s in steps), (steps, wanted)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_activations_that_wait_in_ram_delay_a_step_little(case: str) -> None:
+    """Against the ideal schedule and each unit's forward once more. What enters a unit takes half as long on the link
+    as its parameters. Without copies ahead of their use: 1.09 and 1.26."""
+    waits = {"activation_tier": "cpu", "activation_memory": "1MiB"}
+    found, spans = measured(CASES[case] | waits, rows=16)
+    wanted = ideal(streams=case == "streamed") + UNITS * PRODUCT_S
+    copies = [one for one in spans if one.name.startswith("copy")]
+    assert len(copies) >= 4 * UNITS - 2  # an activation there and back, a gradient, parameters
+    assert 0.9 <= found / wanted <= 1.05, (found, wanted)
 
 
 def test_a_units_parameters_travel_while_the_one_before_it_computes() -> None:

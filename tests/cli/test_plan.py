@@ -276,9 +276,34 @@ def test_activations_are_a_row_of_their_own(direct: bool, tier: str) -> None:
 
 def test_activations_of_a_batch_are_what_the_papers_say() -> None:
     found = run_json("--batch", "3", "--seq", "100", "--activation-tier", "nvme")
-    assert found["entering_bytes"] == 2 * 3 * 100 * 128 * 4  # bytes, batch, seq, width, blocks
+    assert found["entering_bytes"] == 4 * 77824  # 2 bytes, batch, seq and width, in whole pages, and blocks
     regions = [row["nbytes"] for row in found["rows"] if row["kind"] == "activation"]
     assert regions == [4 * 77824]  # in whole pages
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_activations_of_a_batch_are_those_of_a_run(recompute: bool, tmp_path: Path) -> None:
+    found = run_json("--batch", "3", "--seq", "50", "--dtype", "fp32", "--frozen", "1", "--activation-tier", "nvme")
+    model = GPT(PRESETS["1m"])
+    for module in (model.embed, model.positions, model.blocks[0]):
+        module.requires_grad_(False)
+    tokens = torch.zeros(3, 50, dtype=torch.long)
+    with OffloadZero(
+        model,
+        path=tmp_path / "run",
+        compute_dtype=torch.float32,
+        activation_tier="nvme",
+        tuning=Tuning(recompute=recompute),
+    ) as optimizer:
+        model(tokens)
+        assert optimizer.stats()["peak_activation_bytes"] == found["entering_bytes" if recompute else "saved_bytes"]
+
+
+def test_activations_of_a_model_that_looks_at_values_are_counted_by_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GPT, "forward", lambda self, tokens: tokens.sum().item())
+    found = run_json("--batch", "3", "--seq", "100", "--activation-tier", "nvme")
+    assert (found["entering_bytes"], found["saved_bytes"]) == (2 * 3 * 100 * 128 * 4, None)
+    assert "saved" not in run("--batch", "3", "--seq", "100").stdout
 
 
 def test_what_does_not_fit_is_refused_as_by_a_run_and_what_would_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
