@@ -762,10 +762,8 @@ class OffloadZero(torch.optim.Optimizer):
         prepare = self._held.take_outside_writes
         try:
             with self._together():
-                if not self._commits.has(self._step):
-                    self._attached.commit_begins(self._step, extra)
                 self._commits.commit(prepare, self._step, self._steps, self.param_groups, extra)
-            self._attached.commit_ends(self._step)
+            self._attached.commit_ends()
         finally:
             if self._commits.final is not None:
                 self._fail(self._commits.final)
@@ -815,13 +813,14 @@ class OffloadZero(torch.optim.Optimizer):
         self._commits.require_last()
         try:
             self._held.abandon()
+            carried = self._commits.carried() if self._attached else Carried()
             self._take_progress(self._commits.restore())
         except BaseException as error:
             self._failure = error
             raise
         self._failure = None
         self.zero_grad()
-        self._attached.go_back(self._step)
+        self._attached.go_back(carried)
 
     def _take_progress(self, committed: Manifest) -> None:
         """Takes hyper-parameters and step counts from a commit, whatever its layout."""
@@ -973,14 +972,13 @@ class OffloadZero(torch.optim.Optimizer):
             carried = carried_in(reader.extra())
             self.rollback()
             try:
-                self._attached.commit_begins(step, carried)
                 self._take_progress(reader.manifests[0])
                 self._commits.go_back_to(reader, self._steps, self.param_groups)
                 self._commits.name_last()
             except BaseException as error:
                 self._fail(error)
                 raise
-        self._attached.go_back(step)
+        self._attached.go_back(carried)
 
     # Close.
 

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offload.checkpoint.extra import Carried, carried_in, collect_rng, encode, restore_rng
+from offload.checkpoint.extra import Carried, collect_rng, encode, restore_rng
 from offload.errors import ConfigError
+from offload.model.written_frozen import WrittenFrozen
 
 RNG = "rng"
 """The name of the global random number generators."""
@@ -30,13 +31,19 @@ RNG = "rng"
 class _Part(NamedTuple):
     """How to get and set the state of one object.
 
-    is_drawn: see [Note: when a state is captured]; is_rng: it is a random number generator, or all of them.
+    is_drawn: see [Note: when a state is captured]; is_rng: it is a random number generator, or all of them; is_copied:
+    its states are copies, which nobody changes.
     """
 
     get: Callable[[], object]
     set: Callable[[Any], object]
     is_drawn: bool
     is_rng: bool = False
+    is_copied: bool = False
+
+    def copy(self) -> object:
+        """The present state, which nobody changes."""
+        return self.get() if self.is_copied else copy.deepcopy(self.get())
 
 
 class Committed(NamedTuple):
@@ -47,20 +54,22 @@ class Committed(NamedTuple):
 
 
 class Attached:
-    """The objects attached to one optimizer. Args: committed: of the commit that the run resumes from."""
+    """The objects attached to one optimizer. Args: committed: of the commit that the run resumes from.
+
+    Their states are in RAM only until training begins, and while a commit is made: what later goes back to a commit
+    reads it again.
+    """
 
     def __init__(self, committed: Committed) -> None:
         self._parts: dict[str, _Part] = {}
         self._committed = committed
-        # A commit that is under way, by its step: an interrupt may leave open whether it was made.
-        self._begun: dict[int, Committed] = {}
         self._is_training = False
         self._captured: dict[str, object] = {}
         self._step: int | None = None  # which the captured states are of
 
     @property
     def committed_names(self) -> Collection[str]:
-        """Of the states that the last commit carries."""
+        """Of the states that the commit carries from which the run resumes."""
         return self._committed.carried.attached.keys()
 
     def __bool__(self) -> bool:
@@ -75,7 +84,7 @@ class Attached:
         encode(Carried(attached={name: part.get() for name, part in parts.items()}))
         self._parts |= parts
         if not self._is_training:
-            self._give_back(parts)
+            self._give_back(parts, self._committed.carried)
 
     def groups_for(self, objects: Mapping[str, object]) -> tuple[Mapping[str, Any], ...]:
         """The committed hyper-parameters, if one of `objects` is a scheduler, whose constructor has set others."""
@@ -94,6 +103,7 @@ class Attached:
                 )
             elif self._committed.carried.extra is None:
                 self._warn_of_a_new_schedule(groups)
+            self._committed = Committed(Carried())  # nothing is given back from now on
 
     def _warn_of_a_new_schedule(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """A scheduler that nobody attached has begun anew: its constructor sets the first learning rate."""
@@ -110,7 +120,7 @@ class Attached:
 
     def step_ends(self, step: int) -> None:
         """Captures what is drawn from, after a step that is due to be committed."""
-        captured = {name: copy.deepcopy(part.get()) for name, part in self._parts.items() if part.is_drawn}
+        captured = {name: part.copy() for name, part in self._parts.items() if part.is_drawn}
         self._captured, self._step = captured, step
 
     def forward_begins(self) -> None:
@@ -118,7 +128,7 @@ class Attached:
         if self._step is not None and torch.is_grad_enabled():
             for name, part in self._parts.items():
                 if name not in self._captured:
-                    self._captured[name] = copy.deepcopy(part.get())
+                    self._captured[name] = part.copy()
 
     def is_captured(self, step: int) -> bool:
         """False after an interrupt in `step_ends`: the state after `step` is not known any more."""
@@ -133,29 +143,25 @@ class Attached:
         """What a commit of the present state carries. Args: extra: the user's."""
         if not self._parts:
             return extra
-        return self._carried(extra, {name: copy.deepcopy(part.get()) for name, part in self._parts.items()})
+        return self._carried(extra, {name: part.copy() for name, part in self._parts.items()})
 
-    def commit_begins(self, step: int, carried: object) -> None:
-        """A commit of `step` that carries `carried` may be made from now on."""
-        self._begun[step] = Committed(carried_in(carried))
-
-    def commit_ends(self, step: int) -> None:
-        """The last commit is that of `step`."""
-        self._committed = self._begun.get(step, self._committed)
-        self._begun.clear()
+    def commit_ends(self) -> None:
+        """What was captured is committed, or will not be."""
         self._captured, self._step = {}, None
 
-    def go_back(self, step: int) -> None:
-        """Gives all objects the states of the last commit, which is that of `step`."""
-        self.commit_ends(step)
-        self._give_back(self._parts)
+    def go_back(self, carried: Carried) -> None:
+        """Gives all objects the states that a commit carries, which is the last one now."""
+        self.commit_ends()
+        if not self._is_training:  # what is attached from now on
+            self._committed = Committed(carried)
+        self._give_back(self._parts, carried)
 
     def _carried(self, extra: object, states: dict[str, object]) -> Carried:
         return Carried(extra, states, tuple(name for name, part in self._parts.items() if part.is_drawn))
 
-    def _give_back(self, parts: Mapping[str, _Part]) -> None:
-        """Gives `parts` what is committed under their names, and after that all attached generators, `parts` or not."""
-        states, drawn = self._committed.carried.attached, self._committed.carried.drawn
+    def _give_back(self, parts: Mapping[str, _Part], carried: Carried) -> None:
+        """Gives `parts` what is carried under their names, and after that all attached generators, `parts` or not."""
+        states, drawn = carried.attached, carried.drawn
         for name in parts:
             if name in drawn and name not in states:
                 warnings.warn(
@@ -166,18 +172,19 @@ class Attached:
         others = [name for name, part in parts.items() if not part.is_rng and name in states]
         generators = [name for name, part in self._parts.items() if part.is_rng and name in states]
         for name in others:
-            self._set(name)
+            self._set(name, states[name])
             if parts[name].is_drawn:
                 # A loader makes its next iterator from the state that it was given, and draws seeds for workers. When
                 # the state was committed there was an iterator, so the generators get theirs after this: a loader that
                 # is asked for its state makes the iterator now (StatefulDataLoader), and `iter()` takes that.
                 parts[name].get()
         for name in generators:
-            self._set(name)
+            self._set(name, states[name])
 
-    def _set(self, name: str) -> None:
+    def _set(self, name: str, state: object) -> None:
+        part = self._parts[name]
         try:
-            self._parts[name].set(copy.deepcopy(self._committed.carried.attached[name]))
+            part.set(state if part.is_copied else copy.deepcopy(state))
         except Exception as error:
             error.add_note(f"while {name} was given the state that is committed")
             raise
@@ -190,7 +197,8 @@ def _part(name: str, value: Any) -> _Part:
         return _Part(value.get_state, value.set_state, is_drawn=True, is_rng=True)
     get, give = getattr(value, "state_dict", None), getattr(value, "load_state_dict", None)
     if callable(get) and callable(give):
-        return _Part(get, give, is_drawn=hasattr(value, "__iter__") or hasattr(value, "__next__"))
+        is_drawn = hasattr(value, "__iter__") or hasattr(value, "__next__")
+        return _Part(get, give, is_drawn, is_copied=isinstance(value, WrittenFrozen))
     hint = ""
     if isinstance(value, torch.utils.data.DataLoader):
         hint = "; torch's DataLoader keeps no position, torchdata's StatefulDataLoader does"

@@ -45,7 +45,7 @@ from offload.checkpoint.commit import (
     write_commit,
     write_manifest,
 )
-from offload.checkpoint.extra import carried_in, stored
+from offload.checkpoint.extra import Carried, carried_in, stored
 from offload.checkpoint.manifest import ChunkFacts, Digest, Manifest, differences
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.recovery import RecoveryPlan
@@ -532,6 +532,15 @@ class Commits:
         if self.last is None:
             raise ResumeError("nothing has been committed yet: there is nothing to go back to")
         return self.last
+
+    def carried(self) -> Carried:
+        """What the last commit carries. Raises: as `restore`."""
+        self.require_last()
+        record, files = self._record, self._files
+        assert record is not None
+        with agree_on_error(self._comm, _not_restored()):
+            manifest = read_manifest(self._home, record, self._comm.rank, files)
+            return carried_in(read_extra(self._home, manifest, files))
 
     def restore(self) -> Manifest:
         """Makes states and parameters those of the last commit, on all ranks. Nothing else is under way.

@@ -74,12 +74,16 @@ def encode(value: object) -> tuple[Json, list[Tensor]]:
 
     Raises: ConfigError naming the part that cannot be stored, such as extra['scheduler']['f'].
     """
-    encoder = _Encoder()
+    tensors: list[Tensor] = []
+    encoder = _Encoder(tensors)
     carried = carried_in(value)
-    if not any(carried[1:]):
-        return encoder.encode(carried.extra, "extra", 0), encoder.tensors
-    parts = [encoder.encode(carried.extra, "extra", 1), encoder.encode(dict(carried.attached), "attached", 1)]
-    return {"carried": [*parts, list(carried.drawn), list(carried.named), carried.source]}, encoder.tensors
+    try:
+        if not any(carried[1:]):
+            return encoder.encode(carried.extra, "extra", 0), tensors
+        parts = [encoder.encode(carried.extra, "extra", 1), encoder.encode(dict(carried.attached), "attached", 1)]
+        return {"carried": [*parts, list(carried.drawn), list(carried.named), carried.source]}, tensors
+    finally:
+        encoder.tensors = []  # it refers to itself, and would keep them until the next garbage collection
 
 
 def carried_in(extra: object) -> Carried:
@@ -109,10 +113,10 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 class _Encoder:
-    """Attribute: tensors, in the order in which they were met."""
+    """Args: tensors: gets those that are met, in that order."""
 
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
         # By exact type: what derives from these may hold more than would come back.
         self._known: dict[type, Callable[[Any, str, int], Json]] = {
             type(None): _as_it_is,

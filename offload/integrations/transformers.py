@@ -18,7 +18,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from transformers.initialization import meta_device_safe_creation_ops
 
 from offload import ConfigError, OffloadZero
-from offload.model.meta_init import FromSafetensors
+from offload.model.meta_init import FromSafetensors, Source, meta_tensors
 
 
 def from_pretrained(
@@ -26,6 +26,7 @@ def from_pretrained(
     directory: str | os.PathLike[str],
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
     *,
+    adapt: Callable[[Any], Any] | None = None,
     init_missing: bool = False,
     **options: Any,
 ) -> tuple[Any, OffloadZero]:
@@ -42,18 +43,27 @@ def from_pretrained(
     Args:
         kind: a class of models, such as transformers.AutoModelForCausalLM or transformers.LlamaForCausalLM.
         directory: with config.json and safetensors, as `save_pretrained` writes them. Nothing is downloaded.
-        optimizer: makes an Adam or AdamW of the parameters; None: AdamW with torch's defaults.
+        optimizer: makes an Adam or AdamW of the parameters that are trained; None: AdamW with torch's defaults.
+        adapt: called with the model while its weights have no values; returns the model to train, such as
+            `partial(get_peft_model, peft_config=LoraConfig(...))` for adapters on a base that is never in memory.
         init_missing: whether weights that the files lack are made by the model's own initialisation.
         options: of OffloadZero, but for `init`.
 
-    Raises: ConfigError naming the weights that the files lack, or that cannot be converted; and as OffloadZero does.
+    Raises: ConfigError naming the weights that the files lack, or that cannot be converted, or to which `adapt` gave no
+    values; and as OffloadZero does.
     """
     path = Path(directory)
     if not (path / "config.json").is_file():
         raise ConfigError(f"{str(path)!r} has no config.json: give the directory of a model, which is not downloaded")
     model = _on_meta(kind, path)
-    source = PretrainedFiles(path, init_missing=init_missing)
-    adam = None if optimizer is None else optimizer(model.parameters())
+    source: Source = PretrainedFiles(path, init_missing=init_missing)
+    params = list(model.parameters())
+    if adapt is not None:
+        source = PartOfModel(source, model)
+        model = adapt(model)
+        _initialise_adapters(model)
+        params = [param for param in model.parameters() if param.requires_grad]
+    adam = None if optimizer is None else optimizer(params)
     return model, OffloadZero(model, adam, init=source, **options)
 
 
@@ -67,6 +77,28 @@ def _on_meta(kind: Any, path: Path) -> Any:
     if model.can_generate() and (path / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
     return model.eval()
+
+
+def _initialise_adapters(model: Any) -> None:
+    """Gives adapters of peft their first values. It has put them on the meta device, where the weights beside them are.
+
+    Raises: ConfigError for a way to make them that needs these weights.
+    """
+    for name, module in model.named_modules():
+        if not callable(getattr(module, "reset_lora_parameters", None)):
+            continue
+        for kind in module.adapter_layer_names:
+            layers = getattr(module, kind)
+            if isinstance(layers, nn.Module) and any(param.is_meta for param in layers.parameters()):
+                layers.to_empty(device="cpu")
+        for adapter in module.r:
+            how = model.peft_config[adapter].init_lora_weights
+            if how not in (True, "gaussian"):
+                raise ConfigError(
+                    f"adapt made {name} with init_lora_weights={how!r}: only True and 'gaussian' need no weights of "
+                    "the model, which have no values yet"
+                )
+            module.reset_lora_parameters(adapter, how)
 
 
 class Offload(transformers.TrainerCallback):  # type: ignore[misc]  # transformers is not there where types are checked
@@ -113,6 +145,29 @@ class Offload(transformers.TrainerCallback):  # type: ignore[misc]  # transforme
         self._gathered.close()
 
     on_save = on_step_begin = on_train_end = _is_saved
+
+
+class PartOfModel(Source):
+    """The values of a model that becomes a part of another one, in which its modules have other names.
+
+    Args: source: of the values; model: as it is before that. Raises: as `source.check`.
+    """
+
+    def __init__(self, source: Source, model: nn.Module) -> None:
+        source.check(model)
+        self._source = source
+        self._prefixes = {module: f"{name}." if name else "" for name, module in model.named_modules()}
+        self._own = {module: frozenset(meta_tensors(module)) for module in self._prefixes}
+
+    def check(self, model: nn.Module) -> None:
+        for name, module in model.named_modules():
+            if others := meta_tensors(module).keys() - self._own.get(module, frozenset()):
+                raise ConfigError(
+                    f"{name}.{min(others)} was added to the model without values: build it on the CPU, with values"
+                )
+
+    def fill(self, prefix: str, module: nn.Module, fresh: dict[str, Tensor]) -> None:
+        self._source.fill(self._prefixes[module], module, fresh)
 
 
 class PretrainedFiles(FromSafetensors):

@@ -41,7 +41,7 @@ Init = Callable[[str, Tensor], None] | str | os.PathLike[str] | Source | None
 class ResetParameters(Source):
     def check(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
-            if _meta_tensors(module) and not callable(getattr(module, "reset_parameters", None)):
+            if meta_tensors(module) and not callable(getattr(module, "reset_parameters", None)):
                 raise ConfigError(
                     f"{name or 'the model'} ({type(module).__name__}) is on the meta device and has no "
                     "reset_parameters(): give OffloadZero(init=...) a function of name and tensor, or safetensors"
@@ -124,7 +124,7 @@ class FromSafetensors(Source):
             names.setdefault(param, []).append(name)
         missing: dict[Tensor, str] = {}
         for prefix, module in model.named_modules():
-            for name, tensor in _meta_tensors(module).items():
+            for name, tensor in meta_tensors(module).items():
                 full = _join(prefix) + name
                 # A tied parameter is in the files under one of its names, or several.
                 found = list(filter(self.has, dict.fromkeys((full, *names.get(tensor, ())))))
@@ -212,7 +212,7 @@ def source_of(init: Any, *, init_missing: bool = False) -> Source:
 
 def is_meta(model: nn.Module) -> bool:
     """Whether any of the model is on the meta device."""
-    return any(_meta_tensors(module) for module in model.modules())
+    return any(meta_tensors(module) for module in model.modules())
 
 
 @torch.no_grad()
@@ -220,7 +220,7 @@ def materialise(model: nn.Module, source: Source) -> Iterator[None]:
     """Gives one module after the other memory on the CPU and values; parameters keep their identity."""
     for prefix, module in model.named_modules():
         fresh: dict[str, Tensor] = {}
-        for name, tensor in _meta_tensors(module).items():
+        for name, tensor in meta_tensors(module).items():
             memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
             if isinstance(tensor, nn.Parameter):
                 torch.utils.swap_tensors(tensor, nn.Parameter(memory, tensor.requires_grad))
@@ -232,7 +232,7 @@ def materialise(model: nn.Module, source: Source) -> Iterator[None]:
             yield
 
 
-def _meta_tensors(module: nn.Module) -> dict[str, Tensor]:
+def meta_tensors(module: nn.Module) -> dict[str, Tensor]:
     """The module's own tensors on the meta device, by name."""
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     return {name: tensor for name, tensor in own if tensor.is_meta}

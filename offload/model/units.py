@@ -321,11 +321,12 @@ def _device_types() -> tuple[str, ...]:
 def _refuse_untrainable(
     model: nn.Module, names: Mapping[nn.Parameter, str], trained: Container[nn.Parameter], allowed: Container[str]
 ) -> None:
-    devices = {param.device for param in names}
+    # Those without values yet get them on the CPU: others may have theirs there already.
+    devices = {torch.device("cpu") if param.is_meta else param.device for param in names}
     for param, name in names.items():
         if param.device.type not in allowed:
             raise ConfigError(f"{name} is on {param.device}: models are trained on {' or '.join(_device_types())} here")
-        if param.device != next(iter(names)).device:
+        if len(devices) > 1:
             raise ConfigError(f"{name} is on {param.device}, others are on {devices - {param.device}}: use one device")
         if hasattr(param, "quant_state"):
             raise ConfigError(f"{name} is a {type(param).__name__}: only plain dense parameters can be trained here")

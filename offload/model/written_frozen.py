@@ -24,8 +24,6 @@ from offload.sizes import format_bytes
 
 NAME = "written frozen parameters"
 """Under which a commit carries them."""
-_COPIES = 3
-"""Of the values, in RAM: those of the last commit, those captured for the next one, and those being captured."""
 
 
 def digest_of(param: Tensor) -> str:
@@ -76,7 +74,7 @@ class WrittenFrozen:
     def state_dict(self) -> dict[str, Any]:
         """Copies of their values, by name, and the digests of all. Raises: BudgetError."""
         names = sorted(self._loaded | self._written())
-        needed = _COPIES * sum(local_of(self._named[name]).nbytes for name in names)
+        needed = sum(local_of(self._named[name]).nbytes for name in names)
         if needed > self._budget_bytes:
             raise BudgetError(
                 f"a commit carries the frozen parameters that were written to, {names[0]} among them, which takes "

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from offload import OffloadZero, Tuning
 from offload.errors import BudgetError, ResumeError
+from tests.support.processes import start_python
 from tests.support.streamed import in_little_memory
 from tests.support.toy import Net, batch
 
@@ -119,6 +120,38 @@ def test_rollback_over_the_first_write_says_what_it_cannot_restore(tmp_path: Pat
         optimizer.step()
         with pytest.raises(ResumeError, match=r"teacher\.norm\.bias, which is frozen, was first written to after"):
             optimizer.rollback()
+
+
+COPIES = """
+import re, sys, torch
+from pathlib import Path
+from torch import nn
+from offload import OffloadZero
+
+def ram(what):
+    return int(re.search(rf"(?m)^{what}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+model = nn.Sequential(nn.Linear(8, 8), *(nn.Linear(1024, 1024).requires_grad_(False) for _ in range(8)))
+given = {"tier": "cpu", "param_tier": "cpu", "compute_dtype": torch.float32, "commit_every": 2}
+with OffloadZero(model, torch.optim.AdamW(model[0].parameters()), path=sys.argv[1], **given) as optimizer:
+    for step in range(5):
+        with torch.no_grad():
+            for layer in model[1:]:
+                layer.weight.mul_(0.5)
+        model[0](torch.ones(8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            before = ram("VmRSS")
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    print((ram("VmHWM") - before) / (8 * 4 * 1024 * 1024))
+"""
+
+
+def test_commits_make_one_copy_at_a_time(tmp_path: Path) -> None:
+    child = start_python(COPIES, str(tmp_path / "run"))
+    copies = float(child.communicate(timeout=60)[0])
+    assert 0.9 < copies < 1.5
 
 
 def test_a_commit_that_takes_more_ram_than_allowed_is_refused(tmp_path: Path) -> None:

@@ -259,3 +259,13 @@ def test_what_will_be_missing_is_said_before_anything_is_made(
         OffloadZero(model, path=tmp_path / "run", init=init)
     assert all(param.is_meta for param in model.parameters())
     assert not (tmp_path / "run").exists()
+
+
+def test_parts_with_values_keep_them_beside_those_without() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1] = nn.Linear(8, 8)
+    values = {f"1.{name}": param.detach().clone() for name, param in model[1].named_parameters()}
+    with OffloadZero(model, init=lambda name, tensor: tensor.fill_(0.5), compute_dtype=torch.float32):
+        for name, param in model.named_parameters():
+            assert torch.equal(param, values.get(name, torch.full_like(param, 0.5))), name

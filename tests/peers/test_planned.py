@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from typer.testing import CliRunner
 
 from offload import OffloadZero, Tuning
 from offload.cli.main import app
+from tests.support.processes import ROOT
 
 pytestmark = pytest.mark.peers
 transformers = pytest.importorskip("transformers")
@@ -98,3 +101,16 @@ def test_what_is_no_configuration(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["plan", "--config", str(tmp_path)])
     assert result.exit_code == 2
     assert "no configuration" in result.stderr
+
+
+@pytest.mark.timeout(900)
+def test_adapters_on_a_base_on_nvme_stay_within_the_plan_and_equal_those_of_a_resident_one(tmp_path: Path) -> None:
+    """In a memory cgroup of the imports, the planned peak and a tenth of that, where one can be made."""
+    size = ["--layers", "2", "--width", "768", "--tokens", "8", "--resident", "--json"]
+    command = [sys.executable, "-W", "ignore", "bench/pretrained.py", "lora", *size, "--path", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["adapters are equal"] is True
+    assert found["cgroup's peak bytes"] <= found["limit bytes"]
+    assert not [*tmp_path.iterdir()]

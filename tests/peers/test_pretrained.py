@@ -233,3 +233,45 @@ def test_a_base_model_is_read_from_the_files_of_one_with_a_head(tmp_path: Path) 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         taken(transformers.AutoModel, tmp_path)
+
+
+@pytest.mark.parametrize("options", PLACES, ids=["ram", "disk"])
+def test_adapters_train_on_files_that_are_never_in_memory(options: dict[str, Any], tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    kind, path = saved("llama", tmp_path)
+    adapt = partial(peft.get_peft_model, peft_config=peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    model, optimizer = taken(kind, path, adapt=adapt, path=tmp_path / "run", **OPTIONS | options)
+    plain = adapt(kind.from_pretrained(path))
+    first = {key: param.detach().clone() for key, param in model.named_parameters()}
+    assert any(value.any() for key, value in first.items() if "lora_A" in key)
+    with torch.no_grad():
+        for key, param in plain.named_parameters():
+            if "lora_A" in key:
+                param.copy_(first[key])  # drawn anew
+    assert plain.state_dict().keys() == model.state_dict().keys()
+    adamw = torch.optim.AdamW([param for param in plain.parameters() if param.requires_grad], lr=1e-2)
+    with optimizer:
+        for key, value in plain.state_dict().items():
+            assert torch.equal(model.state_dict()[key], value), key
+        for _ in range(3):
+            for one, step in ((model, optimizer), (plain, adamw)):
+                one(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+                step.step()
+                step.zero_grad()
+        for key, value in plain.state_dict().items():
+            torch.testing.assert_close(model.state_dict()[key], value, rtol=1e-5, atol=1e-6, msg=key)
+
+
+def test_adapters_that_need_the_weights_are_refused(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    kind, path = saved("llama", tmp_path)
+
+    def added(model: Any) -> Any:
+        model.extra = torch.nn.Linear(2, 2, device="meta")
+        return model
+
+    with pytest.raises(ConfigError, match=r"extra\.bias was added to the model without values"):
+        taken(kind, path, adapt=added, path=tmp_path / "run")
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights="orthogonal")
+    with pytest.raises(ConfigError, match="init_lora_weights='orthogonal'"):
+        taken(kind, path, adapt=partial(peft.get_peft_model, peft_config=config), path=tmp_path / "run")
