@@ -22,7 +22,8 @@ class _LateCopy(Copy):
         self._kept: Tensor | None = None  # the source, while only the device has waited
 
     def done(self) -> bool:
-        return self._complete and self._kept is None
+        with self._owner.lock:  # `wait_on_device` runs it, and keeps the source: nobody sees one without the other
+            return self._complete and self._kept is None
 
     def wait(self) -> None:
         self._owner.hurry(self)
