@@ -92,6 +92,7 @@ def lora(directory: Path, card: str) -> list[str]:
         activation_tier="cpu",
         activation_memory=2 * 4096 * width * blocks,
     )
+    planned = planned.with_memory(planned.least())
     return cells(summarise(planned), planned.config.frozen_tier, "they are")
 
 
