@@ -93,7 +93,7 @@ def lora(directory: Path, card: str) -> list[str]:
         activation_memory=2 * 4096 * width * blocks,
     )
     planned = planned.with_memory(planned.least())
-    return cells(summarise(planned), planned.config.frozen_tier, "they are")
+    return cells(summarise(planned), planned.config.frozen_tier, "states are there")
 
 
 def cells(plan: dict[str, Any], param_tier: str, all_in_ram: str) -> list[str]:

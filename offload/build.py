@@ -95,7 +95,8 @@ def plan_run(
     on = device_for(device, shape.params[0].device)
     require_on_mesh(on, shape.specs, shape.params)
     comm.require_device(on)
-    config = configuration.over_ranks(config, ranks=comm.size, ranks_on_node=comm.ranks_on_node)
+    slices = comm.tensor_parallel.size
+    config = configuration.over_ranks(config, ranks=comm.size, ranks_on_node=comm.ranks_on_node, slices=slices)
     replicas = configuration.replicas_of(config, ranks=comm.size, rows=comm.replicate_group.size)
     copier = copier_for(on)
     own = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()) if t.device == on)

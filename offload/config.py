@@ -363,22 +363,24 @@ def for_model(config: Config, *, trained_bytes: int, frozen_bytes: int) -> Confi
     return config.with_params_on(wanted)
 
 
-def over_ranks(config: Config, *, ranks: int, ranks_on_node: int) -> Config:
+def over_ranks(config: Config, *, ranks: int, ranks_on_node: int, slices: int = 1) -> Config:
     """What `config` means for one of several ranks; with one rank it is what it is.
 
-    Args: ranks: that hold a shard each; ranks_on_node: that share this machine.
+    Args: ranks: that hold a shard each; ranks_on_node: that share this machine; slices: tensor-parallel ranks.
     Raises: ConfigError for what several ranks cannot do.
     """
     config = replace(config, ranks_on_node=ranks_on_node)
-    if ranks == 1:
+    if ranks * slices == 1:
         return config
     # All ranks have the same tiers, whatever each of them has free.
     if config.tile_bytes:
         raise ConfigError(
-            f"Tuning.tile={config.tile_bytes} with {ranks} ranks: over several ranks every layer is gathered as a "
-            "whole; leave it out"
+            f"Tuning.tile={config.tile_bytes} with {ranks * slices} ranks: over several ranks every layer is gathered as "
+            "a whole; leave it out"
         )
     config = replace(config, chooses_params=False, chooses_grads=False, tile_bytes=0)
+    if ranks == 1:
+        return config
     streams = config.streams
     stage = config.stage or (3 if streams else 2)
     if config.grad_tier == "nvme" and stage == 1 and config.accumulation > 1:

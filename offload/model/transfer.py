@@ -269,8 +269,8 @@ class UnitTransfers:
         return [(one, self._parameters.allocate(one.index)) for one in self._slices_of[unit]]
 
     def _start_copy(self, one: FlatSlice, chunk: Chunk, after: DeviceEvent | None = None) -> None:
-        while len(self._uploads) >= self._leases:
-            self._finish_upload(self._uploads[0])
+        while (oldest := self._oldest_of(self._leases)) is not None:
+            self._finish_upload(oldest)
         with ExitStack() as stack:
             lease = stack.enter_context(self._store.lease(chunk.index, step=0))
             source = self._in_store(lease.arrays[0], chunk)
@@ -279,8 +279,15 @@ class UnitTransfers:
             stack.callback(self._timeline.end, moving)
             self._timeline.count("gathered_bytes", size)
             self._launch_copy(one, source, chunk, after, stack)
-        for upload in [upload for upload in self._uploads if upload.copy.done()]:
+        with self._lock:  # asking a device takes so long that the step's worker may come between
+            ended = [upload for upload in self._uploads if upload.copy.done()]
+        for upload in ended:
             self._finish_upload(upload)
+
+    def _oldest_of(self, count: int) -> _Upload | None:
+        """The oldest upload, if there are `count` or more."""
+        with self._lock:
+            return self._uploads[0] if len(self._uploads) >= count else None
 
     @uninterrupted
     def _launch_copy(
@@ -288,7 +295,8 @@ class UnitTransfers:
     ) -> None:
         """It is noted as soon as it is under way, like `_launch_all_gathers`."""
         copy = self._copier.to_device(source, self._on_device(one, chunk), after)
-        self._uploads.append(_Upload(one.unit, chunk.index, copy, lease.pop_all()))
+        with self._lock:
+            self._uploads.append(_Upload(one.unit, chunk.index, copy, lease.pop_all()))
 
     def _give_back(self, chunk: int) -> None:
         """Somebody wants to lease a chunk: waits for a copy that has its lease, or else for the first, for a buffer."""

@@ -140,7 +140,7 @@ def plan_of(
     shape = ModelShape.of(model, [{"params": list(model.parameters())}], config)
     shape = shape.cut(tensor_parallel) if tensor_parallel > 1 else shape
     room = replace(shape.room(), free_cpu_bytes=free_cpu_bytes)
-    config = configuration.over_ranks(shape.config(config), ranks=ranks, ranks_on_node=1)
+    config = configuration.over_ranks(shape.config(config), ranks=ranks, ranks_on_node=1, slices=tensor_parallel)
     replicas = configuration.replicas_of(config, ranks=ranks, rows=1)
     layout_of = partial(shape.layout, ranks=ranks, replicas=replicas)
     try:
