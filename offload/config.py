@@ -375,8 +375,8 @@ def over_ranks(config: Config, *, ranks: int, ranks_on_node: int, slices: int = 
     # All ranks have the same tiers, whatever each of them has free.
     if config.tile_bytes:
         raise ConfigError(
-            f"Tuning.tile={config.tile_bytes} with {ranks * slices} ranks: over several ranks every layer is gathered as "
-            "a whole; leave it out"
+            f"Tuning.tile={config.tile_bytes} with {ranks * slices} ranks: over several ranks every layer is "
+            "gathered as a whole; leave it out"
         )
     config = replace(config, chooses_params=False, chooses_grads=False, tile_bytes=0)
     if ranks == 1:
