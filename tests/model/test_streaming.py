@@ -17,6 +17,7 @@ from offload import BudgetError, ClosedError, ConfigError, NonFiniteGradientErro
 from offload.devices.copies import DeviceEvent
 from offload.model import flat_param
 from offload.planner import least_cpu_memory
+from tests.support.late_copier import LateCopier, _LateCopy
 from tests.support.processes import holds_in_child
 from tests.support.streamed import Streams, Watched, finish, state_of, train
 from tests.support.toy import WIDTH, Block, Checkpointed, Net, batch, squares
@@ -579,6 +580,30 @@ def test_an_interrupt_while_a_unit_comes(streams: Streams, at: int) -> None:
         train(squares, steps=2)(model, optimizer)
 
     streams.assert_same_bits(body, tuning=Tuning(chunk="4KiB", prefetch_chunks=2, prefetch_units=2, threads=1))
+
+
+def test_a_lease_is_wanted_while_uploads_are_asked_whether_they_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step's worker, at a moment when a device's event gives up the interpreter's lock."""
+    monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(1))
+    others: list[threading.Thread] = []
+    with Streams(tmp_path, {"param_tier": "cpu"}).optimizer(Net(), tuning=Tuning(chunk="4KiB")) as optimizer:
+        transfers = optimizer._held.units.transfers
+        done = _LateCopy.done
+
+        def slowly(copy: _LateCopy) -> bool:
+            if not others and transfers._uploads:
+                others.append(threading.Thread(target=transfers._give_back, args=(transfers._uploads[0].chunk,)))
+                others[0].start()
+                others[0].join(0.2)
+            return done(copy)
+
+        monkeypatch.setattr(_LateCopy, "done", slowly)
+        with torch.no_grad():
+            optimizer._model(batch(0))
+        assert others
+        others[0].join()
 
 
 def test_a_forward_in_another_thread(streams: Streams) -> None:
