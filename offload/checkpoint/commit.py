@@ -323,8 +323,9 @@ def agree(manifests: Sequence[Manifest], file: str) -> None:
 
     Args: file: what to name in the error. Raises: CorruptionError.
     """
-    for number in range(manifests[0].slices):
-        of_slice = manifests[number * len(manifests) // manifests[0].slices :][: len(manifests) // manifests[0].slices]
+    ranks = len(manifests) // manifests[0].slices
+    for start in range(0, len(manifests), ranks):
+        of_slice = manifests[start : start + ranks]
         named = [[(param.name, param.shard_dim) for param in one.parameters] for one in (manifests[0], of_slice[0])]
         if named[0] != named[1]:
             raise CorruptionError(f"the slices of ranks 0 and {of_slice[0].rank} are of different models", file=file)

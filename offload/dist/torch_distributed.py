@@ -329,9 +329,9 @@ def connect(
     """The communicator of this process.
 
     Args: process_group: a ProcessGroup or a DeviceMesh: the data-parallel ranks, that hold one shard each; None:
-        all ranks. Of a mesh of two dimensions the first is of replicas, `replicate_group`, and the second `shard_group`, as FSDP2 has
-        them. timeout_s: seconds from the launch of a collective to RankError. mesh: of the tensor-parallel ranks; None:
-    the model has none.
+        all ranks. Of a mesh of two dimensions the first is of replicas, `replicate_group`, and the second is
+        `shard_group`, as FSDP2 has them. timeout_s: seconds from the launch of a collective to RankError. mesh: of the
+        tensor-parallel ranks; None: the model has none.
     Raises: ConfigError if it is neither, if this process is not in it, if a launcher started several processes and
     nobody connected them, or if data-parallel and tensor-parallel ranks are no rectangle.
     """

@@ -131,16 +131,17 @@ class _InPlace:
 
 
 class _Elsewhere:
-    """A saved tensor that waits in the store, as a part of what was put there.
+    """A saved tensor that waits in the store, as a part of what was put there, or of which each rank has a part.
 
-    Args: start: the byte of it at which the tensor begins.
+    Args: keeper: the store, or what shares tensors out to ranks; kept: what it gave for them; start: the byte at which
+        the tensor begins.
     """
 
-    __slots__ = ("_dtype", "_geometry", "_store", "_stored")
+    __slots__ = ("_dtype", "_geometry", "_keeper", "_kept")
 
-    def __init__(self, store: ActivationStore, stored: Stored, tensor: Tensor, start: int) -> None:
-        self._store = store
-        self._stored = stored
+    def __init__(self, keeper: ActivationStore | Partitions, kept: Any, tensor: Tensor, start: int = 0) -> None:
+        self._keeper = keeper
+        self._kept = kept
         self._dtype = tensor.dtype
         self._geometry = (tensor.size(), tensor.stride(), start // tensor.element_size())
 
@@ -149,26 +150,7 @@ class _Elsewhere:
 
     def _get(self) -> Tensor:
         with torch.no_grad():
-            return self._store.get(self._stored).view(self._dtype).as_strided(*self._geometry)
-
-
-class _Partitioned:
-    """A saved tensor of which this rank has a part."""
-
-    __slots__ = ("_dtype", "_geometry", "_part", "_partitions")
-
-    def __init__(self, partitions: Partitions, part: Part, tensor: Tensor) -> None:
-        self._partitions = partitions
-        self._part = part
-        self._dtype = tensor.dtype
-        self._geometry = (tensor.size(), tensor.stride())
-
-    def get(self) -> Tensor:
-        return call_hidden(self._get)  # type: ignore[no-any-return]
-
-    def _get(self) -> Tensor:
-        with torch.no_grad():
-            return self._partitions.get(self._part).view(self._dtype).as_strided(*self._geometry)
+            return self._keeper.get(self._kept).view(self._dtype).as_strided(*self._geometry)
 
 
 class _Sharded:
@@ -391,7 +373,7 @@ class Activations:
         partitions = self._partitions if is_entering and is_dense(tensor) else None
         part = None if partitions is None else self._divide(partitions, tensor)
         if partitions is not None and part is not None:
-            return _Partitioned(partitions, part, tensor)
+            return _Elsewhere(partitions, part, tensor)
         store = self._store
         if store is None or tensor.device != store.device:
             return None
