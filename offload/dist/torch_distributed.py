@@ -434,7 +434,8 @@ def _members_of(mesh: DeviceMesh) -> list[dist.ProcessGroup | None]:
 
 
 def require_backend(backends: str, device: torch.device, current: int | None) -> None:
-    """Args: backends: of a group, by type of device, as in "cpu:gloo,cuda:nccl"; current: number of the current accelerator.
+    """Args: backends: of a group, by type of device, as in "cpu:gloo,cuda:nccl"; current: number of the current
+    accelerator.
 
     Raises: ConfigError if tensors on `device` cannot travel in that group.
     """
