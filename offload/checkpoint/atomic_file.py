@@ -15,6 +15,7 @@ import xxhash
 
 from offload.checkpoint.manifest import Digest
 from offload.errors import CorruptionError, PathError, TierIOError
+from offload.io.engine import IOFile
 from offload.storage.files import TEMPORARY, Files
 
 
@@ -24,30 +25,46 @@ def write_temporary(files: Files, path: Path, pieces: Iterable[bytes | memoryvie
     Returns: what was written. A leftover of an earlier attempt is replaced; after a failure there is none.
     Raises: TierIOError. A failed sync is final: it is not tried again.
     """
+    size, hasher = 0, xxhash.xxh3_128()
+    with _new_temporary(files, path) as file:
+        for piece in pieces:
+            data = memoryview(piece).cast("B")
+            with failing("write", temporary(path), size, len(data)):
+                files.write(file, data)
+            hasher.update(data)
+            size += len(data)
+    return Digest(size, hasher.hexdigest())
+
+
+def copy_temporary(files: Files, source: Path, path: Path, size: int) -> None:
+    """The same with the first `size` bytes of the file `source`, which are neither read into RAM nor checked.
+
+    Raises: TierIOError, also if `source` is shorter.
+    """
+    with _new_temporary(files, path) as file, failing("write", temporary(path), 0, size):
+        files.copy(source, file, 0, size)
+
+
+@contextlib.contextmanager
+def _new_temporary(files: Files, path: Path) -> Iterator[IOFile]:
+    """The temporary file of `path`, which is synced at the end, and removed where anything fails."""
     made = temporary(path)
     with failing("remove", made):
         files.remove(made)
     with failing("write", made):
         file = files.create(made)
-    size, hasher = 0, xxhash.xxh3_128()
     try:
         try:
-            for piece in pieces:
-                data = memoryview(piece).cast("B")
-                with failing("write", made, size, len(data)):
-                    files.write(file, data)
-                hasher.update(data)
-                size += len(data)
-            with failing("sync", made, 0, size):
+            yield file
+            with failing("sync", made):
                 files.sync(file)
         finally:
-            with failing("sync", made, 0, size):
+            with failing("sync", made):
                 files.close(file)
     except BaseException:
         with contextlib.suppress(OSError):
             files.remove(made)
         raise
-    return Digest(size, hasher.hexdigest())
 
 
 def temporary(path: Path) -> Path:

@@ -22,7 +22,6 @@ import torch
 
 from offload.checkpoint.extra import Carried, collect_rng, encode, restore_rng
 from offload.errors import ConfigError
-from offload.model.written_frozen import WrittenFrozen
 
 RNG = "rng"
 """The name of the global random number generators."""
@@ -198,7 +197,7 @@ def _part(name: str, value: Any) -> _Part:
     get, give = getattr(value, "state_dict", None), getattr(value, "load_state_dict", None)
     if callable(get) and callable(give):
         is_drawn = hasattr(value, "__iter__") or hasattr(value, "__next__")
-        return _Part(get, give, is_drawn, is_copied=isinstance(value, WrittenFrozen))
+        return _Part(get, give, is_drawn, is_copied=getattr(value, "gives_copies", False))
     hint = ""
     if isinstance(value, torch.utils.data.DataLoader):
         hint = "; torch's DataLoader keeps no position, torchdata's StatefulDataLoader does"

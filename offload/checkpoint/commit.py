@@ -30,7 +30,14 @@ from safetensors.torch import load as load_tensors
 from torch import Tensor
 
 from offload.checkpoint import extra as extra_state
-from offload.checkpoint.atomic_file import atomic_replace, failing, read_whole, sync_directory, write_temporary
+from offload.checkpoint.atomic_file import (
+    atomic_replace,
+    copy_temporary,
+    failing,
+    read_whole,
+    sync_directory,
+    write_temporary,
+)
 from offload.checkpoint.manifest import (
     MAX_BYTES,
     MAX_WORLD,
@@ -197,16 +204,17 @@ def read_extra(directory: Path, manifest: Manifest, files: Files = LOCAL) -> obj
 
 
 def copy_manifest(source: Path, target: Path, commit: Commit, rank: int, files: Files = LOCAL) -> None:
-    """Writes the manifest of `rank` that `commit` names, and its tensors, to another directory; then it is durable.
+    """Copies the manifest of `rank` that `commit` names, and its tensors, to another directory; then it is durable.
 
-    Memory: those of the tensors. Raises: CorruptionError, PathError, TierIOError.
+    The tensors are not checked, like the slots that a snapshot copies: who reads them does that.
+    Raises: CorruptionError, PathError, TierIOError.
     """
     manifest = read_manifest(source, commit, rank, files)
-    wanted = [(manifest_name(commit, rank), commit.manifests[rank], MAX_BYTES)]
+    wanted = [(manifest_name(commit, rank), commit.manifests[rank].size)]
     if manifest.tensors is not None:
-        wanted.append((tensors_name(commit, rank), manifest.tensors, MAX_TENSORS_BYTES))
-    for name, expected, limit in wanted:
-        write_temporary(files, target / name, [_read_exactly(files, source / name, expected, limit)])
+        wanted.append((tensors_name(commit, rank), manifest.tensors.size))
+    for name, size in wanted:
+        copy_temporary(files, source / name, target / name, size)
         atomic_replace(files, target / name)
     sync_directory(files, target)
 

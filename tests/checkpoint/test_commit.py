@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import os
 import random
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from offload.checkpoint.commit import (
     read_manifest,
     remove_superseded,
     serialise_commit,
+    tensors_name,
     write_commit,
     write_manifest,
 )
@@ -306,6 +308,31 @@ def test_what_was_copied_is_durable() -> None:
     for seed in range(20):
         found = files.after_cut(seed)
         assert str(read_extra(there, read_manifest(there, record, 0, found), found)) == str(extra_at(7))
+
+
+def test_tensors_are_copied_without_being_in_ram(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    large = torch.arange(1 << 20)
+    record = Commit(RUN, 7, (write_manifest(tmp_path, at(7), large),))
+    tracemalloc.start()
+    try:
+        copy_manifest(tmp_path, there, record, 0)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < large.nbytes // 8
+    assert torch.equal(read_extra(there, read_manifest(there, record, 0)), large)
+
+
+def test_a_copy_of_tensors_that_were_cut_short_fails(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    record = Commit(RUN, 7, (write_manifest(tmp_path, at(7), torch.arange(100)),))
+    os.truncate(tmp_path / tensors_name(record, 0), 200)
+    with pytest.raises(TierIOError):
+        copy_manifest(tmp_path, there, record, 0)
+    assert [name for name in os.listdir(there) if name.startswith("extra")] == []
 
 
 def test_a_manifest_of_another_run_or_world_is_refused(tmp_path: Path) -> None:

@@ -134,13 +134,16 @@ class SimulatedFiles:
         self._change(path.parent, lambda names: names.pop(path.name, None))
 
     def copy(self, source: Path, target: IOFile, offset: int, length: int) -> None:
-        """Of a real file."""
-        inode = self._open[target]
+        inode, simulated = self._open[target], self._names(source.parent).get(source.name)
         self._operation("copy", Path(target.path))
-        with open(source, "rb") as file:
-            file.seek(offset)
-            data = file.read(length)
-        assert len(data) == length
+        if simulated is None:
+            with open(source, "rb") as file:
+                file.seek(offset)
+                data = file.read(length)
+        else:
+            data = simulated.content[offset : offset + length]
+        if len(data) < length:
+            raise OSError(errno.EIO, f"{source} ends before what is to be copied does")
         inode.content = inode.content.ljust(offset, b"\0")[:offset] + data + inode.content[offset + length :]
         inode.versions.append(inode.content)
 
