@@ -46,8 +46,8 @@ class Entry:
 class Block:
     """Some steps in a row. Seconds: of all of them, and of each by phase where it was parted into phases.
 
-    Attributes: trained: steps with those that were not timed; stats, losses, forward_bytes (moved on the disk during
-    forward), read_bytes and written_bytes (as the kernel counted them for the process) are of all these.
+    Attributes: trained: steps with those that were not timed; stats, losses, read_bytes and written_bytes (as the
+    kernel counted them for the process) are of all these. forward_bytes: moved on the disk during the timed forwards.
     """
 
     steps: int

@@ -5,7 +5,7 @@ beside plain torch with resident fp32 masters; each a process of its own, in tur
 measures the parts of an iteration alone: the bytes that it moved through the library's own I/O engine, the Adam kernel
 on states in RAM, and plain torch's forward and backward. The limit follows from them:
 
-    max(forward, its I/O) + max(backward + Adam, the rest of the I/O)
+    max(forward + Adam, the I/O in forward) + max(backward, the rest of the I/O)
 
 A layer's states are stepped when the next forward enters it, so nearly all bytes move in the forward. Few tokens make
 the disk the larger part, many the compute; where they are alike, backward finds little I/O to hide.
@@ -66,7 +66,7 @@ class Round:
     def limit_s(self) -> float:
         disk_forward_s = self.disk_s * self.forward_bytes / max(self.moved_bytes, 1)
         rest_s = self.disk_s - disk_forward_s
-        return max(self.forward_s, disk_forward_s) + max(self.backward_s + self.adam_s, rest_s)
+        return max(self.forward_s + self.adam_s, disk_forward_s) + max(self.backward_s, rest_s)
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def one_round(
         adam_s=adam_s,
         disk_s=disk.seconds_for(moved, (before_s + disk.run()) / 2),  # a drive drifts within seconds
         moved_bytes=moved,
-        forward_bytes=nvme.forward_bytes / nvme.trained,
+        forward_bytes=nvme.forward_bytes / nvme.steps,
         step_s=nvme.step_s,
         torch_s=plain.step_s,
     )
@@ -155,6 +155,7 @@ def main(
     }
     entries = [Entry(NVME, "offload", options), Entry(TORCH, "torch")]
     shapes = [shape_of(int(word)) for word in tokens.split(",")]
+    name = "hiding" if param_tier == "device" else "iterations"
     results: list[Result] = []
     pictures: dict[str, Callable[[Path], None]] = {}
     slot_bytes = 3 * chunk_bytes
@@ -177,16 +178,16 @@ def main(
             file = Path(timelines) / f"{done}.json"
             contestants[0].run(TIMELINE_STEPS, *shape, timeline=str(file))
             title = f"{TIMELINE_STEPS} steps of {done:,} tokens, {count:,} parameters"
-            pictures[f"hiding-{done}.png"] = partial(timeline_picture, file, title=title)
+            pictures[f"{name}-{done}.png"] = partial(timeline_picture, file, title=title)
         headings = ("tokens", *(name.removesuffix("_s") for name in PARTS))
         more = ("spread", "x limit", "bytes a parameter", "in forward")
         Report(
-            name="hiding" if param_tier == "device" else "iterations",
+            name=name,
             title="Hiding the disk behind compute",
             about=f"{count:,} parameters on {param_tier}, gradients on {grad_tier}, optimizer states on NVMe. "
             "**forward, backward**: plain torch's; **adam**: the kernel alone, states in RAM; **disk**: the bytes that "
-            "the iteration moved, through the same engine alone; **limit**: max(forward, its I/O) + max(backward + "
-            "Adam, the rest of the I/O). **step**: from where one step returns to where the next does; **x "
+            "the iteration moved, through the same engine alone; **limit**: max(forward + Adam, its I/O) + "
+            "max(backward, the rest of the I/O). **step**: from where one step returns to where the next does; **x "
             "limit**: the median of the rounds' ratios. **torch**: plain torch with resident fp32 masters. Seconds, "
             "medians.",
             tables=[Table(headings + more, [result.row() for result in results])],

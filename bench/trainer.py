@@ -248,12 +248,13 @@ class Worker:
         trainer, parts, ends = self._trainer, [], [time.perf_counter()]
         losses: list[Tensor] = []
         forward_bytes = 0.0
-        for tokens, targets in batches:
+        for number, (tokens, targets) in enumerate(batches):
             moved = trainer.disk_bytes()
             times = [time.perf_counter()]
             loss = trainer.forward(tokens, targets)
             times.append(time.perf_counter())
-            forward_bytes += trainer.disk_bytes() - moved
+            if number >= lead:
+                forward_bytes += trainer.disk_bytes() - moved
             trainer.backward(loss)
             times.append(self._last_gradient.at)
             trainer.step()

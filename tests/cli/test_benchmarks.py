@@ -196,7 +196,7 @@ def test_limit_of_an_iteration_is_the_larger_of_compute_and_disk_in_each_phase()
         return hiding.Round(2.0, 4.0, 0.5, disk_s, 100.0, forward_bytes, 7.0, 7.0).limit_s
 
     assert limit(1.0, 100.0) == 6.5
-    assert limit(3.0, 100.0) == 7.5
+    assert limit(3.0, 100.0) == 7.0
     assert limit(12.0, 50.0) == 12.0
 
 
