@@ -5,6 +5,7 @@ None of this knows torch's optimizer interface, which is optimizer.py's.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from offload import config as configuration
 from offload import interrupts
 from offload.checkpoint.recovery import Start
 from offload.config import Config
-from offload.devices.copies import Copier, HostCopier, copier_for
+from offload.devices.copies import Copier, HostCopier, accelerator, copier_for
 from offload.dist.communicator import Communicator
 from offload.grads.base import GradientBuffer
 from offload.grads.local import LocalGradients
@@ -88,8 +89,15 @@ def plan_run(
 ) -> Plan:
     """Decides what is where. Args: groups: the optimizer's param_groups; device: see OffloadZero.
 
-    Raises: ConfigError, BudgetError.
+    Raises: ConfigError, BudgetError. Warns of an accelerator that nobody asked for.
     """
+    found = accelerator()
+    if device is None and found is not None and is_meta(model):
+        warnings.warn(
+            "the model has no device yet, and is going to be trained on the CPU, beside an accelerator: give "
+            f'OffloadZero device="{found.type}", or device="cpu" if that is meant',
+            stacklevel=3,
+        )
     shape = ModelShape.of(model, groups, config, planned=is_meta(model))
     config = shape.config(config)
     on = device_for(device, shape.params[0].device)

@@ -355,6 +355,17 @@ def test_a_model_built_on_the_meta_device_takes_its_buffers_along(tmp_path: Path
         take_step(optimizer, model(torch.ones(3, 4, device=DEVICE)).square().mean())
 
 
+def test_a_meta_model_that_trains_beside_an_unused_accelerator_warns_unless_it_is_told_so() -> None:
+    def built() -> nn.Module:
+        with torch.device("meta"):
+            return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+    with pytest.warns(UserWarning, match='give OffloadZero device="simulated"'):
+        OffloadZero(built()).close()
+    OffloadZero(built(), device="cpu").close()
+    OffloadZero(Net()).close()  # whose device is known
+
+
 def test_kinds_of_models_come_with_the_same_bits() -> None:
     for kind in models.KINDS:
         losses = []
