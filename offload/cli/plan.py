@@ -174,7 +174,11 @@ def plan(
             console.print(line, soft_wrap=True, highlight=False)
         console.print(
             f"What enters {model.blocks} blocks in a micro-batch of {batch} x {seq} takes {format_bytes(entering)}"
-            + ("." if saved is None else f"; all that they save without being recomputed, {format_bytes(saved)}."),
+            + (
+                ", by the formula for transformers: this model's forward does not run on the meta device."
+                if saved is None
+                else f"; all that they save without being recomputed, {format_bytes(saved)}."
+            ),
             soft_wrap=True,
             highlight=False,
         )

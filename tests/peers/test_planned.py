@@ -96,6 +96,17 @@ def test_frozen_blocks_and_embeddings_stream(tmp_path: Path) -> None:
     assert "from 0 to the model's 3 blocks" in too_many.stderr
 
 
+def test_a_model_that_needs_more_than_tokens_is_planned_by_the_formula(tmp_path: Path) -> None:
+    config = transformers.T5Config(d_model=64, d_ff=128, num_layers=2, num_heads=4, d_kv=16, vocab_size=96)
+    config.architectures = ["T5ForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    result = CliRunner().invoke(app, ["plan", "--config", str(tmp_path), "--batch", "3", "--seq", "32"])
+    assert result.exit_code == 0, result.output
+    said = next(line for line in result.output.splitlines() if line.startswith("What enters"))
+    assert said.startswith("What enters 4 blocks in a micro-batch of 3 x 32 takes 48 KiB")
+    assert said.endswith("by the formula for transformers: this model's forward does not run on the meta device.")
+
+
 def test_what_is_no_configuration(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     result = CliRunner().invoke(app, ["plan", "--config", str(tmp_path)])
