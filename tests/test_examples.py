@@ -17,7 +17,10 @@ FRAMEWORKS = {
     "finetune": "transformers",
 }
 """What an example needs beside, by its name."""
-PLAIN = [path for path in sorted(EXAMPLES.glob("*.py")) if path.stem not in FRAMEWORKS]
+LAUNCHED = {"tensor_parallel"}
+"""Only under torchrun."""
+PLAIN = [path for path in sorted(EXAMPLES.glob("*.py")) if path.stem not in {*FRAMEWORKS, *LAUNCHED}]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
 def output_of(script: Path, *options: str) -> str:
@@ -34,11 +37,15 @@ def test_example_runs(script: Path) -> None:
 
 
 def test_example_of_ranks_runs_and_resumes_under_torchrun() -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    begun, resumed = output_of(EXAMPLES / "torchrun.py", *launcher).split("resumed\n")
+    begun, resumed = output_of(EXAMPLES / "torchrun.py", *TORCHRUN, "2").split("resumed\n")
     assert "step  4" in begun
     assert "step  1" not in resumed
     assert "step  8" in resumed
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_example_of_tensor_parallelism_runs_under_torchrun(ranks: int) -> None:
+    assert "step 8" in output_of(EXAMPLES / "tensor_parallel.py", *TORCHRUN, str(ranks))
 
 
 @pytest.mark.peers
