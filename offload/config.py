@@ -146,6 +146,12 @@ class Config:
         """Whether parameters stream, trained or frozen."""
         return (self.param_tier, self.frozen_tier) != ("device", "device")
 
+    @property
+    def keeps_gradients_from_device(self) -> bool:
+        """Whether gradients of parameters that stay on the device are on NVMe. A device with memory of its own cannot:
+        new parameters are kept in the memory of their gradients until they are applied."""
+        return self.grad_tier == "nvme" and self.param_tier == "device"
+
     def with_params_on(self, tier: Tier) -> Config:
         """Parameters stream from `tier`: the frozen ones, and the trained ones unless they are so few that they stay,
         or from a faster tier if their states are on one."""

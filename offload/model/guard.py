@@ -494,9 +494,13 @@ def moved_elsewhere(name: str, param: Tensor, value: Tensor) -> ConfigError:
     with torch_private.DisableTorchFunctionSubclass():
         was = f"{tuple(param.shape)}, {param.dtype} on {param.device}"
         now = f"{tuple(value.shape)}, {value.dtype} on {value.device}"
+    trains = (
+        f', or give OffloadZero(device="{value.device}")' if param.device.type == "cpu" != value.device.type else ""
+    )
     return ConfigError(
         f"{name} is {was} and would become {now}: OffloadZero holds the model where it is. Leave out the call that "
         "moves or casts it (model.to(), .half(), .cuda(), a trainer's device placement), or make it before OffloadZero"
+        + trains
     )
 
 

@@ -118,12 +118,13 @@ def _tiers(config: Config, *, direct: bool) -> Iterator[Config]:
         params = ["device", "cpu", "nvme"] if has_nvme else ["device", "cpu"]
     if config.chooses_grads and config.tier == "nvme" and config.chunk_numel >= SUM_BLOCK:
         grads = ["cpu", "nvme"]
-    pairs = list(product(params, grads))
-    for param, grad in sorted(pairs, key=lambda pair: _BYTES_OF_PARAM[pair[0]] + _BYTES_OF_GRAD[pair[1]]):
-        chosen = config.with_params_on(param) if config.chooses_params else config
-        if len(pairs) > 1 and grad == "nvme" and chosen.param_tier == "device" and not direct:
-            continue  # see place
-        yield replace(chosen, grad_tier=grad)
+    pairs = sorted(product(params, grads), key=lambda pair: _BYTES_OF_PARAM[pair[0]] + _BYTES_OF_GRAD[pair[1]])
+    chosen = [
+        replace(config.with_params_on(param) if config.chooses_params else config, grad_tier=grad)
+        for param, grad in pairs
+    ]
+    # Where nothing else is left `place` says what is wrong.
+    yield from [one for one in chosen if direct or not one.keeps_gradients_from_device] or chosen
 
 
 def _shapes(config: Config, layout_of: Callable[[Config], Layout]) -> Iterator[Config]:

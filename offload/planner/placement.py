@@ -495,9 +495,10 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
     bytes to leave free for reading a commit in another layout.
     Raises: ConfigError; BudgetError naming what is needed, what is there and the option that would fix it.
     """
-    if config.grad_tier == "nvme" and config.param_tier == "device" and not direct:
-        # New parameters are kept in the memory of their gradients until they are applied.
-        raise ConfigError('grad_tier="nvme" needs param_tier="cpu" or "nvme" where the device has memory of its own')
+    if config.keeps_gradients_from_device and not direct:
+        few = "trained parameters stay on the device, because they are few beside the frozen ones: leave grad_tier out"
+        others = 'it needs param_tier="cpu" or "nvme" where the device has memory of its own'
+        raise ConfigError(f'grad_tier="nvme": {few if config.keeps_trained else others}')
     room = Room() if room is None else room
     needs = Needs(layout, config, direct)
     device_bytes = _require_room(layout, config, room, needs.slab_bytes)

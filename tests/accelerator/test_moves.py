@@ -332,6 +332,12 @@ def test_other_moves_are_refused(tmp_path: Path) -> None:
             with pytest.raises(ConfigError, match="OffloadZero holds the model where it is"):
                 move()
         step(model, optimizer, 0)
+    model = Net()
+    with (
+        taken(model, options_of("ram", tmp_path, "cpu")),
+        pytest.raises(ConfigError, match=r'or give OffloadZero\(device="simulated:0"\)'),
+    ):
+        model.to(DEVICE)
 
 
 def test_a_model_with_parked_parameters_of_an_outer_module_parks_too(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,8 @@ class Idiom:
     """One way to use parameters or gradients.
 
     Attributes: source: the upstream place it was taken from, "owner/repository path:line"; refused: by placement, why
-    it cannot be served, which a typed error says; bf16: whether it makes sense with bf16 parameters.
+    it cannot be served, which a typed error says; bf16: whether it makes sense with bf16 parameters; moves: whether it
+    moves model and data to where tests train, which is done for the others.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Idiom:
     train: Callable[[Run], None]
     refused: Mapping[str, str] = field(default_factory=dict)
     bf16: bool = True
+    moves: bool = False
 
 
 IDIOMS: dict[str, Idiom] = {}
@@ -112,7 +114,7 @@ class Run:
         whole = sum(param.numel() * self._dtype.itemsize for param in model.parameters())
         given = {"compute_dtype": self._dtype, "commit_every": None, **chosen}
         if chosen["tier"] == "nvme":
-            known = ("param_tier", "grad_tier", "tuning", "accumulation", "keep_fp32", "stage")
+            known = ("param_tier", "grad_tier", "tuning", "accumulation", "keep_fp32", "stage", "device")
             least = least_cpu_memory(
                 model,
                 optimizer,
@@ -196,7 +198,7 @@ def run(idiom: Idiom, options: Mapping[str, Any] | None, path: Path, **how: Any)
     """Runs an idiom to its end."""
     torch.manual_seed(0)
     one = Run(options, path, **how)
-    with _on_device():
+    with nullcontext() if idiom.moves else _on_device():
         try:
             idiom.train(one)
         finally:
@@ -218,7 +220,7 @@ def check(idiom: Idiom, placement: str, path: Path, **how: Any) -> None:
     try:
         plain = run(idiom, None, path, **how)
     except (RuntimeError, TypeError) as error:
-        if DEVICE == "cpu":
+        if DEVICE == "cpu" or idiom.moves:
             raise
         pytest.skip(f"plain torch, too, runs it on the CPU only: {error}")
     options = PLACEMENTS.get(placement) or FROZEN_STREAMS[placement]

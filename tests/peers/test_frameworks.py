@@ -1,12 +1,13 @@
 """Other people's frameworks with their defaults, and models of transformers, trained as with torch's AdamW.
 
 A held model and its optimizer are given to the framework as a model and an optimizer are. The oracle is the same
-framework with AdamW. Checkpoints of the frameworks are off.
+framework with AdamW. Checkpoints of the frameworks are off. On the simulated accelerator the model is made on the CPU,
+and the framework moves the plain one: OffloadZero is told the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,10 @@ from torch.utils.data import DataLoader
 
 from tests.oracle.harness import PLACEMENTS, Idiom, Run, check
 from tests.oracle.models import STEPS, TinyLm, token_loss
+from tests.peers import devices
+from tests.peers.devices import ON_CPU, alone
 from tests.peers.test_transformers import llama
+from tests.support.device import DEVICE
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 transformers = pytest.importorskip("transformers")
@@ -27,24 +31,16 @@ accelerate = pytest.importorskip("accelerate")
 lightning = pytest.importorskip("lightning")
 peft = pytest.importorskip("peft")
 
-HELD = [placement for placement in PLACEMENTS if placement != "device"]
+__all__ = ["alone"]
+HELD = [placement for placement in PLACEMENTS if placement != "device" or not ON_CPU]
 EPS = 1e-5
 """Of AdamW. The gradient of a key's bias is 0 but for rounding, which AdamW's default would blow up to whole steps."""
 
 
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    """One thread, so that sums have the same order in both runs, and no state of an accelerator before this one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    accelerate.state.GradientState._reset_state()
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def assert_as_with_adamw(train: Callable[..., None], placement: str, path: Path, **how: Any) -> None:
-    check(Idiom("framework", "", "", partial(train, path=path, **how)), placement, path)
+def assert_as_with_adamw(
+    train: Callable[..., None], placement: str, path: Path, *, moves: bool = True, **how: Any
+) -> None:
+    check(Idiom("framework", "", "", partial(train, path=path, **how), moves=moves), placement, path)
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
@@ -65,14 +61,15 @@ def with_trainer(
     model = llama(kind)()
     if adapts:
         model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
-    optimizer = run.hold(model, adamw(model), accumulation=accumulation)
+    few = {} if ON_CPU or not adapts else {"grad_tier": None}  # those stay on a device, and gradients near them
+    optimizer = run.hold(model, adamw(model), accumulation=accumulation, device=DEVICE, **few)
     rows = [{"input_ids": row, "labels": row} for row in tokens(4 * STEPS * accumulation)]
     arguments = {"max_steps": STEPS, "per_device_train_batch_size": 4, "logging_steps": 1} | arguments
     trainer = transformers.Trainer(
         model=model,
         args=transformers.TrainingArguments(
             output_dir=path / "trainer",
-            use_cpu=True,
+            use_cpu=ON_CPU,
             save_strategy="no",
             report_to=[],
             gradient_accumulation_steps=accumulation,
@@ -83,6 +80,7 @@ def with_trainer(
         optimizers=(optimizer, None),
     )
     trainer.train()
+    assert {param.device.type for param in model.parameters()} == {trainer.args.device.type} == {DEVICE}
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(logged) == STEPS
     for entry in logged:
@@ -123,10 +121,12 @@ class SmallLm(TinyLm):
         self.embedding, self.head = nn.Embedding(64, 8), nn.Linear(8, 64, bias=False)
 
 
-def with_accelerate(run: Run, *, path: Path, accumulation: int = 1) -> None:
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+def with_accelerate(run: Run, *, path: Path, accumulation: int = 1, mixed_precision: str = "no") -> None:
+    accelerator = accelerate.Accelerator(
+        cpu=ON_CPU, gradient_accumulation_steps=accumulation, mixed_precision=mixed_precision
+    )
     model = SmallLm()
-    optimizer = run.hold(model, adamw(model), accumulation=accumulation)
+    optimizer = run.hold(model, adamw(model), accumulation=accumulation, device=DEVICE)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     loader = loader_of(batches=STEPS * accumulation)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
@@ -141,19 +141,20 @@ def with_accelerate(run: Run, *, path: Path, accumulation: int = 1) -> None:
             optimizer.zero_grad()
         run.log(accelerator.gather(loss.detach()), schedule.get_last_lr()[0])
     assert not optimizer.step_was_skipped
+    assert {param.device.type for param in model.parameters()} == {accelerator.device.type} == {DEVICE}
     run.log(accelerator.unwrap_model(model))
     accelerator.end_training()
 
 
 def with_accelerate_in_fp16(run: Run, *, path: Path) -> None:
     """Accelerate makes a scaler on GPUs only, so here it is given one. The first steps are skipped."""
-    accelerator = accelerate.Accelerator(cpu=True)
-    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22)
+    accelerator = accelerate.Accelerator(cpu=ON_CPU)
+    accelerator.scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**22)
     model = SmallLm()
-    optimizer = run.hold(model, adamw(model))
+    optimizer = run.hold(model, adamw(model), device=DEVICE)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader_of())
     for inputs, targets in loader:
-        with torch.autocast("cpu", torch.float16):
+        with torch.autocast(DEVICE, torch.float16):
             loss = token_loss(model, inputs, targets)
         accelerator.backward(loss)
         norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
@@ -169,7 +170,7 @@ def with_accelerate_in_fp16(run: Run, *, path: Path) -> None:
 
 def with_accelerate_preparing_first(run: Run, *, path: Path) -> None:
     """The optimizer is made of what `prepare` returned, model and AdamW."""
-    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator = accelerate.Accelerator(cpu=ON_CPU)
     model = SmallLm()
     model, prepared, loader = accelerator.prepare(model, adamw(model), loader_of())
     optimizer = run.hold(model, prepared)
@@ -187,6 +188,7 @@ def with_accelerate_preparing_first(run: Run, *, path: Path) -> None:
 ACCELERATED: dict[str, Callable[..., None]] = {
     "defaults": with_accelerate,
     "accumulating": partial(with_accelerate, accumulation=2),
+    "bf16": partial(with_accelerate, mixed_precision="bf16"),
     "fp16": with_accelerate_in_fp16,
     "prepared first": with_accelerate_preparing_first,
 }
@@ -256,8 +258,8 @@ def mixed(precision: str) -> Any:
     """With a loss scale of which the first steps are skipped."""
     from offload.integrations.lightning import OffloadPrecision
 
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22) if precision == "16-mixed" else None
-    return OffloadPrecision(precision, "cpu", scaler)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**22) if precision == "16-mixed" else None
+    return OffloadPrecision(precision, DEVICE, scaler)
 
 
 def with_lightning(
@@ -279,8 +281,7 @@ def with_lightning(
         callbacks.append(lightning.pytorch.callbacks.EMAWeightAveraging(decay=0.8))
     trainer = lightning.Trainer(
         max_epochs=2,
-        accelerator="cpu",
-        devices=1,
+        **devices.for_lightning(),
         logger=lightning.pytorch.loggers.CSVLogger(path / "lightning"),
         log_every_n_steps=1,
         enable_checkpointing=False,
@@ -290,6 +291,7 @@ def with_lightning(
         callbacks=callbacks,
         **arguments,
     )
+    assert trainer.strategy.root_device.type == DEVICE
     batches = STEPS // 2 * accumulation
     trainer.fit(model, loader_of(batches=batches), loader_of(batches=1))
     run.log(trainer.callback_metrics["found"], model)
@@ -319,10 +321,10 @@ def test_lightning_trains_clips_and_logs(name: str, placement: str, tmp_path: Pa
 
 
 def with_fabric(run: Run, *, path: Path) -> None:
-    fabric = lightning.Fabric(accelerator="cpu", devices=1)
+    fabric = lightning.Fabric(**devices.for_lightning("fabric"))
     fabric.launch()
     model = SmallLm()
-    optimizer = run.hold(model, adamw(model))
+    optimizer = run.hold(model, adamw(model), device=DEVICE)
     model, optimizer = fabric.setup(model, optimizer)
     for inputs, targets in fabric.setup_dataloaders(loader_of()):
         optimizer.zero_grad()
@@ -453,7 +455,7 @@ def with_own_loop(run: Run, *, path: Path, name: str) -> None:
 @pytest.mark.parametrize("placement", HELD)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_train_as_with_adamw(name: str, placement: str, tmp_path: Path) -> None:
-    assert_as_with_adamw(with_own_loop, placement, tmp_path, name=name)
+    assert_as_with_adamw(with_own_loop, placement, tmp_path, name=name, moves=False)
 
 
 def with_average(run: Run, *, path: Path, multi: bool) -> None:
@@ -478,7 +480,7 @@ def with_average(run: Run, *, path: Path, multi: bool) -> None:
 @pytest.mark.parametrize("placement", HELD)
 @pytest.mark.parametrize("multi", [False, True], ids=["one by one", "all at once"])
 def test_average_of_weights_follows(multi: bool, placement: str, tmp_path: Path) -> None:
-    assert_as_with_adamw(with_average, placement, tmp_path, multi=multi)
+    assert_as_with_adamw(with_average, placement, tmp_path, multi=multi, moves=False)
 
 
 def with_penalty(run: Run, *, path: Path, of_parameters: bool) -> None:
@@ -503,4 +505,4 @@ def with_penalty(run: Run, *, path: Path, of_parameters: bool) -> None:
 @pytest.mark.parametrize("placement", HELD)
 @pytest.mark.parametrize("of_parameters", [False, True], ids=["of inputs", "of parameters"])
 def test_gradient_penalty_counts(of_parameters: bool, placement: str, tmp_path: Path) -> None:
-    assert_as_with_adamw(with_penalty, placement, tmp_path, of_parameters=of_parameters)
+    assert_as_with_adamw(with_penalty, placement, tmp_path, of_parameters=of_parameters, moves=False)

@@ -18,8 +18,11 @@ from torch.utils.data import DataLoader
 
 from offload import ConfigError, OffloadZero, Tuning
 from tests.oracle.models import token_loss
-from tests.peers.test_frameworks import SmallLm, adamw, alone, tokens
+from tests.peers import devices
+from tests.peers.devices import ON_CPU, alone
+from tests.peers.test_frameworks import SmallLm, adamw, tokens
 from tests.peers.test_transformers import gpt2
+from tests.support.device import DEVICE
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 transformers = pytest.importorskip("transformers")
@@ -58,7 +61,9 @@ class Holds:
         self.last: OffloadZero | None = None
 
     def __call__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> OffloadZero:
-        self.last = OffloadZero(model, optimizer, accumulation=ACCUMULATION, **self._options)
+        self.last = OffloadZero(model, optimizer, accumulation=ACCUMULATION, device=DEVICE, **self._options)
+        if not ON_CPU:
+            self.last.attach(rng=True)  # frameworks save the random numbers of devices that they know by name
         return self.last
 
     def lose(self) -> None:
@@ -78,7 +83,7 @@ def _quietly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return {name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}
 
 
 # transformers. 5 batches an epoch: the last group of each is shorter.
@@ -100,7 +105,7 @@ def trainer_of(hold: Hold, path: Path, *, callbacks: Any = (), **more: Any) -> A
     return transformers.Trainer(
         model=model,
         args=transformers.TrainingArguments(
-            output_dir=path, use_cpu=True, report_to=[], disable_tqdm=True, **(arguments | more)
+            output_dir=path, use_cpu=ON_CPU, report_to=[], disable_tqdm=True, **(arguments | more)
         ),
         train_dataset=ROWS,
         eval_dataset=ROWS[:8],
@@ -124,7 +129,8 @@ def with_trainer(hold: Hold, path: Path, *, is_bf16: bool, stop: int = 0, resume
             if state.global_step == stop:
                 raise StoppedError
 
-    trainer = trainer_of(hold, path, callbacks=[Stops()], bf16=is_bf16)
+    # Trainer refuses autocast on devices that it does not know by name. A held model is in bf16 without it.
+    trainer = trainer_of(hold, path, callbacks=[Stops()], bf16=is_bf16 and ON_CPU)
     trainer.train(resume_from_checkpoint=str(path / f"checkpoint-{SAVED}") if resume else None)
     return result_of(trainer)
 
@@ -135,7 +141,7 @@ def with_trainer(hold: Hold, path: Path, *, is_bf16: bool, stop: int = 0, resume
 def with_accelerate(hold: Hold, path: Path, *, is_bf16: bool, stop: int = 0, resume: bool = False) -> Result:
     """Two epochs of 5 batches: the last group of each is shorter. The checkpoint is made after the first."""
     accelerator = accelerate.Accelerator(
-        cpu=True, gradient_accumulation_steps=ACCUMULATION, mixed_precision="bf16" if is_bf16 else "no"
+        cpu=ON_CPU, gradient_accumulation_steps=ACCUMULATION, mixed_precision="bf16" if is_bf16 else "no"
     )
     accelerate.utils.set_seed(0)
     model = nn.Sequential(SmallLm(), nn.Dropout(0.1))
@@ -222,8 +228,7 @@ def fitting(path: Path, **more: Any) -> Any:
     )
     arguments: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": ACCUMULATION, "gradient_clip_val": 0.3}
     return lightning.Trainer(
-        accelerator="cpu",
-        devices=1,
+        **devices.for_lightning(),
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,

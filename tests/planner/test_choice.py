@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from offload import BudgetError, ConfigError, OffloadZero, Tuning
+from offload import config as configuration
+from offload.planner.choice import ModelShape, choose
 from tests.support.late_copier import LateCopier
 from tests.support.streamed import finish
 from tests.support.toy import Block, Checkpointed, Net, batch, squares
@@ -136,6 +138,17 @@ def test_the_fastest_tiers_that_fit_are_chosen(tmp_path: Path) -> None:
     assert caught.value.option == "cpu_memory"
     with pytest.raises(BudgetError):
         chosen(device_memory=16 * unit - 1, param_tier="device")
+
+
+@pytest.mark.parametrize("param_tier", [None, "cpu"])
+def test_gradients_of_few_trained_parameters_cannot_go_to_nvme_from_a_device(param_tier: str | None) -> None:
+    """No other tier is possible for these parameters, whether one is given or not."""
+    model = nn.Sequential(nn.Linear(256, 256).requires_grad_(False), nn.Linear(256, 4))
+    config = configuration.check(tier="nvme", path=".", param_tier=param_tier, grad_tier="nvme")
+    shape = ModelShape.of(model, [{"params": list(model[1].parameters())}], config)
+    assert choose(shape.config(config), shape.layout, direct=True, room=shape.room())
+    with pytest.raises(ConfigError, match=r"few beside the frozen ones: leave grad_tier out"):
+        choose(shape.config(config), shape.layout, direct=False, room=shape.room())
 
 
 def test_what_was_chosen_is_printed_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

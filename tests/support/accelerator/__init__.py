@@ -33,7 +33,7 @@ from torch import Tensor
 
 NAME = "simulated"
 HERE = Path(__file__).parent
-SOURCES = ("device.cpp", "kernels.cpp")
+SOURCES = ("device.cpp", "kernels.cpp", "autocast.cpp")
 COUNTERS = (
     "kernels",
     "to_device",

@@ -14,6 +14,7 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/native_dropout_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/DeviceGuard.h>
@@ -407,6 +408,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", TORCH_FN(copy_from));
   m.impl("_has_compatible_shallow_copy_type", TORCH_FN(can_become));
   m.impl("_fused_sdp_choice", TORCH_FN(choose_attention));
+  m.impl("native_dropout", TORCH_FN(at::native::native_dropout_cpu)); // of operations that draw from a generator's numbers
   // These have a form for any device, of other operations; the CPU's own has the CPU's bits.
   for (const char* name : {"native_layer_norm", "native_group_norm", "convolution", "convolution_backward", "mse_loss", "smooth_l1_loss"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
