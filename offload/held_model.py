@@ -64,6 +64,8 @@ class HeldModel:
             self.units = StreamedUnits(run, parameters, transfers, self.pending, parts.masters, owner, parts.gradients)
         self._frozen_digests: dict[str, str] = {}
         self._take_model(source, transfers, committed)
+        if transfers is not None:
+            transfers.expect(())  # training fetches in another order than that in which the model was taken
         self.initial_bytes = run.timeline.counted("nvme_written_bytes")
         parameters.remember(model)
         self.answers = Answers(run.layout, parameters, parts.gradients, self.pending, owner)

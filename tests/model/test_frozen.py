@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -213,6 +214,19 @@ def test_the_first_line_and_the_plan_count_what_streams(tmp_path: Path, capsys: 
     line = capsys.readouterr().err
     assert "of frozen ones streamed from NVMe" in line
     assert placement.disk_bytes == sum(path.stat().st_size for path in (tmp_path / "run").iterdir())
+
+
+def test_from_the_second_step_on_as_much_is_read_as_planned(tmp_path: Path) -> None:
+    """The order of the first step is known then, without the order in which the model was taken."""
+    model = adapted()
+    with in_little_memory(model, torch.optim.AdamW(trained(model)), **options("cpu", "nvme", tmp_path)) as optimizer:
+        read = [0]
+        for _ in losses(model, optimizer, 5):
+            optimizer.synchronize()
+            read.append(optimizer.stats()["nvme_read_bytes"])
+    first, *later = (after - before for before, after in pairwise(read))
+    assert len(set(later)) == 1
+    assert later[0] <= first
 
 
 @pytest.mark.parametrize("tier", ["cpu", "nvme", "device"])
