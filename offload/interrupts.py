@@ -70,7 +70,15 @@ _NOT_TO_REPLACE = (Handler, int, type(None))
 
 def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
     """Defers a signal that arrives during a call of `function` to its end, or to that of the outermost marked call."""
+    return _marked(function, handles=True)
 
+
+def uninterrupted_entry(function: Callable[P, R]) -> Callable[P, R]:
+    """For `__enter__`, `__del__`: as `uninterrupted`, but the signal is handled at the end of the next marked call."""
+    return _marked(function, handles=False)
+
+
+def _marked(function: Callable[P, R], *, handles: bool) -> Callable[P, R]:
     @functools.wraps(function)
     def region(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
@@ -82,25 +90,10 @@ def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         finally:
             # The last instruction at which the interpreter looks for signals lies before this line.
-            if _came:
+            if _came and handles:
                 _handle_outside(sys._getframe())
 
     return region
-
-
-def uninterrupted_entry(function: Callable[P, R]) -> Callable[P, R]:
-    """For `__enter__`, `__del__`: as `uninterrupted`, but the signal is handled at the end of the next marked call."""
-
-    @functools.wraps(function)
-    def entry(*args: P.args, **kwargs: P.kwargs) -> R:
-        if (
-            _signal.getsignal(_INT).__class__ not in _NOT_TO_REPLACE
-            or _signal.getsignal(_TERM).__class__ not in _NOT_TO_REPLACE
-        ):
-            _install((_INT, _TERM))
-        return function(*args, **kwargs)
-
-    return entry
 
 
 def let_in() -> None:
@@ -187,7 +180,7 @@ def _install(numbers: tuple[int, ...]) -> None:
 def _region(frame: FrameType | None) -> FrameType | None:
     """The innermost marked call that `frame` is in."""
     while frame is not None:
-        if frame.f_code is _REGION or frame.f_code is _ENTRY:
+        if frame.f_code is _REGION:
             return frame
         frame = frame.f_back
     return None
@@ -213,4 +206,3 @@ def _is_main() -> bool:
 
 
 _REGION = uninterrupted(_is_main).__code__
-_ENTRY = uninterrupted_entry(_is_main).__code__
