@@ -108,8 +108,7 @@ def cases_of(n: int, shares: Sequence[float], *, split_master: bool, commit_ever
         tuning = tuning_of(count, width, split)
         planned = plan_of(model, direct=True, tier="nvme", path=".", commit_every=commit_every, tuning=tuning)
         memory = planned.cpu_memory_for(share)
-        placement = planned.with_memory(memory).place()
-        streamed = len(planned.needs.states) - len(placement.kept)
+        streamed = len(planned.with_memory(memory).place().states.streamed)
         yield Case(share, split, count, width, memory, streamed, planned.needs.states[0].nbytes)
 
 

@@ -250,10 +250,10 @@ def _state_store(
     undo: ExitStack, run: Run, placement: Placement, slots: Stripes | None, records: Sequence[Record]
 ) -> Store:
     """The store of the states; on a device it has one in RAM beneath it, through which commits go."""
-    memory, timeline = run.memory, run.timeline
+    memory, timeline, pool = run.memory, run.timeline, placement.states
     if memory.states is memory.ram:
         is_due = run.config.is_due
-        store = Store(records, placement.kept, placement.in_flight, memory.ram, slots, timeline, is_due=is_due)
+        store = Store(records, pool.resident, pool.in_flight, memory.ram, slots, timeline, is_due=is_due)
     else:
         beneath = _pool_store(undo, run, placement.staged, records, slots, 0, memory.ram)
         store = DeviceStore(records, memory.states, beneath, timeline)
@@ -275,7 +275,7 @@ def _pool_store(
         return None
     memory = run.memory.states if memory is None else memory
     held = None if slots is None else slots.starting_at(first)
-    store = Store(records, pool.kept, pool.in_flight, memory, held, run.timeline)
+    store = Store(records, pool.resident, pool.in_flight, memory, held, run.timeline)
     undo.callback(store.close)
     return store
 
@@ -331,8 +331,8 @@ def _open_files(
         directories=start.held,
     )
     # With commits, another budget has to find the same order of slots.
-    kept = placement.kept if config.commit_every is None else ()
+    resident = placement.states.resident if config.commit_every is None else ()
     records, speeds = slot_records(layout, config), weights(config.paths)
-    slots = Stripes(engine, config.paths, speeds, records, files, timeline=timeline, kept=kept)
+    slots = Stripes(engine, config.paths, speeds, records, files, timeline=timeline, resident=resident)
     undo.callback(slots.close)
     return slots, engine

@@ -346,7 +346,6 @@ def summarise(planned: Planned) -> dict[str, Any]:
 
     device = accelerator()
     placement = planned.place()
-    kept = sum(planned.needs.states[chunk].nbytes for chunk in placement.kept)
     return {
         "tier": planned.config.tier,
         "param_tier": planned.config.param_tier,
@@ -359,10 +358,10 @@ def summarise(planned: Planned) -> dict[str, Any]:
         "parameters": planned.layout.trained.numel,
         "frozen_tier": planned.config.frozen_tier,
         "chunks": len(planned.layout.chunks),
-        "kept_chunks": len(placement.kept),
-        "kept_share": kept / planned.needs.state_bytes,
-        "buffers": placement.in_flight,
-        "arena_utilisation": placement.utilisation,
+        "kept_chunks": len(placement.states.resident),
+        "kept_share": placement.states.resident_bytes / planned.needs.state_bytes,
+        "buffers": placement.states.in_flight,
+        "arena_utilisation": placement.states.utilisation,
         "rows": [asdict(row) for row in explain.explain(placement, planned)],
         "device_bytes": placement.device_bytes,
         "device_budget_bytes": placement.device_budget_bytes,

@@ -216,8 +216,7 @@ def hiding_tokens(planned: Planned, flops: float, disk_bytes_per_s: float) -> tu
     Raises: BudgetError.
     """
     placement = planned.place()
-    kept = sum(planned.needs.states[chunk].nbytes for chunk in placement.kept)
-    states = 2 * (planned.needs.state_bytes - kept)
+    states = 2 * sum(placement.states.streamed)
     moved = placement.read_bytes + placement.written_bytes
     tokens_a_byte = flops / disk_bytes_per_s / planned.layout.numel
     least = tokens_a_byte * moved / 6
@@ -239,15 +238,14 @@ def _in_memory(placement: Placement, planned: Planned) -> Iterator[Row]:
     """In RAM, or on the device."""
     where: Tier = "device" if planned.config.tier == "device" else "cpu"
     total = placement.slab_bytes if where == "device" else placement.arena_bytes
-    records = planned.needs.states
-    streamed = [record.nbytes for chunk, record in enumerate(records) if chunk not in placement.kept]
-    frozen, is_beside = placement.frozen or Pool(frozenset(), 0, 0, 0), planned.needs.frozen_beside_slab
+    states, records = placement.states, planned.needs.states
+    frozen, is_beside = placement.frozen or Pool((), frozenset(), 0), planned.needs.frozen_beside_slab
     rows = [
         Row("grad", where, planned.needs.gradient_bytes),
-        *_states([records[chunk] for chunk in placement.kept], where),
-        Row("param", where, placement.params.kept_bytes if placement.params else 0),
-        Row("frozen", where, 0 if is_beside else frozen.kept_bytes),
-        Row("buffers", where, placement.in_flight * max(streamed, default=0) + _param_buffers(placement, planned)),
+        *_states([records[chunk] for chunk in states.resident], where),
+        Row("param", where, placement.params.resident_bytes if placement.params else 0),
+        Row("frozen", where, 0 if is_beside else frozen.resident_bytes),
+        Row("buffers", where, states.buffer_bytes + _param_buffers(placement, planned)),
     ]
     is_apart = planned.needs.has_activations_on_device
     activations = Row("activation", "device" if is_apart else "cpu", placement.activation_bytes)
@@ -257,8 +255,8 @@ def _in_memory(placement: Placement, planned: Planned) -> Iterator[Row]:
     yield from rows
     yield Row("rest", where, total - sum(row.nbytes for row in rows))
     if is_beside:
-        yield Row("frozen", "cpu", frozen.kept_bytes)
-        yield Row("buffers", "cpu", frozen.nbytes - frozen.kept_bytes)
+        yield Row("frozen", "cpu", frozen.resident_bytes)
+        yield Row("buffers", "cpu", frozen.buffer_bytes)
     if placement.staged is not None:
         yield Row("buffers", "cpu", placement.staged.nbytes)
     if where == "cpu":
@@ -268,7 +266,7 @@ def _in_memory(placement: Placement, planned: Planned) -> Iterator[Row]:
 def _param_buffers(placement: Placement, planned: Planned) -> int:
     """What streamed parameters and gradients pass through."""
     frozen = None if planned.needs.frozen_beside_slab else placement.frozen
-    pools = sum(pool.in_flight * pool.largest for pool in (placement.params, placement.grads, frozen) if pool)
+    pools = sum(pool.buffer_bytes for pool in (placement.params, placement.grads, frozen) if pool)
     return pools + planned.needs.exchange_bytes
 
 
@@ -279,13 +277,14 @@ def _on_disk(placement: Placement, planned: Planned) -> Iterator[Row]:
     frozen = frozen_records_of(planned.layout) if config.frozen_tier == "nvme" else []
     params = param_records_of(planned.layout) if config.param_tier == "nvme" else []
     grads = gradient_records_of(planned.layout, config.accumulation) if config.grad_tier == "nvme" else []
-    kept = [records[chunk] for chunk in placement.kept] if state_slots(planned.layout, config) else []
+    resident = placement.states.resident
+    unwritten = [records[chunk] for chunk in resident] if state_slots(planned.layout, config) else []
     rows = [
-        *_states([record for chunk, record in enumerate(records) if chunk not in placement.kept], "nvme"),
+        *_states([record for chunk, record in enumerate(records) if chunk not in resident], "nvme"),
         Row("param", "nvme", sum(record.numel * record.itemsizes[0] for record in params)),
         Row("frozen", "nvme", sum(record.numel * record.itemsizes[0] for record in frozen)),
         Row("grad", "nvme", sum(record.numel * record.itemsizes[0] for record in grads)),
-        Row("slots", "nvme", sum(record.nbytes for record in kept) + _second_slots(planned)),
+        Row("slots", "nvme", sum(record.nbytes for record in unwritten) + _second_slots(planned)),
     ]
     yield from rows
     yield Row("rest", "nvme", placement.disk_bytes - sum(row.nbytes for row in rows))

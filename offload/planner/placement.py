@@ -7,7 +7,7 @@ would be in RAM is on the device, and in RAM are only the buffers through which 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -46,16 +46,37 @@ _SHOWN = {"device": "the device", "cpu": "RAM", "nvme": "NVMe"}
 
 @dataclass(frozen=True)
 class Pool:
-    """Which chunks of one kind stay in RAM, and how many buffers of `largest` bytes the others pass through."""
+    """The memory of one kind of chunks: some stay in it, the others pass through buffers.
 
-    kept: frozenset[int]
+    Attributes: sizes: bytes of each chunk; resident: the chunks that stay; in_flight: how many buffers.
+    """
+
+    sizes: Sequence[int]
+    resident: frozenset[int]
     in_flight: int
-    kept_bytes: int
-    largest: int
+
+    @cached_property
+    def streamed(self) -> list[int]:
+        """Bytes of each chunk that does not stay."""
+        return [size for chunk, size in enumerate(self.sizes) if chunk not in self.resident]
+
+    @property
+    def resident_bytes(self) -> int:
+        return sum(self.sizes) - sum(self.streamed)
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self.in_flight * max(self.streamed, default=0)
 
     @property
     def nbytes(self) -> int:
-        return self.kept_bytes + self.in_flight * self.largest
+        return self.resident_bytes + self.buffer_bytes
+
+    @property
+    def utilisation(self) -> float:
+        """The share of the bytes that chunks fill."""
+        in_buffers = self.in_flight * sum(self.streamed) / len(self.streamed) if self.streamed else 0
+        return (self.resident_bytes + in_buffers) / max(self.nbytes, 1)
 
 
 @dataclass(frozen=True)
@@ -63,14 +84,13 @@ class Placement:
     """Bytes by tier, fixed before the first step.
 
     Attributes:
-        kept: chunks whose states stay where they are; in_flight: buffers for the others, streamed_chunks of them.
+        states: of the states, where they wait for the step.
         arena_bytes: all that this library holds in RAM; budget_bytes: what it may hold.
         read_bytes, written_bytes: of the disk, a step; disk_bytes: the swap files.
         device_bytes: the most that parameters and buffers take on the model's device at once; resident_bytes: of these,
             frozen parameters that stay there, and buffers; device_budget_bytes: what all may take, None: anything.
         slab_bytes: of device_bytes, with tier="device" those of states, gradients and what works on them; else those of
             communication buffers, if the device has memory of its own.
-        utilisation: the share of the chunks' buffers that chunks fill.
         params: of trained 16-bit parameters that are streamed, or copied to RAM for commits; None: they stay on the
             device. frozen: of frozen parameters; None: likewise.
         grads: of gradients in slots; staged: of states that are on the device, for commits.
@@ -79,16 +99,13 @@ class Placement:
             activation_spill_bytes: of the one in RAM for what a region on the device lacks room for.
     """
 
-    kept: frozenset[int]
-    in_flight: int
+    states: Pool
     arena_bytes: int
     budget_bytes: int
     read_bytes: int
     written_bytes: int
     disk_bytes: int
     device_bytes: int
-    streamed_chunks: int
-    utilisation: float
     params: Pool | None = None
     grads: Pool | None = None
     held_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -102,7 +119,6 @@ class Placement:
 
     def describe(self, layout: Layout, config: Config) -> str:
         """One line for people."""
-        streamed = self.streamed_chunks
         paths = " and ".join(map(str, config.paths))
         at_most = f" of {format_bytes(config.device_memory)} allowed" if config.device_memory is not None else ""
         where = "" if config.param_tier == "device" else f", streamed from {_SHOWN[config.param_tier]}"
@@ -122,14 +138,15 @@ class Placement:
         )
         if not self.written_bytes:
             text += f"optimizer states stay {'in' if config.tier == 'cpu' else 'on'} {_SHOWN[config.tier]}"
-            text += f" ({len(self.kept)} chunks)"
+            text += f" ({len(self.states.resident)} chunks)"
             text += f", and {format_bytes(self.read_bytes)} are read a step" if self.read_bytes else ""
             if config.commit_every is None:
                 return text
             return f"{text}, and are written to {paths} ({format_bytes(self.disk_bytes)}) at a commit{_every(config)}"
         steps = TYPICAL_TBW / self.written_bytes
         return text + (
-            f"{streamed} of {len(layout.chunks)} chunks stream through {paths} ({format_bytes(self.disk_bytes)}): "
+            f"{len(self.states.streamed)} of {len(layout.chunks)} chunks stream through {paths} "
+            f"({format_bytes(self.disk_bytes)}): "
             f"{format_bytes(self.read_bytes)} read and {format_bytes(self.written_bytes)} written a step, "
             f"{steps:,.0f} steps for a drive warranted for 600 TB written; "
             + ("nothing is committed" if config.commit_every is None else f"a commit{_every(config)}")
@@ -144,7 +161,7 @@ class Placement:
         nbytes = sum(spec.numel * spec.dtype.itemsize for spec in frozen)
         kept = trained_bytes(layout) if config.param_tier == "device" else 0
         also = f"{format_bytes(kept)} of trained parameters and " if kept else ""
-        in_ram = self.frozen.kept_bytes if self.frozen is not None and config.frozen_tier == "nvme" else 0
+        in_ram = self.frozen.resident_bytes if self.frozen is not None and config.frozen_tier == "nvme" else 0
         cached = f" ({format_bytes(in_ram)} stay in RAM)" if in_ram else ""
         return (
             f"{format_bytes(nbytes)} of frozen ones streamed from {_SHOWN[config.frozen_tier]}{cached}, {also}{stays}"
@@ -320,11 +337,11 @@ class Needs:
         if self.config.param_tier == "nvme":
             return self._few(sizes)
         if self.config.param_tier == "cpu":
-            return _all_of(sizes)
+            return _resident(sizes)
         if not self.config.commits_parameters:
             return None
         # At a commit some are written while another is copied: with two, the drive would wait for half of the time.
-        return Pool(frozenset(), min(IN_FLIGHT, len(sizes)), 0, max(sizes, default=0))
+        return Pool(sizes, frozenset(), min(IN_FLIGHT, len(sizes)))
 
     @cached_property
     def grads(self) -> Pool | None:
@@ -349,22 +366,19 @@ class Needs:
         """Frozen parameters that stream: all in RAM, or as few as work; None: they are on the device."""
         if not self.frozen_chunks:
             return None
-        return self._few(self.frozen_chunks) if self.config.frozen_tier == "nvme" else _all_of(self.frozen_chunks)
+        return self._few(self.frozen_chunks) if self.config.frozen_tier == "nvme" else _resident(self.frozen_chunks)
 
     def frozen_with(self, spare_bytes: int) -> Pool | None:
         """The same, where RAM has so many bytes more for those on NVMe."""
         if self.frozen is None or self.config.frozen_tier != "nvme" or self._has_frozen_in_slab:
             return self.frozen
-        room = self.frozen.nbytes + max(spare_bytes, 0)
-        kept, in_flight = _keep_and_stream(self.frozen_chunks, room, self.frozen.in_flight)
-        streamed = [size for chunk, size in enumerate(self.frozen_chunks) if chunk not in kept]
-        return Pool(kept, in_flight, sum(self.frozen_chunks) - sum(streamed), max(streamed, default=0))
+        return _within(self.frozen.nbytes + max(spare_bytes, 0), self.frozen_chunks, self.frozen.in_flight)
 
     def frozen_read_bytes(self, frozen: Pool | None) -> int:
-        """Of them, from the disk in a step: each forward and each backward reads all but those that `frozen` keeps."""
+        """Of them, from the disk in a step: each forward and each backward reads all that `frozen` streams."""
         if frozen is None or self.config.frozen_tier != "nvme":
             return 0
-        return 2 * self.config.accumulation * (sum(self.frozen_chunks) - frozen.kept_bytes)
+        return 2 * self.config.accumulation * sum(frozen.streamed)
 
     @property
     def frozen_beside_slab(self) -> bool:
@@ -376,7 +390,7 @@ class Needs:
         return self.config.tier == "device" and not self.frozen_beside_slab
 
     def _few(self, sizes: list[int]) -> Pool:
-        return Pool(frozenset(), min(self.config.in_flight or IN_FLIGHT, len(sizes)), 0, max(sizes, default=0))
+        return Pool(sizes, frozenset(), min(self.config.in_flight or IN_FLIGHT, len(sizes)))
 
     @cached_property
     def reduction(self) -> ReductionPlan | None:
@@ -523,13 +537,8 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
     elif activation_bytes and config.activation_memory is None:
         activation_bytes = max(activation_bytes, share)
     fixed += spill_bytes if needs.has_activations_on_device else activation_bytes
-    kept, in_flight = frozenset(range(len(sizes))), 0
-    if streams:
-        kept, in_flight = _keep_and_stream(sizes, budget - fixed, config.in_flight)
-    streamed = [size for chunk, size in enumerate(sizes) if chunk not in kept]
-    kept_bytes, largest = sum(sizes) - sum(streamed), max(streamed, default=0)
-    arena_bytes = fixed - reserved + (kept_bytes if states else 0) + in_flight * largest
-    filled = kept_bytes + (in_flight * sum(streamed) / len(streamed) if streamed else 0)
+    pool = _within(budget - fixed, sizes, config.in_flight) if streams else _resident(sizes)
+    arena_bytes = fixed - reserved + (0 if is_on_device else pool.nbytes)
     if given is not None and arena_bytes + reserved > free:
         other = ', and tier="nvme" with a path' if config.tier == "cpu" else ""
         raise BudgetError(
@@ -545,12 +554,11 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
         arena_bytes += frozen.nbytes - needs.frozen.nbytes
     read, written = needs.moved_bytes
     return Placement(
-        kept=kept,
-        in_flight=in_flight,
+        states=pool,
         arena_bytes=arena_bytes,
         budget_bytes=budget,
-        read_bytes=sum(streamed) + read + needs.frozen_read_bytes(frozen),
-        written_bytes=sum(streamed) + written,
+        read_bytes=sum(pool.streamed) + read + needs.frozen_read_bytes(frozen),
+        written_bytes=sum(pool.streamed) + written,
         disk_bytes=needs.disk_bytes,
         device_bytes=device_bytes,
         device_budget_bytes=room.limit(config),
@@ -563,24 +571,22 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
         frozen=frozen,
         activation_bytes=activation_bytes,
         activation_spill_bytes=spill_bytes,
-        streamed_chunks=len(streamed),
-        utilisation=filled / max(kept_bytes + in_flight * largest, 1),
     )
 
 
-def _all_of(sizes: list[int]) -> Pool:
-    """All of them are kept."""
-    return Pool(frozenset(range(len(sizes))), 0, sum(sizes), 0)
+def _resident(sizes: Sequence[int]) -> Pool:
+    """All of them stay."""
+    return Pool(sizes, frozenset(range(len(sizes))), 0)
 
 
-def _keep_and_stream(sizes: list[int], room: int, in_flight: int | None) -> tuple[frozenset[int], int]:
-    """The chunks to keep and the buffers for the others, within `room` bytes."""
+def _within(room: int, sizes: Sequence[int], in_flight: int | None) -> Pool:
+    """As many stay as `room` bytes allow beside the buffers for the others."""
     if sum(sizes) <= room:
-        return frozenset(range(len(sizes))), 0
+        return _resident(sizes)
     buffer = max(sizes, default=0)
     buffers = min(in_flight or IN_FLIGHT, len(sizes), room // buffer)
-    kept = residents(range(len(sizes)), sizes, room - buffers * buffer)
-    return kept, min(buffers, len(sizes) - len(kept))
+    resident = residents(range(len(sizes)), sizes, room - buffers * buffer)
+    return Pool(sizes, resident, min(buffers, len(sizes) - len(resident)))
 
 
 def _too_small(needed: int, budget: int, given: int | None, other: str) -> BudgetError:

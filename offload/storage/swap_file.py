@@ -490,8 +490,8 @@ class Slots(Protocol):
 class Stripes:
     """The slots of all chunks over several directories, found by chunk.
 
-    Args: directories: one or more, all different; weights: their bandwidths; records: what each chunk holds; kept:
-    chunks that seldom move.
+    Args: directories: one or more, all different; weights: their bandwidths; records: what each chunk holds;
+    resident: chunks that stay in RAM, and seldom move.
     Attributes: run_id, 16 bytes; chosen: the number of each chunk's directory; directories, as in `RunFiles`.
     Raises: as `SwapFile`, naming the directory; then nothing is left behind in any of them.
     """
@@ -505,7 +505,7 @@ class Stripes:
         run: RunFiles | None = None,
         *,
         timeline: Timeline | None = None,
-        kept: Collection[int] = (),
+        resident: Collection[int] = (),
     ) -> None:
         run = run or RunFiles()
         for directory in directories:
@@ -523,7 +523,7 @@ class Stripes:
             for number, directory in enumerate(directories):
                 # The chunks that move lie side by side: a drive reads on faster than it skips.
                 held = [chunk for chunk, path in enumerate(chosen) if path == number]
-                held.sort(key=lambda chunk: chunk in kept)
+                held.sort(key=lambda chunk: chunk in resident)
                 stripe = (number, len(directories))
                 file = SwapFile(engine, directory, records, run, held=held, stripe=stripe, timeline=timeline)
                 undo.callback(file.abandon)

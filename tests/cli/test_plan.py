@@ -226,10 +226,10 @@ def test_budget_for_a_share_keeps_that_share(share: float, prefetch: int | None)
     planned = plan_of(model, direct=True, path=".", tuning=tuning)
     memory = planned.cpu_memory_for(share)
     placed = planned.with_memory(memory).place()
-    assert len(placed.kept) == share * 40
+    assert len(placed.states.resident) == share * 40
     assert placed.arena_bytes == memory
     buffers = IN_FLIGHT if prefetch is None else prefetch + 2
-    assert placed.in_flight == (0 if share == 1 else buffers)
+    assert placed.states.in_flight == (0 if share == 1 else buffers)
     assert planned.largest_share(memory) == pytest.approx(share)
 
 

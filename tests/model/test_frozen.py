@@ -247,17 +247,17 @@ def test_ram_that_is_left_keeps_frozen_chunks_which_are_not_read(tier: str, tmp_
     most, read = run(OffloadZero)
     assert least.frozen is not None
     assert most.frozen is not None
-    assert not least.frozen.kept
+    assert not least.frozen.resident
     assert read == most.read_bytes == 0
     # All of the states stay in RAM, and some of the frozen parameters.
-    whole = most.frozen.kept_bytes
+    whole = most.frozen.resident_bytes
     less = most.arena_bytes - whole // 4
     some, read = run(OffloadZero, cpu_memory=less)
     assert some.frozen is not None
-    assert some.frozen.kept
+    assert some.frozen.resident
     assert some.arena_bytes <= less
     # By each forward and each backward; chunks are also retained in the buffers of others.
-    assert 0 < read <= some.read_bytes == 2 * (whole - some.frozen.kept_bytes) < least.read_bytes
+    assert 0 < read <= some.read_bytes == 2 * (whole - some.frozen.resident_bytes) < least.read_bytes
     for values in found:
         for name, value in values.items():
             assert torch.equal(value, found[0][name]), name
