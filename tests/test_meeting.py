@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -71,11 +71,11 @@ def test_a_manifest_that_some_rank_lacks_is_sent_once_by_the_first_that_sees_it(
     lying = [folders, folders[1:], folders[1:2]]
     digests = [{write_manifest(place, manifest) for place in lying[manifest.rank]} for manifest in manifests]
     commit = Commit(RUN, STEP, tuple(digest for (digest,) in digests))
-    sent: dict[int, list[str]] = {}
+    sent: dict[int, list[int]] = {}
 
-    def noted(comm: Communicator, data: bytes) -> list[bytes]:
-        sent[comm.rank] = sorted(json.loads(data))
-        return all_gather_object(comm, data)
+    def noted(comm: Communicator, manifests: dict[int, bytes], kind: Any) -> list[dict[int, bytes]]:
+        sent[comm.rank] = sorted(manifests)
+        return all_gather_object(comm, manifests, kind)
 
     monkeypatch.setattr(meeting, "all_gather_object", noted)
 
@@ -88,10 +88,10 @@ def test_a_manifest_that_some_rank_lacks_is_sent_once_by_the_first_that_sees_it(
 
     everything = dict(enumerate(manifests))
     assert work([], {0, 1, 2}) == [everything] * 3
-    assert sent == {0: [], 1: ["1", "2"], 2: []}
+    assert sent == {0: [], 1: [1, 2], 2: []}
     sent.clear()
     assert work([], set()) == [{number: manifests[number] for number in (0, rank)} for rank in range(3)]
-    assert sent == {0: [], 1: ["2"], 2: []}
+    assert sent == {0: [], 1: [2], 2: []}
     sent.clear()
     assert work(folders, {0, 1, 2}) == [everything] * 3
     assert not sent
@@ -99,7 +99,7 @@ def test_a_manifest_that_some_rank_lacks_is_sent_once_by_the_first_that_sees_it(
 
 def test_what_one_rank_resumes_from_and_another_goes_on_in_is_no_directory_beside_the_run(tmp_path: Path) -> None:
     """Only a record that lies in nobody's `path` is one that `resume` names."""
-    run, kept = tmp_path / "run", tmp_path / "kept"
+    run, kept = tmp_path / os.fsdecode(b"no UTF-8: \xff"), tmp_path / "kept"
     ours, theirs = (Commit(letter * 32, 7, (Digest(1, "0" * 32),)) for letter in "ab")
     for folder, commit in ((run, ours), (kept, theirs)):
         folder.mkdir()

@@ -23,12 +23,11 @@ not, nothing was decided. With several ranks one cannot know alone what the othe
 from __future__ import annotations
 
 import errno
-import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -475,11 +474,11 @@ class Commits:
         """Makes a snapshot that is not there."""
         comm = self._comm
 
-        def needs() -> list[dict[str, Any]]:
+        def needs() -> list[Need]:
             part.require_no_other()
-            return [asdict(need) for need in part.needs()]
+            return part.needs()
 
-        require_space(Need(**need) for needed in self._found_by_all(needs) for need in needed)
+        require_space(need for needed in self._found_by_all(needs, list[Need]) for need in needed)
         try:
             with agree_on_error(comm, _not_kept()):
                 part.make()
@@ -509,11 +508,14 @@ class Commits:
             with agree_on_error(comm, _not_kept()):
                 part.clear(names)
 
-    def _found_by_all(self, find: Callable[[], T]) -> list[T]:
-        """What each rank finds, as JSON can say it, by rank. Raises: what `find` raises, on all ranks; RankError."""
+    def _found_by_all(self, find: Callable[[], T], kind: Any = Any) -> list[T]:
+        """What each rank finds, by rank. Args: kind: as of `all_gather_object`.
+
+        Raises: what `find` raises, on all ranks; RankError.
+        """
         with agree_on_error(self._comm, _not_kept()):
-            own = json.dumps(find()).encode()
-        return [json.loads(data) for data in all_gather_object(self._comm, own)]
+            own = find()
+        return all_gather_object(self._comm, own, kind)
 
     def _found_by_first(self, find: Callable[[], T]) -> T:
         """What rank 0 finds, on all ranks. Raises: as `_found_by_all`."""

@@ -11,7 +11,6 @@ is the slot. Only a rank to which a directory was given changes what is in it, o
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import sys
@@ -28,12 +27,10 @@ from torch import Tensor, nn
 from offload.checkpoint.commit import (
     Commit,
     manifest_told,
-    parse_commit,
     read_commit,
     read_extra,
     read_manifest,
     require_one_model,
-    serialise_commit,
 )
 from offload.checkpoint.extra import Carried, carried_in
 from offload.checkpoint.manifest import (
@@ -83,6 +80,9 @@ from offload.model.flat_param import is_dense
 from offload.storage.files import COMMIT_NAME, LOCAL, Directories, Files, check_directory, holds_commit, swap_name
 from offload.storage.swap_file import new_run_id
 
+_Identity = tuple[str, int, int]
+"""Of a directory: the machine, the device and the number on it."""
+
 
 class RunDirectories(NamedTuple):
     """Directories of all ranks, as their names are understood here.
@@ -110,30 +110,39 @@ class Scans(NamedTuple):
     named: ScanResult
 
 
+class _Told(NamedTuple):
+    """What a rank tells the others of its directories. paths, origins: as in its config, each with its identity."""
+
+    run_id: str
+    paths: tuple[Path, ...]
+    origins: tuple[Path, ...]
+    path_identities: tuple[_Identity, ...]
+    origin_identities: tuple[_Identity, ...]
+
+
 def meet(config: Config, comm: Communicator) -> tuple[RunDirectories, bytes]:
     """What ranks have to know of each other before they look for a commit: all directories, and the id of a new run.
 
     Returns: also 16 bytes, of rank 0. Raises: RankError.
     """
-    own = [[str(path.absolute()) for path in paths] for paths in (config.paths, config.origins)]
-    identities = [[_identity(path) for path in paths] for paths in (config.paths, config.origins)]
-    data = json.dumps([new_run_id().hex(), *own, *identities]).encode()
-    told = [json.loads(data) for data in all_gather_object(comm, data)]
+    path_identities, origin_identities = (tuple(map(_identity, paths)) for paths in (config.paths, config.origins))
+    own = _Told(new_run_id().hex(), config.paths, config.origins, path_identities, origin_identities)
+    told = all_gather_object(comm, own, _Told)
     known = {os.path.realpath(path) for path in config.paths}
     found: list[tuple[Path, ...]] = []
-    for which in (1, 2):
-        new = dict.fromkeys(path for one in told for path in one[which] if os.path.realpath(path) not in known)
+    for given in ([one.paths for one in told], [one.origins for one in told]):
+        new = dict.fromkeys(path for paths in given for path in paths if os.path.realpath(path) not in known)
         known |= {os.path.realpath(path) for path in new}
-        found.append(tuple(map(Path, new)))
+        found.append(tuple(new))
     others, named = found
-    in_path = [one[3] for one in told]
-    shares = _shares(config.origins, identities[1], [one[3] + one[4] for one in told], comm.rank)
-    shares |= _shares(config.paths, identities[0], in_path, comm.rank)
-    return RunDirectories(config.paths, others, named, config.origins, shares), bytes.fromhex(told[0][0])
+    everywhere = [one.path_identities + one.origin_identities for one in told]
+    shares = _shares(config.origins, origin_identities, everywhere, comm.rank)
+    shares |= _shares(config.paths, path_identities, [one.path_identities for one in told], comm.rank)
+    return RunDirectories(config.paths, others, named, config.origins, shares), bytes.fromhex(told[0].run_id)
 
 
 def _shares(
-    paths: Sequence[Path], identities: Sequence[object], of_all: Sequence[Sequence[object]], rank: int
+    paths: Sequence[Path], identities: Sequence[_Identity], of_all: Sequence[Sequence[_Identity]], rank: int
 ) -> dict[Path, range]:
     """For each path the ranks whose files in it `rank` looks at. Args: of_all: identities of each rank's paths."""
     found = {}
@@ -143,7 +152,7 @@ def _shares(
     return found
 
 
-def _identity(path: Path) -> list[str | int]:
+def _identity(path: Path) -> _Identity:
     """Alike for two ranks if both reach one directory on one machine; else different.
 
     Of a file system that machines share they do not know, so that some ranks look at the same files.
@@ -151,37 +160,19 @@ def _identity(path: Path) -> list[str | int]:
     try:
         machine, info = Path("/proc/sys/kernel/random/boot_id").read_text(), os.stat(path)
     except OSError:
-        return [secrets.token_hex(16)]
-    return [machine, info.st_dev, info.st_ino]
+        return secrets.token_hex(16), 0, 0
+    return machine, info.st_dev, info.st_ino
 
 
 def scan_together(directories: RunDirectories, comm: Communicator, files: Files) -> Scans:
     """Every rank looks in its own directories. Raises: as `scan`; ConfigError where nothing was wrong; RankError."""
     with agree_on_error(comm):
         own = [scan(directories.own, files), scan(directories.origins, files)]
-    told = [json.loads(data) for data in all_gather_object(comm, json.dumps([_scan_json(one) for one in own]).encode())]
-    runs, named = (together([_scan_from(one[which]) for one in told]) for which in (0, 1))
+    told = all_gather_object(comm, own, list[ScanResult])
+    runs, named = (together([one[which] for one in told]) for which in (0, 1))
     # What one rank names in `resume` may be in another one's `path`.
     known = {commit for _, commit in runs.records}
     return Scans(runs, replace(named, records=tuple(at for at in named.records if at[1] not in known)))
-
-
-def _scan_json(scanned: ScanResult) -> dict[str, Any]:
-    return {
-        "records": [
-            (str(directory.absolute()), serialise_commit(commit).decode()) for directory, commit in scanned.records
-        ],
-        "begun": [*scanned.begun],
-        "held": [(str(directory.absolute()), [*runs]) for directory, runs in scanned.held],
-    }
-
-
-def _scan_from(told: dict[str, Any]) -> ScanResult:
-    return ScanResult(
-        tuple((Path(directory), parse_commit(line.encode())) for directory, line in told["records"]),
-        frozenset(told["begun"]),
-        tuple((Path(directory), frozenset(runs)) for directory, runs in told["held"]),
-    )
 
 
 def read_together(
@@ -197,21 +188,20 @@ def read_together(
         lying = manifests_in(directories, commit, files)
         swapping = ranks_in(directories, commit, files, set(range(count)) - lying.keys())
     flags = [[number in those for number in range(count)] for those in (lying, swapping, wanted)]
-    told = comm.all_gather(torch.tensor(flags, device="cpu").flatten()).view(comm.size, 3, count)
-    seen, swapped, lacking = told[:, 0], told[:, 1], told[:, 2] & ~told[:, 0]
+    rows = comm.all_gather(torch.tensor(flags, device="cpu").flatten()).view(comm.size, 3, count)
+    seen, swapped, lacking = rows[:, 0], rows[:, 1], rows[:, 2] & ~rows[:, 0]
     require_manifests(commit, _numbers_in(seen.any(0)), _numbers_in(swapped.any(0)), directories, home)
     # The first rank that sees one sends it, if one that wants it does not.
     mine = [number for number in _numbers_in(lacking.any(0)) if seen[:, number].tolist().index(True) == comm.rank]
     with agree_on_error(comm):
         read = {number: read_manifest(lying[number], commit, number, files) for number in {*wanted, *mine} & {*lying}}
     if lacking.any():
-        sent = {number: serialise(read[number]).decode() for number in mine}
-        told_of = all_gather_object(comm, json.dumps(sent).encode())
+        sent = {number: serialise(read[number]) for number in mine}
+        told_of = all_gather_object(comm, sent, dict[int, bytes])
         with agree_on_error(comm):  # the others would wait for a rank that has given up
-            for data in told_of:
-                for number, text in json.loads(data).items():
-                    if int(number) in wanted and int(number) not in read:
-                        read[int(number)] = manifest_told(text.encode(), commit, int(number))
+            for number, data in (item for told in told_of for item in told.items()):
+                if number in wanted and number not in read:
+                    read[number] = manifest_told(data, commit, number)
     return {number: read[number] for number in wanted}
 
 

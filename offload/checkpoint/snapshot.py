@@ -74,7 +74,7 @@ class Need:
     device: int
     nbytes: int
     available: int
-    path: str
+    path: Path
 
 
 def require_space(needs: Iterable[Need]) -> None:
@@ -178,7 +178,7 @@ class Snapshot:
             nbytes = sum(length for _, length in self._ranges(number)) + self.commit.manifests[rank].size
             tensors = read_manifest(path, self.commit, rank, self.files).tensors
             nbytes += 0 if tensors is None else tensors.size
-            found.append(Need(socket.gethostname(), device, nbytes, available, str(path)))
+            found.append(Need(socket.gethostname(), device, nbytes, available, path))
         return found
 
     def make(self) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -12,6 +16,8 @@ from offload.config import Config
 from offload.dist.communicator import Communicator
 from offload.errors import ConfigError, OffloadError
 from offload.layout import Layout
+
+T = TypeVar("T")
 
 BLOCK = 1 << 20
 """Elements gathered at once, so that the buffer for all ranks stays small."""
@@ -47,14 +53,25 @@ def all_gather_shards(comm: Communicator, layout: Layout, param: int, view: Tens
     return view
 
 
-def all_gather_object(comm: Communicator, data: bytes) -> list[bytes]:
-    """The bytes that each rank gave, of any lengths, by rank. Raises: RankError."""
+def all_gather_object(comm: Communicator, value: T, kind: Any = Any) -> list[T]:
+    """What each rank gave, by rank. Raises: RankError.
+
+    Args: value: of plain types, dataclasses, named tuples and paths; kind: the type that it is made into again, plain
+    dicts and lists if there is none.
+    """
+    data = msgspec.msgpack.encode(value, enc_hook=os.fsencode)
     sizes = comm.all_gather(torch.tensor([len(data)], device="cpu")).flatten().tolist()
     rows = [torch.zeros(size, dtype=torch.uint8, device="cpu") for size in sizes]
     rows[comm.rank] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     for rank, row in enumerate(rows):
         comm.broadcast(row, rank)
-    return [row.numpy().tobytes() for row in rows]
+    return [msgspec.msgpack.decode(row.numpy().tobytes(), type=kind, dec_hook=_path_of) for row in rows]
+
+
+def _path_of(kind: type, value: bytes) -> Path:
+    if kind is not Path:
+        raise NotImplementedError(f"{kind} is no type that ranks tell each other")
+    return Path(os.fsdecode(value))
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 from pathlib import Path
 
@@ -70,7 +69,7 @@ def test_a_file_without_slots_is_not_missed(places: list[Path]) -> None:
 class TwoMachines(SingleProcess):
     """This rank is 0 and sees its own manifest; rank 1 has the other, and sends what it is told to."""
 
-    def __init__(self, sent: dict[str, str]) -> None:
+    def __init__(self, sent: dict[int, bytes]) -> None:
         super().__init__()
         self.size = 2
         self.told: list[bool] = []
@@ -87,11 +86,11 @@ class TwoMachines(SingleProcess):
 def test_a_manifest_that_one_rank_cannot_take_in_fails_on_all(
     places: list[Path], manifests: list[Manifest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    comm = TwoMachines({"1": "damaged on the way"})
+    comm = TwoMachines({1: b"damaged on the way"})
     monkeypatch.setattr(meeting, "manifests_in", lambda *_: {0: places[0]})
     monkeypatch.setattr(meeting, "read_manifest", lambda *_: manifests[0])
     monkeypatch.setattr(meeting, "ranks_in", lambda *_: {0})
-    monkeypatch.setattr(meeting, "all_gather_object", lambda *_: [b"{}", json.dumps(comm._sent).encode()])
+    monkeypatch.setattr(meeting, "all_gather_object", lambda *_: [{}, comm._sent])
     with pytest.raises(CorruptionError):
         meeting.read_together({0, 1}, places, places[0], COMMIT, comm, LOCAL)
     assert comm.told[-1] is True, "the other rank waits for this one"
