@@ -1,8 +1,8 @@
 """Reads the last commit of a run without changing anything: to inspect, verify, export or reshard it.
 
 A value is returned only after the checksum of the whole slot has been compared with the manifest's; the COMMIT record
-has the digest of the manifest. Memory: one slot, and for a split master that of its 16-bit parameters; a few pieces of
-PIECE_BYTES when verifying; `slots_bytes` for `slots`.
+has the digest of the manifest. Memory: the slots of one chunk, and the masters that a split one is made into; a few
+pieces of PIECE_BYTES when verifying; `slots_bytes` for `slots`.
 """
 
 from __future__ import annotations
@@ -168,8 +168,6 @@ def _refuse(file: CommittedFile, slot: Slot, problem: str) -> NoReturn:
     raise CorruptionError(problem, chunk=slot.chunk, file=file.path, offset=slot.offset)
 
 
-BLOCK = 1 << 20
-"""Elements of split masters that are joined at once."""
 PIECE_BYTES = 4 * MIB
 """A read while verifying: enough for any drive at full speed."""
 
@@ -227,9 +225,9 @@ class Reader:
     ) -> None:
         self.paths = tuple(paths)
         self._disk = files
-        # One for states, one for the 16-bit parameters beside them: which slot each holds.
-        self._buffers = [_buffer(0), _buffer(0)]
-        self._loaded: list[tuple[int, int] | None] = [None, None]
+        self._buffers = [_buffer(0)] * 3
+        # The chunk that these hold, and its states.
+        self._loaded: tuple[tuple[int, int], dict[str, Tensor]] | None = None
         self._kernels: Kernels | None = None
         self.home, self.commit, self.manifests = self._look() if told is None else told
         agree(self.manifests, str(self.home))
@@ -254,7 +252,7 @@ class Reader:
 
     def close(self) -> None:
         """Closes the files, which frees their lock. May be called again."""
-        self._loaded = [None, None]
+        self._loaded = None
         self.swap_files.close()
         if self._kernels is not None:
             self._kernels.close()
@@ -320,30 +318,7 @@ class Reader:
         if kind not in STATE_KINDS:
             raise ConfigError(f"kind={kind!r}: choose one of {', '.join(STATE_KINDS)}")
         for part in self.ranges(name, number):
-            if self._slots[part.rank][part.chunk].arrays["master"][0] == 2 and kind != "exp_avg":
-                yield from self._joined(part, kind)
-            else:
-                yield self._array(part.rank, part.chunk, kind)[part.chunk_offset : part.chunk_offset + part.numel]
-
-    def _joined(self, part: Range, kind: str) -> Iterator[Tensor]:
-        """What a split master and its 16-bit parameter make together, a block at a time."""
-        halves = [self._array(part.rank, part.chunk, one) for one in ("master", "exp_avg_sq")]
-        copies = self._array(part.rank, self._chunks[part.rank] + part.chunk, "param")
-        for start in range(part.chunk_offset, part.chunk_offset + part.numel, BLOCK):
-            stop = min(start + BLOCK, part.chunk_offset + part.numel)
-            low, exp_avg_sq = (half[start:stop] for half in halves)
-            master, cleared = (torch.empty(stop - start, dtype=torch.float32, device="cpu") for _ in range(2))
-            self._join(copies[start:stop], low, exp_avg_sq, master, cleared)
-            yield master if kind == "master" else cleared
-
-    def _array(self, rank: int, number: int, kind: str) -> Tensor:
-        """An array of a slot, in a buffer that the next slot of its kind overwrites."""
-        return self._view(rank, number, kind, self._load(rank, number))
-
-    def _join(self, *tensors: Tensor) -> None:
-        if self._kernels is None:
-            self._kernels = load()
-        self._kernels.join(*tensors)
+            yield self._state(part.rank, part.chunk, kind)[part.chunk_offset : part.chunk_offset + part.numel]
 
     def _view(self, rank: int, number: int, kind: str, buffer: Tensor) -> Tensor:
         """An array of a slot that lies in `buffer`."""
@@ -384,18 +359,18 @@ class Reader:
         for rank, chunk in wanted:
             for number in self._needed(rank, chunk):
                 self.swap_files.require_whole(rank, self._slots[rank][number])
-        pairs = deque([_buffer(size) for size in self._largest()] for _ in range(2))
-        joined = _buffer(self._joined_bytes()).view(torch.float32)
+        joined = _buffer(self._joined_bytes())
+        both = deque([*map(_buffer, self._largest()), joined] for _ in range(2))
         with ThreadPoolExecutor(1, thread_name_prefix="offload-read") as pool:
             coming: deque[tuple[int, int, Future[list[Tensor]]]] = deque()
             for rank, chunk in wanted:
-                coming.append((rank, chunk, pool.submit(self._fetch, rank, chunk, pairs[0])))
-                pairs.rotate()
-                if len(coming) == len(pairs):
+                coming.append((rank, chunk, pool.submit(self._fetch, rank, self._needed(rank, chunk), both[0])))
+                both.rotate()
+                if len(coming) == len(both):
                     rank, chunk, read = coming.popleft()
-                    yield self._states(rank, chunk, read.result(), joined)
+                    yield self._states(rank, self._needed(rank, chunk), read.result())
             for rank, chunk, read in coming:
-                yield self._states(rank, chunk, read.result(), joined)
+                yield self._states(rank, self._needed(rank, chunk), read.result())
 
     def slots_bytes(self) -> int:
         """RAM that `slots` takes."""
@@ -418,24 +393,48 @@ class Reader:
         """The slots that hold a chunk."""
         return range(chunk, len(self._slots[rank]), self._chunks[rank])
 
-    def _needed(self, rank: int, chunk: int) -> list[int]:
-        """Of these the ones that its states are made of."""
-        numbers = self._numbers(rank, chunk)
-        return [*numbers] if self._slots[rank][chunk].arrays["master"][0] == 2 else [*numbers[:1]]
+    def _needed(self, rank: int, chunk: int, kind: str = "master") -> range:
+        """Of these the ones that a state is made of."""
+        is_split = self._slots[rank][chunk].arrays["master"][0] == 2
+        return self._numbers(rank, chunk) if is_split and kind != "exp_avg" else range(chunk, chunk + 1)
 
-    def _fetch(self, rank: int, chunk: int, pair: list[Tensor]) -> list[Tensor]:
-        """Reads and checks the slots that hold a chunk."""
-        for number, buffer in zip(self._needed(rank, chunk), pair, strict=False):
+    def _state(self, rank: int, chunk: int, kind: str) -> Tensor:
+        """A state of a chunk, in memory that the next chunk overwrites."""
+        if self._loaded is None or self._loaded[0] != (rank, chunk) or kind not in self._loaded[1]:
+            self.swap_files.lock()
+            self._loaded = None
+            numbers = self._needed(rank, chunk, kind)
+            slots = [self._slots[rank][number] for number in numbers]
+            for slot in slots:
+                self.swap_files.require_whole(rank, slot)
+            joined = 4 * self.manifests[rank].chunks[chunk].numel if len(slots) > 1 else 0
+            for role, size in enumerate([*(slot.size for slot in slots), joined]):
+                if len(self._buffers[role]) < size:
+                    self._buffers[role] = _buffer(size)
+            self._loaded = (rank, chunk), self._states(rank, numbers, self._fetch(rank, numbers, self._buffers))
+        return self._loaded[1][kind]
+
+    def _fetch(self, rank: int, numbers: range, buffers: list[Tensor]) -> list[Tensor]:
+        """Reads and checks the slots of a chunk."""
+        for number, buffer in zip(numbers, buffers, strict=False):
             slot = self._slots[rank][number]
             self.swap_files.check(rank, slot, buffer[: slot.size])
-        return pair
+        return buffers
 
-    def _states(self, rank: int, chunk: int, pair: list[Tensor], joined: Tensor) -> dict[str, Tensor]:
-        found = {kind: self._view(rank, chunk, kind, pair[0]) for kind in STATE_KINDS}
+    def _states(self, rank: int, numbers: range, buffers: list[Tensor]) -> dict[str, Tensor]:
+        """The states in the slots of a chunk, all of them or those that need no other slot, by kind: fp32.
+
+        Args: buffers: with the slots, and last for masters that are joined of two.
+        """
+        states, copies, joined = buffers
+        found = {kind: self._view(rank, numbers[0], kind, states) for kind in STATE_KINDS}
+        if found["master"].dtype is torch.int16 and len(numbers) == 1:
+            return {"exp_avg": found["exp_avg"]}
         if found["master"].dtype is torch.int16:
-            copies = self._view(rank, self._chunks[rank] + chunk, "param", pair[1])
-            master = joined[: len(copies)]
-            self._join(copies, found["master"], found["exp_avg_sq"], master, found["exp_avg_sq"])
+            master = joined.view(torch.float32)[: len(found["master"])]
+            self._kernels = self._kernels or load()
+            uppers = self._view(rank, numbers[1], "param", copies)
+            self._kernels.join(uppers, found["master"], found["exp_avg_sq"], master, found["exp_avg_sq"])
             found["master"] = master
         return found
 
@@ -474,21 +473,6 @@ class Reader:
         finally:
             buffers.append(buffer)
         return Verified(rank, slot.chunk, slot.size, None)
-
-    def _load(self, rank: int, number: int) -> Tensor:
-        """Brings a slot into its buffer, and checks it."""
-        role = int(number >= self._chunks[rank])
-        if self._loaded[role] == (rank, number):
-            return self._buffers[role]
-        self.swap_files.lock()
-        self._loaded[role] = None
-        slot = self._slots[rank][number]
-        self.swap_files.require_whole(rank, slot)
-        if len(self._buffers[role]) < slot.size:
-            self._buffers[role] = _buffer(slot.size)
-        self.swap_files.check(rank, slot, self._buffers[role][: slot.size])
-        self._loaded[role] = rank, number
-        return self._buffers[role]
 
     def _find_commit(self) -> tuple[Path, Commit]:
         found = last_commit(self.paths, self._disk)

@@ -62,10 +62,7 @@ def expected(number: int, kind: str) -> torch.Tensor:
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("paths", [1, 3])
 @pytest.mark.parametrize("split_master", [False, True])
-def test_every_state_of_every_parameter_is_read(
-    places: list[Path], world: int, paths: int, split_master: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reading, "BLOCK", 300)
+def test_every_state_of_every_parameter_is_read(places: list[Path], world: int, paths: int, split_master: bool) -> None:
     write_run(places[:paths], world, extra={"epoch": 3, "x": torch.arange(4)}, split_master=split_master)
     with Reader([*reversed(places[:paths])]) as reader:
         for number, facts in enumerate(PARAMETERS):
