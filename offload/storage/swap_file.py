@@ -12,11 +12,10 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import xxhash
 from torch import Tensor
@@ -477,17 +476,30 @@ def assign(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
     return chosen
 
 
-class Slots(Protocol):
-    """The slots of some chunks."""
+class Slots:
+    """The slots of some chunks. Args: files: of all chunks of the run, by number; first: of these the one that is chunk
+    0 here."""
+
+    def __init__(self, files: Mapping[int, SwapFile], first: int = 0) -> None:
+        self._files = files
+        self._first = first
 
     def write(self, chunk: int, data: memoryview, *, step: int, slot: int = 0) -> IOFuture:
         """See SwapFile.write."""
+        chunk += self._first
+        return self._files[chunk].write(chunk, data, step=step, slot=slot)
 
     def read(self, chunk: int, data: memoryview, *, step: int, slot: int = 0, checksum: int | None = None) -> IOFuture:
         """See SwapFile.read."""
+        chunk += self._first
+        return self._files[chunk].read(chunk, data, step=step, slot=slot, checksum=checksum)
+
+    def starting_at(self, first: int) -> Slots:
+        """The slots from number `first` on, which is chunk 0 there."""
+        return Slots(self._files, first)
 
 
-class Stripes:
+class Stripes(Slots):
     """The slots of all chunks over several directories, found by chunk.
 
     Args: directories: one or more, all different; weights: their bandwidths; records: what each chunk holds;
@@ -516,8 +528,9 @@ class Stripes:
         self.run_id = run.run_id
         self.chosen = tuple(chosen)
         self.directories = run.directories
-        self._files: list[SwapFile] = []
-        self._of: dict[int, SwapFile] = {}
+        self._stripes: list[SwapFile] = []
+        of: dict[int, SwapFile] = {}
+        super().__init__(of)
         self._syncs: list[IOFuture] = []
         with ExitStack() as undo:
             for number, directory in enumerate(directories):
@@ -527,30 +540,18 @@ class Stripes:
                 stripe = (number, len(directories))
                 file = SwapFile(engine, directory, records, run, held=held, stripe=stripe, timeline=timeline)
                 undo.callback(file.abandon)
-                self._files.append(file)
-                self._of |= dict.fromkeys(held, file)
+                self._stripes.append(file)
+                of |= dict.fromkeys(held, file)
             undo.pop_all()
 
     @property
     def paths(self) -> tuple[str, ...]:
         """The swap files."""
-        return tuple(file.path for file in self._files)
-
-    def write(self, chunk: int, data: memoryview, *, step: int, slot: int = 0) -> IOFuture:
-        """See SwapFile.write."""
-        return self._of[chunk].write(chunk, data, step=step, slot=slot)
-
-    def read(self, chunk: int, data: memoryview, *, step: int, slot: int = 0, checksum: int | None = None) -> IOFuture:
-        """See SwapFile.read."""
-        return self._of[chunk].read(chunk, data, step=step, slot=slot, checksum=checksum)
-
-    def starting_at(self, first: int) -> Slots:
-        """The slots from number `first` on, which is chunk 0 there."""
-        return _Shifted(self, first)
+        return tuple(file.path for file in self._stripes)
 
     def checksum(self, chunk: int) -> int:
         """See SwapFile.checksum."""
-        return self._of[chunk].checksum(chunk)
+        return self._files[chunk].checksum(chunk)
 
     def sync(self) -> None:
         """Makes durable, in all files, what was written before.
@@ -566,40 +567,26 @@ class Stripes:
 
     @uninterrupted
     def _begin_syncs(self) -> None:
-        self._syncs = [file.sync() for file in self._files]
+        self._syncs = [file.sync() for file in self._stripes]
 
     def require_here(self) -> None:
         """See SwapFile.require_here."""
-        for file in self._files:
+        for file in self._stripes:
             file.require_here()
 
     def keep(self) -> None:
         """See SwapFile.keep."""
-        for file in self._files:
+        for file in self._stripes:
             file.keep()
 
     def was_renamed(self) -> None:
         """See SwapFile.was_renamed."""
-        for file in self._files:
+        for file in self._stripes:
             file.was_renamed()
 
     def close(self) -> None:
-        for file in self._files:
+        for file in self._stripes:
             file.close()
-
-
-@dataclass(frozen=True)
-class _Shifted:
-    """See Stripes.starting_at."""
-
-    stripes: Stripes
-    first: int
-
-    def write(self, chunk: int, data: memoryview, *, step: int, slot: int = 0) -> IOFuture:
-        return self.stripes.write(self.first + chunk, data, step=step, slot=slot)
-
-    def read(self, chunk: int, data: memoryview, *, step: int, slot: int = 0, checksum: int | None = None) -> IOFuture:
-        return self.stripes.read(self.first + chunk, data, step=step, slot=slot, checksum=checksum)
 
 
 class CommittedFile:
