@@ -321,7 +321,7 @@ def _open_files(
     memory.ram.prefault(partial(engine.register, memory.ram.memory))
     resumed = None if start.found is None else start.found.slots
     files = RunFiles(
-        places=config.slots_per_chunk,
+        slots_per_chunk=config.slots_per_chunk,
         committed=None if config.commit_every is None else committed_slots(layout, config),
         resumed=None if resumed is None else resumed[1],
         is_temporary=start.found is not None and resumed is None,

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from offload.checkpoint import recovery as meeting
+from offload.checkpoint import recovery
 from offload.checkpoint.commit import Commit, write_commit, write_manifest
 from offload.checkpoint.manifest import Digest, Manifest
 from offload.checkpoint.recovery import (
@@ -77,7 +77,7 @@ def test_a_manifest_that_some_rank_lacks_is_sent_once_by_the_first_that_sees_it(
         sent[comm.rank] = sorted(manifests)
         return all_gather_object(comm, manifests, kind)
 
-    monkeypatch.setattr(meeting, "all_gather_object", noted)
+    monkeypatch.setattr(recovery, "all_gather_object", noted)
 
     def work(places: list[Path], ranks: set[int]) -> list[dict[int, Manifest]]:
         def read(comm: Communicator) -> dict[int, Manifest]:

@@ -27,7 +27,7 @@ RNG = "rng"
 """The name of the global random number generators."""
 
 
-class _Part(NamedTuple):
+class _Accessor(NamedTuple):
     """How to get and set the state of one object.
 
     is_drawn: see [Note: when a state is captured]; is_rng: it is a random number generator, or all of them; is_copied:
@@ -60,7 +60,7 @@ class Attached:
     """
 
     def __init__(self, committed: Committed) -> None:
-        self._parts: dict[str, _Part] = {}
+        self._accessors: dict[str, _Accessor] = {}
         self._committed = committed
         self._is_training = False
         self._captured: dict[str, object] = {}
@@ -72,18 +72,18 @@ class Attached:
         return self._committed.carried.attached.keys()
 
     def __bool__(self) -> bool:
-        return bool(self._parts)
+        return bool(self._accessors)
 
     def attach(self, objects: Mapping[str, object]) -> None:
         """Adds `objects`. Before the first step of a resumed run each gets the state that its name was committed with.
 
         Raises: ConfigError if an object has no state, or one that a commit cannot store; nothing is attached then.
         """
-        parts = {name: _part(name, value) for name, value in objects.items()}
-        encode(Carried(attached={name: part.get() for name, part in parts.items()}))
-        self._parts |= parts
+        accessors = {name: _accessor_of(name, value) for name, value in objects.items()}
+        encode(Carried(attached={name: accessor.get() for name, accessor in accessors.items()}))
+        self._accessors |= accessors
         if not self._is_training:
-            self._give_back(parts, self._committed.carried)
+            self._give_back(accessors, self._committed.carried)
 
     def groups_for(self, objects: Mapping[str, object]) -> tuple[Mapping[str, Any], ...]:
         """The committed hyper-parameters, if one of `objects` is a scheduler, whose constructor has set others."""
@@ -94,7 +94,7 @@ class Attached:
         """Warns at the first step if a state that was committed has not been given back. Args: groups: as they are."""
         if not self._is_training:
             self._is_training = True
-            if missing := sorted(name for name in self._committed.carried.attached if name not in self._parts):
+            if missing := sorted(name for name in self._committed.carried.attached if name not in self._accessors):
                 warnings.warn(
                     f"the commit that this run resumes carries the state of {', '.join(missing)}, which was not given "
                     "back: call optimizer.attach() with the same names before the first step",
@@ -119,30 +119,30 @@ class Attached:
 
     def step_ends(self, step: int) -> None:
         """Captures what is drawn from, after a step that is due to be committed."""
-        captured = {name: part.copy() for name, part in self._parts.items() if part.is_drawn}
+        captured = {name: accessor.copy() for name, accessor in self._accessors.items() if accessor.is_drawn}
         self._captured, self._step = captured, step
 
     def forward_begins(self) -> None:
         """Captures the rest, once a step."""
         if self._step is not None and torch.is_grad_enabled():
-            for name, part in self._parts.items():
+            for name, accessor in self._accessors.items():
                 if name not in self._captured:
-                    self._captured[name] = part.copy()
+                    self._captured[name] = accessor.copy()
 
     def is_captured(self, step: int) -> bool:
         """False after an interrupt in `step_ends`: the state after `step` is not known any more."""
-        return not self._parts or self._step == step
+        return not self._accessors or self._step == step
 
     def carry_captured(self) -> object:
         """What an automatic commit carries."""
         self.forward_begins()
-        return self._carried(None, dict(self._captured)) if self._parts else None
+        return self._carried(None, dict(self._captured)) if self._accessors else None
 
     def carry(self, extra: object) -> object:
         """What a commit of the present state carries. Args: extra: the user's."""
-        if not self._parts:
+        if not self._accessors:
             return extra
-        return self._carried(extra, {name: part.copy() for name, part in self._parts.items()})
+        return self._carried(extra, {name: accessor.copy() for name, accessor in self._accessors.items()})
 
     def commit_ends(self) -> None:
         """What was captured is committed, or will not be."""
@@ -153,51 +153,51 @@ class Attached:
         self.commit_ends()
         if not self._is_training:  # what is attached from now on
             self._committed = Committed(carried)
-        self._give_back(self._parts, carried)
+        self._give_back(self._accessors, carried)
 
     def _carried(self, extra: object, states: dict[str, object]) -> Carried:
-        return Carried(extra, states, tuple(name for name, part in self._parts.items() if part.is_drawn))
+        return Carried(extra, states, tuple(name for name, accessor in self._accessors.items() if accessor.is_drawn))
 
-    def _give_back(self, parts: Mapping[str, _Part], carried: Carried) -> None:
-        """Gives `parts` what is carried under their names, and after that all attached generators, `parts` or not."""
+    def _give_back(self, accessors: Mapping[str, _Accessor], carried: Carried) -> None:
+        """Gives these objects what is carried under their names, and after that all attached generators theirs."""
         states, drawn = carried.attached, carried.drawn
-        for name in parts:
+        for name in accessors:
             if name in drawn and name not in states:
                 warnings.warn(
                     f"the state of {name} was committed on another number of ranks, so this rank has none: it begins "
                     "anew",
                     stacklevel=4,
                 )
-        others = [name for name, part in parts.items() if not part.is_rng and name in states]
-        generators = [name for name, part in self._parts.items() if part.is_rng and name in states]
+        others = [name for name, accessor in accessors.items() if not accessor.is_rng and name in states]
+        generators = [name for name, accessor in self._accessors.items() if accessor.is_rng and name in states]
         for name in others:
             self._set(name, states[name])
-            if parts[name].is_drawn:
+            if accessors[name].is_drawn:
                 # A loader makes its next iterator from the state that it was given, and draws seeds for workers. When
                 # the state was committed there was an iterator, so the generators get theirs after this: a loader that
                 # is asked for its state makes the iterator now (StatefulDataLoader), and `iter()` takes that.
-                parts[name].get()
+                accessors[name].get()
         for name in generators:
             self._set(name, states[name])
 
     def _set(self, name: str, state: object) -> None:
-        part = self._parts[name]
+        accessor = self._accessors[name]
         try:
-            part.set(state if part.is_copied else copy.deepcopy(state))
+            accessor.set(state if accessor.is_copied else copy.deepcopy(state))
         except Exception as error:
             error.add_note(f"while {name} was given the state that is committed")
             raise
 
 
-def _part(name: str, value: Any) -> _Part:
+def _accessor_of(name: str, value: Any) -> _Accessor:
     if name == RNG:
-        return _Part(collect_rng, restore_rng, is_drawn=True, is_rng=True)
+        return _Accessor(collect_rng, restore_rng, is_drawn=True, is_rng=True)
     if isinstance(value, torch.Generator):
-        return _Part(value.get_state, value.set_state, is_drawn=True, is_rng=True)
+        return _Accessor(value.get_state, value.set_state, is_drawn=True, is_rng=True)
     get, give = getattr(value, "state_dict", None), getattr(value, "load_state_dict", None)
     if callable(get) and callable(give):
         is_drawn = hasattr(value, "__iter__") or hasattr(value, "__next__")
-        return _Part(get, give, is_drawn, is_copied=getattr(value, "gives_copies", False))
+        return _Accessor(get, give, is_drawn, is_copied=getattr(value, "gives_copies", False))
     hint = ""
     if isinstance(value, torch.utils.data.DataLoader):
         hint = "; torch's DataLoader keeps no position, torchdata's StatefulDataLoader does"

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from offload.checkpoint import recovery as resuming
+from offload.checkpoint import recovery
 from offload.checkpoint.atomic_file import sync_directory
 from offload.checkpoint.commit import (
     Commit,
@@ -48,7 +48,7 @@ from offload.checkpoint.extra import Carried, carried_in, stored
 from offload.checkpoint.manifest import ChunkFacts, Digest, Manifest, differences
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.recovery import RecoveryPlan
-from offload.checkpoint.reshard import moves
+from offload.checkpoint.reshard import copy_ranges
 from offload.checkpoint.snapshot import (
     RUN_DIGITS,
     Need,
@@ -156,7 +156,7 @@ class Commits:
         self,
         prepare: Callable[[], None],
         step: int,
-        ages: Sequence[int],
+        param_steps: Sequence[int],
         groups: Sequence[Mapping[str, Any]],
         extra: object,
     ) -> None:
@@ -170,14 +170,14 @@ class Commits:
         stays what it was, but for a RankError, after which a resume finds this one or the last. After a failed sync or
         rename nothing else can be done: `final` says so.
         """
-        with self._together():
+        with self._agree():
             self.know()
             if self._slots is not None:
                 self._slots.require_here()
             prepare()
         self._keep_named(step)
-        with self._together():
-            written = self._write(step, ages, groups, extra)
+        with self._agree():
+            written = self._write(step, param_steps, groups, extra)
         if written is None:
             return
         manifest, versions, digest = written
@@ -191,7 +191,7 @@ class Commits:
         """Makes `pending` the last commit. Whatever is raised, it is known whether it is, or final."""
         self._pending = pending
         try:
-            with self._together():
+            with self._agree():
                 if self._comm.rank == 0:
                     self._final_if_ambiguous(lambda: write_commit(self._home, pending.record, self._files))
             # Only now does this rank know.
@@ -242,7 +242,7 @@ class Commits:
     def _files(self) -> Files:
         """What the directories of this run are reached through."""
         slots = self._slots
-        return resuming.FILES if slots is None else resuming.FILES.within(slots.directories)
+        return recovery.FILES if slots is None else recovery.FILES.within(slots.directories)
 
     @property
     def _home(self) -> Path:
@@ -250,7 +250,7 @@ class Commits:
         return self._config.paths[0]
 
     def _write(
-        self, step: int, ages: Sequence[int], groups: Sequence[Mapping[str, Any]], extra: object
+        self, step: int, param_steps: Sequence[int], groups: Sequence[Mapping[str, Any]], extra: object
     ) -> tuple[Manifest, list[dict[int, Version]], Digest] | None:
         """This rank's part before the decision, durable: what is in the slots. None: all of it is committed already."""
         slots = self._slots
@@ -266,7 +266,7 @@ class Commits:
                 f"step {step} is committed already: commit once a step, with all there is to commit; state_dict() "
                 "commits, too"
             )
-        manifest = self._manifest(step, ages, groups, versions)
+        manifest = self._manifest(step, param_steps, groups, versions)
         self._final_if_ambiguous(slots.sync)
         if self.last is None:
             for path in self._config.paths:
@@ -284,7 +284,7 @@ class Commits:
         return tuple(Digest(int.from_bytes(row[:8], "little"), row[8:].hex()) for row in rows)
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
+    def _agree(self) -> Iterator[None]:
         """What fails here on one rank fails on all, and what is final on one is final on all.
 
         Raises: OtherRankError where nothing was wrong; RankError.
@@ -307,7 +307,7 @@ class Commits:
         """Of all ranks."""
         return int(self._comm.all_gather(torch.tensor([outcome], dtype=torch.uint8, device="cpu")).max())
 
-    def take_over(self, found: RecoveryPlan, ages: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> None:
+    def take_over(self, found: RecoveryPlan, param_steps: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> None:
         """Makes states and parameters those of a commit in another layout; see [Note: another layout] in scan.py.
 
         Every slot is read once. Where this run commits, the commit is made anew in its own layout, which decides, and
@@ -321,7 +321,7 @@ class Commits:
         if self._config.commit_every is not None and slots is not None:
             self._replaces = found.commit.run_id
             source = _id_of(found.commit, found.extra.source)
-            self.commit(_nothing, step, ages, groups, found.extra._replace(source=source))
+            self.commit(_nothing, step, param_steps, groups, found.extra._replace(source=source))
             self._replaces = None
             assert self._record is not None
             found.finish(self._record, self._comm, _not_restored())
@@ -405,7 +405,7 @@ class Commits:
             f"steps {', '.join(map(str, steps)) or '(none)'}; OffloadZero(keep=...) says how many stay"
         )
 
-    def go_back_to(self, reader: Reader, ages: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> None:
+    def go_back_to(self, reader: Reader, param_steps: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> None:
         """Makes states and parameters those of a snapshot, and commits them. The last commit has been restored before.
 
         Raises: CorruptionError, TierIOError, and then the last commit is what it was; as `commit`.
@@ -413,11 +413,11 @@ class Commits:
         self._take_values(reader)
         carried = carried_in(reader.extra())
         source = _id_of(reader.commit, carried.source)
-        self.commit(_nothing, reader.commit.step, ages, groups, carried._replace(source=source))
+        self.commit(_nothing, reader.commit.step, param_steps, groups, carried._replace(source=source))
 
     def _take_values(self, reader: Reader) -> None:
         """Copies states and parameters from `reader`'s commit. Every slot is read once."""
-        step, what = reader.commit.step, moves(reader.manifests, self._layout, self._wanted.slice)
+        step, what = reader.commit.step, copy_ranges(reader.manifests, self._layout, self._wanted.slice)
         order = sorted(what, key=lambda at: what[at][0].target)
         taken = ((what[at], states) for at, states in zip(order, reader.slots(order), strict=True))
         numels = Counter[int]()
@@ -426,7 +426,7 @@ class Commits:
                 numels[one.target] += one.numel
         with agree_on_error(self._comm, _not_restored()):
             self._masters.take_over(taken, numels, step)
-        self._put_together(step)
+        self._all_gather_parameters(step)
 
     def _as_snapshot(self) -> Snapshot:
         manifest, slots = self.require_last(), self._slots
@@ -552,10 +552,10 @@ class Commits:
         manifest = self.require_last()
         with agree_on_error(self._comm, _not_restored()):
             self._restore_own(manifest)
-        self._put_together(manifest.step)
+        self._all_gather_parameters(manifest.step)
         return manifest
 
-    def _put_together(self, step: int) -> None:
+    def _all_gather_parameters(self, step: int) -> None:
         """Gets the other ranks' parameters. Args: step: whose."""
         for flat in self._layout.flats:
             self._new_params.all_gather(flat.index, step)
@@ -575,7 +575,7 @@ class Commits:
         if not self._is_coming:
             self._go_to(manifest)
         self._is_coming = False
-        self._masters.give_back(manifest.step)
+        self._masters.restore(manifest.step)
 
     def _go_to(self, manifest: Manifest) -> None:
         """Everything in the stores is what `manifest` names."""
@@ -602,7 +602,7 @@ class Commits:
         if self._config.commits_parameters:
             before = self._versions[0] if self._versions else {}
             changed = {chunk: at.step for chunk, at in versions[0].items() if before.get(chunk) != at}
-            self._masters.bring_parameters(changed)
+            self._masters.store_parameters(changed)
         own = range(len(self._layout.chunks))  # with replicas a rank keeps parameters that others commit
         for store in self._stores[1:]:
             found = store.flush()
@@ -628,7 +628,7 @@ class Commits:
     def _manifest(
         self,
         step: int,
-        ages: Sequence[int],
+        param_steps: Sequence[int],
         groups: Sequence[Mapping[str, Any]],
         versions: Sequence[Mapping[int, Version]],
     ) -> Manifest:
@@ -649,7 +649,9 @@ class Commits:
             run_id=slots.run_id.hex(),
             step=step,
             groups=stored(groups),
-            parameters=tuple(replace(facts, age=age) for facts, age in zip(self._wanted.parameters, ages, strict=True)),
+            parameters=tuple(
+                replace(facts, age=age) for facts, age in zip(self._wanted.parameters, param_steps, strict=True)
+            ),
             chunks=tuple(found[:chunks]),
             copies=tuple(found[chunks:]),
         )

@@ -176,6 +176,6 @@ def _pieces(reader: Reader, facts: ParameterFacts, kind: str, dtype: torch.dtype
     if facts.order is not None or facts.shard_dim:
         yield memory_of(reader.read(facts.name, kind).to(dtype))
         return
-    for part in reader.parts_of(facts.name):
-        for piece in reader.pieces(facts.name, kind, part):
+    for number in reader.slices_of(facts.name):
+        for piece in reader.pieces(facts.name, kind, number):
             yield memory_of(piece.to(dtype))

@@ -461,9 +461,9 @@ def memory_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
 
 
 def parameters_of(
-    layout: Layout, shapes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]], ages: Sequence[int]
+    layout: Layout, shapes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]], param_steps: Sequence[int]
 ) -> tuple[ParameterFacts, ...]:
-    """The parameters of `layout` as a manifest has them. Args: shapes, strides, ages (steps taken): by parameter."""
+    """The parameters of `layout` as a manifest has them. Args: shapes, strides, param_steps (taken): by parameter."""
     return tuple(
         ParameterFacts(
             name=spec.name,
@@ -472,19 +472,19 @@ def parameters_of(
             unit=spec.unit,
             dtype=str(spec.dtype).removeprefix("torch."),
             group=spec.group,
-            age=age,
+            age=step,
             shard_dim=spec.shard_dim,
         )
-        for spec, shape, stride, age in zip(layout.specs, shapes, strides, ages, strict=True)
+        for spec, shape, stride, step in zip(layout.specs, shapes, strides, param_steps, strict=True)
     )
 
 
 def flats_of(layout: Layout, owned: Sequence[tuple[int, int]] | None = None) -> tuple[FlatFacts, ...]:
     """The flats of `layout`. Args: owned: the rank's shard of each, in elements; None: all of it, on one rank."""
-    stretches = [(0, flat.numel) for flat in layout.flats] if owned is None else owned
+    shards = [(0, flat.numel) for flat in layout.flats] if owned is None else owned
     return tuple(
-        FlatFacts(flat.params, flat.offsets, flat.numel, stretch)
-        for flat, stretch in zip(layout.flats, stretches, strict=True)
+        FlatFacts(flat.params, flat.offsets, flat.numel, shard)
+        for flat, shard in zip(layout.flats, shards, strict=True)
     )
 
 

@@ -268,57 +268,56 @@ class Reader:
         """The parameters, in their order, for a table."""
         found = []
         for name in self._names:
-            parts = self.parts_of(name)
-            ranges = [one for part in parts for one in self.ranges(name, part)]
-            nbytes = sum(part.numel * self._itemsize(part.rank, part.chunk) for part in ranges)
+            ranges = [one for number in self.slices_of(name) for one in self.ranges(name, number)]
+            nbytes = sum(one.numel * self._itemsize(one.rank, one.chunk) for one in ranges)
             facts = replace(self.facts(name), shape=self.shape_of(name))
-            found.append(Tensors(facts, nbytes, tuple((part.rank, part.chunk) for part in ranges)))
+            found.append(Tensors(facts, nbytes, tuple((one.rank, one.chunk) for one in ranges)))
         return found
 
-    def facts(self, name: str, part: int = 0) -> ParameterFacts:
-        """Of a parameter as a slice of the model has it. Args: part: its number."""
-        return self._first_of(part).parameters[self._number(name)]
+    def facts(self, name: str, slice_number: int = 0) -> ParameterFacts:
+        """Of a parameter as a slice of the model has it. Args: slice_number: whose."""
+        return self._first_of(slice_number).parameters[self._number(name)]
 
-    def parts_of(self, name: str) -> range:
+    def slices_of(self, name: str) -> range:
         """The slices that a parameter is put together from: all of them, or the first, if each has all of it."""
         return range(1 if self.facts(name).shard_dim is None else self.manifests[0].slices)
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """The shape of the whole parameter."""
-        facts = [self.facts(name, part) for part in self.parts_of(name)]
+        facts = [self.facts(name, number) for number in self.slices_of(name)]
         shape, dim = list(facts[0].shape), facts[0].shard_dim
         if dim is not None:
             shape[dim] = sum(one.shape[dim] for one in facts)
         return tuple(shape)
 
-    def _first_of(self, part: int) -> Manifest:
+    def _first_of(self, slice_number: int) -> Manifest:
         """The manifest of the first rank of a slice."""
-        return self.manifests[self.manifests[0].ranks_of(part).start]
+        return self.manifests[self.manifests[0].ranks_of(slice_number).start]
 
-    def ranges(self, name: str, part: int = 0) -> list[Range]:
-        """Where the elements of a parameter lie, in the order of its memory. Args: part: which slice's."""
-        number, manifest = self._number(name), self._first_of(part)
+    def ranges(self, name: str, slice_number: int = 0) -> list[Range]:
+        """Where the elements of a parameter lie, in the order of its memory. Args: slice_number: whose."""
+        number, manifest = self._number(name), self._first_of(slice_number)
         flat, offset = manifest.homes[number]
         end = offset + manifest.parameters[number].numel
         found = []
-        for rank, chunk in self._of_flat[part, flat]:
+        for rank, chunk in self._of_flat[slice_number, flat]:
             facts = self.manifests[rank].chunks[chunk]
             first, last = max(offset, facts.start), min(end, facts.start + facts.numel)
             if first < last:
                 found.append(Range(rank, chunk, first - facts.start, first - offset, last - first))
         return found
 
-    def pieces(self, name: str, kind: str, number: int = 0) -> Iterator[Tensor]:
+    def pieces(self, name: str, kind: str, slice_number: int = 0) -> Iterator[Tensor]:
         """The elements of a state of a parameter, in the order of its memory, fp32, as 1-D tensors end to end.
 
-        Args: kind: one of STATE_KINDS; number: of the slice whose part it is.
+        Args: kind: one of STATE_KINDS; slice_number: whose.
         A piece is valid until the next one is asked for. Whoever goes through the
         parameters in the order of the flats reads every slot once.
         """
         if kind not in STATE_KINDS:
             raise ConfigError(f"kind={kind!r}: choose one of {', '.join(STATE_KINDS)}")
-        for part in self.ranges(name, number):
-            yield self._state(part.rank, part.chunk, kind)[part.chunk_offset : part.chunk_offset + part.numel]
+        for one in self.ranges(name, slice_number):
+            yield self._state(one.rank, one.chunk, kind)[one.chunk_offset : one.chunk_offset + one.numel]
 
     def _view(self, rank: int, number: int, kind: str, buffer: Tensor) -> Tensor:
         """An array of a slot that lies in `buffer`."""
@@ -332,18 +331,18 @@ class Reader:
         slots = [self._slots[rank][number] for number in self._numbers(rank, chunk)]
         return sum(itemsize for slot in slots for itemsize, _ in slot.arrays.values())
 
-    def read(self, name: str, kind: str, part: int | None = None) -> Tensor:
+    def read(self, name: str, kind: str, slice_number: int | None = None) -> Tensor:
         """A state of a parameter, an fp32 CPU tensor of its shape, row-major; a copy.
 
-        Args: part: of the slice with this number alone; None: whole.
+        Args: slice_number: of this slice alone; None: whole.
         """
-        if part is None:
-            parts = [self.read(name, kind, number) for number in self.parts_of(name)]
-            return parts[0] if len(parts) == 1 else torch.cat(parts, self.facts(name).shard_dim or 0)
-        facts = self.facts(name, part)
+        if slice_number is None:
+            each = [self.read(name, kind, number) for number in self.slices_of(name)]
+            return each[0] if len(each) == 1 else torch.cat(each, self.facts(name).shard_dim or 0)
+        facts = self.facts(name, slice_number)
         line = torch.empty(facts.numel, dtype=torch.float32, device="cpu")
         filled = 0
-        for piece in self.pieces(name, kind, part):
+        for piece in self.pieces(name, kind, slice_number):
             line[filled : filled + len(piece)] = piece
             filled += len(piece)
         return in_shape(line, facts)

@@ -44,7 +44,7 @@ from offload.checkpoint.manifest import (
     serialise,
 )
 from offload.checkpoint.reader import Reader
-from offload.checkpoint.reshard import moves
+from offload.checkpoint.reshard import copy_ranges
 from offload.checkpoint.scan import (
     ON_OTHER_MACHINES,
     ScanResult,
@@ -58,6 +58,7 @@ from offload.checkpoint.scan import (
     last_of,
     listed,
     manifests_in,
+    merge,
     names_in,
     ranks_in,
     ranks_named,
@@ -66,7 +67,6 @@ from offload.checkpoint.scan import (
     require_no_other,
     scan,
     swaps,
-    together,
     uncommitted,
 )
 from offload.config import Config
@@ -169,7 +169,7 @@ def scan_together(directories: RunDirectories, comm: Communicator, files: Files)
     with agree_on_error(comm):
         own = [scan(directories.own, files), scan(directories.origins, files)]
     told = all_gather_object(comm, own, list[ScanResult])
-    runs, named = (together([one[which] for one in told]) for which in (0, 1))
+    runs, named = (merge([one[which] for one in told]) for which in (0, 1))
     # What one rank names in `resume` may be in another one's `path`.
     known = {commit for _, commit in runs.records}
     return Scans(runs, replace(named, records=tuple(at for at in named.records if at[1] not in known)))
@@ -318,8 +318,10 @@ class RecoveryPlan:
         if not frozen or self.reader is None:
             return self
         state: Any = self.extra.attached.get(written_frozen.NAME, {"values": {}, "digests": {}})
-        part = self.first.slice
-        values = {one.name: self.reader.read(one.name, "master", part).to(getattr(torch, one.dtype)) for one in frozen}
+        values = {
+            one.name: self.reader.read(one.name, "master", self.first.slice).to(getattr(torch, one.dtype))
+            for one in frozen
+        }
         state = {"values": state["values"] | values, "digests": state["digests"]}
         return replace(self, extra=self.extra._replace(attached={**self.extra.attached, written_frozen.NAME: state}))
 
@@ -412,7 +414,7 @@ def describe(
     Raises: ConfigError if there are more chunks than a manifest can name.
     """
     slices = 1 if comm is None else comm.tensor_parallel.size
-    part = 0 if comm is None else comm.tensor_parallel.rank
+    slice_number = 0 if comm is None else comm.tensor_parallel.rank
     params = [local_of(param) for param in params]  # type: ignore[misc]
     shapes = [tuple(param.shape) for param in params]
     # What has holes gets memory of its own, row-major.
@@ -420,7 +422,7 @@ def describe(
     manifest = Manifest(
         run_id="0" * 32,
         step=0,
-        rank=part * layout.ranks + layout.rank,
+        rank=slice_number * layout.ranks + layout.rank,
         world=slices * layout.ranks,
         slices=slices,
         paths=max(len(config.paths), 1),
@@ -662,7 +664,7 @@ def _require_seen(reader: Reader, layout: Layout, wanted: Manifest, files: Files
     commit, manifests = reader.commit, reader.manifests
     if wanted.world == len(manifests) == 1:
         return
-    reader.swap_files.ranks = {rank for rank, _ in moves(manifests, layout, wanted.slice)}
+    reader.swap_files.ranks = {rank for rank, _ in copy_ranges(manifests, layout, wanted.slice)}
     extra = _extra_rank(wanted, commit)
     needed = reader.swap_files.ranks | ({extra} if manifests[extra].tensors is not None else set())
     if those := hidden_ranks(reader.paths, manifests, files, needed):

@@ -17,7 +17,7 @@ from offload.layout import Chunk, CopyRange, Layout
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Extent:
     """Elements `start` to `stop` of a flat, in `chunk` of `rank`."""
 
     start: int
@@ -26,38 +26,40 @@ class Stretch:
     chunk: int
 
 
-def moves(manifests: Sequence[Manifest], layout: Layout, part: int = 0) -> dict[tuple[int, int], list[CopyRange]]:
+def copy_ranges(
+    manifests: Sequence[Manifest], layout: Layout, slice_number: int = 0
+) -> dict[tuple[int, int], list[CopyRange]]:
     """By (rank, chunk) of a commit: what of it goes where in `layout`, by target.
 
-    Args: manifests: of all its ranks; part: the number of the slice that the layout is of.
+    Args: manifests: of all its ranks; slice_number: the number of the slice that the layout is of.
     """
-    ranks = manifests[0].ranks_of(part)
+    ranks = manifests[0].ranks_of(slice_number)
     first = manifests[ranks.start]
-    stretches = _stretches(manifests, ranks)
-    starts = [[stretch.start for stretch in of_flat] for of_flat in stretches]
+    extents = _extents(manifests, ranks)
+    starts = [[extent.start for extent in of_flat] for of_flat in extents]
     numbers = {param.name: number for number, param in enumerate(first.parameters)}
     found: defaultdict[tuple[int, int], list[CopyRange]] = defaultdict(list)
     for chunk in layout.chunks:
-        for flat, begin, place, numel in _wanted(first, layout, chunk, numbers):
+        for flat, begin, offset, numel in _wanted(first, layout, chunk, numbers):
             at = bisect_right(starts[flat], begin) - 1
             end = begin + numel
-            while at < len(stretches[flat]) and stretches[flat][at].start < end:
-                source = stretches[flat][at]
+            while at < len(extents[flat]) and extents[flat][at].start < end:
+                source = extents[flat][at]
                 start, last = max(begin, source.start), min(end, source.stop)
-                move = CopyRange(chunk.index, start - source.start, place + start - begin, last - start)
-                found[source.rank, source.chunk].append(move)
+                copied = CopyRange(chunk.index, start - source.start, offset + start - begin, last - start)
+                found[source.rank, source.chunk].append(copied)
                 at += 1
     return dict(found)
 
 
-def _stretches(manifests: Sequence[Manifest], ranks: range) -> list[list[Stretch]]:
+def _extents(manifests: Sequence[Manifest], ranks: range) -> list[list[Extent]]:
     """By flat: where it lies, in the order of its elements."""
-    found: list[list[Stretch]] = [[] for _ in manifests[ranks.start].flats]
+    found: list[list[Extent]] = [[] for _ in manifests[ranks.start].flats]
     for rank in ranks:
         for number, chunk in enumerate(manifests[rank].chunks):
-            found[chunk.flat].append(Stretch(chunk.start, chunk.start + chunk.numel, rank, number))
+            found[chunk.flat].append(Extent(chunk.start, chunk.start + chunk.numel, rank, number))
     for of_flat in found:
-        of_flat.sort(key=lambda stretch: stretch.start)
+        of_flat.sort(key=lambda extent: extent.start)
     return found
 
 

@@ -110,7 +110,7 @@ def scan(directories: Sequence[Path], files: Files) -> ScanResult:
     )
 
 
-def together(looks: Sequence[ScanResult]) -> ScanResult:
+def merge(looks: Sequence[ScanResult]) -> ScanResult:
     """What ranks see together, by rank: a record that several see, in a shared directory, counts once."""
     found = ScanResult()
     for rank, one in enumerate(looks):

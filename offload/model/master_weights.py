@@ -79,7 +79,7 @@ class MasterWeights:
         self._parameters.attach(flat)
 
     @torch.no_grad()
-    def give_back(self, step: int) -> None:
+    def restore(self, step: int) -> None:
         """Gives the model's parameters, wherever they are, the values of a commit: with split masters the parameters
         that it holds, else the rounded masters."""
         if self._split_master:
@@ -102,7 +102,7 @@ class MasterWeights:
                         self._kernels.cast(lease.master, target.arrays[0].view(dtype))
 
     @torch.no_grad()
-    def bring_parameters(self, steps: Mapping[int, int]) -> None:
+    def store_parameters(self, steps: Mapping[int, int]) -> None:
         """Copies resident parameters of some chunks into the store that they are committed from.
 
         Args: steps: the steps that made them, by chunk.
@@ -143,17 +143,17 @@ class MasterWeights:
         A chunk stays in RAM until it is complete, unless its buffer is needed for others.
         """
         missing = dict(numels)
-        for moves, states in sources:
-            for target, group in groupby(moves, key=lambda move: move.target):
+        for ranges, states in sources:
+            for target, group in groupby(ranges, key=lambda one: one.target):
                 with ExitStack() as leases:
                     lease = leases.enter_context(self._store.lease(target, step=step))
                     copies = self._own_copies(leases, target, step)
                     held = [lease] if copies is None else [lease, copies]
-                    for move in group:
-                        self._place(lease, copies, move, states)
-                        missing[target] -= move.numel
-                    for one in held:
-                        one.dirty, one.is_unfinished = True, missing[target] > 0
+                    for one in group:
+                        self._copy_range(lease, copies, one, states)
+                        missing[target] -= one.numel
+                    for used in held:
+                        used.dirty, used.is_unfinished = True, missing[target] > 0
         assert not any(missing.values())
         self._parameters.written_here(range(len(self._layout.specs)))
         self._before.clear()
@@ -165,19 +165,21 @@ class MasterWeights:
             return None
         return leases.enter_context(self._streamed.lease(chunk, step=step))
 
-    def _place(self, lease: Lease, copies: Lease | None, move: CopyRange, states: Mapping[str, Tensor]) -> None:
+    def _copy_range(self, lease: Lease, copies: Lease | None, copied: CopyRange, states: Mapping[str, Tensor]) -> None:
         """Copies one range of committed states, and makes the parameters from it."""
-        chunk = self._layout.chunks[move.target]
+        chunk = self._layout.chunks[copied.target]
         flat = self._parameters.flats[chunk.flat]
-        into = slice(move.target_start, move.target_start + move.numel)
-        found = {kind: values[move.source_start : move.source_start + move.numel] for kind, values in states.items()}
+        into = slice(copied.target_start, copied.target_start + copied.numel)
+        found = {
+            kind: values[copied.source_start : copied.source_start + copied.numel] for kind, values in states.items()
+        }
         for kind, state in lease.states().items():
             if state.dtype is torch.float32:
                 state[into].copy_(found[kind])
         if lease.master.dtype is torch.int16:
             whole, low, exp_avg_sq = found["master"], lease.master[into], lease.exp_avg_sq[into]
-            for start in range(0, move.numel, BLOCK):
-                at = slice(start, min(start + BLOCK, move.numel))
+            for start in range(0, copied.numel, BLOCK):
+                at = slice(start, min(start + BLOCK, copied.numel))
                 copy = torch.empty(at.stop - at.start, dtype=torch.bfloat16, device="cpu")
                 self._kernels.split(whole[at], low[at], exp_avg_sq[at], copy)
         if copies is not None:

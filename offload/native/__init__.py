@@ -26,7 +26,7 @@ from offload.native.library import (
     AdamScalars,
     Backend,
     Library,
-    Part,
+    Work,
     c_variants,
     library_path,
     open_library,
@@ -243,14 +243,14 @@ class Kernels:
         self._check("low", low, n, _INT16)
         self._check("exp_avg_sq", exp_avg_sq, n, _FP32)
 
-    def _run(self, part: Part, n: int, cut: int = _LINE, offset: int = 0) -> None:
-        """Runs `part` on 0 .. n, split where an index is `offset` past a multiple of `cut`."""
+    def _run(self, work: Work, n: int, cut: int = _LINE, offset: int = 0) -> None:
+        """Runs `work` on 0 .. n, split where an index is `offset` past a multiple of `cut`."""
         if self._closed:
             raise ClosedError("these kernels were closed: load() gives others")
         shares = min(self.threads, n // _MIN_SHARE)
         if shares <= 1:
             if n:
-                part(0, n)
+                work(0, n)
             return
         edges = [0]
         for i in range(1, shares):
@@ -262,7 +262,7 @@ class Kernels:
         # A fork takes no threads along. Two callers may both make a pool here: one goes unused.
         if pool is None or pool.pid != os.getpid():
             pool = self._pool = Pool(self.threads - 1)
-        pool.run(part, edges)
+        pool.run(work, edges)
 
 
 _FP32 = (torch.float32,)

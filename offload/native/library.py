@@ -17,7 +17,7 @@ from torch import Tensor
 from offload.config import SUM_BLOCK
 from offload.errors import ConfigError
 
-Part = Callable[[int, int], None]
+Work = Callable[[int, int], None]
 """A kernel bound to its tensors, to be run on a range [low, high) of their elements."""
 
 
@@ -120,7 +120,7 @@ class Backend(Protocol):
         exp_avg_sq: Tensor,
         grad: Tensor,
         out: Tensor | None,
-    ) -> Callable[[AdamScalars], Part]: ...
+    ) -> Callable[[AdamScalars], Work]: ...
     def adam_split(
         self,
         param: Tensor,
@@ -130,15 +130,15 @@ class Backend(Protocol):
         grad: Tensor,
         out: Tensor,
         s: AdamScalars,
-    ) -> Part: ...
-    def split(self, master: Tensor, low: Tensor, exp_avg_sq: Tensor, param: Tensor) -> Part: ...
+    ) -> Work: ...
+    def split(self, master: Tensor, low: Tensor, exp_avg_sq: Tensor, param: Tensor) -> Work: ...
     def join(
         self, param: Tensor, low: Tensor, exp_avg_sq: Tensor, master_out: Tensor, exp_avg_sq_out: Tensor
-    ) -> Part: ...
-    def sum_squares(self, x: Tensor, first: int, out: Tensor) -> Part: ...
-    def accumulate(self, acc: Tensor, x: Tensor) -> Part: ...
-    def cast(self, src: Tensor, dst: Tensor) -> Part: ...
-    def scale(self, x: Tensor, factor: float) -> Part: ...
+    ) -> Work: ...
+    def sum_squares(self, x: Tensor, first: int, out: Tensor) -> Work: ...
+    def accumulate(self, acc: Tensor, x: Tensor) -> Work: ...
+    def cast(self, src: Tensor, dst: Tensor) -> Work: ...
+    def scale(self, x: Tensor, factor: float) -> Work: ...
 
 
 _LIBRARY_NAME = "liboffload_kernels.so"
@@ -150,7 +150,7 @@ _NONE = 3
 
 
 class Library:
-    """One variant's symbols. A part is a call with the addresses of its range."""
+    """One variant's symbols. `work` is what is called with the bounds of each thread's range."""
 
     def __init__(self, library: ctypes.CDLL, variant: str) -> None:
         p, i, n = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
@@ -178,21 +178,21 @@ class Library:
         exp_avg_sq: Tensor,
         grad: Tensor,
         out: Tensor | None,
-    ) -> Callable[[AdamScalars], Part]:
+    ) -> Callable[[AdamScalars], Work]:
         function = self._adam
         p, m, v, g = master.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), grad.data_ptr()
         grad_type, grad_bytes = _TYPES[grad.dtype], grad.element_size()
         o, out_type = (0, _NONE) if out is None else (out.data_ptr(), _TYPES[out.dtype])
 
-        def bound(s: AdamScalars) -> Part:
+        def bound(s: AdamScalars) -> Work:
             address = ctypes.addressof(s.packed)
 
-            def part(low: int, high: int) -> None:
+            def work(low: int, high: int) -> None:
                 at = 4 * low
                 to = o + 2 * low if o else None
                 function(p + at, m + at, v + at, g + grad_bytes * low, grad_type, to, out_type, high - low, address)
 
-            return part
+            return work
 
         return bound
 
@@ -205,86 +205,86 @@ class Library:
         grad: Tensor,
         out: Tensor,
         s: AdamScalars,
-    ) -> Part:
+    ) -> Work:
         function, struct = self._adam_split, s.packed
         address = ctypes.addressof(struct)
         p, w, m, v = param.data_ptr(), low.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr()
         g, grad_type, grad_bytes, o = grad.data_ptr(), _TYPES[grad.dtype], grad.element_size(), out.data_ptr()
 
-        def part(a: int, b: int) -> None:
+        def work(a: int, b: int) -> None:
             h, f = 2 * a, 4 * a
             function(p + h, w + h, m + f, v + f, g + grad_bytes * a, grad_type, o + h, b - a, address)
 
-        return part
+        return work
 
-    def split(self, master: Tensor, low: Tensor, exp_avg_sq: Tensor, param: Tensor) -> Part:
+    def split(self, master: Tensor, low: Tensor, exp_avg_sq: Tensor, param: Tensor) -> Work:
         function = self._split
         p, w, v, o = master.data_ptr(), low.data_ptr(), exp_avg_sq.data_ptr(), param.data_ptr()
 
-        def part(a: int, b: int) -> None:
+        def work(a: int, b: int) -> None:
             function(p + 4 * a, w + 2 * a, v + 4 * a, o + 2 * a, b - a)
 
-        return part
+        return work
 
-    def join(self, param: Tensor, low: Tensor, exp_avg_sq: Tensor, master_out: Tensor, exp_avg_sq_out: Tensor) -> Part:
+    def join(self, param: Tensor, low: Tensor, exp_avg_sq: Tensor, master_out: Tensor, exp_avg_sq_out: Tensor) -> Work:
         function = self._join
         p, w, v = param.data_ptr(), low.data_ptr(), exp_avg_sq.data_ptr()
         to, v_to = master_out.data_ptr(), exp_avg_sq_out.data_ptr()
 
-        def part(a: int, b: int) -> None:
+        def work(a: int, b: int) -> None:
             function(p + 2 * a, w + 2 * a, v + 4 * a, to + 4 * a, v_to + 4 * a, b - a)
 
-        return part
+        return work
 
-    def limit(self, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, out: Tensor | None) -> Part:
+    def limit(self, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, out: Tensor | None) -> Work:
         """For the benchmark: adam's traffic without its arithmetic (kernels/limit.c)."""
         p, m, v, g = master.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), grad.data_ptr()
         grad_type, grad_bytes = _TYPES[grad.dtype], grad.element_size()
         o = 0 if out is None else out.data_ptr()
 
-        def part(low: int, high: int) -> None:
+        def work(low: int, high: int) -> None:
             at = 4 * low
             self._limit(p + at, m + at, v + at, g + grad_bytes * low, grad_type, o + 2 * low, high - low)
 
-        return part
+        return work
 
-    def sum_squares(self, x: Tensor, first: int, out: Tensor) -> Part:
+    def sum_squares(self, x: Tensor, first: int, out: Tensor) -> Work:
         function, p, o = self._sum_squares, x.data_ptr(), out.data_ptr()
         x_type, x_bytes = _TYPES[x.dtype], x.element_size()
         block = first // SUM_BLOCK
 
-        def part(low: int, high: int) -> None:
+        def work(low: int, high: int) -> None:
             to = o + 8 * ((first + low) // SUM_BLOCK - block)
             function(p + x_bytes * low, x_type, first + low, high - low, to)
 
-        return part
+        return work
 
-    def accumulate(self, acc: Tensor, x: Tensor) -> Part:
+    def accumulate(self, acc: Tensor, x: Tensor) -> Work:
         function, a, p = self._accumulate, acc.data_ptr(), x.data_ptr()
         x_type, x_bytes = _TYPES[x.dtype], x.element_size()
 
-        def part(low: int, high: int) -> None:
+        def work(low: int, high: int) -> None:
             function(a + 4 * low, p + x_bytes * low, x_type, high - low)
 
-        return part
+        return work
 
-    def cast(self, src: Tensor, dst: Tensor) -> Part:
+    def cast(self, src: Tensor, dst: Tensor) -> Work:
         function, s, d = self._cast, src.data_ptr(), dst.data_ptr()
         src_type, src_bytes = _TYPES[src.dtype], src.element_size()
         dst_type, dst_bytes = _TYPES[dst.dtype], dst.element_size()
 
-        def part(low: int, high: int) -> None:
+        def work(low: int, high: int) -> None:
             function(s + src_bytes * low, src_type, d + dst_bytes * low, dst_type, high - low)
 
-        return part
+        return work
 
-    def scale(self, x: Tensor, factor: float) -> Part:
+    def scale(self, x: Tensor, factor: float) -> Work:
         function, p = self._scale, x.data_ptr()
 
-        def part(low: int, high: int) -> None:
+        def work(low: int, high: int) -> None:
             function(p + 4 * low, high - low, factor)
 
-        return part
+        return work
 
 
 def library_path() -> Path | None:

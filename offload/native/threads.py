@@ -11,7 +11,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from offload.interrupts import LET_IN_S, uninterrupted
-from offload.native.library import Part
+from offload.native.library import Work
 
 
 class Pool:
@@ -30,13 +30,13 @@ class Pool:
         self.stop = weakref.finalize(self, _stop, self._calls, threads, self.pid)
 
     @uninterrupted
-    def run(self, part: Part, edges: list[int]) -> None:
-        """Runs `part` on each range between two edges, the first of them here.
+    def run(self, work: Work, edges: list[int]) -> None:
+        """Runs `work` on each range between two edges, the first of them here.
 
-        Whatever is raised, here or there, no thread is in `part` any more, nor will be: the memory is the caller's.
+        Whatever is raised, here or there, no thread is in `work` any more, nor will be: the memory is the caller's.
         Raises: the first exception of any of them, when all have ended.
         """
-        call = _Call(part, edges)
+        call = _Call(work, edges)
         try:
             for _ in edges[2:]:
                 self._calls.put(call)
@@ -54,9 +54,9 @@ class _Call:
     between two instructions loses no count.
     """
 
-    def __init__(self, part: Part, edges: list[int]) -> None:
+    def __init__(self, work: Work, edges: list[int]) -> None:
         self.error: BaseException | None = None
-        self._part = part
+        self._work = work
         self._left = deque(itertools.pairwise(edges[1:]))
         self._under_way = 0
         self._lock = threading.Lock()
@@ -64,7 +64,7 @@ class _Call:
 
     def run(self, low: int, high: int) -> None:
         try:
-            self._part(low, high)
+            self._work(low, high)
         except BaseException as raised:
             self.error = self.error or raised
 
@@ -91,7 +91,7 @@ class _Call:
                 calls.put(self)  # it may have been cut off before it was put there as often as it has ranges
             except BaseException as raised:
                 self.error = self.error or raised
-        del self._part  # the tensors that it holds have to go when the caller lets them go
+        del self._work  # the tensors that it holds have to go when the caller lets them go
 
 
 def _work(calls: SimpleQueue[_Call | None]) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from offload.config import SUM_BLOCK
-from offload.native.library import AdamScalars, AdamStruct, Part, sum_blocks
+from offload.native.library import AdamScalars, AdamStruct, Work, sum_blocks
 
 _Bits = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -42,7 +42,7 @@ class _Scratch(threading.local):
 
 
 class _KeepDenormals:
-    """Sets this thread to keep denormals while a part runs. torch has no way to ask, arithmetic has:
+    """Sets this thread to keep denormals while a kernel runs. torch has no way to ask, arithmetic has:
     with them flushed, the smallest double is 0."""
 
     smallest = 5e-324
@@ -69,7 +69,7 @@ class _Operations(ABC):
         """`c.sqrt_bias_correction2`, in a form by which the device really divides."""
 
     @abstractmethod
-    def _in_blocks(self, block: Part) -> Part:
+    def _in_blocks(self, block: Work) -> Work:
         """Runs `block` on pieces of a range that are no longer than the temporaries."""
 
     def adam(
@@ -79,11 +79,11 @@ class _Operations(ABC):
         exp_avg_sq: Tensor,
         grad: Tensor,
         out: Tensor | None,
-    ) -> Callable[[AdamScalars], Part]:
+    ) -> Callable[[AdamScalars], Work]:
         master, exp_avg, exp_avg_sq = master.detach(), exp_avg.detach(), exp_avg_sq.detach()
         grad, out = grad.detach(), None if out is None else out.detach()
 
-        def bound(s: AdamScalars) -> Part:
+        def bound(s: AdamScalars) -> Work:
             c = s.packed
             divisor = self._divisor(c, master.device)
 
@@ -98,7 +98,7 @@ class _Operations(ABC):
 
         return bound
 
-    def accumulate(self, acc: Tensor, x: Tensor) -> Part:
+    def accumulate(self, acc: Tensor, x: Tensor) -> Work:
         acc, x = acc.detach(), x.detach()
 
         def block(low: int, high: int) -> None:
@@ -107,7 +107,7 @@ class _Operations(ABC):
 
         return self._in_blocks(block)
 
-    def cast(self, src: Tensor, dst: Tensor) -> Part:
+    def cast(self, src: Tensor, dst: Tensor) -> Work:
         src, dst = src.detach(), dst.detach()
 
         def block(low: int, high: int) -> None:
@@ -115,7 +115,7 @@ class _Operations(ABC):
 
         return self._in_blocks(block)
 
-    def scale(self, x: Tensor, factor: float) -> Part:
+    def scale(self, x: Tensor, factor: float) -> Work:
         x = x.detach()
         with np.errstate(over="ignore"):
             once = float(np.float32(factor))
@@ -139,13 +139,13 @@ class TorchKernels(_Operations):
     def _divisor(self, c: AdamStruct, device: torch.device) -> float:
         return float(c.sqrt_bias_correction2)
 
-    def _in_blocks(self, block: Part) -> Part:
-        def part(low: int, high: int) -> None:
+    def _in_blocks(self, block: Work) -> Work:
+        def work(low: int, high: int) -> None:
             with _KeepDenormals(), np.errstate(all="ignore"):
                 for start in range(low, high, _TORCH_BLOCK):
                     block(start, min(start + _TORCH_BLOCK, high))
 
-        return part
+        return work
 
     def adam_split(
         self,
@@ -156,7 +156,7 @@ class TorchKernels(_Operations):
         grad: Tensor,
         out: Tensor,
         s: AdamScalars,
-    ) -> Part:
+    ) -> Work:
         c = s.packed
         exp_avg, exp_avg_sq, grad = exp_avg.detach(), exp_avg_sq.detach(), grad.detach()
         params, lows, squares, outs = _bits(param), _bits(low), _bits(exp_avg_sq), _bits(out)
@@ -171,7 +171,7 @@ class TorchKernels(_Operations):
 
         return self._in_blocks(block)
 
-    def split(self, master: Tensor, low: Tensor, exp_avg_sq: Tensor, param: Tensor) -> Part:
+    def split(self, master: Tensor, low: Tensor, exp_avg_sq: Tensor, param: Tensor) -> Work:
         masters, lows, squares, params = _bits(master), _bits(low), _bits(exp_avg_sq), _bits(param)
 
         def block(a: int, b: int) -> None:
@@ -181,7 +181,7 @@ class TorchKernels(_Operations):
 
         return self._in_blocks(block)
 
-    def join(self, param: Tensor, low: Tensor, exp_avg_sq: Tensor, master_out: Tensor, exp_avg_sq_out: Tensor) -> Part:
+    def join(self, param: Tensor, low: Tensor, exp_avg_sq: Tensor, master_out: Tensor, exp_avg_sq_out: Tensor) -> Work:
         params, lows, squares = _bits(param), _bits(low), _bits(exp_avg_sq)
         masters, squares_out = _bits(master_out), _bits(exp_avg_sq_out)
 
@@ -221,10 +221,10 @@ class TorchKernels(_Operations):
         master -= carry
         np.bitwise_and(exp_avg_sq, 0x7FFFFFFF, out=exp_avg_sq_out)
 
-    def sum_squares(self, x: Tensor, first: int, out: Tensor) -> Part:
+    def sum_squares(self, x: Tensor, first: int, out: Tensor) -> Work:
         x, out = x.detach(), out.detach()
 
-        def part(low: int, high: int) -> None:
+        def work(low: int, high: int) -> None:
             wide, lanes = self._scratch.wide, self._scratch.lanes
             with _KeepDenormals(), np.errstate(all="ignore"):
                 while low < high:
@@ -243,7 +243,7 @@ class TorchKernels(_Operations):
                     out[(first + low) // SUM_BLOCK - first // SUM_BLOCK] = flat[0]
                     low += n
 
-        return part
+        return work
 
 
 def adam_steps(
@@ -307,10 +307,10 @@ class DeviceKernels(_Operations):
         # By a number on the CPU torch's CUDA kernel would multiply with its inverse.
         return torch.full((), c.sqrt_bias_correction2, dtype=torch.float32, device=device)
 
-    def sum_squares(self, x: Tensor, first: int, out: Tensor) -> Part:
+    def sum_squares(self, x: Tensor, first: int, out: Tensor) -> Work:
         x, out = x.detach(), out.detach()
 
-        def part(low: int, high: int) -> None:
+        def work(low: int, high: int) -> None:
             if (first + low) % SUM_BLOCK:
                 head = min(high, low + SUM_BLOCK - (first + low) % SUM_BLOCK)
                 self._sum(x[low:head], out[:1])
@@ -321,7 +321,7 @@ class DeviceKernels(_Operations):
                 self._sum(x[low:stop], out[at : at + sum_blocks(0, stop - low)])
                 low = stop
 
-        return part
+        return work
 
     def _sum(self, x: Tensor, out: Tensor) -> None:
         """Of whole blocks, the last of which may be shorter: what it lacks are zeros, which change no sum."""
@@ -342,22 +342,22 @@ class DeviceKernels(_Operations):
             lanes[:, :width] += lanes[:, width : 2 * width]
         out.copy_(lanes[:, 0])
 
-    def split(self, *_: Tensor) -> Part:
+    def split(self, *_: Tensor) -> Work:
         raise _no_split()
 
-    def join(self, *_: Tensor) -> Part:
+    def join(self, *_: Tensor) -> Work:
         raise _no_split()
 
-    def adam_split(self, *_: object) -> Part:
+    def adam_split(self, *_: object) -> Work:
         raise _no_split()
 
-    def _in_blocks(self, block: Part) -> Part:
-        def part(low: int, high: int) -> None:
+    def _in_blocks(self, block: Work) -> Work:
+        def work(low: int, high: int) -> None:
             with np.errstate(all="ignore"):
                 for start in range(low, high, self._block):
                     block(start, min(start + self._block, high))
 
-        return part
+        return work
 
 
 def _no_split() -> AssertionError:

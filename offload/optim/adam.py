@@ -99,7 +99,7 @@ class NewParameters:
 
     def step_begins(self) -> None:
         """Nothing that is queued from now on reads old values, or writes gradients, before it waited for new values."""
-        self.settle()
+        self.finish_copies()
         self._step = self._copier.mark()
 
     def begin(self) -> None:
@@ -163,7 +163,7 @@ class NewParameters:
             self._copies.append((chunk, self._copier.to_device(source[span], target[span], self._step), moving))
             self._timeline.count("host_to_device_bytes", size)
 
-    def settle(self) -> None:
+    def finish_copies(self) -> None:
         """Waits until all that was sent is on the device. The memory that it was sent from holds gradients again."""
         while self._copies:
             self._finish_copy()

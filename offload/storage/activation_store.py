@@ -230,7 +230,7 @@ class ActivationStore:
     def nbytes(self) -> int:
         """What waits now, here and beneath, in whole pages."""
         with self._lock:
-            self._settle()
+            self._reclaim()
             beneath = 0 if self._beneath is None else self._beneath.nbytes
             return beneath + sum(entry.size for entry in self._present.values())
 
@@ -249,7 +249,7 @@ class ActivationStore:
         """None if neither this nor what is beneath has room."""
         with self._lock:
             self._require_usable()
-            self._settle()
+            self._reclaim()
             stored = self._put_here(data)
             if stored is None and self._beneath is not None:
                 stored = self._beneath._put(data)
@@ -295,7 +295,7 @@ class ActivationStore:
     def _get(self, entry: _Entry) -> Tensor:
         with self._lock:
             self._require_usable()
-            self._settle()
+            self._reclaim()
             if not entry.memory:
                 self._find_room(entry, waits=True)
                 self._begin_read(entry)
@@ -370,7 +370,7 @@ class ActivationStore:
         while self._region.free < entry.size:
             if waits and self._leaving:
                 self._end(self._leaving[0])
-                self._settle()
+                self._reclaim()
             elif (victim := self._victim(entry, is_ready=not waits)) is not None:
                 self._evict(victim)
             else:
@@ -399,7 +399,7 @@ class ActivationStore:
         self._region.give(entry.memory)
         entry.memory = []
 
-    def _settle(self) -> None:
+    def _reclaim(self) -> None:
         """Takes back the room of what nobody asks for any more."""
         while self._dropped:
             entry = self._held.pop(self._dropped.popleft())

@@ -86,8 +86,8 @@ class ResidencyTable:
     def __getitem__(self, chunk: int) -> Residency:
         return self._states[chunk]
 
-    def move(self, chunk: int, to: Residency) -> None:
-        """Raises: StateError if the move is not legal."""
+    def change(self, chunk: int, to: Residency) -> None:
+        """Raises: StateError if the change is not legal."""
         now = self._states[chunk]
         if to not in _LEGAL[now]:
             legal = ", ".join(sorted(state.value for state in _LEGAL[now]))
@@ -519,7 +519,7 @@ class Store:
                 return False
             lease.is_blank = lease.is_fresh and self._table[chunk] in (Residency.EMPTY, Residency.STORED)
             lease.arrays = self._buffer(chunk).arrays(self._records[chunk])
-            self._table.move(chunk, Residency.LEASED)
+            self._table.change(chunk, Residency.LEASED)
             lease.is_held = True
             self._holders[chunk] = weakref.ref(lease)
             if chunk in self._unwritten:
@@ -587,21 +587,21 @@ class Store:
                 self._at.pop(chunk, None)
                 self._newer.pop(chunk, None)
             if lease.is_spent or (lease.is_blank and not lease.dirty):  # or cut off before anything was put there
-                self._table.move(chunk, Residency.STORED if chunk in self._at else Residency.EMPTY)
+                self._table.change(chunk, Residency.STORED if chunk in self._at else Residency.EMPTY)
                 if chunk not in self._resident:
                     self._free.append(self._buffers.pop(chunk))
             elif chunk in self._resident:
                 if lease.dirty or chunk not in self._at:
                     self._newer[chunk] = step
-                self._table.move(chunk, Residency.DIRTY if chunk in self._newer else Residency.CLEAN)
+                self._table.change(chunk, Residency.DIRTY if chunk in self._newer else Residency.CLEAN)
                 if lease.dirty and not lease.is_unfinished and self._is_due(step):
                     self._write(chunk, step, Residency.CLEAN)
             elif not (lease.dirty or is_owed) and chunk in self._at:
-                self._table.move(chunk, Residency.CLEAN)
+                self._table.change(chunk, Residency.CLEAN)
                 if not is_retained:
                     self._drop(chunk)
             else:
-                self._table.move(chunk, Residency.DIRTY)
+                self._table.change(chunk, Residency.DIRTY)
                 if lease.is_unfinished or (is_owed and not lease.dirty):
                     self._unwritten[chunk] = step
                 else:
@@ -611,7 +611,7 @@ class Store:
                 self._read_ahead()
 
     def _drop(self, chunk: int) -> None:
-        self._table.move(chunk, Residency.STORED)
+        self._table.change(chunk, Residency.STORED)
         self._free.append(self._buffers.pop(chunk))
 
     def _drop_one(self) -> None:
@@ -647,7 +647,7 @@ class Store:
                 self._read(chunk)
 
     def _read(self, chunk: int) -> None:
-        self._table.move(chunk, Residency.READING)
+        self._table.change(chunk, Residency.READING)
         if chunk not in self._resident:
             self._buffers[chunk] = self._free.pop()
         at = self._at[chunk]
@@ -657,7 +657,7 @@ class Store:
     def _write(self, chunk: int, step: int, then: Residency) -> None:
         self._unwritten.pop(chunk, None)
         self._newer.pop(chunk, None)
-        self._table.move(chunk, Residency.WRITING)
+        self._table.change(chunk, Residency.WRITING)
         slot = 1 - self._committed[chunk] if chunk in self._committed else 0
         self._at[chunk] = Version(step, slot)
         future = self._swap.write(chunk, self._bytes(chunk), step=step, slot=slot)
@@ -681,7 +681,7 @@ class Store:
             del self._moving[chunk]
             try:
                 self._timeline.count(counter, future.result())
-                self._table.move(chunk, then)
+                self._table.change(chunk, then)
                 if then is Residency.STORED:
                     self._free.append(self._buffers.pop(chunk))
                 self._read_ahead()

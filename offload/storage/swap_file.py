@@ -173,7 +173,7 @@ class RunFiles:
     """Whose swap files these are, and how they begin.
 
     Attributes:
-        places: slots a chunk, 1 or 2.
+        slots_per_chunk: 1 or 2.
         committed: how many of the chunks, the first ones, are committed and have all the slots; None: this run does
             not commit.
         resumed: the number of each committed chunk's directory, if the files are there and are used where they lie.
@@ -185,7 +185,7 @@ class RunFiles:
         directories: directories that are held open, to which these are added.
     """
 
-    places: int = 1
+    slots_per_chunk: int = 1
     committed: int | None = None
     resumed: Sequence[int] | None = None
     is_temporary: bool = False
@@ -221,15 +221,15 @@ class SwapFile:
         check_directory(directory, resumes=resumes or run.is_temporary or run.is_known)
         self._records = tuple(records)
         held = range(len(self._records)) if held is None else held
-        self._table = SlotTable(self._records, held, run.places, run.committed)
+        self._table = SlotTable(self._records, held, run.slots_per_chunk, run.committed)
         self._checksums: dict[int, int] = {}
         self._engine = engine
         self._timeline = timeline or Timeline()
         self._reads, self._writes, self._hashes = drive_lanes(stripe[0])
-        self._place = directory / swap_name(run.rank)
+        self._final_path = directory / swap_name(run.rank)
         self._is_left = run.is_temporary
         self._size_before: int | None = None
-        path = self._place.with_name(self._place.name + NEW_SUFFIX) if run.is_temporary else self._place
+        path = self._final_path.with_name(self._final_path.name + NEW_SUFFIX) if run.is_temporary else self._final_path
         with ExitStack() as undo:
             if is_alone:
                 undo.callback(run.directories.close)
@@ -247,7 +247,7 @@ class SwapFile:
             is_blank = _is_blank(self._file)
             described = self._records[: run.committed]
             chunks = described_chunks(described, [chunk for chunk in held if chunk < len(described)])
-            superblock = Superblock(self._run_id, run.places, stripe, run.committed is not None, chunks)
+            superblock = Superblock(self._run_id, run.slots_per_chunk, stripe, run.committed is not None, chunks)
             block = aligned_memory(PAGE_BYTES)
             block[:] = superblock.encode()
             if resumes:
@@ -338,7 +338,7 @@ class SwapFile:
 
     def was_renamed(self) -> None:
         """The temporary name has been replaced by the swap file's."""
-        self._file.path = str(self._place)
+        self._file.path = str(self._final_path)
 
     def close(self) -> None:
         """Waits until no checksum is being taken or compared. The engine's `close` frees the lock.
@@ -377,7 +377,7 @@ class SwapFile:
 
         Raises: PathError if one was moved, removed or cut off: what is committed must be there to be found.
         """
-        self._run.directories.require_here(self._place.parent)
+        self._run.directories.require_here(self._final_path.parent)
         file = Path(self._file.path)
         try:
             name, dir_fd = self._run.directories.at(file)

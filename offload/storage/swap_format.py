@@ -116,31 +116,31 @@ def _values_of(layout: Layout, chunks: Sequence[Chunk]) -> list[Record]:
 class SlotTable:
     """Where the slots lie in one swap file.
 
-    Args: records: of each chunk of the run; held: the chunks in this file, in the order in which they lie; places:
-    slots a chunk; committed: how many of the run's chunks, the first ones, have all slots; None: all of them.
+    Args: records: of each chunk of the run; held: the chunks in this file, in the order in which they lie;
+    slots_per_chunk: 1 or 2; committed: how many of the run's chunks, the first ones, have all slots; None: all of them.
     Attributes: nbytes, of the file; nbytes_of_one: with one slot a chunk.
     """
 
     def __init__(
-        self, records: Sequence[Record], held: Sequence[int], places: int, committed: int | None = None
+        self, records: Sequence[Record], held: Sequence[int], slots_per_chunk: int, committed: int | None = None
     ) -> None:
         both = [chunk for chunk in held if committed is None or chunk < committed]
         once = [chunk for chunk in held if committed is not None and chunk >= committed]
         *starts, self._step = accumulate((records[chunk].nbytes for chunk in both), initial=0)
         self._starts = dict(zip(both, starts, strict=True))
-        *starts, end = accumulate((records[chunk].nbytes for chunk in once), initial=places * self._step)
+        *starts, end = accumulate((records[chunk].nbytes for chunk in once), initial=slots_per_chunk * self._step)
         self._starts |= zip(once, starts, strict=True)
         self.nbytes = PAGE_BYTES + end
-        self.nbytes_of_one = self.nbytes - (places - 1) * self._step
+        self.nbytes_of_one = self.nbytes - (slots_per_chunk - 1) * self._step
 
     def offset(self, chunk: int, slot: int = 0) -> int:
         """Of a chunk's slot A (0) or B (1) in the file, in bytes."""
         return PAGE_BYTES + slot * self._step + self._starts[chunk]
 
 
-def file_bytes(records: Sequence[Record], places: int, committed: int | None = None) -> int:
+def file_bytes(records: Sequence[Record], slots_per_chunk: int, committed: int | None = None) -> int:
     """Bytes of the swap file if all chunks lie in one. Args: as of `SlotTable`."""
-    return SlotTable(records, range(len(records)), places, committed).nbytes
+    return SlotTable(records, range(len(records)), slots_per_chunk, committed).nbytes
 
 
 def described_chunks(records: Sequence[Record], held: Sequence[int]) -> Chunks:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.checkpoint.manifest import ChunkFacts, Manifest, flats_of, parameters_of
-from offload.checkpoint.reshard import moves
+from offload.checkpoint.reshard import copy_ranges
 from offload.layout import Layout, ParamSpec, build
 from tests.support.committed import manifest_of
 
@@ -53,7 +53,7 @@ def test_every_element_goes_where_it_belongs_once(
     for layout in layouts(specs, other_chunk, others):
         found = [torch.full((one.numel,), -1) for one in layout.chunks]
         targets = []
-        for (rank, number), those in moves(manifests_of(before), layout).items():
+        for (rank, number), those in copy_ranges(manifests_of(before), layout).items():
             targets.append(those[0].target)
             for move in those:
                 assert move.numel > 0

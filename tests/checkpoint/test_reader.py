@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 from offload.checkpoint import reader as reading
-from offload.checkpoint import scan as places_of_runs
+from offload.checkpoint import scan
 from offload.checkpoint.commit import Commit, read_commit, write_commit, write_manifest
 from offload.checkpoint.export import entries, export
 from offload.checkpoint.manifest import Manifest, committed_slots
@@ -88,7 +88,7 @@ def test_slots_lie_where_the_store_puts_them(tmp_path: Path) -> None:
     numels, steps = (1000, 1, 1500), (3, 5, 4)
     engine = ThreadEngine()
     records = [Record(numel) for numel in numels]
-    file = SwapFile(engine, tmp_path / "run", records, RunFiles(places=2, committed=len(records)))
+    file = SwapFile(engine, tmp_path / "run", records, RunFiles(slots_per_chunk=2, committed=len(records)))
     for place in (0, 1):
         for chunk, numel in enumerate(numels):
             record = records[chunk]
@@ -421,7 +421,7 @@ def test_a_commit_between_record_and_manifest_is_followed(places: list[Path], mo
             (directory / f"manifest-{RUN}-{STEP}-rank0.json").unlink()
         return found
 
-    monkeypatch.setattr(places_of_runs, "read_commit", slow)
+    monkeypatch.setattr(scan, "read_commit", slow)
     assert Reader(places[:1]).commit.step == STEP + 1
 
 

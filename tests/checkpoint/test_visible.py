@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.checkpoint import recovery as meeting
+from offload.checkpoint import recovery
 from offload.checkpoint.commit import Commit
 from offload.checkpoint.manifest import Digest, Manifest
 from offload.checkpoint.scan import hidden_ranks, ranks_in
 from offload.dist.communicator import SingleProcess
 from offload.errors import CorruptionError
-from offload.storage import swap_file as swapfile
+from offload.storage import swap_file
 from offload.storage.files import LOCAL
 from tests.support.committed import RUN, manifest_of, superblock
 
@@ -87,12 +87,12 @@ def test_a_manifest_that_one_rank_cannot_take_in_fails_on_all(
     places: list[Path], manifests: list[Manifest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     comm = TwoMachines({1: b"damaged on the way"})
-    monkeypatch.setattr(meeting, "manifests_in", lambda *_: {0: places[0]})
-    monkeypatch.setattr(meeting, "read_manifest", lambda *_: manifests[0])
-    monkeypatch.setattr(meeting, "ranks_in", lambda *_: {0})
-    monkeypatch.setattr(meeting, "all_gather_object", lambda *_: [{}, comm._sent])
+    monkeypatch.setattr(recovery, "manifests_in", lambda *_: {0: places[0]})
+    monkeypatch.setattr(recovery, "read_manifest", lambda *_: manifests[0])
+    monkeypatch.setattr(recovery, "ranks_in", lambda *_: {0})
+    monkeypatch.setattr(recovery, "all_gather_object", lambda *_: [{}, comm._sent])
     with pytest.raises(CorruptionError):
-        meeting.read_together({0, 1}, places, places[0], COMMIT, comm, LOCAL)
+        recovery.read_together({0, 1}, places, places[0], COMMIT, comm, LOCAL)
     assert comm.told[-1] is True, "the other rank waits for this one"
 
 
@@ -106,8 +106,8 @@ def test_an_exclusive_lock_is_asked_for_on_a_file_that_may_be_written(
         if how == fcntl.LOCK_EX and not writes:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
 
-    monkeypatch.setattr(swapfile, "take_lock", on_nfs)
+    monkeypatch.setattr(swap_file, "take_lock", on_nfs)
     put(places[0], manifests[0], 0)
     place = places[0] / "offload-rank0.swap"
-    swapfile.CommittedFile(place, exclusive=True).close()
-    swapfile.CommittedFile(place).close()
+    swap_file.CommittedFile(place, exclusive=True).close()
+    swap_file.CommittedFile(place).close()

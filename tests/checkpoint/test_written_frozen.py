@@ -158,7 +158,7 @@ def test_a_commit_that_takes_more_ram_than_allowed_is_refused(tmp_path: Path) ->
     model = Taught()
     with hold(model, tmp_path / "run", commit_every=0, cpu_memory="700KiB") as optimizer:
         run(model, optimizer, range(1))
-        optimizer._attached._parts["written frozen parameters"].get()  # it fits
+        optimizer._attached._accessors["written frozen parameters"].get()  # it fits
         frozen = optimizer._held.written_frozen(100)
         with pytest.raises(BudgetError, match=r"teacher\.blocks\.0\.up\.weight among them"):
             frozen.state_dict()

@@ -19,8 +19,7 @@ from offload.cli import io_speed
 from offload.cli.io_speed import OPERATIONS, Contestant, LeftOutError, Ours, Speeds
 from offload.cli.main import app
 from offload.errors import BudgetError, PathError
-from offload.io import io_uring as ring
-from offload.io import select
+from offload.io import io_uring, select
 from offload.sizes import GIB, MIB
 from tests.support.processes import ROOT, open_files, own_threads
 
@@ -137,7 +136,7 @@ def test_size_fits_the_free_space_or_is_refused(drive: Path, monkeypatch: pytest
 
 
 def test_without_io_uring_the_threads_are_measured(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring, "is_available", lambda: (False, "the sysctl forbids it"))
+    monkeypatch.setattr(io_uring, "is_available", lambda: (False, "the sysctl forbids it"))
     names = {
         one.name for one in io_speed.field_of(drive / "file", memoryview(bytes(io_speed.MEMORY_BYTES)), quick=True)
     }

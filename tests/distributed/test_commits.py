@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from offload import OffloadZero, Tuning
-from offload.checkpoint import recovery as resuming
+from offload.checkpoint import recovery
 from offload.checkpoint.commit import read_commit
 from offload.checkpoint.reader import Reader
 from offload.dist import torch_distributed as comm
@@ -186,7 +186,7 @@ def _refused(path: str, rank: int, operation: str, name: str) -> tuple[str, str]
     training.go_to(AT + MORE)
     files = Failing(operation, name) if dist.get_rank() == rank else LocalFiles()
     said = then = "nothing"
-    with patch.object(resuming, "FILES", files):
+    with patch.object(recovery, "FILES", files):
         try:
             training.optimizer.commit()
         except OffloadError as error:

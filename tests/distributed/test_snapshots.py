@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from offload.checkpoint import recovery as resuming
+from offload.checkpoint import recovery
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.snapshot import Need
 from offload.errors import BudgetError, OffloadError, RankError
@@ -137,7 +137,7 @@ def _refused(base: str, shared: bool, rank: int, operation: str, name: str) -> s
     training.go_to(AT)
     training.optimizer.commit()
     said = "nothing"
-    with patch.object(resuming, "FILES", FailingCopy(operation, name) if dist.get_rank() == rank else LocalFiles()):
+    with patch.object(recovery, "FILES", FailingCopy(operation, name) if dist.get_rank() == rank else LocalFiles()):
         try:
             training.optimizer.snapshot()
         except OffloadError as error:

@@ -19,7 +19,7 @@ from torch import Tensor
 from offload import OffloadZero
 from offload.checkpoint import atomic_file as atomic
 from offload.checkpoint import commit as records
-from offload.checkpoint import committer as commits
+from offload.checkpoint import committer
 from offload.checkpoint.reader import Reader
 from offload.errors import TierIOError
 from offload.io.engine import IOFile, IOFuture
@@ -31,7 +31,7 @@ from tests.support.faulty_engine import FaultyEngine, resolved
 
 OPERATIONS = ("create", "write", "sync", "close", "rename", "remove", "copy", "sync_directory", "names", "read")
 OPERATIONS += ("make_directory", "remove_directory", "is_directory", "open")
-TRACED = frozenset(module.__file__ for module in (commits, records, atomic, local))
+TRACED = frozenset(module.__file__ for module in (committer, records, atomic, local))
 """Where a commit is made, beside `Stripes`."""
 
 

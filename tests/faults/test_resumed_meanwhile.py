@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from offload import OffloadZero, Tuning
-from offload.checkpoint import committer as commits
-from offload.checkpoint import recovery as resuming
+from offload.checkpoint import committer, recovery
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.recovery import RecoveryPlan
 from offload.errors import CorruptionError, PathInUseError, ResumeError
@@ -45,8 +44,8 @@ def another(path: Path, tuning: Tuning) -> None:
 
 
 MOMENTS = [
-    (resuming, "read_together", False),
-    (resuming, "_find", True),
+    (recovery, "read_together", False),
+    (recovery, "_find", True),
     (RecoveryPlan, "clear_up", True),
     (RecoveryPlan, "lock", True),
 ]
@@ -116,7 +115,7 @@ def test_what_a_live_run_has_beside_the_commit_is_not_cleared_away(
             make(Tiny(), resume=True, commit_every=0)
         refused.append(contents(path) == before and f"{SWAP_NAME}.new" in before)
 
-    once(monkeypatch, commits, "moves", meanwhile, after=False)
+    once(monkeypatch, committer, "copy_ranges", meanwhile, after=False)
     make(Tiny(), resume=True, commit_every=0, tuning=LARGER, cpu_memory="1MiB").close()
     assert refused == [True]
     with Reader([path]) as reader:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from offload import OffloadZero, Tuning
-from offload.checkpoint import committer as commits
+from offload.checkpoint import committer
 from offload.checkpoint.commit import read_commit, write_commit
 from offload.checkpoint.manifest import Digest
 from offload.checkpoint.reader import Reader
@@ -168,7 +168,7 @@ def test_what_is_replaced_is_held_and_what_is_only_read_is_shared(
 ) -> None:
     _, directories, _, optimizer = kept(make)
     optimizer.close()
-    real, looked = commits.moves, []
+    real, looked = committer.copy_ranges, []
 
     def look_around(*args: Any) -> Any:
         CommittedFile(directories[0] / SWAP_NAME).close()
@@ -179,7 +179,7 @@ def test_what_is_replaced_is_held_and_what_is_only_read_is_shared(
         looked.append(True)
         return real(*args)
 
-    monkeypatch.setattr(commits, "moves", look_around)
+    monkeypatch.setattr(committer, "copy_ranges", look_around)
     make(Tiny(), resume=[*directories], cpu_memory="1MiB")
     assert looked
     CommittedFile(directories[0] / SWAP_NAME, exclusive=True).close()

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from offload.errors import PathError, TierIOError
-from offload.io import io_uring as ring
+from offload.io import io_uring
 from offload.io.engine import REQUEST_BYTES, IOEngine, QueuedEngine, Request
 from offload.io.io_uring import UringEngine
 from offload.io.portable import PortableEngine
@@ -461,7 +461,7 @@ def test_closing_frees_the_lock_at_once_and_a_childs_closing_does_not(engine: IO
 
 @pytest.mark.timeout(60)
 def test_more_requests_than_the_ring_holds_wait_for_room(tmp_path: Path) -> None:
-    if not ring.is_available()[0]:
+    if not io_uring.is_available()[0]:
         pytest.skip("no io_uring here")
     engine = UringEngine(request_bytes=PAGE_BYTES, depth=256)
     files = [engine.open(str(tmp_path / str(n))) for n in range(4)]
@@ -556,11 +556,11 @@ def test_no_memory_while_a_request_ends_fails_that_transfer_and_no_later_one(
 
 @pytest.mark.timeout(60)
 def test_a_reaper_that_has_no_memory_for_completions_loses_none(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not ring.is_available()[0]:
+    if not io_uring.is_available()[0]:
         pytest.skip("no io_uring here")
     engine = UringEngine()
     file = engine.open(place)
-    monkeypatch.setattr(ring, "_unpacked", failing_once(ring._unpacked, MemoryError()))
+    monkeypatch.setattr(io_uring, "_unpacked", failing_once(io_uring._unpacked, MemoryError()))
     data = noise(PAGE_BYTES)
     assert engine.write(file, 0, data).result(WAIT_S) == PAGE_BYTES
     assert Path(place).read_bytes() == data
@@ -573,13 +573,13 @@ def test_what_a_ring_does_not_take_at_once_is_submitted_after_a_completion(
     place: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """uring.h: fewer when the ring is full; 0 only while something is under way."""
-    if not ring.is_available()[0]:
+    if not io_uring.is_available()[0]:
         pytest.skip("no io_uring here")
     engine = UringEngine(request_bytes=PAGE_BYTES)
     file = engine.open(place)
     real, taken = engine._ring.submit, []
 
-    def submit(batch: Sequence[ring.Submission]) -> int:
+    def submit(batch: Sequence[io_uring.Submission]) -> int:
         taken.append(real(batch[: most or len(taken) % 2]))
         return taken[-1]
 
@@ -611,14 +611,14 @@ def test_an_engine_that_nobody_closed_ends_its_threads_and_files(make: str, tmp_
 
 @pytest.mark.timeout(60)
 def test_registering_where_the_kernel_would_wait_for_the_reaper_is_left_out(place: str) -> None:
-    if not ring.is_available()[0]:
+    if not io_uring.is_available()[0]:
         pytest.skip("no io_uring here")
-    old = ring.Ring(8, without=ring.RSRC_TAGS)
+    old = io_uring.Ring(8, without=io_uring.RSRC_TAGS)
     waiting = threading.Thread(target=old.wait)
     waiting.start()
     time.sleep(0.05)
     assert not old.register_buffers([blank(PAGE_BYTES)])
-    old.submit([ring.Submission(ring.NOP)])
+    old.submit([io_uring.Submission(io_uring.NOP)])
     waiting.join(WAIT_S)
     assert not waiting.is_alive()
     old.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from offload import ConfigError
-from offload.io import io_uring as ring
+from offload.io import io_uring
 from offload.io import select as settings
 from offload.io.select import Settings, cache_file, measure_mixed, open_engine, recall, remember, weights
 from offload.sizes import MIB
@@ -28,7 +28,7 @@ def chosen(name: str, *paths: Path) -> tuple[str, int, int]:
 
 
 def without_io_uring(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring, "is_available", lambda: (False, "the sysctl kernel.io_uring_disabled forbids it"))
+    monkeypatch.setattr(io_uring, "is_available", lambda: (False, "the sysctl kernel.io_uring_disabled forbids it"))
 
 
 @pytest.mark.parametrize("name", ["threads", "portable"])

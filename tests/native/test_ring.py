@@ -18,7 +18,7 @@ import pytest
 
 from offload import native
 from offload.errors import ClosedError
-from offload.io import io_uring as ring
+from offload.io import io_uring
 from offload.io.io_uring import (
     FDATASYNC,
     NOP,
@@ -32,7 +32,7 @@ from offload.sizes import GIB, MIB, PAGE_BYTES
 from tests.support.faulty_engine import aligned
 from tests.support.processes import holds_in_child, open_files, start_python
 
-AVAILABLE, REASON = ring.is_available()
+AVAILABLE, REASON = io_uring.is_available()
 needs_ring = pytest.mark.skipif(not AVAILABLE, reason=REASON)
 LAST = 2**64 - 1
 
@@ -346,26 +346,26 @@ def test_a_refused_ring_is_an_error_with_its_reason(monkeypatch: pytest.MonkeyPa
         def offload_ring_open(self, *_: object) -> int:
             return -code
 
-    monkeypatch.setattr(ring, "_library", Refuses)
+    monkeypatch.setattr(io_uring, "_library", Refuses)
     files = open_files()
     with pytest.raises(OSError, match="io_uring") as caught:
         Ring(8)
     assert caught.value.errno == code
-    usable, reason = ring.is_available()
+    usable, reason = io_uring.is_available()
     assert not usable
     assert re.search(says, reason)
     assert open_files() == files
 
 
 def test_without_the_library_there_is_no_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    old: Callable[[], None] = ring._library.cache_clear
+    old: Callable[[], None] = io_uring._library.cache_clear
     monkeypatch.setattr(native, "open_library", lambda: (None, "no C compiler"))
     old()
     try:
         with pytest.raises(OSError, match="no io_uring: no C compiler") as caught:
             Ring(8)
         assert caught.value.errno == errno.ENOSYS
-        assert ring.is_available()[0] is False
+        assert io_uring.is_available()[0] is False
     finally:
         old()
 

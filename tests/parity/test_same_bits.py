@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offload import Tuning
-from offload.io import io_uring as ring
+from offload.io import io_uring
 from offload.native import available_variants
 from tests.support import models
 from tests.support.device import DEVICE
@@ -124,8 +124,8 @@ def test_whole_model_in_fp32_equals_the_numpy_reference() -> None:
 
 @pytest.mark.parametrize("engine", ["uring", "threads", "portable"])
 def test_io_engine_changes_no_bit(engine: str, tmp_path: Path) -> None:
-    if engine == "uring" and not ring.is_available()[0]:
-        pytest.skip(ring.is_available()[1])
+    if engine == "uring" and not io_uring.is_available()[0]:
+        pytest.skip(io_uring.is_available()[1])
     tuning = Tuning(chunk="4KiB", io_engine=engine)
     run = train("gpt", tier="nvme", path=tmp_path / "swap", cpu_memory="least", tuning=tuning)
     assert run.stats["io_engine"] == engine

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.storage import swap_file as claim
+from offload.storage import swap_file
 from offload.storage.swap_file import take_lock
 from tests.support.processes import start_python
 
@@ -51,12 +51,12 @@ def busy(fd: int, how: int = fcntl.LOCK_EX) -> bool:
 def test_the_lock_of_a_killed_process_is_waited_for(path: Path, fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with start_python(HOLD, str(path)) as holder:
         assert holder.stdout.readline() == "\n"
-        monkeypatch.setattr(claim, "PATIENCE_S", 1e9)
+        monkeypatch.setattr(swap_file, "PATIENCE_S", 1e9)
         assert busy(fd), "a live one is not waited for"
         holder.kill()
         os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
-        assert not claim._lives(holder.pid), "a process that nobody has waited for"
-        monkeypatch.setattr(claim, "PATIENCE_S", 0.1)
+        assert not swap_file._lives(holder.pid), "a process that nobody has waited for"
+        monkeypatch.setattr(swap_file, "PATIENCE_S", 0.1)
         assert busy(fd), "not for ever"
         tries: list[None] = []
 
@@ -67,8 +67,8 @@ def test_the_lock_of_a_killed_process_is_waited_for(path: Path, fd: int, monkeyp
                 holder.stdin.close()
             return False
 
-        monkeypatch.setattr(claim, "PATIENCE_S", 60.0)
-        monkeypatch.setattr(claim, "_lives", lives)
+        monkeypatch.setattr(swap_file, "PATIENCE_S", 60.0)
+        monkeypatch.setattr(swap_file, "_lives", lives)
         assert not busy(fd)
         assert len(tries) >= 5
 
@@ -85,8 +85,8 @@ def test_readers_share_and_a_dead_ones_lock_is_not_a_live_ones(path: Path, fd: i
 def test_a_holder_that_is_not_seen_counts_as_alive(path: Path, fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     other = os.open(path, os.O_RDONLY)
     take_lock(other, fcntl.LOCK_EX)
-    monkeypatch.setattr(claim, "_holders", lambda fd: [])
-    monkeypatch.setattr(claim, "PATIENCE_S", 1e9)
+    monkeypatch.setattr(swap_file, "_holders", lambda fd: [])
+    monkeypatch.setattr(swap_file, "PATIENCE_S", 1e9)
     assert busy(fd)
     os.close(other)
 
@@ -97,5 +97,5 @@ def test_a_lock_that_the_kernel_tells_under_another_device_is_found(
     """As on btrfs, where each subvolume has a device of its own, which /proc/locks does not know."""
     line = f"1: FLOCK  ADVISORY  WRITE 4242 00:99:{os.fstat(fd).st_ino} 0 EOF\n"
     monkeypatch.setattr(Path, "read_text", lambda self: line)
-    assert claim._holders(fd) == [4242]
-    assert claim._holders(os.open(os.devnull, os.O_RDONLY)) == []
+    assert swap_file._holders(fd) == [4242]
+    assert swap_file._holders(os.open(os.devnull, os.O_RDONLY)) == []

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(60)
 @contextmanager
 def device_store(engine: IOEngine, path: Path, buffers: int = 2) -> Iterator[DeviceStore]:
     records = [Record(numel) for numel in NUMELS]
-    slots = Stripes(engine, [path], [1.0], records, RunFiles(places=2))
+    slots = Stripes(engine, [path], [1.0], records, RunFiles(slots_per_chunk=2))
     beneath = Store(records, frozenset(), buffers, Arena(MIB, HostCopier()), slots, Timeline())
     store = DeviceStore(records, DeviceArena(MIB, CPU), beneath, Timeline())
     try:

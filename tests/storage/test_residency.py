@@ -36,7 +36,7 @@ def table_in(state: Residency) -> ResidencyTable:
         if now is state:
             table = ResidencyTable(3)
             for step in path:
-                table.move(1, step)
+                table.change(1, step)
             return table
         for after in Residency:
             if (now.value, after.value) in LEGAL and after not in seen:
@@ -49,10 +49,10 @@ def table_in(state: Residency) -> ResidencyTable:
 def test_a_move_is_made_if_it_is_legal_and_raises_if_not(before: Residency, after: Residency) -> None:
     table = table_in(before)
     if (before.value, after.value) in LEGAL:
-        table.move(1, after)
+        table.change(1, after)
         assert table[1] is after
     else:
         with pytest.raises(StateError, match=f"chunk 1 is {before.value} and cannot become {after.value}"):
-            table.move(1, after)
+            table.change(1, after)
         assert table[1] is before
     assert table[0] is table[2] is Residency.EMPTY

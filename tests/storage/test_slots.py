@@ -35,7 +35,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def slots(engine: FaultyEngine, path: Path) -> Iterator[SwapFile]:
-    made = SwapFile(engine, path, records(NUMELS), RunFiles(places=2))
+    made = SwapFile(engine, path, records(NUMELS), RunFiles(slots_per_chunk=2))
     yield made
     made.close()
 
