@@ -187,11 +187,8 @@ def build(
     new_params = NewParameters(run, parameters.flats, gradients, streamed)
     step = Step(run, store, gradients, new_params)
     undo.callback(step.close)
-    split = config.split_master
-    masters = MasterWeights(
-        layout, parameters, store, run.kernels, split_master=split, params=params, streamed=streamed
-    )
     stores = Stores(store, params, grads, frozen)
+    masters = MasterWeights(run, parameters, stores, streamed)
     activations = _activation_store(undo, plan, run, placement, engine, start)
     return Parts(run, stores, streamed, parameters, masters, gradients, new_params, step, slots, engine, activations)
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from offload import torch_private
 from offload.errors import StaleParameterError
-from offload.layout import Chunk, CopyRange, Layout, Piece
+from offload.layout import Chunk, CopyRange, Piece
 from offload.model.flat_param import FlatParameters, flattened
 from offload.model.torch_helpers import bits_of
-from offload.native import Kernels
+from offload.run import Run, Stores
 from offload.storage.chunk_cache import Lease, Store
 from offload.storage.swap_format import STATE_KINDS
 
@@ -30,27 +30,16 @@ BLOCK = 1 << 20
 class MasterWeights:
     """The states of a model's parameters, by parameter number.
 
-    Args: store: of the states; params: of the parameters, if they are streamed or committed; streamed: the same store,
-    if they are streamed.
+    Args: streamed: the store of the parameters, if they are on the device only around their use.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        parameters: FlatParameters,
-        store: Store,
-        kernels: Kernels,
-        *,
-        split_master: bool,
-        params: Store | None = None,
-        streamed: Store | None = None,
-    ) -> None:
-        self._layout = layout
+    def __init__(self, run: Run, parameters: FlatParameters, stores: Stores, streamed: Store | None) -> None:
+        self._layout = run.layout
         self._parameters = parameters
-        self._store = store
-        self._kernels = kernels
-        self._split_master = split_master
-        self._params = params
+        self._store = stores.states
+        self._kernels = run.kernels
+        self._split_master = run.config.split_master
+        self._params = stores.params
         self._streamed = streamed
         self._before: dict[int, Tensor] = {}
         # Streamed parameters that were written to, whose masters follow before the next step.
