@@ -20,11 +20,11 @@ from torch import Tensor
 
 from offload import BudgetError, ConfigError, OffloadZero, Tuning
 from offload.cli.console import print_json
+from offload.cli.options import TrainOptions
 from offload.cli.plots import MISSING, can_draw, loss_curve
 from offload.cli.progress import Tell, progress, training_status
 from offload.cli.text import Batches, Text, cut_windows, even_starts, load_text
 from offload.cli.timeline_plot import timeline_picture
-from offload.cli.train_options import TrainOptions
 from offload.cli.workspace import Workspace, removed_at_end
 from offload.devices.copies import accelerator
 from offload.models import GPT, PRESETS, GPTConfig

@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from offload.cli.console import print_json
-from offload.cli.train_options import TrainOptions
+from offload.cli.options import Chunk, CpuMemory, DeviceMemory, GradTier, Json, ParamTier, PlanOptions, Tier
 from offload.errors import ConfigError
-from offload.sizes import format_bytes, parse_bytes
+from offload.sizes import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
     from torch import nn
 
-    from offload.models import GPTConfig
     from offload.planner.activations import Waiting
     from offload.planner.explain import Planned
 
@@ -54,16 +53,10 @@ def plan(
     seq: Annotated[int, typer.Option(help="Tokens a sequence, likewise.")] = 256,
     accumulation: Annotated[str, typer.Option(help='Micro-batches a step, or "auto", counted as 2.')] = "1",
     dtype: Annotated[str, typer.Option(help="Of parameters, activations and gradients: bf16 or fp32.")] = "bf16",
-    tier: Annotated[str, typer.Option(help="Where the optimizer states live: nvme, cpu or device.")] = "nvme",
-    param_tier: Annotated[
-        str,
-        typer.Option(help="Where the parameters live outside their use: device, cpu, nvme, or auto: what fits."),
-    ] = "device",
-    grad_tier: Annotated[str, typer.Option(help="Where gradients wait for the step: cpu, nvme or auto.")] = "cpu",
-    device_memory: Annotated[
-        str | None,
-        typer.Option(help="Memory on the device for parameters, such as 2GiB.", show_default="half of what is free"),
-    ] = None,
+    tier: Tier = "nvme",
+    param_tier: ParamTier = "device",
+    grad_tier: GradTier = "cpu",
+    device_memory: DeviceMemory = None,
     activation_tier: Annotated[
         str | None,
         typer.Option(
@@ -71,14 +64,8 @@ def plan(
             show_default="activations are not counted",
         ),
     ] = None,
-    cpu_memory: Annotated[
-        str | None,
-        typer.Option(
-            help="RAM for the states and gradients, such as 2GiB.",
-            show_default="with nvme the least that works, so that all goes through the disk",
-        ),
-    ] = None,
-    chunk: Annotated[str | None, typer.Option(help="Bytes of fp32 master a chunk.", show_default="64MiB")] = None,
+    cpu_memory: CpuMemory = None,
+    chunk: Chunk = None,
     split_master: Annotated[
         bool, typer.Option("--split-master", help="Only the low halves of the masters leave RAM.")
     ] = False,
@@ -114,43 +101,23 @@ def plan(
     disk_gb_per_s: Annotated[
         float, typer.Option("--disk-gb-per-s", help="What the disks move, reads and writes together (--flops).")
     ] = 3.0,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    json: Json = False,
 ) -> None:
     """Show what a run needs on every tier, and what more or less RAM would do, before anything is allocated."""
     from rich.console import Console
 
-    passes = _whole(accumulation)
-    # What only a run needs is given as is, so that what both take is checked in one place.
-    options = TrainOptions(
-        preset=preset, steps=1, batch=batch, seq=seq, lr=1.0, accumulation=1 if passes is None else passes,
-        tier=tier, path=Path(), keep=False, cpu_memory=cpu_memory, chunk=chunk, threads=None, seed=0, data=None,
-        out=Path(), timeline=False, param_tier=param_tier, grad_tier=grad_tier, device_memory=device_memory,
-        commit_every=commit_every, activation_tier=activation_tier, dtype=dtype,
+    options = PlanOptions(
+        preset=preset, layers=layers, width=width, config=config, frozen=frozen, batch=batch, seq=seq,
+        accumulation=_whole(accumulation), dtype=dtype, tier=tier, param_tier=param_tier, grad_tier=grad_tier,
+        device_memory=device_memory, activation_tier=activation_tier, cpu_memory=cpu_memory, chunk=chunk,
+        split_master=split_master, commit_every=commit_every, ranks=ranks, stage=stage,
+        tensor_parallel=tensor_parallel, partition_activations=partition_activations, gpu=gpu, ram=ram, flops=flops,
+        disk_gb_per_s=disk_gb_per_s,
     )  # fmt: skip
-    if ranks < 1:
-        raise ConfigError(f"--ranks {ranks}: give a whole number, at least 1")
-    if tensor_parallel < 1:
-        raise ConfigError(f"--tensor-parallel {tensor_parallel}: give a whole number, at least 1")
-    if partition_activations and tensor_parallel == 1:
-        raise ConfigError("--partition-activations needs --tensor-parallel 2 or more: one rank keeps all there is")
-    for name, value in (("flops", flops), ("disk-gb-per-s", disk_gb_per_s)):
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"--{name} {value:g}: give a number above 0")
-    if config is None:
-        model = preset_model(model_config(preset, layers, width), frozen)
-    else:
-        model = _configured(config, layers, width, frozen)
-    free = None if ram is None else parse_bytes(ram, "--ram")
+    model = _preset_model(options) if config is None else _configured(options, config)
     waiting = waiting_of(options, model)
-    planned = planned_of(
-        options, model, waiting, split_master=split_master, ranks=ranks, stage=stage, gpu=gpu, free=free,
-        takes_any=passes is None, tensor_parallel=tensor_parallel, partition_activations=partition_activations,
-    )  # fmt: skip
+    planned = planned_of(options, model, waiting)
     fits = _what_fits(planned)
-
-    def over_parts() -> dict[str, Any]:
-        return _zero_r(planned, tensor_parallel, model.blocks, options.entering_bytes(model.width))
-
     entering = model.blocks * options.entering_bytes(model.width) if waiting is None else waiting.entering_bytes
     saved = None if waiting is None else waiting.saved_bytes
     if json:
@@ -160,8 +127,8 @@ def plan(
             of
             | {"entering_bytes": entering, "saved_bytes": saved}
             | summarise(planned)
-            | over_parts()
-            | _hiding(planned, flops, disk_gb_per_s)
+            | _zero_r(planned, options, model)
+            | _hiding(planned, options)
             | fits
         )
         return
@@ -169,8 +136,8 @@ def plan(
     try:
         _show(console, summarise(planned))
         if tensor_parallel > 1:
-            console.print(_zero_r_table(over_parts(), model.blocks))
-        for line in _hiding_lines(_hiding(planned, flops, disk_gb_per_s)):
+            console.print(_zero_r_table(_zero_r(planned, options, model), model.blocks))
+        for line in _hiding_lines(_hiding(planned, options)):
             console.print(line, soft_wrap=True, highlight=False)
         console.print(
             f"What enters {model.blocks} blocks in a micro-batch of {batch} x {seq} takes {format_bytes(entering)}"
@@ -187,22 +154,6 @@ def plan(
         _show_what_fits(console, fits)
 
 
-def model_config(preset: str, layers: int | None, width: int | None) -> GPTConfig:
-    """The preset with other sizes. Raises: ConfigError."""
-    from offload.models import PRESETS
-
-    if preset not in PRESETS:
-        raise ConfigError(f"--preset {preset}: choose one of {', '.join(PRESETS)}")
-    for option, value in (("layers", layers), ("width", width)):
-        if value is not None and value < 1:
-            raise ConfigError(f"--{option} {value}: give a whole number, at least 1")
-    config = PRESETS[preset]
-    chosen = config.width if width is None else width
-    # How many heads share the width changes no size.
-    heads = math.gcd(chosen, config.heads)
-    return replace(config, layers=config.layers if layers is None else layers, width=chosen, heads=heads)
-
-
 @dataclass(frozen=True)
 class Sized:
     """A model on the meta device. Attributes: blocks: how many; width: elements of a token between them."""
@@ -212,13 +163,20 @@ class Sized:
     width: int
 
 
-def preset_model(config: GPTConfig, frozen: int = 0) -> Sized:
-    """A GPT on the meta device. Args: frozen: so many of its blocks, and the embeddings if any. Raises: ConfigError."""
-    from offload.models import GPT
+def _preset_model(options: PlanOptions) -> Sized:
+    """The GPT of the preset with other sizes, on the meta device. Raises: ConfigError."""
+    from offload.models import GPT, PRESETS
 
-    model = GPT(config, device="meta")
-    _freeze([*model.blocks], [model.embed, model.positions], frozen)
-    return Sized(model, config.layers, config.width)
+    if options.preset not in PRESETS:
+        raise ConfigError(f"--preset {options.preset}: choose one of {', '.join(PRESETS)}")
+    preset = PRESETS[options.preset]
+    width = preset.width if options.width is None else options.width
+    # How many heads share the width changes no size.
+    heads = math.gcd(width, preset.heads)
+    layers = preset.layers if options.layers is None else options.layers
+    model = GPT(replace(preset, layers=layers, width=width, heads=heads), device="meta")
+    _freeze([*model.blocks], [model.embed, model.positions], options.frozen)
+    return Sized(model, layers, width)
 
 
 def _freeze(blocks: list[nn.Module], embeddings: list[nn.Module], frozen: int) -> None:
@@ -229,12 +187,10 @@ def _freeze(blocks: list[nn.Module], embeddings: list[nn.Module], frozen: int) -
         module.requires_grad_(False)
 
 
-def _configured(config: Path, layers: int | None, width: int | None, frozen: int) -> Sized:
-    """The transformers model of a config.json. Args: frozen: as of `preset_model`. Raises: ConfigError."""
+def _configured(options: PlanOptions, config: Path) -> Sized:
+    """The transformers model of a config.json, on the meta device. Raises: ConfigError."""
     import torch
 
-    if layers is not None or width is not None:
-        raise ConfigError("--config says how many layers and how wide: leave --layers and --width out")
     try:
         import transformers
     except ImportError as error:
@@ -250,20 +206,20 @@ def _configured(config: Path, layers: int | None, width: int | None, frozen: int
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(found) if kind is None else kind(found)
     blocks = [module for _, module in blocks_of(model)]
-    _freeze(blocks, [model.get_input_embeddings()], frozen)
+    _freeze(blocks, [model.get_input_embeddings()], options.frozen)
     return Sized(model, len(blocks), found.get_text_config().hidden_size)
 
 
-def _whole(accumulation: str) -> int | None:
-    """None for "auto"."""
+def _whole(accumulation: str) -> int | str:
+    """Or "auto"."""
     if accumulation == "auto":
-        return None
+        return accumulation
     if not accumulation.isdecimal():
         raise ConfigError(f'--accumulation {accumulation}: give a whole number, at least 1, or "auto"')
     return int(accumulation)
 
 
-def waiting_of(options: TrainOptions, model: Sized) -> Waiting | None:
+def waiting_of(options: PlanOptions, model: Sized) -> Waiting | None:
     """What waits of a micro-batch, measured; None of a model whose forward does not run on the meta device."""
     import torch
 
@@ -278,26 +234,10 @@ def waiting_of(options: TrainOptions, model: Sized) -> Waiting | None:
         return None
 
 
-def planned_of(
-    options: TrainOptions,
-    model: Sized,
-    waiting: Waiting | None,
-    *,
-    split_master: bool,
-    ranks: int = 1,
-    stage: int | None = None,
-    gpu: bool = False,
-    free: int | None = None,
-    takes_any: bool = False,
-    tensor_parallel: int = 1,
-    partition_activations: bool = False,
-) -> Planned:
-    """The model laid out as `offload train` would have it.
+def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> Planned:
+    """The model laid out as `offload train` would have it. Raises: ConfigError.
 
-    Args: waiting: of a micro-batch, None: by the formula for transformers; gpu: for a GPU, also where there is none;
-        free: bytes of RAM where it will run, None: what is free here; takes_any: whether `accumulation` is "auto";
-        tensor_parallel: ranks that share matrices.
-    Raises: ConfigError.
+    Args: waiting: of a micro-batch, None: by the formula for transformers.
     """
     from offload import Tuning
     from offload.devices.copies import accelerator
@@ -309,28 +249,28 @@ def planned_of(
     if waiting is not None:
         a_block = max(waiting.largest_bytes, -(-waiting.entering_bytes // max(model.blocks, 1)))
     on_disk = "nvme" in (options.tier, options.param_tier, options.activation_tier)
-    if partition_activations:
-        a_block = part_bytes(a_block, tensor_parallel)
+    if options.partition_activations:
+        a_block = part_bytes(a_block, options.tensor_parallel)
     planned = plan_of(
         model.module,
-        direct=accelerator() is None and not gpu,
-        free_cpu_bytes=free,
+        direct=accelerator() is None and not options.gpu,
+        free_cpu_bytes=options.free_cpu_bytes,
         tier=options.tier,
-        path=options.path if on_disk else None,
+        path="." if on_disk else None,
         cpu_memory=options.cpu_memory,
         compute_dtype=options.compute_dtype,
-        accumulation="auto" if takes_any else options.accumulation,
+        accumulation=options.accumulation,
         device_memory=options.device_memory,
         param_tier=options.given_param_tier,
         grad_tier=options.given_grad_tier,
         commit_every=options.commit_every,
-        tuning=Tuning(chunk=options.chunk or Tuning().chunk, split_master=split_master),
+        tuning=Tuning(chunk=options.chunk or Tuning().chunk, split_master=options.split_master),
         activation_tier=options.activation_tier,
         activation_memory=activation_memory(options.activation_tier, model.blocks, a_block),
-        partition_activations=partition_activations,
-        ranks=ranks,
-        tensor_parallel=tensor_parallel,
-        stage=stage,
+        partition_activations=options.partition_activations,
+        ranks=options.ranks,
+        tensor_parallel=options.tensor_parallel,
+        stage=options.stage,
     )
     if options.cpu_memory is None and "nvme" in (options.tier, planned.config.frozen_tier):
         return planned.with_memory(planned.least())
@@ -381,27 +321,28 @@ def summarise(planned: Planned) -> dict[str, Any]:
     }
 
 
-def _zero_r(planned: Planned, tensor_parallel: int, blocks: int, entering_bytes: int) -> dict[str, Any]:
+def _zero_r(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, Any]:
     """What --json prints of tensor parallelism. Raises: BudgetError."""
     from dataclasses import asdict
 
     from offload.planner.explain import zero_r
 
-    config = planned.config
-    found = {"tensor_parallel": tensor_parallel, "partition_activations": config.partition_activations}
-    if tensor_parallel == 1:
+    ranks, entering_bytes = options.tensor_parallel, options.entering_bytes(model.width)
+    found = {"tensor_parallel": ranks, "partition_activations": planned.config.partition_activations}
+    if ranks == 1:
         return found
-    return found | {"zero_r": asdict(zero_r(planned, tensor_parallel, blocks=blocks, entering_bytes=entering_bytes))}
+    return found | {"zero_r": asdict(zero_r(planned, ranks, blocks=model.blocks, entering_bytes=entering_bytes))}
 
 
-def _hiding(planned: Planned, flops: float | None, disk_gb_per_s: float) -> dict[str, Any]:
+def _hiding(planned: Planned, options: PlanOptions) -> dict[str, Any]:
     """Tokens a step that hide the disk, if `flops` is given. Raises: BudgetError."""
     from offload.planner import explain
 
+    flops, speed = options.flops, options.disk_gb_per_s
     if flops is None:
         return {}
-    least, enough = explain.hiding_tokens(planned, flops, 1e9 * disk_gb_per_s)
-    return {"flops": flops, "disk_gb_per_s": disk_gb_per_s, "least_hiding_tokens": least, "hiding_tokens": enough}
+    least, enough = explain.hiding_tokens(planned, flops, 1e9 * speed)
+    return {"flops": flops, "disk_gb_per_s": speed, "least_hiding_tokens": least, "hiding_tokens": enough}
 
 
 def _hiding_lines(found: dict[str, Any]) -> Iterator[str]:

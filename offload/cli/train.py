@@ -7,7 +7,18 @@ from typing import Annotated
 
 import typer
 
-from offload.cli.train_options import SAMPLE, STREAMED_SAMPLE, TrainOptions
+from offload.cli.options import (
+    SAMPLE,
+    STREAMED_SAMPLE,
+    Chunk,
+    CpuMemory,
+    DeviceMemory,
+    GradTier,
+    Json,
+    ParamTier,
+    Tier,
+    TrainOptions,
+)
 
 
 def train(
@@ -24,16 +35,10 @@ def train(
             show_default="bf16, or fp32 on a CPU that multiplies bf16 slowly",
         ),
     ] = None,
-    tier: Annotated[str, typer.Option(help="Where the optimizer states live: nvme, cpu or device.")] = "nvme",
-    param_tier: Annotated[
-        str,
-        typer.Option(help="Where the parameters live outside their use: device, cpu, nvme, or auto: what fits."),
-    ] = "device",
-    grad_tier: Annotated[str, typer.Option(help="Where gradients wait for the step: cpu, nvme or auto.")] = "cpu",
-    device_memory: Annotated[
-        str | None,
-        typer.Option(help="Memory on the device for parameters, such as 2GiB.", show_default="half of what is free"),
-    ] = None,
+    tier: Tier = "nvme",
+    param_tier: ParamTier = "device",
+    grad_tier: GradTier = "cpu",
+    device_memory: DeviceMemory = None,
     checkpoint_activations: Annotated[
         bool,
         typer.Option(
@@ -50,14 +55,8 @@ def train(
     ] = None,
     path: Annotated[Path, typer.Option(help="Directory of the swap files.")] = Path("scratch"),
     keep: Annotated[bool, typer.Option("--keep", help="Leave the swap files there at the end.")] = False,
-    cpu_memory: Annotated[
-        str | None,
-        typer.Option(
-            help="RAM for the states and gradients, such as 2GiB.",
-            show_default="with nvme the least that works, so that all goes through the disk",
-        ),
-    ] = None,
-    chunk: Annotated[str | None, typer.Option(help="Bytes of fp32 master a chunk.", show_default="64MiB")] = None,
+    cpu_memory: CpuMemory = None,
+    chunk: Chunk = None,
     threads: Annotated[
         int | None, typer.Option(help="Threads of the CPU kernels.", show_default="all usable CPUs")
     ] = None,
@@ -88,7 +87,7 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the run committed in --path, if there is one.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    json: Json = False,
 ) -> None:
     """Train a byte-level GPT with OffloadZero and show what it took.
 

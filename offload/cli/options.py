@@ -1,0 +1,211 @@
+"""The options of `offload train` and `offload plan`, checked before anything is read. Knows no torch."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from offload.errors import ConfigError
+from offload.sizes import parse_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+TIERS = ("nvme", "cpu", "device")
+PARAM_TIERS = ("device", "cpu", "nvme", "auto")
+GRAD_TIERS = ("cpu", "nvme", "auto")
+ITEMSIZES = {"bf16": 2, "fp32": 4}
+"""Bytes of an element, by what --dtype takes."""
+SAMPLE, STREAMED_SAMPLE = 200, 20
+"""Bytes that the model writes at the end: each is a pass through all parameters."""
+
+
+Tier = Annotated[str, typer.Option(help="Where the optimizer states live: nvme, cpu or device.")]
+ParamTier = Annotated[
+    str, typer.Option(help="Where the parameters live outside their use: device, cpu, nvme, or auto: what fits.")
+]
+GradTier = Annotated[str, typer.Option(help="Where gradients wait for the step: cpu, nvme or auto.")]
+DeviceMemory = Annotated[
+    str | None,
+    typer.Option(help="Memory on the device for parameters, such as 2GiB.", show_default="half of what is free"),
+]
+CpuMemory = Annotated[
+    str | None,
+    typer.Option(
+        help="RAM for the states and gradients, such as 2GiB.",
+        show_default="with nvme the least that works, so that all goes through the disk",
+    ),
+]
+Chunk = Annotated[str | None, typer.Option(help="Bytes of fp32 master a chunk.", show_default="64MiB")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What `offload train` and `offload plan` both take, as `--help` says it; sizes as given ("64MiB"), None where the
+    library chooses.
+
+    Raises: ConfigError naming the option, its value and what is allowed.
+    """
+
+    preset: str
+    batch: int
+    seq: int
+    accumulation: int | str
+    tier: str
+    cpu_memory: str | None
+    chunk: str | None
+    dtype: str = "bf16"
+    param_tier: str = "device"
+    grad_tier: str = "cpu"
+    commit_every: int | None = None
+    device_memory: str | None = None
+    activation_tier: str | None = None
+
+    def __post_init__(self) -> None:
+        self._require_least(1, "batch", "seq", "commit_every")
+        if self.accumulation != "auto":
+            self._require_least(1, "accumulation")
+        if self.commit_every is not None and self.tier != "nvme":
+            raise ConfigError("--commit-every needs --tier nvme: what is committed lies there")
+        allowed = {"tier": TIERS, "param_tier": PARAM_TIERS, "grad_tier": GRAD_TIERS, "dtype": tuple(ITEMSIZES)}
+        for option, values in allowed.items():
+            if getattr(self, option) not in values:
+                raise ConfigError(f"--{_name(option)} {getattr(self, option)}: choose one of {', '.join(values)}")
+        if self.activation_tier not in (None, *TIERS):
+            raise ConfigError(f"--activation-tier {self.activation_tier}: choose one of {', '.join(TIERS)}")
+        if self.activation_tier == "nvme" and self.tier != "nvme":
+            raise ConfigError("--activation-tier nvme needs --tier nvme: activations wait in the same directory")
+        for option in ("cpu_memory", "device_memory", "chunk"):
+            value = getattr(self, option)
+            if value is not None:
+                parse_bytes(_number(value), f"--{_name(option)}")
+
+    def _require_least(self, least: int, *options: str) -> None:
+        for option in options:
+            value = getattr(self, option)
+            if value is not None and value < least:
+                raise ConfigError(f"--{_name(option)} {value}: give a whole number, at least {least}")
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        import torch
+
+        return {"bf16": torch.bfloat16, "fp32": torch.float32}[self.dtype]
+
+    @property
+    def given_param_tier(self) -> str | None:
+        """As OffloadZero takes it, None where it chooses."""
+        return None if self.param_tier == "auto" else self.param_tier
+
+    @property
+    def given_grad_tier(self) -> str | None:
+        """As OffloadZero takes it: None where it chooses, and beside states on the device, where there is one place."""
+        is_default = self.tier == "device" and self.grad_tier == "cpu"
+        return None if is_default or self.grad_tier == "auto" else self.grad_tier
+
+    def entering_bytes(self, width: int) -> int:
+        """Of what enters a block of the model: (batch, seq, width), in `dtype`."""
+        return ITEMSIZES[self.dtype] * self.batch * self.seq * width
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(RunOptions):
+    """What only `offload plan` takes."""
+
+    layers: int | None
+    width: int | None
+    config: Path | None
+    frozen: int
+    split_master: bool
+    ranks: int
+    stage: int | None
+    tensor_parallel: int
+    partition_activations: bool
+    gpu: bool
+    ram: str | None
+    flops: float | None
+    disk_gb_per_s: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require_least(1, "ranks", "tensor_parallel", "layers", "width")
+        if self.partition_activations and self.tensor_parallel == 1:
+            raise ConfigError("--partition-activations needs --tensor-parallel 2 or more: one rank keeps all there is")
+        for option in ("flops", "disk_gb_per_s"):
+            value = getattr(self, option)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"--{_name(option)} {value:g}: give a number above 0")
+        if self.config is not None and (self.layers is not None or self.width is not None):
+            raise ConfigError("--config says how many layers and how wide: leave --layers and --width out")
+
+    @property
+    def free_cpu_bytes(self) -> int | None:
+        """Of RAM where it will run; None: what is free here."""
+        return None if self.ram is None else parse_bytes(self.ram, "--ram")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(RunOptions):
+    """What only `offload train` takes."""
+
+    accumulation: int
+    steps: int
+    lr: float
+    path: Path
+    keep: bool
+    threads: int | None
+    seed: int
+    data: Path | None
+    out: Path
+    timeline: bool
+    validation: int = 32
+    sample: int | None = None
+    resume: bool = False
+    checkpoint_activations: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require_least(1, "steps", "validation", "threads")
+        self._require_least(0, "sample")
+        if self.resume and self.commit_every is None:
+            raise ConfigError("--resume needs --commit-every: give the steps between commits")
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise ConfigError(f"--lr {self.lr}: give a learning rate above 0, such as 1e-3")
+        if not 0 <= self.seed < 1 << 63:
+            raise ConfigError(f"--seed {self.seed}: give a whole number from 0 to 2**63 - 1")
+
+    @property
+    def sample_bytes(self) -> int:
+        if self.sample is not None:
+            return self.sample
+        return SAMPLE if self.param_tier == "device" else STREAMED_SAMPLE
+
+    @property
+    def timeline_file(self) -> Path:
+        """Where --timeline writes; its picture lies beside it."""
+        return self.out / "timeline.json"
+
+    def prepare_out(self) -> None:
+        """Make --out, where the pictures go. Raises: ConfigError where it cannot be made or written to."""
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--out {self.out} cannot be made: {error.strerror}") from error
+        if not os.access(self.out, os.W_OK | os.X_OK):
+            raise ConfigError(f"--out {self.out} is not writable: choose another folder for the picture")
+
+
+def _name(option: str) -> str:
+    """As the command line has it."""
+    return option.replace("_", "-")
+
+
+def _number(value: str) -> int | str:
+    """A bare number is bytes, also a negative one, so that the error names what is wrong with it."""
+    return int(value) if value.lstrip("-").isdecimal() else value
