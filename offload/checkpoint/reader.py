@@ -196,12 +196,11 @@ class Verified:
 
 @dataclass(frozen=True)
 class Range:
-    """`numel` elements of a parameter from `param_offset`, in `chunk` of `rank` from `chunk_offset`."""
+    """`numel` elements of a parameter, in `chunk` of `rank` from `chunk_offset`."""
 
     rank: int
     chunk: int
     chunk_offset: int
-    param_offset: int
     numel: int
 
 
@@ -304,7 +303,7 @@ class Reader:
             facts = self.manifests[rank].chunks[chunk]
             first, last = max(offset, facts.start), min(end, facts.start + facts.numel)
             if first < last:
-                found.append(Range(rank, chunk, first - facts.start, first - offset, last - first))
+                found.append(Range(rank, chunk, first - facts.start, last - first))
         return found
 
     def pieces(self, name: str, kind: str, slice_number: int = 0) -> Iterator[Tensor]:

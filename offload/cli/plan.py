@@ -323,15 +323,13 @@ def summarise(planned: Planned) -> dict[str, Any]:
 
 def _zero_r(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, Any]:
     """What --json prints of tensor parallelism. Raises: BudgetError."""
-    from dataclasses import asdict
-
     from offload.planner.explain import zero_r
 
     ranks, entering_bytes = options.tensor_parallel, options.entering_bytes(model.width)
     found = {"tensor_parallel": ranks, "partition_activations": planned.config.partition_activations}
     if ranks == 1:
         return found
-    return found | {"zero_r": asdict(zero_r(planned, ranks, blocks=model.blocks, entering_bytes=entering_bytes))}
+    return found | {"zero_r": zero_r(planned, ranks, blocks=model.blocks, entering_bytes=entering_bytes)}
 
 
 def _hiding(planned: Planned, options: PlanOptions) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from offload.config import SUM_BLOCK
 from offload.errors import ClosedError, ConfigError
 from offload.native.library import (
     AdamScalars,
-    Backend,
     Library,
     Work,
     c_variants,
@@ -59,6 +58,8 @@ _LINE = 64  # elements: whole cache lines of every dtype, so that no two threads
 _MIN_SHARE = 65536  # elements: fewer are done before another thread has woken up
 
 _logger = logging.getLogger("offload")
+
+Backend = Library | TorchKernels | DeviceKernels
 
 
 class Kernels:

@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,37 +110,6 @@ def sum_blocks(first: int, numel: int) -> int:
     return 0 if numel == 0 else (first + numel - 1) // SUM_BLOCK - first // SUM_BLOCK + 1
 
 
-class Backend(Protocol):
-    """Each method binds one kernel to tensors that were checked before."""
-
-    def adam(
-        self,
-        master: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        grad: Tensor,
-        out: Tensor | None,
-    ) -> Callable[[AdamScalars], Work]: ...
-    def adam_split(
-        self,
-        param: Tensor,
-        low: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        grad: Tensor,
-        out: Tensor,
-        s: AdamScalars,
-    ) -> Work: ...
-    def split(self, master: Tensor, low: Tensor, exp_avg_sq: Tensor, param: Tensor) -> Work: ...
-    def join(
-        self, param: Tensor, low: Tensor, exp_avg_sq: Tensor, master_out: Tensor, exp_avg_sq_out: Tensor
-    ) -> Work: ...
-    def sum_squares(self, x: Tensor, first: int, out: Tensor) -> Work: ...
-    def accumulate(self, acc: Tensor, x: Tensor) -> Work: ...
-    def cast(self, src: Tensor, dst: Tensor) -> Work: ...
-    def scale(self, x: Tensor, factor: float) -> Work: ...
-
-
 _LIBRARY_NAME = "liboffload_kernels.so"
 ABI = 2
 """kernels.h: OFFLOAD_ABI."""
@@ -150,7 +119,8 @@ _NONE = 3
 
 
 class Library:
-    """One variant's symbols. `work` is what is called with the bounds of each thread's range."""
+    """One variant's symbols. Each method binds a kernel to tensors that were checked before: what it returns is called
+    with the bounds of each thread's range."""
 
     def __init__(self, library: ctypes.CDLL, variant: str) -> None:
         p, i, n = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64

@@ -150,11 +150,11 @@ def plan_of(
     return Planned(layout, config, direct, room)
 
 
-@dataclass(frozen=True)
-class ZeroR:
+def zero_r(planned: Planned, tensor_parallel: int, *, blocks: int, entering_bytes: int) -> dict[str, int]:
     """ZeRO-R's figures of one of several tensor-parallel ranks, in bytes but for `gathered_elements`.
 
-    Attributes:
+    Args: entering_bytes: of what enters one of the blocks.
+    Returns:
         checkpoint_bytes: what enters all blocks in a micro-batch, as each rank keeps it without partitioning.
         part_bytes: of that, what each keeps where it is partitioned (P_a), in whatever tier.
         device_bytes: of what is gathered, on the device at once: that of the block that is recomputed, and of the next
@@ -162,27 +162,17 @@ class ZeroR:
         gathered_elements: that a rank sends in the backward of a micro-batch.
         buffer_bytes: in which gradients travel, whatever the model's size (C_B).
         region_bytes: reserved for activations in one piece (M_D).
+    Raises: BudgetError as `Planned.place`.
     """
-
-    checkpoint_bytes: int
-    part_bytes: int
-    device_bytes: int
-    gathered_elements: int
-    buffer_bytes: int
-    region_bytes: int
-
-
-def zero_r(planned: Planned, tensor_parallel: int, *, blocks: int, entering_bytes: int) -> ZeroR:
-    """Args: entering_bytes: of what enters one of the blocks. Raises: BudgetError as `Planned.place`."""
     part, reduction = part_bytes(entering_bytes, tensor_parallel), planned.needs.reduction
-    return ZeroR(
-        blocks * entering_bytes,
-        blocks * part,
-        min(blocks, 2) * tensor_parallel * part,
-        blocks * (tensor_parallel - 1) * part // planned.config.compute_dtype.itemsize,
-        0 if reduction is None else reduction.communication_bytes,
-        planned.place().activation_bytes,
-    )
+    return {
+        "checkpoint_bytes": blocks * entering_bytes,
+        "part_bytes": blocks * part,
+        "device_bytes": min(blocks, 2) * tensor_parallel * part,
+        "gathered_elements": blocks * (tensor_parallel - 1) * part // planned.config.compute_dtype.itemsize,
+        "buffer_bytes": 0 if reduction is None else reduction.communication_bytes,
+        "region_bytes": planned.place().activation_bytes,
+    }
 
 
 def sent_numel(planned: Planned) -> dict[str, int]:

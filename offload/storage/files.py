@@ -2,7 +2,7 @@
 
 A path may lead elsewhere later: a relative one when the working directory changes, any other when a directory is moved
 or replaced. So a run opens each of its directories once (`Directories`) and reaches what is in them relative to that
-descriptor (`LocalFiles.within`).
+descriptor (`Files.within`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import re
 import stat
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 from offload.errors import CorruptionError, PathError, ResumeError
 from offload.io.engine import IOFile, open_directory, open_nofollow
@@ -123,60 +123,11 @@ class Directories:
             file.close()
 
 
-class Files(Protocol):
-    """What committing asks of a file system. Every method raises OSError; no effect is durable before a sync."""
+class Files:
+    """What committing asks of a file system. Every method raises OSError; no effect is durable before a sync.
 
-    def within(self, held: Directories) -> Self:
-        """The same, with what is in directories that are held reached through these."""
-
-    def create(self, path: Path) -> IOFile:
-        """Makes a file of mode 0600 where there is none, to write to; follows no link."""
-
-    def write(self, file: IOFile, data: memoryview) -> None:
-        """Appends all of `data`."""
-
-    def sync(self, file: IOFile) -> None:
-        """Makes the file's content durable. If it fails, the content is lost, whatever a second call says."""
-
-    def close(self, file: IOFile) -> None: ...
-
-    def rename(self, old: Path, new: Path) -> None: ...
-
-    def remove(self, path: Path) -> None:
-        """Removes a file, not what it links to; one that is not there is fine."""
-
-    def copy(self, source: Path, target: IOFile, offset: int, length: int) -> None:
-        """Writes a range of the file `source` to the same place of `target`, of which it has to be no part yet.
-
-        Where the file system can, both share the blocks until one of them is written to.
-        """
-
-    def make_directory(self, path: Path) -> None:
-        """Of mode 0700; one that is there is fine."""
-
-    def remove_directory(self, path: Path) -> None:
-        """If nothing is in it; one that is not there, or not empty, is fine."""
-
-    def sync_directory(self, path: Path) -> None:
-        """Makes what was made, renamed and removed in `path` durable."""
-
-    def names(self, directory: Path) -> list[str]: ...
-
-    def is_directory(self, path: Path) -> bool:
-        """Whether it is one, and not a link to one."""
-
-    def read(self, path: Path, most: int) -> bytes:
-        """The content of a regular file, or the first `most + 1` bytes of it; follows no link."""
-
-    def open(self, path: Path, flags: int) -> IOFile:
-        """Opens a file that is there; follows no link and waits for nobody."""
-
-    def space(self, path: Path) -> tuple[int, int]:
-        """The device that a directory is on, and bytes that are free there."""
-
-
-class LocalFiles:
-    """The files of this machine."""
+    The tests have others, one of which loses power.
+    """
 
     # What a subclass has besides is shared by all that `within` makes of it.
     __slots__ = ("__dict__", "_held")
@@ -188,6 +139,7 @@ class LocalFiles:
         return made
 
     def within(self, held: Directories) -> Self:
+        """The same, with what is in directories that are held reached through these."""
         made = type(self).__new__(type(self))
         made.__dict__ = self.__dict__
         made._held = held
@@ -197,14 +149,17 @@ class LocalFiles:
         return (str(path), None) if self._held is None else self._held.at(path)
 
     def create(self, path: Path) -> IOFile:
+        """Makes a file of mode 0600 where there is none, to write to; follows no link."""
         name, within = self._at(path)
         return open_nofollow(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, dir_fd=within, path=str(path))
 
     def write(self, file: IOFile, data: memoryview) -> None:
+        """Appends all of `data`."""
         while data:
             data = data[os.write(file.fd, data) :]
 
     def sync(self, file: IOFile) -> None:
+        """Makes the file's content durable. If it fails, the content is lost, whatever a second call says."""
         os.fsync(file.fd)
 
     def close(self, file: IOFile) -> None:
@@ -215,11 +170,16 @@ class LocalFiles:
         os.rename(source, target, src_dir_fd=source_fd, dst_dir_fd=target_fd)
 
     def remove(self, path: Path) -> None:
+        """Removes a file, not what it links to; one that is not there is fine."""
         name, within = self._at(path)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=within)
 
     def copy(self, source: Path, target: IOFile, offset: int, length: int) -> None:
+        """Writes a range of the file `source` to the same offset of `target`, which ends before it.
+
+        Where the file system can, both share the blocks until one of them is written to.
+        """
         # O_DIRECT or not, what a swap file's engine has written is seen here: it was synced.
         with self.open(source, os.O_RDONLY) as file:
             end = offset + length
@@ -230,11 +190,13 @@ class LocalFiles:
                 offset += done
 
     def make_directory(self, path: Path) -> None:
+        """Of mode 0700; one that is there is fine."""
         name, within = self._at(path)
         with contextlib.suppress(FileExistsError):
             os.mkdir(name, 0o700, dir_fd=within)
 
     def remove_directory(self, path: Path) -> None:
+        """If nothing is in it; one that is not there, or not empty, is fine."""
         name, within = self._at(path)
         try:
             os.rmdir(name, dir_fd=within)
@@ -243,6 +205,7 @@ class LocalFiles:
                 raise
 
     def sync_directory(self, path: Path) -> None:
+        """Makes what was made, renamed and removed in `path` durable."""
         with self._open_directory(path) as directory:
             os.fsync(directory.fd)
 
@@ -251,6 +214,7 @@ class LocalFiles:
             return os.listdir(opened.fd)
 
     def is_directory(self, path: Path) -> bool:
+        """Whether it is one, and not a link to one."""
         name, within = self._at(path)
         try:
             return stat.S_ISDIR(os.stat(name, dir_fd=within, follow_symlinks=False).st_mode)
@@ -258,6 +222,7 @@ class LocalFiles:
             return False
 
     def read(self, path: Path, most: int) -> bytes:
+        """The content of a regular file, or the first `most + 1` bytes of it; follows no link."""
         with self.open(path, os.O_RDONLY) as opened:
             info = os.fstat(opened.fd)
             if not stat.S_ISREG(info.st_mode):
@@ -266,10 +231,12 @@ class LocalFiles:
                 return file.read(min(info.st_size, most + 1))
 
     def open(self, path: Path, flags: int) -> IOFile:
+        """Opens a file that is there; follows no link and waits for nobody."""
         name, within = self._at(path)
         return open_nofollow(name, flags, dir_fd=within, path=str(path))
 
     def space(self, path: Path) -> tuple[int, int]:
+        """The device that a directory is on, and bytes that are free there."""
         with self._open_directory(path) as directory:
             disk = os.fstatvfs(directory.fd)
             return os.fstat(directory.fd).st_dev, disk.f_bavail * disk.f_frsize
@@ -297,7 +264,7 @@ def _copy_some(source: int, target: int, offset: int, length: int) -> int:
     return done
 
 
-LOCAL = LocalFiles()
+LOCAL = Files()
 
 
 def check_directory(path: Path, *, resumes: bool = False) -> None:

@@ -17,7 +17,7 @@ from offload.checkpoint.extra import memory_of
 from offload.checkpoint.tensors import DTYPES, Entry
 from offload.errors import BudgetError, ConfigError, PathError, TierIOError
 from offload.io.engine import IOFile
-from offload.storage.files import LocalFiles
+from offload.storage.files import Files
 
 INDEX = "model.safetensors.index.json"
 
@@ -176,7 +176,7 @@ def test_what_an_export_that_was_killed_left_is_replaced(tmp_path: Path) -> None
 def test_a_directory_that_was_made_is_durable_too(tmp_path: Path, is_new: bool) -> None:
     synced = []
 
-    class Noted(LocalFiles):
+    class Noted(Files):
         def sync_directory(self, path: Path) -> None:
             synced.append(path)
             super().sync_directory(path)
@@ -231,7 +231,7 @@ def test_pieces_of_another_size_than_the_tensor_leave_nothing(tmp_path: Path, gi
     assert not (tmp_path / "out").exists()
 
 
-class Failing(LocalFiles):
+class Failing(Files):
     """Fails the n-th call of one operation."""
 
     def __init__(self, operation: str, number: int) -> None:
@@ -272,7 +272,7 @@ def test_an_export_that_was_killed_before_its_last_file_is_not_taken_for_whole(t
     class Killed(BaseException):
         pass
 
-    class Kill(LocalFiles):
+    class Kill(Files):
         def rename(self, old: Path, new: Path) -> None:
             if new.name == INDEX:
                 raise Killed

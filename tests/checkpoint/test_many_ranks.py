@@ -24,12 +24,12 @@ from offload.errors import ConfigError, CorruptionError, OffloadError, ResumeErr
 from offload.io.engine import IOFile
 from offload.layout import Layout, build
 from offload.model.units import specs_of
-from offload.storage.files import LocalFiles, swap_name
+from offload.storage.files import Files, swap_name
 from tests.support.committed import RUN, STEP, superblock
 from tests.test_meeting import Threads
 
 
-class Counted(LocalFiles):
+class Counted(Files):
     """Counts what each thread opens."""
 
     def __init__(self) -> None:

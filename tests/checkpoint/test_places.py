@@ -18,7 +18,7 @@ from offload.checkpoint.scan import clean_up, foreign, is_clean, last_commit, re
 from offload.errors import PathError, PathInUseError, ResumeError
 from offload.sizes import PAGE_BYTES
 from offload.storage import swap_format as slots
-from offload.storage.files import COMMIT_NAME, LOCAL, SWAP_NAME, LocalFiles
+from offload.storage.files import COMMIT_NAME, LOCAL, SWAP_NAME, Files
 from offload.storage.swap_file import open_locked
 from tests.support.committed import manifest_of, superblock, superblock_of
 from tests.support.simulated_files import PowerCut, SimulatedFiles
@@ -39,7 +39,7 @@ def names(directory: Path) -> set[str]:
     return {file.name.removeprefix("offload-") for file in directory.iterdir()}
 
 
-class Logged(LocalFiles):
+class Logged(Files):
     """What was asked of the file system, in order."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ def test_what_is_no_regular_file_is_no_swap_file(places: list[Path]) -> None:
 
 
 def test_a_directory_that_cannot_be_read_is_not_taken_for_an_empty_one(places: list[Path]) -> None:
-    class Refusing(LocalFiles):
+    class Refusing(Files):
         def names(self, directory: Path) -> list[str]:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
@@ -89,7 +89,7 @@ def test_a_file_that_goes_meanwhile_is_no_error(places: list[Path], becomes: str
     first, second = (swap(places[0], f"rank{rank}.swap", NEW) for rank in range(2))
     other = swap(places[1], "rank0.swap", NEW)
 
-    class Meanwhile(LocalFiles):
+    class Meanwhile(Files):
         def read(self, path: Path, most: int) -> bytes:
             if path == first:
                 first.unlink()
@@ -149,7 +149,7 @@ def all_of(places: Sequence[Path]) -> dict[Path, range]:
     return dict.fromkeys(places, range(100))
 
 
-def settled(places: Sequence[Path], files: LocalFiles = LOCAL) -> None:
+def settled(places: Sequence[Path], files: Files = LOCAL) -> None:
     clean_up(places, AFTER, files, locked=False)
 
 

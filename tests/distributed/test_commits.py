@@ -27,7 +27,7 @@ from offload.dist import torch_distributed as comm
 from offload.errors import ConfigError, OffloadError, RankError, ResumeError, TierIOError
 from offload.io.engine import IOFile
 from offload.planner import least_cpu_memory
-from offload.storage.files import LocalFiles
+from offload.storage.files import Files
 from tests.support import models
 from tests.support.machines import RUN, on
 from tests.support.ranks import World, Worlds
@@ -157,7 +157,7 @@ def test_resumed_ranks_have_the_bits_of_ranks_that_never_stopped(
 # A rank that fails.
 
 
-class Failing(LocalFiles):
+class Failing(Files):
     """Fails at the first operation of a kind on a file whose name begins so."""
 
     def __init__(self, operation: str, name: str) -> None:
@@ -184,7 +184,7 @@ def _refused(path: str, rank: int, operation: str, name: str) -> tuple[str, str]
     training.optimizer.commit()
     expected = training.bits()
     training.go_to(AT + MORE)
-    files = Failing(operation, name) if dist.get_rank() == rank else LocalFiles()
+    files = Failing(operation, name) if dist.get_rank() == rank else Files()
     said = then = "nothing"
     with patch.object(recovery, "FILES", files):
         try:

@@ -17,7 +17,7 @@ from offload.checkpoint.reader import Reader
 from offload.checkpoint.snapshot import Need
 from offload.errors import BudgetError, OffloadError, RankError
 from offload.io.engine import IOFile
-from offload.storage.files import LocalFiles
+from offload.storage.files import Files
 from tests.distributed.test_commits import AT, MORE, TIMEOUT_S, Failing, Training, _patient, same
 from tests.support.ranks import World, Worlds
 
@@ -137,7 +137,7 @@ def _refused(base: str, shared: bool, rank: int, operation: str, name: str) -> s
     training.go_to(AT)
     training.optimizer.commit()
     said = "nothing"
-    with patch.object(recovery, "FILES", FailingCopy(operation, name) if dist.get_rank() == rank else LocalFiles()):
+    with patch.object(recovery, "FILES", FailingCopy(operation, name) if dist.get_rank() == rank else Files()):
         try:
             training.optimizer.snapshot()
         except OffloadError as error:

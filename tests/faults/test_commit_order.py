@@ -15,7 +15,7 @@ from offload.checkpoint.reader import Reader
 from offload.checkpoint.snapshot import Snapshot
 from offload.errors import ConfigError, PathInUseError, TierIOError
 from offload.io.engine import IOFile, IOFuture
-from offload.storage.files import COMMIT_NAME, NEW_SUFFIX, SWAP_NAME, TEMPORARY, LocalFiles
+from offload.storage.files import COMMIT_NAME, NEW_SUFFIX, SWAP_NAME, TEMPORARY, Files
 from offload.storage.swap_file import CommittedFile, SwapFile
 from tests.faults.conftest import Make, Tiny, assert_same, bits, one_step
 from tests.faults.test_commits import committed
@@ -23,7 +23,7 @@ from tests.faults.test_resharding import LARGER
 from tests.support.faulty_engine import FaultyEngine
 
 
-class Logged(LocalFiles):
+class Logged(Files):
     """What was asked of the file system; `fail` raises instead."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from offload.checkpoint.atomic_file import write_temporary
 from offload.checkpoint.reader import Reader
 from offload.model import fetch, flat_param, transfer
 from offload.storage import chunk_cache, swap_file
-from offload.storage.files import Directories, LocalFiles
+from offload.storage.files import Directories, Files
 from tests.faults.test_interrupted_steps import CLOSE, FAR_APART, PLACEMENTS, X, build, train
 from tests.support import interrupted
 from tests.support.interrupted import interrupted_at
@@ -212,7 +212,7 @@ def test_an_interrupt_leaves_no_file_open_that_nobody_knows(tmp_path: Path) -> N
     with optimizer:
         train(model, optimizer)
         optimizer.commit()
-    swap, files = tmp_path / "run" / "offload-rank0.swap", LocalFiles()
+    swap, files = tmp_path / "run" / "offload-rank0.swap", Files()
 
     def hold() -> None:
         held = Directories()

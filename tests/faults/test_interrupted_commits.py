@@ -25,7 +25,7 @@ from offload.errors import TierIOError
 from offload.io.engine import IOFile, IOFuture
 from offload.storage import files as local
 from offload.storage import swap_file
-from offload.storage.files import COMMIT_NAME, LocalFiles
+from offload.storage.files import COMMIT_NAME, Files
 from tests.faults.conftest import Make, Tiny, assert_same, bits, one_step
 from tests.support.faulty_engine import FaultyEngine, resolved
 
@@ -35,7 +35,7 @@ TRACED = frozenset(module.__file__ for module in (committer, records, atomic, lo
 """Where a commit is made, beside `Stripes`."""
 
 
-class Interrupted(LocalFiles):
+class Interrupted(Files):
     """Raises KeyboardInterrupt at one call of the file system, before it does anything, or after."""
 
     def __init__(self, at: int, *, is_done: bool) -> None:
@@ -253,7 +253,7 @@ def test_an_interrupt_right_after_a_failed_sync_of_the_directory_is_final(
     optimizer.commit()
     one_step(model, optimizer)
 
-    class Failing(LocalFiles):
+    class Failing(Files):
         is_decided = False
 
         def rename(self, old: Path, new: Path) -> None:

@@ -20,7 +20,7 @@ from offload.checkpoint.reader import Reader
 from offload.errors import BudgetError, CorruptionError, OffloadError, PathInUseError, ResumeError
 from offload.io.engine import IOFile, IOFuture
 from offload.planner import least_cpu_memory
-from offload.storage.files import COMMIT_NAME, SWAP_NAME, LocalFiles
+from offload.storage.files import COMMIT_NAME, SWAP_NAME, Files
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, bits, one_step
 from tests.faults.test_commits import committed, flip, kill
 from tests.support.faulty_engine import FaultyEngine
@@ -40,7 +40,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 # Cut off.
 
 
-class Counted(LocalFiles):
+class Counted(Files):
     """The files of this machine, until an operation in whose place the process ends."""
 
     def __init__(self, left: int) -> None:
@@ -143,7 +143,7 @@ def test_clearing_up_may_be_lost_in_any_part(
         shutil.copytree(first, folder)
         chance = random.Random(seed)
 
-        class Losing(LocalFiles):
+        class Losing(Files):
             def rename(self, old: Path, new: Path, chance: random.Random = chance) -> None:
                 if not old.name.startswith("offload-") or chance.random() < 0.5:
                     super().rename(old, new)
@@ -233,7 +233,7 @@ def test_the_old_commit_is_untouched_until_the_new_one_decides(
     seen: list[bool] = []
     decided: list[str] = []
 
-    class Looking(LocalFiles):
+    class Looking(Files):
         def rename(self, old: Path, new: Path) -> None:
             found = contents(path)
             if COMMIT_NAME not in decided:

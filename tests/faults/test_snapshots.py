@@ -32,7 +32,7 @@ from offload.errors import (
     TierIOError,
 )
 from offload.storage import files as local
-from offload.storage.files import COMMIT_NAME, SWAP_NAME, LocalFiles
+from offload.storage.files import COMMIT_NAME, SWAP_NAME, Files
 from offload.storage.swap_file import CommittedFile
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, bits, one_step
 from tests.faults.test_commits import committed, flip
@@ -393,7 +393,7 @@ def test_what_has_a_record_is_never_cleared(make: Make, path: Path) -> None:
     record, manifest = optimizer._commits._record, optimizer._commits.last
     assert record is not None
     assert manifest is not None
-    part = Snapshot(record, manifest, [path], optimizer.files, LocalFiles())
+    part = Snapshot(record, manifest, [path], optimizer.files, Files())
     part.clear()
     assert is_whole([directory])
     part.withdraw([directory.name])
@@ -519,7 +519,7 @@ def test_too_little_disk_is_refused_before_anything_is_written(
     manifest = sum(file.stat().st_size for kind in ("manifest", "extra") for file in path.glob(f"{kind}-*"))
     needed = slots + paths * (4096 + manifest)
     free = [needed - 1]
-    monkeypatch.setattr(LocalFiles, "space", lambda files, directory: (directory.stat().st_dev, free[0]))
+    monkeypatch.setattr(Files, "space", lambda files, directory: (directory.stat().st_dev, free[0]))
     before = contents(tmp_path)
     with pytest.raises(BudgetError, match="a snapshot needs") as caught:
         optimizer.snapshot()
@@ -684,7 +684,7 @@ def test_holes_stay_holes_and_the_rest_is_the_same(
     source, target = tmp_path / "source", tmp_path / "target"
     data = os.urandom(1 << 20)
     source.write_bytes(data)
-    files = LocalFiles()
+    files = Files()
     file = files.create(target)
     files.copy(source, file, 0, 4096)
     files.copy(source, file, 900_000, 100_001)

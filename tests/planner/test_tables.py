@@ -81,8 +81,8 @@ def test_activations_are_the_papers(parts: int) -> None:
     config = check(activation_tier="cpu", activation_memory="1GiB", cpu_memory="1TiB")
     layout = build([ParamSpec("weight", 1 << 20, "", torch.bfloat16, 0)], config.chunk_numel)
     found = zero_r(Planned(layout, config, True), parts, blocks=layers, entering_bytes=2 * batch * seq * width)
-    assert found.checkpoint_bytes == 2 * batch * seq * width * layers
-    assert found.part_bytes == found.checkpoint_bytes // parts
-    assert found.gathered_elements == batch * seq * width * layers * (parts - 1) // parts
-    assert found.gathered_elements < 12 * batch * seq * width * layers / 10
-    assert found.device_bytes == 2 * 2 * batch * seq * width
+    assert found["checkpoint_bytes"] == 2 * batch * seq * width * layers
+    assert found["part_bytes"] == found["checkpoint_bytes"] // parts
+    assert found["gathered_elements"] == batch * seq * width * layers * (parts - 1) // parts
+    assert found["gathered_elements"] < 12 * batch * seq * width * layers / 10
+    assert found["device_bytes"] == 2 * 2 * batch * seq * width
