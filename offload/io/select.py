@@ -8,15 +8,16 @@ is as good as none.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from offload.errors import ConfigError, OffloadError
 from offload.io import io_uring
@@ -44,18 +45,25 @@ _log = logging.getLogger("offload")
 _told: set[str] = set()
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How to use a file system.
 
     mixed_bytes_per_s: measured, reading and writing together; 0: not measured. measured_at: seconds since 1970.
     """
 
-    engine: str
-    request_bytes: int = REQUEST_BYTES
-    depth: int = DEPTH
-    mixed_bytes_per_s: float = 0.0
+    engine: Annotated[str, Meta(pattern=r"^(auto|uring|threads|portable)\Z")]
+    request_bytes: Annotated[int, Meta(ge=PAGE_BYTES, le=GIB, multiple_of=PAGE_BYTES)] = REQUEST_BYTES
+    depth: Annotated[int, Meta(ge=1, le=256)] = DEPTH
+    mixed_bytes_per_s: Annotated[float, Meta(ge=0, lt=1e15)] = 0.0
     measured_at: float = 0.0
+
+
+class _Remembered(msgspec.Struct, frozen=True):
+    """The file. file_systems: settings by mount point; each is decoded by itself, for one may be damaged."""
+
+    version: int
+    machine: str
+    file_systems: dict[str, Any]
 
 
 def open_engine(name: str, paths: Sequence[Path]) -> IOEngine:
@@ -82,14 +90,11 @@ def open_engine(name: str, paths: Sequence[Path]) -> IOEngine:
 
 def recall(path: Path) -> Settings | None:
     """What is remembered of the file system that `path` is, or will be made, on; None if nothing, or too old."""
-    entry = _load().get(_file_system(path))
-    if not isinstance(entry, dict):
-        return None
     try:
-        settings = Settings(**entry)
-        return settings if _is_sound(settings) else None
-    except TypeError:
+        settings = msgspec.convert(_load().get(_file_system(path)), Settings)
+    except msgspec.ValidationError:
         return None
+    return settings if 0 <= time.time() - settings.measured_at <= LONGEST_AGE_S else None
 
 
 def remember(path: Path, settings: Settings) -> Path:
@@ -98,11 +103,12 @@ def remember(path: Path, settings: Settings) -> Path:
     Raises: OSError if the cache directory cannot be written.
     """
     entries = _load()
-    entries[_file_system(path)] = asdict(replace(settings, measured_at=time.time()))
+    entries[_file_system(path)] = msgspec.structs.replace(settings, measured_at=time.time())
     cache = cache_file()
     cache.parent.mkdir(parents=True, exist_ok=True)
     temporary = cache.with_suffix(f".{os.getpid()}")
-    temporary.write_text(json.dumps({"version": VERSION, "machine": _machine(), "file_systems": entries}, indent=2))
+    written = _Remembered(VERSION, _machine(), entries)
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(written)))
     os.replace(temporary, cache)
     return cache
 
@@ -113,30 +119,13 @@ def cache_file() -> Path:
 
 
 def _load() -> dict[str, Any]:
-    try:
+    with contextlib.suppress(OSError, RuntimeError, msgspec.MsgspecError):
         cache = cache_file()
-        if cache.stat().st_size > MOST_CACHE_BYTES:
-            return {}
-        found = json.loads(cache.read_text())
-        if found["version"] == VERSION and found["machine"] == _machine():
-            return dict(found["file_systems"])
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError):
-        pass
+        if cache.stat().st_size <= MOST_CACHE_BYTES:
+            found = msgspec.json.decode(cache.read_bytes(), type=_Remembered)
+            if (found.version, found.machine) == (VERSION, _machine()):
+                return found.file_systems
     return {}
-
-
-def _is_sound(settings: Settings) -> bool:
-    """Whether settings read from a file can be used as they are."""
-    numbers = (settings.request_bytes, settings.depth)
-    if settings.engine not in (AUTO, *ENGINES) or not all(isinstance(number, int) for number in numbers):
-        return False
-    return (
-        PAGE_BYTES <= settings.request_bytes <= GIB
-        and settings.request_bytes % PAGE_BYTES == 0
-        and 1 <= settings.depth <= 256
-        and 0 <= settings.mixed_bytes_per_s < 1e15
-        and 0 <= time.time() - settings.measured_at <= LONGEST_AGE_S
-    )
 
 
 def _file_system(path: Path) -> str:
@@ -172,8 +161,6 @@ PROBE_BYTES = 128 * MIB
 TRANSFER_BYTES = 8 * MIB
 MUCH_SLOWER = 4
 """A path this many times slower than the fastest is worth a line."""
-
-_log = logging.getLogger("offload")
 
 
 def weights(paths: Sequence[Path]) -> list[float]:

@@ -186,7 +186,7 @@ def test_a_run_that_fails_removes_no_file_but_its_own(make: Make, path: Path, mo
         strange.write_text("another's")
         raise CorruptionError("damaged", file="manifest")
 
-    monkeypatch.setattr("offload.checkpoint.committer.moves", move)
+    monkeypatch.setattr("offload.checkpoint.committer.copy_ranges", move)
     with pytest.raises(CorruptionError):
         make(Tiny(), resume=True, commit_every=0, tuning=Tuning(chunk="8KiB", threads=1), cpu_memory="1MiB")
     assert strange.read_text() == "another's"
