@@ -12,6 +12,7 @@ from offload.sizes import PAGE_BYTES
 from offload.storage import swap_format as slots
 from offload.storage.swap_format import MAX_NUMEL
 from tests.support.committed import RUN, STEP, header, manifest_of, superblock, superblock_of
+from tests.support.damage import flipped
 
 Attack = tuple[str, bytes, type[OffloadError]]
 
@@ -272,7 +273,3 @@ def headers() -> Iterator[Attack]:
     yield "a huge slot", header(RUN, 3, STEP, most, 1), CorruptionError
     for position in range(slots._HEADER.size + slots._CHECKSUM.size):
         yield f"bit {position}", flipped(VALID_HEADER, position), CorruptionError
-
-
-def flipped(data: bytes, position: int) -> bytes:
-    return data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :]

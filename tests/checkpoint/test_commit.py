@@ -33,6 +33,7 @@ from offload.checkpoint.manifest import MAX_BYTES, Digest, Manifest
 from offload.errors import ConfigError, CorruptionError, OffloadError, PathError, ResumeError, TierIOError
 from offload.storage.files import COMMIT_NAME, Files
 from tests.support.committed import RUN, STEP, manifest_of
+from tests.support.damage import flipped
 from tests.support.simulated_files import PowerCut, SimulatedFiles
 
 HERE = Path("/run")
@@ -258,16 +259,12 @@ def test_a_record_that_is_no_file_is_not_followed(tmp_path: Path, kind: str) -> 
     assert caught.value.filename == str(place)
 
 
-def flip(data: bytes, position: int) -> bytes:
-    return data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :]
-
-
 @pytest.mark.parametrize("name", [COMMIT_NAME, f"manifest-{RUN}-7-rank0.json", f"extra-{RUN}-7-rank0.safetensors"])
 def test_any_flipped_bit_and_any_cut_is_found(tmp_path: Path, name: str) -> None:
     commit(commits.LOCAL, 7, directory=tmp_path)
     data = (tmp_path / name).read_bytes()
     chance = random.Random(1)
-    spoilt: list[bytes] = [flip(data, chance.randrange(len(data))) for _ in range(100)]
+    spoilt: list[bytes] = [flipped(data, chance.randrange(len(data))) for _ in range(100)]
     spoilt += [data[:length] for length in (0, 1, len(data) // 2, len(data) - 1)]
     spoilt += [data + b"\n", data + data]
     for bad in spoilt:

@@ -34,6 +34,7 @@ from offload.storage.swap_format import (
     parse_superblock,
 )
 from tests.support.committed import FLATS, PARAMETERS, RUN, STEP, header, manifest_of, superblock, value_of, write_run
+from tests.support.damage import flip
 
 
 @pytest.fixture
@@ -169,14 +170,6 @@ def test_an_export_has_the_names_shapes_and_rounded_values(
 
 
 # Damage.
-
-
-def flip(path: Path, offset: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(offset)
-        old = file.read(1)
-        file.seek(offset)
-        file.write(bytes([old[0] ^ 1]))
 
 
 def test_a_flipped_bit_in_the_other_half_of_a_master_is_found(places: list[Path]) -> None:

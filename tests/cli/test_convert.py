@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from offload.cli.convert import ALSO_ALWAYS, SERVED
 from offload.cli.main import app
+from tests.support.command import printed
 from tests.test_docs import Model
 
 BATCHES = 6
@@ -27,11 +28,7 @@ def run(folder: Path, config: dict[str, Any], *options: str) -> Result:
 
 
 def converted(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    result = run(folder, config, "--json")
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    assert isinstance(found, dict)
-    return found
+    return printed(run(folder, config, "--json"))
 
 
 def trained(script: str) -> tuple[list[Tensor], Any]:

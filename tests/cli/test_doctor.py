@@ -1,4 +1,3 @@
-import json
 import resource
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from typer.testing import CliRunner, Result
 from offload import native
 from offload.cli import machine
 from offload.cli.main import app
+from tests.support.command import printed
 
 KEYS = [
     "python", "offload", "torch", "devices", "pinning", "cpu", "cpu_flags", "usable_cpus", "torch_threads",
@@ -31,11 +31,7 @@ def doctor(*options: str) -> Result:
 
 
 def findings(*options: str) -> dict[str, Any]:
-    result = doctor("--json", *options)
-    assert result.exit_code == 0, result.output
-    values = json.loads(result.stdout)
-    assert isinstance(values, dict)
-    return values
+    return printed(doctor("--json", *options))
 
 
 def test_json_keys_are_stable(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from offload.planner import least_cpu_memory
 from offload.planner.explain import Planned, explain, plan_of
 from offload.planner.placement import IN_FLIGHT
 from offload.sizes import GIB, KIB, MIB
+from tests.support.command import printed
 
 DEVICE = accelerator() or torch.device("cpu")
 
@@ -29,11 +29,7 @@ def run(*options: str) -> Result:
 
 
 def run_json(*options: str) -> dict[str, Any]:
-    result = run("--json", *options)
-    assert result.exit_code == 0, result.output
-    summary = json.loads(result.stdout)
-    assert isinstance(summary, dict)
-    return summary
+    return printed(run("--json", *options))
 
 
 def with_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:

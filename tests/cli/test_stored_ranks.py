@@ -20,7 +20,9 @@ from offload.checkpoint.reader import in_shape
 from offload.sizes import PAGE_BYTES
 from offload.storage.files import COMMIT_NAME, NEW_SUFFIX, swap_name
 from tests.cli.test_stored import call, trained
+from tests.support.command import printed
 from tests.support.committed import FLATS, PARAMETERS, RUN, STEP, value_of, write_run
+from tests.support.damage import flip
 
 RUNS = [(1, 1, False), (3, 1, False), (1, 2, False), (3, 2, False), (2, 3, True)]
 """Ranks, directories, split masters."""
@@ -31,10 +33,7 @@ def folders(base: Path, paths: int) -> list[Path]:
 
 
 def run_json(*args: object) -> dict[str, Any]:
-    result = call(*args, "--json")
-    assert result.exit_code == 0, result.output
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
+    return printed(call(*args, "--json"))
 
 
 def expected(name: str, kind: str) -> Tensor:
@@ -60,12 +59,6 @@ def own_directories(base: Path, world: int) -> list[Path]:
     (shared / COMMIT_NAME).rename(own[0] / COMMIT_NAME)
     shared.rmdir()
     return own
-
-
-def flip(file: Path, offset: int) -> None:
-    data = bytearray(file.read_bytes())
-    data[offset] ^= 1
-    file.write_bytes(data)
 
 
 @pytest.mark.parametrize(("world", "paths", "split"), RUNS)

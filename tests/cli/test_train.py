@@ -17,6 +17,7 @@ from offload.cli import loop, text
 from offload.cli.main import app
 from offload.models import PRESETS, GPTConfig, gpt
 from offload.storage.files import SWAP_NAME
+from tests.support.command import printed
 
 FIELDS = {
     "loss_first", "loss_last", "val_loss_first", "val_loss_last", "tokens_per_s", "step_s", "wait_nvme_s",
@@ -43,11 +44,7 @@ def run(*options: str) -> Result:
 
 
 def run_json(*options: str) -> dict[str, Any]:
-    result = run("--json", *options)
-    assert result.exit_code == 0, result.output
-    summary = json.loads(result.stdout)  # nothing but one object
-    assert isinstance(summary, dict)
-    return summary
+    return printed(run("--json", *options))
 
 
 def test_nvme_run_moves_24_bytes_a_parameter_and_step_and_leaves_only_the_picture(folder: Path) -> None:

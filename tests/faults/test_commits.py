@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import product
@@ -35,8 +33,9 @@ from offload.planner import least_cpu_memory
 from offload.planner.placement import slot_records
 from offload.storage.files import COMMIT_NAME, LOCAL, SWAP_NAME
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, backward, bits, one_step
+from tests.support.damage import flip
 from tests.support.faulty_engine import FaultyEngine, resolved
-from tests.support.processes import ROOT
+from tests.support.processes import run_killed
 from tests.support.simulated_disk import SimulatedDisk
 from tests.support.simulated_files import PowerCut, SimulatedFiles
 
@@ -62,10 +61,7 @@ def some_steps(model: Tiny, optimizer: OffloadZero) -> None:
 
 def kill(tmp_path: Path, kills: int, paths: int, seed: int, *, layouts: bool = False) -> None:
     """Args: layouts: every start is in other chunks, on another choice of the paths."""
-    command = [sys.executable, "-m", "tests.support.killed", str(seed), str(kills), str(tmp_path), str(paths)]
-    command += ["layouts"] if layouts else []
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60 + 20 * kills)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_killed("killed", seed, kills, tmp_path, paths, *(["layouts"] if layouts else []))
 
 
 def test_killed_at_any_instant_it_goes_on_with_the_same_bits(tmp_path: Path) -> None:
@@ -81,9 +77,7 @@ def test_a_hundred_kills_on_each_number_of_paths(tmp_path: Path, paths: int) -> 
 
 def kill_loop(tmp_path: Path, kills: int, loader: str) -> None:
     """Args: loader: one of `tests.support.killed_loop.LOADERS`."""
-    command = [sys.executable, "-m", "tests.support.killed_loop", "4", str(kills), str(tmp_path), loader]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60 + 20 * kills)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_killed("killed_loop", 4, kills, tmp_path, loader)
 
 
 def test_a_killed_loop_draws_schedules_and_drops_out_as_if_it_had_not_been(tmp_path: Path) -> None:
@@ -321,14 +315,6 @@ def test_rollback_recovers_from_an_interrupted_step(make: Make, monkeypatch: pyt
 
 
 # What lies at the path.
-
-
-def flip(file: Path, offset: int) -> None:
-    with open(file, "r+b") as swap:
-        swap.seek(offset)
-        byte = swap.read(1)[0]
-        swap.seek(offset)
-        swap.write(bytes([byte ^ 1]))
 
 
 @pytest.mark.parametrize("chunk", [0, 4])

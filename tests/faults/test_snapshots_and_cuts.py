@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,28 +13,22 @@ from offload.checkpoint.reader import Reader
 from offload.storage.files import COMMIT_NAME, LOCAL, NEW_SUFFIX
 from tests.faults.conftest import Make, Tiny, assert_same, bits
 from tests.faults.test_commits import Cuts, cut_power
-from tests.support.processes import ROOT
+from tests.support.processes import run_killed
 
 KEEP = 2
 
 # Kills.
 
 
-def kill(tmp_path: Path, kills: int, paths: int, seed: int) -> None:
-    command = [sys.executable, "-m", "tests.support.killed_snapshots", str(seed), str(kills), str(tmp_path), str(paths)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60 + 20 * kills)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def test_killed_at_any_instant_snapshots_are_whole_or_cleared_away(tmp_path: Path) -> None:
-    kill(tmp_path, 1, 2, seed=1)
+    run_killed("killed_snapshots", 1, 1, tmp_path, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("paths", [1, 2])
 def test_a_hundred_kills_of_trainings_that_take_snapshots(tmp_path: Path, paths: int) -> None:
-    kill(tmp_path, 100, paths, seed=100 + paths)
+    run_killed("killed_snapshots", 100 + paths, 100, tmp_path, paths)
 
 
 # Power cuts.

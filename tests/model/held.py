@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,3 +75,10 @@ def held_after_a_step(where: str, path: Path) -> Iterator[Held]:
         found.step()
         assert not found.is_current
         yield found
+
+
+def saved(value: Any) -> Any:
+    """`value` as torch loads what torch has saved."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)

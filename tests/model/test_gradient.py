@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 import pickle
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from offload import AccumulationError, GradientMovedError, OffloadZero, Tuning
 from offload.errors import ConfigError
 from offload.model.gradient import is_stand_in
+from tests.model.held import saved
 from tests.support.toy import Net, batch
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -72,12 +72,6 @@ def made(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Made]:
         model(batch(0)).float().square().sum().backward()
         plain(batch(0).bfloat16()).float().square().sum().backward()
         yield Made(model, optimizer, plain)
-
-
-def saved(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
 
 
 def alike(found: Any, expected: Any) -> bool:

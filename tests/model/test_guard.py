@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import ConfigError, ReleasedParameterError
-from tests.model.held import Held
+from tests.model.held import Held, saved
 from tests.support.toy import WIDTH, Net, batch
 
 ROOT = Path(__file__).parents[2]
@@ -31,12 +30,6 @@ def alike(found: Any, expected: Any) -> bool:
     if isinstance(expected, list | tuple):
         return len(found) == len(expected) and all(map(alike, found, expected))
     return bool(found == expected)
-
-
-def saved(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
 
 
 QUESTIONS: dict[str, Callable[[nn.Parameter], Any]] = {

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from offload import OffloadZero, Tuning
 from offload.cli.main import app
+from tests.support.command import printed
 from tests.support.processes import ROOT
 
 pytestmark = pytest.mark.peers
@@ -35,9 +36,7 @@ def test_figures_are_those_of_a_run(name: str, param_tier: str, tmp_path: Path) 
     config.architectures = [type(model).__name__]
     config.save_pretrained(tmp_path / "model")
     options = ["--tier", "nvme", "--param-tier", param_tier, "--chunk", "64KiB", "--cpu-memory", "4MiB"]
-    result = CliRunner().invoke(app, ["plan", "--json", "--config", str(tmp_path / "model"), *options])
-    assert result.exit_code == 0, result.output
-    planned = json.loads(result.stdout)
+    planned = printed(CliRunner().invoke(app, ["plan", "--json", "--config", str(tmp_path / "model"), *options]))
     with OffloadZero(
         model,
         path=tmp_path / "swap",
@@ -61,9 +60,7 @@ def test_activations_are_those_of_a_run(name: str, recompute: bool, tmp_path: Pa
     config.architectures = [type(model).__name__]
     config.save_pretrained(tmp_path / "model")
     options = ["--batch", "3", "--seq", "50", "--dtype", "fp32", "--activation-tier", "nvme"]
-    result = CliRunner().invoke(app, ["plan", "--json", "--config", str(tmp_path / "model"), *options])
-    assert result.exit_code == 0, result.output
-    planned = json.loads(result.stdout)
+    planned = printed(CliRunner().invoke(app, ["plan", "--json", "--config", str(tmp_path / "model"), *options]))
     with OffloadZero(
         model.train(),
         path=tmp_path / "swap",
@@ -87,9 +84,7 @@ def test_frozen_blocks_and_embeddings_stream(tmp_path: Path) -> None:
     frozen = [model.transformer.wte, *model.transformer.h[:2]]  # the head is tied to the embedding
     numel = sum(param.numel() for module in frozen for param in module.parameters())
     options = ["--config", str(tmp_path), "--tier", "cpu", "--param-tier", "nvme"]
-    result = CliRunner().invoke(app, ["plan", "--json", *options, "--frozen", "2"])
-    assert result.exit_code == 0, result.output
-    planned = json.loads(result.stdout)
+    planned = printed(CliRunner().invoke(app, ["plan", "--json", *options, "--frozen", "2"]))
     assert planned["parameters"] + numel == sum(param.numel() for param in model.parameters())
     assert planned["frozen_tier"] == "nvme"
     too_many = CliRunner().invoke(app, ["plan", *options, "--frozen", "4"])

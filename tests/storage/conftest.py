@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from offload.storage.chunk_cache import Lease
 from tests.support.faulty_engine import FaultyEngine
 
 
@@ -29,3 +30,18 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("may not mount a small tmpfs")
     yield place
     subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def put(lease: Lease, value: float) -> None:
+    """Gives all arrays of a lease values that `value_in` knows."""
+    for number, state in enumerate(lease.arrays):
+        state.fill_(value + number / 4)
+    lease.dirty = True
+
+
+def value_in(lease: Lease) -> float:
+    """What was `put`, in all arrays; 0 if nothing was."""
+    value = lease.master[0].item()
+    for number, state in enumerate(lease.arrays):
+        assert state.eq(value + number / 4 if value else 0).all()
+    return value

@@ -23,6 +23,7 @@ from offload.storage.chunk_cache import Lease, Store, Version
 from offload.storage.device_store import DeviceArena, DeviceStore
 from offload.storage.swap_file import RunFiles, Stripes
 from offload.storage.swap_format import Record
+from tests.storage.conftest import put, value_in
 from tests.support.faulty_engine import FaultyEngine
 
 NUMELS = (1024, 700, 5, 1500)
@@ -45,23 +46,14 @@ def device_store(engine: IOEngine, path: Path, buffers: int = 2) -> Iterator[Dev
         slots.close()
 
 
-def put(store: Store, chunk: int, value: float, step: int) -> None:
+def put_in(store: Store, chunk: int, value: float, step: int) -> None:
     with store.lease(chunk, step=step) as lease:
-        for n, state in enumerate(lease.arrays):
-            state.fill_(value + n / 4)
-        lease.dirty = True
+        put(lease, value)
 
 
 def found(store: Store, chunk: int) -> float:
     with store.lease(chunk, step=0) as lease:
         return value_in(lease)
-
-
-def value_in(lease: Lease) -> float:
-    value = lease.master[0].item()
-    for n, state in enumerate(lease.arrays):
-        assert state.eq(value + n / 4 if value else 0).all()
-    return value
 
 
 actions = st.one_of(
@@ -81,7 +73,7 @@ def test_any_use_equals_two_plain_dicts(script: list[tuple[str, int | None]], bu
     with tempfile.TemporaryDirectory() as folder, device_store(engine, Path(folder) / "run", buffers) as store:
         for step, (action, argument) in enumerate(script, 1):
             if action == "put" and argument is not None:
-                put(store, argument, float(step), step)
+                put_in(store, argument, float(step), step)
                 now[argument] = float(step)
             elif action == "fail" and argument is not None:
                 engine.fail("write", errno.EIO, argument)
@@ -105,11 +97,11 @@ def test_only_what_changed_is_brought_down(engine: FaultyEngine, tmp_path: Path)
     with device_store(engine, tmp_path / "run") as store:
         before = engine.writes
         for chunk in range(len(NUMELS)):
-            put(store, chunk, 1.0, 1)
+            put_in(store, chunk, 1.0, 1)
         first = store.flush()
         store.set_committed(first)
         assert engine.writes == before + len(NUMELS)
-        put(store, 2, 2.0, 2)
+        put_in(store, 2, 2.0, 2)
         found(store, 1)
         second = store.flush()
         assert engine.writes == before + len(NUMELS) + 1
@@ -119,7 +111,7 @@ def test_only_what_changed_is_brought_down(engine: FaultyEngine, tmp_path: Path)
 def test_a_commit_that_was_cut_off_is_made_whole_by_the_next(engine: FaultyEngine, tmp_path: Path) -> None:
     with device_store(engine, tmp_path / "run") as store:
         for chunk in range(len(NUMELS)):
-            put(store, chunk, 1.0, 1)
+            put_in(store, chunk, 1.0, 1)
         lease, leases = store.lease, 0
 
         @contextmanager
@@ -138,7 +130,7 @@ def test_a_commit_that_was_cut_off_is_made_whole_by_the_next(engine: FaultyEngin
         versions = store.flush()
         assert versions.keys() == set(range(len(NUMELS)))
         store.set_committed(versions)
-        put(store, 0, 9.0, 2)
+        put_in(store, 0, 9.0, 2)
         store.reset(versions)
         assert [found(store, chunk) for chunk in range(len(NUMELS))] == [1.0] * len(NUMELS)
 

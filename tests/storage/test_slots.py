@@ -20,6 +20,7 @@ from offload.storage.arena import Arena
 from offload.storage.files import COMMIT_NAME, SWAP_NAME, check_directory
 from offload.storage.swap_file import RunFiles, SwapFile, memory_of
 from offload.storage.swap_format import Record, file_bytes
+from tests.support.damage import flipped
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.processes import open_files, start_python
 from tests.support.records import records
@@ -119,14 +120,10 @@ def patch(path: Path, offset: int, change: Callable[[bytes], bytes], length: int
         file.write(change(old))
 
 
-def flip(data: bytes) -> bytes:
-    return bytes([data[0] ^ 1, *data[1:]])
-
-
 @pytest.mark.parametrize("at", [0, 8, 13, 28, 36, 44, 52, 60])
 def test_a_damaged_header_is_found(slots: SwapFile, path: Path, at: int) -> None:
     write(slots, 2, 7)
-    patch(path, offset_of(2) + at, flip)
+    patch(path, offset_of(2) + at, flipped)
     with pytest.raises(CorruptionError) as caught:
         read(slots, 2)
     assert caught.value.chunk == 2
@@ -138,7 +135,7 @@ def test_a_damaged_header_is_found(slots: SwapFile, path: Path, at: int) -> None
 @pytest.mark.parametrize("at", [PAGE_BYTES, PAGE_BYTES + 4 * 1500 - 1, -1])
 def test_one_flipped_bit_in_the_data_is_found(slots: SwapFile, path: Path, at: int) -> None:
     write(slots, 2, 7)
-    patch(path, offset_of(2) + at % Record(NUMELS[2]).nbytes, flip)
+    patch(path, offset_of(2) + at % Record(NUMELS[2]).nbytes, flipped)
     with pytest.raises(CorruptionError, match="checksum"):
         read(slots, 2)
 

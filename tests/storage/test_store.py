@@ -21,9 +21,10 @@ from offload.io.threads import ThreadEngine
 from offload.profiling import Timeline
 from offload.sizes import MIB, PAGE_BYTES
 from offload.storage.arena import Arena
-from offload.storage.chunk_cache import Lease, Store
+from offload.storage.chunk_cache import Store
 from offload.storage.swap_file import Stripes
 from offload.storage.swap_format import Record
+from tests.storage.conftest import put, value_in
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.interrupted import interrupt, interrupted_at, thrown_in
 
@@ -57,19 +58,6 @@ def store_on(
 def store(engine: FaultyEngine, tmp_path: Path) -> Iterator[Store]:
     with store_on(engine, tmp_path / "run") as made:
         yield made
-
-
-def put(lease: Lease, value: float) -> None:
-    for n, state in enumerate(lease.states().values()):
-        state.fill_(value + n / 4)
-    lease.dirty = True
-
-
-def value_in(lease: Lease) -> float:
-    value = lease.master[0].item()
-    for n, state in enumerate(lease.states().values()):
-        assert state.eq(value + n / 4 if value else 0).all()
-    return value
 
 
 chunk = st.integers(0, len(NUMELS) - 1)

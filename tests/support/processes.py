@@ -49,6 +49,13 @@ def start_python(code: str, *args: str) -> subprocess.Popen[str]:
     )
 
 
+def run_killed(module: str, seed: int, kills: int, folder: Path, *more: object) -> None:
+    """Runs `tests.support.<module>`, which kills trainings so many times, and fails if that finds something wrong."""
+    command = [sys.executable, "-m", f"tests.support.{module}", *map(str, (seed, kills, folder, *more))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60 + 20 * kills)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def open_files() -> list[str]:
     """What this process has open."""
     found = []
