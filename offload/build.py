@@ -176,7 +176,8 @@ def build(
     undo.callback(gradients.close)
     trained_streams, first_frozen = config.param_tier != "device", len(layout.flats)
     streamed_flats = range(0 if trained_streams else first_frozen, len(held.flats))
-    parameters = FlatParameters(held, plan.params, plan.device, plan.copier, streamed=streamed_flats)
+    limit = placement.streamed_bytes
+    parameters = FlatParameters(held, plan.params, plan.device, plan.copier, streamed=streamed_flats, limit=limit)
     params = _pool_store(undo, run, placement.params, param_records_of(layout), slots, len(states))
     beside = memory.states if memory.link is None else memory.ram
     frozen_records, first_slot = frozen_records_of(held), len(slot_records(layout, config))

@@ -26,7 +26,7 @@ from offload.model.state_dict import Access
 from offload.model.transfer import StreamedStores, UnitTransfers
 from offload.model.units import compute_dtypes, move_buffers, place_untrained, units_of
 from offload.model.written_frozen import WrittenFrozen, digest_of
-from offload.planner.placement import Placement, trained_bytes
+from offload.planner.placement import Placement
 from offload.run import Owner
 
 
@@ -189,7 +189,6 @@ class HeldModel:
         layout, limit = parameters.layout, placement.device_budget_bytes
         stores = StreamedStores(trained, frozen, len(layout.param_chunks) - len(layout.frozen))
         pools = [placement.params if trained is not None else None, placement.frozen]
-        kept = trained_bytes(layout) if trained is None else 0
         leases = [max(pool.in_flight - 1, 1) for pool in pools if pool is not None and pool.in_flight]
         transfers = UnitTransfers(
             self._run,
@@ -197,7 +196,7 @@ class HeldModel:
             stores,
             owner,
             leases=min(leases, default=len(layout.param_chunks)),
-            limit=None if limit is None else limit - placement.resident_bytes - placement.slab_bytes - kept,
+            limit=None if limit is None else limit - placement.device_bytes + placement.streamed_bytes,
         )
         if trained is not None:
             self._parts.new_params.chunk_updated = transfers.chunk_updated
@@ -221,7 +220,7 @@ class HeldModel:
                 if not info.is_frozen and all(name in committed for name in names):  # values are still to come
                     parts.parameters.attach(flat, with_values=False)
                     if streams:
-                        parts.parameters.free(flat)
+                        parts.parameters.free_attached(flat)
                     continue
                 self._broadcast([(flattened(parts.parameters.locals[n]), specs[n].shard_dim) for n in info.params])
                 if info.is_frozen:

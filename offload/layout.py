@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -41,6 +41,8 @@ from offload.sizes import round_up
 ALIGN_NUMEL = 64
 """Elements: a cache line or more in every dtype, so that matrix kernels find parameters as aligned as torch's
 own allocator leaves them and two threads never write one line."""
+ALIGN_BYTES = 256
+"""What lies in one piece of memory begins at multiples of this, which is enough for every kernel."""
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -256,6 +258,15 @@ class Layout:
             for piece in chunk.pieces:
                 found[piece.param].append(chunk.index)
         return {param: tuple(holders) for param, holders in found.items()}
+
+
+def starts_of(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Where parts of so many bytes lie in one piece of memory, one after the other, and what they take together."""
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(round_up(end, ALIGN_BYTES))
+        end = starts[-1] + size
+    return starts, end
 
 
 def shard_numel(numel: int, ranks: int) -> int:

@@ -584,6 +584,7 @@ class StreamedUnits(HeldUnits):
             self._backward_order.begin_anew()
         self._begin_pass()
         self._release_unused()
+        self._parameters.arrange()
         self.write_back()  # to what `gathered` holds: the step is to see it
         self.settle()
         self.transfers.expect_same_order()
@@ -600,6 +601,8 @@ class StreamedUnits(HeldUnits):
     def fetch_all(self) -> None:
         """Fetches all parameters, to stay; no unit may be entered afterwards."""
         self._forget_calls()
+        self._release_unused()
+        self._parameters.free_spares()  # what stays is to take no more than it needs
         for unit in self.transfers.units:
             if self.transfers.home_of(unit) == unit:
                 self.transfers.fetch(unit)

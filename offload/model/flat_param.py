@@ -7,16 +7,8 @@ has shape (numel,) and the order of its memory, whatever its strides are.
 [Note: storages]
 A resident parameter has a storage of its own, over its range of the flat parameter's memory: a `state_dict` aliases it,
 and whoever writes checkpoints takes a shared storage for tied parameters. Streamed parameters share the storage of the
-flat parameter, whose memory is taken away and given back as units are released and fetched. So views that autograd
-saved are valid again when the memory is back.
-
-[Note: spare memory]
-The memory that one unit leaves is kept for the next one of its size: two storages exchange what they point to, and
-identity and views of a storage stay, as they do when it is resized. So units of one size share a few buffers that are
-allocated once. Each buffer comes with the event of its last use, and is written only after that. On a device of its own
-a copy into it thus waits for the unit that left it, and for nothing queued since; memory from the allocator would have
-to wait for all that is queued. On the CPU, memory that was given back to the system returns as pages that the system
-has to clear first, which takes several times as long as to copy a unit into them.
+flat parameter, whose memory is taken away and given back as units are released and fetched (unit_memory.py). So views
+that autograd saved are valid again when the memory is back.
 
 [Note: sharded parameters]
 Of a DTensor the flat parameter holds this rank's part, which is a plain tensor inside of it, its *local* tensor. That
@@ -38,7 +30,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 
 from offload import torch_private
 from offload.devices.copies import Copier, DeviceEvent, finish_queue
@@ -46,7 +38,7 @@ from offload.dist.tensor_parallel import is_dtensor, local_of, repoint
 from offload.errors import ConfigError, ReleasedParameterError
 from offload.interrupts import uninterrupted
 from offload.layout import Layout
-from offload.native.memory import advise_huge_pages, poison
+from offload.model.unit_memory import UnitMemory, strip
 
 NO_VERSION = 1 << 31
 """The version of a parameter whose memory is elsewhere. No graph has saved it. So autograd, which knows nothing of
@@ -55,7 +47,6 @@ guards, raises before it reads a saved parameter that is not there."""
 CPU = torch.device("cpu")
 
 _DATA: Any = Tensor.data  # as torch has it, without the guards
-_REFUSED = "this parameter is not on the device now: use it inside `with optimizer.gathered(module_or_params):`"
 
 
 def flattened(tensor: Tensor) -> Tensor:
@@ -88,69 +79,17 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
-class SpareMemory:
-    """Gives memory to tensors, takes it away, and keeps what is spare; see [Note: spare memory].
-
-    Args: copier: of the device that tensors are on, if not on the CPU.
-    """
-
-    def __init__(self, copier: Copier) -> None:
-        self._copier = copier
-        self._spares: list[tuple[UntypedStorage, DeviceEvent]] = []  # with its last use; the oldest first
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that no tensor has now."""
-        return sum(spare.nbytes() for spare, _ in self._spares)
-
-    def give(self, tensor: Tensor, limit: int) -> DeviceEvent:
-        """Gives a tensor without memory as much as it needs; its values are undefined.
-
-        Args: limit: bytes that may stay spare. Returns: the event after which the memory may be written.
-        """
-        storage, nbytes = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
-        like = nbytes, tensor.device  # a tiled weight is on the CPU, whatever the device
-        fits = (number for number, (spare, _) in enumerate(self._spares) if (spare.nbytes(), spare.device) == like)
-        fitting = next(fits, None)
-        found, last_use = (None, None) if fitting is None else self._spares.pop(fitting)
-        self.trim(limit)
-        if found is None:
-            found = UntypedStorage(nbytes, device=tensor.device)
-        if torch_private.allow_data_access is not None:
-            torch_private.allow_data_access(storage._cdata)
-        torch_private.swap_memory(storage, found)
-        if last_use is None and tensor.is_cpu:
-            advise_huge_pages(tensor)
-        return last_use or self._copier.mark()
-
-    def take(self, tensor: Tensor) -> DeviceEvent:
-        """Takes the memory of a tensor away, and keeps it. Returns: its last use."""
-        storage, last_use = tensor.untyped_storage(), self._copier.mark()
-        if nbytes := storage.nbytes():
-            memory = poison(nbytes) if tensor.is_cpu else UntypedStorage(0, device=tensor.device)
-            torch_private.swap_memory(storage, memory)
-            if memory.nbytes():
-                self._spares.append((memory, last_use))
-            if torch_private.forbid_data_access is not None and not tensor.is_cpu:
-                torch_private.forbid_data_access(storage._cdata, _REFUSED)
-        return last_use
-
-    def trim(self, limit: int) -> None:
-        """Gives back to the system what is spare beyond `limit` bytes, the oldest first."""
-        while self.nbytes > limit:
-            self._spares.pop(0)
-
-
 class FlatParameters:
     """The held parameters of a model, in the order of `layout.specs`: those that are trained, and frozen ones that
     stream.
 
-    Args: device: to train on; copier: of that device; streamed: the flat parameters whose memory comes and goes.
+    Args: device: to train on; copier: of that device; streamed: the flat parameters whose memory comes and goes;
+    limit: bytes that these may take at home.
     Attributes: layout: of all of them; trained: how many of them are trained, the first ones; locals: the tensors whose
     memory the flat parameters are, see [Note: sharded parameters]; flats: one tensor for each flat parameter of the
     layout, on the model's device, filled by `attach`; tiles: leaves of autograd, by index of the layout's slice; home:
     the device to train on; device: where they are now, the CPU if the model is parked; peak_bytes: the most all had at
-    home.
+    home, with what is kept for units to come.
     """
 
     def __init__(
@@ -161,6 +100,7 @@ class FlatParameters:
         copier: Copier,
         *,
         streamed: Container[int] = (),
+        limit: int = 0,
     ) -> None:
         self.layout = self._layout = layout
         self.trained = len(layout.trained.specs)
@@ -185,7 +125,7 @@ class FlatParameters:
         self._known: set[nn.Parameter] = set()
         self._bytes = 0
         self.peak_bytes = 0
-        self._spares = SpareMemory(copier)
+        self._unit_memory = UnitMemory(device, copier, limit)
         self.tiles: dict[int, nn.Parameter] = {
             one.index: nn.Parameter(torch.empty(0, dtype=layout.flats[one.flat].dtype, device=device))
             for one in layout.slices
@@ -218,7 +158,6 @@ class FlatParameters:
         is_tiled = self._layout.tile_of(flat) > 0  # too large for the device
         device = CPU if is_tiled else self.device
         self._count(flat, self._layout.padded_numel(flat) * info.dtype.itemsize)
-        self._spares.trim(self.peak_bytes - self._bytes)
         memory = torch.empty(self._layout.padded_numel(flat), dtype=info.dtype, device=device)
         if is_tiled:
             self._attach_tiles(flat)
@@ -341,23 +280,26 @@ class FlatParameters:
         version = self.params[number]._version
         return version + self.locals[number]._version if number in self._sharded else version
 
-    def allocate(self, index: int) -> DeviceEvent:
-        """Gives a slice of the layout that was freed memory again; its values are undefined.
+    def allocate(self, unit: str, indices: Sequence[int]) -> DeviceEvent:
+        """Gives the slices of a unit, which were freed, memory again; its values are undefined.
 
         Returns: the event after which it may be written.
         """
-        memory = self.memory_of(index)
-        nbytes = memory.numel() * memory.element_size()
-        self._count(index, nbytes)
-        try:
-            return self._spares.give(memory, self.peak_bytes - self._bytes)
-        except BaseException:
-            self._count(index, -nbytes)
-            raise
+        # A tiled weight as a whole is in RAM, and a parked model for a moment only.
+        shares = not self.is_parked and all(self._counts(index) for index in indices)
+        ready = self._unit_memory.give(unit, [self.memory_of(index) for index in indices], shares=shares)
+        self._note_peak()
+        return ready
+
+    def arrange(self) -> None:
+        """Between two steps: units that never have memory at the same time share a buffer from now on."""
+        if not self.is_parked:
+            self._unit_memory.arrange()
+            self._note_peak()
 
     def free_spares(self) -> None:
         """Gives spare memory back to the system."""
-        self._spares.trim(0)
+        self._unit_memory.free_spare()
 
     def restore(self, index: int) -> None:
         """The values of a slice are in its memory again: its parameters can be used."""
@@ -366,15 +308,24 @@ class FlatParameters:
             self._set_versions(numbers, [self._versions[n] for n in numbers])
             self._freed.discard(index)
 
-    def free(self, index: int) -> DeviceEvent:
-        """Takes the memory of a slice away. Its values are kept in a store. Returns: its last use."""
+    def free(self, unit: str, indices: Sequence[int]) -> DeviceEvent:
+        """Takes the memory of a unit's slices away. Their values are kept in a store. Returns: its last use."""
+        for index in indices:
+            self._become_unusable(index)
+        return self._unit_memory.take(unit, [self.memory_of(index) for index in indices])
+
+    def free_attached(self, flat: int) -> None:
+        """Takes the memory that a flat parameter got from `attach`."""
+        self._become_unusable(flat)
+        memory = self.flats[flat]
+        self._count(flat, -memory.nbytes)
+        strip(memory)
+
+    def _become_unusable(self, index: int) -> None:
         if index < len(self.flats):
             numbers = self._layout.flats[index].params
             self._set_versions(numbers, [NO_VERSION] * len(numbers))
             self._freed.add(index)
-        memory = self.memory_of(index)
-        self._count(index, -memory.untyped_storage().nbytes())
-        return self._spares.take(memory)
 
     def _set_versions(self, numbers: Sequence[int], versions: Sequence[int]) -> None:
         params = tuple(self.params[n] for n in numbers)
@@ -413,7 +364,7 @@ class FlatParameters:
         with torch_private.DisableTorchFunctionSubclass():
             slices = [one.index for one in self._layout.slices if one.is_tile or not self._layout.tile_of(one.flat)]
             self._take_places({index: self._place_at(index, device) for index in slices}, device)
-        self._spares.trim(0)
+        self._unit_memory.free_spare()
 
     def _place_at(self, index: int, device: torch.device) -> tuple[Tensor, list[Tensor]]:
         """Memory for a slice on another device, with its values if it has any, and what is to point into it."""
@@ -428,7 +379,7 @@ class FlatParameters:
             ranges = zip(flat.params, flat.offsets, strict=True)
             views = [self._view_for(n, memory[start : start + self.locals[n].numel()]) for n, start in ranges]
         if self._layout.slices[index].flat in self._streamed:
-            self._spares.take(memory)
+            strip(memory)
         else:
             memory.copy_(here)
         return memory, views
@@ -455,11 +406,16 @@ class FlatParameters:
         self._bytes = 0 if self.is_parked else sum(flat.numel() * flat.element_size() for flat in resident)
 
     def _count(self, index: int, change: int) -> None:
-        if self.is_parked:
-            return
-        if index >= len(self.flats) or not self._layout.tile_of(index):  # a tiled weight is in RAM
+        if not self.is_parked and self._counts(index):
             self._bytes += change
-            self.peak_bytes = max(self.peak_bytes, self._bytes)
+            self._note_peak()
+
+    def _counts(self, index: int) -> bool:
+        """Whether a slice is ever on the device: a tiled weight as a whole is in RAM."""
+        return index >= len(self.flats) or not self._layout.tile_of(index)
+
+    def _note_peak(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, self._bytes + self._unit_memory.nbytes)
 
     @torch.no_grad()
     def take_back(self, numbers: Iterable[int] | None = None) -> None:

@@ -36,7 +36,7 @@ from offload.devices.copies import DONE, Copy, DeviceEvent
 from offload.dist.communicator import Work
 from offload.errors import OffloadError, StateError
 from offload.interrupts import uninterrupted
-from offload.layout import Chunk, FlatSlice
+from offload.layout import Chunk, FlatSlice, starts_of
 from offload.model.flat_param import FlatParameters
 from offload.profiling import TO_DEVICE
 from offload.run import Owner, Run
@@ -187,7 +187,7 @@ class UnitTransfers:
     def bytes_of(self, unit: str) -> int:
         """What a unit takes on the device. A tiled weight is never there as a whole."""
         found = [one for one in self._slices_of.get(unit, ()) if one.is_tile or not self._layout.tile_of(one.flat)]
-        return sum(one.numel * self._layout.flats[one.flat].dtype.itemsize for one in found)
+        return starts_of(one.numel * self._layout.flats[one.flat].dtype.itemsize for one in found)[1]
 
     def missing_bytes(self, units: Iterable[str]) -> int:
         """What the limit lacks for `units` beside those that are on the device; at most 0 if they fit."""
@@ -223,17 +223,17 @@ class UnitTransfers:
             for index in sorted(self._not_updated.pop(unit)):
                 chunk = self._layout.param_chunks[index]
                 self._start_copy(self._layout.slices[chunk.flat], chunk)
-            self._launch_all_gathers(unit, [(one, DONE) for one in self._slices_of[unit]])
+            self._launch_all_gathers(unit, self._slices_of[unit], DONE)
             return
         for one in self._slices_of[unit]:
             if not one.is_tile:
                 self._resident_tiles(one.flat)
         try:
-            slices = self._allocate(unit)
-            for one, last_use in slices:
+            last_use = self._allocate(unit)
+            for one in self._slices_of[unit]:
                 for chunk in self._chunks_of[one.index]:
                     self._start_copy(one, chunk, last_use)
-            self._launch_all_gathers(unit, slices)
+            self._launch_all_gathers(unit, self._slices_of[unit], last_use)
         except BaseException:
             self.release(unit)  # only a part of it would arrive
             raise
@@ -263,10 +263,10 @@ class UnitTransfers:
         self._wait_on_device(one.unit)
 
     @uninterrupted
-    def _allocate(self, unit: str) -> list[tuple[FlatSlice, DeviceEvent]]:
-        """Returns: of each slice, the event after which its memory may be written."""
+    def _allocate(self, unit: str) -> DeviceEvent:
+        """Returns: the event after which its memory may be written."""
         self._change(unit, UnitState.FETCHING)
-        return [(one, self._parameters.allocate(one.index)) for one in self._slices_of[unit]]
+        return self._parameters.allocate(unit, [one.index for one in self._slices_of[unit]])
 
     def _start_copy(self, one: FlatSlice, chunk: Chunk, after: DeviceEvent | None = None) -> None:
         while (oldest := self._oldest_of(self._leases)) is not None:
@@ -307,13 +307,13 @@ class UnitTransfers:
                 self._finish_upload(upload)
 
     @uninterrupted
-    def _launch_all_gathers(self, unit: str, slices: Iterable[tuple[FlatSlice, DeviceEvent]]) -> None:
-        """Starts to fetch the shards of other ranks, after this rank's own and after the event of each slice. Each
+    def _launch_all_gathers(self, unit: str, slices: Iterable[FlatSlice], last_use: DeviceEvent) -> None:
+        """Starts to fetch the shards of other ranks, after this rank's own and after the last use of their memory. Each
         all-gather is noted as soon as it is under way: the memory that it writes to must not go before it has ended."""
         if self._layout.shard_group_size > 1:
             with self._copier.after_uploads():
-                for one, last_use in slices:
-                    last_use.wait_on_device()  # a rank may have nothing of its own to copy there
+                last_use.wait_on_device()  # a rank may have nothing of its own to copy there
+                for one in slices:
                     for work in self._all_gather(one.flat):
                         self._all_gathers.setdefault(unit, []).append(work)
 
@@ -372,9 +372,7 @@ class UnitTransfers:
 
     @uninterrupted
     def _free(self, unit: str) -> None:
-        for one in self._slices_of[unit]:
-            last_use = self._parameters.free(one.index)
-        self._released.append(last_use)
+        self._released.append(self._parameters.free(unit, [one.index for one in self._slices_of[unit]]))
         self._change(unit, UnitState.RELEASED)
 
     def _change(self, unit: str, to: UnitState) -> None:
@@ -427,7 +425,7 @@ class UnitTransfers:
         if self._states[unit] is UnitState.RESIDENT:
             one, last_use = self._layout.slices[flat], self._copier.mark()
             self._refresh(one)
-            self._launch_all_gathers(unit, [(one, last_use)])
+            self._launch_all_gathers(unit, [one], last_use)
             self._wait_on_device(unit)
         for tile in tiles:
             self._refresh(tile)
@@ -437,7 +435,7 @@ class UnitTransfers:
     def store_and_free(self, flat: int) -> None:
         """Moves a flat parameter that was just attached into the store."""
         self.write_back(flat)
-        self._parameters.free(flat)
+        self._parameters.free_attached(flat)
 
     def write_back(self, flat: int) -> None:
         """Copies the values of a flat parameter, which is resident, to the store, and to its tiles on the device."""

@@ -17,7 +17,7 @@ from offload.errors import BudgetError, ConfigError
 from offload.grads import local as gradients
 from offload.grads.reduction_plan import ReductionPlan
 from offload.grads.shards import records_of as gradient_records_of
-from offload.layout import Layout
+from offload.layout import Layout, starts_of
 from offload.model.units import ROOT, encloses
 from offload.native.torch_kernels import scratch_bytes
 from offload.optim import adam
@@ -88,7 +88,8 @@ class Placement:
         arena_bytes: all that this library holds in RAM; budget_bytes: what it may hold.
         read_bytes, written_bytes: of the disk, a step; disk_bytes: the swap files.
         device_bytes: the most that parameters and buffers take on the model's device at once; resident_bytes: of these,
-            frozen parameters that stay there, and buffers; device_budget_bytes: what all may take, None: anything.
+            frozen parameters that stay there, and buffers; streamed_bytes: of these, units that come and go;
+            device_budget_bytes: what all may take, None: anything.
         slab_bytes: of device_bytes, with tier="device" those of states, gradients and what works on them; else those of
             communication buffers, if the device has memory of its own.
         params: of trained 16-bit parameters that are streamed, or copied to RAM for commits; None: they stay on the
@@ -111,6 +112,7 @@ class Placement:
     held_bytes: Mapping[str, int] = field(default_factory=dict)
     device_budget_bytes: int | None = None
     resident_bytes: int = 0
+    streamed_bytes: int = 0
     slab_bytes: int = 0
     staged: Pool | None = None
     frozen: Pool | None = None
@@ -207,16 +209,18 @@ class Room:
 
 
 def peak_bytes(layout: Layout, config: Config) -> int:
-    """The most that trained parameters, and frozen ones that stream, take on the device at once.
-
-    Of those that stream: the root unit, the unit in use and the one around it, each with the units that enclose it,
-    and the units that are prefetched.
-    """
-    if not config.streams:
-        return trained_bytes(layout)
-    sizes = unit_bytes(layout, config)
+    """The most that trained parameters, and frozen ones that stream, take on the device at once."""
     resident = trained_bytes(layout) if config.param_tier == "device" else 0
-    root = resident + sizes.pop(ROOT, 0)
+    return resident + streamed_bytes(layout, config)
+
+
+def streamed_bytes(layout: Layout, config: Config) -> int:
+    """The most that units which stream take on the device at once: the root unit, the unit in use and the one around
+    it, each with the units that enclose it, and the units that are prefetched."""
+    if not config.streams:
+        return 0
+    sizes = unit_bytes(layout, config)
+    root = sizes.pop(ROOT, 0)
     inner: dict[str, list[str]] = {unit: [] for unit in (ROOT, *sizes)}
     for unit in sizes:
         outer = [other for other in sizes if other != unit and encloses(other, unit)]
@@ -241,14 +245,13 @@ def _deepest(unit: str, inner: Mapping[str, list[str]], sizes: Mapping[str, int]
 
 def unit_bytes(layout: Layout, config: Config) -> dict[str, int]:
     """What streams of each unit, on the device, in the order of the layout."""
-    sizes: dict[str, int] = {}
+    sizes: dict[str, list[int]] = {}
     for one in layout.slices:
         if config.param_tier == "device" and not layout.flats[one.flat].is_frozen:
             continue
         if one.is_tile or not layout.tile_of(one.flat):  # what has tiles is never there as a whole
-            nbytes = one.numel * layout.flats[one.flat].dtype.itemsize
-            sizes[one.unit] = sizes.get(one.unit, 0) + nbytes
-    return sizes
+            sizes.setdefault(one.unit, []).append(one.numel * layout.flats[one.flat].dtype.itemsize)
+    return {unit: starts_of(parts)[1] for unit, parts in sizes.items()}
 
 
 def _require_room(layout: Layout, config: Config, room: Room, slab_bytes: int) -> int:
@@ -561,6 +564,7 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
         written_bytes=sum(pool.streamed) + written,
         disk_bytes=needs.disk_bytes,
         device_bytes=device_bytes,
+        streamed_bytes=streamed_bytes(layout, config),
         device_budget_bytes=room.limit(config),
         resident_bytes=room.resident(config),
         params=needs.params,

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from offload import NonFiniteGradientError, OffloadZero, Tuning
 from offload.devices.copies import DONE, DeviceCopier
 from offload.grads.local import LocalGradients
-from offload.model import flat_param
-from offload.model.flat_param import SpareMemory
 from offload.model.transfer import UnitTransfers
+from offload.model.unit_memory import UnitMemory
 from offload.optim.adam import NewParameters
 from tests.support import accelerator
+from tests.support.toy import Mixed, take_step
 
 pytestmark = [
     pytest.mark.device,
@@ -74,13 +74,13 @@ def copies_begin_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def uploads_ignore_the_last_use(patch: pytest.MonkeyPatch) -> None:
-    give = SpareMemory.give
+    give = UnitMemory.give
 
-    def give_at_once(self: SpareMemory, tensor: Tensor, limit: int) -> Any:
-        give(self, tensor, limit)
+    def give_at_once(self: UnitMemory, *args: Any, **options: Any) -> Any:
+        give(self, *args, **options)
         return DONE
 
-    patch.setattr(SpareMemory, "give", give_at_once)
+    patch.setattr(UnitMemory, "give", give_at_once)
 
 
 def kernels_ignore_uploads(patch: pytest.MonkeyPatch) -> None:
@@ -155,23 +155,61 @@ def test_a_forward_waits_for_no_device(options: dict[str, Any]) -> None:
     assert {name: step[name] for name in nothing} == dict.fromkeys(nothing, 0)
 
 
-def test_units_are_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-    real = flat_param.UntypedStorage
+MIXED: dict[str, dict[str, Any]] = {
+    "none ahead": {"tuning": Tuning(prefetch_units=0)},
+    "one ahead": {},
+    "three ahead": {"tuning": Tuning(prefetch_units=3)},
+    "nested": {"tuning": Tuning(units=(nn.ModuleDict, nn.Sequential))},
+    "two dtypes": {"keep_fp32": [nn.LayerNorm]},
+    "all saved": {"tuning": Tuning(recompute=False)},
+    "in tiles": {"tuning": Tuning(tile="2KiB")},
+}
 
-    def storage(nbytes: int, **given: Any) -> torch.UntypedStorage:
-        sizes.append(nbytes)
-        return real(nbytes, **given)
 
-    monkeypatch.setattr(flat_param, "UntypedStorage", storage)
-    training = Training(STREAMED)
-    with training.optimizer:
-        training.step()
-        training.step()
-        assert any(sizes)
-        sizes.clear()
-        training.step()
-        assert not any(sizes)  # storages without memory are not allocations
+@pytest.mark.parametrize("name", MIXED)
+def test_units_of_many_sizes_are_allocated_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the third step on a step allocates as often as one with resident parameters, to the same bits, and nothing
+    for a unit; the device never has more than was planned."""
+    made: list[int] = []
+    allocate = UnitMemory._allocate
+
+    def noted(self: UnitMemory, nbytes: int, *args: Any, **options: Any) -> Any:
+        made.append(nbytes)
+        return allocate(self, nbytes, *args, **options)
+
+    monkeypatch.setattr(UnitMemory, "_allocate", noted)
+
+    x = torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH).to(torch.bfloat16).to(DEVICE)
+
+    def step(model: nn.Module, optimizer: OffloadZero) -> Tensor:
+        loss: Tensor = model(x).float().square().mean()
+        loss.backward()
+        take_step(optimizer)
+        return loss.detach()
+
+    def train(**options: Any) -> tuple[list[float], list[int]]:
+        torch.manual_seed(4)
+        model = Mixed(WIDTH).to(DEVICE)
+        plain = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+        losses, allocations = [], []
+        with OffloadZero(model, plain, tier="cpu", **options) as optimizer:
+            losses += [step(model, optimizer) for _ in range(2)]
+            made.clear()
+            for _ in range(3):
+                with accelerator.counted() as counts:
+                    losses.append(step(model, optimizer))
+                    torch.accelerator.synchronize()
+                assert counts["segment_allocations"] == counts["segment_frees"] == 0
+                allocations.append(counts["allocations"])
+            assert not made
+            assert optimizer.stats()["peak_device_bytes"] <= optimizer._placement.device_bytes
+        return [loss.item() for loss in losses], allocations
+
+    expected, least = train(**{key: given for key, given in MIXED[name].items() if key == "keep_fp32"})
+    losses, allocations = train(param_tier="cpu", **MIXED[name])
+    if name != "in tiles":  # these compute otherwise
+        assert losses == expected
+        assert allocations == least
 
 
 @pytest.mark.parametrize("recompute", [True, False], ids=["recomputed", "all saved"])

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from offload import BudgetError, OffloadError, OffloadZero, ReleasedParameterError, Tuning
 from offload.devices.copies import copier_for
-from offload.model.flat_param import SpareMemory
+from offload.model.unit_memory import UnitMemory
 from offload.native import load_on
 from offload.native.torch_kernels import scratch_bytes
 from offload.storage.device_store import DeviceArena
@@ -258,20 +258,20 @@ def test_out_of_memory_for_a_units_parameters_and_going_on_has_the_same_bits(
     """Args: number: how many units get memory in the step before it ends."""
     options = TIERS["streamed"]
     expected = losses("gpt", options, steps=3)
-    give = SpareMemory.give
+    give = UnitMemory.give
     calls, raised = 0, []
 
-    def give_or_fail(self: SpareMemory, tensor: torch.Tensor, limit: int) -> None:
+    def give_or_fail(self: UnitMemory, *args: Any, **options: Any) -> Any:
         nonlocal calls
         accelerator.fail_allocation(int(calls == number))
         calls += 1
-        give(self, tensor, limit)
+        return give(self, *args, **options)
 
     def step(model: nn.Module, optimizer: OffloadZero, draw: Callable[[], torch.Tensor]) -> float:
         nonlocal calls
         with monkeypatch.context() as patch:
             calls = 0
-            patch.setattr(SpareMemory, "give", give_or_fail)
+            patch.setattr(UnitMemory, "give", give_or_fail)
             try:
                 plain_step(model, optimizer, draw)
             except torch.OutOfMemoryError as error:

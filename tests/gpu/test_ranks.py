@@ -17,11 +17,12 @@ from torch import Tensor
 from offload import NonFiniteGradientError, OffloadZero, Tuning
 from offload.devices.copies import DeviceCopier, accelerator
 from offload.dist.torch_distributed import _GroupWork
+from offload.model.unit_memory import UnitMemory
 from tests.support import accelerator as simulated
 from tests.support import models
 from tests.support.accelerator import process_group
 from tests.support.ranks import RanksFailedError, Worlds
-from tests.support.toy import take_step
+from tests.support.toy import WIDTH, Mixed, take_step
 from tests.support.training import CLIP
 
 RANKS = min(torch.accelerator.device_count(), 4) if accelerator() is not None else 0
@@ -92,6 +93,33 @@ def _train_without(event: str, options: dict[str, Any]) -> None:
     assert not races, races[:5]
 
 
+def _train_mixed(prefetch_units: int) -> list[float]:
+    """Units of many sizes. Returns: the losses. From the third step on nothing is allocated for a unit."""
+    rank = dist.get_rank()
+    device = torch.device(str(accelerator()), rank)
+    torch.accelerator.set_device_index(rank)
+    group = dist.new_group(backend=backend_for(device))
+    torch.manual_seed(3)
+    model = Mixed().to(device)
+    plain = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+    options: dict[str, Any] = {"tier": "cpu", "param_tier": "cpu", "stage": 3, "process_group": group}
+    tuning = Tuning(chunk=4096, prefetch_units=prefetch_units)
+    x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH).to(torch.bfloat16).to(device)
+    losses, allocate = [], UnitMemory._allocate
+    with OffloadZero(model, plain, tuning=tuning, **options) as optimizer:
+        for number in range(5):
+            with patch.object(UnitMemory, "_allocate", autospec=True, side_effect=allocate) as allocations:
+                loss = model(x).float().square().mean()
+                loss.backward()
+                take_step(optimizer)
+            assert bool(allocations.call_count) is (number == 0) or number == 1
+            losses.append(loss.item())
+        assert optimizer.stats()["peak_device_bytes"] <= optimizer._placement.device_bytes
+    races = simulated.races() if device.type == simulated.NAME else []
+    assert not races, races[:5]
+    return losses
+
+
 @pytest.fixture(scope="module")
 def worlds() -> Iterator[Worlds]:
     made = Worlds()
@@ -100,6 +128,7 @@ def worlds() -> Iterator[Worlds]:
 
 
 _first: dict[int, dict[str, Tensor]] = {}
+_first_losses: list[list[float]] = []
 
 
 @pytest.mark.one_in(9)
@@ -116,6 +145,13 @@ def test_every_stage_and_tier_has_the_same_bits(
         first = _first.setdefault(accumulation, found)
         assert found.keys() == first.keys()
         assert all(torch.equal(found[key], first[key]) for key in first)
+
+
+@pytest.mark.parametrize("prefetch_units", [0, 1, 3])
+def test_gathered_units_of_many_sizes_are_allocated_once(worlds: Worlds, prefetch_units: int) -> None:
+    found = worlds(RANKS).run(_train_mixed, prefetch_units, timeout_s=170)
+    _first_losses.append(found[0])
+    assert all(losses == _first_losses[0] for losses in found)
 
 
 @pytest.mark.slow

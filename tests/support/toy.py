@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,35 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.down(torch.tanh(self.up(self.norm(x * self.before))))
         return x + nn.functional.linear(h, self.after)
+
+
+class Mixed(nn.Module):
+    """Units of many sizes, in a list of lists, with frozen parameters beside trained ones."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        stages = ((96, 48), (200, 16, 40), (24,), (200, 72))
+        self.stages = nn.ModuleList(self._stage(width, hidden) for hidden in stages)
+        self.last = nn.Linear(width, width)
+
+    @staticmethod
+    def _stage(width: int, hidden: Sequence[int]) -> nn.ModuleDict:
+        made = []
+        for number, inner in enumerate(hidden):
+            norm, up, down = nn.LayerNorm(width), nn.Linear(width, inner), nn.Linear(inner, width)
+            up.requires_grad_(number != 1)
+            made.append(nn.Sequential(norm, up, nn.GELU(), down))
+        return nn.ModuleDict({"scale": nn.Linear(width, width), "blocks": nn.ModuleList(made)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for stage in self.stages:
+            assert isinstance(stage, nn.ModuleDict)
+            x = stage["scale"](x)
+            for block in cast(nn.ModuleList, stage["blocks"]):
+                x = x + block(x).to(x.dtype)
+        return cast(Tensor, self.last(x))
 
 
 class Net(nn.Module):

@@ -1,0 +1,213 @@
+"""The memory of streamed units on the device: buffers that are allocated once and lent to one unit after the other.
+
+[Note: unit memory]
+A buffer is lent to a unit by exchanging what storages point to: a region of the buffer for each tensor of the unit.
+Identity and views of a storage stay, as they do when it is resized. Each buffer comes with the event of its last use,
+and is written only after that. On a device of its own a copy into it thus waits for the unit that left it, and for
+nothing queued since; memory from the allocator would have to wait for all that is queued. On the CPU, memory that was
+given back to the system returns as pages that the system has to clear first, which takes several times as long as to
+copy a unit into them.
+
+Units of different sizes share buffers. A step shows which units have memory at the same time; training repeats it. So
+between two steps the units are divided into groups of which no two members have memory at the same time, and each group
+gets one buffer, as large as its largest unit (`arrange`). Training then finds the buffer of each unit spare, and
+allocates nothing. The largest units of the groups are different units, and there are as many groups as units that have
+memory at once: together they take no more than the plan allows for so many of the largest units. If they did all the
+same, they are not arranged.
+
+A unit that does not find its buffer, because the order has changed, gets memory of its own size, for which spare
+buffers are given back. A smaller unit in a larger buffer keeps what it does not need; so there may be more than planned
+then, by what the largest unit takes more than the next, and only if no unit is prefetched. What was not planned
+(`gathered` of a whole model, a backward with create_graph=True) is allocated as it is needed, and given back when it is
+not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import chain
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from offload import torch_private
+from offload.devices.copies import Copier, DeviceEvent
+from offload.layout import starts_of
+from offload.native.memory import advise_huge_pages, poison
+
+_REFUSED = "this parameter is not on the device now: use it inside `with optimizer.gathered(module_or_params):`"
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """Args: memory: uint8, 1-D; last_use: after which it may be written; is_shared: it is kept for other units."""
+
+    memory: Tensor
+    last_use: DeviceEvent
+    is_shared: bool
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.memory)
+
+
+@dataclass(eq=False)
+class _Group:
+    """Units that never have memory at the same time. nbytes: of the largest; buffer: that was there already."""
+
+    units: set[str] = field(default_factory=set)
+    nbytes: int = 0
+    buffer: _Buffer | None = None
+
+
+class UnitMemory:
+    """Gives memory to streamed units, and takes it away; see [Note: unit memory].
+
+    Args: device: that units train on; copier: of that device; limit: bytes that all buffers together may take, unless
+    what is in use at once takes more.
+    """
+
+    def __init__(self, device: torch.device, copier: Copier, limit: int) -> None:
+        self._device = device
+        self._copier = copier
+        self._limit = limit
+        self._spare: list[_Buffer] = []  # the oldest first
+        self._lent: dict[str, _Buffer] = {}
+        self._own: dict[str, _Buffer] = {}  # of each unit, as arranged
+        self._sizes: dict[str, int] = {}  # of units, in the order of their first use
+        self._beside: dict[str, set[str]] = {}  # by unit: those that had memory at the same time
+        self._is_arranged = True  # each unit found its own buffer since
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers that units share, lent or spare."""
+        return sum(buffer.nbytes for buffer in chain(self._spare, self._lent.values()) if buffer.is_shared)
+
+    def give(self, unit: str, tensors: Sequence[Tensor], *, shares: bool = True) -> DeviceEvent:
+        """Gives the tensors of a unit, which have no memory, as much as they need; their values are undefined.
+
+        Args: shares: False gives memory of its own, that no other unit gets.
+        Returns: the event after which the memory may be written.
+        """
+        starts, end = starts_of(tensor.nbytes for tensor in tensors)
+        buffer = self._buffer_for(unit, end) if shares else self._allocate(end, tensors[0].device, is_shared=False)
+        if shares:
+            self._note(unit, end)
+        for tensor, start in zip(tensors, starts, strict=True):
+            storage = tensor.untyped_storage()
+            if torch_private.allow_data_access is not None:
+                torch_private.allow_data_access(storage._cdata)
+            if tensor.nbytes:
+                region = buffer.memory[start : start + tensor.nbytes]
+                own = torch_private.from_dlpack(torch_private.to_dlpack(region))  # a storage of its own over it
+                torch_private.swap_memory(storage, own.untyped_storage())
+        self._lent[unit] = buffer
+        return buffer.last_use
+
+    def take(self, unit: str, tensors: Sequence[Tensor]) -> DeviceEvent:
+        """Takes the memory of a unit's tensors away, if they have any. Returns: its last use."""
+        last_use = self._copier.mark()
+        buffer = self._lent.get(unit)
+        if buffer is not None:
+            for tensor in tensors:
+                strip(tensor)
+            del self._lent[unit]
+            if buffer.is_shared:
+                buffer.last_use = last_use
+                self._spare.append(buffer)
+                self._trim(self._limit)
+        return last_use
+
+    def arrange(self) -> None:
+        """Gives each unit a buffer that it shares with units that never have memory at the same time, by what was in
+        use together so far. Between two steps."""
+        if self._is_arranged or self._lent:
+            return
+        groups = [_Group({unit}, nbytes) for unit, nbytes in self._sizes.items()]
+        if _bytes_of(groups) > self._limit:
+            by_size = sorted(self._sizes, key=lambda unit: -self._sizes[unit])
+            groups = min((self._divide(order) for order in (self._sizes, by_size)), key=_bytes_of)
+        if _bytes_of(groups) > self._limit:
+            self._sizes.clear()  # the next step may show less
+            self._beside.clear()
+            return
+        spare, self._spare, self._own = self._spare, [], {}
+        for group in groups:
+            group.buffer = next((buffer for buffer in spare if buffer.nbytes == group.nbytes), None)
+            if group.buffer is not None:
+                spare.remove(group.buffer)
+        spare.clear()  # before others are allocated
+        with suppress(torch.OutOfMemoryError):  # then units get memory as they come
+            for group in groups:
+                buffer = group.buffer or self._allocate(group.nbytes, self._device)
+                self._spare.append(buffer)
+                self._own |= dict.fromkeys(group.units, buffer)
+            self._is_arranged = True
+
+    def free_spare(self) -> None:
+        """Gives spare memory back to the system. From now on a unit gets memory of its size, until `arrange`."""
+        self._own, self._is_arranged = {}, False
+        self._trim(0)
+
+    def _buffer_for(self, unit: str, nbytes: int) -> _Buffer:
+        found = self._own.get(unit)
+        if found is None or found not in self._spare:
+            self._is_arranged = False
+            found = next((one for one in self._spare if one.nbytes == nbytes), None)
+        if found is None:
+            self._trim(self._limit - nbytes)
+            return self._allocate(nbytes, self._device)
+        self._spare.remove(found)
+        return found
+
+    def _allocate(self, nbytes: int, device: torch.device, *, is_shared: bool = True) -> _Buffer:
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        if memory.is_cpu:
+            advise_huge_pages(memory)
+        return _Buffer(memory, self._copier.mark(), is_shared)
+
+    def _trim(self, limit: int) -> None:
+        """Gives back to the system what is spare beyond `limit` bytes of all: first what is no unit's own, then the
+        oldest."""
+        while self._spare and self.nbytes > limit:
+            own = set(self._own.values())
+            self._spare.remove(next((one for one in self._spare if one not in own), self._spare[0]))
+
+    def _note(self, unit: str, nbytes: int) -> None:
+        """Notes what has memory together with a unit that is about to get some, if the plan has room for them."""
+        others = [other for other, buffer in self._lent.items() if buffer.is_shared]
+        self._sizes[unit] = nbytes
+        if nbytes + sum(self._sizes[other] for other in others) <= self._limit:
+            self._beside.setdefault(unit, set()).update(others)
+            for other in others:
+                self._beside.setdefault(other, set()).add(unit)
+
+    def _divide(self, order: Iterable[str]) -> list[_Group]:
+        """Each unit joins the group that is largest enough, or grows least, of those that have no member beside it."""
+        groups: list[_Group] = []
+        for unit in order:
+            nbytes, beside = self._sizes[unit], self._beside.get(unit, set())
+            free = (group for group in groups if group.units.isdisjoint(beside))
+            best = min(free, key=lambda one: (one.nbytes < nbytes, abs(one.nbytes - nbytes)), default=None)
+            if best is None:
+                best = _Group()
+                groups.append(best)
+            best.units.add(unit)
+            best.nbytes = max(best.nbytes, nbytes)
+        return groups
+
+
+def strip(tensor: Tensor) -> None:
+    """Takes the memory of a tensor away. On the CPU it points to NaNs then."""
+    storage = tensor.untyped_storage()
+    if nbytes := storage.nbytes():
+        memory = poison(nbytes) if tensor.is_cpu else UntypedStorage(0, device=tensor.device)
+        torch_private.swap_memory(storage, memory)
+        if torch_private.forbid_data_access is not None and not tensor.is_cpu:
+            torch_private.forbid_data_access(storage._cdata, _REFUSED)
+
+
+def _bytes_of(groups: Iterable[_Group]) -> int:
+    return sum(group.nbytes for group in groups)
