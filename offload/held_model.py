@@ -112,7 +112,7 @@ class HeldModel:
         """Waits until nothing is under way on any tier."""
         self.pending.apply_all()
         self.units.settle()
-        self._parts.new_params.finish_copies()
+        self._parts.new_params.wait_for_transfers()
         self._parts.gradients.drain()
         for store in self._parts.stores.all:
             store.drain()

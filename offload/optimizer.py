@@ -333,8 +333,9 @@ class OffloadZero(torch.optim.Optimizer):
             with self._timeline.span("step_s"), self._timeline.event(PHASES, "step"):
                 self._held.step_begins()
                 self._attached.step_begins(self.param_groups)
-                self._commit_if_due()
+                # First, because ranks may have sent different gradients so far: from here on all have sent the same.
                 active = self._finalize_gradients()
+                self._commit_if_due()
                 factor = self._agreed_factor(active) if self._is_to_step(active) else None
                 if factor is not None:
                     self._held.take_outside_writes()
@@ -754,8 +755,11 @@ class OffloadZero(torch.optim.Optimizer):
         self._held.step_begins()
         self._commit(self._attached.carry(extra))
 
+    def _is_commit_due(self) -> bool:
+        return self._commits.is_due(self._step) and self._attached.is_captured(self._step)
+
     def _commit_if_due(self) -> None:
-        if self._commits.is_due(self._step) and self._attached.is_captured(self._step):
+        if self._is_commit_due():
             self._commit(self._attached.carry_captured())
 
     def _commit(self, extra: object) -> None:
@@ -1002,7 +1006,10 @@ class OffloadZero(torch.optim.Optimizer):
         try:
             if self._failure is None:
                 self._held.pending.apply_all()
-                self._commit_if_due()
+                self._parts.new_params.wait_for_transfers()
+                if self._is_commit_due():
+                    self._parts.gradients.reset()  # no step will use them; all ranks have sent the same then
+                    self._commit_if_due()
                 is_parked = self._parts.parameters.is_parked
                 self._held.keep_parameters(self._plan.room_at_end(self._placement, is_parked))
         finally:

@@ -42,6 +42,9 @@ class Exchange:
     def finish(self, flat: int) -> None:
         """What is queued on the device from now on sees all new values of a flat. Raises: RankError."""
 
+    def wait(self) -> None:
+        """Waits for what was finished on the device only. Raises: RankError."""
+
     def abandon(self) -> None:
         """Waits for what is under way, successful or not."""
 
@@ -60,8 +63,6 @@ class FlatGather(Exchange):
 
     def start(self, flat: int, step: int) -> None:
         whole, numel = self._flats[flat], self._layout.shard_numel(flat)
-        if flat in self._works:
-            self._works.pop(flat).wait()  # of the step before, which the device is past
         if numel:
             own = whole[self._comm.rank * numel : (self._comm.rank + 1) * numel]
             self._works[flat] = self._comm.all_gather_into_tensor(own, whole)
@@ -69,6 +70,11 @@ class FlatGather(Exchange):
     def finish(self, flat: int) -> None:
         if flat in self._works:
             self._works[flat].wait_on_device()
+
+    def wait(self) -> None:
+        for flat in list(self._works):
+            self._works[flat].wait()
+            del self._works[flat]
 
     def abandon(self) -> None:
         for work in self._works.values():

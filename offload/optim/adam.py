@@ -99,7 +99,7 @@ class NewParameters:
 
     def step_begins(self) -> None:
         """Nothing that is queued from now on reads old values, or writes gradients, before it waited for new values."""
-        self.finish_copies()
+        self.wait_for_transfers()
         self._step = self._copier.mark()
 
     def begin(self) -> None:
@@ -163,10 +163,12 @@ class NewParameters:
             self._copies.append((chunk, self._copier.to_device(source[span], target[span], self._step), moving))
             self._timeline.count("host_to_device_bytes", size)
 
-    def finish_copies(self) -> None:
-        """Waits until all that was sent is on the device. The memory that it was sent from holds gradients again."""
+    def wait_for_transfers(self) -> None:
+        """Waits until all that was sent is on the device, and what other ranks sent. The memory that it was sent from
+        holds gradients again. Raises: RankError."""
         while self._copies:
             self._finish_copy()
+        self._exchange.wait()
 
     def _finish_copy(self) -> None:
         chunk, copy, moving = self._copies[0]

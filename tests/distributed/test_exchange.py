@@ -134,7 +134,10 @@ def test_what_another_rank_did_not_send_is_raised_once_and_dropped_when_abandone
     gathering.start(0, 1)
     with pytest.raises(RankError, match="rank 1 is gone"):
         gathering.finish(0)
+    with pytest.raises(RankError, match="rank 1 is gone"):
+        gathering.wait()
     gathering.abandon()
+    gathering.wait()
     gathering.finish(0)
     run = run_of(layout)
     store = store_in_ram(run, param_records_of(layout))

@@ -1,15 +1,17 @@
-"""Ranks launch the collectives of all groups together in one order, as kernels that share a device need it."""
+"""Ranks launch the collectives of all groups together in one order, as kernels that share a device need it, and wait
+for them."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from offload import Tuning
+from offload import OffloadZero, Tuning
 from offload.dist import torch_distributed as comm
-from tests.support import sharded
+from tests.support import models, sharded
 from tests.support.communicators import DifferentOrderError, Ordered
 from tests.support.ranks import Worlds
 
@@ -18,7 +20,26 @@ STREAMED: dict[str, Any] = {"stage": 3, "tier": "cpu", "param_tier": "cpu"}
 
 def _train(kind: str, idle: bool, options: dict[str, Any]) -> None:
     tuning = Tuning(chunk=4096, threads=1, bucket=4096)
-    sharded.train(kind, 3, wire="ordered", idle=idle, tuning=tuning, **options)
+    sharded.train(kind, 3, idle=idle, tuning=tuning, **{"wire": "ordered"} | options)
+
+
+def _train_without_clipping(path: str, options: dict[str, Any]) -> None:
+    """So nothing asks for the gradients before `step`. At stages 1 and 2 one rank has no backward in one step, and
+    another none before the end."""
+    rank = torch.distributed.get_rank()
+    model = models.build("turns")
+    model.calls = rank  # type: ignore[assignment]
+    tuning = Tuning(chunk=4096, threads=1, bucket=4096)
+    with (
+        sharded.communicators("ordered"),
+        OffloadZero(model, tier="cpu", path=path, commit_every=1, tuning=tuning, **options) as optimizer,
+    ):
+        for step in range(4):
+            if options["stage"] == 3 or (step, rank) not in ((1, 1), (3, 0)):
+                model(torch.ones(2, 13)).float().square().sum().backward()
+            if step < 3:
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 @pytest.mark.one_in(3)
@@ -39,6 +60,25 @@ def test_ranks_with_the_same_gradients_launch_in_one_order(worlds: Worlds, kind:
 )
 def test_ranks_with_different_gradients_launch_in_one_order(worlds: Worlds, options: dict[str, Any]) -> None:
     worlds(2).run(_train, "turns", True, options)
+
+
+@pytest.mark.parametrize("declares", [True, False], ids=["", "undeclared"])
+@pytest.mark.parametrize("param_tier", ["device", "cpu"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_commits_come_in_one_order_with_gradients_that_some_ranks_lack(
+    worlds: Worlds, stage: int, param_tier: str, declares: bool, tmp_path: Path
+) -> None:
+    """A commit is due in each step, and when a run ends after a backward without a step."""
+    given: dict[str, Any] = {"stage": stage, "param_tier": param_tier, "accumulation": 1 if declares else "auto"}
+    worlds(2).run(_train_without_clipping, str(tmp_path / "run"), given, timeout_s=60)
+
+
+@pytest.mark.parametrize("param_tier", ["device", "cpu"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_when_a_run_ends_the_host_has_waited_for_all(worlds: Worlds, stage: int, param_tier: str) -> None:
+    """What another rank failed to send would go unnoticed otherwise."""
+    given: dict[str, Any] = {"stage": stage, "tier": "cpu", "param_tier": param_tier}
+    worlds(2).run(_train, "turns", False, given | {"wire": "awaited"})
 
 
 def _cross() -> bool:

@@ -277,3 +277,43 @@ class Ordered(_Around):
             for number, (first, second) in enumerate(zip_longest(every[0], other)):
                 if first != second:
                     raise DifferentOrderError(f"launch {number}: rank 0 {first}, rank {rank} {second}")
+
+
+class _NotedWork(Work):
+    def __init__(self, inner: Work, under_way: set[Work]) -> None:
+        self._inner = inner
+        self._under_way = under_way
+        under_way.add(self)
+
+    def done(self) -> bool:
+        return self._inner.done()
+
+    def wait(self) -> None:
+        self._inner.wait()
+        self._under_way.discard(self)
+
+    def wait_on_device(self) -> None:
+        self._inner.wait_on_device()
+
+
+class Awaited(_Around):
+    """Knows which works the host has not waited for, as if all tensors were a device's."""
+
+    def __init__(self, inner: Communicator, under_way: set[Work] | None = None) -> None:
+        self.under_way: set[Work] = set() if under_way is None else under_way
+        super().__init__(inner)
+
+    def _like(self, inner: Communicator) -> Communicator:
+        return type(self)(inner, self.under_way)
+
+    def reduce_scatter(self, full: Tensor, out: Tensor, *, scratch: Tensor | None = None) -> Work:
+        return _NotedWork(self._inner.reduce_scatter(full, out, scratch=scratch), self.under_way)
+
+    def all_gather_into_tensor(self, shard: Tensor, out: Tensor) -> Work:
+        return _NotedWork(self._inner.all_gather_into_tensor(shard, out), self.under_way)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        self._inner.broadcast(tensor, source)
+
+    def all_gather(self, values: Tensor) -> Tensor:
+        return self._inner.all_gather(values)

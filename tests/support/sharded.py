@@ -26,7 +26,7 @@ from offload.model.flat_param import flattened_like
 from offload.optim import reference
 from offload.planner import least_cpu_memory
 from tests.support import models
-from tests.support.communicators import Late, Ordered
+from tests.support.communicators import Awaited, Late, Ordered
 from tests.support.late_copier import LateCopier
 from tests.support.training import CLIP, LR, SPOILS, LossScale, Run, schedule
 
@@ -41,11 +41,11 @@ def batches_of(kind: str, model: nn.Module, rank: int, ranks: int) -> Iterator[A
 
 @contextmanager
 def communicators(kind: str) -> Iterator[None]:
-    """Args: kind: "plain", "late" or "ordered"."""
+    """Args: kind: "plain", "late", "ordered" or "awaited"."""
     if kind == "plain":
         yield
         return
-    made, wrapped = comm.connect, {"late": Late, "ordered": Ordered}[kind]
+    made, wrapped = comm.connect, {"late": Late, "ordered": Ordered, "awaited": Awaited}[kind]
     connected: list[Communicator] = []
 
     def connect(*args: Any, **options: Any) -> Communicator:
@@ -57,6 +57,8 @@ def communicators(kind: str) -> Iterator[None]:
     for one in connected:
         if isinstance(one, Ordered):
             one.require_one_order()
+        if isinstance(one, Awaited):
+            assert not one.under_way
 
 
 @contextmanager
