@@ -135,6 +135,18 @@ def _require(missing: Sequence[str]) -> None:
 
 _require(_missing)
 
+# --- Process groups ---
+
+
+def timeout_s(group: Any, device: torch.device) -> float | None:
+    """The `timeout` that init_process_group or new_group got, in seconds, for collectives on `device`.
+
+    None where the group's backend does not say. Nothing public does.
+    """
+    timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+    return None if timeout is None else float(timeout.total_seconds())
+
+
 # --- Sharded tensors ---
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from offload import torch_private
 from offload.dist.communicator import (
     Communicator,
     SingleOfSlice,
@@ -54,18 +55,18 @@ class Group(Communicator):
 
     The group is used as it is; the user's own collectives may come between ours. If a rank is stuck, this raises
     RankError after `timeout_s`, but the backend goes on until the group's own timeout: until then gloo's threads keep
-    the process from ending, and after it NCCL's watchdog kills it. So `init_process_group(timeout=...)` should be near
-    `timeout_s`.
+    the process from ending, and after it NCCL's watchdog kills it.
 
-    Args: members: None: all ranks. timeout_s: seconds from the launch of a collective to RankError. shard_group,
-    replicate_group: see Communicator; what they do is counted here, too.
+    Args: members: None: all ranks. timeout_s: seconds from the launch of a collective to RankError; None: TIMEOUT_S, or
+    the group's own timeout where that is shorter. shard_group, replicate_group: see Communicator; what they do is
+    counted here, too.
     """
 
     def __init__(
         self,
         members: dist.ProcessGroup | None = None,
         *,
-        timeout_s: float = TIMEOUT_S,
+        timeout_s: float | None = None,
         timeline: Timeline | None = None,
         environ: Mapping[str, str] = os.environ,
         shard_group: dist.ProcessGroup | None = None,
@@ -77,7 +78,8 @@ class Group(Communicator):
         self._group = members
         self._ranks = dist.get_process_group_ranks(members)
         self._host = torch.device("cpu" if "cpu" in backends else backends.partition(":")[0])
-        self.timeout_s = timeout_s
+        own_s = torch_private.timeout_s(members or dist.group.WORLD, self._host)
+        self.timeout_s = min(own_s or TIMEOUT_S, TIMEOUT_S) if timeout_s is None else timeout_s
         self._timeline = timeline or Timeline()
         self._shared = _Shared()
         self._shard_group, self._replicate_group = self._subgroup(shard_group), self._subgroup(replicate_group)
@@ -322,7 +324,7 @@ class _GroupWork(Work):
 def connect(
     process_group: object | None = None,
     *,
-    timeout_s: float = TIMEOUT_S,
+    timeout_s: float | None = None,
     timeline: Timeline | None = None,
     mesh: DeviceMesh | None = None,
 ) -> Communicator:
@@ -330,8 +332,8 @@ def connect(
 
     Args: process_group: a ProcessGroup or a DeviceMesh: the data-parallel ranks, that hold one shard each; None:
         all ranks. Of a mesh of two dimensions the first is of replicas, `replicate_group`, and the second is
-        `shard_group`, as FSDP2 has them. timeout_s: seconds from the launch of a collective to RankError. mesh: of the
-        tensor-parallel ranks; None: the model has none.
+        `shard_group`, as FSDP2 has them. timeout_s: as Group's. mesh: of the tensor-parallel ranks; None: the model has
+        none.
     Raises: ConfigError if it is neither, if this process is not in it, if a launcher started several processes and
     nobody connected them, or if data-parallel and tensor-parallel ranks are no rectangle.
     """
@@ -356,7 +358,7 @@ def connect(
 
 
 def _connect_slice(
-    process_group: object | None, mesh: DeviceMesh, timeout_s: float, timeline: Timeline
+    process_group: object | None, mesh: DeviceMesh, timeout_s: float | None, timeline: Timeline
 ) -> Communicator:
     """The data-parallel ranks of a slice. Every process of all slices has to call it; see `connect`."""
     across, own = mesh.get_group(), dist.get_rank()

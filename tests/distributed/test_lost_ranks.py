@@ -114,6 +114,28 @@ def test_a_stuck_rank_gives_an_error_within_the_timeout(world: World, name: str)
     assert world.exit_codes([0, 1], timeout_s=TIMEOUT_S + 10) == [0, 0]
 
 
+def _wait_in_a_side_group() -> tuple[float, float]:
+    """How long it waits for, and did."""
+    group = comm.connect()
+    group.side_group.barrier()
+    if group.rank == 2:
+        time.sleep(600)
+    began = time.monotonic()
+    with pytest.raises(RankError):
+        group.side_group.barrier()
+    return group.timeout_s, time.monotonic() - began
+
+
+def test_the_timeout_of_the_process_group_counts_where_it_is_shorter(world: World) -> None:
+    """Gradients travel in a group of their own, which has the same."""
+    world.start(_wait_in_a_side_group)
+    own_s = TIMEOUT_S + 2
+    for limit_s, waited_s in world.results(20, ranks=[0, 1]):
+        assert limit_s == own_s
+        assert own_s - 0.1 <= waited_s < own_s + 2
+    world.signal(2, signal.SIGKILL)
+
+
 def _late_by(seconds: float) -> float:
     group = comm.connect(timeout_s=TIMEOUT_S)
     if group.rank == 2:
