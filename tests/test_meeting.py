@@ -52,12 +52,12 @@ def test_each_rank_works_once_the_most_pressing_first(stays: bool) -> None:
 def test_a_record_that_was_replaced_is_what_presses_most(tmp_path: Path) -> None:
     before, after = (Commit(run * 32, 7, (Digest(1, "0" * 32),), old) for run, old in (("a", None), ("b", "a" * 32)))
     found: Any = SimpleNamespace(target=SimpleNamespace(owned={tmp_path: range(9)}), files=LOCAL)
-    assert RecoveryPlan._left(found, after) == 0
+    assert RecoveryPlan._priority(found, after) == 0
     (tmp_path / "COMMIT.new").touch()
-    assert RecoveryPlan._left(found, after) == 1
+    assert RecoveryPlan._priority(found, after) == 1
     write_commit(tmp_path, before)
     (tmp_path / "COMMIT.new").touch()
-    assert RecoveryPlan._left(found, after) == 2
+    assert RecoveryPlan._priority(found, after) == 2
 
 
 def test_a_manifest_that_some_rank_lacks_is_sent_once_by_the_first_that_sees_it(

@@ -96,7 +96,8 @@ class Commits:
 
     Args: slots: the swap files; masters, new_params: through which parameters are restored; wanted: from `describe`;
     found: the commit that the run resumes from.
-    Attributes: last: the manifest of the last durable commit, None before the first.
+    Attributes: last: the manifest of the last durable commit, None before the first; final: the error after which
+    neither this run nor a rollback can go on.
     Raises: ResumeError if the commit found is no longer the last one.
     """
 
@@ -118,7 +119,7 @@ class Commits:
         self._masters = masters
         self._new_params = new_params
         self._wanted = wanted
-        self._final: OffloadError | None = None
+        self.final: OffloadError | None = None
         self.last: Manifest | None = None
         # Of the last durable commit, by chunk, for each of `_stores`.
         self._versions: list[dict[int, Version]] = []
@@ -195,7 +196,7 @@ class Commits:
                 if self._comm.rank == 0:
                     self._final_if_ambiguous(lambda: write_commit(self._home, pending.record, self._files))
             # Only now does this rank know.
-            self._take_note(pending)
+            self._note(pending)
         except BaseException as error:
             if self._comm.size > 1 and isinstance(error, OffloadError):
                 self._pending = None  # all ranks know that it was not, or that this is final
@@ -203,8 +204,8 @@ class Commits:
                 self.know()
             raise
 
-    def _take_note(self, pending: _Pending) -> None:
-        """`pending` is the last commit. May be cut off anywhere and called again."""
+    def _note(self, pending: _Pending) -> None:
+        """Notes that `pending` is the last commit. It may be interrupted anywhere, and is called again then."""
         for store, of in zip(self._stores, pending.versions, strict=True):
             store.set_committed(of)
         self.last, self._versions, self._record, self._source = pending
@@ -217,24 +218,24 @@ class Commits:
         Raises: what makes it impossible to go on, as `final`.
         """
         pending = self._pending
-        if pending is not None and self._final is None:
+        if pending is not None and self.final is None:
             if self._comm.size > 1:
-                self._final = _cut_off()
+                self.final = _cut_off()
             else:
                 self._final_if_ambiguous(lambda: self._look(pending))
-        if self._final is not None:
-            raise self._final
+        if self.final is not None:
+            raise self.final
 
     def _look(self, pending: _Pending) -> None:
         """Takes note of `pending` if it was decided."""
         try:
             is_decided = read_commit(self._home, self._files) == pending.record
         except OffloadError as error:
-            self._final = error
+            self.final = error
             raise
         if is_decided:
             sync_directory(self._files, self._home)
-            self._take_note(pending)
+            self._note(pending)
         else:
             self._pending = None
 
@@ -292,7 +293,7 @@ class Commits:
         try:
             yield
         except Exception:
-            self._worst(_FAILED if self._final is None else _FINAL)
+            self._worst(_FAILED if self.final is None else _FINAL)
             raise
         worst = self._worst(_DONE)
         if worst != _DONE:
@@ -300,7 +301,7 @@ class Commits:
                 "another rank could not do its part of this commit, so that the last one stays what it was: that "
                 "rank's own error says why"
             )
-            self._final = error if worst == _FINAL else None
+            self.final = error if worst == _FINAL else None
             raise error
 
     def _worst(self, outcome: int) -> int:
@@ -341,9 +342,9 @@ class Commits:
         return sum(need.nbytes for need in needs)
 
     def _keep_named(self, step: int) -> None:
-        """Makes a snapshot of the last commit if a state dict names it, and takes those away that are too many.
+        """Makes a snapshot of the last commit if a state dict names it, and removes the oldest ones beyond `keep`.
 
-        What is cut off in it is done when it is called again.
+        What an interrupt leaves undone is done by the next call.
         """
         if self.last is None or self.has(step) or self._slots is None:
             return
@@ -368,12 +369,12 @@ class Commits:
 
         Args: part: of the last commit. Raises: PathError if one of the user's has its name.
         """
-        found = self._called(part.commit.step, self.last_id)
+        found = self._snapshot_called(part.commit.step, self.last_id)
         if found is None and part.name not in self._named:
             part.is_kept()
         return found
 
-    def _called(self, step: int, name: object) -> str | None:
+    def _snapshot_called(self, step: int, name: object) -> str | None:
         """The snapshot of the commit, or of a copy of it, that state dicts call `name`; None if there is none."""
         for directory, record in records_in(self._home, self._files).items():
             if record.step != step:
@@ -393,7 +394,7 @@ class Commits:
         Raises: ResumeError if there is none, or it is of another model; CorruptionError, PathError, TierIOError.
         """
         home, files = self._home, self._files
-        if (directory := self._called(step, name)) is not None:
+        if (directory := self._snapshot_called(step, name)) is not None:
             reader = Reader([path / directory for path in self._config.paths], files)
             if found := differences(reader.manifests[0], self._wanted):
                 raise ResumeError(f"{home / directory} is of another model:\n" + "\n".join(found))
@@ -435,7 +436,7 @@ class Commits:
         return Snapshot(self._record, manifest, self._config.paths, slots.paths, self._files)
 
     def snapshot(self, keep: int | None) -> tuple[Path, ...]:
-        """Keeps the last commit aside, whatever this run writes meanwhile; see [Note: snapshots] in snapshot.py.
+        """Copies the last commit, which the next one would replace; see [Note: snapshots] in snapshot.py.
 
         Every rank has to call it. Args: keep: how many of this run's stay, the newest; None: all.
         Returns: this rank's directories of it.
@@ -444,7 +445,10 @@ class Commits:
         """
         part = self._as_snapshot()
         # The one of which the last commit is a copy may have the same name.
-        if not self._source or self._found_by_first(lambda: self._called(part.commit.step, self.last_id)) != part.name:
+        if (
+            not self._source
+            or self._found_by_first(lambda: self._snapshot_called(part.commit.step, self.last_id)) != part.name
+        ):
             self._keep(part)
         # It is the user's from now on.
         self._named = tuple(name for name in self._named if name != part.name)
@@ -453,7 +457,7 @@ class Commits:
         return part.directories
 
     def _keep(self, part: Snapshot) -> None:
-        """Makes a snapshot, if it is not there, and ends what was cut off while others were made or taken away."""
+        """Makes a snapshot if there is none, and completes what was interrupted while others were made or removed."""
         slots, comm = self._slots, self._comm
         assert slots is not None
 
@@ -493,7 +497,7 @@ class Commits:
                 part.decide()
 
     def _remove(self, part: Snapshot, choose: Callable[[ExitStack], list[str]]) -> None:
-        """Takes snapshots of this run away. What the disk refuses stays until the next time.
+        """Removes snapshots of this run. What cannot be removed now is left to the next call.
 
         Args: part: of any snapshot; choose: called on rank 0; returns names, and gives their locks to its argument.
         """
@@ -521,11 +525,6 @@ class Commits:
         """What rank 0 finds, on all ranks. Raises: as `_found_by_all`."""
         found = self._found_by_all(lambda: find() if self._comm.rank == 0 else None)[0]
         return cast(T, found)
-
-    @property
-    def final(self) -> OffloadError | None:
-        """After which error neither this run nor a rollback can go on."""
-        return self._final
 
     def require_last(self) -> Manifest:
         """Raises: ResumeError if nothing was committed, or what made it impossible to go on."""
@@ -618,11 +617,11 @@ class Commits:
             error = _cause(raised, before)
             if isinstance(error, OffloadError):
                 is_known = isinstance(error, TierIOError) and error.operation not in AMBIGUOUS
-                self._final = self._final if is_known else error
+                self.final = self.final if is_known else error
             elif error is not None:
-                self._final = TierIOError("sync", error.errno or errno.EIO, str(self._home), 0, 0, str(error))
-            if self._comm.size > 1 and not isinstance(raised, OffloadError) and self._final is None:
-                self._final = _cut_off()
+                self.final = TierIOError("sync", error.errno or errno.EIO, str(self._home), 0, 0, str(error))
+            if self._comm.size > 1 and not isinstance(raised, OffloadError) and self.final is None:
+                self.final = _cut_off()
             raise
 
     def _manifest(

@@ -24,12 +24,13 @@ from torch import Tensor
 from offload.checkpoint.commit import Commit, agree, manifest_name, read_extra, read_manifest
 from offload.checkpoint.manifest import Manifest, ParameterFacts, Slot, committed_slots
 from offload.checkpoint.scan import (
-    last_commit,
+    last_of,
     listed,
     manifests_in,
     names_in,
     ranks_in,
     require_manifests,
+    scan,
     swaps,
 )
 from offload.errors import ConfigError, CorruptionError, OffloadError, ResumeError
@@ -473,7 +474,7 @@ class Reader:
         return Verified(rank, slot.chunk, slot.size, None)
 
     def _find_commit(self) -> tuple[Path, Commit]:
-        found = last_commit(self.paths, self._disk)
+        found = last_of(scan(self.paths, self._disk), self.paths)
         if found is None:
             raise ResumeError(f"no commit in {listed(self.paths)}: name all directories of a run that has committed")
         return found

@@ -212,23 +212,24 @@ def _numbers_in(flags: Tensor) -> list[int]:
 
 
 def in_turns(
-    comm: Communicator, left: Callable[[], int], work: Callable[[], None], elsewhere: OffloadError | None = None
+    comm: Communicator, priority: Callable[[], int], work: Callable[[], None], elsewhere: OffloadError | None = None
 ) -> None:
-    """Lets every rank do what there is to do in its own directories, one after the other, for they may be shared.
+    """Every rank works in its own directories, one rank at a time, because ranks may share directories.
 
-    Args: left: how pressing it is for this rank to go next, 0: nothing is left to do; asked after every turn, for the
-    rank whose turn it was may have done it; elsewhere: see `agree_on_error`.
+    Args: priority: of this rank for the next turn, 0 if it has nothing to do; asked before every turn, because another
+    rank may have done the work of this one; work: done once, when it is this rank's turn; elsewhere: see
+    `agree_on_error`.
     Raises: what they raise, `elsewhere` (None: ConfigError) on the other ranks; RankError.
     """
     is_done = False
     while True:
         with agree_on_error(comm, elsewhere):
-            own = 0 if is_done else left()
-        pressing = comm.all_gather(torch.tensor([own], dtype=torch.uint8, device="cpu")).flatten().tolist()
-        if not any(pressing):
+            own = 0 if is_done else priority()
+        priorities = comm.all_gather(torch.tensor([own], dtype=torch.uint8, device="cpu")).flatten().tolist()
+        if not any(priorities):
             return
         with agree_on_error(comm, elsewhere):
-            if pressing.index(max(pressing)) == comm.rank:
+            if priorities.index(max(priorities)) == comm.rank:
                 is_done = True
                 work()
 
@@ -333,16 +334,16 @@ class RecoveryPlan:
         """
         commit = self.target.here or self.commit
 
-        def left() -> int:
+        def priority() -> int:
             shares = {path: self.target.owned[path] for path in self.paths}
-            return self._left(commit) or int(bool(foreign(shares, self.commit, self.files)))
+            return self._priority(commit) or int(bool(foreign(shares, self.commit, self.files)))
 
         def work() -> None:
             require_free(self.paths, self.commit, self.files)
             self.require_last()
             clean_up([*self.target.owned], commit, self.files, locked=False)
 
-        in_turns(comm, left, work)
+        in_turns(comm, priority, work)
 
     def finish(self, commit: Commit, comm: Communicator, elsewhere: OffloadError) -> None:
         """Makes the files those of `commit` alone, when it is durable and this run holds them. Raises: TierIOError."""
@@ -350,10 +351,10 @@ class RecoveryPlan:
         def work() -> None:
             clean_up([*self.target.owned], commit, self.files, locked=True)
 
-        in_turns(comm, lambda: self._left(commit), work, elsewhere)
+        in_turns(comm, lambda: self._priority(commit), work, elsewhere)
 
-    def _left(self, commit: Commit) -> int:
-        """What there is to clean_up: a record that was replaced goes first of all, on whatever rank."""
+    def _priority(self, commit: Commit) -> int:
+        """Of this rank for `clean_up`: a record that was replaced is removed before anything else, on whatever rank."""
         if holds_record([*self.target.owned], commit.replaces, self.files):
             return 2
         return int(not is_clean(self.target.owned, commit, self.files))
@@ -587,7 +588,7 @@ def _find(
     held: Directories,
     frozen: Container[str],
 ) -> RecoveryPlan:
-    """What is target, if it is of this model. Writes nothing, and locks nothing.
+    """How to resume `target`, if it is of this model. Writes nothing, and locks nothing.
 
     Args: manifests: of rank 0, and of this one if so many ranks committed.
     Raises: ResumeError (it is of another model), CorruptionError, PathError, TierIOError.

@@ -126,14 +126,6 @@ def merge(looks: Sequence[ScanResult]) -> ScanResult:
     return found
 
 
-def last_commit(directories: Sequence[Path], files: Files) -> tuple[Path, Commit] | None:
-    """The last commit in the directories of a run, and in which its record lies; None if there is none.
-
-    Raises: as `last_of` and `scan`.
-    """
-    return last_of(scan(directories, files), directories)
-
-
 def last_of(scanned: ScanResult, directories: Sequence[Path]) -> tuple[Path, Commit] | None:
     """The last commit, and where its record lies; None if there is none. Args: directories: that were looked at.
 
@@ -182,10 +174,7 @@ def require_no_other(directories: Sequence[Path], commit: Commit, rank: int, fil
 
 
 def require_free(directories: Sequence[Path], commit: Commit, files: Files) -> None:
-    """Whether no live run of another kind than that of `commit` has a swap file in `directories`.
-
-    Raises: PathInUseError, PathError.
-    """
+    """Raises: PathInUseError if a live run other than that of `commit` has a swap file in `directories`; PathError."""
     for swap in foreign(dict.fromkeys(directories), commit, files):
         open_locked(swap.path, files).close()
 
@@ -212,7 +201,7 @@ def is_clean(directories: Mapping[Path, Container[int]], commit: Commit, files: 
     Args: directories: each with the ranks whose swap files are looked at there. Raises: PathError, TierIOError.
     """
     for directory, ranks in directories.items():
-        new, stale = _astray([*swaps(directory, files, ranks)], commit, files)
+        new, stale = _to_rename_and_remove([*swaps(directory, files, ranks)], commit, files)
         if new or stale or superseded(directory, commit, None, files):
             return False
     return True
@@ -232,9 +221,12 @@ def clean_up(directories: Sequence[Path], commit: Commit, files: Files, *, locke
                 undo.callback(open_locked(swap.path, files).close)
         _remove_record(directories, before, files)
         for directory, those in found.items():
+            new, stale = _to_rename_and_remove(those, commit, files)
             # As long as the swap file of a start that was cut off is there, it is known whose the other files are.
-            left = [swap.run_id for swap in _astray(those, commit, files)[1] if swap.run_id is not None]
-            if remove_superseded(directory, commit, None, files, left) | _put_in_place(those, commit, files):
+            runs = [swap.run_id for swap in stale if swap.run_id is not None]
+            has_removed = remove_superseded(directory, commit, None, files, runs)
+            _rename_and_remove(new, stale, files)
+            if has_removed or new or stale:
                 sync_directory(files, directory)
 
 
@@ -276,17 +268,15 @@ def _remove_record(directories: Sequence[Path], run_id: str | None, files: Files
             sync_directory(files, directory)
 
 
-def _astray(found: Sequence[Swap], commit: Commit, files: Files) -> tuple[list[Swap], list[Swap]]:
-    """Of the swap files in a directory those of `commit` that lack their names, and those that are to go."""
+def _to_rename_and_remove(found: Sequence[Swap], commit: Commit, files: Files) -> tuple[list[Swap], list[Swap]]:
+    """Of the swap files in a directory those of `commit` with temporary names, and those that no commit needs."""
     new = [swap for swap in found if swap.run_id == commit.run_id and swap.is_temporary]
     others = [swap for swap in found if swap.run_id != commit.run_id]
     stale = [swap for swap in others if swap.is_temporary or swap.run_id == commit.replaces]
     return new, [swap for swap in stale if swap.run_id is not None or _is_blank(swap.path, files)]
 
 
-def _put_in_place(found: Sequence[Swap], commit: Commit, files: Files) -> bool:
-    """Gives the swap files of `commit` in a directory their names, and removes what is in their way; whether any."""
-    new, stale = _astray(found, commit, files)
+def _rename_and_remove(new: Sequence[Swap], stale: Sequence[Swap], files: Files) -> None:
     renamed = set()
     for swap in new:
         named = swap.path.with_name(swap_name(swap.rank))
@@ -297,7 +287,6 @@ def _put_in_place(found: Sequence[Swap], commit: Commit, files: Files) -> bool:
         if swap.path not in renamed:
             with failing("remove", swap.path):
                 files.remove(swap.path)
-    return bool(new or stale)
 
 
 def _page_of(path: Path, files: Files) -> bytes | None:

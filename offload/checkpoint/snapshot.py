@@ -200,7 +200,7 @@ class Snapshot:
         for path in self.paths:
             for name in names:
                 with ExitStack() as held:
-                    if self._claims(path / name / (swap_name(self.manifest.rank) + NEW_SUFFIX), held):
+                    if self._try_lock(path / name / (swap_name(self.manifest.rank) + NEW_SUFFIX), held):
                         self._rename(path / name, to_temporary=False)
 
     def retire(self, names: Iterable[str]) -> None:
@@ -276,10 +276,10 @@ class Snapshot:
     def _is_free(self, directory: Path, held: ExitStack) -> bool:
         files = ((name, file_name(name)) for name in self._names(directory))
         names = [name for name, file in files if file is not None and file.kind == "swap"]
-        return all(self._claims(directory / name, held) for name in names)
+        return all(self._try_lock(directory / name, held) for name in names)
 
-    def _claims(self, swap: Path, held: ExitStack) -> bool:
-        """Whether nobody uses it. Args: held: gets its lock."""
+    def _try_lock(self, swap: Path, held: ExitStack) -> bool:
+        """Whether nobody else uses it. Args: held: gets its lock."""
         try:
             held.callback(open_locked(swap, self.files).close)
         except PathInUseError:

@@ -324,14 +324,15 @@ def holds_commit(path: Path, files: Files = LOCAL) -> bool:
     if COMMIT_NAME in names:
         return True
     found = {(name.run_id, name.rank) for name in map(file_name, names) if name and name.kind == "manifest"}
-    decided_here = _known(path, 0, files)
+    decided_here = _run_and_stripe(path, 0, files)
     own = None if decided_here is None or decided_here[1] else decided_here[0]
     return any(
-        run != own and (known := _known(path, rank, files)) is not None and known[0] == run for run, rank in found
+        run != own and (known := _run_and_stripe(path, rank, files)) is not None and known[0] == run
+        for run, rank in found
     )
 
 
-def _known(path: Path, rank: int, files: Files) -> tuple[str, int] | None:
+def _run_and_stripe(path: Path, rank: int, files: Files) -> tuple[str, int] | None:
     """The run and the stripe of a rank's swap file. A damaged one counts, too: this is only used to refuse."""
     try:
         page = files.read(path / swap_name(rank), PAGE_BYTES)[:PAGE_BYTES]

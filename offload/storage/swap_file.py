@@ -208,14 +208,13 @@ class SwapFile:
         engine: IOEngine,
         directory: Path,
         records: Sequence[Record],
-        run: RunFiles | None = None,
+        run: RunFiles,
         *,
         held: Sequence[int] | None = None,
         stripe: tuple[int, int] = (0, 1),
         timeline: Timeline | None = None,
     ) -> None:
-        is_alone = run is None
-        self._run = run = run or RunFiles()
+        self._run = run
         self._run_id = run.run_id.hex()
         resumes = run.resumed is not None
         check_directory(directory, resumes=resumes or run.is_temporary or run.is_known)
@@ -227,12 +226,10 @@ class SwapFile:
         self._timeline = timeline or Timeline()
         self._reads, self._writes, self._hashes = drive_lanes(stripe[0])
         self._final_path = directory / swap_name(run.rank)
-        self._is_left = run.is_temporary
+        self._is_disposable = run.is_temporary
         self._size_before: int | None = None
         path = self._final_path.with_name(self._final_path.name + NEW_SUFFIX) if run.is_temporary else self._final_path
         with ExitStack() as undo:
-            if is_alone:
-                undo.callback(run.directories.close)
             if directory not in run.directories and _made(directory):
                 undo.callback(_remove_if_empty, directory)
             dir_fd = run.directories.hold(directory)
@@ -333,8 +330,8 @@ class SwapFile:
         return self._engine.sync(self._file)
 
     def keep(self) -> None:
-        """From now on a commit may name this file: it is not removed, wherever it lies."""
-        self._is_left = False
+        """From now on a commit may name this file, so `close` does not remove it."""
+        self._is_disposable = False
 
     def was_renamed(self) -> None:
         """The temporary name has been replaced by the swap file's."""
@@ -351,8 +348,8 @@ class SwapFile:
         if size is not None and size < self._table.nbytes:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file.fd, size)
-        if self._is_left:
-            self._is_left = False
+        if self._is_disposable:
+            self._is_disposable = False
             with contextlib.suppress(OSError):
                 self._remove()
 

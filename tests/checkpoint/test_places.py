@@ -14,7 +14,7 @@ import pytest
 
 from offload.checkpoint.commit import Commit, manifest_name, read_commit, write_commit, write_manifest
 from offload.checkpoint.manifest import Digest
-from offload.checkpoint.scan import clean_up, foreign, is_clean, last_commit, require_free, swaps
+from offload.checkpoint.scan import clean_up, foreign, is_clean, last_of, require_free, scan, swaps
 from offload.errors import PathError, PathInUseError, ResumeError
 from offload.sizes import PAGE_BYTES
 from offload.storage import swap_format as slots
@@ -115,15 +115,15 @@ def test_a_directory_whose_record_is_missed_is_refused_whatever_else_was_begun(p
     write_manifest(places[1], manifest)
     swap(places[0], "rank0.swap", OTHER)
     with pytest.raises(ResumeError, match="b belongs to a committed run whose COMMIT record is not in"):
-        last_commit(places, LOCAL)
+        last_of(scan(places, LOCAL), places)
     swap(places[0], "rank0.swap", OLD, paths=2)
-    assert last_commit(places, LOCAL) is None
+    assert last_of(scan(places, LOCAL), places) is None
 
 
 def test_a_record_that_replaces_itself_is_refused(places: list[Path]) -> None:
     write_commit(places[0], Commit(NEW, 7, AFTER.manifests, NEW))
     with pytest.raises(ResumeError):
-        last_commit(places, LOCAL)
+        last_of(scan(places, LOCAL), places)
 
 
 def test_only_files_under_their_names_and_of_neither_run_are_in_the_way(places: list[Path]) -> None:
@@ -241,7 +241,7 @@ def test_power_cuts_while_files_get_their_names_lose_none(places: list[Path]) ->
                 clean_up(places, AFTER, files, locked=True)
             assert cut_at < 9 or {"rename offload-rank0.swap", "sync directory b"} < {*files.log}
             after = files.after_cut(seed)
-            assert last_commit(places, after) == (places[1], AFTER)
+            assert last_of(scan(places, after), places) == (places[1], AFTER)
             names = [after.names(place) for place in places]
             seen.add(str(names))
             for place in places:

@@ -107,7 +107,7 @@ def test_the_superblock_says_that_nothing_is_committed(slots: SwapFile, path: Pa
 
 
 def test_a_superblock_fits_its_page_for_any_number_of_chunks(engine: FaultyEngine, path: Path) -> None:
-    SwapFile(engine, path, records([1] * 5000)).close()
+    SwapFile(engine, path, records([1] * 5000), RunFiles()).close()
     block = (path / SWAP_NAME).read_bytes()[:PAGE_BYTES]
     assert "xxh3" in json.loads(block[32 : 32 + int.from_bytes(block[20:24], "little")])["chunks"]
 
@@ -171,7 +171,7 @@ def test_a_slot_that_was_never_written_is_found(slots: SwapFile) -> None:
 
 
 def test_swapped_slots_are_found(engine: FaultyEngine, path: Path) -> None:
-    twins = SwapFile(engine, path, records((1024, 1024)))
+    twins = SwapFile(engine, path, records((1024, 1024)), RunFiles())
     size = Record(1024).nbytes
     write(twins, 0, 1)
     whole = (path / SWAP_NAME).read_bytes()
@@ -183,12 +183,12 @@ def test_swapped_slots_are_found(engine: FaultyEngine, path: Path) -> None:
 
 def test_another_runs_slot_is_found(path: Path) -> None:
     first = ThreadEngine()
-    old = SwapFile(first, path, records(NUMELS))
+    old = SwapFile(first, path, records(NUMELS), RunFiles())
     write(old, 0, 1)
     old.close()
     first.close()
     second = ThreadEngine()
-    new = SwapFile(second, path, records(NUMELS))
+    new = SwapFile(second, path, records(NUMELS), RunFiles())
     with pytest.raises(CorruptionError, match="not by "):
         read(new, 0)
     new.close()
@@ -230,7 +230,7 @@ def test_two_runs_of_one_process_cannot_share_a_path(slots: SwapFile, path: Path
     write(slots, 0, 1)
     other = ThreadEngine()
     with pytest.raises(PathInUseError) as caught:
-        SwapFile(other, path, records(NUMELS))
+        SwapFile(other, path, records(NUMELS), RunFiles())
     assert caught.value.filename == str(path / SWAP_NAME)
     assert open_files().count(str(path / SWAP_NAME)) == 1
     other.close()
@@ -241,9 +241,9 @@ HOLD = """
 import os, sys
 from pathlib import Path
 from offload.io.threads import ThreadEngine
-from offload.storage.swap_file import Record, SwapFile
+from offload.storage.swap_file import Record, RunFiles, SwapFile
 engine = ThreadEngine()
-slots = SwapFile(engine, Path(sys.argv[1]), [Record(1024)])
+slots = SwapFile(engine, Path(sys.argv[1]), [Record(1024)], RunFiles())
 child = os.fork() if sys.argv[2] == "fork" else None
 if child == 0:
     import time
@@ -257,7 +257,7 @@ sys.stdin.read()
 def opens(path: Path) -> bool:
     engine = ThreadEngine()
     try:
-        SwapFile(engine, path, records(NUMELS)).close()
+        SwapFile(engine, path, records(NUMELS), RunFiles()).close()
     except PathInUseError:
         return False
     finally:
@@ -290,7 +290,7 @@ def test_a_file_that_another_run_removes_meanwhile_is_not_taken(path: Path, monk
     monkeypatch.setattr(fcntl, "flock", removed)
     engine = ThreadEngine()
     with pytest.raises(PathInUseError):
-        SwapFile(engine, path, records(NUMELS))
+        SwapFile(engine, path, records(NUMELS), RunFiles())
     engine.close()
 
 
@@ -306,7 +306,7 @@ def test_a_file_of_a_run_that_committed_nothing_is_reused(path: Path) -> None:
 
 def test_a_larger_file_of_an_earlier_run_is_not_shortened(path: Path) -> None:
     engine = ThreadEngine()
-    SwapFile(engine, path, records([50_000])).close()
+    SwapFile(engine, path, records([50_000]), RunFiles()).close()
     engine.close()
     assert opens(path)
     assert os.stat(path / SWAP_NAME).st_size == file_bytes(records([50_000]), 1)
@@ -442,9 +442,10 @@ def test_the_current_directory_can_be_the_path(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_disk_that_is_too_small_is_a_budget_error_and_nothing_is_left(small_disk: Path) -> None:
-    engine = ThreadEngine()
+    engine, run = ThreadEngine(), RunFiles()
     with pytest.raises(BudgetError) as caught:
-        SwapFile(engine, small_disk / "run", records([MIB]))
+        SwapFile(engine, small_disk / "run", records([MIB]), run)
+    run.directories.close()
     assert caught.value.needed == file_bytes(records([MIB]), 1)
     assert 0 < caught.value.available <= MIB
     assert caught.value.option == "path"
@@ -467,7 +468,7 @@ def test_a_disk_that_fills_up_meanwhile_is_a_budget_error_and_nothing_is_left(
     (small_disk / "run").mkdir()
     engine = ThreadEngine()
     with pytest.raises(BudgetError) as caught:
-        SwapFile(engine, small_disk / "run", records([MIB]))
+        SwapFile(engine, small_disk / "run", records([MIB]), RunFiles())
     assert isinstance(caught.value.__cause__, OSError)
     assert caught.value.__cause__.errno == errno.ENOSPC
     assert list((small_disk / "run").iterdir()) == []
@@ -480,7 +481,7 @@ def test_a_file_that_cannot_grow_stays_as_it_was(small_disk: Path) -> None:
     before = (small_disk / SWAP_NAME).read_bytes()
     engine = ThreadEngine()
     with pytest.raises(BudgetError):
-        SwapFile(engine, small_disk, records([MIB]))
+        SwapFile(engine, small_disk, records([MIB]), RunFiles())
     assert (small_disk / SWAP_NAME).read_bytes() == before
     engine.close()
     assert opens(small_disk)
@@ -498,7 +499,7 @@ def test_what_a_file_grew_by_before_the_disk_was_full_goes_back(path: Path, monk
     monkeypatch.setattr(os, "posix_fallocate", half)
     engine = ThreadEngine()
     with pytest.raises(BudgetError):
-        SwapFile(engine, path, records([MIB]))
+        SwapFile(engine, path, records([MIB]), RunFiles())
     engine.close()
     assert os.stat(path / SWAP_NAME).st_size == size
 
@@ -507,7 +508,7 @@ def test_space_that_an_earlier_run_reserved_counts_as_available(small_disk: Path
     numels = [50_000]
     for _ in range(2):
         engine = ThreadEngine()
-        SwapFile(engine, small_disk, records(numels)).close()
+        SwapFile(engine, small_disk, records(numels), RunFiles()).close()
         engine.close()
 
 
@@ -525,11 +526,11 @@ def test_a_disk_without_a_free_page_is_a_budget_error_and_nothing_is_left(
     engine = FaultyEngine()
     engine.fail("write", errno.ENOSPC)
     with pytest.raises(BudgetError):
-        SwapFile(engine, path, records([MIB]))
+        SwapFile(engine, path, records([MIB]), RunFiles())
     assert not path.exists()
     engine.fail("write", errno.EIO)
     with pytest.raises(TierIOError):
-        SwapFile(engine, path, records([MIB]))
+        SwapFile(engine, path, records([MIB]), RunFiles())
     assert not path.exists()
     engine.close()
 
@@ -553,6 +554,6 @@ def test_space_that_statvfs_denies_is_a_budget_error(path: Path, monkeypatch: py
 def test_a_superblock_that_cannot_be_written_leaves_nothing(engine: FaultyEngine, path: Path) -> None:
     engine.fail("write", errno.EIO)
     with pytest.raises(TierIOError):
-        SwapFile(engine, path, records(NUMELS))
+        SwapFile(engine, path, records(NUMELS), RunFiles())
     assert not path.exists()
     assert str(path / SWAP_NAME) not in open_files()
