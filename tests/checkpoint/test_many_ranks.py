@@ -26,7 +26,7 @@ from offload.layout import Layout, build
 from offload.model.units import specs_of
 from offload.storage.files import Files, swap_name
 from tests.support.committed import RUN, STEP, superblock
-from tests.test_meeting import Threads
+from tests.support.threads import Threads
 
 
 class Counted(Files):

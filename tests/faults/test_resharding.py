@@ -22,7 +22,8 @@ from offload.io.engine import IOFile, IOFuture
 from offload.planner import least_cpu_memory
 from offload.storage.files import COMMIT_NAME, SWAP_NAME, Files
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, bits, one_step
-from tests.faults.test_commits import committed, flip, kill
+from tests.faults.test_commits import committed, kill
+from tests.support.damage import flip
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.simulated_files import PowerCut
 
