@@ -122,7 +122,7 @@ class Snapshot:
 
     def decided(self) -> list[str]:
         """Names of the snapshots with a record in one of these directories, whatever the record says."""
-        names = ((path, name) for path in self.paths for name in self._snapshots(path))
+        names = ((path, name) for path in self.paths for name in snapshots_in(path, self.files))
         return [name for path, name in names if COMMIT_NAME in self._names(path / name)]
 
     def is_kept(self) -> bool:
@@ -158,7 +158,7 @@ class Snapshot:
     def clear(self, names: Iterable[str] | None = None, *, decided: Collection[str] = ()) -> None:
         """Removes parts of snapshots without a record: those called `names`; None: all but the `decided` ones."""
         for path in self.paths:
-            for name in self._snapshots(path) if names is None else names:
+            for name in snapshots_in(path, self.files) if names is None else names:
                 if name not in decided:
                     self._clear(path / name)
 
@@ -287,9 +287,6 @@ class Snapshot:
         except PathError:  # gone or damaged: nobody can use it
             pass
         return True
-
-    def _snapshots(self, path: Path) -> list[str]:
-        return snapshots_in(path, self.files)
 
     def _names(self, directory: Path) -> list[str]:
         return _names_in(directory, self.files)

@@ -313,7 +313,7 @@ def summarise(planned: Planned) -> dict[str, Any]:
         "read_bytes": placement.read_bytes,
         "written_bytes": placement.written_bytes,
         "bytes_per_param": explain.bytes_per_param(placement, planned.layout),
-        "drive_life_steps": explain.drive_life_steps(placement),
+        "drive_life_steps": placement.drive_life_steps,
         "ranks": planned.layout.ranks,
         "stage": planned.config.stage,
         "held_bytes": dict(placement.held_bytes),

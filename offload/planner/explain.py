@@ -7,8 +7,8 @@ state kind (param, grad, master, exp_avg, exp_avg_sq), or one of
     frozen    frozen parameters that stream, or are always on the device, with buffers of the model
     buffers   that streamed chunks pass through, and in which replicas exchange new parameters
     activation what enters units, or is saved in them, on its way from the forward to the backward
-    slots     reserved on the disk, and not written in every step: those of chunks that are kept in RAM; with commits,
-              the second slot of each chunk, and both of parameters that live elsewhere
+    slots     reserved on the disk, and not written in every step: those of resident chunks; with commits, the second
+              slot of each chunk, and both of parameters that live elsewhere
     rest      headers, padding, bounce buffers of copies to and from a device, and temporaries of a device's kernels
 
 With `tier="device"` all of this is on the device, and only the buffers of commits are in RAM.
@@ -36,7 +36,6 @@ from offload.model.units import ROOT
 from offload.planner.choice import ModelShape, choose
 from offload.planner.placement import (
     IN_FLIGHT,
-    TYPICAL_TBW,
     Needs,
     Placement,
     Pool,
@@ -293,11 +292,6 @@ def _states(records: list[Record], tier: Tier) -> Iterator[Row]:
     """Without headers and padding. A split master is half as wide: its upper half is the parameter."""
     for number, kind in enumerate(STATE_KINDS):
         yield Row(kind, tier, sum(record.itemsizes[number] * record.numel for record in records))
-
-
-def drive_life_steps(placement: Placement) -> float | None:
-    """Steps until a common drive has been written as much as it is warranted for; None where nothing is written."""
-    return TYPICAL_TBW / placement.written_bytes if placement.written_bytes else None
 
 
 def bytes_per_param(placement: Placement, layout: Layout) -> float:

@@ -14,7 +14,7 @@ _NO_LIMIT = 1 << 60
 
 def free_memory() -> int:
     """Bytes of RAM that this process may still use: the machine's, or less if a control group limits it."""
-    free = _meminfo("MemAvailable") or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = _available() or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     room = cgroup_room()
     return free if room is None else min(free, room)
 
@@ -46,10 +46,11 @@ def _rooms(root: Path, group: str, limit: str, used: str) -> Iterator[int]:
             break
 
 
-def _meminfo(key: str) -> int | None:
+def _available() -> int | None:
+    """What the kernel estimates, of the whole machine; None if it does not say."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith(f"{key}:"):
+            if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     except (OSError, ValueError):
         pass

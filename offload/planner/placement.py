@@ -1,6 +1,6 @@
 """Where the bytes go, computed before anything is allocated, from the same layout and sizes that training runs on.
 
-With `tier="cpu"` every chunk is kept in RAM. With `tier="nvme"` as many chunks are kept as the budget has room for,
+With `tier="cpu"` every chunk is resident in RAM. With `tier="nvme"` as many are resident as the budget has room for,
 beside the buffers that the others stream through: one computation with different budgets. With `tier="device"` all that
 would be in RAM is on the device, and in RAM are only the buffers through which commits go.
 """
@@ -119,6 +119,11 @@ class Placement:
     activation_bytes: int = 0
     activation_spill_bytes: int = 0
 
+    @property
+    def drive_life_steps(self) -> float | None:
+        """Until a common drive has been written as much as it is warranted for; None where nothing is written."""
+        return TYPICAL_TBW / self.written_bytes if self.written_bytes else None
+
     def describe(self, layout: Layout, config: Config) -> str:
         """One line for people."""
         paths = " and ".join(map(str, config.paths))
@@ -145,12 +150,11 @@ class Placement:
             if config.commit_every is None:
                 return text
             return f"{text}, and are written to {paths} ({format_bytes(self.disk_bytes)}) at a commit{_every(config)}"
-        steps = TYPICAL_TBW / self.written_bytes
         return text + (
             f"{len(self.states.streamed)} of {len(layout.chunks)} chunks stream through {paths} "
             f"({format_bytes(self.disk_bytes)}): "
             f"{format_bytes(self.read_bytes)} read and {format_bytes(self.written_bytes)} written a step, "
-            f"{steps:,.0f} steps for a drive warranted for 600 TB written; "
+            f"{self.drive_life_steps:,.0f} steps for a drive warranted for 600 TB written; "
             + ("nothing is committed" if config.commit_every is None else f"a commit{_every(config)}")
         )
 

@@ -339,7 +339,7 @@ class Store:
         self._buffers: dict[int, _Buffer] = {}
         self._at: dict[int, Version] = {}
         self._committed: dict[int, int] = {}
-        # Kept chunks that are newer in RAM, and since which step.
+        # Resident chunks that are newer in RAM, and since which step.
         self._newer: dict[int, int] = {}
         self._ahead: deque[_Use] = deque()
         self._announced: list[tuple[int, bool]] = []
@@ -447,7 +447,7 @@ class Store:
     def reset(self, versions: Mapping[int, Version]) -> None:
         """Forgets RAM and failures: chunks are as their slots in `versions` have them, which are committed, or new.
 
-        Nothing may be leased. Kept chunks are read at once, in the background.
+        Nothing may be leased. Resident chunks are read at once, in the background.
         """
         wait_until(self._lock, self._changed, lambda: not self._moving)
         with self._lock, self._books:

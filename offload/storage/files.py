@@ -73,6 +73,16 @@ PIECE_BYTES = 4 * MIB
 _NOT_IN_THE_KERNEL = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
 
+def leads_to(file: IOFile, name: str, dir_fd: int | None = None, *, follow_symlinks: bool = False) -> bool:
+    """Whether `name` still leads to an open file or directory. Raises: PathError if that cannot be told."""
+    try:
+        return os.path.samestat(os.stat(name, dir_fd=dir_fd, follow_symlinks=follow_symlinks), os.fstat(file.fd))
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise PathError(error.errno, f"cannot be looked at: {error.strerror}", file.path) from error
+
+
 class Directories:
     """Directories that are held open; see the top of this file. A forked child holds none of its parent's."""
 
@@ -103,13 +113,7 @@ class Directories:
     def require_here(self, path: Path) -> None:
         """Whether the name of a directory that is held still leads to it. Raises: PathError."""
         path = path.absolute()
-        try:
-            is_here = os.path.samestat(os.stat(path), os.fstat(self._held[path].fd))
-        except FileNotFoundError:
-            is_here = False
-        except OSError as error:
-            raise PathError(error.errno, f"cannot be looked at: {error.strerror}", str(path)) from error
-        if not is_here:
+        if not leads_to(self._held[path], str(path), follow_symlinks=True):
             raise PathError(
                 errno.ESTALE,
                 "is not the directory that this run opened, which was moved or removed: move it back and commit again; "

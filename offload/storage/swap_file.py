@@ -26,7 +26,7 @@ from offload.io.engine import O_DIRECT, IOEngine, IOFile, IOFuture, Transfer, al
 from offload.io.threads import Workers
 from offload.profiling import Timeline, drive_lanes
 from offload.sizes import PAGE_BYTES, format_bytes, round_up
-from offload.storage.files import LOCAL, NEW_SUFFIX, Directories, Files, check_directory, swap_name
+from offload.storage.files import LOCAL, NEW_SUFFIX, Directories, Files, check_directory, leads_to, swap_name
 from offload.storage.swap_format import (
     HEADER_BYTES,
     MAGIC,
@@ -375,32 +375,25 @@ class SwapFile:
         Raises: PathError if one was moved, removed or cut off: what is committed must be there to be found.
         """
         self._run.directories.require_here(self._final_path.parent)
-        file = Path(self._file.path)
-        try:
-            name, dir_fd = self._run.directories.at(file)
-            is_here = os.path.samestat(os.stat(name, dir_fd=dir_fd, follow_symlinks=False), os.fstat(self._file.fd))
-        except FileNotFoundError:
-            is_here = False
-        except OSError as error:
-            raise PathError(error.errno, f"cannot be looked at: {error.strerror}", str(file)) from error
-        if not is_here:
+        file = self._file.path
+        if not leads_to(self._file, *self._run.directories.at(Path(file))):
             raise PathError(
                 errno.ESTALE,
                 "is not the file that this run opened, which was moved or removed: move it back and commit again, or "
                 "start again",
-                str(file),
+                file,
             )
         if (size := os.fstat(self._file.fd).st_size) < self._table.nbytes:
             raise PathError(
                 errno.ESTALE,
                 f"was cut off at {size} of {self._table.nbytes} bytes while this run used it: start again",
-                str(file),
+                file,
             )
 
     def _remove(self) -> None:
         """Removes the file, if it is still the one that has its name. Raises: OSError."""
         name, dir_fd = self._run.directories.at(Path(self._file.path))
-        if os.path.samestat(os.stat(name, dir_fd=dir_fd, follow_symlinks=False), os.fstat(self._file.fd)):
+        if leads_to(self._file, name, dir_fd):
             os.unlink(name, dir_fd=dir_fd)
 
 

@@ -41,7 +41,7 @@ def test_the_least_room_of_the_groups_it_is_in_counts(
     monkeypatch.setattr(machine, "_OWN_GROUPS", tmp_path / "own")
     monkeypatch.setattr(machine, "_CGROUP", tmp_path / "cgroup")
     assert machine.cgroup_room() == room
-    monkeypatch.setattr(machine, "_meminfo", lambda key: 110)
+    monkeypatch.setattr(machine, "_available", lambda: 110)
     assert machine.free_memory() == (110 if room is None else min(110, room))
 
 
