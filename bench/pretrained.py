@@ -1,8 +1,9 @@
 """A Llama of random weights, from its files: `python bench/pretrained.py lora|full [--layers 28] [--save]`.
 
 `lora`: adapters of peft on a base that streams from NVMe; `full`: all weights, with everything on NVMe. It trains in a
-process of its own, in a memory cgroup of what its imports take and the planned peak, and a tenth of that more; where no
-cgroup can be made there is no limit. `--resident` trains the same adapters with the base in RAM, and compares them.
+process of its own, in a memory cgroup of what its imports take, the planned peak, a tenth of that more, and for `full`
+what a batch computes with, measured in plain torch; where no cgroup can be made there is no limit. `--resident` trains
+the same adapters with the base in RAM, and compares them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -30,7 +31,7 @@ if __name__ == "__main__":
 
 from bench.limits import Disk
 from bench.report import Folder, Json, Report, Save, Table, scratch
-from bench.trainer import peak_rss_bytes
+from bench.trainer import begin_peak_rss, peak_rss_bytes
 from offload import OffloadZero, Tuning
 from offload.checkpoint.extra import memory_of
 from offload.checkpoint.tensors import Entry, stream
@@ -152,6 +153,29 @@ def planned(job: Job) -> tuple[int, int, int]:
     return imports, least, placement.device_bytes
 
 
+def computing(job: Job) -> int:
+    """What plain torch takes for forward and backward of one block and the loss, beside weights and gradients, and what
+    the other blocks keep for their recomputation: no tier holds it."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(job.directory)
+    others, config.num_hidden_layers = config.num_hidden_layers - 1, 1
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.activation_checkpointing_enable()
+    model.train()
+    for _ in range(2):  # the gradients are there in the second round
+        before = begin_peak_rss()
+        _loss_of(model, job, 0).backward()
+    return peak_rss_bytes() - before + others * job.tokens * config.hidden_size * torch.bfloat16.itemsize
+
+
+def _loss_of(model: Any, job: Job, step: int) -> Tensor:
+    tokens = torch.randint(VOCABULARY, (1, job.tokens), generator=torch.Generator().manual_seed(step))
+    loss = model(input_ids=tokens, labels=tokens).loss
+    assert isinstance(loss, Tensor)
+    return loss
+
+
 def train(job: Job, memory: dict[str, int]) -> dict[str, Any]:
     """Args: memory: as options of OffloadZero."""
     model = built(job)
@@ -176,8 +200,7 @@ def train(job: Job, memory: dict[str, int]) -> dict[str, Any]:
     with optimizer:
         for step in range(job.steps):
             start = time.perf_counter()
-            tokens = torch.randint(VOCABULARY, (1, job.tokens), generator=torch.Generator().manual_seed(step))
-            loss = model(input_ids=tokens, labels=tokens).loss
+            loss = _loss_of(model, job, step)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -200,7 +223,9 @@ def child(what: str, job: str, memory: str) -> None:
     import offload.integrations.transformers  # noqa: F401
 
     given = Job(**json.loads(job))
-    print(json.dumps(planned(given) if what == "plan" else train(given, json.loads(memory))))
+    answers: dict[str, Callable[[Job], Any]] = {"plan": planned, "compute": computing}
+    answer = answers.get(what, partial(train, memory=json.loads(memory)))
+    print(json.dumps(answer(given)))
 
 
 @contextmanager
@@ -271,7 +296,9 @@ def _measure(
         job = Job(kind, str(directory), str(folder / "run"), tokens, steps)
         imports, least, on_device = asked("plan", job)
         peak = least + on_device
-        limit = imports + round(MARGIN * peak)
+        # With the few tokens of `lora` it fits into the margin.
+        beside = asked("compute", job) if kind == "full" else 0
+        limit = imports + round(MARGIN * peak) + beside
         with cgroup(limit) as group:
             # Else the device would be given half of what is free, and what is too large for that would run in tiles.
             found = asked("train", job, {"cpu_memory": least, "device_memory": on_device}, group)
@@ -281,6 +308,7 @@ def _measure(
             "weights bytes": 2 * numel,
             "imports bytes": imports,
             "planned peak bytes": peak,
+            "computing bytes": beside,
             "limit bytes": limit if is_limited else 0,
             "cgroup's peak bytes": used,
             "peak rss bytes": found["peak"],
@@ -307,8 +335,9 @@ def _measure(
         f"{'Adapters of rank 8 on the projections of queries and values' if kind == 'lora' else 'All weights'} of a "
         f"Llama of {layers} layers and width {width}, {tokens} tokens a step, bf16, checkpoints of its own. `planned "
         "peak`: RAM and the model's device, which is RAM here, for the least `cpu_memory`; `limit`: of the memory "
-        "cgroup, the imports, the planned peak and a tenth of that (0: none could be made); `disk alone`: a step's "
-        "bytes by its bandwidth."
+        "cgroup, the imports, the planned peak, a tenth of that, and `computing`, what plain torch takes for forward "
+        "and backward of one block and the loss, with what enters the other blocks (limit 0: none could be made); `disk "
+        "alone`: a step's bytes by its bandwidth."
     )
     cells = [
         [name, format_bytes(int(value)) if "bytes" in name else f"{value:,}"]

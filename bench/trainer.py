@@ -227,7 +227,7 @@ class Worker:
     def run(self, orders: Spec) -> dict[str, Any]:
         trainer, phases = self._trainer, orders.get("phases", False)
         if orders.get("fresh_peak"):
-            Path("/proc/self/clear_refs").write_text("5")
+            begin_peak_rss()
         shape = (orders["batch"], orders["seq"])
         if shape not in self._batches:
             self._batches[shape] = Batches(self._text, *shape, self._seed, torch.device("cpu"))
@@ -276,6 +276,12 @@ def io_bytes() -> dict[str, int]:
     text = Path("/proc/self/io").read_text()
     names = {"read_bytes": "read_bytes", "written_bytes": "write_bytes"}
     return {name: int(re.findall(rf"(?m)^{key}: (\d+)", text)[0]) for name, key in names.items()}
+
+
+def begin_peak_rss() -> int:
+    """From now on `peak_rss_bytes` is that of what follows. Returns: what the process has now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak_rss_bytes()
 
 
 def peak_rss_bytes() -> int:
