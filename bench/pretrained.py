@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -166,7 +166,8 @@ def computing(job: Job) -> int:
     for _ in range(2):  # the gradients are there in the second round
         before = begin_peak_rss()
         _loss_of(model, job, 0).backward()
-    return peak_rss_bytes() - before + others * job.tokens * config.hidden_size * torch.bfloat16.itemsize
+    waiting: int = others * job.tokens * config.hidden_size * torch.bfloat16.itemsize
+    return peak_rss_bytes() - before + waiting
 
 
 def _loss_of(model: Any, job: Job, step: int) -> Tensor:
@@ -223,9 +224,10 @@ def child(what: str, job: str, memory: str) -> None:
     import offload.integrations.transformers  # noqa: F401
 
     given = Job(**json.loads(job))
-    answers: dict[str, Callable[[Job], Any]] = {"plan": planned, "compute": computing}
-    answer = answers.get(what, partial(train, memory=json.loads(memory)))
-    print(json.dumps(answer(given)))
+    if what == "train":
+        print(json.dumps(train(given, json.loads(memory))))
+    else:
+        print(json.dumps(planned(given) if what == "plan" else computing(given)))
 
 
 @contextmanager
@@ -336,8 +338,8 @@ def _measure(
         f"Llama of {layers} layers and width {width}, {tokens} tokens a step, bf16, checkpoints of its own. `planned "
         "peak`: RAM and the model's device, which is RAM here, for the least `cpu_memory`; `limit`: of the memory "
         "cgroup, the imports, the planned peak, a tenth of that, and `computing`, what plain torch takes for forward "
-        "and backward of one block and the loss, with what enters the other blocks (limit 0: none could be made); `disk "
-        "alone`: a step's bytes by its bandwidth."
+        "and backward of one block and the loss, with what enters the other blocks (limit 0: none could be made); "
+        "`disk alone`: a step's bytes by its bandwidth."
     )
     cells = [
         [name, format_bytes(int(value)) if "bytes" in name else f"{value:,}"]
