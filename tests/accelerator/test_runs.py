@@ -66,6 +66,13 @@ def losses(
         return [step(model, optimizer, next(batches)) for _ in range(steps)]
 
 
+@pytest.mark.parametrize("tier", ["cpu", "streamed"])
+def test_split_masters_have_the_bits_of_whole_ones(tier: str) -> None:
+    """Their other half is read from the device, which may be late."""
+    accelerator.set_delays(1)
+    assert losses("mlp", TIERS[tier] | {"tuning": Tuning(split_master=True)}) == losses("mlp", TIERS[tier])
+
+
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_construction_under_a_side_stream_has_the_same_bits(tier: str) -> None:

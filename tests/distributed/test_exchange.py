@@ -127,6 +127,50 @@ class LostWork(Work):
         raise RankError("rank 1 is gone", collective="all_gather", waited_s=1.0)
 
 
+class NotedWork(Work):
+    def __init__(self) -> None:
+        self.has_ended = False
+
+    def done(self) -> bool:
+        return self.has_ended
+
+    def wait(self) -> None:
+        self.has_ended = True
+
+
+class Noting(SingleProcess):
+    """Rank 0 of two. Its works end when they are waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.works: list[NotedWork] = []
+
+    def all_gather_into_tensor(self, shard: Tensor, out: Tensor) -> Work:
+        self.works.append(NotedWork())
+        return self.works[-1]
+
+
+def test_what_is_abandoned_has_ended_before_its_memory_is_used_again() -> None:
+    layout, comm = layout_of(2, 0, replicas=2), Noting()
+    flats = [torch.zeros(layout.padded_numel(flat.index), dtype=flat.dtype) for flat in layout.flats]
+    gathering = FlatGather(layout, flats, comm)
+    for flat in range(len(flats)):
+        gathering.start(flat, 1)
+    gathering.abandon()
+    assert len(comm.works) == len(flats)
+    assert all(work.has_ended for work in comm.works)
+    comm.works.clear()
+    run = run_of(layout)
+    exchanging = ReplicaExchange(
+        layout, store_in_ram(run, param_records_of(layout)), run.memory.ram, comm, lambda *new: None
+    )
+    exchanging.begin()
+    exchanging.send(layout.chunks[0], torch.zeros(layout.chunks[0].numel, dtype=torch.bfloat16), 1)
+    assert [work.has_ended for work in comm.works] == [False]
+    exchanging.abandon()
+    assert [work.has_ended for work in comm.works] == [True]
+
+
 def test_what_another_rank_did_not_send_is_raised_once_and_dropped_when_abandoned() -> None:
     layout = layout_of(2, 0, replicas=2)
     flats = [torch.zeros(layout.padded_numel(flat.index), dtype=flat.dtype) for flat in layout.flats]

@@ -12,7 +12,7 @@ import torch
 from offload import OffloadZero, Tuning
 from offload.dist import torch_distributed as comm
 from tests.support import models, sharded
-from tests.support.communicators import DifferentOrderError, Ordered
+from tests.support.communicators import Awaited, DifferentOrderError, Ordered
 from tests.support.ranks import Worlds
 
 STREAMED: dict[str, Any] = {"stage": 3, "tier": "cpu", "param_tier": "cpu"}
@@ -71,6 +71,27 @@ def test_commits_come_in_one_order_with_gradients_that_some_ranks_lack(
     """A commit is due in each step, and when a run ends after a backward without a step."""
     given: dict[str, Any] = {"stage": stage, "param_tier": param_tier, "accumulation": 1 if declares else "auto"}
     worlds(2).run(_train_without_clipping, str(tmp_path / "run"), given, timeout_s=60)
+
+
+def _synchronize(options: dict[str, Any]) -> None:
+    model = models.build("turns")
+    with (
+        sharded.communicators("awaited"),
+        OffloadZero(model, tuning=Tuning(chunk=4096, threads=1, bucket=4096), **options) as optimizer,
+    ):
+        for _ in range(3):
+            model(torch.ones(2, 13)).float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.synchronize()
+            assert isinstance(optimizer._comm, Awaited)
+            assert not optimizer._comm.under_way
+
+
+@pytest.mark.parametrize("param_tier", ["device", "cpu"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_synchronize_waits_for_all(worlds: Worlds, stage: int, param_tier: str) -> None:
+    worlds(2).run(_synchronize, {"stage": stage, "tier": "cpu", "param_tier": param_tier})
 
 
 @pytest.mark.parametrize("param_tier", ["device", "cpu"])

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from offload import NonFiniteGradientError, OffloadZero, Tuning
 from offload.devices.copies import DeviceCopier, accelerator
@@ -120,6 +120,85 @@ def _train_mixed(prefetch_units: int) -> list[float]:
     return losses
 
 
+class Scale(nn.Module):
+    """So few parameters that the second rank has none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Scaled(nn.Module):
+    """Units of which the second rank has nothing to copy beside others, the last one among them, and the root unit if
+    it has parameters at all."""
+
+    def __init__(self, *, has_root: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH)) if has_root else 2
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) if n % 2 else Scale() for n in range(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _train_scaled(options: dict[str, Any], holds: bool) -> list[float]:
+    """Args: holds: the last unit stays fetched, and no gradient is left for `step` to send. Returns: the losses."""
+    rank = dist.get_rank()
+    device = torch.device(str(accelerator()), rank)
+    torch.accelerator.set_device_index(rank)
+    group = dist.new_group(backend=backend_for(device))
+    torch.manual_seed(3)
+    model = Scaled(has_root=not holds).to(device)
+    x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH).to(torch.bfloat16).to(device)
+    losses = []
+    with OffloadZero(model, process_group=group, tuning=Tuning(chunk=4096), **options) as optimizer:
+        for _ in range(4):
+            with optimizer.gathered(model.blocks[-1] if holds else []):
+                model(x).float().square().mean().backward()
+                with torch.no_grad():
+                    losses.append(model(x).float().square().mean())  # reads old values until the step
+                take_step(optimizer)
+                optimizer.synchronize()
+        found = [loss.item() for loss in losses]
+    races = simulated.races() if device.type == simulated.NAME else []
+    assert not races, races[:5]
+    return found
+
+
+def _train_and_go_back(options: dict[str, Any]) -> None:
+    """Each step is followed by a forward, and both are taken back while their collectives are under way."""
+    rank = dist.get_rank()
+    device = torch.device(str(accelerator()), rank)
+    torch.accelerator.set_device_index(rank)
+    group = dist.new_group(backend=backend_for(device))
+    torch.manual_seed(3)
+    model = Mixed().to(device)
+    x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH).to(torch.bfloat16).to(device)
+    trained = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    with OffloadZero(model, trained, process_group=group, tuning=Tuning(chunk=4096), **options) as optimizer:
+        losses = []
+        for _ in range(3):
+            if not losses:
+                optimizer.commit()
+            losses.append(model(x).float().square().mean())
+            losses[-1].backward()
+            take_step(optimizer)
+            if options["stage"] == 3:
+                optimizer.synchronize()
+                with torch.no_grad():
+                    model.stages[0]["scale"](x)  # the units that follow are on their way
+            optimizer.rollback()
+        assert len({loss.item() for loss in losses}) == 1
+    races = simulated.races() if device.type == simulated.NAME else []
+    assert not races, races[:5]
+
+
 @pytest.fixture(scope="module")
 def worlds() -> Iterator[Worlds]:
     made = Worlds()
@@ -152,6 +231,20 @@ def test_gathered_units_of_many_sizes_are_allocated_once(worlds: Worlds, prefetc
     found = worlds(RANKS).run(_train_mixed, prefetch_units, timeout_s=170)
     _first_losses.append(found[0])
     assert all(losses == _first_losses[0] for losses in found)
+
+
+@pytest.mark.parametrize("holds", [False, True], ids=["", "held"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_that_has_nothing_of_a_unit_waits_for_its_last_use_too(worlds: Worlds, stage: int, holds: bool) -> None:
+    options: dict[str, Any] = {"tier": "cpu", "stage": stage} | ({"param_tier": "cpu"} if stage == 3 else {})
+    first, *others = worlds(RANKS).run(_train_scaled, options, holds, timeout_s=170)
+    assert all(losses == first for losses in others)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rollback_waits_for_collectives_under_way(worlds: Worlds, stage: int, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"tier": "cpu", "stage": stage, "path": str(tmp_path / "run"), "commit_every": 0}
+    worlds(RANKS).run(_train_and_go_back, options | ({"param_tier": "cpu"} if stage == 3 else {}), timeout_s=170)
 
 
 @pytest.mark.slow

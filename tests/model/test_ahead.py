@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
-from offload import OffloadZero, Tuning
-from offload.devices.copies import DeviceEvent, HostCopier
+from offload import OffloadZero, RankError, Tuning
+from offload.devices.copies import Copy, DeviceEvent, HostCopier
+from offload.dist.communicator import Work
+from offload.model.fetch import StreamedUnits
 from offload.model.transfer import AHEAD_UNITS
+from offload.optim.adam import Step
+from tests.support.late_copier import LateCopier
 from tests.support.toy import Net, batch
 
 
@@ -54,3 +60,86 @@ def test_the_host_is_a_stated_number_of_units_ahead(monkeypatch: pytest.MonkeyPa
         assert set(copier.ahead) <= {AHEAD_UNITS, AHEAD_UNITS + 1}  # one release may be of two flat parameters
         assert len(copier.ahead) > AHEAD_UNITS
         assert optimizer.stats()["wait_device_s"] > 0
+
+
+class _Gone(Work):
+    """What another rank will never send: a device that waits for it does so for ever."""
+
+    def done(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        raise RankError("rank 1 is gone", collective="all_gather", waited_s=1.0)
+
+
+class _Noted(Work, Copy):
+    """Ends when it is waited for."""
+
+    def __init__(self) -> None:
+        self.has_ended = False
+
+    def done(self) -> bool:
+        return self.has_ended
+
+    def wait(self) -> None:
+        self.has_ended = True
+
+    def wait_on_device(self) -> None:
+        return None
+
+
+class _Never(DeviceEvent):
+    def done(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        pytest.fail("the host waits for ever")
+
+    def wait_on_device(self) -> None:
+        return None
+
+
+def test_the_host_asks_other_ranks_before_it_waits_for_the_device() -> None:
+    model = Net(2)
+    with OffloadZero(model, tier="cpu", param_tier="cpu", tuning=Tuning(chunk="4KiB")) as optimizer:
+        units = optimizer._held.units
+        assert isinstance(units, StreamedUnits)
+        transfers = units.transfers
+        transfers._awaited_gathers.append(_Gone())
+        with pytest.raises(RankError, match="rank 1 is gone"):
+            transfers._wait_for(_Never(), "wait for device")
+        transfers._awaited_gathers.clear()
+
+
+def test_what_was_waited_for_on_the_device_only_has_ended_when_all_is_abandoned() -> None:
+    """Its memory goes then."""
+    with OffloadZero(Net(2), tier="cpu", param_tier="cpu", tuning=Tuning(chunk="4KiB")) as optimizer:
+        units, new_params = optimizer._held.units, optimizer._parts.new_params
+        assert isinstance(units, StreamedUnits)
+        under_way = [_Noted() for _ in range(3)]
+        units.transfers._awaited_gathers.append(under_way[0])
+        units.transfers._all_gathers["blocks.0"] = [under_way[1]]
+        new_params._copies.append((optimizer._layout.chunks[0], under_way[2], None))
+        units.transfers.abandon()
+        new_params.close()
+        assert all(one.has_ended for one in under_way)
+
+
+def test_a_step_is_abandoned_when_its_worker_has_ended_what_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(1))
+    began, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    model = Net(2)
+    with OffloadZero(model, tier="cpu", param_tier="device", tuning=Tuning(chunk="4KiB")) as optimizer:
+
+        def run(self: Step, work: object) -> None:
+            began.set()
+            go_on.wait()
+            ended.set()
+
+        monkeypatch.setattr(Step, "_run", run)
+        model(batch(0)).float().square().mean().backward()
+        optimizer.step()
+        assert began.wait(60)
+        threading.Timer(0.2, go_on.set).start()
+        optimizer._parts.step.abandon()
+        assert ended.is_set()
