@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from offload.cli.console import print_json
+from offload.cli.options import Json
 
 
 def io(
@@ -15,7 +16,7 @@ def io(
     size: Annotated[str | None, typer.Option(help="Bytes of the file measured; by default 1GiB or what fits.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of the race of the best settings.")] = 7,
     quick: Annotated[bool, typer.Option("--quick", help="A smaller file and fewer settings: some seconds.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    json: Json = False,
 ) -> None:
     """Measure drives, and remember the best settings for io_engine="auto".
 
