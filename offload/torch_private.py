@@ -143,7 +143,11 @@ def timeout_s(group: Any, device: torch.device) -> float | None:
 
     None where the group's backend does not say. Nothing public does.
     """
-    timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+    try:
+        backend = group._get_backend(device)
+    except RuntimeError:  # it is written in Python, and torch does not know of it
+        return None
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
     return None if timeout is None else float(timeout.total_seconds())
 
 
