@@ -59,7 +59,6 @@ from offload.errors import (
 from offload.held_model import HeldModel
 from offload.interrupts import uninterrupted
 from offload.model import written_frozen
-from offload.model.flat_param import shaped_like
 from offload.model.hooks import require_free
 from offload.model.meta_init import Init, source_of
 from offload.model.torch_helpers import Hook
@@ -682,7 +681,7 @@ class OffloadZero(torch.optim.Optimizer):
         """The flattened view of a parameter's values in its shape, with the parts of other tensor-parallel ranks."""
         parameters = self._parts.parameters
         with DisableTorchFunctionSubclass():
-            local = shaped_like(parameters.locals[number], view)
+            local = parameters.shaped(number, view)
         return whole_of(self._comm, parameters.params[number], local)
 
     def _number(self, param: Tensor) -> int:

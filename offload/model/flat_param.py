@@ -56,16 +56,13 @@ def flattened(tensor: Tensor) -> Tensor:
 
 def flattened_like(param: Tensor, tensor: Tensor) -> Tensor:
     """The elements of `tensor` in the order of `param`'s memory (same shape): a view if the strides agree."""
-    if tensor.stride() != param.stride():
-        tensor = torch.empty_strided(param.shape, param.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
-            tensor
-        )
-    return flattened(tensor)
+    return flattened(_with_strides(tensor, param.stride()))
 
 
-def shaped_like(param: Tensor, values: Tensor) -> Tensor:
-    """The inverse of `flattened_like`: a view of `values` with the shape and strides of `param`."""
-    return values.as_strided(param.shape, param.stride(), values.storage_offset())
+def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    if tensor.stride() == strides:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -181,12 +178,23 @@ class FlatParameters:
         if flat in self._streamed:
             self._flat_of_storage[memory.untyped_storage()._cdata] = flat
 
+    def flattened(self, number: int, tensor: Tensor) -> Tensor:
+        """The elements of a tensor of a parameter's shape, in the order of its flat parameter: a view if they are.
+
+        That order stays, also while the parameter is pointed at memory of other strides (`p.data = x`).
+        """
+        return flattened(_with_strides(tensor, self._strides[number]))
+
+    def shaped(self, number: int, values: Tensor) -> Tensor:
+        """The inverse of `flattened`: a view of `values` with the shape of a parameter."""
+        return values.as_strided(self.locals[number].shape, self._strides[number], values.storage_offset())
+
     def _view_for(self, number: int, values: Tensor) -> Tensor:
         """`values`, a range of a flat parameter, in the shape of a parameter; see [Note: storages]."""
         if not self.streams(number):  # a storage of its own over the same memory
             own = torch_private.from_dlpack(torch_private.to_dlpack(values)) if values.numel() else None
             values = torch.empty_like(values) if own is None else own
-        return values.as_strided(self.locals[number].shape, self._strides[number], values.storage_offset())
+        return self.shaped(number, values)
 
     def _attach_tiles(self, flat: int) -> None:
         columns = self.params[self._layout.flats[flat].params[0]].shape[1]
@@ -433,7 +441,8 @@ class FlatParameters:
                 memory = self.flats[flat]
                 is_there = param.data_ptr() == memory.data_ptr() + offset * memory.element_size()
                 spec = self._layout.specs[number]
-                if is_there and param.dtype is memory.dtype and param.numel() == spec.numel:
+                is_whole = param.dtype is memory.dtype and param.numel() == spec.numel
+                if is_there and is_whole and param.stride() == self._strides[number]:
                     continue
                 if (param.numel(), param.dtype, param.device) != (spec.numel, memory.dtype, memory.device):
                     raise ConfigError(
@@ -442,6 +451,7 @@ class FlatParameters:
                         "torch.no_grad()"
                     )
                 values = _DATA.__get__(param)
+                values = values.clone() if is_there else values  # p.data = p.data.t()
                 _DATA.__set__(param, self._view_for(number, memory[offset : offset + spec.numel]))
                 param.copy_(values)
                 self._data.pop(number, None)

@@ -31,7 +31,7 @@ from offload.dist.tensor_parallel import is_dtensor, local_gradient, local_of, w
 from offload.errors import AccumulationError, ClosedError, ConfigError, GradientMovedError
 from offload.grads.base import UNIT_SCALE, GradientBuffer
 from offload.layout import Layout
-from offload.model.flat_param import FlatParameters, flattened_like, shaped_like
+from offload.model.flat_param import FlatParameters, flattened_like
 from offload.model.pending import PendingUpdates
 from offload.model.torch_helpers import (
     METADATA,
@@ -195,8 +195,9 @@ class Answers:
             leaf.grad = None
             param.grad = self._stand_ins[number]
             local = local_gradient(param, grad.detach())
-            like = self._parameters.locals[number] if leaf is param else leaf
-            self._gradients.accumulate(number, flattened_like(like, local), start)
+            is_tile = leaf is not param
+            values = flattened_like(leaf, local) if is_tile else self._parameters.flattened(number, local)
+            self._gradients.accumulate(number, values, start)
 
     # What the optimizer calls.
 
@@ -315,7 +316,7 @@ class Answers:
             return self._copies[number][0].clone()
         param, values = self._params[number], self._current(number)
         with torch_private.DisableTorchFunctionSubclass():
-            local = shaped_like(self._parameters.locals[number], values.to(param.dtype)).to(param.device).clone()
+            local = self._parameters.shaped(number, values.to(param.dtype)).to(param.device).clone()
             return whole_like(param, local)
 
     def _current(self, number: int) -> Tensor:
@@ -361,7 +362,7 @@ class Answers:
         with torch_private.DisableTorchFunctionSubclass():
             held = self._current(number)
             local = local_gradient(param, copy.detach())
-            new = flattened_like(self._parameters.locals[number], local).to(held.device)
+            new = self._parameters.flattened(number, local).to(held.device)
             if held.dtype is not new.dtype:  # unchanged elements keep the bits that rounding took from the copy
                 rounded = held.to(new.dtype)
                 held = torch.where(bits_of(rounded) == bits_of(new), held, new.to(held.dtype))

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from offload import OffloadZero
 from offload.devices.copies import HostCopier
 from offload.errors import ConfigError
 from offload.layout import ParamSpec, build
-from offload.model.flat_param import FlatParameters, flattened, flattened_like, is_dense, shaped_like
+from offload.model.flat_param import FlatParameters, flattened, flattened_like, is_dense
 
 shapes = st.lists(st.integers(1, 4), max_size=4)
 
@@ -25,10 +28,16 @@ def test_a_line_is_the_memory_order_and_comes_back_to_the_shape(shape: list[int]
     line = flattened(param)
     assert line.shape == (param.numel(),)
     assert line.data_ptr() == param.data_ptr()
-    assert torch.equal(shaped_like(param, line), param)
     # A gradient with other strides comes into the parameter's order.
     gradient = torch.randn(param.shape)
-    assert torch.equal(shaped_like(param, flattened_like(param, gradient)), gradient)
+    assert torch.equal(flattened_like(param, gradient).as_strided(param.shape, param.stride()), gradient)
+    # So it does where the parameter has been pointed at memory of other strides.
+    parameters = taken(param, dtype=torch.float32)
+    parameters.repoint(0, gradient.contiguous())
+    line = parameters.flattened(0, gradient)
+    assert torch.equal(parameters.shaped(0, line), gradient)
+    parameters.take_back()
+    assert torch.equal(parameters.flats[0][: line.numel()], line)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +151,48 @@ def test_what_was_pointed_elsewhere_is_taken_back_with_its_new_values() -> None:
     assert parameters.params[1].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert parameters.params[1].stride() == (1, 2)
     assert parameters.written_outside() == [1]
+
+
+def channels_last(model: nn.Sequential) -> None:
+    model.to(memory_format=torch.channels_last)
+
+
+def transposed(model: nn.Sequential) -> None:
+    """In its own memory."""
+    model[3].weight.data = model[3].weight.data.t()
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+@pytest.mark.parametrize("change", [channels_last, transposed])
+def test_a_model_of_other_strides_trains_as_in_torch(
+    change: Callable[[nn.Sequential], None], tier: str, tmp_path: Path
+) -> None:
+    """The strides change before a backward, and between a backward and its step. Losses, gradients and values count."""
+
+    def train(hold: Callable[[nn.Module], torch.optim.Optimizer]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4))
+        optimizer, seen = hold(model), []
+        for step in range(6):
+            if step == 1:
+                change(model)
+            loss = (model(torch.randn(2, 3, 5, 5)) - 1).square().mean()
+            loss.backward()
+            if step == 4:
+                change(model)
+            seen += [loss, *(param.grad.clone() for param in model.parameters())]  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+        return [value.detach() for value in (*seen, *model.state_dict().values())]
+
+    options = {"path": tmp_path / "run"} if tier == "nvme" else {}
+    found = train(lambda model: OffloadZero(model, adamw(model), tier=tier, compute_dtype=torch.float32, **options))
+    for mine, theirs in zip(found, train(adamw), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def test_a_parameter_that_moved_or_left_is_named() -> None:
