@@ -59,19 +59,15 @@ def all_gather_object(comm: Communicator, value: T, kind: Any = Any) -> list[T]:
     Args: value: of plain types, dataclasses, named tuples and paths; kind: the type that it is made into again, plain
     dicts and lists if there is none.
     """
+    # Paths are what msgspec does not know: they travel as the bytes of their names.
     data = msgspec.msgpack.encode(value, enc_hook=os.fsencode)
     sizes = comm.all_gather(torch.tensor([len(data)], device="cpu")).flatten().tolist()
     rows = [torch.zeros(size, dtype=torch.uint8, device="cpu") for size in sizes]
     rows[comm.rank] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     for rank, row in enumerate(rows):
         comm.broadcast(row, rank)
-    return [msgspec.msgpack.decode(row.numpy().tobytes(), type=kind, dec_hook=_path_of) for row in rows]
-
-
-def _path_of(kind: type, value: bytes) -> Path:
-    if kind is not Path:
-        raise NotImplementedError(f"{kind} is no type that ranks tell each other")
-    return Path(os.fsdecode(value))
+    decoder = msgspec.msgpack.Decoder(kind, dec_hook=lambda _, name: Path(os.fsdecode(name)))
+    return [decoder.decode(row.numpy().tobytes()) for row in rows]
 
 
 @contextmanager

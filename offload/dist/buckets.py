@@ -1,9 +1,9 @@
 """In which buckets gradients travel, as arithmetic.
 
 [Note: shards and buckets]
-A flat parameter is cut into `ranks` shards of the same number of elements, one after the other; the last ones reach into
-padding behind it. A bucket is the same sub-range of every shard, so an all-to-all of it leaves one contiguous piece of
-each rank's own shard on that rank. Its buffer holds the sub-ranges one after the other, by rank.
+A flat parameter is cut into `ranks` shards of the same number of elements, one after the other; the last ones reach
+into padding behind it. A bucket is the same sub-range of every shard, so an all-to-all of it leaves one contiguous
+piece of each rank's own shard on that rank. Its buffer holds the sub-ranges one after the other, by rank.
 
             shard 0               shard 1               shard 2
     flat    |---------------------|---------------------|-----------------....|

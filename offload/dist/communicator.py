@@ -34,7 +34,8 @@ class Work(ABC):
     """A collective under way.
 
     Until `wait` has returned, `out` must not be read or reused, nor what is sent changed or freed. Every work has to be
-    waited for. On a device, work that is queued on the current stream after `wait`, or `wait_on_device`, sees the result.
+    waited for. On a device, work that is queued on the current stream after `wait`, or `wait_on_device`, sees the
+    result.
     """
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """Tensor parallelism beside ZeRO: parameters that torch's `parallelize_module` shards over one dimension of a mesh.
 
 [Note: tensor parallelism]
-A model may hold DTensors, each a `Shard` or a `Replicate` over the same one-dimensional mesh: the tensor-parallel ranks.
+A model may hold DTensors, each a `Shard` or a `Replicate` over one mesh of one dimension: the tensor-parallel ranks.
 ZeRO partitions over other ranks, the data-parallel ones, which `process_group` gives. All of them together are as many
 data-parallel groups as there are tensor-parallel ranks; each of these groups is a *slice*, and trains its own part of
 the model: the *local* tensors of its DTensors, and whatever is no DTensor, which every slice has.
@@ -45,7 +45,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def shard_dim_of(param: Tensor) -> int | None:
-    """The dimension along which several ranks share a DTensor; None of one that each has all of, and of other tensors."""
+    """The dimension along which several ranks share a DTensor; None if each has all of it, and of other tensors."""
     if not is_dtensor(param) or param.device_mesh.size() == 1:  # type: ignore[attr-defined]
         return None
     placement: Any = param.placements[0]  # type: ignore[attr-defined]
@@ -66,9 +66,9 @@ def mesh_of(named: Iterable[tuple[str, nn.Parameter]]) -> Any:
         placements: Any = param.placements  # type: ignore[attr-defined]
         if mesh.ndim != 1:
             raise ConfigError(
-                f"{name} is sharded over a mesh of {mesh.ndim} dimensions, {mesh.mesh_dim_names}: shard parameters over "
-                'the tensor-parallel one alone, parallelize_module(model, mesh["tp"], ...), and leave the data-parallel '
-                "ones to OffloadZero"
+                f"{name} is sharded over a mesh of {mesh.ndim} dimensions, {mesh.mesh_dim_names}: shard parameters "
+                'over the tensor-parallel one alone, parallelize_module(model, mesh["tp"], ...), and leave the '
+                "data-parallel ones to OffloadZero"
             )
         if found is not None and mesh != found:
             raise ConfigError(f"{name} is sharded over {mesh}, and {first} over {found}: shard all over one mesh")
@@ -85,7 +85,7 @@ def mesh_of(named: Iterable[tuple[str, nn.Parameter]]) -> Any:
 
 
 def repoint(param: Any, value: Tensor) -> None:
-    """A tensor, or this rank's part of a DTensor, lies where `value` does from now on, in its dtype. Nothing sees it."""
+    """Points a tensor, or this rank's part of a DTensor, to the memory of `value`, in its dtype. Nothing sees it."""
     if not is_dtensor(param):
         param.data = value
         return
@@ -163,4 +163,3 @@ def _product(shape: list[int], without: int) -> int:
     for dimension, size in enumerate(shape):
         found *= 1 if dimension == without else size
     return found
-

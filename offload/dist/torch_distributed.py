@@ -27,8 +27,8 @@ from offload.dist.communicator import (
     check_source,
     describe,
 )
-from offload.errors import ConfigError, RankError
 from offload.dist.launch import launched, rank_on_node
+from offload.errors import ConfigError, RankError
 from offload.interrupts import uninterrupted
 from offload.profiling import COLLECTIVES, Event, Timeline
 
@@ -116,8 +116,9 @@ class Group(Communicator):
 
     def joined_by(self, tensor_parallel: dist.ProcessGroup, everyone: dist.ProcessGroup) -> Communicator:
         """This group as a slice of a model. Returns: itself."""
-        self._tensor_parallel, self._everyone = self._subgroup(tensor_parallel), Group(
-            everyone, timeout_s=self.timeout_s, timeline=self._timeline
+        self._tensor_parallel, self._everyone = (
+            self._subgroup(tensor_parallel),
+            Group(everyone, timeout_s=self.timeout_s, timeline=self._timeline),
         )
         self._everyone._shared = self._shared
         return self
