@@ -249,6 +249,7 @@ def test_the_device_waits_for_gradients_so_that_few_are_there(monkeypatch: pytes
         training, go_on = Training(RESIDENT, blocks=16), threading.Event()
         with training.optimizer:
             training.step()
+            training.optimizer.synchronize()  # else its gradients may go while those to be counted come
             gradients = training.optimizer._parts.gradients
             assert isinstance(gradients, LocalGradients)
             assert gradients._worker is not None
