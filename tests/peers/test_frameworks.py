@@ -435,7 +435,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[Any, int], Tensor]]] = {
 
 def with_own_loop(run: Run, *, path: Path, name: str) -> None:
     build, loss_of = MODELS[name]
-    model = build().train()
+    model = build().train().to(DEVICE)  # torch.Tensor(n) in a constructor knows no default device
     optimizer = run.hold(model, adamw(model))
     for count in range(STEPS):
         torch.manual_seed(count)  # dropout
