@@ -164,5 +164,8 @@ class StateError(OffloadError, RuntimeError):
     """An internal mistake, such as a move of a chunk that its residency does not allow."""
 
 
+CLOSED = "the optimizer is closed: make a new one"
+
+
 class ClosedError(OffloadError, RuntimeError):
     """The optimizer was closed, or this process is a forked child of the one that owns it."""

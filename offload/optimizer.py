@@ -47,6 +47,7 @@ from offload.dist import torch_distributed
 from offload.dist.agreement import agree_on_error, all_gather_shards, require_alike
 from offload.dist.tensor_parallel import is_dtensor, local_of, mesh_of, whole_of
 from offload.errors import (
+    CLOSED,
     BudgetError,
     ClosedError,
     ConfigError,
@@ -295,6 +296,7 @@ class OffloadZero(torch.optim.Optimizer):
             undo.callback(self._held.remove)
             stop_reducing(wrapper, undo)
             self._undo = undo.pop_all()
+            self._owner = owner
         retire(given)
         with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
             print(self._placement.describe(self._plan.held, self._config), file=sys.stderr)
@@ -1012,13 +1014,14 @@ class OffloadZero(torch.optim.Optimizer):
                 is_parked = self._parts.parameters.is_parked
                 self._held.keep_parameters(self._plan.room_at_end(self._placement, is_parked))
         finally:
-            self._failure = ClosedError("the optimizer is closed: make a new one")
+            self._failure = ClosedError(CLOSED)
             self._end()
 
     @uninterrupted
     def _end(self) -> None:
         """Lets go of everything, once. An interrupt between two of these would lose one of them."""
         self._undo.close()
+        self._owner.let_go()
 
     def __enter__(self) -> Self:
         return self

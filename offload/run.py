@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from torch import Tensor
 
 from offload.config import Config
 from offload.devices.copies import Copier
 from offload.dist.communicator import Communicator
+from offload.errors import CLOSED, ClosedError
 from offload.layout import Layout
 from offload.native import Kernels
 from offload.profiling import Timeline
@@ -78,9 +79,9 @@ class Stores(NamedTuple):
         return [store for store in self[:-1] if store is not None]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Owner:
-    """The optimizer, as the parts of a held model call it. All calls upwards are here.
+    """The optimizer, as the parts of a held model call it, until it is closed. All calls upwards are here.
 
     Attributes:
         step: returns the number of the last step.
@@ -95,3 +96,12 @@ class Owner:
     failed: Callable[[BaseException], None]
     collect: Callable[[], list[int]]
     unscale: Callable[[Tensor, Tensor], None]
+
+    def let_go(self) -> None:
+        """The optimizer is closed. Without a cycle of it and its model both are freed as soon as nobody uses them, as a
+        plain model and its optimizer are, not when Python's collector next runs."""
+        self.step = self.require_usable = self.failed = self.collect = self.unscale = _closed
+
+
+def _closed(*_: object) -> NoReturn:
+    raise ClosedError(CLOSED)

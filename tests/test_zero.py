@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -380,6 +382,42 @@ def test_close_unhooks_the_model_and_may_be_called_twice() -> None:
     with OffloadZero(model) as again:
         backward(model)
         again.step()
+
+
+@pytest.mark.parametrize("adopted", [True, False], ids=["adopted", "its own"])
+@pytest.mark.parametrize("options", [{"tier": "cpu"}, {"param_tier": "cpu"}, {"tier": "nvme"}], ids=str)
+def test_a_model_is_freed_with_its_last_name_once_the_optimizer_is_closed(
+    options: dict[str, Any], adopted: bool, tmp_path: Path
+) -> None:
+    """As a plain model is: without Python's collector, which no allocator of a device calls when it is full."""
+    if options.get("tier") == "nvme":
+        options = {**options, "path": tmp_path / "run"}
+
+    def left(*, held: bool) -> list[bool]:
+        """Which of model, parameter, optimizer and adopted optimizer are still alive."""
+        model = mlp()
+        given = torch.optim.AdamW(model.parameters()) if adopted else None
+        optimizer: Any = (
+            OffloadZero(model, given, **options) if held else given or torch.optim.AdamW(model.parameters())
+        )
+        for seed in range(2):
+            loss = backward(model, seed)
+            optimizer.step()
+            optimizer.zero_grad()
+        del loss
+        if held:
+            optimizer.close()
+        names = [weakref.ref(one) for one in (model, first(model), optimizer, given) if one is not None]
+        del model, given, optimizer
+        return [name() is not None for name in names]
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert not any(left(held=False))
+        assert not any(left(held=True))
+    finally:
+        gc.enable()
 
 
 def steps_equal(model: nn.Module, twin: nn.Module) -> bool:

@@ -7,6 +7,7 @@ and again before each step or commit changes anything.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MethodType
@@ -97,8 +98,9 @@ def retire(optimizer: torch.optim.Optimizer) -> None:
         raise GradientMovedError("this optimizer was taken over by OffloadZero: call the step() of the OffloadZero")
 
     step.taken_over = True  # type: ignore[attr-defined]
-    # A method, as schedulers expect: those made from the old optimizer go on to steer the groups.
-    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+    # A method, as schedulers expect: those made from the old optimizer go on to steer the groups. Of a proxy: else the
+    # old optimizer, and parameters with it, would be in a cycle.
+    optimizer.step = MethodType(step, weakref.proxy(optimizer))  # type: ignore[method-assign]
 
 
 @torch.no_grad()

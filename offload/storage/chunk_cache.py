@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 
 from offload.config import LEAST_IN_FLIGHT
-from offload.errors import ClosedError, InterruptedStepError, StateError
+from offload.errors import CLOSED, ClosedError, InterruptedStepError, StateError
 from offload.interrupts import uninterrupted, uninterrupted_entry, wait_until
 from offload.io.engine import IOFuture
 from offload.profiling import Timeline
@@ -301,6 +301,10 @@ class _Books:
             store._fail(error)
 
 
+def _nobody(chunk: int) -> None:
+    """Nobody gives a lease back because another one waits."""
+
+
 class Store:
     """The cache of one kind of data for all chunks: states, parameters or gradients.
 
@@ -323,7 +327,7 @@ class Store:
         timeline: Timeline,
         is_due: Callable[[int], bool] = lambda step: False,
     ) -> None:
-        self.lease_wanted: Callable[[int], None] = lambda chunk: None
+        self.lease_wanted: Callable[[int], None] = _nobody
         self._records = tuple(records)
         self._sizes = [record.nbytes for record in records]
         self._is_due = is_due
@@ -483,7 +487,8 @@ class Store:
             self._forget_order()
         wait_until(self._lock, self._changed, lambda: not self._moving)
         with self._lock:
-            self._failure = self._failure or ClosedError("the optimizer is closed: make a new one")
+            self._failure = self._failure or ClosedError(CLOSED)
+            self.lease_wanted = _nobody  # it belongs to who holds the leases, and holds this: a cycle
             self._changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:
