@@ -12,6 +12,7 @@ from offload.dist.exchange import FlatGather, ReplicaExchange, arena_bytes
 from offload.errors import RankError
 from offload.layout import Chunk, Layout, ParamSpec, build
 from offload.storage.swap_format import param_records_of
+from tests.support.communicators import GoneWork, PendingWork
 from tests.support.runs import run_of, store_in_ram
 from tests.support.threads import Threads
 
@@ -116,26 +117,7 @@ class Lost(SingleProcess):
     """Rank 0 of two, whose collectives never complete."""
 
     def all_gather_into_tensor(self, shard: Tensor, out: Tensor) -> Work:
-        return LostWork()
-
-
-class LostWork(Work):
-    def done(self) -> bool:
-        return False
-
-    def wait(self) -> None:
-        raise RankError("rank 1 is gone", collective="all_gather", waited_s=1.0)
-
-
-class NotedWork(Work):
-    def __init__(self) -> None:
-        self.has_ended = False
-
-    def done(self) -> bool:
-        return self.has_ended
-
-    def wait(self) -> None:
-        self.has_ended = True
+        return GoneWork()
 
 
 class Noting(SingleProcess):
@@ -143,10 +125,10 @@ class Noting(SingleProcess):
 
     def __init__(self) -> None:
         super().__init__()
-        self.works: list[NotedWork] = []
+        self.works: list[PendingWork] = []
 
     def all_gather_into_tensor(self, shard: Tensor, out: Tensor) -> Work:
-        self.works.append(NotedWork())
+        self.works.append(PendingWork())
         return self.works[-1]
 
 

@@ -50,13 +50,23 @@ def backend_for(device: torch.device) -> str:
     return process_group.BACKEND
 
 
+def own_device() -> tuple[torch.device, dist.ProcessGroup]:
+    """This rank's device, current from now on, and a group of all ranks that moves what is there."""
+    device = torch.device(str(accelerator()), dist.get_rank())
+    torch.accelerator.set_device_index(device.index)
+    return device, dist.new_group(backend=backend_for(device))
+
+
+def assert_no_races(device: torch.device) -> None:
+    races = simulated.races() if device.type == simulated.NAME else []
+    assert not races, races[:5]
+
+
 def _train(options: dict[str, Any], accumulation: int) -> dict[str, Tensor]:
     """Five steps of an MLP; the states at the end, and the norms."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    device = torch.device(str(accelerator()), rank)
-    torch.accelerator.set_device_index(rank)
+    device, group = own_device()
     torch.use_deterministic_algorithms(True)
-    group = dist.new_group(backend=backend_for(device))
     model = models.build("mlp").to(device)
     batches = models.losses("mlp", model, str(device))
     norms = []
@@ -76,8 +86,7 @@ def _train(options: dict[str, Any], accumulation: int) -> dict[str, Tensor]:
             if param.requires_grad:
                 state = optimizer.state_of(param)
                 found |= {f"{name}.{key}": value for key, value in state.items() if isinstance(value, Tensor)}
-    races = simulated.races() if device.type == simulated.NAME else []
-    assert not races, races[:5]
+    assert_no_races(device)
     return found | {"norms": torch.stack(norms)}
 
 
@@ -89,16 +98,12 @@ def _train_without(event: str, options: dict[str, Any]) -> None:
     }
     with patches[event], suppress(NonFiniteGradientError):
         _train(options, 1)
-    races = simulated.races()
-    assert not races, races[:5]
+    assert_no_races(torch.device(str(accelerator())))
 
 
 def _train_mixed(prefetch_units: int) -> list[float]:
     """Units of many sizes. Returns: the losses. From the third step on nothing is allocated for a unit."""
-    rank = dist.get_rank()
-    device = torch.device(str(accelerator()), rank)
-    torch.accelerator.set_device_index(rank)
-    group = dist.new_group(backend=backend_for(device))
+    device, group = own_device()
     torch.manual_seed(3)
     model = Mixed().to(device)
     plain = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
@@ -115,8 +120,7 @@ def _train_mixed(prefetch_units: int) -> list[float]:
             assert bool(allocations.call_count) is (number == 0) or number == 1
             losses.append(loss.item())
         assert optimizer.stats()["peak_device_bytes"] <= optimizer._placement.device_bytes
-    races = simulated.races() if device.type == simulated.NAME else []
-    assert not races, races[:5]
+    assert_no_races(device)
     return losses
 
 
@@ -149,10 +153,7 @@ class Scaled(nn.Module):
 
 def _train_scaled(options: dict[str, Any], holds: bool) -> list[float]:
     """Args: holds: the last unit stays fetched, and no gradient is left for `step` to send. Returns: the losses."""
-    rank = dist.get_rank()
-    device = torch.device(str(accelerator()), rank)
-    torch.accelerator.set_device_index(rank)
-    group = dist.new_group(backend=backend_for(device))
+    device, group = own_device()
     torch.manual_seed(3)
     model = Scaled(has_root=not holds).to(device)
     x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH).to(torch.bfloat16).to(device)
@@ -166,17 +167,13 @@ def _train_scaled(options: dict[str, Any], holds: bool) -> list[float]:
                 take_step(optimizer)
                 optimizer.synchronize()
         found = [loss.item() for loss in losses]
-    races = simulated.races() if device.type == simulated.NAME else []
-    assert not races, races[:5]
+    assert_no_races(device)
     return found
 
 
 def _train_and_go_back(options: dict[str, Any]) -> None:
     """Each step is followed by a forward, and both are taken back while their collectives are under way."""
-    rank = dist.get_rank()
-    device = torch.device(str(accelerator()), rank)
-    torch.accelerator.set_device_index(rank)
-    group = dist.new_group(backend=backend_for(device))
+    device, group = own_device()
     torch.manual_seed(3)
     model = Mixed().to(device)
     x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH).to(torch.bfloat16).to(device)
@@ -195,8 +192,7 @@ def _train_and_go_back(options: dict[str, Any]) -> None:
                     model.stages[0]["scale"](x)  # the units that follow are on their way
             optimizer.rollback()
         assert len({loss.item() for loss in losses}) == 1
-    races = simulated.races() if device.type == simulated.NAME else []
-    assert not races, races[:5]
+    assert_no_races(device)
 
 
 @pytest.fixture(scope="module")

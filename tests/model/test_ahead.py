@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from offload import OffloadZero, RankError, Tuning
-from offload.devices.copies import Copy, DeviceEvent, HostCopier
-from offload.dist.communicator import Work
+from offload.devices.copies import DeviceEvent, HostCopier
 from offload.model.fetch import StreamedUnits
 from offload.model.transfer import AHEAD_UNITS
 from offload.optim.adam import Step
+from tests.support.communicators import GoneWork, PendingWork
 from tests.support.late_copier import LateCopier
 from tests.support.toy import Net, batch
 
@@ -62,32 +62,6 @@ def test_the_host_is_a_stated_number_of_units_ahead(monkeypatch: pytest.MonkeyPa
         assert optimizer.stats()["wait_device_s"] > 0
 
 
-class _Gone(Work):
-    """What another rank will never send: a device that waits for it does so for ever."""
-
-    def done(self) -> bool:
-        return False
-
-    def wait(self) -> None:
-        raise RankError("rank 1 is gone", collective="all_gather", waited_s=1.0)
-
-
-class _Noted(Work, Copy):
-    """Ends when it is waited for."""
-
-    def __init__(self) -> None:
-        self.has_ended = False
-
-    def done(self) -> bool:
-        return self.has_ended
-
-    def wait(self) -> None:
-        self.has_ended = True
-
-    def wait_on_device(self) -> None:
-        return None
-
-
 class _Never(DeviceEvent):
     def done(self) -> bool:
         return False
@@ -105,7 +79,7 @@ def test_the_host_asks_other_ranks_before_it_waits_for_the_device() -> None:
         units = optimizer._held.units
         assert isinstance(units, StreamedUnits)
         transfers = units.transfers
-        transfers._awaited_gathers.append(_Gone())
+        transfers._awaited_gathers.append(GoneWork())
         with pytest.raises(RankError, match="rank 1 is gone"):
             transfers._wait_for(_Never(), "wait for device")
         transfers._awaited_gathers.clear()
@@ -116,7 +90,7 @@ def test_what_was_waited_for_on_the_device_only_has_ended_when_all_is_abandoned(
     with OffloadZero(Net(2), tier="cpu", param_tier="cpu", tuning=Tuning(chunk="4KiB")) as optimizer:
         units, new_params = optimizer._held.units, optimizer._parts.new_params
         assert isinstance(units, StreamedUnits)
-        under_way = [_Noted() for _ in range(3)]
+        under_way = [PendingWork() for _ in range(3)]
         units.transfers._awaited_gathers.append(under_way[0])
         units.transfers._all_gathers["blocks.0"] = [under_way[1]]
         new_params._copies.append((optimizer._layout.chunks[0], under_way[2], None))

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from offload.devices.copies import Copy
 from offload.dist.communicator import Communicator, Work
+from offload.errors import RankError
 from offload.profiling import COLLECTIVES, Timeline
 
 
@@ -317,3 +319,29 @@ class Awaited(_Around):
 
     def all_gather(self, values: Tensor) -> Tensor:
         return self._inner.all_gather(values)
+
+
+class GoneWork(Work):
+    """What another rank will never send: a device that waits for it does so for ever."""
+
+    def done(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        raise RankError("rank 1 is gone", collective="all_gather", waited_s=1.0)
+
+
+class PendingWork(Work, Copy):
+    """Ends when it is waited for."""
+
+    def __init__(self) -> None:
+        self.has_ended = False
+
+    def done(self) -> bool:
+        return self.has_ended
+
+    def wait(self) -> None:
+        self.has_ended = True
+
+    def wait_on_device(self) -> None:
+        return None
