@@ -1,0 +1,199 @@
+"""Runs that were committed by earlier versions of this library, as files; test_stored_runs.py resumes them.
+
+A directory is named after the commit of this repository that made the runs in it:
+
+    21e757d    swap file format 1, manifest format 2, COMMIT format 1; before frozen parameters streamed
+    c019a63    the same formats; with frozen parameters, and what commits carry of them
+
+Each archive holds the directories of one run, and plain.safetensors: the states at its commit as plain torch computed
+them. A new directory is made, by `python -m tests.checkpoint.stored_runs NAME`, when a version of a format changes or a
+format gets a new field. The older ones stay as they are: their runs must be resumed, or refused by a clear error.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+FOLDER = Path(__file__).parent
+PLAIN = "plain.safetensors"
+STEPS = 3
+EXTRA = {"tokens": 12, "position": torch.arange(5)}
+LR, BETAS, EPS = 1e-2, (0.8, 0.99), 1e-6
+DECAY = {True: 0.1, False: 0.0}  # of matrices, of vectors
+CASES: dict[str, dict[str, Any]] = {
+    "states": {},
+    "split": {"tuning": {"chunk": "4KiB", "split_master": True}},
+    "params": {"param_tier": "nvme"},
+    "grads": {"grad_tier": "nvme", "tuning": {"chunk": "256KiB"}},
+    "fp32": {"compute_dtype": torch.float32},
+    "frozen": {"param_tier": "nvme"},
+    "snapshot": {},
+    "paths": {"path": ["a", "b"]},
+}
+"""Options of OffloadZero. Paths are names in the archive, "a" if there are none."""
+
+
+class Model(nn.Module):
+    """Two chunks in one flat parameter, a transposed matrix, fp32 parameters, and one that misses the first step."""
+
+    def __init__(self, *, is_frozen: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(260, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.blocks[1].weight = nn.Parameter(torch.empty(4, 4).t())
+        self.norm = nn.LayerNorm(4)
+        self.late = nn.Parameter(torch.empty(4))
+        with torch.no_grad():  # the same on every machine
+            for param in self.parameters():
+                param.copy_((torch.arange(param.numel()) * 37 % 101 - 50).view(param.shape) / 64)
+        self.blocks[0].requires_grad_(not is_frozen)
+
+    def forward(self, tokens: Tensor, step: int) -> Tensor:
+        h = self.embed(tokens)
+        for block in self.blocks:
+            h = h + torch.tanh(block(h))
+        h = self.norm(h.float()).to(h.dtype)
+        return (h + self.late if step else h).float().square().mean(dim=1).exp().mean()
+
+    def groups(self) -> list[dict[str, Any]]:
+        trained = [param for param in self.parameters() if param.requires_grad]
+        sorts = {is_matrix: [param for param in trained if (param.dim() > 1) is is_matrix] for is_matrix in DECAY}
+        return [{"params": params, "weight_decay": DECAY[is_matrix]} for is_matrix, params in sorts.items()]
+
+    def adamw(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.groups(), lr=LR, betas=BETAS, eps=EPS)
+
+    def between_steps(self) -> None:
+        """Frozen parameters are written to."""
+        if not self.blocks[0].weight.requires_grad:
+            with torch.no_grad():
+                self.blocks[0].weight.mul_(0.7)
+
+
+def tokens(step: int) -> Tensor:
+    return (torch.arange(6) * (step + 3)) % 7
+
+
+def options(case: str, folder: Path, **changes: Any) -> dict[str, Any]:
+    """Of OffloadZero, for a run whose directories lie in `folder`."""
+    from offload import Tuning
+
+    found = {
+        "commit_every": 0,
+        "keep_fp32": [nn.LayerNorm],
+        "path": ["a"],
+        "tuning": {"chunk": "4KiB"},
+        **CASES[case],
+        **changes,
+    }
+    paths = [folder / name for name in found["path"]]
+    return {**found, "path": paths, "tuning": Tuning(threads=1, **found["tuning"])}
+
+
+def in_least_memory(model: Model, given: dict[str, Any]) -> Any:
+    """An OffloadZero with these options, and the least RAM that is not refused."""
+    from offload import BudgetError, OffloadZero
+
+    memory = 1
+    while True:  # a resume in another layout learns from the files that it needs more
+        try:
+            return OffloadZero(model, model.adamw(), cpu_memory=memory, **given)
+        except BudgetError as error:
+            memory = error.needed
+
+
+class PlainRun:
+    """The same training, the gradients by plain torch, and AdamW in NumPy, whose square roots are exact.
+
+    Each operation of AdamW is one fp32 operation, in the order that docs/exactness.md states.
+    """
+
+    def __init__(self, case: str) -> None:
+        dtype = CASES[case].get("compute_dtype", torch.bfloat16)
+        self.model = Model(is_frozen=case == "frozen")
+        named = [(name, param) for name, param in self.model.named_parameters() if param.requires_grad]
+        self.masters = {name: param.detach().clone() for name, param in named}
+        self.exp_avg = {name: torch.zeros_like(param) for name, param in named}
+        self.exp_avg_sq = {name: torch.zeros_like(param) for name, param in named}
+        self.steps = {name: 0 for name, _ in named}
+        self.model.to(dtype).norm.float()
+
+    def step(self, step: int) -> None:
+        params = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
+        self.model(tokens(step), step).backward()
+        for name, param in params.items():
+            if param.grad is not None:
+                self._adamw(name, param.grad.float())
+                param.grad = None
+        self.model.between_steps()
+        self._cast_masters()
+
+    def _adamw(self, name: str, grad: Tensor) -> None:
+        self.steps[name] += 1
+        (beta1, beta2), step, f = BETAS, self.steps[name], np.float32
+        p, m, v, g = (of.numpy() for of in (self.masters[name], self.exp_avg[name], self.exp_avg_sq[name], grad))
+        p = p * f(1 - LR * DECAY[p.ndim > 1])
+        m = m + f(1 - beta1) * (g - m)
+        v = v * f(beta2) + (f(1 - beta2) * g) * g
+        p = p + (f(-(LR / (1 - beta1**step))) * m) / (np.sqrt(v) / f(math.sqrt(1 - beta2**step)) + f(EPS))
+        self.masters[name], self.exp_avg[name], self.exp_avg_sq[name] = (torch.from_numpy(of) for of in (p, m, v))
+
+    def _cast_masters(self) -> None:
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                self.model.get_parameter(name).copy_(master)
+
+    def states(self) -> dict[str, Tensor]:
+        """Everything that has to have the same bits."""
+        found = {f"{name}.param": param.detach() for name, param in self.model.named_parameters()}
+        for name, step in self.steps.items():
+            of = {"master": self.masters, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+            found |= {f"{name}.{kind}": tensors[name] for kind, tensors in of.items()}
+            found[f"{name}.step"] = torch.tensor(step)
+        return {key: value.contiguous().clone() for key, value in found.items()}
+
+    def save(self, folder: Path) -> None:
+        save_file(self.states(), folder / PLAIN)
+
+    def load(self, folder: Path) -> None:
+        found = load_file(folder / PLAIN)
+        for name in self.steps:
+            self.masters[name], self.exp_avg[name] = found[f"{name}.master"], found[f"{name}.exp_avg"]
+            self.exp_avg_sq[name], self.steps[name] = found[f"{name}.exp_avg_sq"], int(found[f"{name}.step"])
+        with torch.no_grad():
+            for name, param in self.model.named_parameters():
+                param.copy_(found[f"{name}.param"])
+
+
+def states_of(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """The same of a run of the library."""
+    optimizer.synchronize()
+    found = {}
+    for name, param in model.named_parameters():
+        with optimizer.gathered(param):
+            found[f"{name}.param"] = param.detach().clone()
+        if param.requires_grad:
+            state = optimizer.state_of(param)
+            found |= {f"{name}.{key}": torch.as_tensor(value) for key, value in state.items()}
+    return found
+
+
+def train(model: Model, optimizer: Any, step: int) -> None:
+    model(tokens(step), step).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.between_steps()
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
