@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import xxhash
@@ -25,15 +25,19 @@ def write_temporary(files: Files, path: Path, pieces: Iterable[bytes | memoryvie
     Returns: what was written. A leftover of an earlier attempt is replaced; after a failure there is none.
     Raises: TierIOError. A failed sync is final: it is not tried again.
     """
-    size, hasher = 0, xxhash.xxh3_128()
-    with _new_temporary(files, path) as file:
+    hasher = xxhash.xxh3_128()
+
+    def write(file: IOFile) -> int:
+        size = 0
         for piece in pieces:
             data = memoryview(piece).cast("B")
             with failing("write", temporary(path), size, len(data)):
                 files.write(file, data)
             hasher.update(data)
             size += len(data)
-    return Digest(size, hasher.hexdigest())
+        return size
+
+    return Digest(_make_temporary(files, path, write), hasher.hexdigest())
 
 
 def copy_temporary(files: Files, source: Path, path: Path, size: int) -> None:
@@ -41,30 +45,35 @@ def copy_temporary(files: Files, source: Path, path: Path, size: int) -> None:
 
     Raises: TierIOError, also if `source` is shorter.
     """
-    with _new_temporary(files, path) as file, failing("write", temporary(path), 0, size):
-        files.copy(source, file, 0, size)
+
+    def copy(file: IOFile) -> int:
+        with failing("write", temporary(path), 0, size):
+            files.copy(source, file, 0, size)
+        return size
+
+    _make_temporary(files, path, copy)
 
 
-@contextlib.contextmanager
-def _new_temporary(files: Files, path: Path) -> Iterator[IOFile]:
-    """The temporary file of `path`, which is synced at the end, and removed where anything fails."""
-    made = temporary(path)
+def _make_temporary(files: Files, path: Path, fill: Callable[[IOFile], int]) -> int:
+    """Makes the temporary file of `path`, syncs what `fill` puts there, and returns its size; removes it on failure."""
+    made, size = temporary(path), 0
     with failing("remove", made):
         files.remove(made)
     with failing("write", made):
         file = files.create(made)
     try:
         try:
-            yield file
-            with failing("sync", made):
+            size = fill(file)
+            with failing("sync", made, 0, size):
                 files.sync(file)
         finally:
-            with failing("sync", made):
+            with failing("sync", made, 0, size):
                 files.close(file)
     except BaseException:
         with contextlib.suppress(OSError):
             files.remove(made)
         raise
+    return size
 
 
 def temporary(path: Path) -> Path:

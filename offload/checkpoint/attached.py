@@ -22,6 +22,7 @@ import torch
 
 from offload.checkpoint.extra import Carried, collect_rng, encode, restore_rng
 from offload.errors import ConfigError
+from offload.model.written_frozen import WrittenFrozen
 
 RNG = "rng"
 """The name of the global random number generators."""
@@ -31,7 +32,7 @@ class _Accessor(NamedTuple):
     """How to get and set the state of one object.
 
     is_drawn: see [Note: when a state is captured]; is_rng: it is a random number generator, or all of them; is_copied:
-    its states are copies, which nobody changes.
+    its states are copies that nobody changes; another copy would double the RAM.
     """
 
     get: Callable[[], object]
@@ -197,7 +198,7 @@ def _accessor_of(name: str, value: Any) -> _Accessor:
     get, give = getattr(value, "state_dict", None), getattr(value, "load_state_dict", None)
     if callable(get) and callable(give):
         is_drawn = hasattr(value, "__iter__") or hasattr(value, "__next__")
-        return _Accessor(get, give, is_drawn, is_copied=getattr(value, "gives_copies", False))
+        return _Accessor(get, give, is_drawn, is_copied=isinstance(value, WrittenFrozen))
     hint = ""
     if isinstance(value, torch.utils.data.DataLoader):
         hint = "; torch's DataLoader keeps no position, torchdata's StatefulDataLoader does"

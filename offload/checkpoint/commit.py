@@ -206,16 +206,18 @@ def read_extra(directory: Path, manifest: Manifest, files: Files = LOCAL) -> obj
 def copy_manifest(source: Path, target: Path, commit: Commit, rank: int, files: Files = LOCAL) -> None:
     """Copies the manifest of `rank` that `commit` names, and its tensors, to another directory; then it is durable.
 
-    The tensors are not checked, like the slots that a snapshot copies: who reads them does that.
+    The manifest is written as it was read and checked. The tensors are not checked, like the slots that a snapshot
+    copies: who reads them does that.
     Raises: CorruptionError, PathError, TierIOError.
     """
     manifest = read_manifest(source, commit, rank, files)
-    wanted = [(manifest_name(commit, rank), commit.manifests[rank].size)]
+    made = target / manifest_name(commit, rank)
+    write_temporary(files, made, [serialise(manifest)])
+    atomic_replace(files, made)
     if manifest.tensors is not None:
-        wanted.append((tensors_name(commit, rank), manifest.tensors.size))
-    for name, size in wanted:
-        copy_temporary(files, source / name, target / name, size)
-        atomic_replace(files, target / name)
+        made = target / tensors_name(commit, rank)
+        copy_temporary(files, source / made.name, made, manifest.tensors.size)
+        atomic_replace(files, made)
     sync_directory(files, target)
 
 

@@ -171,8 +171,8 @@ class UnitMemory:
     def _trim(self, limit: int) -> None:
         """Gives back to the system what is spare beyond `limit` bytes of all: first what is no unit's own, then the
         oldest."""
+        own = set(self._own.values())
         while self._spare and self.nbytes > limit:
-            own = set(self._own.values())
             self._spare.remove(next((one for one in self._spare if one not in own), self._spare[0]))
 
     def _note(self, unit: str, nbytes: int) -> None:
@@ -185,7 +185,8 @@ class UnitMemory:
                 self._beside.setdefault(other, set()).add(unit)
 
     def _divide(self, order: Iterable[str]) -> list[_Group]:
-        """Each unit joins the group that is largest enough, or grows least, of those that have no member beside it."""
+        """Each unit joins a group without a member beside it: the smallest that is large enough, or else the one that
+        grows least."""
         groups: list[_Group] = []
         for unit in order:
             nbytes, beside = self._sizes[unit], self._beside.get(unit, set())

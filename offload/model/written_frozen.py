@@ -53,9 +53,6 @@ class WrittenFrozen:
     budget_bytes: RAM that copies may take.
     """
 
-    gives_copies = True
-    """`Attached` needs no copies of its own, which would double the RAM."""
-
     def __init__(
         self,
         model: nn.Module,

@@ -67,6 +67,13 @@ class Seeding(Loader):
         self.made, self.is_waiting = None, False
 
 
+class Wrapped(Loader):
+    """It has whatever attribute it is asked for, as a proxy or a mock has."""
+
+    def __getattr__(self, name: str) -> object:
+        return name
+
+
 class Average:
     """An exponential average of a parameter, as users write one."""
 
@@ -136,7 +143,10 @@ def weights(model: nn.Module) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("done", "param_tier", "kind"),
-    [*((done, tier, Loader) for done in (4, 6, 10) for tier in (None, "cpu")), (6, None, Seeding), (10, None, Seeding)],
+    [
+        *((done, tier, Loader) for done in (4, 6, 10) for tier in (None, "cpu")),
+        *((done, None, kind) for done in (6, 10) for kind in (Seeding, Wrapped)),
+    ],
 )
 def test_a_run_that_stops_at_once_resumes_as_torch_goes_on(
     tmp_path: Path, done: int, param_tier: str | None, kind: type[Loader]

@@ -178,6 +178,29 @@ def test_a_failed_sync_is_not_tried_again() -> None:
         assert not [name for name in files.log[number + 1 :] if not name.startswith("remove")]
 
 
+def test_a_failed_sync_says_how_many_bytes_may_be_lost() -> None:
+    record = Commit(RUN, 7, (write_manifest(HERE, at(7), extra_at(7), SimulatedFiles()),))
+    for copies in (False, True):
+        clean = SimulatedFiles()
+        write_manifest(HERE, at(7), extra_at(7), clean)
+        syncs = []
+        for number in range(100):
+            files = SimulatedFiles()
+            write_manifest(HERE, at(7), extra_at(7), files)
+            files.fail_at = files.operations + number
+            try:
+                if copies:
+                    copy_manifest(HERE, Path("/there"), record, 0, files)
+                else:
+                    write_manifest(HERE, at(8), extra_at(8), files)
+                break
+            except TierIOError as error:
+                if error.operation == "sync" and error.filename.endswith(".new"):
+                    syncs.append(error.length)
+        names = [manifest_name(record, 0), tensors_name(record, 0)]
+        assert sorted(syncs) == sorted(len(clean.read(HERE / name, MAX_BYTES)) for name in names)
+
+
 def test_after_a_full_disk_the_next_commit_works() -> None:
     files = SimulatedFiles(code=errno.ENOSPC)
     commit(files, 7)
@@ -305,6 +328,22 @@ def test_what_was_copied_is_durable() -> None:
     for seed in range(20):
         found = files.after_cut(seed)
         assert str(read_extra(there, read_manifest(there, record, 0, found), found)) == str(extra_at(7))
+
+
+def test_the_copy_of_a_manifest_is_what_was_checked(tmp_path: Path) -> None:
+    class Rotting(Files):
+        """What is read again is damaged."""
+
+        def read(self, path: Path, most: int) -> bytes:
+            data = super().read(path, most)
+            path.write_bytes(flipped(data, len(data) // 2))
+            return data
+
+    there = tmp_path / "there"
+    there.mkdir()
+    record = Commit(RUN, 7, (write_manifest(tmp_path, at(7)),))
+    copy_manifest(tmp_path, there, record, 0, Rotting())
+    assert read_manifest(there, record, 0).step == 7
 
 
 def test_tensors_are_copied_without_being_in_ram(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ Change = Callable[[Names], None]
 
 
 class SimulatedFiles:
-    """Implements store.files.Files. Attributes: operations: those made so far; log: their names.
+    """Stands in for storage.files.Files. Attributes: operations: those made so far; log: their names.
 
     Args: cut_at: the operation, from 0 on, in whose place the power is cut; fail_at: the one that fails, with `code`.
     """
