@@ -588,13 +588,15 @@ def _resident(sizes: Sequence[int]) -> Pool:
 
 
 def _within(room: int, sizes: Sequence[int], in_flight: int | None) -> Pool:
-    """As many stay as `room` bytes allow beside the buffers for the others."""
+    """As many stay as `room` bytes allow beside the buffers for the others.
+
+    There are never more buffers than chunks that pass through them: with as few chunks left, all would fit.
+    """
     if sum(sizes) <= room:
         return _resident(sizes)
-    buffer = max(sizes, default=0)
-    buffers = min(in_flight or IN_FLIGHT, len(sizes), room // buffer)
-    resident = residents(range(len(sizes)), sizes, room - buffers * buffer)
-    return Pool(sizes, resident, min(buffers, len(sizes) - len(resident)))
+    largest = max(sizes)
+    buffers = min(in_flight or IN_FLIGHT, room // largest)
+    return Pool(sizes, residents(range(len(sizes)), sizes, room - buffers * largest), buffers)
 
 
 def _too_small(needed: int, budget: int, given: int | None, other: str) -> BudgetError:

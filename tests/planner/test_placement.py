@@ -1,0 +1,25 @@
+"""Which chunks stay in RAM, and how many buffers the others pass through."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.planner.placement import IN_FLIGHT, _within
+
+
+@given(st.data(), st.lists(st.integers(1, 60), min_size=1, max_size=12), st.sampled_from([None, 1, 2, 3, 7]))
+def test_buffers_are_as_many_as_wanted_and_fit_and_no_more_than_chunks_need(
+    data: st.DataObject, sizes: list[int], in_flight: int | None
+) -> None:
+    room = data.draw(st.integers(max(sizes), sum(sizes) + 60), "room")
+    pool = _within(room, sizes, in_flight)
+    assert sum(size for chunk, size in enumerate(sizes) if chunk in pool.resident) == pool.resident_bytes
+    assert pool.resident_bytes + pool.buffer_bytes == pool.nbytes <= room
+    streamed = len(sizes) - len(pool.resident)
+    if sum(sizes) <= room:
+        assert (streamed, pool.in_flight) == (0, 0)
+    else:
+        assert 1 <= pool.in_flight <= streamed
+        assert pool.in_flight == min(in_flight or IN_FLIGHT, room // max(sizes))
+        assert pool.in_flight * max(sizes) <= room
