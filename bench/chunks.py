@@ -36,7 +36,7 @@ from offload.sizes import MIB
 from offload.storage.arena import Arena
 from offload.storage.chunk_cache import Store
 from offload.storage.swap_file import Stripes
-from offload.storage.swap_format import records_of
+from offload.storage.swap_format import state_slot_arrays
 
 NUMEL = 64
 """Parameters of a chunk."""
@@ -75,11 +75,11 @@ class Result:
 def step_over(count: int, folder: Path | None) -> Iterator[Step]:
     """A step over `count` chunks. Args: folder: where all states are streamed from; None: they are in RAM."""
     layout = build([ParamSpec("p", count * NUMEL, "", torch.bfloat16, 0)], NUMEL)
-    records = records_of(layout, split_master=False)
+    slot_arrays = state_slot_arrays(layout, split_master=False)
     with ExitStack() as stack:
         copier = HostCopier()
         kept = count if folder is None else BUFFERS
-        arena = stack.enter_context(closing(Arena(kept * records[0].nbytes + count * 4 * NUMEL + MIB, copier)))
+        arena = stack.enter_context(closing(Arena(kept * slot_arrays[0].nbytes + count * 4 * NUMEL + MIB, copier)))
         kernels = stack.enter_context(closing(native.load(1)))
         options = config.over_ranks(config.check(tier="cpu"), ranks=1, ranks_on_node=1)
         memory = Memory(arena, None, arena, arena, copier)
@@ -88,9 +88,9 @@ def step_over(count: int, folder: Path | None) -> Iterator[Step]:
         if folder is not None:
             engine = stack.enter_context(closing(open_engine("auto", [folder])))
             engine.register(arena.memory)
-            slots = stack.enter_context(closing(Stripes(engine, [folder / "swap"], [1.0], records)))
+            slots = stack.enter_context(closing(Stripes(engine, [folder / "swap"], [1.0], slot_arrays)))
         resident = frozenset(range(count)) if folder is None else frozenset()
-        store = stack.enter_context(closing(Store(records, resident, BUFFERS, arena, slots, work.timeline)))
+        store = stack.enter_context(closing(Store(slot_arrays, resident, BUFFERS, arena, slots, work.timeline)))
         gradients = stack.enter_context(closing(LocalGradients(work)))
         flats = [torch.zeros(flat.numel, dtype=flat.dtype) for flat in layout.flats]
         yield stack.enter_context(closing(Step(work, store, gradients, NewParameters(work, flats, gradients))))

@@ -24,7 +24,7 @@ from offload.dist.communicator import Communicator
 from offload.grads.base import GradientBuffer
 from offload.grads.local import LocalGradients
 from offload.grads.reduce_scatter import ReducedGradients
-from offload.grads.shards import records_of as gradient_records_of
+from offload.grads.shards import gradient_slot_arrays
 from offload.io.engine import IOEngine, open_nameless
 from offload.io.select import open_engine, weights
 from offload.layout import Layout
@@ -39,7 +39,7 @@ from offload.native.torch_kernels import scratch_bytes
 from offload.optim.adam import NewParameters, Step
 from offload.planner.choice import ModelShape, choose
 from offload.planner.machine import free_memory
-from offload.planner.placement import Placement, Pool, Room, committed_slots, slot_records
+from offload.planner.placement import Placement, Pool, Room, all_slot_arrays, committed_slots
 from offload.profiling import Timeline
 from offload.run import Memory, Run, Stores
 from offload.storage.activation_store import ActivationStore
@@ -47,7 +47,7 @@ from offload.storage.arena import Arena, Lender
 from offload.storage.chunk_cache import Store
 from offload.storage.device_store import DeviceArena, DeviceStore
 from offload.storage.swap_file import RunFiles, Stripes
-from offload.storage.swap_format import Record, frozen_records_of, param_records_of, records_of
+from offload.storage.swap_format import SlotArrays, frozen_slot_arrays, param_slot_arrays, state_slot_arrays
 
 # Deciding.
 
@@ -166,22 +166,22 @@ def build(
     memory = _reserve(undo, replace(plan, config=config), placement, comm)
     slots, engine = _open_files(undo, config, held, placement, memory, start, timeline, comm.everyone.rank)
     run = Run(config, layout, memory, _kernels_for(undo, config, layout, memory), comm, timeline)
-    states = records_of(layout, split_master=config.split_master)
+    states = state_slot_arrays(layout, split_master=config.split_master)
     # First of all in memory: a resume reads into it while the rest is made.
     store = _state_store(undo, run, placement, slots, states)
-    first_of_gradients = len(slot_records(layout, config)) - len(layout.chunks)
-    grad_records = gradient_records_of(layout, config.accumulation)
-    grads = _pool_store(undo, run, placement.grads, grad_records, slots, first_of_gradients)
+    first_of_gradients = len(all_slot_arrays(layout, config)) - len(layout.chunks)
+    grad_arrays = gradient_slot_arrays(layout, config.accumulation)
+    grads = _pool_store(undo, run, placement.grads, grad_arrays, slots, first_of_gradients)
     gradients: GradientBuffer = LocalGradients(run, grads) if comm.size == 1 else ReducedGradients(run, grads)
     undo.callback(gradients.close)
     trained_streams, first_frozen = config.param_tier != "device", len(layout.flats)
     streamed_flats = range(0 if trained_streams else first_frozen, len(held.flats))
     limit = placement.streamed_bytes
     parameters = FlatParameters(held, plan.params, plan.device, plan.copier, streamed=streamed_flats, limit=limit)
-    params = _pool_store(undo, run, placement.params, param_records_of(layout), slots, len(states))
+    params = _pool_store(undo, run, placement.params, param_slot_arrays(layout), slots, len(states))
     beside = memory.states if memory.link is None else memory.ram
-    frozen_records, first_slot = frozen_records_of(held), len(slot_records(layout, config))
-    frozen = _pool_store(undo, run, placement.frozen, frozen_records, slots, first_slot, beside)
+    frozen_arrays, first_slot = frozen_slot_arrays(held), len(all_slot_arrays(layout, config))
+    frozen = _pool_store(undo, run, placement.frozen, frozen_arrays, slots, first_slot, beside)
     streamed = params if trained_streams else None
     if config.streams:
         return_large_blocks()  # units come and go: without it RSS would grow with depth
@@ -245,16 +245,16 @@ def kernel_threads(wanted: int | None, *, ranks_on_node: int) -> int:
 
 
 def _state_store(
-    undo: ExitStack, run: Run, placement: Placement, slots: Stripes | None, records: Sequence[Record]
+    undo: ExitStack, run: Run, placement: Placement, slots: Stripes | None, slot_arrays: Sequence[SlotArrays]
 ) -> Store:
     """The store of the states; on a device it has one in RAM beneath it, through which commits go."""
     memory, timeline, pool = run.memory, run.timeline, placement.states
     if memory.states is memory.ram:
         is_due = run.config.is_due
-        store = Store(records, pool.resident, pool.in_flight, memory.ram, slots, timeline, is_due=is_due)
+        store = Store(slot_arrays, pool.resident, pool.in_flight, memory.ram, slots, timeline, is_due=is_due)
     else:
-        beneath = _pool_store(undo, run, placement.staged, records, slots, 0, memory.ram)
-        store = DeviceStore(records, memory.states, beneath, timeline)
+        beneath = _pool_store(undo, run, placement.staged, slot_arrays, slots, 0, memory.ram)
+        store = DeviceStore(slot_arrays, memory.states, beneath, timeline)
     undo.callback(store.close)
     return store
 
@@ -263,7 +263,7 @@ def _pool_store(
     undo: ExitStack,
     run: Run,
     pool: Pool | None,
-    records: Sequence[Record],
+    slot_arrays: Sequence[SlotArrays],
     slots: Stripes | None,
     first: int,
     memory: Lender | None = None,
@@ -273,7 +273,7 @@ def _pool_store(
         return None
     memory = run.memory.states if memory is None else memory
     held = None if slots is None else slots.starting_at(first)
-    store = Store(records, pool.resident, pool.in_flight, memory, held, run.timeline)
+    store = Store(slot_arrays, pool.resident, pool.in_flight, memory, held, run.timeline)
     undo.callback(store.close)
     return store
 
@@ -330,7 +330,7 @@ def _open_files(
     )
     # With commits, another budget has to find the same order of slots.
     resident = placement.states.resident if config.commit_every is None else ()
-    records, speeds = slot_records(layout, config), weights(config.paths)
-    slots = Stripes(engine, config.paths, speeds, records, files, timeline=timeline, resident=resident)
+    slot_arrays, speeds = all_slot_arrays(layout, config), weights(config.paths)
+    slots = Stripes(engine, config.paths, speeds, slot_arrays, files, timeline=timeline, resident=resident)
     undo.callback(slots.close)
     return slots, engine

@@ -1,4 +1,4 @@
-"""Counters, and the record of what ran when.
+"""Counters, and the timeline: what ran when.
 
 [Note: totals and events]
 Totals are always counted, and feed `OffloadZero.stats()`: seconds for each kind of work, bytes for each direction.

@@ -32,7 +32,7 @@ Of a model with tensor parallelism there are two fields more, which are not spel
 
 Sizes, offsets and starts are in elements. Names are names: no path is ever made of anything in here.
 
-Records are decoded into these types by msgspec, with bounded sizes and exact types, and are encoded again: only the
+The JSON is decoded into these types by msgspec, with bounded sizes and exact types, and is encoded again: only the
 bytes that this library would write are taken, so there is no room for duplicate or unknown fields. The XXH3 checksums
 detect damage. They are no protection against somebody who writes a file on purpose.
 """
@@ -61,8 +61,8 @@ from offload.storage.swap_format import (
     SPLIT,
     STATE_KINDS,
     WHOLE,
-    Record,
     RunId,
+    SlotArrays,
     SlotTable,
 )
 
@@ -204,14 +204,14 @@ class Manifest:
         return STATE_KINDS if number < len(self.chunks) else ("param",)
 
     @cached_property
-    def records(self) -> list[Record]:
+    def slot_arrays(self) -> list[SlotArrays]:
         """What each slot holds."""
         found = []
         for number, slot in enumerate(self.slots):
             params = self.flats[slot.flat].params
             halves = self.split_master and any(self.parameters[param].dtype == "bfloat16" for param in params)
             states = SPLIT if halves else WHOLE
-            found.append(Record(slot.numel, states if number < len(self.chunks) else (2 if halves else 4,)))
+            found.append(SlotArrays(slot.numel, states if number < len(self.chunks) else (2 if halves else 4,)))
         return found
 
     def held(self, path: int) -> list[int]:
@@ -235,17 +235,17 @@ class Slot:
 
 def committed_slots(manifest: Manifest) -> list[Slot]:
     """By number: where the committed version lies."""
-    records = manifest.records
+    slot_arrays = manifest.slot_arrays
     tables = {
-        path: SlotTable(records, manifest.held(path), manifest.places)
+        path: SlotTable(slot_arrays, manifest.held(path), manifest.places)
         for path in {slot.path for slot in manifest.slots}
     }
     found = []
-    for number, (slot, record) in enumerate(zip(manifest.slots, records, strict=True)):
-        ranges = zip(manifest.kinds(number), record.ranges(), strict=True)
+    for number, (facts, slot) in enumerate(zip(manifest.slots, slot_arrays, strict=True)):
+        ranges = zip(manifest.kinds(number), slot.ranges(), strict=True)
         arrays = {kind: (itemsize, start) for kind, (itemsize, start, _) in ranges}
-        offset = tables[slot.path].offset(number, slot.slot)
-        found.append(Slot(number, slot.path, offset, record.nbytes, arrays))
+        offset = tables[facts.path].offset(number, facts.slot)
+        found.append(Slot(number, facts.path, offset, slot.nbytes, arrays))
     return found
 
 
@@ -266,7 +266,7 @@ def digest(data: bytes | memoryview) -> str:
 
 @dataclass(frozen=True)
 class Schema:
-    """How every record begins."""
+    """How every JSON document of a run begins."""
 
     schema: Any = None
     version: Any = None
@@ -275,9 +275,9 @@ class Schema:
 def decode(
     data: bytes, kind: type[T], spell: Callable[[T], bytes], schema: Schema, file: str, most: int = MAX_BYTES
 ) -> T:
-    """The record that `data` spells.
+    """The document that `data` spells.
 
-    Args: spell: its inverse: only what it would write is taken; file: its name, for the errors; most: bytes allowed.
+    Args: spell: the inverse: only what it would write is taken; file: its name, for the errors; most: bytes allowed.
     Raises: CorruptionError naming `file`; ResumeError if it is of a newer or older version of this library.
     """
     if len(data) > most:
@@ -291,13 +291,13 @@ def decode(
         raise CorruptionError(f"is not the JSON that this library writes: {error}", file=file) from error
     _require_schema(found, schema, file)
     try:
-        record = msgspec.json.decode(data, type=kind)
-        is_own = spell(record) == data
+        document = msgspec.json.decode(data, type=kind)
+        is_own = spell(document) == data
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise CorruptionError(f"is not a record that this library writes: {error}", file=file) from error
+        raise CorruptionError(f"is not one that this library writes: {error}", file=file) from error
     if not is_own:
         raise CorruptionError("is spelled in another way than this library spells it", file=file)
-    return record
+    return document
 
 
 def _require_schema(found: Schema, wanted: Schema, file: str) -> None:

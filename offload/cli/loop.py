@@ -54,7 +54,7 @@ VALIDATION_POINTS = 10
 
 
 @dataclass
-class Record:
+class Measured:
     """What a run measured. Losses in nats a byte, times in seconds.
 
     losses: of each step's batches, before its update; validation: (steps done, loss).
@@ -188,13 +188,13 @@ def train_loop(
     options: TrainOptions,
     device: torch.device,
     tell: Tell,
-) -> Record:
+) -> Measured:
     """Train for `options.steps`, validating before, after and now and then between.
 
     Raises: SystemExit(143) on SIGTERM, where it commits: after the step it is in, and its commit.
     """
-    record = Record()
-    clock = Clock(record.seconds, device)
+    measured = Measured()
+    clock = Clock(measured.seconds, device)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, options.steps))
     batches = Batches(text.train, options.batch, options.seq, options.seed, device)
     starts = even_starts(text.validation, options.validation, options.seq)
@@ -210,37 +210,37 @@ def train_loop(
         with clock("step"):
             optimizer.synchronize()  # otherwise validation would wait for the step under way
         with clock("evaluate"):
-            record.validation.append((done, evaluate(model, held_out, at_once)))
+            measured.validation.append((done, evaluate(model, held_out, at_once)))
 
-    record.begun = _continue(optimizer, scheduler, batches, options.steps)
+    measured.begun = _continue(optimizer, scheduler, batches, options.steps)
     recorded_from = max(1, options.steps - TIMELINE_STEPS + 1) if options.timeline else math.inf
-    validate(record.begun)
+    validate(measured.begun)
     with contextlib.ExitStack() as recording:
         terminated = recording.enter_context(_noted_sigterm()) if options.commit_every else []
-        for done in range(record.begun + 1, options.steps + 1):
+        for done in range(measured.begun + 1, options.steps + 1):
             if done == recorded_from:
                 optimizer.synchronize()  # what is drawn is all of these steps, and nothing else
                 recording.enter_context(optimizer.timeline(options.timeline_file))
-            record.losses.append(_accumulate(model, batches, options.accumulation, clock))
+            measured.losses.append(_accumulate(model, batches, options.accumulation, clock))
             with clock("step"):
                 optimizer.clip_grad_norm_(CLIP)
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            record.tokens += options.batch * options.seq * options.accumulation
+            measured.tokens += options.batch * options.seq * options.accumulation
             if done == options.steps:
                 with clock("step"):
                     optimizer.synchronize()
                 recording.close()
             if done == options.steps or (done % between == 0 and done < recorded_from):
                 validate(done)
-            tell(done, training_status(record.losses[-1], record.tokens_per_s, optimizer.stats()))
+            tell(done, training_status(measured.losses[-1], measured.tokens_per_s, optimizer.stats()))
             if options.commit_every and (terminated or done == options.steps or done % options.commit_every == 0):
                 with clock("step"):
                     optimizer.commit({"scheduler": scheduler.state_dict(), "batches": batches.state()})
             if terminated:
                 sys.exit(EXIT_TERMINATED)
-    return record
+    return measured
 
 
 def _continue(
@@ -325,15 +325,15 @@ def run(options: TrainOptions, *, as_json: bool) -> None:
     with contextlib.ExitStack() as stack:
         optimizer = _take(stack, model, options)
         with progress(stderr, "step", options.steps) as tell:
-            record = train_loop(model, optimizer, text, options, device, tell)
+            measured = train_loop(model, optimizer, text, options, device, tell)
         stats = optimizer.stats()
         prompt, continuation = sample(model, text, options.sample_bytes, options.seed, device)
         kept = list(optimizer.files) if options.keep or options.commit_every else []
-    summary = summarise(record, stats, options) | {"device": str(device), "text": text.source, "files": kept}
+    summary = summarise(measured, stats, options) | {"device": str(device), "text": text.source, "files": kept}
     summary |= {"sample": continuation, "picture": None, "timeline": []}
     if draws:
         picture = options.out / "loss.png"
-        loss_curve(picture, _title(summary), record.losses, record.validation)
+        loss_curve(picture, _title(summary), measured.losses, measured.validation)
         summary["picture"] = str(picture)
     if options.timeline:
         pictured = options.timeline_file.with_suffix(".png")
@@ -359,7 +359,7 @@ def _take(stack: contextlib.ExitStack, model: GPT, options: TrainOptions) -> Off
     return optimizer
 
 
-def summarise(record: Record, stats: dict[str, Any], options: TrainOptions) -> dict[str, Any]:
+def summarise(measured: Measured, stats: dict[str, Any], options: TrainOptions) -> dict[str, Any]:
     """The object that --json prints: `_s` seconds, `_bytes` bytes, losses in nats a byte."""
     taken = (
         "parameters chunks kernel threads wait_nvme_s adam_s nvme_read_bytes nvme_written_bytes nvme_init_bytes "
@@ -372,19 +372,19 @@ def summarise(record: Record, stats: dict[str, Any], options: TrainOptions) -> d
         "param_tier": stats["param_tier"],
         "grad_tier": stats["grad_tier"],
         "steps": options.steps,
-        "steps_before": record.begun,
+        "steps_before": measured.begun,
         "committed": options.commit_every is not None,
-        "tokens": record.tokens,
-        "loss_first": record.losses[0],
-        "loss_last": record.losses[-1],
-        "val_loss_first": record.validation[0][1],
-        "val_loss_last": record.validation[-1][1],
-        "tokens_per_s": record.tokens_per_s,
-        **{f"{phase}_s": spent for phase, spent in record.seconds.items()},
+        "tokens": measured.tokens,
+        "loss_first": measured.losses[0],
+        "loss_last": measured.losses[-1],
+        "val_loss_first": measured.validation[0][1],
+        "val_loss_last": measured.validation[-1][1],
+        "tokens_per_s": measured.tokens_per_s,
+        **{f"{phase}_s": spent for phase, spent in measured.seconds.items()},
         **{name: stats[name] for name in taken.split()},
         "peak_rss_bytes": peak_rss_bytes(),
-        "losses": record.losses,
-        "validation": record.validation,
+        "losses": measured.losses,
+        "validation": measured.validation,
     }
 
 

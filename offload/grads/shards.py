@@ -30,7 +30,7 @@ from offload.run import Run
 from offload.sizes import round_up
 from offload.storage.arena import carved_bytes
 from offload.storage.chunk_cache import Store
-from offload.storage.swap_format import Record
+from offload.storage.swap_format import SlotArrays
 
 
 def dtypes_of(layout: Layout, accumulation: int) -> list[torch.dtype]:
@@ -38,10 +38,10 @@ def dtypes_of(layout: Layout, accumulation: int) -> list[torch.dtype]:
     return [torch.float32 if accumulation > 1 else flat.dtype for flat in layout.flats]
 
 
-def records_of(layout: Layout, accumulation: int) -> list[Record]:
+def gradient_slot_arrays(layout: Layout, accumulation: int) -> list[SlotArrays]:
     """What the slot of each chunk's gradients holds, with grad_tier="nvme"."""
     dtypes = dtypes_of(layout, accumulation)
-    return [Record(chunk.numel, (dtypes[chunk.flat].itemsize,)) for chunk in layout.chunks]
+    return [SlotArrays(chunk.numel, (dtypes[chunk.flat].itemsize,)) for chunk in layout.chunks]
 
 
 def arena_bytes(layout: Layout, accumulation: int, *, stored: bool) -> int:

@@ -29,7 +29,7 @@ from torch import nn
 from offload import config as configuration
 from offload.config import Config, Tier
 from offload.errors import BudgetError
-from offload.grads.shards import records_of as gradient_records_of
+from offload.grads.shards import gradient_slot_arrays
 from offload.layout import Layout
 from offload.model.partition import part_bytes
 from offload.model.units import ROOT
@@ -40,12 +40,12 @@ from offload.planner.placement import (
     Placement,
     Pool,
     Room,
+    all_slot_arrays,
     committed_slots,
     place,
-    slot_records,
     state_slots,
 )
-from offload.storage.swap_format import STATE_KINDS, Record, frozen_records_of, param_records_of
+from offload.storage.swap_format import STATE_KINDS, SlotArrays, frozen_slot_arrays, param_slot_arrays
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,9 @@ class Planned:
         return replace(self, config=replace(self.config, tier=tier, grad_tier=grads))
 
     def _buffer_bytes(self) -> int:
-        records = self.needs.states
-        buffers = min(self.config.in_flight or IN_FLIGHT, len(records))
-        return buffers * max((record.nbytes for record in records), default=0)
+        slot_arrays = self.needs.states
+        buffers = min(self.config.in_flight or IN_FLIGHT, len(slot_arrays))
+        return buffers * max((slot.nbytes for slot in slot_arrays), default=0)
 
 
 def plan_of(
@@ -227,11 +227,11 @@ def _in_memory(placement: Placement, planned: Planned) -> Iterator[Row]:
     """In RAM, or on the device."""
     where: Tier = "device" if planned.config.tier == "device" else "cpu"
     total = placement.slab_bytes if where == "device" else placement.arena_bytes
-    states, records = placement.states, planned.needs.states
+    states, slot_arrays = placement.states, planned.needs.states
     frozen, is_beside = placement.frozen or Pool((), frozenset(), 0), planned.needs.frozen_beside_slab
     rows = [
         Row("grad", where, planned.needs.gradient_bytes),
-        *_states([records[chunk] for chunk in states.resident], where),
+        *_states([slot_arrays[chunk] for chunk in states.resident], where),
         Row("param", where, placement.params.resident_bytes if placement.params else 0),
         Row("frozen", where, 0 if is_beside else frozen.resident_bytes),
         Row("buffers", where, states.buffer_bytes + _param_buffers(placement, planned)),
@@ -262,18 +262,18 @@ def _param_buffers(placement: Placement, planned: Planned) -> int:
 def _on_disk(placement: Placement, planned: Planned) -> Iterator[Row]:
     if not placement.disk_bytes:
         return
-    records, config = planned.needs.states, planned.config
-    frozen = frozen_records_of(planned.layout) if config.frozen_tier == "nvme" else []
-    params = param_records_of(planned.layout) if config.param_tier == "nvme" else []
-    grads = gradient_records_of(planned.layout, config.accumulation) if config.grad_tier == "nvme" else []
+    slot_arrays, config = planned.needs.states, planned.config
+    frozen = frozen_slot_arrays(planned.layout) if config.frozen_tier == "nvme" else []
+    params = param_slot_arrays(planned.layout) if config.param_tier == "nvme" else []
+    grads = gradient_slot_arrays(planned.layout, config.accumulation) if config.grad_tier == "nvme" else []
     resident = placement.states.resident
-    unwritten = [records[chunk] for chunk in resident] if state_slots(planned.layout, config) else []
+    unwritten = [slot_arrays[chunk] for chunk in resident] if state_slots(planned.layout, config) else []
     rows = [
-        *_states([record for chunk, record in enumerate(records) if chunk not in resident], "nvme"),
-        Row("param", "nvme", sum(record.numel * record.itemsizes[0] for record in params)),
-        Row("frozen", "nvme", sum(record.numel * record.itemsizes[0] for record in frozen)),
-        Row("grad", "nvme", sum(record.numel * record.itemsizes[0] for record in grads)),
-        Row("slots", "nvme", sum(record.nbytes for record in unwritten) + _second_slots(planned)),
+        *_states([slot for chunk, slot in enumerate(slot_arrays) if chunk not in resident], "nvme"),
+        Row("param", "nvme", sum(slot.numel * slot.itemsizes[0] for slot in params)),
+        Row("frozen", "nvme", sum(slot.numel * slot.itemsizes[0] for slot in frozen)),
+        Row("grad", "nvme", sum(slot.numel * slot.itemsizes[0] for slot in grads)),
+        Row("slots", "nvme", sum(slot.nbytes for slot in unwritten) + _second_slots(planned)),
     ]
     yield from rows
     yield Row("rest", "nvme", placement.disk_bytes - sum(row.nbytes for row in rows))
@@ -282,16 +282,16 @@ def _on_disk(placement: Placement, planned: Planned) -> Iterator[Row]:
 def _second_slots(planned: Planned) -> int:
     """What commits take more on the disk."""
     config, layout = planned.config, planned.layout
-    records = slot_records(layout, config)[: committed_slots(layout, config)]
+    slot_arrays = all_slot_arrays(layout, config)[: committed_slots(layout, config)]
     elsewhere = config.commits_parameters and config.param_tier != "nvme"
-    once = sum(record.nbytes for record in records[len(layout.chunks) :]) if elsewhere else 0
-    return (config.slots_per_chunk - 1) * sum(record.nbytes for record in records) + once
+    once = sum(slot.nbytes for slot in slot_arrays[len(layout.chunks) :]) if elsewhere else 0
+    return (config.slots_per_chunk - 1) * sum(slot.nbytes for slot in slot_arrays) + once
 
 
-def _states(records: list[Record], tier: Tier) -> Iterator[Row]:
+def _states(slot_arrays: list[SlotArrays], tier: Tier) -> Iterator[Row]:
     """Without headers and padding. A split master is half as wide: its upper half is the parameter."""
     for number, kind in enumerate(STATE_KINDS):
-        yield Row(kind, tier, sum(record.itemsizes[number] * record.numel for record in records))
+        yield Row(kind, tier, sum(slot.itemsizes[number] * slot.numel for slot in slot_arrays))
 
 
 def bytes_per_param(placement: Placement, layout: Layout) -> float:

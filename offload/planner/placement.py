@@ -16,7 +16,7 @@ from offload.dist import exchange
 from offload.errors import BudgetError, ConfigError
 from offload.grads import local as gradients
 from offload.grads.reduction_plan import ReductionPlan
-from offload.grads.shards import records_of as gradient_records_of
+from offload.grads.shards import gradient_slot_arrays
 from offload.layout import Layout, starts_of
 from offload.model.units import ROOT, encloses
 from offload.native.torch_kernels import scratch_bytes
@@ -25,7 +25,14 @@ from offload.planner.machine import free_memory
 from offload.sizes import MIB, PAGE_BYTES, format_bytes
 from offload.storage.arena import carved_bytes
 from offload.storage.chunk_cache import residents
-from offload.storage.swap_format import STATE_KINDS, Record, file_bytes, frozen_records_of, param_records_of, records_of
+from offload.storage.swap_format import (
+    STATE_KINDS,
+    SlotArrays,
+    file_bytes,
+    frozen_slot_arrays,
+    param_slot_arrays,
+    state_slot_arrays,
+)
 
 IN_FLIGHT = 4
 """Buffers for streamed chunks if the budget allows: one more than the least, so that a late write delays no read."""
@@ -287,23 +294,23 @@ def _require_room(layout: Layout, config: Config, room: Room, slab_bytes: int) -
 # What each kind of bytes needs, whatever the budget.
 
 
-def slot_records(layout: Layout, config: Config) -> list[Record]:
+def all_slot_arrays(layout: Layout, config: Config) -> list[SlotArrays]:
     """What all slots of a run hold: the states of each chunk, then, if they go there, its parameters and gradients, and
     frozen parameters."""
-    params = param_records_of(layout) if config.param_tier == "nvme" or config.commits_parameters else []
-    grads = gradient_records_of(layout, config.accumulation) if config.grad_tier == "nvme" else []
-    frozen = frozen_records_of(layout) if config.frozen_tier == "nvme" else []
+    params = param_slot_arrays(layout) if config.param_tier == "nvme" or config.commits_parameters else []
+    grads = gradient_slot_arrays(layout, config.accumulation) if config.grad_tier == "nvme" else []
+    frozen = frozen_slot_arrays(layout) if config.frozen_tier == "nvme" else []
     return state_slots(layout, config) + params + grads + frozen
 
 
-def state_slots(layout: Layout, config: Config) -> list[Record]:
-    """Those of `slot_records` that are of states."""
+def state_slots(layout: Layout, config: Config) -> list[SlotArrays]:
+    """Those of `all_slot_arrays` that are of states."""
     is_there = config.tier == "nvme" or config.commit_every is not None
-    return records_of(layout, split_master=config.split_master) if is_there else []
+    return state_slot_arrays(layout, split_master=config.split_master) if is_there else []
 
 
 def committed_slots(layout: Layout, config: Config) -> int:
-    """How many of `slot_records`, the first ones, are committed."""
+    """How many of `all_slot_arrays`, the first ones, are committed."""
     return len(state_slots(layout, config)) * (2 if config.commits_parameters else 1)
 
 
@@ -329,18 +336,18 @@ class Needs:
         return self.direct or self.config.tier == "device"
 
     @cached_property
-    def states(self) -> list[Record]:
+    def states(self) -> list[SlotArrays]:
         """Of each chunk."""
-        return records_of(self.layout, split_master=self.config.split_master)
+        return state_slot_arrays(self.layout, split_master=self.config.split_master)
 
     @property
     def state_bytes(self) -> int:
-        return sum(record.nbytes for record in self.states)
+        return sum(slot.nbytes for slot in self.states)
 
     @cached_property
     def params(self) -> Pool | None:
         """Streamed parameters: all in RAM, or as few as work, because states in RAM save as many bytes."""
-        sizes = [record.nbytes for record in param_records_of(self.layout)]
+        sizes = [slot.nbytes for slot in param_slot_arrays(self.layout)]
         if self.config.param_tier == "nvme":
             return self._few(sizes)
         if self.config.param_tier == "cpu":
@@ -355,18 +362,18 @@ class Needs:
         """Gradients in slots; None: they are not."""
         if self.config.grad_tier != "nvme":
             return None
-        return self._few([record.nbytes for record in gradient_records_of(self.layout, self.config.accumulation)])
+        return self._few([slot.nbytes for slot in gradient_slot_arrays(self.layout, self.config.accumulation)])
 
     @cached_property
     def staged(self) -> Pool | None:
         """Buffers of commits of states that are on the device."""
         is_staged = self.config.tier == "device" and self.config.paths
-        return self._few([record.nbytes for record in self.states]) if is_staged else None
+        return self._few([slot.nbytes for slot in self.states]) if is_staged else None
 
     @cached_property
     def frozen_chunks(self) -> list[int]:
         """Bytes of each."""
-        return [record.nbytes for record in frozen_records_of(self.held)]
+        return [slot.nbytes for slot in frozen_slot_arrays(self.held)]
 
     @cached_property
     def frozen(self) -> Pool | None:
@@ -462,7 +469,7 @@ class Needs:
     @property
     def least_bytes(self) -> int:
         """Of RAM, with states on NVMe: all but the states, and the fewest buffers that these can stream through."""
-        largest = max((record.nbytes for record in self.states), default=0)
+        largest = max((slot.nbytes for slot in self.states), default=0)
         activations = 0 if self.has_activations_on_device else self.activation_bytes
         return self.fixed_bytes + activations + min(LEAST_IN_FLIGHT * largest, self.state_bytes)
 
@@ -472,7 +479,7 @@ class Needs:
         layout, config = self.layout, self.config
         if not config.paths:
             return 0
-        return file_bytes(slot_records(self.held, config), config.slots_per_chunk, committed_slots(layout, config))
+        return file_bytes(all_slot_arrays(self.held, config), config.slots_per_chunk, committed_slots(layout, config))
 
     @property
     def held_bytes(self) -> dict[str, int]:
@@ -498,11 +505,11 @@ class Needs:
         passes = self.config.accumulation
         params = tiled = grads = 0
         if self.config.param_tier == "nvme":
-            for chunk, record in zip(self.layout.param_chunks, param_records_of(self.layout), strict=True):
-                params += record.nbytes
-                tiled += record.nbytes if self.layout.tile_of(chunk.flat) else 0
+            for chunk, slot in zip(self.layout.param_chunks, param_slot_arrays(self.layout), strict=True):
+                params += slot.nbytes
+                tiled += slot.nbytes if self.layout.tile_of(chunk.flat) else 0
         if self.config.grad_tier == "nvme":
-            grads = passes * sum(record.nbytes for record in gradient_records_of(self.layout, passes))
+            grads = passes * sum(slot.nbytes for slot in gradient_slot_arrays(self.layout, passes))
         return (2 * passes - 1) * params + tiled + grads, params + grads
 
 
@@ -526,7 +533,7 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
     given = config.cpu_memory
     free = free_memory() if room.free_cpu_bytes is None else room.free_cpu_bytes
     budget = free // 2 // config.ranks_on_node if given is None else given
-    sizes = [record.nbytes for record in needs.states]
+    sizes = [slot.nbytes for slot in needs.states]
     is_on_device = config.tier == "device"
     beside = (needs.staged, needs.frozen if needs.frozen_beside_slab else None)
     fixed = reserved + (0 if is_on_device else needs.fixed_bytes) + sum(pool.nbytes for pool in beside if pool)

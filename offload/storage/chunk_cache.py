@@ -51,7 +51,7 @@ from offload.io.engine import IOFuture
 from offload.profiling import Timeline
 from offload.storage.arena import Lender
 from offload.storage.swap_file import Slots, memory_of
-from offload.storage.swap_format import STATE_KINDS, Record
+from offload.storage.swap_format import STATE_KINDS, SlotArrays
 
 
 class Residency(Enum):
@@ -182,7 +182,7 @@ def _next_uses(order: Sequence[int]) -> list[int]:
 
 
 class Lease(AbstractContextManager["Lease"]):
-    """The right to use one chunk's arrays, from entering to leaving: CPU tensors of shape (chunk.numel,), as its record
+    """The right to use one chunk's arrays, from entering to leaving: CPU tensors of shape (chunk.numel,), as its slot
     says. See `Store.lease`.
 
     The holder sets `dirty` if it wrote to them; `is_unfinished` if it will write again: do not write back unless the
@@ -242,14 +242,14 @@ class _Buffer:
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
-        self._arrays: dict[Record, Sequence[Tensor]] = {}
+        self._arrays: dict[SlotArrays, Sequence[Tensor]] = {}
 
-    def arrays(self, record: Record) -> Sequence[Tensor]:
-        """Those of a chunk with this record."""
-        arrays = self._arrays.get(record)
+    def arrays(self, slot: SlotArrays) -> Sequence[Tensor]:
+        """Tensors in its memory, for a chunk with such a slot."""
+        arrays = self._arrays.get(slot)
         if arrays is None:
             with torch.inference_mode(False):  # those of a first lease inside it could not be written to outside
-                arrays = self._arrays[record] = record.views(self.memory)
+                arrays = self._arrays[slot] = slot.views(self.memory)
         return arrays
 
     @cached_property
@@ -308,7 +308,7 @@ def _nobody(chunk: int) -> None:
 class Store:
     """The cache of one kind of data for all chunks: states, parameters or gradients.
 
-    Args: records: what each chunk holds; resident: chunks that never leave RAM; in_flight: buffers for the others;
+    Args: slot_arrays: what each chunk holds; resident: chunks that never leave RAM; in_flight: buffers for the others;
     slots: of the chunks, None if all are resident; is_due: whether the results of a step are known to be committed, so
     that resident chunks are written behind it. The first lease of a chunk finds zeros.
     The slots that the last commit names are never written to: a new version goes to the chunk's other slot.
@@ -319,7 +319,7 @@ class Store:
 
     def __init__(
         self,
-        records: Sequence[Record],
+        slot_arrays: Sequence[SlotArrays],
         resident: frozenset[int],
         in_flight: int,
         arena: Lender,
@@ -328,12 +328,12 @@ class Store:
         is_due: Callable[[int], bool] = lambda step: False,
     ) -> None:
         self.lease_wanted: Callable[[int], None] = _nobody
-        self._records = tuple(records)
-        self._sizes = [record.nbytes for record in records]
+        self._slot_arrays = tuple(slot_arrays)
+        self._sizes = [slot.nbytes for slot in slot_arrays]
         self._is_due = is_due
         self._slots = slots
         self._timeline = timeline
-        self._table = ResidencyTable(len(self._records))
+        self._table = ResidencyTable(len(self._slot_arrays))
         largest = max((size for chunk, size in enumerate(self._sizes) if chunk not in resident), default=0)
         self._in_flight = in_flight if largest else 0
         self._free = [_Buffer(arena.carve(largest)) for _ in range(self._in_flight)]
@@ -463,7 +463,7 @@ class Store:
         self._forget_order()
         for left in (self._ahead, self._used, self._retained, self._unwritten, self._owed, self._newer, self._holders):
             left.clear()
-        for chunk in range(len(self._records)):
+        for chunk in range(len(self._slot_arrays)):
             self._table.reset(chunk, Residency.STORED if chunk in versions else Residency.EMPTY)
             if chunk in self._buffers:
                 self._free.append(self._buffers.pop(chunk))
@@ -523,7 +523,7 @@ class Store:
             if not self._is_ready(chunk, lease.is_fresh):
                 return False
             lease.is_blank = lease.is_fresh and self._table[chunk] in (Residency.EMPTY, Residency.STORED)
-            lease.arrays = self._buffer(chunk).arrays(self._records[chunk])
+            lease.arrays = self._buffer(chunk).arrays(self._slot_arrays[chunk])
             self._table.change(chunk, Residency.LEASED)
             lease.is_held = True
             self._holders[chunk] = weakref.ref(lease)

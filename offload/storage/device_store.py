@@ -19,7 +19,7 @@ from offload.profiling import Timeline
 from offload.sizes import PAGE_BYTES, format_bytes, round_up
 from offload.storage.arena import Lender
 from offload.storage.chunk_cache import Lease, Residency, Store, Version
-from offload.storage.swap_format import Record
+from offload.storage.swap_format import SlotArrays
 
 
 class DeviceArena(Lender):
@@ -62,12 +62,14 @@ class DeviceArena(Lender):
 class DeviceStore(Store):
     """The states of all chunks on the device.
 
-    Args: arena: of the device's memory; beneath: the store in RAM that commits go through, of the same records, None
-    without commits. Leases hold tensors on the device.
+    Args: arena: of the device's memory; beneath: the store in RAM that commits go through, None without
+    commits. Leases hold tensors on the device.
     """
 
-    def __init__(self, records: Sequence[Record], arena: Lender, beneath: Store | None, timeline: Timeline) -> None:
-        super().__init__(records, frozenset(range(len(records))), 0, arena, None, timeline)
+    def __init__(
+        self, slot_arrays: Sequence[SlotArrays], arena: Lender, beneath: Store | None, timeline: Timeline
+    ) -> None:
+        super().__init__(slot_arrays, frozenset(range(len(slot_arrays))), 0, arena, None, timeline)
         self._arena = arena
         self._beneath = beneath
         self._below: dict[int, Version] = {}  # chunks that have to be brought up

@@ -30,7 +30,7 @@ from offload.storage.files import LOCAL, NEW_SUFFIX, Directories, Files, check_d
 from offload.storage.swap_format import (
     HEADER_BYTES,
     MAGIC,
-    Record,
+    SlotArrays,
     SlotHeader,
     SlotTable,
     Superblock,
@@ -198,8 +198,8 @@ class RunFiles:
 class SwapFile:
     """The slots of one rank in one directory; see [Note: swap file format 1].
 
-    Args: directory: made with mode 0700 if missing; records: what each chunk of the run holds; held: the chunks in this
-    file, in the order in which they lie (None: all); stripe: which of the rank's files this is, of how many.
+    Args: directory: made with mode 0700 if missing; slot_arrays: of each chunk of the run; held: chunks in this file,
+    in the order in which they lie (None: all); stripe: which of the rank's files this is, of how many.
     Raises: PathError, PathInUseError, BudgetError (disk space), ResumeError. Nothing of another run is lost then.
     """
 
@@ -207,7 +207,7 @@ class SwapFile:
         self,
         engine: IOEngine,
         directory: Path,
-        records: Sequence[Record],
+        slot_arrays: Sequence[SlotArrays],
         run: RunFiles,
         *,
         held: Sequence[int] | None = None,
@@ -218,9 +218,9 @@ class SwapFile:
         self._run_id = run.run_id.hex()
         resumes = run.resumed is not None
         check_directory(directory, resumes=resumes or run.is_temporary or run.is_known)
-        self._records = tuple(records)
-        held = range(len(self._records)) if held is None else held
-        self._table = SlotTable(self._records, held, run.slots_per_chunk, run.committed)
+        self._slot_arrays = tuple(slot_arrays)
+        held = range(len(self._slot_arrays)) if held is None else held
+        self._table = SlotTable(self._slot_arrays, held, run.slots_per_chunk, run.committed)
         self._checksums: dict[int, int] = {}
         self._engine = engine
         self._timeline = timeline or Timeline()
@@ -242,7 +242,7 @@ class SwapFile:
             if is_new:
                 undo.callback(self._remove)
             is_blank = _is_blank(self._file)
-            described = self._records[: run.committed]
+            described = self._slot_arrays[: run.committed]
             chunks = described_chunks(described, [chunk for chunk in held if chunk < len(described)])
             superblock = Superblock(self._run_id, run.slots_per_chunk, stripe, run.committed is not None, chunks)
             block = aligned_memory(PAGE_BYTES)
@@ -271,7 +271,7 @@ class SwapFile:
     def write(self, chunk: int, data: memoryview, *, step: int, slot: int = 0) -> IOFuture:
         """Adds padding, checksum and header to `data` and writes it to slot A (0) or B (1) of the chunk.
 
-        Args: data: `Record.nbytes` long, of which the first page is for the header; step: the step whose result it is.
+        Args: data: a whole slot, of which the first page is for the header; step: the step whose result it is.
         The future's errors are those of the engine.
         """
         self._size_before = None
@@ -280,12 +280,12 @@ class SwapFile:
         return transfer
 
     def _seal(self, transfer: Transfer, chunk: int, step: int) -> None:
-        data, record = transfer.view, self._records[chunk]
+        data, slot = transfer.view, self._slot_arrays[chunk]
         with self._timeline.event(self._hashes, "seal", chunk=chunk, size=len(data)):
-            for _, _, end in record.ranges():
+            for _, _, end in slot.ranges():
                 data[end : round_up(end, PAGE_BYTES)] = bytes(-end % PAGE_BYTES)
             checksum = self._checksums[chunk] = xxhash.xxh3_64_intdigest(data[PAGE_BYTES:])
-            data[:HEADER_BYTES] = SlotHeader(self._run_id, chunk, step, record.numel, checksum).encode()
+            data[:HEADER_BYTES] = SlotHeader(self._run_id, chunk, step, slot.numel, checksum).encode()
         moving = self._timeline.begin(self._writes, "write", chunk=chunk, size=len(data), tier="nvme")
         if moving is not None:
             transfer.add_done_callback(lambda _: Timeline.end(moving, failed=transfer.error is not None))
@@ -314,7 +314,7 @@ class SwapFile:
         data, offset = transfer.view, transfer.offset
         with self._timeline.event(self._hashes, "check", chunk=chunk, size=len(data)):
             header = parse_header(data[:PAGE_BYTES], self.path, offset, chunk)
-            problem = header.problem(self._run_id, chunk, step, self._records[chunk].numel, checksum)
+            problem = header.problem(self._run_id, chunk, step, self._slot_arrays[chunk].numel, checksum)
             if not problem and xxhash.xxh3_64_intdigest(data[PAGE_BYTES:]) != header.checksum:
                 problem = "the slot's data does not match its checksum"
         if problem:
@@ -492,7 +492,7 @@ class Slots:
 class Stripes(Slots):
     """The slots of all chunks over several directories, found by chunk.
 
-    Args: directories: one or more, all different; weights: their bandwidths; records: what each chunk holds;
+    Args: directories: one or more, all different; weights: their bandwidths; slot_arrays: what each chunk holds;
     resident: chunks that stay in RAM, and seldom move.
     Attributes: run_id, 16 bytes; chosen: the number of each chunk's directory; directories, as in `RunFiles`.
     Raises: as `SwapFile`, naming the directory; then nothing is left behind in any of them.
@@ -503,7 +503,7 @@ class Stripes(Slots):
         engine: IOEngine,
         directories: Sequence[Path],
         weights: Sequence[float],
-        records: Sequence[Record],
+        slot_arrays: Sequence[SlotArrays],
         run: RunFiles | None = None,
         *,
         timeline: Timeline | None = None,
@@ -512,7 +512,7 @@ class Stripes(Slots):
         run = run or RunFiles()
         for directory in directories:
             check_directory(directory, resumes=run.is_temporary or run.is_known or run.resumed is not None)
-        chosen = assign([record.nbytes for record in records], weights)
+        chosen = assign([slot.nbytes for slot in slot_arrays], weights)
         if run.resumed is not None:
             chosen[: len(run.resumed)] = run.resumed
         self.run_id = run.run_id
@@ -528,7 +528,7 @@ class Stripes(Slots):
                 held = [chunk for chunk, path in enumerate(chosen) if path == number]
                 held.sort(key=lambda chunk: chunk in resident)
                 stripe = (number, len(directories))
-                file = SwapFile(engine, directory, records, run, held=held, stripe=stripe, timeline=timeline)
+                file = SwapFile(engine, directory, slot_arrays, run, held=held, stripe=stripe, timeline=timeline)
                 undo.callback(file.abandon)
                 self._stripes.append(file)
                 of |= dict.fromkeys(held, file)

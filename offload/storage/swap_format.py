@@ -7,7 +7,7 @@ file, of how many], "commits": whether this run ever commits (false: nothing in 
 {"held": those in this file, "numels": elements of each chunk of the run}}. If "chunks" does not fit into the page it is
 {"xxh3": its digest}.
 
-A slot is one page of header (see `_HEADER`), then the arrays of the chunk's record, each padded with zeros to whole
+A slot is one page of header (see `_HEADER`), then the arrays of the chunk, each padded with zeros to whole
 pages: master, exp_avg and exp_avg_sq, fp32. With a split master the first array is its low halves, 16 bits each, and
 the superblock's "chunks" have "itemsizes": bytes an element of each array. The header holds run id, chunk, step,
 element count and the XXH3-64 of the pages after it, and ends with the XXH3-64 of itself.
@@ -66,7 +66,7 @@ _Count = Annotated[int, Meta(ge=0, le=MAX_NUMEL)]
 _Stripe = Annotated[int, Meta(ge=0, le=MAX_PATHS)]
 
 
-class Record(NamedTuple):
+class SlotArrays(NamedTuple):
     """The arrays of one slot, each of `numel` elements.
 
     itemsizes: bytes an element of each array. Of states 4 is fp32, 2 the low halves of a split master, as int16; what
@@ -93,42 +93,42 @@ class Record(NamedTuple):
         return [buffer[start:end].view(_DTYPES[itemsize]) for itemsize, start, end in self.ranges()]
 
 
-def records_of(layout: Layout, *, split_master: bool) -> list[Record]:
-    """The record of each chunk's states. Only a bf16 parameter is the upper half of its master."""
+def state_slot_arrays(layout: Layout, *, split_master: bool) -> list[SlotArrays]:
+    """Of each chunk's states. Only a bf16 parameter is the upper half of its master."""
     split = [split_master and flat.dtype is torch.bfloat16 for flat in layout.flats]
-    return [Record(chunk.numel, SPLIT if split[chunk.flat] else WHOLE) for chunk in layout.chunks]
+    return [SlotArrays(chunk.numel, SPLIT if split[chunk.flat] else WHOLE) for chunk in layout.chunks]
 
 
-def param_records_of(layout: Layout) -> list[Record]:
-    """The record of each chunk's trained 16-bit parameters, replicas included, where parameters are streamed."""
+def param_slot_arrays(layout: Layout) -> list[SlotArrays]:
+    """Of each chunk's trained 16-bit parameters, replicas included, where parameters are streamed."""
     return _values_of(layout, layout.chunks + layout.copies)
 
 
-def frozen_records_of(layout: Layout) -> list[Record]:
-    """The record of each chunk of frozen parameters."""
+def frozen_slot_arrays(layout: Layout) -> list[SlotArrays]:
+    """Of each chunk of frozen parameters."""
     return _values_of(layout, layout.frozen)
 
 
-def _values_of(layout: Layout, chunks: Sequence[Chunk]) -> list[Record]:
-    return [Record(chunk.numel, (layout.flats[chunk.flat].dtype.itemsize,)) for chunk in chunks]
+def _values_of(layout: Layout, chunks: Sequence[Chunk]) -> list[SlotArrays]:
+    return [SlotArrays(chunk.numel, (layout.flats[chunk.flat].dtype.itemsize,)) for chunk in chunks]
 
 
 class SlotTable:
     """Where the slots lie in one swap file.
 
-    Args: records: of each chunk of the run; held: the chunks in this file, in the order in which they lie;
+    Args: slot_arrays: of each chunk of the run; held: the chunks in this file, in the order in which they lie;
     slots_per_chunk: 1 or 2; committed: how many of the run's chunks, the first ones, have all slots; None: all of them.
     Attributes: nbytes, of the file; nbytes_of_one: with one slot a chunk.
     """
 
     def __init__(
-        self, records: Sequence[Record], held: Sequence[int], slots_per_chunk: int, committed: int | None = None
+        self, slot_arrays: Sequence[SlotArrays], held: Sequence[int], slots_per_chunk: int, committed: int | None = None
     ) -> None:
         both = [chunk for chunk in held if committed is None or chunk < committed]
         once = [chunk for chunk in held if committed is not None and chunk >= committed]
-        *starts, self._step = accumulate((records[chunk].nbytes for chunk in both), initial=0)
+        *starts, self._step = accumulate((slot_arrays[chunk].nbytes for chunk in both), initial=0)
         self._starts = dict(zip(both, starts, strict=True))
-        *starts, end = accumulate((records[chunk].nbytes for chunk in once), initial=slots_per_chunk * self._step)
+        *starts, end = accumulate((slot_arrays[chunk].nbytes for chunk in once), initial=slots_per_chunk * self._step)
         self._starts |= zip(once, starts, strict=True)
         self.nbytes = PAGE_BYTES + end
         self.nbytes_of_one = self.nbytes - (slots_per_chunk - 1) * self._step
@@ -138,16 +138,16 @@ class SlotTable:
         return PAGE_BYTES + slot * self._step + self._starts[chunk]
 
 
-def file_bytes(records: Sequence[Record], slots_per_chunk: int, committed: int | None = None) -> int:
+def file_bytes(slot_arrays: Sequence[SlotArrays], slots_per_chunk: int, committed: int | None = None) -> int:
     """Bytes of the swap file if all chunks lie in one. Args: as of `SlotTable`."""
-    return SlotTable(records, range(len(records)), slots_per_chunk, committed).nbytes
+    return SlotTable(slot_arrays, range(len(slot_arrays)), slots_per_chunk, committed).nbytes
 
 
-def described_chunks(records: Sequence[Record], held: Sequence[int]) -> Chunks:
-    """The "chunks" of a superblock. Args: records: of the chunks to be described; held: those in the file."""
-    found: Chunks = {"held": [*held], "numels": [record.numel for record in records]}
-    if any(record.itemsizes != WHOLE for record in records):
-        found["itemsizes"] = [[*record.itemsizes] for record in records]
+def described_chunks(slot_arrays: Sequence[SlotArrays], held: Sequence[int]) -> Chunks:
+    """The "chunks" of a superblock. Args: slot_arrays: of the chunks to be described; held: those in the file."""
+    found: Chunks = {"held": [*held], "numels": [slot.numel for slot in slot_arrays]}
+    if any(slot.itemsizes != WHOLE for slot in slot_arrays):
+        found["itemsizes"] = [[*slot.itemsizes] for slot in slot_arrays]
     return found
 
 

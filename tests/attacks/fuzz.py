@@ -70,7 +70,7 @@ def _manifest(data: bytes) -> None:
     slots = committed_slots(manifest)
     assert len(slots) == len(manifest.slots)
     for path in range(min(manifest.paths, 4)):
-        described_chunks(manifest.records, manifest.held(path))
+        described_chunks(manifest.slot_arrays, manifest.held(path))
     if manifest.world == 1:
         agree([manifest], "manifest")
 

@@ -27,7 +27,7 @@ from offload.storage.files import SWAP_NAME, Files, swap_name
 from offload.storage.swap_file import CommittedFile, RunFiles, SwapFile, memory_of
 from offload.storage.swap_format import (
     STATE_KINDS,
-    Record,
+    SlotArrays,
     described_chunks,
     file_bytes,
     parse_header,
@@ -88,13 +88,13 @@ def test_slots_lie_where_the_store_puts_them(tmp_path: Path) -> None:
     """The format is said in store.slots; this is the same file, written by it."""
     numels, steps = (1000, 1, 1500), (3, 5, 4)
     engine = ThreadEngine()
-    records = [Record(numel) for numel in numels]
-    file = SwapFile(engine, tmp_path / "run", records, RunFiles(slots_per_chunk=2, committed=len(records)))
+    slot_arrays = [SlotArrays(numel) for numel in numels]
+    file = SwapFile(engine, tmp_path / "run", slot_arrays, RunFiles(slots_per_chunk=2, committed=len(slot_arrays)))
     for place in (0, 1):
         for chunk, numel in enumerate(numels):
-            record = records[chunk]
-            buffer = Arena(record.nbytes, HostCopier()).carve(record.nbytes)
-            for number, state in enumerate(record.views(buffer)):
+            slot = slot_arrays[chunk]
+            buffer = Arena(slot.nbytes, HostCopier()).carve(slot.nbytes)
+            for number, state in enumerate(slot.views(buffer)):
                 state.copy_(torch.arange(numel) + 10_000 * number + 100_000 * place)
             file.write(chunk, memory_of(buffer), step=steps[chunk], slot=place).result(30)
     file.close()
@@ -108,12 +108,12 @@ def test_slots_lie_where_the_store_puts_them(tmp_path: Path) -> None:
         for chunk, numel, place in zip(made.chunks, numels, (1, 0, 1), strict=False)
     ]
     manifest = dataclasses.replace(made, chunks=tuple(chunks))
-    assert block.chunks == described_chunks(manifest.records, manifest.held(0))
+    assert block.chunks == described_chunks(manifest.slot_arrays, manifest.held(0))
     assert (block.places, block.stripe, block.commits) == (2, (0, 1), True)
-    assert len(data) == file_bytes(records, 2)
+    assert len(data) == file_bytes(slot_arrays, 2)
     for slot in committed_slots(manifest):
         place = chunks[slot.chunk].slot
-        assert slot.size == records[slot.chunk].nbytes
+        assert slot.size == slot_arrays[slot.chunk].nbytes
         found = parse_header(data[slot.offset : slot.offset + PAGE_BYTES], "swap", slot.offset, slot.chunk)
         assert (found.chunk, found.step, found.numel) == (slot.chunk, steps[slot.chunk], numels[slot.chunk])
         for number, kind in enumerate(STATE_KINDS):

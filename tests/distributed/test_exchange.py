@@ -11,7 +11,7 @@ from offload.dist.communicator import Communicator, SingleProcess, Work
 from offload.dist.exchange import FlatGather, ReplicaExchange, arena_bytes
 from offload.errors import RankError
 from offload.layout import Chunk, Layout, ParamSpec, build
-from offload.storage.swap_format import param_records_of
+from offload.storage.swap_format import param_slot_arrays
 from tests.support.communicators import GoneWork, PendingWork
 from tests.support.runs import run_of, store_in_ram
 from tests.support.threads import Threads
@@ -75,7 +75,7 @@ def test_replicas_have_what_each_of_them_made(ranks: int, replicas: int) -> None
         """What is wrong on this rank."""
         layout = layout_of(ranks, comm.rank * group + column, replicas)
         run = run_of(layout)
-        store = store_in_ram(run, param_records_of(layout))
+        store = store_in_ram(run, param_slot_arrays(layout))
         for chunk in layout.param_chunks:
             with store.lease(chunk.index, step=0, is_fresh=True) as lease:
                 lease.dirty = True
@@ -144,7 +144,7 @@ def test_what_is_abandoned_has_ended_before_its_memory_is_used_again() -> None:
     comm.works.clear()
     run = run_of(layout)
     exchanging = ReplicaExchange(
-        layout, store_in_ram(run, param_records_of(layout)), run.memory.ram, comm, lambda *new: None
+        layout, store_in_ram(run, param_slot_arrays(layout)), run.memory.ram, comm, lambda *new: None
     )
     exchanging.begin()
     exchanging.send(layout.chunks[0], torch.zeros(layout.chunks[0].numel, dtype=torch.bfloat16), 1)
@@ -166,7 +166,7 @@ def test_what_another_rank_did_not_send_is_raised_once_and_dropped_when_abandone
     gathering.wait()
     gathering.finish(0)
     run = run_of(layout)
-    store = store_in_ram(run, param_records_of(layout))
+    store = store_in_ram(run, param_slot_arrays(layout))
     exchanging = ReplicaExchange(layout, store, run.memory.ram, Lost(), lambda *new: None)
     with pytest.raises(RankError, match="rank 1 is gone"):
         exchanging.start(0, 1)

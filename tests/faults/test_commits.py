@@ -30,7 +30,7 @@ from offload.errors import (
 )
 from offload.io.engine import IOFile, IOFuture
 from offload.planner import least_cpu_memory
-from offload.planner.placement import slot_records
+from offload.planner.placement import all_slot_arrays
 from offload.storage.files import COMMIT_NAME, LOCAL, SWAP_NAME
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, backward, bits, one_step
 from tests.support.damage import flip
@@ -475,11 +475,11 @@ def test_what_only_ram_has_goes_to_the_disk_at_commits_only(make: Make, tier: st
         one_step(model, optimizer, step)
         optimizer.synchronize()
         written.append(optimizer.stats()["nvme_written_bytes"])
-    records = slot_records(optimizer._layout, optimizer._config)
-    each = sum(record.nbytes for record in records)
-    assert len(records) == len(optimizer._layout.chunks) * (2 if split_master else 1)
+    slot_arrays = all_slot_arrays(optimizer._layout, optimizer._config)
+    each = sum(slot.nbytes for slot in slot_arrays)
+    assert len(slot_arrays) == len(optimizer._layout.chunks) * (2 if split_master else 1)
     # The second step is known to be committed; what is on the device, and parameters, are brought by the commit itself.
-    behind = 0 if tier == "device" else sum(record.nbytes for record in records[: len(optimizer._layout.chunks)])
+    behind = 0 if tier == "device" else sum(slot.nbytes for slot in slot_arrays[: len(optimizer._layout.chunks)])
     assert written == [0, behind, each, each + behind, 2 * each]
     assert optimizer.stats()["nvme_read_bytes"] == optimizer.stats()["nvme_init_bytes"] == 0
     assert optimizer.stats()["disk_bytes"] == 4096 + 2 * each == optimizer._placement.disk_bytes

@@ -14,7 +14,7 @@ from offload.errors import AccumulationError
 from offload.grads.base import GradientBuffer, GradientScale
 from offload.grads.local import LocalGradients
 from offload.grads.reduce_scatter import ReducedGradients
-from offload.grads.shards import records_of
+from offload.grads.shards import gradient_slot_arrays
 from offload.layout import Layout
 from tests.support.late_copier import LateCopier
 from tests.support.runs import Twins, layout_of, run_of, store_in_ram
@@ -34,7 +34,7 @@ def buffer_of(kind: str, accumulation: int = 1, **options: object) -> tuple[Grad
     layout = layout_of(NUMELS, ranks=1 if is_local else 2)
     given = {"tier": "nvme", "path": ".", "grad_tier": "nvme"} if is_stored else {"tier": "cpu"}
     run = run_of(layout, None if is_local else Twins(), accumulation=accumulation, **given, **options)
-    store = store_in_ram(run, records_of(layout, accumulation)) if is_stored else None
+    store = store_in_ram(run, gradient_slot_arrays(layout, accumulation)) if is_stored else None
     return (LocalGradients if is_local else ReducedGradients)(run, store), layout
 
 

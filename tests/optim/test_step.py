@@ -9,7 +9,7 @@ import torch
 from offload.grads.local import LocalGradients
 from offload.optim import reference
 from offload.optim.adam import NewParameters, Step
-from offload.storage.swap_format import records_of
+from offload.storage.swap_format import state_slot_arrays
 from tests.support.late_copier import LateCopier
 from tests.support.runs import layout_of, run_of, store_in_ram
 
@@ -23,7 +23,7 @@ NUMELS = (700, 64, 1000)
 def test_a_step_is_the_reference_s_and_applied_when_asked(copies: str, dtype: torch.dtype, chunk_numel: int) -> None:
     layout = layout_of(NUMELS, chunk_numel=chunk_numel, dtype=dtype)
     run = run_of(layout, copier=LateCopier(1) if copies == "late" else None, tier="cpu")
-    store = store_in_ram(run, records_of(layout, split_master=False))
+    store = store_in_ram(run, state_slot_arrays(layout, split_master=False))
     flats = [torch.zeros(flat.numel, dtype=flat.dtype) for flat in layout.flats]
     gradients = LocalGradients(run)
     step = Step(run, store, gradients, NewParameters(run, flats, gradients))
@@ -71,7 +71,7 @@ def test_a_step_is_the_reference_s_and_applied_when_asked(copies: str, dtype: to
 def test_a_step_that_is_abandoned_leaves_the_parameters_and_another_can_begin() -> None:
     layout = layout_of(NUMELS)
     run = run_of(layout, tier="cpu")
-    store = store_in_ram(run, records_of(layout, split_master=False))
+    store = store_in_ram(run, state_slot_arrays(layout, split_master=False))
     flats = [torch.ones(flat.numel, dtype=flat.dtype) for flat in layout.flats]
     gradients = LocalGradients(run)
     step = Step(run, store, gradients, NewParameters(run, flats, gradients))

@@ -22,7 +22,7 @@ from offload.storage.arena import Arena
 from offload.storage.chunk_cache import Lease, Store, Version
 from offload.storage.device_store import DeviceArena, DeviceStore
 from offload.storage.swap_file import RunFiles, Stripes
-from offload.storage.swap_format import Record
+from offload.storage.swap_format import SlotArrays
 from tests.storage.conftest import put, value_in
 from tests.support.faulty_engine import FaultyEngine
 
@@ -34,10 +34,10 @@ pytestmark = pytest.mark.timeout(60)
 
 @contextmanager
 def device_store(engine: IOEngine, path: Path, buffers: int = 2) -> Iterator[DeviceStore]:
-    records = [Record(numel) for numel in NUMELS]
-    slots = Stripes(engine, [path], [1.0], records, RunFiles(slots_per_chunk=2))
-    beneath = Store(records, frozenset(), buffers, Arena(MIB, HostCopier()), slots, Timeline())
-    store = DeviceStore(records, DeviceArena(MIB, CPU), beneath, Timeline())
+    slot_arrays = [SlotArrays(numel) for numel in NUMELS]
+    slots = Stripes(engine, [path], [1.0], slot_arrays, RunFiles(slots_per_chunk=2))
+    beneath = Store(slot_arrays, frozenset(), buffers, Arena(MIB, HostCopier()), slots, Timeline())
+    store = DeviceStore(slot_arrays, DeviceArena(MIB, CPU), beneath, Timeline())
     try:
         yield store
     finally:

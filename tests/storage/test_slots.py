@@ -19,11 +19,11 @@ from offload.sizes import MIB, PAGE_BYTES
 from offload.storage.arena import Arena
 from offload.storage.files import COMMIT_NAME, SWAP_NAME, check_directory
 from offload.storage.swap_file import RunFiles, SwapFile, memory_of
-from offload.storage.swap_format import Record, file_bytes
+from offload.storage.swap_format import SlotArrays, file_bytes
 from tests.support.damage import flipped
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.processes import open_files, start_python
-from tests.support.records import records
+from tests.support.slot_arrays import slot_arrays
 
 NUMELS = (1024, 1, 1500)
 WAIT_S = 30
@@ -36,24 +36,24 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def slots(engine: FaultyEngine, path: Path) -> Iterator[SwapFile]:
-    made = SwapFile(engine, path, records(NUMELS), RunFiles(slots_per_chunk=2))
+    made = SwapFile(engine, path, slot_arrays(NUMELS), RunFiles(slots_per_chunk=2))
     yield made
     made.close()
 
 
 def buffer_for(chunk: int) -> Tensor:
-    return Arena(Record(NUMELS[chunk]).nbytes, HostCopier()).carve(Record(NUMELS[chunk]).nbytes)
+    return Arena(SlotArrays(NUMELS[chunk]).nbytes, HostCopier()).carve(SlotArrays(NUMELS[chunk]).nbytes)
 
 
 def filled(chunk: int, value: float) -> Tensor:
     buffer = buffer_for(chunk)
-    for n, state in enumerate(Record(NUMELS[chunk]).views(buffer)):
+    for n, state in enumerate(SlotArrays(NUMELS[chunk]).views(buffer)):
         state.copy_(torch.arange(NUMELS[chunk]) + value + 100 * n)
     return buffer
 
 
 def offset_of(chunk: int, place: int = 0) -> int:
-    sizes = [Record(numel).nbytes for numel in NUMELS]
+    sizes = [SlotArrays(numel).nbytes for numel in NUMELS]
     return PAGE_BYTES + place * sum(sizes) + sum(sizes[:chunk])
 
 
@@ -65,9 +65,9 @@ def read(slots: SwapFile, chunk: int, *, step: int = 1, place: int = 0) -> float
     """Reads and checks a slot; the value it was filled with."""
     buffer = buffer_for(chunk)
     slots.read(chunk, memory_of(buffer), step=step, slot=place).result(WAIT_S)
-    value = Record(NUMELS[chunk]).views(buffer)[0][0].item()
+    value = SlotArrays(NUMELS[chunk]).views(buffer)[0][0].item()
     for state, expected in zip(
-        Record(NUMELS[chunk]).views(buffer), Record(NUMELS[chunk]).views(filled(chunk, value)), strict=True
+        SlotArrays(NUMELS[chunk]).views(buffer), SlotArrays(NUMELS[chunk]).views(filled(chunk, value)), strict=True
     ):
         assert torch.equal(state, expected)
     return value
@@ -91,7 +91,7 @@ def test_the_new_version_of_a_chunk_goes_beside_the_old_one(slots: SwapFile) -> 
 
 def test_the_file_has_its_whole_size_from_the_start_and_is_private(slots: SwapFile, path: Path) -> None:
     info = os.stat(path / SWAP_NAME)
-    assert info.st_size == file_bytes(records(NUMELS), 2)
+    assert info.st_size == file_bytes(slot_arrays(NUMELS), 2)
     assert info.st_blocks * 512 >= info.st_size
     assert info.st_mode & 0o777 == 0o600
     assert os.stat(path).st_mode & 0o777 == 0o700
@@ -107,7 +107,7 @@ def test_the_superblock_says_that_nothing_is_committed(slots: SwapFile, path: Pa
 
 
 def test_a_superblock_fits_its_page_for_any_number_of_chunks(engine: FaultyEngine, path: Path) -> None:
-    SwapFile(engine, path, records([1] * 5000), RunFiles()).close()
+    SwapFile(engine, path, slot_arrays([1] * 5000), RunFiles()).close()
     block = (path / SWAP_NAME).read_bytes()[:PAGE_BYTES]
     assert "xxh3" in json.loads(block[32 : 32 + int.from_bytes(block[20:24], "little")])["chunks"]
 
@@ -135,7 +135,7 @@ def test_a_damaged_header_is_found(slots: SwapFile, path: Path, at: int) -> None
 @pytest.mark.parametrize("at", [PAGE_BYTES, PAGE_BYTES + 4 * 1500 - 1, -1])
 def test_one_flipped_bit_in_the_data_is_found(slots: SwapFile, path: Path, at: int) -> None:
     write(slots, 2, 7)
-    patch(path, offset_of(2) + at % Record(NUMELS[2]).nbytes, flipped)
+    patch(path, offset_of(2) + at % SlotArrays(NUMELS[2]).nbytes, flipped)
     with pytest.raises(CorruptionError, match="checksum"):
         read(slots, 2)
 
@@ -171,8 +171,8 @@ def test_a_slot_that_was_never_written_is_found(slots: SwapFile) -> None:
 
 
 def test_swapped_slots_are_found(engine: FaultyEngine, path: Path) -> None:
-    twins = SwapFile(engine, path, records((1024, 1024)), RunFiles())
-    size = Record(1024).nbytes
+    twins = SwapFile(engine, path, slot_arrays((1024, 1024)), RunFiles())
+    size = SlotArrays(1024).nbytes
     write(twins, 0, 1)
     whole = (path / SWAP_NAME).read_bytes()
     patch(path, PAGE_BYTES + size, lambda _: whole[PAGE_BYTES : PAGE_BYTES + size])
@@ -183,12 +183,12 @@ def test_swapped_slots_are_found(engine: FaultyEngine, path: Path) -> None:
 
 def test_another_runs_slot_is_found(path: Path) -> None:
     first = ThreadEngine()
-    old = SwapFile(first, path, records(NUMELS), RunFiles())
+    old = SwapFile(first, path, slot_arrays(NUMELS), RunFiles())
     write(old, 0, 1)
     old.close()
     first.close()
     second = ThreadEngine()
-    new = SwapFile(second, path, records(NUMELS), RunFiles())
+    new = SwapFile(second, path, slot_arrays(NUMELS), RunFiles())
     with pytest.raises(CorruptionError, match="not by "):
         read(new, 0)
     new.close()
@@ -216,7 +216,7 @@ def test_an_error_of_the_engine_arrives_unchanged(slots: SwapFile, engine: Fault
 
 def test_padding_of_a_buffer_that_held_something_else_is_written_as_zeros(slots: SwapFile, path: Path) -> None:
     buffer = buffer_for(1).fill_(255)
-    for state in Record(1).views(buffer):
+    for state in SlotArrays(1).views(buffer):
         state.zero_()
     slots.write(1, memory_of(buffer), step=1).result(WAIT_S)
     data = (path / SWAP_NAME).read_bytes()[offset_of(1) + PAGE_BYTES : offset_of(2)]
@@ -230,7 +230,7 @@ def test_two_runs_of_one_process_cannot_share_a_path(slots: SwapFile, path: Path
     write(slots, 0, 1)
     other = ThreadEngine()
     with pytest.raises(PathInUseError) as caught:
-        SwapFile(other, path, records(NUMELS), RunFiles())
+        SwapFile(other, path, slot_arrays(NUMELS), RunFiles())
     assert caught.value.filename == str(path / SWAP_NAME)
     assert open_files().count(str(path / SWAP_NAME)) == 1
     other.close()
@@ -241,9 +241,9 @@ HOLD = """
 import os, sys
 from pathlib import Path
 from offload.io.threads import ThreadEngine
-from offload.storage.swap_file import Record, RunFiles, SwapFile
+from offload.storage.swap_file import SlotArrays, RunFiles, SwapFile
 engine = ThreadEngine()
-slots = SwapFile(engine, Path(sys.argv[1]), [Record(1024)], RunFiles())
+slots = SwapFile(engine, Path(sys.argv[1]), [SlotArrays(1024)], RunFiles())
 child = os.fork() if sys.argv[2] == "fork" else None
 if child == 0:
     import time
@@ -257,7 +257,7 @@ sys.stdin.read()
 def opens(path: Path) -> bool:
     engine = ThreadEngine()
     try:
-        SwapFile(engine, path, records(NUMELS), RunFiles()).close()
+        SwapFile(engine, path, slot_arrays(NUMELS), RunFiles()).close()
     except PathInUseError:
         return False
     finally:
@@ -290,7 +290,7 @@ def test_a_file_that_another_run_removes_meanwhile_is_not_taken(path: Path, monk
     monkeypatch.setattr(fcntl, "flock", removed)
     engine = ThreadEngine()
     with pytest.raises(PathInUseError):
-        SwapFile(engine, path, records(NUMELS), RunFiles())
+        SwapFile(engine, path, slot_arrays(NUMELS), RunFiles())
     engine.close()
 
 
@@ -306,10 +306,10 @@ def test_a_file_of_a_run_that_committed_nothing_is_reused(path: Path) -> None:
 
 def test_a_larger_file_of_an_earlier_run_is_not_shortened(path: Path) -> None:
     engine = ThreadEngine()
-    SwapFile(engine, path, records([50_000]), RunFiles()).close()
+    SwapFile(engine, path, slot_arrays([50_000]), RunFiles()).close()
     engine.close()
     assert opens(path)
-    assert os.stat(path / SWAP_NAME).st_size == file_bytes(records([50_000]), 1)
+    assert os.stat(path / SWAP_NAME).st_size == file_bytes(slot_arrays([50_000]), 1)
 
 
 @pytest.mark.parametrize("content", [b"my thesis", b"my thesis" * 1000, bytes(100) + b"my disk image"])
@@ -444,9 +444,9 @@ def test_the_current_directory_can_be_the_path(tmp_path: Path, monkeypatch: pyte
 def test_a_disk_that_is_too_small_is_a_budget_error_and_nothing_is_left(small_disk: Path) -> None:
     engine, run = ThreadEngine(), RunFiles()
     with pytest.raises(BudgetError) as caught:
-        SwapFile(engine, small_disk / "run", records([MIB]), run)
+        SwapFile(engine, small_disk / "run", slot_arrays([MIB]), run)
     run.directories.close()
-    assert caught.value.needed == file_bytes(records([MIB]), 1)
+    assert caught.value.needed == file_bytes(slot_arrays([MIB]), 1)
     assert 0 < caught.value.available <= MIB
     assert caught.value.option == "path"
     assert list(small_disk.iterdir()) == []
@@ -468,7 +468,7 @@ def test_a_disk_that_fills_up_meanwhile_is_a_budget_error_and_nothing_is_left(
     (small_disk / "run").mkdir()
     engine = ThreadEngine()
     with pytest.raises(BudgetError) as caught:
-        SwapFile(engine, small_disk / "run", records([MIB]), RunFiles())
+        SwapFile(engine, small_disk / "run", slot_arrays([MIB]), RunFiles())
     assert isinstance(caught.value.__cause__, OSError)
     assert caught.value.__cause__.errno == errno.ENOSPC
     assert list((small_disk / "run").iterdir()) == []
@@ -481,7 +481,7 @@ def test_a_file_that_cannot_grow_stays_as_it_was(small_disk: Path) -> None:
     before = (small_disk / SWAP_NAME).read_bytes()
     engine = ThreadEngine()
     with pytest.raises(BudgetError):
-        SwapFile(engine, small_disk, records([MIB]), RunFiles())
+        SwapFile(engine, small_disk, slot_arrays([MIB]), RunFiles())
     assert (small_disk / SWAP_NAME).read_bytes() == before
     engine.close()
     assert opens(small_disk)
@@ -499,7 +499,7 @@ def test_what_a_file_grew_by_before_the_disk_was_full_goes_back(path: Path, monk
     monkeypatch.setattr(os, "posix_fallocate", half)
     engine = ThreadEngine()
     with pytest.raises(BudgetError):
-        SwapFile(engine, path, records([MIB]), RunFiles())
+        SwapFile(engine, path, slot_arrays([MIB]), RunFiles())
     engine.close()
     assert os.stat(path / SWAP_NAME).st_size == size
 
@@ -508,7 +508,7 @@ def test_space_that_an_earlier_run_reserved_counts_as_available(small_disk: Path
     numels = [50_000]
     for _ in range(2):
         engine = ThreadEngine()
-        SwapFile(engine, small_disk, records(numels), RunFiles()).close()
+        SwapFile(engine, small_disk, slot_arrays(numels), RunFiles()).close()
         engine.close()
 
 
@@ -526,11 +526,11 @@ def test_a_disk_without_a_free_page_is_a_budget_error_and_nothing_is_left(
     engine = FaultyEngine()
     engine.fail("write", errno.ENOSPC)
     with pytest.raises(BudgetError):
-        SwapFile(engine, path, records([MIB]), RunFiles())
+        SwapFile(engine, path, slot_arrays([MIB]), RunFiles())
     assert not path.exists()
     engine.fail("write", errno.EIO)
     with pytest.raises(TierIOError):
-        SwapFile(engine, path, records([MIB]), RunFiles())
+        SwapFile(engine, path, slot_arrays([MIB]), RunFiles())
     assert not path.exists()
     engine.close()
 
@@ -554,6 +554,6 @@ def test_space_that_statvfs_denies_is_a_budget_error(path: Path, monkeypatch: py
 def test_a_superblock_that_cannot_be_written_leaves_nothing(engine: FaultyEngine, path: Path) -> None:
     engine.fail("write", errno.EIO)
     with pytest.raises(TierIOError):
-        SwapFile(engine, path, records(NUMELS), RunFiles())
+        SwapFile(engine, path, slot_arrays(NUMELS), RunFiles())
     assert not path.exists()
     assert str(path / SWAP_NAME) not in open_files()

@@ -23,7 +23,7 @@ from offload.sizes import MIB, PAGE_BYTES
 from offload.storage.arena import Arena
 from offload.storage.chunk_cache import Store
 from offload.storage.swap_file import Stripes
-from offload.storage.swap_format import Record
+from offload.storage.swap_format import SlotArrays
 from tests.storage.conftest import put, value_in
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.interrupted import interrupt, interrupted_at, thrown_in
@@ -43,10 +43,10 @@ def store_on(
     timeline: Timeline | None = None,
     due: Collection[int] = (),
 ) -> Iterator[Store]:
-    records = [Record(numel) for numel in NUMELS]
-    slots = Stripes(engine, [path], [1.0], records)
+    slot_arrays = [SlotArrays(numel) for numel in NUMELS]
+    slots = Stripes(engine, [path], [1.0], slot_arrays)
     arena = Arena(MIB, HostCopier())
-    store = Store(records, kept, buffers, arena, slots, timeline or Timeline(), is_due=due.__contains__)
+    store = Store(slot_arrays, kept, buffers, arena, slots, timeline or Timeline(), is_due=due.__contains__)
     try:
         yield store
     finally:
@@ -143,7 +143,7 @@ def test_an_expected_order_is_read_ahead_and_each_byte_moves_once(
 ) -> None:
     timeline = Timeline()
     order = range(len(NUMELS))
-    size = sum(Record(numel).nbytes for numel in NUMELS)
+    size = sum(SlotArrays(numel).nbytes for numel in NUMELS)
     with store_on(engine, tmp_path / "run", buffers=buffers, timeline=timeline) as store:
         for step in range(1, 5):
             store.expect(order)
@@ -154,7 +154,7 @@ def test_an_expected_order_is_read_ahead_and_each_byte_moves_once(
         store.drain()
         assert timeline.counted("nvme_written_bytes") == 4 * size
         # What the next step begins with has been read as well, into half of the buffers.
-        again = sum(Record(numel).nbytes for numel in NUMELS[: buffers - buffers // 2])
+        again = sum(SlotArrays(numel).nbytes for numel in NUMELS[: buffers - buffers // 2])
         assert timeline.counted("nvme_read_bytes") == 3 * size + again
         assert engine.most_at_once >= min(buffers, 3)
 
@@ -168,17 +168,17 @@ def test_a_kept_chunk_at_the_end_of_the_order_does_not_begin_it_again(engine: Fa
             with store.lease(index, step=1) as lease:
                 put(lease, 1)
         store.drain()
-        assert timeline.counted("nvme_read_bytes") == sum(Record(numel).nbytes for numel in NUMELS[:2])
+        assert timeline.counted("nvme_read_bytes") == sum(SlotArrays(numel).nbytes for numel in NUMELS[:2])
         store.expect(range(len(NUMELS)))
         store.drain()
-        assert timeline.counted("nvme_read_bytes") == sum(Record(numel).nbytes for numel in NUMELS[:4])
+        assert timeline.counted("nvme_read_bytes") == sum(SlotArrays(numel).nbytes for numel in NUMELS[:4])
 
 
 @pytest.mark.parametrize("buffers", [3, 4, 6])
 def test_what_is_overwritten_before_it_is_read_is_read_once(engine: FaultyEngine, tmp_path: Path, buffers: int) -> None:
     """As parameters that stream: new in a forward, read in a backward. Reading ahead leaves buffers to new ones."""
     timeline = Timeline()
-    size = sum(Record(numel).nbytes for numel in NUMELS)
+    size = sum(SlotArrays(numel).nbytes for numel in NUMELS)
     with store_on(engine, tmp_path / "run", buffers=buffers, timeline=timeline) as store:
         for step in range(1, 5):
             for index in range(len(NUMELS)):

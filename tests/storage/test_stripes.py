@@ -18,8 +18,8 @@ from offload.sizes import PAGE_BYTES
 from offload.storage.arena import Arena
 from offload.storage.files import SWAP_NAME
 from offload.storage.swap_file import Stripes, assign, memory_of
-from offload.storage.swap_format import Record
-from tests.support.records import records
+from offload.storage.swap_format import SlotArrays
+from tests.support.slot_arrays import slot_arrays
 
 NUMELS = (1024, 700, 1024, 5, 1500, 1024, 1024)
 
@@ -53,10 +53,10 @@ def test_one_path_gets_all_and_a_twice_as_fast_one_twice_as_much() -> None:
 
 def test_chunks_come_back_from_where_they_went(engine: ThreadEngine, tmp_path: Path) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
-    stripes = Stripes(engine, paths, [2.0, 1.0], records(NUMELS))
+    stripes = Stripes(engine, paths, [2.0, 1.0], slot_arrays(NUMELS))
     assert stripes.paths == tuple(str(path / SWAP_NAME) for path in paths)
-    arena = Arena(len(NUMELS) * Record(max(NUMELS)).nbytes, HostCopier())
-    buffers = [arena.carve(Record(numel).nbytes) for numel in NUMELS]
+    arena = Arena(len(NUMELS) * SlotArrays(max(NUMELS)).nbytes, HostCopier())
+    buffers = [arena.carve(SlotArrays(numel).nbytes) for numel in NUMELS]
     for chunk, buffer in enumerate(buffers):
         buffer[PAGE_BYTES:] = chunk
     for future in [stripes.write(chunk, memory_of(buffer), step=3) for chunk, buffer in enumerate(buffers)]:
@@ -68,7 +68,7 @@ def test_chunks_come_back_from_where_they_went(engine: ThreadEngine, tmp_path: P
         future.result(30)
     assert all(torch.equal(buffer, want) for buffer, want in zip(buffers, wanted, strict=True))
     sizes = [os.stat(path).st_size for path in stripes.paths]
-    assert sum(sizes) == 2 * PAGE_BYTES + sum(Record(numel).nbytes for numel in NUMELS)
+    assert sum(sizes) == 2 * PAGE_BYTES + sum(SlotArrays(numel).nbytes for numel in NUMELS)
     assert min(sizes) > PAGE_BYTES
     stripes.close()
 
@@ -76,9 +76,9 @@ def test_chunks_come_back_from_where_they_went(engine: ThreadEngine, tmp_path: P
 def test_a_locked_path_among_several_is_named_and_the_others_are_left_as_they_were(
     engine: ThreadEngine, tmp_path: Path
 ) -> None:
-    held = Stripes(engine, [tmp_path / "b"], [1.0], records(NUMELS))
+    held = Stripes(engine, [tmp_path / "b"], [1.0], slot_arrays(NUMELS))
     with pytest.raises(PathInUseError) as caught:
-        Stripes(engine, [tmp_path / "a", tmp_path / "b"], [1.0, 1.0], records(NUMELS))
+        Stripes(engine, [tmp_path / "a", tmp_path / "b"], [1.0, 1.0], slot_arrays(NUMELS))
     assert str(tmp_path / "b") in str(caught.value)
     assert not (tmp_path / "a").exists()
     held.close()
@@ -96,7 +96,7 @@ def test_a_full_path_among_several_is_named_and_nothing_is_left_behind(
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(BudgetError) as caught:
-        Stripes(engine, [tmp_path / "a", tmp_path / "b"], [1.0, 1.0], records(NUMELS))
+        Stripes(engine, [tmp_path / "a", tmp_path / "b"], [1.0, 1.0], slot_arrays(NUMELS))
     assert str(tmp_path / "b") in str(caught.value)
     assert caught.value.option == "path"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == []

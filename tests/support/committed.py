@@ -71,7 +71,7 @@ def manifest_of(rank: int = 0, world: int = 1, paths: int = 1, share: int | None
 
 def superblock(manifest: Manifest, path: int, **changes: object) -> bytes:
     """As `Superblock.encode` writes it, with `commits` true."""
-    chunks = described_chunks(manifest.records, manifest.held(path))
+    chunks = described_chunks(manifest.slot_arrays, manifest.held(path))
     known = {"run_id": manifest.run_id, "places": manifest.places, "stripe": [path, manifest.paths], "commits": True}
     text = json.dumps({**known, "chunks": chunks, **changes}).encode()
     return superblock_of(text)

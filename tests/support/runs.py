@@ -18,7 +18,7 @@ from offload.run import Memory, Run
 from offload.sizes import MIB
 from offload.storage.arena import Arena
 from offload.storage.chunk_cache import Store
-from offload.storage.swap_format import Record
+from offload.storage.swap_format import SlotArrays
 
 
 class Done(Work):
@@ -69,6 +69,6 @@ def run_of(layout: Layout, comm: Communicator | None = None, copier: Copier | No
     return Run(config, layout, Memory(arena, None, arena, arena, copier), native.load(1), comm, Timeline())
 
 
-def store_in_ram(run: Run, records: Sequence[Record]) -> Store:
+def store_in_ram(run: Run, slot_arrays: Sequence[SlotArrays]) -> Store:
     """All chunks are kept, so it has no swap file."""
-    return Store(records, frozenset(range(len(records))), 0, run.memory.ram, None, run.timeline)
+    return Store(slot_arrays, frozenset(range(len(slot_arrays))), 0, run.memory.ram, None, run.timeline)
