@@ -210,7 +210,6 @@ def check(
     if grads == "nvme":
         least_chunk, where = MASTER_ITEM_BYTES * SUM_BLOCK, ' with grad_tier="nvme"'
     is_elsewhere = isinstance(resume, os.PathLike | list | tuple)
-    # What single options take.
     _refuse(
         _none_of("tier", states, *TIERS),
         _none_of("param_tier", params, *TIERS),
@@ -246,63 +245,12 @@ def check(
             f"Tuning.chunk={tuning.chunk!r} is too small{where}: give at least {least_chunk} bytes",
         ),
     )
-    # What they mean together.
-    _refuse(
-        (
-            commits is not None and not paths,
-            f'commit_every={commits} needs path="...", the directory in which what is committed lies',
-        ),
-        (
-            bool(resume) and not is_elsewhere and not paths,
-            f"resume={resume!r} needs path, where the run lies, or its directories: resume=[...]",
-        ),
-        (states == "nvme" and not paths, 'tier="nvme" needs path="...", the directory for its swap files'),
-        (
-            "nvme" not in (states, params) and commits is None and bool(paths),
-            f'path={[*map(str, paths)]} has no use with tier="{states}" and no commits: drop it, drop '
-            'commit_every=None, or choose tier="nvme"',
-        ),
-        (
-            activation_tier == "nvme" and not paths,
-            'activation_tier="nvme" needs path="...", the directory for what waits there',
-        ),
-        (
-            activation_tier is None and activation_memory is not None,
-            f"activation_memory={activation_memory!r} needs activation_tier, which says what it is for: choose "
-            '"device", "cpu" or "nvme"',
-        ),
-        (
-            activation_tier is None and partition_activations is True,
-            "partition_activations=True needs activation_tier, which says where the parts wait: choose "
-            '"device", "cpu" or "nvme"',
-        ),
-        (
-            grads != "device" and states == "device",
-            f'grad_tier="{grads}" with tier="device": gradients wait beside the states that they change; leave '
-            "grad_tier out",
-        ),
-        (
-            grads == "nvme" and states == "cpu",
-            'grad_tier="nvme" needs tier="nvme" and path="...", the directory for the swap files',
-        ),
-        (params == "nvme" and not paths, 'param_tier="nvme" needs path="...", the directory for its swap files'),
-        (
-            bool(tuning.split_master) and compute_dtype is torch.float16,
-            "Tuning.split_master=True with compute_dtype=torch.float16: only a bf16 parameter is the upper half of its "
-            "master; leave split_master out, or choose torch.bfloat16",
-        ),
-        (
-            bool(tuning.split_master) and states == "device",
-            'Tuning.split_master=True with tier="device": it saves bytes of a step over the disk, and there are none; '
-            "leave it out",
-        ),
-    )
     units, kinds = tuning.units, "a module's name nor a module class"
     units = None if units is None else _modules("Tuning.units", units, str, kinds)
     origins = _paths("resume", resume) if is_elsewhere else ()
     here = {os.path.realpath(one) for one in paths}
     ahead = tuning.prefetch_chunks
-    return Config(
+    config = Config(
         tier=TIERS[states],
         paths=paths,
         cpu_memory=None if cpu_memory is None else parse_bytes(cpu_memory, "cpu_memory"),
@@ -338,6 +286,66 @@ def check(
         takes_any=accumulation == "auto",
         chooses_params=param_tier is None and states != "device",
         chooses_grads=grad_tier is None and states != "device",
+    )
+    _refuse_together(config, tuning)
+    return config
+
+
+def _refuse_together(config: Config, tuning: Tuning) -> None:
+    """Refuses options of which each is allowed, and that have no meaning together. Args: config: made of them."""
+    has_path, has_activations = bool(config.paths), config.activation_tier is not None
+    _refuse(
+        (
+            config.commit_every is not None and not has_path,
+            f'commit_every={config.commit_every} needs path="...", the directory in which what is committed lies',
+        ),
+        (
+            bool(config.resume) and not has_path and not config.origins,
+            f"resume={config.resume!r} needs path, where the run lies, or its directories: resume=[...]",
+        ),
+        (config.tier == "nvme" and not has_path, 'tier="nvme" needs path="...", the directory for its swap files'),
+        (
+            "nvme" not in (config.tier, config.frozen_tier) and config.commit_every is None and has_path,
+            f'path={[*map(str, config.paths)]} has no use with tier="{config.tier}" and no commits: drop it, drop '
+            'commit_every=None, or choose tier="nvme"',
+        ),
+        (
+            config.activation_tier == "nvme" and not has_path,
+            'activation_tier="nvme" needs path="...", the directory for what waits there',
+        ),
+        (
+            config.activation_memory is not None and not has_activations,
+            f"activation_memory={config.activation_memory} needs activation_tier, which says what it is for: choose "
+            '"device", "cpu" or "nvme"',
+        ),
+        (
+            config.partition_activations and not has_activations,
+            "partition_activations=True needs activation_tier, which says where the parts wait: choose "
+            '"device", "cpu" or "nvme"',
+        ),
+        (
+            config.grad_tier != "device" and config.tier == "device",
+            f'grad_tier="{config.grad_tier}" with tier="device": gradients wait beside the states that they change; '
+            "leave grad_tier out",
+        ),
+        (
+            config.grad_tier == "nvme" and config.tier == "cpu",
+            'grad_tier="nvme" needs tier="nvme" and path="...", the directory for the swap files',
+        ),
+        (
+            config.frozen_tier == "nvme" and not has_path,
+            'param_tier="nvme" needs path="...", the directory for its swap files',
+        ),
+        (
+            bool(tuning.split_master) and config.compute_dtype is torch.float16,
+            "Tuning.split_master=True with compute_dtype=torch.float16: only a bf16 parameter is the upper half of its "
+            "master; leave split_master out, or choose torch.bfloat16",
+        ),
+        (
+            bool(tuning.split_master) and config.tier == "device",
+            'Tuning.split_master=True with tier="device": it saves bytes of a step over the disk, and there are none; '
+            "leave it out",
+        ),
     )
 
 

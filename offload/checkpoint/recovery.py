@@ -276,10 +276,10 @@ class RecoveryPlan:
     """How a run resumes from a commit that fits the model.
 
     paths: this run's directories, in the order of its swap files; first: the manifest of the first rank that had this
-    rank's slice of the model, rank 0 where there is one slice; manifest: this rank's,
-    whose slots are used where they lie; reader: reads what this rank needs, if the layout is another one; records: as
-    they were before anything was locked; held: the directories that are open; extra: what was committed along, for this
-    rank. Either manifest or reader is None.
+    rank's slice of the model, rank 0 where there is one slice; manifest: this rank's, whose slots are used where they
+    lie; reader: reads what this rank needs, if the layout is another one; records: as they were before anything was
+    locked; held: the directories that are open; extra: what was committed along, for this rank. Either manifest or
+    reader is None.
     """
 
     paths: tuple[Path, ...]
@@ -509,7 +509,17 @@ def find_together(
 
     manifests = read({0, _first_rank(wanted, len(every)), comm.rank} & {*every})
     with agree_on_error(comm):
-        found = _find(config, directories, seen, target, manifests, layout, wanted, held, frozen)
+        first = _require_this_model(target, manifests, wanted, files, frozen)
+        require_no_other(config.paths, target.last[1], wanted.rank, files)
+        replaced = frozenset(record.replaces for _, record in seen.runs.records + seen.named.records)
+        records = Records(own, replaced, _records_in(own, files, replaced))
+        manifest = None if target.is_elsewhere else _own_of(manifests, wanted)
+        paths = None if manifest is None else _directories_in_order(config, layout, wanted, manifest, files)
+        if paths is None:
+            # The record stays where it is, if it can: then replacing it is one rename.
+            homes = {directory for directory, record in records.found if record == target.here}
+            manifest, paths = None, tuple(sorted(config.paths, key=lambda path: path not in homes))
+        found = RecoveryPlan(paths, first, manifest, target, records, held)
     # Used where it lies by all ranks, or by none.
     if comm.all_reduce_any(found.manifest is None):
         manifests = read(every)
@@ -577,30 +587,19 @@ def _target_of(seen: Scans, directories: RunDirectories) -> Target | None:
     )
 
 
-def _find(
-    config: Config,
-    directories: RunDirectories,
-    seen: Scans,
-    target: Target,
-    manifests: Mapping[int, Manifest],
-    layout: Layout,
-    wanted: Manifest,
-    held: Directories,
-    frozen: Container[str],
-) -> RecoveryPlan:
-    """How to resume `target`, if it is of this model. Writes nothing, and locks nothing.
+def _require_this_model(
+    target: Target, manifests: Mapping[int, Manifest], wanted: Manifest, files: Files, frozen: Container[str]
+) -> Manifest:
+    """The manifest of the first rank of this one's slice, of rank 0 where there were others.
 
     Args: manifests: of rank 0, and of this one if so many ranks committed.
-    Raises: ResumeError (it is of another model), CorruptionError, PathError, TierIOError.
+    Raises: ResumeError if what is committed is of another model; CorruptionError, PathError, TierIOError.
     """
     home, commit = target.last
-    files = FILES.within(held)
-    is_as_many = len(commit.manifests) == wanted.world and manifests[0].slices == wanted.slices
-    own = manifests.get(wanted.rank) if is_as_many else None
-    first = (
-        manifests[_first_rank(wanted, len(commit.manifests))] if manifests[0].slices == wanted.slices else manifests[0]
-    )
-    if own is not None:
+    first = manifests[0]
+    if first.slices == wanted.slices:
+        first = manifests[_first_rank(wanted, len(commit.manifests))]
+    if own := _own_of(manifests, wanted):
         require_one_model(first, own, str(home))
     found = differences(first, wanted)
     if found and len(commit.manifests) == wanted.world == 1:
@@ -609,19 +608,13 @@ def _find(
     if found:
         more = f"\n... and {len(found) - SHOWN} more differences" if len(found) > SHOWN else ""
         raise ResumeError(f"{home} holds a commit of something else:\n" + "\n".join(found[:SHOWN]) + more)
-    require_no_other(config.paths, commit, wanted.rank, files)
-    replaced = frozenset(record.replaces for _, record in seen.runs.records + seen.named.records)
-    scanned = directories.own + directories.origins
-    records = _records_in(scanned, files, replaced)
-    paths = None
-    if own is not None and own.world == wanted.world and not target.is_elsewhere:
-        paths = _directories_in_order(config, layout, wanted, own, files)
-    manifest = None if paths is None else own
-    if paths is None:
-        # The record stays where it is, if it can: then replacing it is one rename.
-        homes = {directory for directory, record in records if record == target.here}
-        paths = tuple(sorted(config.paths, key=lambda path: path not in homes))
-    return RecoveryPlan(paths, first, manifest, target, Records(scanned, replaced, records), held)
+    return first
+
+
+def _own_of(manifests: Mapping[int, Manifest], wanted: Manifest) -> Manifest | None:
+    """This rank's, if as many ranks committed as many slices."""
+    own = manifests.get(wanted.rank)
+    return own if own is not None and (own.world, own.slices) == (wanted.world, wanted.slices) else None
 
 
 def _just_committed(directory: Path) -> ResumeError:

@@ -118,37 +118,14 @@ def plan(
     waiting = waiting_of(options, model)
     planned = planned_of(options, model, waiting)
     fits = _what_fits(planned)
-    entering = model.blocks * options.entering_bytes(model.width) if waiting is None else waiting.entering_bytes
-    saved = None if waiting is None else waiting.saved_bytes
     if json:
         given = {"preset": preset, "layers": layers, "width": width, "frozen": frozen}
         of = given if config is None else {"config": str(config)}
-        print_json(
-            of
-            | {"entering_bytes": entering, "saved_bytes": saved}
-            | summarise(planned)
-            | _zero_r(planned, options, model)
-            | _hiding(planned, options)
-            | fits
-        )
+        print_json(of | _figures(planned, options, model, waiting) | fits)
         return
     console = Console()
     try:
-        _show(console, summarise(planned))
-        if tensor_parallel > 1:
-            console.print(_zero_r_table(_zero_r(planned, options, model), model.blocks))
-        for line in _hiding_lines(_hiding(planned, options)):
-            console.print(line, soft_wrap=True, highlight=False)
-        console.print(
-            f"What enters {model.blocks} blocks in a micro-batch of {batch} x {seq} takes {format_bytes(entering)}"
-            + (
-                ", by the formula for transformers: this model's forward does not run on the meta device."
-                if saved is None
-                else f"; all that they save without being recomputed, {format_bytes(saved)}."
-            ),
-            soft_wrap=True,
-            highlight=False,
-        )
+        _show(console, _figures(planned, options, model, waiting), options, model)
     finally:
         # Also where it does not fit: this says what would.
         _show_what_fits(console, fits)
@@ -277,8 +254,16 @@ def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> P
     return planned
 
 
+def _figures(planned: Planned, options: PlanOptions, model: Sized, waiting: Waiting | None) -> dict[str, Any]:
+    """What is found of the run, which --json prints and the tables show. Raises: BudgetError, as `offload train`."""
+    entering = model.blocks * options.entering_bytes(model.width) if waiting is None else waiting.entering_bytes
+    saved = None if waiting is None else waiting.saved_bytes
+    found = {"entering_bytes": entering, "saved_bytes": saved} | summarise(planned)
+    return found | _zero_r(planned, options, model) | _hiding(planned, options)
+
+
 def summarise(planned: Planned) -> dict[str, Any]:
-    """The object that --json prints. Raises: BudgetError, as `offload train` would."""
+    """What lies where, and what a step moves. Raises: BudgetError."""
     from dataclasses import asdict
 
     from offload.devices.copies import accelerator
@@ -322,7 +307,7 @@ def summarise(planned: Planned) -> dict[str, Any]:
 
 
 def _zero_r(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, Any]:
-    """What --json prints of tensor parallelism. Raises: BudgetError."""
+    """Of tensor parallelism. Raises: BudgetError."""
     from offload.planner.explain import zero_r
 
     ranks, entering_bytes = options.tensor_parallel, options.entering_bytes(model.width)
@@ -343,19 +328,6 @@ def _hiding(planned: Planned, options: PlanOptions) -> dict[str, Any]:
     return {"flops": flops, "disk_gb_per_s": speed, "least_hiding_tokens": least, "hiding_tokens": enough}
 
 
-def _hiding_lines(found: dict[str, Any]) -> Iterator[str]:
-    if not found:
-        return
-    speeds = f"At {found['flops']:.3g} FLOP/s and {found['disk_gb_per_s']:g} GB/s"
-    if not found["hiding_tokens"]:
-        yield f"{speeds}: nothing moves over the disk in a step, so any number of tokens will do."
-        return
-    yield (
-        f"{speeds}, a step of {found['hiding_tokens']:,} tokens hides the disk; a disk that worked all the time would "
-        f"need {found['least_hiding_tokens']:,}. Computing forwards again makes both a quarter less."
-    )
-
-
 def _what_fits(planned: Planned) -> dict[str, Any]:
     """What other budgets would do on the NVMe tier, and what of them is possible here."""
     from offload.planner.machine import free_memory
@@ -374,11 +346,13 @@ def _what_fits(planned: Planned) -> dict[str, Any]:
     return {"free_cpu_bytes": free, "largest_share": planned.largest_share(free), "budgets": budgets}
 
 
-def _show(console: Console, summary: dict[str, Any]) -> None:
+def _show(console: Console, summary: dict[str, Any], options: PlanOptions, model: Sized) -> None:
     console.print(_placement_table(summary))
     if summary["ranks"] > 1:
         console.print(_rank_table(summary))
-    for line in _lines(summary):
+    if "zero_r" in summary:
+        console.print(_zero_r_table(summary, model.blocks))
+    for line in (*_lines(summary), *_activation_lines(summary, options, model)):
         console.print(line, soft_wrap=True, highlight=False)
 
 
@@ -472,6 +446,27 @@ def _lines(summary: dict[str, Any]) -> Iterator[str]:
         f"A step reads {format_bytes(summary['read_bytes'])} and writes {format_bytes(summary['written_bytes'])}, "
         f"{summary['bytes_per_param']:.2f} "
         f"bytes a parameter; a drive warranted for 600 TB written lasts {summary['drive_life_steps']:,.0f} steps."
+    )
+
+
+def _activation_lines(summary: dict[str, Any], options: PlanOptions, model: Sized) -> Iterator[str]:
+    """How many tokens hide the disk, and what of them waits for the backward."""
+    if "flops" in summary:
+        speeds = f"At {summary['flops']:.3g} FLOP/s and {summary['disk_gb_per_s']:g} GB/s"
+        if summary["hiding_tokens"]:
+            yield (
+                f"{speeds}, a step of {summary['hiding_tokens']:,} tokens hides the disk; a disk that worked all the "
+                f"time would need {summary['least_hiding_tokens']:,}. Computing forwards again makes both a quarter "
+                "less."
+            )
+        else:
+            yield f"{speeds}: nothing moves over the disk in a step, so any number of tokens will do."
+    entering, saved = format_bytes(summary["entering_bytes"]), summary["saved_bytes"]
+    known = f"; all that they save without being recomputed, {format_bytes(saved or 0)}."
+    if saved is None:
+        known = ", by the formula for transformers: this model's forward does not run on the meta device."
+    yield (
+        f"What enters {model.blocks} blocks in a micro-batch of {options.batch} x {options.seq} takes {entering}{known}"
     )
 
 

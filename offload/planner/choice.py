@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from offload import config as configuration
-from offload.config import SUM_BLOCK, Config, Tier, Tuning
+from offload.config import SUM_BLOCK, Config, Tier
 from offload.errors import BudgetError
 from offload.layout import Layout, ParamSpec, build, tiled
 from offload.model.units import ROOT, compute_dtypes, device_for, frozen_of, rows_of, specs_of, untrained_bytes
@@ -146,39 +146,18 @@ def least_cpu_memory(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    compute_dtype: torch.dtype = torch.bfloat16,
-    keep_fp32: Iterable[nn.Module | type[nn.Module]] = (),
-    accumulation: int | str = 1,
-    param_tier: str | None = None,
-    grad_tier: str | None = None,
-    commit_every: int | str | None = "auto",
-    tuning: Tuning | None = None,
-    stage: int | None = None,
-    activation_tier: str | None = None,
-    activation_memory: int | str | None = None,
     ranks: int = 1,
     replicas: int = 1,
     device: torch.device | str | None = None,
+    **options: Any,
 ) -> int:
     """The least `cpu_memory`, in bytes, with which `OffloadZero(model, ..., tier="nvme")` runs on each of `ranks`.
 
-    Args: replicas: rows of the mesh that is given as process_group; device: as OffloadZero's.
+    Args: replicas: rows of the mesh that is given as process_group; device, options: as OffloadZero's, but for `tier`
+    and `path`.
     Raises: ConfigError as `OffloadZero` does.
     """
-    config = configuration.check(
-        tier="nvme",
-        path=".",
-        compute_dtype=compute_dtype,
-        keep_fp32=keep_fp32,
-        accumulation=accumulation,
-        param_tier=param_tier,
-        grad_tier=grad_tier,
-        commit_every=commit_every,
-        tuning=tuning,
-        stage=stage,
-        activation_tier=activation_tier,
-        activation_memory=activation_memory,
-    )
+    config = configuration.check(tier="nvme", path=".", **options)
     groups = [{"params": list(model.parameters())}] if optimizer is None else optimizer.param_groups
     shape = ModelShape.of(model, groups, config)
     config = configuration.over_ranks(shape.config(config), ranks=ranks, ranks_on_node=1)
