@@ -96,7 +96,7 @@ def plan_run(
         warnings.warn(
             "the model has no device yet, and is going to be trained on the CPU, beside an accelerator: give "
             f'OffloadZero device="{found.type}", or device="cpu" if that is meant',
-            stacklevel=3,
+            stacklevel=4,
         )
     shape = ModelShape.of(model, groups, config, planned=is_meta(model))
     config = shape.config(config)

@@ -61,7 +61,7 @@ from offload.held_model import HeldModel
 from offload.interrupts import uninterrupted
 from offload.model import written_frozen
 from offload.model.hooks import require_free
-from offload.model.meta_init import Init, source_of
+from offload.model.meta_init import Init, Source, source_of
 from offload.model.torch_helpers import Hook
 from offload.model.trace import recorded
 from offload.model.units import stop_reducing, unwrapped
@@ -236,70 +236,87 @@ class OffloadZero(torch.optim.Optimizer):
             )
         # Over which ranks agree, and commit: with tensor parallelism they are more than share states.
         self._everyone = self._comm.everyone
-        given = unwrapped_optimizer(optimizer)
         with ExitStack() as undo:
-            with agree_on_error(self._everyone):
-                require_free(model)
-                given = torch.optim.AdamW(model.parameters()) if given is None else given
-                require_adoptable(given)
-                kinds = [{"decoupled_weight_decay": group["decoupled_weight_decay"]} for group in given.param_groups]
-                if self._config.commit_every is not None:
-                    stored(given.param_groups)
-                source = source_of(init, init_missing=init_missing)
-                source.check(model)
-                self._plan = plan_run(model, given.param_groups, self._config, self._comm, device)
-                self._layout = self._plan.layout
-                params = self._plan.params[: len(self._layout.specs)]
-                frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
-                wanted = recovery.describe(self._plan.config, self._layout, params, kinds, self._comm)
-            undo.callback(self._comm.close)
-            require_alike(self._comm, self._plan.held, self._plan.config)
-            start = recovery.find_together(undo, self._plan.config, self._everyone, self._layout, wanted, frozen)
-            self._config, found = start.config, start.found
-            with agree_on_error(self._everyone):
-                direct, room = self._plan.copier.direct, self._plan.room
-                reading_bytes = 0 if found is None else found.buffer_bytes
-                self._placement = place(self._plan.held, self._config, direct=direct, room=room, reserved=reading_bytes)
-                self._parts = build(undo, self._plan, self._placement, start, self._comm, self._timeline)
-                parts = self._parts
-                self._commits = Commits(
-                    parts.run, parts.slots, parts.stores, parts.masters, parts.new_params, wanted, found
-                )
-                self._commits.read_ahead()
+            given, source, found = self._reserve(undo, unwrapped_optimizer(optimizer), device, init, init_missing)
             super().__init__(given.param_groups, dict(given.defaults))
             self.state = NoStates()  # type: ignore[assignment]
             self._adopted = True
             # By parameter: how often it was stepped.
             self._steps = [0] * len(self._layout.specs)
-            owner = Owner(
-                step=lambda: self._step,
-                require_usable=self._require_usable,
-                failed=self._fail,
-                collect=self._finalize_gradients,
-                unscale=self._unscale,
-            )
-            if found is not None:
-                found = found.with_frozen({spec.name for spec in self._layout.specs})
-                written_frozen.write(model, found.extra.attached.get(written_frozen.NAME))
-            committed = set() if found is None else {param.name for param in found.first.parameters}
-            self._held = HeldModel(model, self._parts, self._placement, source, owner, committed=committed)
-            self._attached = Attached(_committed(found))
-            self._resumed = None
-            if found is not None:
-                self._resumed = Resumed(found.commit.step, found.extra.extra)
-                self._begin_at(found)
-            streams = self._plan.held.frozen and self._config.commit_every is not None
-            if streams or written_frozen.NAME in self._attached.committed_names:
-                carries = self._held.written_frozen(self._placement.budget_bytes)
-                self._attach({written_frozen.NAME: carries}, undo)
-            # Not earlier: a model that is left without values stays marked as taken.
-            undo.callback(self._held.remove)
+            self._hold(undo, source, found)
             stop_reducing(wrapper, undo)
             self._undo = undo.pop_all()
-            self._owner = owner
         retire(given)
         with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
             print(self._placement.describe(self._plan.held, self._config), file=sys.stderr)
+
+    def _reserve(
+        self,
+        undo: ExitStack,
+        given: torch.optim.Optimizer | None,
+        device: torch.device | str | None,
+        init: Init,
+        init_missing: bool,
+    ) -> tuple[torch.optim.Optimizer, Source, RecoveryPlan | None]:
+        """Decides what is where, finds the commit to resume, and gets memory and files. The model stays as it is.
+
+        Args: undo: gives all of it back. Returns: the optimizer to take over, and where the values come from.
+        """
+        model = self._model
+        with agree_on_error(self._everyone):
+            require_free(model)
+            given = torch.optim.AdamW(model.parameters()) if given is None else given
+            require_adoptable(given)
+            kinds = [{"decoupled_weight_decay": group["decoupled_weight_decay"]} for group in given.param_groups]
+            if self._config.commit_every is not None:
+                stored(given.param_groups)
+            source = source_of(init, init_missing=init_missing)
+            source.check(model)
+            self._plan = plan_run(model, given.param_groups, self._config, self._comm, device)
+            self._layout = self._plan.layout
+            params = self._plan.params[: len(self._layout.specs)]
+            frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
+            wanted = recovery.describe(self._plan.config, self._layout, params, kinds, self._comm)
+        undo.callback(self._comm.close)
+        require_alike(self._comm, self._plan.held, self._plan.config)
+        start = recovery.find_together(undo, self._plan.config, self._everyone, self._layout, wanted, frozen)
+        self._config, found = start.config, start.found
+        with agree_on_error(self._everyone):
+            direct, room = self._plan.copier.direct, self._plan.room
+            reading_bytes = 0 if found is None else found.buffer_bytes
+            self._placement = place(self._plan.held, self._config, direct=direct, room=room, reserved=reading_bytes)
+            self._parts = parts = build(undo, self._plan, self._placement, start, self._comm, self._timeline)
+            self._commits = Commits(
+                parts.run, parts.slots, parts.stores, parts.masters, parts.new_params, wanted, found
+            )
+            self._commits.read_ahead()
+        return given, source, found
+
+    def _hold(self, undo: ExitStack, source: Source, found: RecoveryPlan | None) -> None:
+        """Takes the model: its parameters go to their tiers, with their own values or those of the commit."""
+        self._owner = Owner(
+            step=lambda: self._step,
+            require_usable=self._require_usable,
+            failed=self._fail,
+            collect=self._finalize_gradients,
+            unscale=self._unscale,
+        )
+        if found is not None:
+            found = found.with_frozen({spec.name for spec in self._layout.specs})
+            written_frozen.write(self._model, found.extra.attached.get(written_frozen.NAME))
+        committed = set() if found is None else {param.name for param in found.first.parameters}
+        self._held = HeldModel(self._model, self._parts, self._placement, source, self._owner, committed=committed)
+        self._attached = Attached(_committed(found))
+        self._resumed = None
+        if found is not None:
+            self._resumed = Resumed(found.commit.step, found.extra.extra)
+            self._begin_at(found)
+        streams = self._plan.held.frozen and self._config.commit_every is not None
+        if streams or written_frozen.NAME in self._attached.committed_names:
+            carries = self._held.written_frozen(self._placement.budget_bytes)
+            self._attach({written_frozen.NAME: carries}, undo)
+        # Not earlier: a model that is left without values stays marked as taken.
+        undo.callback(self._held.remove)
 
     # Step.
 

@@ -366,8 +366,9 @@ def test_a_meta_model_that_trains_beside_an_unused_accelerator_warns_unless_it_i
         with torch.device("meta"):
             return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
 
-    with pytest.warns(UserWarning, match='give OffloadZero device="simulated"'):
+    with pytest.warns(UserWarning, match='give OffloadZero device="simulated"') as warned:
         OffloadZero(built()).close()
+    assert warned[0].filename == __file__
     OffloadZero(built(), device="cpu").close()
     OffloadZero(Net()).close()  # whose device is known
 
