@@ -44,6 +44,10 @@ COMPUTES = {
     "all saved, in files": "as it is",
 }
 """Whose computation each contestant does."""
+HEADINGS = ("activations", "seconds", "spread", "x as it is", "moved", "x limit")
+ABOUT = """\
+**moved**: bytes written and read; **x as it is**: against activations that stay; **x limit**: against the larger of the
+same computation with what waits left where it is, and the bytes moved alone. Seconds, medians."""
 
 
 @dataclass
@@ -72,20 +76,62 @@ class Contestant:
         self.moved.append(self._moved - before)
 
 
-@contextmanager
-def held(config: GPTConfig, folder: Path, dtype: torch.dtype, **options: Any) -> Iterator[Contestant]:
-    model = GPT(config)
-    if options.get("activation_tier") == "nvme":
-        options |= {"path": folder, "commit_every": 0}
-    with OffloadZero(model, tier="cpu", compute_dtype=dtype, **options) as optimizer:
-        yield Contestant(model, optimizer)
+@dataclass(frozen=True)
+class Run:
+    """What all do: forward and backward of a GPT of `config` with `tokens`, in `dtype`, with files in `folder`."""
+
+    config: GPTConfig
+    tokens: torch.Tensor
+    dtype: torch.dtype
+    folder: Path
+
+    @contextmanager
+    def held(self, name: str, **options: Any) -> Iterator[Contestant]:
+        """A contestant, warmed up. Args: name: of its folder; options: of OffloadZero."""
+        model = GPT(self.config)
+        if options.get("activation_tier") == "nvme":
+            options |= {"path": self.folder / name, "commit_every": 0}
+        with OffloadZero(model, tier="cpu", compute_dtype=self.dtype, **options) as optimizer:
+            one = Contestant(model, optimizer)
+            one.run(self.tokens)
+            yield one
+
+    def needed_bytes(self, tuning: Tuning) -> int:
+        """What waits at most, measured."""
+        with self.held("measured", activation_tier="nvme", activation_memory="256MiB", tuning=tuning) as contestant:
+            return int(contestant.optimizer.stats()["peak_activation_bytes"])
+
+    def contestants(self, stack: ExitStack, entering: int, everything: int) -> dict[str, Contestant]:
+        """Args: entering, everything: bytes that wait if units are recomputed, and if they are not."""
+        saved = Tuning(recompute=False)
+        options: dict[str, dict[str, Any]] = {
+            "as it is": {},
+            "recomputed": {"activation_tier": "device"},
+            "in RAM": {"activation_tier": "cpu", "activation_memory": entering},
+            "in files": {"activation_tier": "nvme", "activation_memory": entering // ROOM},
+            "all saved, in RAM": {"activation_tier": "cpu", "activation_memory": everything, "tuning": saved},
+            "all saved, in files": {
+                "activation_tier": "nvme", "activation_memory": everything // ROOM, "tuning": saved,
+            },
+        }  # fmt: skip
+        return {name: stack.enter_context(self.held(name, **chosen)) for name, chosen in options.items()}
 
 
-def needed_bytes(config: GPTConfig, tokens: torch.Tensor, folder: Path, dtype: torch.dtype, tuning: Tuning) -> int:
-    """What waits at most, measured."""
-    with held(config, folder, dtype, activation_tier="nvme", activation_memory="256MiB", tuning=tuning) as contestant:
-        contestant.run(tokens)
-        return int(contestant.optimizer.stats()["peak_activation_bytes"])
+def race(found: dict[str, Contestant], tokens: torch.Tensor, disk: Disk, rounds: int) -> dict[str, float]:
+    """Returns: of each contestant, by how much it exceeds its limit."""
+    disk.search()
+    disk_s: list[float] = []
+    for number in range(rounds):
+        note(f"round {number + 1}")
+        disk_s.append(disk.run())
+        for one in found.values():
+            one.measure(tokens)
+    x_limit = {}
+    for name in COMPUTES:
+        one, same = found[name], found[COMPUTES[name]]
+        each = zip(same.seconds, one.moved, disk_s, strict=True)
+        x_limit[name] = ratio(one.seconds, [max(seconds, disk.seconds_for(moved, s)) for seconds, moved, s in each])
+    return x_limit
 
 
 def main(
@@ -102,81 +148,47 @@ def main(
     """Measure, print the table, draw the timeline."""
     config, dtype = PRESETS[preset], torch.float32 if fp32 else torch.bfloat16
     tokens = torch.randint(VOCABULARY, (batch, seq))
-    saved = Tuning(recompute=False)
     with scratch(path) as folder, ExitStack() as stack, TemporaryDirectory() as timelines:
-        entering = needed_bytes(config, tokens, folder / "measured", dtype, Tuning())
-        everything = needed_bytes(config, tokens, folder / "measured", dtype, saved)
-        options: dict[str, dict[str, Any]] = {
-            "as it is": {},
-            "recomputed": {"activation_tier": "device"},
-            "in RAM": {"activation_tier": "cpu", "activation_memory": entering},
-            "in files": {"activation_tier": "nvme", "activation_memory": entering // ROOM},
-            "all saved, in RAM": {"activation_tier": "cpu", "activation_memory": everything, "tuning": saved},
-            "all saved, in files": {
-                "activation_tier": "nvme", "activation_memory": everything // ROOM, "tuning": saved,
-            },
-        }  # fmt: skip
-        found = {
-            name: stack.enter_context(held(config, folder / str(number), dtype, **chosen))
-            for number, (name, chosen) in enumerate(options.items())
-        }
-        for one in found.values():
-            one.run(tokens)
+        measured = Run(config, tokens, dtype, folder)
+        entering, everything = measured.needed_bytes(Tuning()), measured.needed_bytes(Tuning(recompute=False))
+        found = measured.contestants(stack, entering, everything)
         most = max(one.optimizer.stats()["activation_written_bytes"] for one in found.values())
         disk = stack.enter_context(closing(Disk(folder, max(1, most // TRANSFER_BYTES), TRANSFER_BYTES)))
-        disk.search()
-        disk_s: list[float] = []
-        for number in range(rounds):
-            note(f"round {number + 1}")
-            disk_s.append(disk.run())
-            for one in found.values():
-                one.measure(tokens)
-        x_limit = {name: ratio(one.seconds, limits(found, name, disk, disk_s)) for name, one in found.items()}
+        x_limit = race(found, tokens, disk, rounds)
         file = Path(timelines) / "activations.json"
         with found["all saved, in files"].optimizer.timeline(file):
             found["all saved, in files"].run(tokens)
         base = found["as it is"].seconds
+        rows = [
+            (
+                name,
+                f"{statistics.median(one.seconds):.3f}",
+                spread(one.seconds),
+                f"{ratio(one.seconds, base):.3f}",
+                format_bytes(int(statistics.median(one.moved))),
+                f"{x_limit[name]:.3f}" if name in COMPUTES else "",
+            )
+            for name, one in found.items()
+        ]
         Report(
             name="activations",
             title="Activations that wait elsewhere",
             about=f"Forward and backward of a GPT, preset {preset}, {batch} x {seq} tokens in {dtype}: what enters its "
             f"{config.layers} blocks takes {format_bytes(entering)}, all that they save {format_bytes(everything)}. "
-            f"Files: one part in {ROOM} of that has room in RAM. **moved**: bytes written and read; **x as it is**: "
-            "against activations that stay; **x limit**: against the larger of the same computation with what waits "
-            "left where it is, and the bytes moved alone. Seconds, medians.",
-            tables=[
-                Table(
-                    ("activations", "seconds", "spread", "x as it is", "moved", "x limit"),
-                    [
-                        (
-                            name,
-                            f"{statistics.median(one.seconds):.3f}",
-                            spread(one.seconds),
-                            f"{ratio(one.seconds, base):.3f}",
-                            format_bytes(int(statistics.median(one.moved))),
-                            f"{x_limit[name]:.3f}" if name in COMPUTES else "",
-                        )
-                        for name, one in found.items()
-                    ],
-                )
-            ],
+            f"Files: one part in {ROOM} of that has room in RAM. {ABOUT}",
+            tables=[Table(HEADINGS, rows)],
             data={
                 "entering_bytes": entering,
                 "saved_bytes": everything,
                 "runs": {name: {"seconds": one.seconds, "moved_bytes": one.moved} for name, one in found.items()},
-                "x_limit": {name: x_limit[name] for name in COMPUTES},
+                "x_limit": x_limit,
             },
-            remarks=[judged(f"x limit, {name}", x_limit[name], TARGET) for name in COMPUTES if "files" in name],
+            remarks=[
+                judged(f"x limit, {name}", reached, TARGET) for name, reached in x_limit.items() if "files" in name
+            ],
             setup=disk.setup,
             pictures={"activations.png": partial(timeline_picture, file, title="All saved, in files: one pass")},
         ).publish(as_json=as_json, save=save, out=out)
-
-
-def limits(found: dict[str, Contestant], name: str, disk: Disk, disk_s: list[float]) -> list[float]:
-    """Of each round."""
-    computed = found[COMPUTES.get(name, name)].seconds
-    moved = found[name].moved
-    return [max(one, disk.seconds_for(each, s)) for one, each, s in zip(computed, moved, disk_s, strict=True)]
 
 
 if __name__ == "__main__":

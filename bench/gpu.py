@@ -30,6 +30,7 @@ from torch import Tensor, nn
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
+from bench.contest import parameters
 from bench.report import Report, Table, note, run, scratch
 from offload import OffloadZero
 from offload.cli.plots import new_figure
@@ -312,14 +313,14 @@ def train(sizes: Sizes, device: torch.device, folder: Path, tokens: int, placeme
                 one["peak_device_bytes"] = torch.accelerator.max_memory_allocated()
                 one["pinned_bytes"] = contestant.pinned_bytes()
             del model, contestant
-    return {"tokens": tokens, "placement": placement, "parameters": _numel(sizes.model), "contestants": found}
+    return {"tokens": tokens, "placement": placement, "parameters": parameters(sizes.model), "contestants": found}
 
 
 def largest(sizes: Sizes, device: torch.device, folder: Path, limit_gb: float, layers: int) -> dict[str, Any]:
     """Whether a model of so many layers trains with so much device memory, half of it for parameters."""
     config = GPTConfig(layers, sizes.wide.width, sizes.wide.heads, sizes.wide.context)
     limit = int(limit_gb * GB)
-    found: dict[str, Any] = {"limit_bytes": limit, "layers": layers, "parameters": _numel(config)}
+    found: dict[str, Any] = {"limit_bytes": limit, "layers": layers, "parameters": parameters(config)}
     with _allocator_limit(limit, device):
         model = GPT(config, device="meta", checkpoint_activations=True)
         try:
@@ -387,10 +388,6 @@ def share_under_compute(events: Sequence[Mapping[str, Any]]) -> float | None:
     return under / total if total else None
 
 
-def _numel(config: GPTConfig) -> int:
-    return sum(param.numel() for param in GPT(config, device="meta").parameters())
-
-
 def measure(out: Path, name: str, tiny: bool) -> dict[str, Any]:
     """Runs one case in this process."""
     sizes, device = TINY if tiny else FULL, the_device()
@@ -450,9 +447,8 @@ def report(out: Path, tiny: bool) -> Report:
         pictures["timeline.png"] = lambda file: timeline_picture(
             out / "timeline-events.json", file, "parameters stream; one step and the one before it"
         )
-    return Report(
-        "gpu", "On a GPU", ABOUT, tables, {"cases": found}, remarks, setup=_device_name(), pictures=pictures
-    )  # fmt: skip
+    device = str(torch.get_device_module(the_device()).get_device_name(0))
+    return Report("gpu", "On a GPU", ABOUT, tables, {"cases": found}, remarks, setup=device, pictures=pictures)
 
 
 def _rows(one: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -480,11 +476,6 @@ def _draw(trained: Sequence[Mapping[str, Any]], file: Path) -> None:
     axes.set(xscale="log", xlabel="tokens a step", ylabel="tokens/s, x plain torch", ylim=(0, None))
     axes.legend()
     figure.savefig(file)
-
-
-def _device_name() -> str:
-    device = the_device()
-    return str(torch.get_device_module(device).get_device_name(0))
 
 
 def main(

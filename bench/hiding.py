@@ -44,6 +44,15 @@ SEQ = 256
 TIMELINE_STEPS = 3
 PARTS = ("forward_s", "backward_s", "adam_s", "disk_s", "limit_s", "step_s", "torch_s")
 """Of a `Round`, shown as medians."""
+HEADINGS = (
+    *("tokens", "forward", "backward", "adam", "disk", "limit", "step", "torch"),
+    *("spread", "x limit", "bytes a parameter", "in forward"),
+)
+ABOUT = """\
+**forward, backward**: plain torch's; **adam**: the kernel alone, states in RAM; **disk**: the bytes that the iteration
+moved, through the same engine alone; **limit**: max(forward + Adam, its I/O) + max(backward, the rest of the I/O).
+**step**: from where one step returns to where the next does; **x limit**: the median of the rounds' ratios. **torch**:
+plain torch with resident fp32 masters. Seconds, medians."""
 
 
 @dataclass(frozen=True)
@@ -109,24 +118,40 @@ def shape_of(tokens: int) -> tuple[int, int]:
     return batch, max(1, round(tokens / batch))
 
 
-def one_round(
-    contestants: list[Contestant], disk: Disk, adam: Adam, shape: tuple[int, int], steps: int, number: int
-) -> Round:
-    before_s, adam_s = disk.run(), adam.run()
-    # Only plain torch's phases are asked for: parting a step makes it wait.
-    blocks = {one.name: one.run(steps, *shape, phases=one.name == TORCH) for one in turns(contestants, number)}
-    nvme, plain = blocks[NVME], blocks[TORCH]
-    moved = (nvme.stats["nvme_read_bytes"] + nvme.stats["nvme_written_bytes"]) / nvme.trained
-    return Round(
-        forward_s=statistics.mean(plain.forward_s),
-        backward_s=statistics.mean(plain.backward_s),
-        adam_s=adam_s,
-        disk_s=disk.seconds_for(moved, (before_s + disk.run()) / 2),  # a drive drifts within seconds
-        moved_bytes=moved,
-        forward_bytes=nvme.forward_bytes / nvme.steps,
-        step_s=nvme.step_s,
-        torch_s=plain.step_s,
-    )
+@dataclass(frozen=True)
+class Race:
+    """What runs in each round. Attributes: steps: of a contestant in its turn."""
+
+    contestants: list[Contestant]
+    disk: Disk
+    adam: Adam
+    steps: int
+
+    def run(self, shape: tuple[int, int], rounds: int) -> list[Round]:
+        """Args: shape: batch and sequence."""
+        note(f"{shape[0]} x {shape[1]} tokens")
+        for one in self.contestants:
+            one.run(1, *shape)
+        self.adam.run()
+        return [self._round(shape, number) for number in range(rounds)]
+
+    def _round(self, shape: tuple[int, int], number: int) -> Round:
+        before_s, adam_s = self.disk.run(), self.adam.run()
+        # Only plain torch's phases are asked for: parting a step makes it wait.
+        order = turns(self.contestants, number)
+        blocks = {one.name: one.run(self.steps, *shape, phases=one.name == TORCH) for one in order}
+        nvme, plain = blocks[NVME], blocks[TORCH]
+        moved = (nvme.stats["nvme_read_bytes"] + nvme.stats["nvme_written_bytes"]) / nvme.trained
+        return Round(
+            forward_s=statistics.mean(plain.forward_s),
+            backward_s=statistics.mean(plain.backward_s),
+            adam_s=adam_s,
+            disk_s=self.disk.seconds_for(moved, (before_s + self.disk.run()) / 2),  # a drive drifts within seconds
+            moved_bytes=moved,
+            forward_bytes=nvme.forward_bytes / nvme.steps,
+            step_s=nvme.step_s,
+            torch_s=plain.step_s,
+        )
 
 
 def main(
@@ -167,30 +192,19 @@ def main(
         closing(Adam(count, chunk_bytes // 4)) as adam,
     ):
         disk.search()
+        race = Race(contestants, disk, adam, steps)
         for shape in shapes:
             done = shape[0] * shape[1]
-            note(f"{shape[0]} x {shape[1]} tokens")
-            for one in contestants:
-                one.run(1, *shape)
-            adam.run()
-            found = [one_round(contestants, disk, adam, shape, steps, number) for number in range(rounds)]
-            results.append(Result(done, count, found))
+            results.append(Result(done, count, race.run(shape, rounds)))
             file = Path(timelines) / f"{done}.json"
             contestants[0].run(TIMELINE_STEPS, *shape, timeline=str(file))
             title = f"{TIMELINE_STEPS} steps of {done:,} tokens, {count:,} parameters"
             pictures[f"{name}-{done}.png"] = partial(timeline_picture, file, title=title)
-        headings = ("tokens", *(name.removesuffix("_s") for name in PARTS))
-        more = ("spread", "x limit", "bytes a parameter", "in forward")
         Report(
             name=name,
             title="Hiding the disk behind compute",
-            about=f"{count:,} parameters on {param_tier}, gradients on {grad_tier}, optimizer states on NVMe. "
-            "**forward, backward**: plain torch's; **adam**: the kernel alone, states in RAM; **disk**: the bytes that "
-            "the iteration moved, through the same engine alone; **limit**: max(forward + Adam, its I/O) + "
-            "max(backward, the rest of the I/O). **step**: from where one step returns to where the next does; **x "
-            "limit**: the median of the rounds' ratios. **torch**: plain torch with resident fp32 masters. Seconds, "
-            "medians.",
-            tables=[Table(headings + more, [result.row() for result in results])],
+            about=f"{count:,} parameters on {param_tier}, gradients on {grad_tier}, optimizer states on NVMe.\n{ABOUT}",
+            tables=[Table(HEADINGS, [result.row() for result in results])],
             data={"parameters": count, "runs": [result.as_json() for result in results]},
             remarks=[judged(f"x limit, {one.tokens} tokens", one.x_limit, TARGETS[param_tier]) for one in results],
             setup=f"{adam.setup}, {disk.setup}; {versions_of(contestants)}",

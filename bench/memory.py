@@ -20,6 +20,7 @@ from torch import Tensor
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
+from bench.contest import parameters
 from bench.report import Folder, Json, Report, Save, Table, scratch
 from bench.trainer import peak_rss_bytes
 from offload import OffloadZero, Tuning
@@ -40,7 +41,7 @@ def child(layers: int, path: Path) -> None:
     """Trains some steps and prints what they took."""
     config = GPTConfig(layers, WIDTH, HEADS, CONTEXT)
     model = GPT(config, device="meta")
-    count = sum(param.numel() for param in model.parameters())
+    count = parameters(config)
     optimizer = OffloadZero(
         model, path=path, param_tier="nvme", grad_tier="nvme", cpu_memory=BUDGET_BYTES, init=initial_values(config, 0),
         commit_every=None, tuning=Tuning(chunk=CHUNK_BYTES),

@@ -17,7 +17,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,38 +45,57 @@ RANDOM = 1 << 24
 """So many normal numbers serve for all weights, from another place on for each."""
 CGROUPS = Path("/sys/fs/cgroup")
 MARGIN = 1.1
+ABOUT = """\
+`planned peak`: RAM and the model's device, which is RAM here, for the least `cpu_memory`; `limit`: of the memory
+cgroup, the imports, the planned peak, a tenth of that, and `computing`, what plain torch takes for forward and backward
+of one block and the loss, with what enters the other blocks (limit 0: none could be made); `disk alone`: a step's bytes
+by its bandwidth."""
 
 app = typer.Typer(add_completion=False)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a child does. kind: "lora" or "full"; is_resident: with the base in RAM."""
+    """What a child does. kind: "lora" or "full"; layers, width: of the model; tokens: of a step; folder: in which the
+    model and the run lie; is_resident: with the base in RAM."""
 
     kind: str
-    directory: str
-    path: str
+    layers: int
+    width: int
     tokens: int
     steps: int
+    folder: str = ""
     is_resident: bool = False
+
+    @property
+    def directory(self) -> Path:
+        """Of the model's files."""
+        return Path(self.folder, "model")
+
+    @property
+    def adapters(self) -> Path:
+        """The file of those that were trained."""
+        return Path(self.folder, f"adapters{'-resident' * self.is_resident}")
 
     @property
     def options(self) -> dict[str, Any]:
         given: dict[str, Any] = {"commit_every": None, "tuning": Tuning(chunk=64 * MIB)}
         if self.kind == "full":
-            return given | {"tier": "nvme", "param_tier": "nvme", "grad_tier": "nvme", "path": self.path}
+            return given | {"tier": "nvme", "param_tier": "nvme", "grad_tier": "nvme", "path": f"{self.folder}/run"}
         if self.is_resident:
             return given | {"tier": "cpu", "param_tier": "device"}
-        return given | {"tier": "cpu", "param_tier": "nvme", "path": self.path}
+        return given | {"tier": "cpu", "param_tier": "nvme", "path": f"{self.folder}/run"}
 
 
-def write_model(directory: Path, layers: int, width: int) -> int:
-    """Writes a model as transformers does, a layer a file. Returns its parameters."""
+def write_model(job: Job) -> int:
+    """Writes the model as transformers does, a layer a file. Returns its parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    width, directory = job.width, job.directory
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=width, intermediate_size=INNER * width // WIDTH, num_hidden_layers=layers,
-        num_attention_heads=width // HEAD, num_key_value_heads=max(width // HEAD // 3, 1), dtype=torch.bfloat16,
+        vocab_size=VOCABULARY, hidden_size=width, intermediate_size=INNER * width // WIDTH,
+        num_hidden_layers=job.layers, num_attention_heads=width // HEAD,
+        num_key_value_heads=max(width // HEAD // 3, 1), dtype=torch.bfloat16,
         architectures=["LlamaForCausalLM"],
     )  # fmt: skip
     config.save_pretrained(directory)
@@ -125,7 +144,7 @@ def values(job: Job, model: Any) -> Any:
     """What gives a model with adapters its values."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    files = FromSafetensors(Path(job.directory))
+    files = FromSafetensors(job.directory)
     angles = dict(LlamaRotaryEmbedding(model.config).named_buffers())
 
     def fill(name: str, tensor: Tensor) -> None:
@@ -211,7 +230,7 @@ def train(job: Job, memory: dict[str, int]) -> dict[str, Any]:
             read.append(optimizer.stats()["nvme_read_bytes"] + optimizer.stats()["nvme_written_bytes"])
         peak = peak_rss_bytes()  # close() may bring all parameters back
         if job.kind == "lora":
-            torch.save([param.detach().clone() for param in trained], job.path + ".adapters")
+            torch.save([param.detach().clone() for param in trained], job.adapters)
         disk = optimizer.stats()["disk_bytes"] if "path" in options else 0
     return {"seconds": seconds, "moved_bytes": read[-1] - read[-2], "peak": peak, "losses": losses, "disk_bytes": disk}
 
@@ -275,7 +294,7 @@ def lora(
     path: Folder = Path(), as_json: Json = False, save: Save = False,
 ) -> None:  # fmt: skip
     """Adapters on a base that streams."""
-    _measure("lora", layers, width, tokens, steps, path, resident, as_json=as_json, save=save)
+    _measure(Job("lora", layers, width, tokens, steps), path, resident).publish(as_json=as_json, save=save)
 
 
 @app.command()
@@ -284,72 +303,67 @@ def full(
     path: Folder = Path(), as_json: Json = False, save: Save = False,
 ) -> None:  # fmt: skip
     """All weights."""
-    _measure("full", layers, width, tokens, steps, path, False, as_json=as_json, save=save)
+    _measure(Job("full", layers, width, tokens, steps), path).publish(as_json=as_json, save=save)
 
 
-def _measure(
-    kind: str, layers: int, width: int, tokens: int, steps: int, path: Path, resident: bool, *, as_json: bool,
-    save: bool,
-) -> None:  # fmt: skip
+def _measure(job: Job, path: Path, resident: bool = False) -> Report:
+    ways = ("read",) if job.kind == "lora" else ("read", "write")
     with scratch(path) as folder:
-        directory = folder / "model"
-        directory.mkdir()
-        numel = write_model(directory, layers, width)
-        job = Job(kind, str(directory), str(folder / "run"), tokens, steps)
-        imports, least, on_device = asked("plan", job)
-        peak = least + on_device
-        # With the few tokens of `lora` it fits into the margin.
-        beside = asked("compute", job) if kind == "full" else 0
-        limit = imports + round(MARGIN * peak) + beside
-        with cgroup(limit) as group:
-            # Else the device would be given half of what is free, and what is too large for that would run in tiles.
-            found = asked("train", job, {"cpu_memory": least, "device_memory": on_device}, group)
-            is_limited, used = group is not None, _peak_of(group)
-        row: dict[str, float] = {
-            "parameters": numel,
-            "weights bytes": 2 * numel,
-            "imports bytes": imports,
-            "planned peak bytes": peak,
-            "computing bytes": beside,
-            "limit bytes": limit if is_limited else 0,
-            "cgroup's peak bytes": used,
-            "peak rss bytes": found["peak"],
-            "disk bytes": found["disk_bytes"],
-            "a step's bytes": found["moved_bytes"],
-            "construct s": round(found["seconds"][0], 1),
-            "step s": round(min(found["seconds"][1:]), 1),
-        }
-        remarks = [f"losses {', '.join(f'{loss:.4f}' for loss in found['losses'])}"]
+        job = replace(job, folder=str(folder))
+        row, remarks = _in_cgroup(job)
         if resident:
-            other = Job(kind, str(directory), str(folder / "resident"), tokens, steps, is_resident=True)
+            other = replace(job, is_resident=True)
             asked("train", other)
-            pairs = zip(torch.load(job.path + ".adapters"), torch.load(other.path + ".adapters"), strict=True)
+            pairs = zip(torch.load(job.adapters), torch.load(other.adapters), strict=True)
             row["adapters are equal"] = is_same = all(torch.equal(mine, theirs) for mine, theirs in pairs)
             remarks.append(f"adapters equal those of a resident run, bit for bit: {'yes' if is_same else 'NO'}")
     with scratch(path) as folder:
         disk = Disk(folder, 64, 16 * MIB)
-        ways = ("read",) if kind == "lora" else ("read", "write")
-        disk_s = disk.run(ways=ways)
-    rate = len(ways) * disk.count * disk.length / disk_s
-    row["disk alone s"] = round(found["moved_bytes"] / rate, 1)
+        rate = len(ways) * disk.count * disk.length / disk.run(ways=ways)
+    row["disk alone s"] = round(row["a step's bytes"] / rate, 1)
     remarks.append(f"the disk alone: {rate / 1e9:.2f} GB/s, {' and '.join(ways)}")
     about = (
-        f"{'Adapters of rank 8 on the projections of queries and values' if kind == 'lora' else 'All weights'} of a "
-        f"Llama of {layers} layers and width {width}, {tokens} tokens a step, bf16, checkpoints of its own. `planned "
-        "peak`: RAM and the model's device, which is RAM here, for the least `cpu_memory`; `limit`: of the memory "
-        "cgroup, the imports, the planned peak, a tenth of that, and `computing`, what plain torch takes for forward "
-        "and backward of one block and the loss, with what enters the other blocks (limit 0: none could be made); "
-        "`disk alone`: a step's bytes by its bandwidth."
+        f"{'Adapters of rank 8 on the projections of queries and values' if job.kind == 'lora' else 'All weights'} of "
+        f"a Llama of {job.layers} layers and width {job.width}, {job.tokens} tokens a step, bf16, checkpoints of its "
+        f"own. {ABOUT}"
     )
     cells = [
         [name, format_bytes(int(value)) if "bytes" in name else f"{value:,}"]
         for name, value in row.items()
         if not isinstance(value, bool)  # a remark says it
     ]
-    report = Report(
-        f"pretrained-{kind}", f"A pretrained model: {kind}", about, [Table(["what", "value"], cells)], row, remarks
-    )
-    report.publish(as_json=as_json, save=save)
+    title = f"A pretrained model: {job.kind}"
+    return Report(f"pretrained-{job.kind}", title, about, [Table(["what", "value"], cells)], row, remarks)
+
+
+def _in_cgroup(job: Job) -> tuple[dict[str, float], list[str]]:
+    """Writes the model, and trains it in as little memory as is planned. Returns: figures and remarks."""
+    job.directory.mkdir()
+    numel = write_model(job)
+    imports, least, on_device = asked("plan", job)
+    peak = least + on_device
+    # With the few tokens of `lora` it fits into the margin.
+    beside = asked("compute", job) if job.kind == "full" else 0
+    limit = imports + round(MARGIN * peak) + beside
+    with cgroup(limit) as group:
+        # Else the device would be given half of what is free, and what is too large for that would run in tiles.
+        found = asked("train", job, {"cpu_memory": least, "device_memory": on_device}, group)
+        is_limited, used = group is not None, _peak_of(group)
+    row = {
+        "parameters": numel,
+        "weights bytes": 2 * numel,
+        "imports bytes": imports,
+        "planned peak bytes": peak,
+        "computing bytes": beside,
+        "limit bytes": limit if is_limited else 0,
+        "cgroup's peak bytes": used,
+        "peak rss bytes": found["peak"],
+        "disk bytes": found["disk_bytes"],
+        "a step's bytes": found["moved_bytes"],
+        "construct s": round(found["seconds"][0], 1),
+        "step s": round(min(found["seconds"][1:]), 1),
+    }
+    return row, [f"losses {', '.join(f'{loss:.4f}' for loss in found['losses'])}"]
 
 
 if __name__ == "__main__":
