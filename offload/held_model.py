@@ -111,7 +111,7 @@ class HeldModel:
     def synchronize(self) -> None:
         """Waits until nothing is under way on any tier."""
         self.pending.apply_all()
-        self.units.settle()
+        self.units.drain()
         self._parts.new_params.wait_for_transfers()
         self._parts.gradients.drain()
         for store in self._parts.stores.all:

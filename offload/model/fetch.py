@@ -5,7 +5,7 @@ A unit is entered by the forward of any of its modules, and by their backward, w
 Entering a unit releases the others, except: the root unit; units whose forward is running; the unit whose backward
 began last and those around it (recomputation inside of it enters others, and it goes on afterwards); what `gathered`
 holds. So the device holds at most the root unit, the unit in use, the units around it, and those that are prefetched.
-Whether a unit is resident is a state, never a count: recomputation in backward runs some hooks twice and some not at
+Whether a unit is available is a state, never a count: recomputation in backward runs some hooks twice and some not at
 all.
 
 [Note: prefetching]
@@ -221,7 +221,7 @@ class HeldUnits:
         self._parameters.take_back()
         self._parameters.move(device)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Waits for copies to the device."""
 
     def abandon(self) -> None:
@@ -419,7 +419,7 @@ class StreamedUnits(HeldUnits):
             del self._used[max(0, len(self._used) - len(units)) :]  # uses are nested
 
     def _needs_all_ranks(self, unit: str) -> bool:
-        is_sharded = self._layout.shard_group_size > 1 and not self.transfers.is_at(unit, UnitState.RESIDENT)
+        is_sharded = self._layout.shard_group_size > 1 and not self.transfers.is_at(unit, UnitState.AVAILABLE)
         return is_sharded or (self._replicas > 1 and self._pending.is_pending(unit))
 
     def _fetch_for_use(self, units: Sequence[str]) -> None:
@@ -511,7 +511,7 @@ class StreamedUnits(HeldUnits):
             return
         self._order.enter(unit)
         guests = self._guests.get(unit, ())
-        # Units to come that are on their way stay. Those that are resident from before are released and fetched anew.
+        # Units to come that are on their way stay. Those that are available from before are released and fetched anew.
         fetching = (one for one in self._order.upcoming if self.transfers.is_at(one, UnitState.FETCHING))
         self._release_unused(ROOT, unit, *guests, *fetching)
         if self._makes_graph:
@@ -539,7 +539,7 @@ class StreamedUnits(HeldUnits):
                     self._release(unit)
 
     def _release(self, unit: str) -> None:
-        if self.transfers.is_at(unit, UnitState.RESIDENT):
+        if self.transfers.is_at(unit, UnitState.AVAILABLE):
             numbers = self.transfers.params_of(unit)
             self._parameters.take_back(numbers)
             if self._parameters.written_outside(numbers):
@@ -553,7 +553,7 @@ class StreamedUnits(HeldUnits):
     # What others wrote.
 
     def write_back(self) -> None:
-        """Takes over what others wrote to parameters that are resident, into the store."""
+        """Takes over what others wrote to parameters that are available, into the store."""
         numbers = self._parameters.written_outside()
         flats = sorted({self._parameters.flat_of(number) for number in numbers})
         for flat in flats:
@@ -573,7 +573,7 @@ class StreamedUnits(HeldUnits):
         self._parameters.take_back()
         self.write_back()
         self._masters.take_outside_writes(self._owner.step())
-        self.settle()  # a commit follows, for which nothing may be leased
+        self.drain()  # a commit follows, for which nothing may be leased
 
     # Steps, and the end.
 
@@ -586,7 +586,7 @@ class StreamedUnits(HeldUnits):
         self._release_unused()
         self._parameters.arrange()
         self.write_back()  # to what `gathered` holds: the step is to see it
-        self.settle()
+        self.drain()
         self.transfers.expect_same_order()
 
     def move(self, device: torch.device) -> None:
@@ -595,7 +595,7 @@ class StreamedUnits(HeldUnits):
         self._makes_graph = False
         self._forget_calls()
         self._release_unused()
-        self.settle()
+        self.drain()
         self._parameters.move(device)
 
     def fetch_all(self) -> None:
@@ -607,8 +607,8 @@ class StreamedUnits(HeldUnits):
             if self.transfers.home_of(unit) == unit:
                 self.transfers.fetch(unit)
 
-    def settle(self) -> None:
-        self.transfers.settle()
+    def drain(self) -> None:
+        self.transfers.drain()
 
     def abandon(self) -> None:
         self._forget_calls()

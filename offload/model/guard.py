@@ -9,7 +9,7 @@ operations cost nothing more.
 | tensor                                     | outside its unit | inside it | its memory                           |
 |--------------------------------------------|------------------|-----------|--------------------------------------|
 | a resident parameter                       | guarded          | watched   | always there; a value may be pending |
-| a streamed parameter                       | guarded          | watched   | there while its unit is resident     |
+| a streamed parameter                       | guarded          | watched   | there while its unit is available    |
 | an alias of a streamed one (`.t()`, `[0]`) | guarded          | guarded   | the same                             |
 | any of these that is a DTensor             | guarded          | plain     | the same                             |
 

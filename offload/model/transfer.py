@@ -1,18 +1,18 @@
 """Moves the parameters of streamed units between the store and the device.
 
 [Note: states of a unit]
-| state    | device memory | parameters | meaning                                |
-|----------|---------------|------------|----------------------------------------|
-| RELEASED | -             | unusable   | its values are in the store only       |
-| FETCHING | allocated     | unusable   | copies from the store are under way    |
-| RESIDENT | allocated     | usable     | its modules can run                    |
+| state     | device memory | parameters | meaning                                |
+|-----------|---------------|------------|----------------------------------------|
+| RELEASED  | -             | unusable   | its values are in the store only       |
+| FETCHING  | allocated     | unusable   | copies from the store are under way    |
+| AVAILABLE | allocated     | usable     | its modules can run                    |
 
 A unit whose update is pending may be FETCHING without a copy under way: `begin_update` allocates its memory, and each
 chunk is copied to the device as its new values are made, instead of being read from the store again.
 
 [Note: what waits for a copy]
 A copy to the device waits for the last use of the memory that it writes to. Kernels wait for the copy on the device: a
-unit is RESIDENT as soon as that wait is queued, and the host goes on. A chunk's lease is given back when its copy has
+unit is AVAILABLE as soon as that wait is queued, and the host goes on. A chunk's lease is given back when its copy has
 ended, which the host finds out by the way; it waits only where somebody needs the chunk, or a buffer of the store. The
 host is at most AHEAD_UNITS units ahead of the device.
 
@@ -62,14 +62,14 @@ class UnitState(Enum):
 
     RELEASED = "released"
     FETCHING = "fetching"
-    RESIDENT = "resident"
+    AVAILABLE = "available"
 
 
 _LEGAL = {
     (UnitState.RELEASED, UnitState.FETCHING),
-    (UnitState.FETCHING, UnitState.RESIDENT),
+    (UnitState.FETCHING, UnitState.AVAILABLE),
     (UnitState.FETCHING, UnitState.RELEASED),
-    (UnitState.RESIDENT, UnitState.RELEASED),
+    (UnitState.AVAILABLE, UnitState.RELEASED),
 }
 
 
@@ -210,7 +210,7 @@ class UnitTransfers:
     # From the store to the device.
 
     def fetch(self, unit: str) -> None:
-        """Makes a unit resident: what is queued from now on can use it."""
+        """Makes a unit available: what is queued from now on can use it."""
         if self.is_at(unit, UnitState.RELEASED) or self.is_updating(unit):
             self.prefetch(unit)
         if self.is_at(unit, UnitState.FETCHING):
@@ -227,7 +227,7 @@ class UnitTransfers:
             return
         for one in self._slices_of[unit]:
             if not one.is_tile:
-                self._resident_tiles(one.flat)
+                self._available_tiles(one.flat)
         try:
             last_use = self._allocate(unit)
             for one in self._slices_of[unit]:
@@ -239,7 +239,7 @@ class UnitTransfers:
             raise
 
     def release(self, unit: str) -> None:
-        """Takes the memory of a unit that is resident or being fetched, after what is queued."""
+        """Takes the memory of a unit that is available or being fetched, after what is queued."""
         if self._states.get(unit, UnitState.RELEASED) is UnitState.RELEASED:
             return
         self._not_updated.pop(unit, None)
@@ -249,7 +249,7 @@ class UnitTransfers:
             self._wait_for(self._released[0], "wait for device")
             self._released.popleft()
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Gives back all leases: waits until what was copied to the device is there."""
         self._wait_for_gathers()
         with self._lock:
@@ -257,7 +257,7 @@ class UnitTransfers:
                 self._finish_upload(self._uploads[0])
 
     def _refresh(self, one: FlatSlice) -> None:
-        """Copies the values of a slice, which is resident, from the store again."""
+        """Copies the values of a slice, which is available, from the store again."""
         for chunk in self._chunks_of[one.index]:
             self._start_copy(one, chunk)
         self._wait_on_device(one.unit)
@@ -331,13 +331,13 @@ class UnitTransfers:
 
     def _finish(self, unit: str) -> None:
         self._wait_on_device(unit)
-        self._become_resident(unit)
+        self._become_available(unit)
 
     @uninterrupted
-    def _become_resident(self, unit: str) -> None:
+    def _become_available(self, unit: str) -> None:
         for one in self._slices_of[unit]:
             self._parameters.restore(one.index)
-        self._change(unit, UnitState.RESIDENT)
+        self._change(unit, UnitState.AVAILABLE)
 
     def _wait_on_device(self, unit: str) -> None:
         """What is queued from now on sees the values of a unit that were on their way."""
@@ -393,7 +393,7 @@ class UnitTransfers:
         if not self._copier.direct or not self.is_at(unit, UnitState.RELEASED):
             return False
         if all(self._layout.flats[one.flat].is_frozen for one in self._slices_of[unit]):
-            return False  # what changes is resident
+            return False  # what changes is on the device
         return not any(self._layout.tile_of(one.flat) for one in self._slices_of[unit])
 
     def is_updating(self, unit: str) -> bool:
@@ -421,8 +421,8 @@ class UnitTransfers:
             return  # the new ones were copied as they were made
         if self._states[unit] is UnitState.FETCHING:
             self._finish(unit)
-        tiles = self._resident_tiles(flat)
-        if self._states[unit] is UnitState.RESIDENT:
+        tiles = self._available_tiles(flat)
+        if self._states[unit] is UnitState.AVAILABLE:
             one, last_use = self._layout.slices[flat], self._copier.mark()
             self._refresh(one)
             self._launch_all_gathers(unit, [one], last_use)
@@ -438,8 +438,8 @@ class UnitTransfers:
         self._parameters.free_attached(flat)
 
     def write_back(self, flat: int) -> None:
-        """Copies the values of a flat parameter, which is resident, to the store, and to its tiles on the device."""
-        tiles = self._resident_tiles(flat)
+        """Copies the values of a flat parameter, which is available, to the store, and to its tiles on the device."""
+        tiles = self._available_tiles(flat)
         for chunk in self._chunks_of[flat]:
             with self._store.lease(chunk.index, step=self._owner.step(), is_fresh=True) as lease:
                 lease.dirty = True
@@ -449,10 +449,10 @@ class UnitTransfers:
             self._refresh(tile)
 
     def find_writes(self, numbers: Iterable[int]) -> None:
-        """Compares these parameters, all resident, with the store, and notes which were written to. For writes that
+        """Compares these parameters, all available, with the store, and notes which were written to. For writes that
         leave no other trace, such as NumPy's."""
         for number in filter(self._parameters.streams, numbers):
-            self._resident_tiles(self._parameters.flat_of(number))
+            self._available_tiles(self._parameters.flat_of(number))
             chunks = (self._layout.param_chunks[index] for index in self._layout.param_chunks_of[number])
             if not all(self._equals_store(number, chunk) for chunk in chunks):
                 torch.autograd.graph.increment_version(self._parameters.params[number])
@@ -470,15 +470,15 @@ class UnitTransfers:
                         return False
         return True
 
-    def _resident_tiles(self, flat: int) -> list[FlatSlice]:
-        """The tiles of a flat parameter that are resident, those that were being fetched, too."""
+    def _available_tiles(self, flat: int) -> list[FlatSlice]:
+        """The tiles of a flat parameter that are available, also those that were being fetched until now."""
         if not self._layout.tile_of(flat):
             return []
         tiles = [one for one in self._layout.slices if one.is_tile and one.flat == flat]
         for tile in tiles:
             if self._states[tile.unit] is UnitState.FETCHING:
                 self._finish(tile.unit)
-        return [tile for tile in tiles if self._states[tile.unit] is UnitState.RESIDENT]
+        return [tile for tile in tiles if self._states[tile.unit] is UnitState.AVAILABLE]
 
     # The end.
 

@@ -313,7 +313,7 @@ def test_a_weight_is_gathered_and_written_while_its_tiles_are_on_their_way(strea
         with optimizer.gathered(weight, writable=True), torch.no_grad():
             transfers.prefetch("blocks.1.up.weight[1]")
             weight.zero_()
-        assert transfers.is_at("blocks.1.up.weight[0]", UnitState.RESIDENT)
+        assert transfers.is_at("blocks.1.up.weight[0]", UnitState.AVAILABLE)
         for leaf in optimizer._parts.parameters.tiles.values():
             assert not leaf.untyped_storage().nbytes() or leaf.isnan().all() or not leaf.any()
         out = model.blocks[1].up(x)
