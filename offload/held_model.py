@@ -75,8 +75,8 @@ class HeldModel:
         self._hooks = Hooks(model, run, parameters, names, self.units, self.access, self.answers)
         self._activations: Activations | None = None
         if run.config.activation_tier is not None:
-            parts_of = Partitions(run.comm, parts.activations) if run.config.partition_activations else None
-            self._activations = Activations(model, run.config, self.units, parts.activations, parts_of)
+            partitions = Partitions(run.comm, parts.activations) if run.config.partition_activations else None
+            self._activations = Activations(model, run.config, self.units, parts.activations, partitions)
         self._guards = Guards(parameters, self.units, self.moves)
         parameters.guard_with(self._guards.class_for)
         # An update that waits for nothing but kernels, which write into the model, is applied inside `step()`. Measured

@@ -334,9 +334,9 @@ class Commits:
 
         Returns: the bytes that this takes. Raises: BudgetError (disk space), CorruptionError, TierIOError.
         """
-        part = self._as_snapshot()
-        needs = part.needs()
-        if not self._is_named and self._named_snapshot(part) is None:
+        snapshot = self._as_snapshot()
+        needs = snapshot.needs()
+        if not self._is_named and self._named_snapshot(snapshot) is None:
             require_space(needs)
         self._is_named = True
         return sum(need.nbytes for need in needs)
@@ -350,28 +350,28 @@ class Commits:
             return
         if not self._comm.all_reduce_any(self._is_named):
             return
-        part = self._as_snapshot()
-        found = self._found_by_first(lambda: self._named_snapshot(part))
+        snapshot = self._as_snapshot()
+        found = self._found_by_first(lambda: self._named_snapshot(snapshot))
         if found is None or found in self._named:  # what the user has made stays, however many are named
-            name = found or part.name
+            name = found or snapshot.name
             self._named = *(one for one in self._named if one != name), name
             # Another one that is called as this one is of the same step, before the run went back to an earlier one.
-            gone = {*self._named[: -self._config.keep], part.name} - {found}
-            self._remove(part, lambda held: part.free(gone, held))
+            gone = {*self._named[: -self._config.keep], snapshot.name} - {found}
+            self._remove(snapshot, lambda held: snapshot.free(gone, held))
             if found is None:
-                self._keep(part)
-            kept = self._found_by_first(lambda: [*part.kept()])
+                self._keep(snapshot)
+            kept = self._found_by_first(lambda: [*snapshot.kept()])
             self._named = tuple(one for one in self._named if one in kept)
         self._is_named = False
 
-    def _named_snapshot(self, part: Snapshot) -> str | None:
+    def _named_snapshot(self, snapshot: Snapshot) -> str | None:
         """For rank 0: the snapshot of the last commit, or of the one that it is a copy of; None if there is none yet.
 
-        Args: part: of the last commit. Raises: PathError if one of the user's has its name.
+        Args: snapshot: of the last commit. Raises: PathError if one of the user's has its name.
         """
-        found = self._snapshot_called(part.commit.step, self.last_id)
-        if found is None and part.name not in self._named:
-            part.is_kept()
+        found = self._snapshot_called(snapshot.commit.step, self.last_id)
+        if found is None and snapshot.name not in self._named:
+            snapshot.is_kept()
         return found
 
     def _snapshot_called(self, step: int, name: object) -> str | None:
@@ -443,74 +443,74 @@ class Commits:
         Raises: ResumeError (nothing is committed), BudgetError, PathError, TierIOError, CorruptionError,
         OtherRankError, RankError. Run and commits are what they were. What fails on one rank fails on all.
         """
-        part = self._as_snapshot()
+        snapshot = self._as_snapshot()
         # The one of which the last commit is a copy may have the same name.
         if (
             not self._source
-            or self._found_by_first(lambda: self._snapshot_called(part.commit.step, self.last_id)) != part.name
+            or self._found_by_first(lambda: self._snapshot_called(snapshot.commit.step, self.last_id)) != snapshot.name
         ):
-            self._keep(part)
+            self._keep(snapshot)
         # It is the user's from now on.
-        self._named = tuple(name for name in self._named if name != part.name)
+        self._named = tuple(name for name in self._named if name != snapshot.name)
         if keep is not None:
-            self._remove(part, lambda held: part.superseded(keep, self._named, held))
-        return part.directories
+            self._remove(snapshot, lambda held: snapshot.superseded(keep, self._named, held))
+        return snapshot.directories
 
-    def _keep(self, part: Snapshot) -> None:
+    def _keep(self, snapshot: Snapshot) -> None:
         """Makes a snapshot if there is none, and completes what was interrupted while others were made or removed."""
         slots, comm = self._slots, self._comm
         assert slots is not None
 
         def look() -> list[str]:
             slots.require_here()
-            return part.decided()
+            return snapshot.decided()
 
         decided = {name for names in self._found_by_all(look) for name in names}
-        is_kept, others = self._found_by_first(lambda: (part.is_kept(), [*part.kept()]))
+        is_kept, others = self._found_by_first(lambda: (snapshot.is_kept(), [*snapshot.kept()]))
         with agree_on_error(comm, _not_kept()):
-            part.clear(decided=decided)
+            snapshot.clear(decided=decided)
         if not is_kept:
-            self._make(part)
+            self._make(snapshot)
         with suppress(TierIOError, OtherRankError), agree_on_error(comm, _not_kept()):  # else the next one does it
-            part.finish({*others, part.name})
+            snapshot.finish({*others, snapshot.name})
 
-    def _make(self, part: Snapshot) -> None:
+    def _make(self, snapshot: Snapshot) -> None:
         """Makes a snapshot that is not there."""
         comm = self._comm
 
         def needs() -> list[Need]:
-            part.require_no_other()
-            return part.needs()
+            snapshot.require_no_other()
+            return snapshot.needs()
 
         require_space(need for needed in self._found_by_all(needs, list[Need]) for need in needed)
         try:
             with agree_on_error(comm, _not_kept()):
-                part.make()
+                snapshot.make()
         except OffloadError as error:
             if not isinstance(error, RankError):
                 with suppress(TierIOError):
-                    part.clear([part.name])
+                    snapshot.clear([snapshot.name])
             raise
         with agree_on_error(comm, _not_kept()):
             # If this fails, it may be there or not: whoever comes next looks.
             if comm.rank == 0:
-                part.decide()
+                snapshot.decide()
 
-    def _remove(self, part: Snapshot, choose: Callable[[ExitStack], list[str]]) -> None:
+    def _remove(self, snapshot: Snapshot, choose: Callable[[ExitStack], list[str]]) -> None:
         """Removes snapshots of this run. What cannot be removed now is left to the next call.
 
-        Args: part: of any snapshot; choose: called on rank 0; returns names, and gives their locks to its argument.
+        Args: snapshot: of any snapshot; choose: called on rank 0; returns names, and gives their locks to its argument.
         """
         comm = self._comm
         with ExitStack() as held, suppress(TierIOError, OtherRankError):
             names = self._found_by_first(lambda: choose(held))
             with agree_on_error(comm, _not_kept()):
-                part.retire(names)
+                snapshot.retire(names)
             with agree_on_error(comm, _not_kept()):
                 if comm.rank == 0:
-                    part.withdraw(names)
+                    snapshot.withdraw(names)
             with agree_on_error(comm, _not_kept()):
-                part.clear(names)
+                snapshot.clear(names)
 
     def _found_by_all(self, find: Callable[[], T], kind: Any = Any) -> list[T]:
         """What each rank finds, by rank. Args: kind: as of `all_gather_object`.

@@ -131,7 +131,7 @@ class Ours(Contestant):
                 _drop_cached(file.fd)
             under_way: deque[IOFuture] = deque()
             start = time.perf_counter()
-            for index, (direction, offset, length) in enumerate(parts(operation, nbytes, share)):
+            for index, (direction, offset, length) in enumerate(transfers(operation, nbytes, share)):
                 if len(under_way) == TRANSFERS:
                     under_way.popleft().result()
                 at = index % TRANSFERS * share
@@ -151,7 +151,7 @@ class Pool(Contestant):
     """preadv and pwritev on `depth` threads: what one would write in ten lines."""
 
     def run(self, operation: str, nbytes: int) -> float:
-        todo = list(parts(operation, nbytes, self.request_bytes))
+        todo = list(transfers(operation, nbytes, self.request_bytes))
         places = range(0, len(self.memory), self.request_bytes)
         buffers = [self.memory[at : at + self.request_bytes] for at in places]
         file = open_file(str(self.file))
@@ -176,7 +176,7 @@ class Pool(Contestant):
             file.close()
 
 
-def parts(operation: str, nbytes: int, length: int) -> Iterator[tuple[str, int, int]]:
+def transfers(operation: str, nbytes: int, length: int) -> Iterator[tuple[str, int, int]]:
     """What has to be moved, `length` bytes at a time: read or write, offset, length."""
     half = nbytes // 2 if operation == "mixed" else nbytes
     for start in range(0, half, length):

@@ -218,7 +218,7 @@ def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> P
     """
     from offload import Tuning
     from offload.devices.copies import accelerator
-    from offload.model.partition import part_bytes
+    from offload.model.partition import partition_bytes
     from offload.planner.explain import plan_of
     from offload.planner.placement import activation_memory
 
@@ -227,7 +227,7 @@ def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> P
         a_block = max(waiting.largest_bytes, -(-waiting.entering_bytes // max(model.blocks, 1)))
     on_disk = "nvme" in (options.tier, options.param_tier, options.activation_tier)
     if options.partition_activations:
-        a_block = part_bytes(a_block, options.tensor_parallel)
+        a_block = partition_bytes(a_block, options.tensor_parallel)
     planned = plan_of(
         model.module,
         direct=accelerator() is None and not options.gpu,

@@ -50,7 +50,7 @@ from offload.dist.tensor_parallel import like_of, local_of
 from offload.errors import ClosedError, ConfigError, StaleActivationError
 from offload.model.fetch import HeldUnits
 from offload.model.flat_param import is_dense
-from offload.model.partition import Part, Partitions
+from offload.model.partition import Partition, Partitions
 from offload.model.torch_helpers import call_hidden, in_backward, tensors_in
 from offload.model.units import blocks_of, has_statistics, is_called
 from offload.storage.activation_store import ActivationStore, Stored
@@ -371,9 +371,9 @@ class Activations:
         if not _can_wait(tensor, self._buffers):
             return None
         partitions = self._partitions if is_entering and is_dense(tensor) else None
-        part = None if partitions is None else self._divide(partitions, tensor)
-        if partitions is not None and part is not None:
-            return _Elsewhere(partitions, part, tensor)
+        partition = None if partitions is None else self._divide(partitions, tensor)
+        if partitions is not None and partition is not None:
+            return _Elsewhere(partitions, partition, tensor)
         store = self._store
         if store is None or tensor.device != store.device:
             return None
@@ -394,18 +394,18 @@ class Activations:
             shared[key] = weakref.ref(stored)
         return _Elsewhere(store, stored, tensor, start - _span(source)[0])
 
-    def _divide(self, partitions: Partitions, tensor: Tensor) -> Part | None:
+    def _divide(self, partitions: Partitions, tensor: Tensor) -> Partition | None:
         """What is kept more than once, such as a mask that each unit gets, is kept once."""
-        shared: dict[Any, weakref.ref[Part]] = self._divided.setdefault(_base(tensor), {})
+        shared: dict[Any, weakref.ref[Partition]] = self._divided.setdefault(_base(tensor), {})
         key = (tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version)
-        part = shared[key]() if key in shared else None
-        if part is None:
-            part = partitions.put(_bytes_of(tensor, _span(tensor)[1]), self._running)
+        partition = shared[key]() if key in shared else None
+        if partition is None:
+            partition = partitions.put(_bytes_of(tensor, _span(tensor)[1]), self._running)
             for old in [old for old, ref in shared.items() if ref() is None]:
                 del shared[old]
-            if part is not None:
-                shared[key] = weakref.ref(part)
-        return part
+            if partition is not None:
+                shared[key] = weakref.ref(partition)
+        return partition
 
 
 class _Again:

@@ -32,12 +32,12 @@ ALIGN_BYTES = 16
 CHECKSUM_BYTES = 8
 
 
-def part_bytes(nbytes: int, ranks: int) -> int:
+def partition_bytes(nbytes: int, ranks: int) -> int:
     """What each of `ranks` keeps of `nbytes` that all of them have."""
     return round_up(-(-nbytes // ranks), ALIGN_BYTES)
 
 
-class Part:
+class Partition:
     """This rank's share of `nbytes` that all ranks have, or a whole that waits to be gathered.
 
     Attributes: previous: what was put before it in the same forward; coming: it is being gathered.
@@ -45,7 +45,7 @@ class Part:
 
     __slots__ = ("__weakref__", "checksum", "coming", "nbytes", "own", "previous")
 
-    def __init__(self, own: Tensor | Stored, nbytes: int, checksum: Tensor, previous: Part | None) -> None:
+    def __init__(self, own: Tensor | Stored, nbytes: int, checksum: Tensor, previous: Partition | None) -> None:
         self.own = own
         self.nbytes = nbytes
         self.checksum = checksum
@@ -67,8 +67,8 @@ class Partitions:
         self._alike: dict[tuple[object, ...], bool] = {}
         self._unit: str | None = None
         self._count = 0
-        self._newest: Part | None = None
-        self._parts: weakref.WeakSet[Part] = weakref.WeakSet()
+        self._newest: Partition | None = None
+        self._partitions: weakref.WeakSet[Partition] = weakref.WeakSet()
         self._under_way: deque[Work] = deque()
         self._differ: list[Tensor] = []  # 0-dim, bool
         self._lock = threading.RLock()  # autograd asks in a thread of its own
@@ -78,7 +78,7 @@ class Partitions:
         """A forward of the whole model begins, or ends."""
         self._newest = self._unit = None
 
-    def put(self, data: Tensor, unit: str | None) -> Part | None:
+    def put(self, data: Tensor, unit: str | None) -> Partition | None:
         """Keeps this rank's part of `data`, uint8 of shape (nbytes,) on its device.
 
         Args: unit: that runs. Returns: None if the ranks have different values, so that each has to keep its own.
@@ -92,26 +92,26 @@ class Partitions:
                 self._alike[key] = self._is_alike(data)
             if not self._alike[key]:
                 return None
-            length = part_bytes(len(data), self._ranks.size)
+            length = partition_bytes(len(data), self._ranks.size)
             own = data[self._ranks.rank * length :][:length]
             if len(own) < length:
                 own = torch.nn.functional.pad(own, (0, length - len(own)))
             store = self._store
             kept = own.clone() if store is None or store.device != data.device else store.put(own)
-            part = Part(kept, len(data), _checksum(data), self._newest)
-            self._newest = part
-            self._parts.add(part)
-            held = sum(part_bytes(one.nbytes, self._ranks.size) for one in self._parts)
+            partition = Partition(kept, len(data), _checksum(data), self._newest)
+            self._newest = partition
+            self._partitions.add(partition)
+            held = sum(partition_bytes(one.nbytes, self._ranks.size) for one in self._partitions)
             self.peak_bytes = max(self.peak_bytes, held)
-            return part
+            return partition
 
-    def get(self, part: Part) -> Tensor:
+    def get(self, partition: Partition) -> Tensor:
         """What was put, uint8 on the device. It can be asked for again. Raises: as `ActivationStore.get`; RankError."""
         with self._lock:
-            work, _, gathered = part.coming or self._gather(part)
-            part.coming = None
-            if part.previous is not None and part.previous.coming is None:
-                part.previous.coming = self._gather(part.previous)
+            work, _, gathered = partition.coming or self._gather(partition)
+            partition.coming = None
+            if partition.previous is not None and partition.previous.coming is None:
+                partition.previous.coming = self._gather(partition.previous)
             work.wait_on_device()
             self._under_way.append(work)
             while len(self._under_way) > 1:
@@ -119,7 +119,7 @@ class Partitions:
             rows = gathered.view(self._ranks.size, -1)
             sums = rows[:, -CHECKSUM_BYTES:].contiguous().view(torch.int64)
             self._differ.append((sums != sums[0]).any())
-            return rows[:, :-CHECKSUM_BYTES].reshape(-1)[: part.nbytes]
+            return rows[:, :-CHECKSUM_BYTES].reshape(-1)[: partition.nbytes]
 
     def step_begins(self) -> None:
         """Before gradients are used. Raises: StaleActivationError on all ranks if checkpoints were not alike on some;
@@ -136,9 +136,9 @@ class Partitions:
                 "partition_activations out; the state is untouched, call zero_grad()"
             )
 
-    def _gather(self, part: Part) -> tuple[Work, Tensor, Tensor]:
-        own = part.own if isinstance(part.own, Tensor) else self._of_store(part.own)
-        sent = torch.cat((own, part.checksum.view(1).view(torch.uint8)))
+    def _gather(self, partition: Partition) -> tuple[Work, Tensor, Tensor]:
+        own = partition.own if isinstance(partition.own, Tensor) else self._of_store(partition.own)
+        sent = torch.cat((own, partition.checksum.view(1).view(torch.uint8)))
         gathered = torch.empty(self._ranks.size * len(sent), dtype=torch.uint8, device=sent.device)
         return self._ranks.all_gather_into_tensor(sent, gathered), sent, gathered
 

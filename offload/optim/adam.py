@@ -238,11 +238,11 @@ class NewParameters:
         return memory[: chunk.numel * dtype.itemsize].view(dtype)
 
     def _on_device(self, chunk: Chunk) -> Tensor:
-        flat, (found, part) = self._flats[chunk.flat], self._shards.get(chunk.index, (None, None))
-        if part is None or found is not flat:
-            part = flat[chunk.start : chunk.start + chunk.numel]
-            self._shards[chunk.index] = flat, part
-        return part
+        flat, (found, shard) = self._flats[chunk.flat], self._shards.get(chunk.index, (None, None))
+        if shard is None or found is not flat:
+            shard = flat[chunk.start : chunk.start + chunk.numel]
+            self._shards[chunk.index] = flat, shard
+        return shard
 
 
 @dataclass
@@ -386,10 +386,10 @@ class Step:
     def _adam(self, work: _Work, lease: Lease, grads: Tensor, current: Tensor | None, target: Tensor) -> None:
         if current is not None:
             for run in work.runs:
-                part = slice(run.start, run.stop)
-                low, exp_avg, exp_avg_sq = (array[part] for array in lease.arrays)
+                span = slice(run.start, run.stop)
+                low, exp_avg, exp_avg_sq = (array[span] for array in lease.arrays)
                 scalars = work.scalars[run.key]
-                self._kernels.adam_split(current[part], low, exp_avg, exp_avg_sq, grads[part], target[part], scalars)
+                self._kernels.adam_split(current[span], low, exp_avg, exp_avg_sq, grads[span], target[span], scalars)
             return
         number = work.chunk.index
         held = (grads.data_ptr(), target.data_ptr(), [(run.start, run.stop) for run in work.runs])

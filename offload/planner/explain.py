@@ -31,7 +31,7 @@ from offload.config import Config, Tier
 from offload.errors import BudgetError
 from offload.grads.shards import gradient_slot_arrays
 from offload.layout import Layout
-from offload.model.partition import part_bytes
+from offload.model.partition import partition_bytes
 from offload.model.units import ROOT
 from offload.planner.choice import ModelShape, choose
 from offload.planner.placement import (
@@ -163,12 +163,12 @@ def zero_r(planned: Planned, tensor_parallel: int, *, blocks: int, entering_byte
         region_bytes: reserved for activations in one piece (M_D).
     Raises: BudgetError as `Planned.place`.
     """
-    part, reduction = part_bytes(entering_bytes, tensor_parallel), planned.needs.reduction
+    partition, reduction = partition_bytes(entering_bytes, tensor_parallel), planned.needs.reduction
     return {
         "checkpoint_bytes": blocks * entering_bytes,
-        "part_bytes": blocks * part,
-        "device_bytes": min(blocks, 2) * tensor_parallel * part,
-        "gathered_elements": blocks * (tensor_parallel - 1) * part // planned.config.compute_dtype.itemsize,
+        "part_bytes": blocks * partition,
+        "device_bytes": min(blocks, 2) * tensor_parallel * partition,
+        "gathered_elements": blocks * (tensor_parallel - 1) * partition // planned.config.compute_dtype.itemsize,
         "buffer_bytes": 0 if reduction is None else reduction.communication_bytes,
         "region_bytes": planned.place().activation_bytes,
     }

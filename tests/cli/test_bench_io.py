@@ -182,7 +182,7 @@ def test_contestant_that_fails_is_left_out_with_its_reason() -> None:
 
 
 def test_mixed_reads_the_first_half_and_writes_the_second() -> None:
-    found = list(io_speed.parts("mixed", 12, 4))
+    found = list(io_speed.transfers("mixed", 12, 4))
     assert found == [("read", 0, 4), ("write", 6, 4), ("read", 4, 2), ("write", 10, 2)]
 
 
