@@ -24,7 +24,7 @@ from offload.model.partition import Partitions
 from offload.model.pending import PendingUpdates
 from offload.model.state_dict import Access
 from offload.model.transfer import StreamedStores, UnitTransfers
-from offload.model.units import compute_dtypes, move_buffers, place_untrained, units_of
+from offload.model.units import compute_dtypes, move_buffers, move_untrained, units_of
 from offload.model.written_frozen import WrittenFrozen, digest_of
 from offload.planner.placement import Placement
 from offload.run import Owner
@@ -238,7 +238,7 @@ class HeldModel:
             error.add_note("some of the model's parameters are already cast or moved: build the model again")
             raise
         held = parts.parameters.index
-        place_untrained(self._model, held, dtypes, parts.parameters.device)
+        move_untrained(self._model, held, dtypes, parts.parameters.device)
         if moves:
             move_buffers(self._model, parts.parameters.device)
         others = chain(self._model.parameters(), self._model.buffers())

@@ -53,7 +53,7 @@ def export(
     index = f"{stem}.safetensors.index.json"
     made = _make(directory)
     done: list[Path] = []
-    placed: list[Path] = []
+    replaced: list[Path] = []
     try:
         _require_free(directory, stem)
         _require_space(directory, total)
@@ -66,12 +66,12 @@ def export(
             write_temporary(files, directory / index, [_index(total, names, shards)])
         for path in done:
             atomic_replace(files, path)
-            placed.append(path)
+            replaced.append(path)
         sync_directory(files, directory)
         if made:
             sync_directory(files, directory.parent)
     except BaseException:
-        for path in (*placed, *(temporary(path) for path in done)):
+        for path in (*replaced, *(temporary(path) for path in done)):
             with contextlib.suppress(OSError):
                 files.remove(path)
         if made:
@@ -116,8 +116,8 @@ def _names(stem: str, count: int) -> list[str]:
 
 
 def _index(total: int, names: Sequence[str], shards: Sequence[Sequence[Entry]]) -> bytes:
-    places = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
-    return canonical({"metadata": {"total_size": total}, "weight_map": {**places}})
+    file_of = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
+    return canonical({"metadata": {"total_size": total}, "weight_map": {**file_of}})
 
 
 def _make(directory: Path) -> bool:

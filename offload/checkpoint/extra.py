@@ -124,9 +124,9 @@ class _Encoder:
             int: _int,
             float: _float,
             str: _str,
-            bytes: lambda value, place, depth: {"bytes": base64.b64encode(value).decode()},
+            bytes: lambda value, name, depth: {"bytes": base64.b64encode(value).decode()},
             list: self._list,
-            tuple: lambda value, place, depth: {"tuple": self._list(value, place, depth)},
+            tuple: lambda value, name, depth: {"tuple": self._list(value, name, depth)},
             Tensor: self._tensor,
             torch.nn.Parameter: self._tensor,
             numpy.ndarray: self._array,
@@ -134,71 +134,71 @@ class _Encoder:
         self._known |= dict.fromkeys(_DICTS.values(), self._dict)
         self._known |= dict.fromkeys(_NUMPY.values(), _numpy)
 
-    def encode(self, value: object, place: str, depth: int) -> Json:
+    def encode(self, value: object, name: str, depth: int) -> Json:
         kind = type(value)
         if depth > MAX_DEPTH:
-            raise ConfigError(f"{place[:200]}... is nested deeper than {MAX_DEPTH} levels, or holds itself")
+            raise ConfigError(f"{name[:200]}... is nested deeper than {MAX_DEPTH} levels, or holds itself")
         if kind not in self._known:
             raise ConfigError(
-                f"{place} is a {kind.__module__}.{kind.__qualname__}, which cannot be committed: give None, bool, int, "
+                f"{name} is a {kind.__module__}.{kind.__qualname__}, which cannot be committed: give None, bool, int, "
                 "float, str, bytes, lists, tuples, dicts, tensors, NumPy arrays and numbers; of an object its state"
             )
-        return self._known[kind](value, place, depth)
+        return self._known[kind](value, name, depth)
 
-    def _list(self, value: list[object] | tuple[object, ...], place: str, depth: int) -> Json:
-        return [self.encode(item, f"{place}[{number}]", depth + 1) for number, item in enumerate(value)]
+    def _list(self, value: list[object] | tuple[object, ...], name: str, depth: int) -> Json:
+        return [self.encode(item, f"{name}[{number}]", depth + 1) for number, item in enumerate(value)]
 
-    def _dict(self, value: dict[object, object], place: str, depth: int) -> Json:
+    def _dict(self, value: dict[object, object], name: str, depth: int) -> Json:
         pairs: list[Json] = []
         for key, item in value.items():
             if type(key) not in _KEYS:
-                raise ConfigError(f"{place} has the key {key!r:.100}: keys have to be str, int, bool or None")
-            inside = f"{place}[{key!r:.100}]"
-            pairs.append([self.encode(key, f"a key of {place}", 0), self.encode(item, inside, depth + 1)])
+                raise ConfigError(f"{name} has the key {key!r:.100}: keys have to be str, int, bool or None")
+            inside = f"{name}[{key!r:.100}]"
+            pairs.append([self.encode(key, f"a key of {name}", 0), self.encode(item, inside, depth + 1)])
         return {type(value).__name__: pairs}
 
-    def _tensor(self, value: Tensor, place: str, depth: int) -> Json:
+    def _tensor(self, value: Tensor, name: str, depth: int) -> Json:
         if value.layout is not torch.strided or value.is_meta or value.dtype not in DTYPES:
             raise ConfigError(
-                f"{place} is a tensor of {value.dtype}, {value.layout}, on {value.device}, which cannot be committed: "
+                f"{name} is a tensor of {value.dtype}, {value.layout}, on {value.device}, which cannot be committed: "
                 "give a dense one with values and of a common dtype"
             )
         self.tensors.append(value)
         return {"tensor": len(self.tensors) - 1}
 
-    def _array(self, value: numpy.ndarray[Any, Any], place: str, depth: int) -> Json:
+    def _array(self, value: numpy.ndarray[Any, Any], name: str, depth: int) -> Json:
         dtype = getattr(torch, value.dtype.name, None)
         if not value.dtype.isnative or dtype not in DTYPES:
-            raise ConfigError(f"{place} is an array of {value.dtype}, which cannot be committed: give one of numbers")
+            raise ConfigError(f"{name} is an array of {value.dtype}, which cannot be committed: give one of numbers")
         self.tensors.append(torch.from_numpy(numpy.array(value, order="C")))
         return {"ndarray": len(self.tensors) - 1}
 
 
-def _as_it_is(value: bool | None, place: str, depth: int) -> Json:
+def _as_it_is(value: bool | None, name: str, depth: int) -> Json:
     return value
 
 
-def _int(value: int, place: str, depth: int) -> Json:
+def _int(value: int, name: str, depth: int) -> Json:
     if -MAX_INT - 1 <= value <= MAX_INT:
         return value
     if value.bit_length() > 4 * (MAX_HEX - 1):
-        raise ConfigError(f"{place} is an int of {value.bit_length()} bits, which is too large to be committed")
+        raise ConfigError(f"{name} is an int of {value.bit_length()} bits, which is too large to be committed")
     return {"int": f"{value:x}"}
 
 
-def _float(value: float, place: str, depth: int) -> Json:
+def _float(value: float, name: str, depth: int) -> Json:
     return value if math.isfinite(value) else {"float": _FLOAT.pack(value).hex()}
 
 
-def _str(value: str, place: str, depth: int) -> Json:
+def _str(value: str, name: str, depth: int) -> Json:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise ConfigError(f"{place} is a string with half a character in it: give bytes") from None
+        raise ConfigError(f"{name} is a string with half a character in it: give bytes") from None
     return value
 
 
-def _numpy(value: numpy.generic, place: str, depth: int) -> Json:
+def _numpy(value: numpy.generic, name: str, depth: int) -> Json:
     little = numpy.asarray(value).astype(value.dtype.newbyteorder("<"))
     return {"numpy": [value.dtype.name, base64.b64encode(little.tobytes()).decode()]}
 

@@ -334,7 +334,7 @@ def parse(data: bytes, file: str = "manifest") -> Manifest:
     """The manifest that `data` spells, checked: every field, and that they fit together.
 
     Args: file: its name, for the errors.
-    Raises: CorruptionError naming file and place; ResumeError if another version of this library wrote it.
+    Raises: CorruptionError naming file and field; ResumeError if another version of this library wrote it.
     """
     manifest = decode(data, Manifest, serialise, Schema(SCHEMA, VERSION), file)
     if problem := next(_problems(manifest), None):

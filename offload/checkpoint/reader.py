@@ -156,7 +156,7 @@ def _require_superblock(file: CommittedFile, manifest: Manifest) -> None:
     if not block.commits:
         problem = "belongs to a run that commits nothing, and a commit lies beside it"
     elif (block.places, block.stripe[1]) != (manifest.places, manifest.paths):
-        problem = "has other places or paths than its manifest"
+        problem = "has more or fewer slots a chunk, or files a rank, than its manifest says"
     elif not block.describes(described_chunks(manifest.slot_arrays, manifest.held(path))):
         problem = "holds other chunks than its manifest says"
     elif not superblock_padding_is_clean(file.page):

@@ -152,8 +152,8 @@ class Pool(Contestant):
 
     def run(self, operation: str, nbytes: int) -> float:
         todo = list(transfers(operation, nbytes, self.request_bytes))
-        places = range(0, len(self.memory), self.request_bytes)
-        buffers = [self.memory[at : at + self.request_bytes] for at in places]
+        starts = range(0, len(self.memory), self.request_bytes)
+        buffers = [self.memory[at : at + self.request_bytes] for at in starts]
         file = open_file(str(self.file))
 
         def move(number: int) -> None:
@@ -389,7 +389,7 @@ def remember_settings(result: Result) -> str:
     """For `io_engine="auto"`, and for the shares of several paths. Returns: what was done, for people."""
     best, bandwidth = result.chosen.contestant, result.chosen.speed("mixed") * 1e9
     try:
-        place = remember(result.path, Settings(best.name, best.request_bytes, best.depth, bandwidth))
+        file = remember(result.path, Settings(best.name, best.request_bytes, best.depth, bandwidth))
     except OSError as error:
         return f'cannot write down the settings for io_engine="auto": {error}'
-    return f'io_engine="auto" will use {best.name} {best.settings} on the file system of {result.path} ({place})'
+    return f'io_engine="auto" will use {best.name} {best.settings} on the file system of {result.path} ({file})'

@@ -381,8 +381,10 @@ def _connect_slice(
         )
     slices: list[Any] = [None] * len(peers)
     dist.all_gather_object(slices, ranks, group=across)
-    place = ranks.index(own)
-    is_rectangle = all(len(one) == len(ranks) and one[place] == peer for one, peer in zip(slices, peers, strict=True))
+    position = ranks.index(own)
+    is_rectangle = all(
+        len(one) == len(ranks) and one[position] == peer for one, peer in zip(slices, peers, strict=True)
+    )
     if not is_rectangle or len({rank for one in slices for rank in one}) != len(ranks) * len(peers):
         raise ConfigError(
             f"the tensor-parallel ranks {peers} were given the process groups {slices}: all of them together have to "

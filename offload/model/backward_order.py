@@ -13,48 +13,49 @@ from offload.model.units import ROOT
 
 
 class BackwardOrder:
-    """Attribute: place: of the last use of a unit. Places count up as forwards go; recomputation in a backward goes
-    through those of the forward that it repeats.
+    """Attribute: position: of the last use of a unit. Positions count up as forwards go; recomputation in a backward
+    goes through those of the forward that it repeats.
     """
 
     def __init__(self) -> None:
-        self.place = 0
+        self.position = 0
         self._last = 0
-        self._uses: dict[str, list[int]] = {}  # by unit, the places from which gradients are still to come
+        self._uses: dict[str, list[int]] = {}  # by unit, the positions from which gradients are still to come
         self._top: int | None = None  # where the backward under way began
         self._entered: dict[str, None] = {}  # units that it has not left
-        self._lowest: dict[int, int] = {}  # by task, the lowest place that it has reached
+        self._lowest: dict[int, int] = {}  # by task, the lowest position that it has reached
         self._ended: dict[str, list[int]] = {}  # the uses that the last backward came from: its graph may be kept
 
     def use(self, unit: str) -> None:
         """A forward, or an operation outside of one, begins to use a unit."""
         uses = self._uses.setdefault(unit, [])
         if in_backward():
-            self.place = max(uses, default=self.place)
+            self.position = max(uses, default=self.position)
         else:
-            self.place = self._last = self._last + 1
-            uses.append(self.place)
+            self.position = self._last = self._last + 1
+            uses.append(self.position)
 
-    def enter(self, unit: str, place: int, task: int) -> list[str]:
-        """Backward runs a node made by a use of `unit`. Args: place: at the end of that use. Returns: the units left.
+    def enter(self, unit: str, position: int, task: int) -> list[str]:
+        """Backward runs a node made by a use of `unit`. Returns: the units left.
 
+        Args: position: at the end of that use.
         The root unit counts as left at the end of a backward only, and is never returned.
         """
         if self._top is None:
-            self._top = place
-            if all(use > place for uses in self._uses.values() for use in uses):
+            self._top = position
+            if all(use > position for uses in self._uses.values() for use in uses):
                 # The graph of the backward before, once more (retain_graph).
                 for one, uses in self._ended.items():
                     self._uses[one] = uses + self._uses.get(one, [])
-        self._lowest[task] = min(place, self._lowest.get(task, place))
-        left = self._leave(place + 1)
+        self._lowest[task] = min(position, self._lowest.get(task, position))
+        left = self._leave(position + 1)
         self._entered[unit] = None
         return left
 
-    def is_alone(self, unit: str, place: int) -> bool:
-        """Whether backward, which has entered `unit` at `place`, needs no other unit until it has left this one."""
+    def is_alone(self, unit: str, position: int) -> bool:
+        """Whether backward, which has entered `unit` at `position`, needs no other unit until it has left this one."""
         top = self._top or 0
-        return unit != ROOT and [use for use in self._uses.get(unit, ()) if use <= top] == [place]
+        return unit != ROOT and [use for use in self._uses.get(unit, ()) if use <= top] == [position]
 
     def end(self, task: int) -> list[str]:
         """One of autograd's tasks ends, which may be inside of another one. Returns: the units left."""
@@ -83,7 +84,7 @@ class BackwardOrder:
         self._ended.clear()
 
     def _leave(self, reached: int) -> list[str]:
-        """The units without a use before place `reached`, to which backward has come."""
+        """The units without a use before position `reached`, to which backward has come."""
         left = [one for one in self._entered if one != ROOT and all(use >= reached for use in self._uses.get(one, ()))]
         for unit in left:
             del self._entered[unit]

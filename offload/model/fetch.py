@@ -331,27 +331,27 @@ class StreamedUnits(HeldUnits):
 
     def forward_ends(self, unit: str, output: Any) -> None:
         self.running.leave(unit)
-        begins = partial(call_alive, weakref.WeakMethod(self._backward_begins), (unit, self._place))
+        begins = partial(call_alive, weakref.WeakMethod(self._backward_begins), (unit, self._position))
         for tensor in tensors_in(output):
-            # A view that is changed in place gets another history, in which only its base has a place.
+            # A view that is changed in place gets another history, in which only its base has a position.
             for one in (tensor, tensor._base):
                 if one is not None and one.grad_fn is not None:
                     one.register_hook(begins)
 
     def _backward_begins(self, at: tuple[str, int]) -> None:
-        """Args: at: the unit, and the place at the end of its forward."""
-        unit, place = at
+        """Args: at: the unit, and the position at the end of its forward."""
+        unit, position = at
         self._autograd_runs()
         if unit != ROOT:
             self._backward = unit
-        self._backward_reaches(unit, place)
+        self._backward_reaches(unit, position)
         self._enter(unit)
 
-    def _backward_reaches(self, unit: str, place: int) -> None:
+    def _backward_reaches(self, unit: str, position: int) -> None:
         """Lets gradients travel that are complete, before the collectives that fetch this unit."""
         if self._backward_order is not None and not self._makes_graph:
-            left = self._backward_order.enter(unit, place, torch_private.graph_task_id())
-            is_alone = self._backward_order.is_alone(unit, place)
+            left = self._backward_order.enter(unit, position, torch_private.graph_task_id())
+            is_alone = self._backward_order.is_alone(unit, position)
             self._gradients.backward_enters(unit, left, is_alone=is_alone)
 
     def _note_uses(self, *units: str) -> None:
@@ -361,8 +361,8 @@ class StreamedUnits(HeldUnits):
                 self._backward_order.use(unit)
 
     @property
-    def _place(self) -> int:
-        return 0 if self._backward_order is None else self._backward_order.place
+    def _position(self) -> int:
+        return 0 if self._backward_order is None else self._backward_order.position
 
     def _autograd_runs(self) -> None:
         """Autograd is about to run a node that needs parameters."""
@@ -436,14 +436,14 @@ class StreamedUnits(HeldUnits):
 
     def fetch_before(self, node: torch.autograd.graph.Node, units: Sequence[str]) -> None:
         """Fetches `units` again each time that `node` of a graph is about to run."""
-        node.register_prehook(partial(call_alive, weakref.WeakMethod(self._node_runs), (tuple(units), self._place)))
+        node.register_prehook(partial(call_alive, weakref.WeakMethod(self._node_runs), (tuple(units), self._position)))
 
     def _node_runs(self, at: tuple[Sequence[str], int]) -> None:
-        """Args: at: the units, and the place at the end of their use."""
-        units, place = at
+        """Args: at: the units, and the position at the end of their use."""
+        units, position = at
         self._autograd_runs()
         for unit in units:
-            self._backward_reaches(unit, place)
+            self._backward_reaches(unit, position)
         with self.used(units):
             pass
 

@@ -129,7 +129,7 @@ class FlatParameters:
             if one.is_tile
         }
         self._memory: dict[int, Tensor] = {}
-        # Of streamed slices: their memory at the other place, without bytes now, and what points into it.
+        # Of streamed slices: their memory on the other device, without bytes now, and what points into it.
         self._elsewhere: dict[int, tuple[Tensor, list[Tensor]]] = {}
 
     @property
@@ -371,10 +371,10 @@ class FlatParameters:
             )
         with torch_private.DisableTorchFunctionSubclass():
             slices = [one.index for one in self._layout.slices if one.is_tile or not self._layout.tile_of(one.flat)]
-            self._take_places({index: self._place_at(index, device) for index in slices}, device)
+            self._take_memory({index: self._memory_at(index, device) for index in slices}, device)
         self._unit_memory.free_spare()
 
-    def _place_at(self, index: int, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    def _memory_at(self, index: int, device: torch.device) -> tuple[Tensor, list[Tensor]]:
         """Memory for a slice on another device, with its values if it has any, and what is to point into it."""
         if index in self._elsewhere:
             return self._elsewhere[index]
@@ -393,8 +393,8 @@ class FlatParameters:
         return memory, views
 
     @uninterrupted
-    def _take_places(self, places: Mapping[int, tuple[Tensor, list[Tensor]]], device: torch.device) -> None:
-        for index, (memory, views) in places.items():
+    def _take_memory(self, moved: Mapping[int, tuple[Tensor, list[Tensor]]], device: torch.device) -> None:
+        for index, (memory, views) in moved.items():
             is_tile = index in self._memory
             leaves = [self.tiles[index]] if is_tile else [self.params[n] for n in self._layout.flats[index].params]
             streams = self._layout.slices[index].flat in self._streamed
@@ -521,9 +521,9 @@ class FlatParameters:
     def written_outside(self, numbers: Iterable[int] | None = None) -> list[int]:
         """Which of `numbers` (None: all) that are here somebody else wrote to (`load_state_dict`, `p.copy_`)."""
         numbers = range(len(self.params)) if numbers is None else numbers
-        places, freed = self._layout.locations, self._freed
+        locations, freed = self._layout.locations, self._freed
         with torch_private.DisableTorchFunctionSubclass():
-            here = [number for number in numbers if places[number][0] not in freed]
+            here = [number for number in numbers if locations[number][0] not in freed]
             return [n for n in here if self._version_now(n) != self._versions[n] or self._data_is_written(n)]
 
     def _data_is_written(self, number: int) -> bool:

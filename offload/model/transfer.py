@@ -462,11 +462,11 @@ class UnitTransfers:
             stored = self._in_store(lease.arrays[0], chunk)
             for piece in chunk.pieces:
                 if piece.param == number:
-                    place = slice(piece.chunk_offset, piece.chunk_offset + piece.numel)
+                    span = slice(piece.chunk_offset, piece.chunk_offset + piece.numel)
                     copy = torch.empty(piece.numel, dtype=stored.dtype, device=stored.device)
                     on_device = self._on_device(self._layout.slices[chunk.flat], chunk)
-                    self._copier.to_host(on_device[place], copy).wait()
-                    if not torch.equal(copy.view(torch.uint8), stored[place].view(torch.uint8)):
+                    self._copier.to_host(on_device[span], copy).wait()
+                    if not torch.equal(copy.view(torch.uint8), stored[span].view(torch.uint8)):
                         return False
         return True
 

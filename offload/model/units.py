@@ -341,7 +341,7 @@ def _refuse_untrainable(
             raise ConfigError(f"{name} makes sparse gradients: set sparse=False")
 
 
-def place_untrained(
+def move_untrained(
     model: nn.Module, held: Container[Tensor], dtypes: Mapping[Tensor, torch.dtype], device: torch.device
 ) -> None:
     """Moves parameters that are not held to the device to train on, floating ones in their compute dtype. They have no
@@ -349,9 +349,9 @@ def place_untrained(
     for param in model.parameters():
         dtype = _dtype_of(param, dtypes[param])
         if param not in held and (param.dtype, param.device) != (dtype, device):
-            placed = local_of(param).data.to(device, dtype)
+            moved = local_of(param).data.to(device, dtype)
             finish_queue(device)
-            repoint(param, placed)
+            repoint(param, moved)
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -133,8 +133,8 @@ def _cgroup_quotas(membership: Path, root: Path) -> list[float]:
             continue
         top = root if not controllers else root / "cpu"
         folder = top / path.lstrip("/")
-        places = (place for place in (folder, *folder.parents) if place.is_relative_to(top))
-        quotas.extend(_quota_v1(place) if controllers else _quota_v2(place) for place in places)
+        folders = (one for one in (folder, *folder.parents) if one.is_relative_to(top))
+        quotas.extend(_quota_v1(one) if controllers else _quota_v2(one) for one in folders)
     return [quota for quota in quotas if quota is not None]
 
 

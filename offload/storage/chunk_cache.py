@@ -494,7 +494,9 @@ class Store:
     def _fail(self, error: BaseException) -> None:
         """The first failure is the cause; others follow from it."""
         if not isinstance(error, Exception):
-            interrupted = InterruptedStepError(f"{error!r} came while a chunk changed its place: call rollback()")
+            interrupted = InterruptedStepError(
+                f"{error!r} came while a chunk moved between RAM and disk: call rollback()"
+            )
             interrupted.__cause__ = error
             error = interrupted
         self._failure = self._failure or error

@@ -311,7 +311,7 @@ def test_a_manifest_that_asks_for_a_huge_slot_takes_no_memory(places: list[Path]
 
 CHANGES: list[tuple[str, Callable[[Manifest], bytes]]] = [
     ("commits nothing", lambda made: superblock(made, 0, commits=False)),
-    ("other places or paths", lambda made: superblock(made, 0, places=1)),
+    ("slots a chunk, or files a rank", lambda made: superblock(made, 0, places=1)),
     ("other chunks", lambda made: superblock(made, 0, chunks={"held": [0], "numels": [1000]})),
     ("other chunks", lambda made: superblock(made, 0, chunks={"xxh3": "0" * 16})),
     ("or is another run's", lambda made: superblock(made, 0, run_id="0" * 32)),

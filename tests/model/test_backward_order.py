@@ -77,17 +77,17 @@ class Watched:
 
     def _ends(self, unit: str, module: nn.Module, args: Any, output: Tensor) -> None:
         if output.requires_grad:
-            output.register_hook(partial(self._enters, unit, self.order.place))
+            output.register_hook(partial(self._enters, unit, self.order.position))
 
-    def _enters(self, unit: str, place: int, grad: Tensor) -> None:
+    def _enters(self, unit: str, position: int, grad: Tensor) -> None:
         task = torch_private.graph_task_id()
         if task not in self.tasks:
             self.tasks.add(task)
             torch_private.queue_callback(partial(self._ends_task, task))
-        left = self.order.enter(unit, place, task)
+        left = self.order.enter(unit, position, task)
         assert self.early in (None, unit, *left), "it was alone, and another unit came before it was left"
         self.left += left
-        self.early, self.alone = None, unit if self.order.is_alone(unit, place) else None
+        self.early, self.alone = None, unit if self.order.is_alone(unit, position) else None
 
     def _ends_task(self, task: int) -> None:
         left = self.order.end(task)
