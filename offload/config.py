@@ -147,7 +147,7 @@ class Config:
         return (self.param_tier, self.frozen_tier) != ("device", "device")
 
     @property
-    def keeps_gradients_from_device(self) -> bool:
+    def stores_gradients_of_device(self) -> bool:
         """Whether gradients of parameters that stay on the device are on NVMe. A device with memory of its own cannot:
         new parameters are kept in the memory of their gradients until they are applied."""
         return self.grad_tier == "nvme" and self.param_tier == "device"

@@ -176,7 +176,7 @@ class Commits:
             if self._slots is not None:
                 self._slots.require_here()
             prepare()
-        self._keep_named(step)
+        self._snapshot_if_named(step)
         with self._agree():
             written = self._write(step, param_steps, groups, extra)
         if written is None:
@@ -275,7 +275,7 @@ class Commits:
         carried = carried_in(extra)._replace(named=self._named)
         digests = [write_manifest(path, manifest, carried, self._files) for path in self._config.paths]
         slots.require_here()
-        slots.keep()
+        slots.make_permanent()
         return manifest, versions, digests[0]
 
     def _digests(self, own: Digest) -> tuple[Digest, ...]:
@@ -341,7 +341,7 @@ class Commits:
         self._is_named = True
         return sum(need.nbytes for need in needs)
 
-    def _keep_named(self, step: int) -> None:
+    def _snapshot_if_named(self, step: int) -> None:
         """Makes a snapshot of the last commit if a state dict names it, and removes the oldest ones beyond `keep`.
 
         What an interrupt leaves undone is done by the next call.
@@ -359,9 +359,9 @@ class Commits:
             gone = {*self._named[: -self._config.keep], snapshot.name} - {found}
             self._remove(snapshot, lambda held: snapshot.free(gone, held))
             if found is None:
-                self._keep(snapshot)
-            kept = self._found_by_first(lambda: [*snapshot.kept()])
-            self._named = tuple(one for one in self._named if one in kept)
+                self._complete(snapshot)
+            existing = self._found_by_first(lambda: [*snapshot.existing()])
+            self._named = tuple(one for one in self._named if one in existing)
         self._is_named = False
 
     def _named_snapshot(self, snapshot: Snapshot) -> str | None:
@@ -371,7 +371,7 @@ class Commits:
         """
         found = self._snapshot_called(snapshot.commit.step, self.last_id)
         if found is None and snapshot.name not in self._named:
-            snapshot.is_kept()
+            snapshot.exists()
         return found
 
     def _snapshot_called(self, step: int, name: object) -> str | None:
@@ -449,14 +449,14 @@ class Commits:
             not self._source
             or self._found_by_first(lambda: self._snapshot_called(snapshot.commit.step, self.last_id)) != snapshot.name
         ):
-            self._keep(snapshot)
+            self._complete(snapshot)
         # It is the user's from now on.
         self._named = tuple(name for name in self._named if name != snapshot.name)
         if keep is not None:
             self._remove(snapshot, lambda held: snapshot.superseded(keep, self._named, held))
         return snapshot.directories
 
-    def _keep(self, snapshot: Snapshot) -> None:
+    def _complete(self, snapshot: Snapshot) -> None:
         """Makes a snapshot if there is none, and completes what was interrupted while others were made or removed."""
         slots, comm = self._slots, self._comm
         assert slots is not None
@@ -466,12 +466,12 @@ class Commits:
             return snapshot.decided()
 
         decided = {name for names in self._found_by_all(look) for name in names}
-        is_kept, others = self._found_by_first(lambda: (snapshot.is_kept(), [*snapshot.kept()]))
-        with agree_on_error(comm, _not_kept()):
+        exists, others = self._found_by_first(lambda: (snapshot.exists(), [*snapshot.existing()]))
+        with agree_on_error(comm, _no_snapshot()):
             snapshot.clear(decided=decided)
-        if not is_kept:
+        if not exists:
             self._make(snapshot)
-        with suppress(TierIOError, OtherRankError), agree_on_error(comm, _not_kept()):  # else the next one does it
+        with suppress(TierIOError, OtherRankError), agree_on_error(comm, _no_snapshot()):  # else the next one does it
             snapshot.finish({*others, snapshot.name})
 
     def _make(self, snapshot: Snapshot) -> None:
@@ -484,14 +484,14 @@ class Commits:
 
         require_space(need for needed in self._found_by_all(needs, list[Need]) for need in needed)
         try:
-            with agree_on_error(comm, _not_kept()):
+            with agree_on_error(comm, _no_snapshot()):
                 snapshot.make()
         except OffloadError as error:
             if not isinstance(error, RankError):
                 with suppress(TierIOError):
                     snapshot.clear([snapshot.name])
             raise
-        with agree_on_error(comm, _not_kept()):
+        with agree_on_error(comm, _no_snapshot()):
             # If this fails, it may be there or not: whoever comes next looks.
             if comm.rank == 0:
                 snapshot.decide()
@@ -504,12 +504,12 @@ class Commits:
         comm = self._comm
         with ExitStack() as held, suppress(TierIOError, OtherRankError):
             names = self._found_by_first(lambda: choose(held))
-            with agree_on_error(comm, _not_kept()):
+            with agree_on_error(comm, _no_snapshot()):
                 snapshot.retire(names)
-            with agree_on_error(comm, _not_kept()):
+            with agree_on_error(comm, _no_snapshot()):
                 if comm.rank == 0:
                     snapshot.withdraw(names)
-            with agree_on_error(comm, _not_kept()):
+            with agree_on_error(comm, _no_snapshot()):
                 snapshot.clear(names)
 
     def _found_by_all(self, find: Callable[[], T], kind: Any = Any) -> list[T]:
@@ -517,7 +517,7 @@ class Commits:
 
         Raises: what `find` raises, on all ranks; RankError.
         """
-        with agree_on_error(self._comm, _not_kept()):
+        with agree_on_error(self._comm, _no_snapshot()):
             own = find()
         return all_gather_object(self._comm, own, kind)
 
@@ -686,8 +686,8 @@ def _not_restored() -> OtherRankError:
     return OtherRankError("another rank could not go to the last commit: its own error says why")
 
 
-def _not_kept() -> OtherRankError:
-    return OtherRankError("another rank could not keep its part of this snapshot: its own error says why")
+def _no_snapshot() -> OtherRankError:
+    return OtherRankError("another rank could not make its part of this snapshot: its own error says why")
 
 
 def _nothing() -> None:

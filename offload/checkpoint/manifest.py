@@ -30,6 +30,8 @@ Of a model with tensor parallelism there are two fields more, which are not spel
     shard_dim          at the end of a parameter that the slices share: the dimension along which it is cut, as
                        torch.chunk cuts. `shape` is that of the part. Of any other parameter all slices hold the same
 
+Two fields have older names than the code: `places` is `slots_per_chunk` there, and `age` a parameter's `step`.
+
 Sizes, offsets and starts are in elements. Names are names: no path is ever made of anything in here.
 
 The JSON is decoded into these types by msgspec, with bounded sizes and exact types, and is encoded again: only the

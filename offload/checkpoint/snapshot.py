@@ -125,7 +125,7 @@ class Snapshot:
         names = ((path, name) for path in self.paths for name in snapshots_in(path, self.files))
         return [name for path, name in names if COMMIT_NAME in self._names(path / name)]
 
-    def is_kept(self) -> bool:
+    def exists(self) -> bool:
         """For rank 0: whether there is this very snapshot. Raises: PathError if something else has its name."""
         home = self.directories[0]
         try:
@@ -135,7 +135,7 @@ class Snapshot:
             pass
         raise PathError(errno.EEXIST, "is there already, and is another snapshot or a run: move it", str(home))
 
-    def kept(self) -> dict[str, Commit]:
+    def existing(self) -> dict[str, Commit]:
         """For rank 0: the snapshots of this run that are there, by name."""
         records = records_in(self.paths[0], self.files)
         return {name: record for name, record in records.items() if record.run_id == self.commit.run_id}
@@ -146,14 +146,14 @@ class Snapshot:
         Args: besides: names that do not count, and stay; held: gets the locks of the others. A snapshot that is being
         read, or resumed in, is left out.
         """
-        steps = {name: record.step for name, record in self.kept().items() if name not in besides}
+        steps = {name: record.step for name, record in self.existing().items() if name not in besides}
         newest = sorted(steps, key=lambda name: (name == self.name, steps[name]), reverse=True)
         return [name for name in newest[keep:] if self._is_free(self.paths[0] / name, held)]
 
     def free(self, names: Iterable[str], held: ExitStack) -> list[str]:
         """For rank 0: those of `names` that are snapshots of this run, and not in use. Args: held: gets their locks."""
-        kept = self.kept()
-        return [name for name in names if name in kept and self._is_free(self.paths[0] / name, held)]
+        existing = self.existing()
+        return [name for name in names if name in existing and self._is_free(self.paths[0] / name, held)]
 
     def clear(self, names: Iterable[str] | None = None, *, decided: Collection[str] = ()) -> None:
         """Removes parts of snapshots without a record: those called `names`; None: all but the `decided` ones."""

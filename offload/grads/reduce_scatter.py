@@ -372,7 +372,7 @@ class ReducedGradients(GradientBuffer):
                 self._start_copy(first)  # an interrupt came before it
             self._finish_copy(first)
         self._reducing.popleft()
-        self._keep(first)
+        self._add_to_shards(first)
 
     def _start_copy(self, reduction: _Reduction) -> None:
         """Queues the copy of an average from the device to where it waits, or to where it is added from."""
@@ -396,7 +396,7 @@ class ReducedGradients(GradientBuffer):
             reduction.copy.wait()
         self._timeline.end(reduction.moving)
 
-    def _keep(self, reduction: _Reduction) -> None:
+    def _add_to_shards(self, reduction: _Reduction) -> None:
         if not reduction.is_in_place:
             is_last = reduction.round + 1 == self._summed_rounds
             self._shards.add_bucket(reduction.bucket, reduction.average, is_first=reduction.round == 0, is_last=is_last)

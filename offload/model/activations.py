@@ -133,15 +133,15 @@ class _InPlace:
 class _Elsewhere:
     """A saved tensor that waits in the store, as a part of what was put there, or of which each rank has a part.
 
-    Args: keeper: the store, or what shares tensors out to ranks; kept: what it gave for them; start: the byte at which
-        the tensor begins.
+    Args: store: where it waits, or what divides tensors among ranks; stored: what that gave for it; start: the byte
+        at which the tensor begins.
     """
 
-    __slots__ = ("_dtype", "_geometry", "_keeper", "_kept")
+    __slots__ = ("_dtype", "_geometry", "_store", "_stored")
 
-    def __init__(self, keeper: ActivationStore | Partitions, kept: Any, tensor: Tensor, start: int = 0) -> None:
-        self._keeper = keeper
-        self._kept = kept
+    def __init__(self, store: ActivationStore | Partitions, stored: Any, tensor: Tensor, start: int = 0) -> None:
+        self._store = store
+        self._stored = stored
         self._dtype = tensor.dtype
         self._geometry = (tensor.size(), tensor.stride(), start // tensor.element_size())
 
@@ -150,7 +150,7 @@ class _Elsewhere:
 
     def _get(self) -> Tensor:
         with torch.no_grad():
-            return self._keeper.get(self._kept).view(self._dtype).as_strided(*self._geometry)
+            return self._store.get(self._stored).view(self._dtype).as_strided(*self._geometry)
 
 
 class _Sharded:

@@ -24,7 +24,7 @@ from offload.model.flat_param import FlatParameters
 from offload.model.gradient import Answers
 from offload.model.state_dict import Access
 from offload.model.torch_helpers import Hook, hook_forward
-from offload.model.units import ROOT, NotToWrap, blocks_of, is_called, kept_modules, require_unwrapped
+from offload.model.units import ROOT, NotToWrap, blocks_of, fp32_modules, is_called, require_unwrapped
 from offload.run import Run
 
 
@@ -94,11 +94,11 @@ class Hooks:
             units.model_begins()
 
         self._handles += hook_forward(model, model_begins, units.model_ends, _Held)
-        kept = kept_modules(model, config.keep_fp32)
+        in_fp32 = fp32_modules(model, config.keep_fp32)
         if config.cast_forward_inputs:
-            self._cast_inputs(model, torch.float32 if model in kept else config.compute_dtype)
+            self._cast_inputs(model, torch.float32 if model in in_fp32 else config.compute_dtype)
         if config.compute_dtype is not torch.float32:
-            for module in kept:
+            for module in in_fp32:
                 self._cast_inputs(module, torch.float32)
                 self._handles.append(module.register_forward_hook(partial(_cast_outputs, config.compute_dtype)))
         for number, param in enumerate(parameters.params[: parameters.trained]):

@@ -29,7 +29,7 @@ _QUANTISED = ("quant_state", "SCB")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Chosen = Sequence[type[nn.Module] | str] | None
-Keep = Sequence[nn.Module | type[nn.Module]]
+KeepFp32 = Sequence[nn.Module | type[nn.Module]]
 Groups = Sequence[Mapping[str, Any]]
 
 
@@ -123,13 +123,13 @@ def _join(name: str, key: str) -> str:
     return f"{name}.{key}" if name else key
 
 
-def kept_modules(model: nn.Module, keep: Keep) -> list[nn.Module]:
-    """The outermost modules that stay fp32: those that `keep` names, by instance or type, and those with running
-    statistics. Raises: ConfigError if `keep` names a module that is not in the model."""
-    types = tuple(one for one in keep if isinstance(one, type))
-    chosen = {one for one in keep if isinstance(one, nn.Module)}
+def fp32_modules(model: nn.Module, keep_fp32: KeepFp32) -> list[nn.Module]:
+    """The outermost modules that stay fp32: those that `keep_fp32` names, by instance or type, and those with running
+    statistics. Raises: ConfigError if `keep_fp32` names a module that is not in the model."""
+    types = tuple(one for one in keep_fp32 if isinstance(one, type))
+    chosen = {one for one in keep_fp32 if isinstance(one, nn.Module)}
     found = [m for m in model.modules() if m in chosen or isinstance(m, types) or has_statistics(m)]
-    for one in keep:
+    for one in keep_fp32:
         if not any(module is one or (isinstance(one, type) and isinstance(module, one)) for module in found):
             raise ConfigError(f"keep_fp32 names {one!r}, which is not in the model")
     below = {inner for module in found for inner in module.modules() if inner is not module}
@@ -145,16 +145,16 @@ def has_statistics(module: nn.Module) -> bool:
     return any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
 
 
-def compute_dtypes(model: nn.Module, keep: Keep, dtype: torch.dtype) -> dict[Tensor, torch.dtype]:
+def compute_dtypes(model: nn.Module, keep_fp32: KeepFp32, dtype: torch.dtype) -> dict[Tensor, torch.dtype]:
     """The dtype of each floating parameter's compute copy.
 
-    Raises: ConfigError if a module that is kept in fp32 shares a parameter with one that is not.
+    Raises: ConfigError if a module that stays in fp32 shares a parameter with one that is not.
     """
-    kept = {inner for module in kept_modules(model, keep) for inner in module.modules()}
+    in_fp32 = {inner for module in fp32_modules(model, keep_fp32) for inner in module.modules()}
     dtypes: dict[Tensor, torch.dtype] = {}
     for name, module in model.named_modules():
         for key, param in module.named_parameters(recurse=False):
-            this = torch.float32 if module in kept else dtype
+            this = torch.float32 if module in in_fp32 else dtype
             if dtypes.setdefault(param, this) is not this:
                 raise ConfigError(f"{name}.{key} is shared with a module that keep_fp32 treats differently")
     return dtypes
@@ -163,7 +163,7 @@ def compute_dtypes(model: nn.Module, keep: Keep, dtype: torch.dtype) -> dict[Ten
 def specs_of(
     model: nn.Module,
     groups: Groups,
-    keep: Keep,
+    keep_fp32: KeepFp32,
     dtype: torch.dtype,
     *,
     chosen: Chosen = None,
@@ -184,7 +184,7 @@ def specs_of(
                 raise ConfigError(f"param group {number} holds a parameter of shape {shape} that is not in the model")
     _refuse_untrainable(model, names, group_of, ("meta", *_device_types()) if planned else _device_types())
     units = units_of(model, chosen)
-    dtypes = compute_dtypes(model, keep, dtype)
+    dtypes = compute_dtypes(model, keep_fp32, dtype)
     trained = [param for param in names if param in group_of and param.requires_grad]
     _refuse_overlaps(names, trained)
     if not trained:
@@ -197,10 +197,10 @@ def specs_of(
 
 
 def frozen_of(
-    model: nn.Module, keep: Keep, dtype: torch.dtype, *, chosen: Chosen = None
+    model: nn.Module, keep_fp32: KeepFp32, dtype: torch.dtype, *, chosen: Chosen = None
 ) -> tuple[list[ParamSpec], list[nn.Parameter]]:
     """The model's parameters that need no gradient, in the model's order. Args: chosen: as of `specs_of`."""
-    units, dtypes = units_of(model, chosen), compute_dtypes(model, keep, dtype)
+    units, dtypes = units_of(model, chosen), compute_dtypes(model, keep_fp32, dtype)
     found = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
     specs = [
         ParamSpec(

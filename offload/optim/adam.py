@@ -86,10 +86,10 @@ class NewParameters:
         if comm.size > 1 and streamed is None:
             self._exchange = FlatGather(layout, flats, comm)
         elif streamed is not None and layout.replicas > 1:
-            keepers = comm if layout.shard_group_size == 1 else comm.replicate_group
+            holders = comm if layout.shard_group_size == 1 else comm.replicate_group
             communication = run.memory.communication
             self._exchange = ReplicaExchange(
-                layout, streamed, communication, keepers, lambda *new: self.chunk_updated(*new)
+                layout, streamed, communication, holders, lambda *new: self.chunk_updated(*new)
             )
 
     @property

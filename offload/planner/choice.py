@@ -46,11 +46,11 @@ class ModelShape:
 
         Raises: ConfigError as `OffloadZero` does.
         """
-        keep, dtype = config.keep_fp32, config.compute_dtype
-        specs, params = specs_of(model, groups, keep, dtype, chosen=config.units, planned=planned)
-        frozen, others = frozen_of(model, keep, dtype, chosen=config.units)
+        keep_fp32, dtype = config.keep_fp32, config.compute_dtype
+        specs, params = specs_of(model, groups, keep_fp32, dtype, chosen=config.units, planned=planned)
+        frozen, others = frozen_of(model, keep_fp32, dtype, chosen=config.units)
         specs, params = [*specs, *frozen], [*params, *others]
-        resident_bytes = untrained_bytes(model, params, compute_dtypes(model, keep, dtype))
+        resident_bytes = untrained_bytes(model, params, compute_dtypes(model, keep_fp32, dtype))
         return cls(specs, params, rows_of(model, params), resident_bytes)
 
     def cut(self, parts: int) -> ModelShape:
@@ -124,7 +124,7 @@ def _tiers(config: Config, *, direct: bool) -> Iterator[Config]:
         for param, grad in pairs
     ]
     # Where nothing else is left `place` says what is wrong.
-    yield from [one for one in chosen if direct or not one.keeps_gradients_from_device] or chosen
+    yield from [one for one in chosen if direct or not one.stores_gradients_of_device] or chosen
 
 
 def _shapes(config: Config, layout_of: Callable[[Config], Layout]) -> Iterator[Config]:

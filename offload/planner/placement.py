@@ -523,7 +523,7 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
     bytes to leave free for reading a commit in another layout.
     Raises: ConfigError; BudgetError naming what is needed, what is there and the option that would fix it.
     """
-    if config.keeps_gradients_from_device and not direct:
+    if config.stores_gradients_of_device and not direct:
         few = "trained parameters stay on the device, because they are few beside the frozen ones: leave grad_tier out"
         others = 'it needs param_tier="cpu" or "nvme" where the device has memory of its own'
         raise ConfigError(f'grad_tier="nvme": {few if config.keeps_trained else others}')

@@ -329,7 +329,7 @@ class SwapFile:
         """Makes durable what was written before; see IOEngine.sync."""
         return self._engine.sync(self._file)
 
-    def keep(self) -> None:
+    def make_permanent(self) -> None:
         """From now on a commit may name this file, so `close` does not remove it."""
         self._is_disposable = False
 
@@ -340,8 +340,8 @@ class SwapFile:
     def close(self) -> None:
         """Waits until no checksum is being taken or compared. The engine's `close` frees the lock.
 
-        A file that still has its temporary name, and was not kept, is removed: no commit names it. One that was to be
-        resumed, and was not written to, gets the size back that it had.
+        A file that still has its temporary name, and was not made permanent, is removed: no commit names it. One that
+        was to be resumed, and was not written to, gets the size back that it had.
         """
         self._hasher.shutdown(wait=True)
         size, self._size_before = self._size_before, None
@@ -564,10 +564,10 @@ class Stripes(Slots):
         for file in self._stripes:
             file.require_here()
 
-    def keep(self) -> None:
-        """See SwapFile.keep."""
+    def make_permanent(self) -> None:
+        """See SwapFile.make_permanent."""
         for file in self._stripes:
-            file.keep()
+            file.make_permanent()
 
     def was_renamed(self) -> None:
         """See SwapFile.was_renamed."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from offload.errors import ConfigError
 from offload.model.torch_helpers import module_on_the_move, moved_to
-from offload.model.units import compute_dtypes, device_for, kept_modules, move_buffers, specs_of, units_of
+from offload.model.units import compute_dtypes, device_for, fp32_modules, move_buffers, specs_of, units_of
 
 
 def names_by_unit(model: nn.Module) -> dict[str, list[str]]:
@@ -65,7 +65,7 @@ def test_a_plain_module_is_one_unit() -> None:
 
 def test_modules_to_keep_are_found_by_instance_and_type_and_only_the_outermost() -> None:
     model = Gpt()
-    assert kept_modules(model, [nn.Linear, model.blocks[0]]) == [
+    assert fp32_modules(model, [nn.Linear, model.blocks[0]]) == [
         model.blocks[0],
         model.blocks[1][0],
         model.blocks[1][2],
@@ -73,7 +73,7 @@ def test_modules_to_keep_are_found_by_instance_and_type_and_only_the_outermost()
     ]
     for missing in (nn.Conv2d, nn.Linear(1, 1)):
         with pytest.raises(ConfigError, match="not in the model"):
-            kept_modules(model, [missing])
+            fp32_modules(model, [missing])
 
 
 def test_parameters_of_kept_modules_stay_fp32() -> None:
