@@ -234,7 +234,7 @@ class OffloadZero(torch.optim.Optimizer):
                 "partition_activations=True, and no parameter is a DTensor that several ranks share: shard the model "
                 "with torch's parallelize_module before, or leave it out"
             )
-        # Over which ranks agree, and commit: with tensor parallelism they are more than share states.
+        # The ranks that agree and commit together; with tensor parallelism more than those that share states.
         self._everyone = self._comm.everyone
         with ExitStack() as undo:
             given, source, found = self._reserve(undo, unwrapped_optimizer(optimizer), device, init, init_missing)

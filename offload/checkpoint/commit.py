@@ -278,7 +278,8 @@ def manifest_in(path: Path, files: Files = LOCAL) -> Manifest | None:
 
 
 def _is_left(path: Path, files: Files) -> bool:
-    """Whether it was to become a COMMIT record. The version before called it so as others may call their own files."""
+    """Whether it was to become a COMMIT record. An older version called such a file COMMIT.new. Others may have files
+    of that name, so its content decides."""
     if path.name != COMMIT_NAME + NEW_SUFFIX:
         return path.name == COMMIT_NAME + TEMPORARY
     with suppress(OSError):
@@ -329,7 +330,7 @@ def _model_of(manifest: Manifest) -> tuple[object, ...]:
 
 
 def agree(manifests: Sequence[Manifest], file: str) -> None:
-    """Whether the manifests of all ranks, by rank, describe one model, of each slice of which each rank owns its shard.
+    """Whether all ranks' manifests describe one model, and the ranks of each slice own every element of it once.
 
     Args: file: what to name in the error. Raises: CorruptionError.
     """

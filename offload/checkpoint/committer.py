@@ -1,8 +1,8 @@
 """Commits of a run, and the return to the last one.
 
 A commit needs no bytes of parameters: their 16-bit values are what the masters round to. Only with a split master they
-are the other halves of what is in the slots, and committed too. The COMMIT record lies in the first directory, that of
-rank 0 if there are several, a manifest in each, so that none of them looks like one without a commit.
+are the other halves of what is in the slots, and committed too. The COMMIT record lies in the first directory, of rank
+0 if there are several ranks. A manifest lies in every directory, so that none looks as if nothing were committed.
 
 [Note: commits over ranks]
 Every rank flushes and syncs its own slots and writes its own manifest, durable; then all tell each other how that
@@ -189,7 +189,8 @@ class Commits:
                 remove_superseded(path, commit, self._comm.rank, self._files)
 
     def _decide(self, pending: _Pending) -> None:
-        """Makes `pending` the last commit. Whatever is raised, it is known whether it is, or final."""
+        """Makes `pending` the last commit. If this raises, either it is known which commit is the last, or the failure
+        is final."""
         self._pending = pending
         try:
             with self._agree():
@@ -305,7 +306,7 @@ class Commits:
             raise error
 
     def _worst(self, outcome: int) -> int:
-        """Of all ranks."""
+        """The worst outcome of any rank."""
         return int(self._comm.all_gather(torch.tensor([outcome], dtype=torch.uint8, device="cpu")).max())
 
     def take_over(self, found: RecoveryPlan, param_steps: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> None:
@@ -355,7 +356,7 @@ class Commits:
         if found is None or found in self._named:  # what the user has made stays, however many are named
             name = found or snapshot.name
             self._named = *(one for one in self._named if one != name), name
-            # Another one that is called as this one is of the same step, before the run went back to an earlier one.
+            # One with this name already is of the same step, taken before the run went back to an earlier one.
             gone = {*self._named[: -self._config.keep], snapshot.name} - {found}
             self._remove(snapshot, lambda held: snapshot.free(gone, held))
             if found is None:
@@ -559,7 +560,7 @@ class Commits:
         for flat in self._layout.flats:
             self._new_params.all_gather(flat.index, step)
         for store in self._all_stores.all:
-            # What is read ahead for the next step is not waited for: a chunk that it needs has been checked already.
+            # Not for what is read ahead for the next step: a chunk that was needed here has been checked already.
             if store is not self._all_stores.states or self._config.split_master:
                 store.drain()
 
@@ -609,7 +610,8 @@ class Commits:
         return versions
 
     def _final_if_ambiguous(self, work: Callable[[], None]) -> None:
-        """Notes as final what leaves it open what is on the disk, also where an interrupt followed it at once."""
+        """Calls `work`. A failure after which nobody knows what is on the disk is noted as final, even if an interrupt
+        followed at once and hides it."""
         before = sys.exception()  # is being handled by the caller
         try:
             work()
@@ -668,7 +670,7 @@ def _cause(raised: BaseException, before: BaseException | None) -> OffloadError 
     """
     error: BaseException | None = raised
     while error is not None and error is not before:
-        # Where a file may be missing, that it is comes before, and is nothing wrong.
+        # A missing file is no cause: where one may be missing, that was handled before the error came.
         if isinstance(error, OffloadError | OSError) and not isinstance(error, FileNotFoundError):
             return error
         error = error.__context__

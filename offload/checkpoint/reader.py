@@ -114,7 +114,7 @@ class CommittedFiles:
             self._undo.callback(CommittedFile(path, self._disk, exclusive=exclusive).close)
 
     def _names_of(self, rank: int, run_id: str) -> Iterator[Path]:
-        """Where the swap files of `rank` may be: what is there under its name is looked at closely."""
+        """Where swap files of `rank` may lie. A file there may be another's: its superblock tells."""
         for path in self._paths:
             if swap_name(rank) in names_in(path, self._disk):
                 yield path / swap_name(rank)

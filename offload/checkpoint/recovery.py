@@ -1,12 +1,13 @@
 """What a run finds in its directories before it begins, and what that means: the commit it resumes from, if any.
 
 [Note: disks of machines]
-A directory is known by what lies in it, never by its name: `/scratch/run` is another one on every machine with disks of
-its own, and the same on all where it is a shared file system. So each rank looks for records in the directories that
-were given to itself, and tells what it sees; every directory of a run was given to some rank, and all ranks decide on
-the same facts. The record names the manifests by digest; a rank that does not see one gets it from a rank that does. A
-manifest names slots by checksum, and these are looked for wherever a name leads: what has the run's id and the checksum
-is the slot. Only a rank to which a directory was given changes what is in it, one rank after the other.
+A directory is known by what lies in it, never by its name. `/scratch/run` may be a disk of each machine, and then there
+are as many directories of that name as machines; or a shared file system, and then there is one. So each rank looks for
+records in the directories that were given to itself, and tells the others what it sees. Every directory of a run was
+given to some rank, and so all ranks decide on the same facts. The record names the manifests by digest; a rank that
+does not see one gets it from a rank that does. A manifest names slots by checksum, and these are looked for wherever a
+name leads: what has the run's id and the checksum is the slot. Only a rank to which a directory was given changes what
+is in it, one rank after the other.
 """
 
 from __future__ import annotations
@@ -153,9 +154,9 @@ def _shares(
 
 
 def _identity(path: Path) -> _Identity:
-    """Alike for two ranks if both reach one directory on one machine; else different.
+    """Equal for two ranks if they are on one machine and reach the same directory; else different.
 
-    Of a file system that machines share they do not know, so that some ranks look at the same files.
+    That two machines share a file system is not known here: ranks on both then look at the same files.
     """
     try:
         machine, info = Path("/proc/sys/kernel/random/boot_id").read_text(), os.stat(path)
@@ -178,8 +179,8 @@ def scan_together(directories: RunDirectories, comm: Communicator, files: Files)
 def read_together(
     wanted: Collection[int], directories: Sequence[Path], home: Path, commit: Commit, comm: Communicator, files: Files
 ) -> dict[int, Manifest]:
-    """The manifests of `commit` that this rank wants, by rank: those in `directories`, and from other ranks those that
-    only they see. Of the others it is known that they are there.
+    """The manifests of `commit` that this rank wants, by rank. It reads those in `directories`; those that only other
+    ranks see are sent by them. Of manifests that nobody wants it is only checked that some rank sees them.
 
     Raises: CorruptionError, ResumeError (some are nowhere), PathError, TierIOError; ConfigError, RankError.
     """
@@ -250,10 +251,10 @@ class Resumed(NamedTuple):
 class Target(NamedTuple):
     """The commit to resume.
 
-    last: the directory of its record, and the commit; is_elsewhere: it is a snapshot that lies elsewhere, which stays
-    what it is; here: what is committed in this run's directories, None: nothing; directories: where the commit's files
-    may be; owned: of the directories in which the files of no other run stay, those that were given to this rank, and
-    of which ranks this one looks at the swap files in them.
+    last: the directory of its record, and the commit; is_elsewhere: whether it is a snapshot outside of this run's
+    directories, which is only read; here: the commit in this run's directories, None: there is none; directories: where
+    the commit's files may lie; owned: the directories that this rank cleans of files of other runs, each with the ranks
+    whose swap files it looks at there.
     """
 
     last: tuple[Path, Commit]
@@ -360,9 +361,10 @@ class RecoveryPlan:
         return int(not is_clean(self.target.owned, commit, self.files))
 
     def lock(self, *, alone: bool) -> None:
-        """Locks what is to be read, and replaced; `require_last` when all is locked, also what is used where it lies.
+        """Locks the swap files that are to be read or replaced. Call `require_last` when all files are locked, those
+        too that are used where they lie.
 
-        Args: alone: no other rank reads it. Raises: as `clear_up`.
+        Args: alone: no other rank reads them. Raises: as `clear_up`.
         """
         if self.manifest is not None:
             self._require_whole(self.manifest)
@@ -397,7 +399,7 @@ class RecoveryPlan:
                 )
 
     def require_last(self) -> None:
-        """It was read before any lock was taken. Raises: ResumeError."""
+        """The commit was read before any lock was taken. Raises: ResumeError if it is no longer the last one."""
         if _records_in(self.records.directories, self.files, self.records.replaced) != self.records.found:
             raise _just_committed(self.target.last[0])
 

@@ -153,7 +153,7 @@ def last_of(scanned: ScanResult, directories: Sequence[Path]) -> tuple[Path, Com
 
 
 def require_no_other(directories: Sequence[Path], commit: Commit, rank: int, files: Files) -> None:
-    """Args: rank: whose files tell most often that a directory is this run's.
+    """Args: rank: whose swap file is looked at first, because it mostly tells that a directory is this run's.
 
     Raises: ResumeError if one of `directories` has a file of a committed run that is not the one of `commit`.
     """

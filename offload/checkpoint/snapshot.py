@@ -7,11 +7,11 @@ slots where they lay and holes for the rest, the manifest and the tensors of `ex
 directory of rank 0 the record, which says that it is a snapshot. So whoever reads a run's directories reads these.
 
 The record decides, and is written last, when the parts of all ranks are durable. Until then the swap files in it are
-called `.new`, and the rename follows the decision; where it was cut off, the next snapshot makes up for it. To take a
-snapshot away they are called so again, then the record goes, and then the rest. So a directory with such a name and
-such a file, whose record lies in no directory of the run, was cut off or is half gone, and is cleared away by the next
-snapshot; nothing else ever is. Somebody who resumes in a snapshot's directory makes its record that of a run, which is
-no snapshot any more.
+called `.new`. They are renamed after the decision; if a crash prevents that, the next snapshot does it. To remove a
+snapshot, its swap files are called `.new` again, then the record is removed, and then the rest. So a directory with a
+snapshot's name and a `.new` file, whose record lies in no directory of the run, was never finished or is half removed.
+The next snapshot clears it away, and nothing else. Whoever resumes in a snapshot's directory turns its record into that
+of a run, which is no snapshot any more.
 """
 
 from __future__ import annotations

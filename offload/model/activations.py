@@ -18,10 +18,10 @@ model. They put it into the store, and take it from there when the backward asks
 With tensor parallelism and `partition_activations`, each rank keeps a part of what checkpoints keep: [Note: partitioned
 checkpoints] in partition.py.
 
-A unit in a checkpoint of the model's is recomputed by that one alone. So is one whose forward is a checkpoint: ours
-stops as soon as it has again what enters that one. A recomputation puts nothing into the store. What stays where it is
-has a version, as every saved tensor has in torch: a change in place is an error, not a wrong number. What went to the
-store was copied, and may be changed.
+A unit inside a checkpoint of the model's own is recomputed by that checkpoint alone. So is a unit whose forward is such
+a checkpoint: our recomputation stops as soon as it has again what enters that one. A recomputation puts nothing into
+the store. A saved tensor that stays where it is has a version, as in torch: a change in place is an error, not a wrong
+number. What went to the store was copied, and the original may be changed.
 
 A recomputation must do what the forward did. So it is refused if parameters, buffers or the mode of the unit have
 changed since. Units whose forward changes their buffers (batch norm) are not recomputed.
@@ -116,7 +116,7 @@ class _InPlace:
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
-        # What an operation returns and saves would hold itself, in a cycle that no collector sees.
+        # An operation that saves what it returns would make a cycle that no garbage collector sees.
         self._tensor = tensor if tensor.is_leaf else tensor.detach()
         self._version = tensor._version
 
@@ -239,7 +239,7 @@ class Activations:
         self._partitions = partitions
         device = None if store is None else store.device
         self._buffers = {buffer.untyped_storage()._cdata for buffer in model.buffers() if buffer.device == device}
-        # By tensor of which others may be views: what of it waits already.
+        # For each tensor that others may be views of: what of it waits already.
         self._shared = WeakTensorKeyDictionary()
         self._divided = WeakTensorKeyDictionary()
         self._last: str | None = None  # the unit that ran last in the last pass
@@ -379,7 +379,7 @@ class Activations:
             return None
         source, (start, nbytes) = tensor, _span(tensor)
         if nbytes > tensor.numel() * tensor.element_size() and tensor._base is not None:
-            # Parts with holes, such as the heads of one projection: the whole of it waits, once.
+            # A view with holes, such as one of the heads of a projection: the whole tensor waits, once for all heads.
             whole, length = _span(tensor._base)
             is_aligned = not (start - whole) % tensor.element_size() and not length % tensor.element_size()
             if whole <= start and start + nbytes <= whole + length and is_aligned:
@@ -470,7 +470,7 @@ def _is_kept(tensor: Tensor) -> bool:
 
 
 def _is_leaf(node: Any) -> bool:
-    """Of trees of arguments: a plain container holds leaves, any other object is one."""
+    """Whether a node of a tree of arguments is a leaf: anything but a plain container."""
     return type(node) not in (tuple, list, dict)
 
 
@@ -498,6 +498,6 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def _bytes_of(tensor: Tensor, nbytes: int) -> Tensor:
-    """The first `nbytes` from where a tensor begins, of its memory."""
+    """The first `nbytes` of a tensor's memory, from its first element on."""
     flat = tensor.detach().as_strided((nbytes // tensor.element_size(),), (1,), tensor.storage_offset())
     return flat.view(torch.uint8)

@@ -24,7 +24,7 @@ class BackwardOrder:
         self._top: int | None = None  # where the backward under way began
         self._entered: dict[str, None] = {}  # units that it has not left
         self._lowest: dict[int, int] = {}  # by task, the lowest position that it has reached
-        self._ended: dict[str, list[int]] = {}  # the uses that the last backward came from: its graph may be kept
+        self._ended: dict[str, list[int]] = {}  # uses in the last backward's graph, which may be used again
 
     def use(self, unit: str) -> None:
         """A forward, or an operation outside of one, begins to use a unit."""

@@ -55,8 +55,8 @@ _NO_CONTEXT = nullcontext()
 class RunningUnits:
     """Which units' forwards run now. Their parameters are plain; all others are guarded (guard.py).
 
-    A unit runs from when the first of its modules is entered until the last one is left. What ended without notice (an
-    interrupt) runs until `reset`.
+    A unit runs from the entry of the first of its modules until the last one is left. A forward that was interrupted
+    never says that it ended: its unit counts as running until `reset`.
     """
 
     def __init__(self, parameters: FlatParameters) -> None:
@@ -216,7 +216,7 @@ class HeldUnits:
         self._masters.take_outside_writes(self._owner.step())
 
     def move(self, device: torch.device) -> None:
-        """Moves all parameters to the CPU, or back to the device to train on. Nothing is pending."""
+        """Moves all parameters to the CPU, or back to the device to train on. Called when nothing is pending."""
         self.running.reset()
         self._parameters.take_back()
         self._parameters.move(device)
@@ -311,8 +311,8 @@ class StreamedUnits(HeldUnits):
 
     def _forward_begins(self, unit: str) -> None:
         if in_backward():
-            # Noted now, because a backward inside of this one (reentrant checkpointing) may begin next, and its end
-            # would be taken for the end of this one.
+            # Noted now: a backward inside of this one (reentrant checkpointing) may begin next, and its end must not
+            # be taken for the end of this one.
             self._note_task()
         else:
             self._require_one_thread()
@@ -348,7 +348,7 @@ class StreamedUnits(HeldUnits):
         self._enter(unit)
 
     def _backward_reaches(self, unit: str, position: int) -> None:
-        """Lets gradients travel that are complete, before the collectives that fetch this unit."""
+        """Sends the gradients that are complete, before the collectives that fetch this unit."""
         if self._backward_order is not None and not self._makes_graph:
             left = self._backward_order.enter(unit, position, torch_private.graph_task_id())
             is_alone = self._backward_order.is_alone(unit, position)
@@ -386,7 +386,7 @@ class StreamedUnits(HeldUnits):
 
     def _begin_pass(self) -> None:
         if order := self._order.begin_pass():
-            # The store was told the reads of a pass without gradients, and none of a backward.
+            # Until now the store expected a pass without gradients, which has no backward.
             self.transfers.expect((ROOT, *order))
 
     def _forget_calls(self) -> None:

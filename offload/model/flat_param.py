@@ -105,7 +105,7 @@ class FlatParameters:
         self.params = tuple(params)
         self.locals: tuple[Tensor, ...] = tuple(map(local_of, params))
         self._sharded = frozenset(number for number, param in enumerate(params) if is_dtensor(param))
-        # `torch.utils.swap_tensors` refuses what has weak references. It would take the local tensor away.
+        # Weak references make `torch.utils.swap_tensors` refuse these: it would take the local tensor away.
         self._pins = [weakref.ref(params[number]) for number in self._sharded]
         self.index = {param: number for number, param in enumerate(self.params)}
         self.home = self.device = device
@@ -170,7 +170,7 @@ class FlatParameters:
             if with_values:
                 views[-1].copy_(param)
         memory[end:] = 0
-        finish_queue(device)  # the parameters' old memory is another stream's, perhaps, and goes now
+        finish_queue(device)  # the parameters' old memory is freed now, and another stream may still use it
         for number, view in zip(info.params, views, strict=True):
             repoint(self.params[number], view)
             self._versions[number] = self._version_now(number)
@@ -293,7 +293,7 @@ class FlatParameters:
 
         Returns: the event after which it may be written.
         """
-        # A tiled weight as a whole is in RAM, and a parked model for a moment only.
+        # A tiled weight as a whole is never on the device, and a parked model gets memory only for a moment.
         shares = not self.is_parked and all(self._counts(index) for index in indices)
         ready = self._unit_memory.give(unit, [self.memory_of(index) for index in indices], shares=shares)
         self._note_peak()
@@ -507,7 +507,7 @@ class FlatParameters:
         self.note_writes(numbers)
 
     def note_writes(self, numbers: Iterable[int]) -> None:
-        """The values of these parameters are known: `written_outside` compares with their versions of now."""
+        """From now on `written_outside` looks for writes to these parameters after this call."""
         for number in numbers:
             for _, leaf in self.tiles_of(number):
                 torch.autograd.graph.increment_version(leaf)

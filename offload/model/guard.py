@@ -271,7 +271,7 @@ class Guards:
             names = {"_kind": kind, "_guards_ref": ref, "__module__": __name__, "__slots__": ()}
             if is_sharded:
                 names |= {name: _seen(getattr(kind, name)) for name in _PAST_TORCH_FUNCTION}
-                # `module.to()` swaps tensors that can be taken apart. What is there already is to stay what it is.
+                # `module.to()` swaps subclasses that can be taken apart for new tensors; this one has to stay.
                 names["__tensor_flatten__"] = property(_cannot)
             name, base = ("Watched", _Watched) if runs else ("Guarded", _Guarded)
             self._classes[key] = type(f"{name}{kind.__name__}", (base, kind), names)
@@ -307,7 +307,7 @@ class Guards:
             if self._is_there(func, args, kwargs):
                 return args[0]
             if is_dtensor(args[0]) and module_on_the_move() is not None:
-                # Of others the module would ask `p.data = ...` next. DTensors it would swap for others.
+                # For other tensors `module.to()` would set `p.data` next; DTensors it would swap for new ones.
                 number = self._parameters.number_of(args[0])
                 if number is not None:
                     raise moved_elsewhere(self._names[number], args[0], self._run(func, args, kwargs))

@@ -3,13 +3,13 @@
 [Note: partitioned checkpoints]
 Tensor-parallel ranks run every unit on the same input. So each of them keeps 1/N of it until the backward asks, and an
 all-gather puts it together before the unit is recomputed. While a unit is recomputed, what enters the one before it is
-on its way: each part knows the one that was put before it in the same forward, and all ranks put and ask alike, so they
-launch the same collectives in the same order, whatever Python's garbage collector does meanwhile.
+gathered already: each part knows the part that was put before it in the same forward. All ranks call `put` and `get` in
+the same order, so they launch the same collectives in the same order, whatever Python's garbage collector does.
 
-What is not the same on all ranks stays whole: inputs that are cut along the sequence already, for one. That is found
-out where a unit keeps something for the first time, and holds from then on. So that a later difference is no wrong
-number, a checksum of each rank's whole input travels with its part. They are compared where they meet, and a difference
-is raised before the next step uses what came of it.
+What is not the same on all ranks is not divided: inputs that are cut along the sequence already, for one. Whether it
+is the same is found out when a unit keeps something for the first time, and is not asked again. In case it differs
+later, a checksum of each rank's whole input travels with its part. The checksums are compared when the parts are
+gathered, and a difference is raised before the next step uses the gradients.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def partition_bytes(nbytes: int, ranks: int) -> int:
 
 
 class Partition:
-    """This rank's share of `nbytes` that all ranks have, or a whole that waits to be gathered.
+    """This rank's part of `nbytes` that all ranks have.
 
-    Attributes: previous: what was put before it in the same forward; coming: it is being gathered.
+    Attributes: previous: what was put before it in the same forward; coming: the all-gather of all parts, if begun.
     """
 
     __slots__ = ("__weakref__", "checksum", "coming", "nbytes", "own", "previous")
@@ -153,6 +153,6 @@ class Partitions:
 
 
 def _checksum(data: Tensor) -> Tensor:
-    """0-dim, int64, on the device: what other values would hardly have, too."""
+    """0-dim, int64, on the device. Other values have another one, but for rare coincidences."""
     words = data.view(torch.int32) if len(data) % 4 == 0 and data.storage_offset() % 4 == 0 else data
     return words.sum(dtype=torch.int64)

@@ -80,8 +80,8 @@ class Access:
         return number is not None and self._parameters.streams(number)
 
     def _copy_of(self, param: Tensor, value: Tensor, state_dict: Mapping[str, Any]) -> Tensor:
-        """A copy in RAM: the parameter's memory goes, and the device may have no room for the whole model. The names of
-        a tied parameter share one copy, as they share a tensor in any state_dict."""
+        """A copy in RAM: the parameter's own memory is taken away soon, and the device may have no room for the whole
+        model. The names of a tied parameter share one copy, as they share a tensor in any state_dict."""
         number = self._parameters.index[param]  # type: ignore[index]
         known = self._copies.get(number, lambda: None)()
         if known is not None and any(other is known for other in state_dict.values()):

@@ -13,8 +13,8 @@ chunk is copied to the device as its new values are made, instead of being read 
 [Note: what waits for a copy]
 A copy to the device waits for the last use of the memory that it writes to. Kernels wait for the copy on the device: a
 unit is AVAILABLE as soon as that wait is queued, and the host goes on. A chunk's lease is given back when its copy has
-ended, which the host finds out by the way; it waits only where somebody needs the chunk, or a buffer of the store. The
-host is at most AHEAD_UNITS units ahead of the device.
+ended. The host asks for that without waiting; it waits only where somebody needs the chunk, or a buffer of the store.
+It is at most AHEAD_UNITS units ahead of the device.
 
 fetch.py decides which unit is fetched and released when.
 """
@@ -195,7 +195,7 @@ class UnitTransfers:
         return 0 if self.limit is None else sum(map(self.bytes_of, together)) - self.limit
 
     def home_of(self, unit: str) -> str:
-        """The unit itself; of a tile the unit of its weight."""
+        """The unit itself; for a tile, the unit of its weight."""
         return self._layout.flats[self._slices_of[unit][0].flat].unit
 
     def expect(self, units: Iterable[str]) -> None:
@@ -293,13 +293,14 @@ class UnitTransfers:
     def _launch_copy(
         self, one: FlatSlice, source: Tensor, chunk: Chunk, after: DeviceEvent | None, lease: ExitStack
     ) -> None:
-        """It is noted as soon as it is under way, like `_launch_all_gathers`."""
+        """Queues the copy of a leased chunk, and notes it at once: an interrupt must not lose it."""
         copy = self._copier.to_device(source, self._on_device(one, chunk), after)
         with self._lock:
             self._uploads.append(_Upload(one.unit, chunk.index, copy, lease.pop_all()))
 
     def _give_back(self, chunk: int) -> None:
-        """Somebody wants to lease a chunk: waits for a copy that has its lease, or else for the first, for a buffer."""
+        """Somebody wants to lease a chunk: waits for the copy that holds its lease, or, if none does, for the oldest
+        copy, which frees a buffer."""
         with self._lock:
             beside = [one for one in self._uploads if self._store.are_together(one.chunk, chunk)]
             own = [one for one in beside if one.chunk == chunk]
@@ -318,7 +319,7 @@ class UnitTransfers:
                         self._all_gathers.setdefault(unit, []).append(work)
 
     def _all_gather(self, flat: int) -> Iterator[Work]:
-        """Over the ranks that keep all parameters together; the shards that this one keeps are on the device."""
+        """Starts all-gathers over the ranks that together have all parameters. This rank's shards are on the device."""
         memory, layout = self._parameters.flats[flat], self._layout
         if not memory.numel():
             return

@@ -12,8 +12,8 @@ Units of different sizes share buffers. A step shows which units have memory at 
 between two steps the units are divided into groups of which no two members have memory at the same time, and each group
 gets one buffer, as large as its largest unit (`arrange`). Training then finds the buffer of each unit spare, and
 allocates nothing. The largest units of the groups are different units, and there are as many groups as units that have
-memory at once: together they take no more than the plan allows for so many of the largest units. If they did all the
-same, they are not arranged.
+memory at once: together they take no more than the plan allows for so many of the largest units. Should they take
+more all the same, no buffers are shared.
 
 A unit that does not find its buffer, because the order has changed, gets memory of its own size, for which spare
 buffers are given back. A smaller unit in a larger buffer keeps what it does not need; so there may be more than planned

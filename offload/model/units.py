@@ -297,7 +297,7 @@ def _refuse_wrapped(model: nn.Module) -> None:
 
 
 def _refuse_overlaps(names: Mapping[nn.Parameter, str], moved: Iterable[nn.Parameter]) -> None:
-    """Two Parameters over one memory (`b.weight.data = a.weight.data`) part when one of them is moved."""
+    """Refuses two Parameters over one memory (`b.weight.data = a.weight.data`): moving one would separate them."""
     those = set(moved)
     own = (p for p in names if p.numel() and not p.is_meta and p.layout is torch.strided)
     plain = (p for p in own if not torch_private.is_wrapper_subclass(p))
@@ -321,7 +321,7 @@ def _device_types() -> tuple[str, ...]:
 def _refuse_untrainable(
     model: nn.Module, names: Mapping[nn.Parameter, str], trained: Container[nn.Parameter], allowed: Container[str]
 ) -> None:
-    # Those without values yet get them on the CPU: others may have theirs there already.
+    # Parameters on the meta device get their values on the CPU, where others may have theirs already.
     devices = {torch.device("cpu") if param.is_meta else param.device for param in names}
     for param, name in names.items():
         if param.device.type not in allowed:

@@ -1,7 +1,8 @@
 """Frozen parameters that somebody wrote to: EMA teachers, merged adapters, references that follow.
 
-A commit carries their values, as it does the states of attached objects. All other frozen parameters are what the model
-was built with, in a resumed run too: of those that stream a commit has checksums, so that it cannot be another model.
+A commit carries their values, as it does the states of attached objects. All other frozen parameters have the values
+that the model was built with, in a resumed run too. For those that stream, a commit has checksums: a resume with other
+values is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from offload.model.state_dict import Access
 from offload.sizes import format_bytes
 
 NAME = "written frozen parameters"
-"""Under which a commit carries them."""
+"""The name under which a commit carries them."""
 
 
 def digest_of(param: Tensor) -> str:
