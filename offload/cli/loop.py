@@ -121,43 +121,33 @@ def build_optimizer(model: GPT, options: TrainOptions) -> OffloadZero:
         {"params": others, "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW(groups, lr=options.lr, betas=BETAS)
-    is_streamed = options.param_tier != "device"
-    tuning = Tuning(chunk=options.chunk or Tuning().chunk, threads=options.threads)
-    cpu_memory: int | str | None = options.cpu_memory
-    commit_every = None if options.commit_every is None else 0  # the loop commits itself, with what it needs to go on
     entering = options.entering_bytes(model.config.width)
-    activations = activation_memory(options.activation_tier, model.config.layers, entering)
+    given: dict[str, Any] = {
+        "compute_dtype": options.compute_dtype,
+        "accumulation": options.accumulation,
+        "param_tier": options.given_param_tier,
+        "grad_tier": options.given_grad_tier,
+        # The loop commits itself, with what it needs to go on.
+        "commit_every": None if options.commit_every is None else 0,
+        "tuning": Tuning(chunk=options.chunk or Tuning().chunk, threads=options.threads),
+        "activation_tier": options.activation_tier,
+        "activation_memory": activation_memory(options.activation_tier, model.config.layers, entering),
+    }
+    cpu_memory: int | str | None = options.cpu_memory
     if cpu_memory is None and options.tier == "nvme":
-        cpu_memory = least_cpu_memory(
-            model,
-            adamw,
-            compute_dtype=options.compute_dtype,
-            accumulation=options.accumulation,
-            param_tier=options.given_param_tier,
-            grad_tier=options.given_grad_tier,
-            commit_every=commit_every,
-            tuning=tuning,
-            activation_tier=options.activation_tier,
-            activation_memory=activations,
-        )
+        cpu_memory = least_cpu_memory(model, adamw, **given)
+    is_streamed = options.param_tier != "device"
     return OffloadZero(
         model,
         adamw,
         tier=options.tier,
         path=options.path if options.tier == "nvme" else None,
         cpu_memory=cpu_memory,
-        compute_dtype=options.compute_dtype,
-        accumulation=options.accumulation,
-        commit_every=commit_every,
-        resume="auto" if options.resume else False,
         device_memory=options.device_memory,
-        param_tier=options.given_param_tier,
-        grad_tier=options.given_grad_tier,
+        resume="auto" if options.resume else False,
         device=accelerator() if is_streamed else None,
         init=initial_values(model.config, options.seed) if is_streamed else None,
-        activation_tier=options.activation_tier,
-        activation_memory=activations,
-        tuning=tuning,
+        **given,
     )
 
 

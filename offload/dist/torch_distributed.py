@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -68,11 +68,10 @@ class Group(Communicator):
         *,
         timeout_s: float | None = None,
         timeline: Timeline | None = None,
-        environ: Mapping[str, str] = os.environ,
         shard_group: dist.ProcessGroup | None = None,
         replicate_group: dist.ProcessGroup | None = None,
     ) -> None:
-        local_rank, ranks_on_node = rank_on_node(environ, dist.get_rank(), dist.get_world_size())
+        local_rank, ranks_on_node = rank_on_node(os.environ, dist.get_rank(), dist.get_world_size())
         super().__init__(dist.get_rank(members), dist.get_world_size(members), local_rank, ranks_on_node)
         backends = dist.get_backend_config(members)
         self._group = members

@@ -99,7 +99,7 @@ class FlatParameters:
         streamed: Container[int] = (),
         limit: int = 0,
     ) -> None:
-        self.layout = self._layout = layout
+        self.layout = layout
         self.trained = len(layout.trained.specs)
         self._streamed = streamed
         self.params = tuple(params)
@@ -140,7 +140,7 @@ class FlatParameters:
     @torch.no_grad()
     def make_dense(self, flat: int) -> None:
         """Gives parameters with holes or overlaps (expanded ones) memory of their own."""
-        for number in self._layout.flats[flat].params:
+        for number in self.layout.flats[flat].params:
             param = self.locals[number]
             if not is_dense(param):
                 repoint(param, param.data.contiguous())
@@ -151,11 +151,11 @@ class FlatParameters:
 
         Args: with_values: False leaves the values of the parameters undefined.
         """
-        info = self._layout.flats[flat]
-        is_tiled = self._layout.tile_of(flat) > 0  # too large for the device
+        info = self.layout.flats[flat]
+        is_tiled = self.layout.tile_of(flat) > 0  # too large for the device
         device = CPU if is_tiled else self.device
-        self._count(flat, self._layout.padded_numel(flat) * info.dtype.itemsize)
-        memory = torch.empty(self._layout.padded_numel(flat), dtype=info.dtype, device=device)
+        self._count(flat, self.layout.padded_numel(flat) * info.dtype.itemsize)
+        memory = torch.empty(self.layout.padded_numel(flat), dtype=info.dtype, device=device)
         if is_tiled:
             self._attach_tiles(flat)
         end = 0
@@ -197,17 +197,17 @@ class FlatParameters:
         return self.shaped(number, values)
 
     def _attach_tiles(self, flat: int) -> None:
-        columns = self.params[self._layout.flats[flat].params[0]].shape[1]
-        for one in self._layout.slices:
+        columns = self.params[self.layout.flats[flat].params[0]].shape[1]
+        for one in self.layout.slices:
             if one.is_tile and one.flat == flat:
-                memory = torch.empty(one.numel, dtype=self._layout.flats[flat].dtype, device=self.device)
+                memory = torch.empty(one.numel, dtype=self.layout.flats[flat].dtype, device=self.device)
                 self._memory[one.index] = memory
                 self.tiles[one.index].data = memory.view(-1, columns)
                 memory.untyped_storage().resize_(0)
 
     def tiles_of(self, number: int) -> list[tuple[int, nn.Parameter]]:
         """The first element and the leaf of each tile of a parameter; empty if it is not tiled."""
-        flat, slices = self._layout.locations[number][0], self._layout.slices
+        flat, slices = self.layout.locations[number][0], self.layout.slices
         return [(slices[index].start, leaf) for index, leaf in self.tiles.items() if slices[index].flat == flat]
 
     def memory_of(self, index: int) -> Tensor:
@@ -243,7 +243,7 @@ class FlatParameters:
 
     def streams(self, number: int) -> bool:
         """Whether the memory of a parameter comes and goes."""
-        return self._layout.locations[number][0] in self._streamed
+        return self.layout.locations[number][0] in self._streamed
 
     def flat_at(self, tensor: Tensor) -> int | None:
         """The flat parameter in whose storage a tensor lies, if it is streamed."""
@@ -280,7 +280,7 @@ class FlatParameters:
     def version_of(self, number: int) -> int:
         """A parameter's version, also while its memory is elsewhere."""
         with torch_private.DisableTorchFunctionSubclass():
-            is_freed = self._layout.locations[number][0] in self._freed
+            is_freed = self.layout.locations[number][0] in self._freed
             return self._versions[number] if is_freed else self._version_now(number)
 
     def _version_now(self, number: int) -> int:
@@ -312,7 +312,7 @@ class FlatParameters:
     def restore(self, index: int) -> None:
         """The values of a slice are in its memory again: its parameters can be used."""
         if index < len(self.flats):
-            numbers = self._layout.flats[index].params
+            numbers = self.layout.flats[index].params
             self._set_versions(numbers, [self._versions[n] for n in numbers])
             self._freed.discard(index)
 
@@ -331,7 +331,7 @@ class FlatParameters:
 
     def _become_unusable(self, index: int) -> None:
         if index < len(self.flats):
-            numbers = self._layout.flats[index].params
+            numbers = self.layout.flats[index].params
             self._set_versions(numbers, [NO_VERSION] * len(numbers))
             self._freed.add(index)
 
@@ -348,7 +348,7 @@ class FlatParameters:
         """Gives streamed parameters, all of which are here for good, storages of their own on the device."""
         streamed, self._streamed = self._streamed, ()
         self._flat_of_storage.clear()
-        for flat, memory in zip(self._layout.flats, self.flats, strict=True):
+        for flat, memory in zip(self.layout.flats, self.flats, strict=True):
             for number, offset in zip(flat.params, flat.offsets, strict=True) if flat.index in streamed else ():
                 local = self.locals[number]
                 repoint(self.params[number], self._view_for(number, memory[offset : offset + local.numel()]))
@@ -366,11 +366,11 @@ class FlatParameters:
         """
         for number in sorted(self._sharded):
             raise ConfigError(
-                f"{self._layout.specs[number].name} is a DTensor, whose mesh is on {self.home}: a model with tensor "
+                f"{self.layout.specs[number].name} is a DTensor, whose mesh is on {self.home}: a model with tensor "
                 f"parallelism stays there, so leave out the call that moves it to {device}"
             )
         with torch_private.DisableTorchFunctionSubclass():
-            slices = [one.index for one in self._layout.slices if one.is_tile or not self._layout.tile_of(one.flat)]
+            slices = [one.index for one in self.layout.slices if one.is_tile or not self.layout.tile_of(one.flat)]
             self._take_memory({index: self._memory_at(index, device) for index in slices}, device)
         self._unit_memory.free_spare()
 
@@ -383,10 +383,10 @@ class FlatParameters:
         if index in self._memory:
             views = [memory.view(self.tiles[index].shape)]
         else:
-            flat = self._layout.flats[index]
+            flat = self.layout.flats[index]
             ranges = zip(flat.params, flat.offsets, strict=True)
             views = [self._view_for(n, memory[start : start + self.locals[n].numel()]) for n, start in ranges]
-        if self._layout.slices[index].flat in self._streamed:
+        if self.layout.slices[index].flat in self._streamed:
             strip(memory)
         else:
             memory.copy_(here)
@@ -396,8 +396,8 @@ class FlatParameters:
     def _take_memory(self, moved: Mapping[int, tuple[Tensor, list[Tensor]]], device: torch.device) -> None:
         for index, (memory, views) in moved.items():
             is_tile = index in self._memory
-            leaves = [self.tiles[index]] if is_tile else [self.params[n] for n in self._layout.flats[index].params]
-            streams = self._layout.slices[index].flat in self._streamed
+            leaves = [self.tiles[index]] if is_tile else [self.params[n] for n in self.layout.flats[index].params]
+            streams = self.layout.slices[index].flat in self._streamed
             if streams:
                 self._elsewhere[index] = (self.memory_of(index), [_DATA.__get__(leaf) for leaf in leaves])
             for leaf, view in zip(leaves, views, strict=True):
@@ -420,7 +420,7 @@ class FlatParameters:
 
     def _counts(self, index: int) -> bool:
         """Whether a slice is ever on the device: a tiled weight as a whole is in RAM."""
-        return index >= len(self.flats) or not self._layout.tile_of(index)
+        return index >= len(self.flats) or not self.layout.tile_of(index)
 
     def _note_peak(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self._bytes + self._unit_memory.nbytes)
@@ -435,12 +435,12 @@ class FlatParameters:
         with torch_private.DisableTorchFunctionSubclass():
             for number in range(len(self.params)) if numbers is None else numbers:
                 param = self.locals[number]
-                flat, offset = self._layout.locations[number]
+                flat, offset = self.layout.locations[number]
                 if self._is_swapped(number) or flat in self._freed or not param.numel():
                     continue
                 memory = self.flats[flat]
                 is_there = param.data_ptr() == memory.data_ptr() + offset * memory.element_size()
-                spec = self._layout.specs[number]
+                spec = self.layout.specs[number]
                 is_whole = param.dtype is memory.dtype and param.numel() == spec.numel
                 if is_there and is_whole and param.stride() == self._strides[number]:
                     continue
@@ -468,14 +468,14 @@ class FlatParameters:
     def require_unchanged(self, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raises: ConfigError if a parameter was replaced, added or unfrozen since the model was taken, so that a
         gradient would never be used. Args: groups: the optimizer's param_groups."""
-        for number, spec in enumerate(self._layout.specs):
+        for number, spec in enumerate(self.layout.specs):
             if self._is_swapped(number):
                 raise ConfigError(
                     f"{spec.name} was swapped with another tensor after OffloadZero took the model: write into it with "
                     "p.copy_() under torch.no_grad() instead of swap_tensors"
                 )
         present = set(model.parameters())
-        for param, spec in zip(self.params, self._layout.specs, strict=True):
+        for param, spec in zip(self.params, self.layout.specs, strict=True):
             if param not in present:
                 raise ConfigError(
                     f"{spec.name} is no longer in the model: load with load_state_dict(..., assign=False), and replace "
@@ -521,7 +521,7 @@ class FlatParameters:
     def written_outside(self, numbers: Iterable[int] | None = None) -> list[int]:
         """Which of `numbers` (None: all) that are here somebody else wrote to (`load_state_dict`, `p.copy_`)."""
         numbers = range(len(self.params)) if numbers is None else numbers
-        locations, freed = self._layout.locations, self._freed
+        locations, freed = self.layout.locations, self._freed
         with torch_private.DisableTorchFunctionSubclass():
             here = [number for number in numbers if locations[number][0] not in freed]
             return [n for n in here if self._version_now(n) != self._versions[n] or self._data_is_written(n)]
@@ -534,4 +534,4 @@ class FlatParameters:
 
     def flat_of(self, number: int) -> int:
         """The flat parameter that a parameter lies in."""
-        return self._layout.locations[number][0]
+        return self.layout.locations[number][0]
