@@ -97,7 +97,7 @@ def test_a_killed_rank_gives_an_error_at_once(world: World, name: str) -> None:
         assert "another rank is slow, stuck or dead" in str(error)
         assert error.collective == name
         assert error.waited_s <= waited_s < TIMEOUT_S
-        assert again_s < 0.1
+        assert again_s < TIMEOUT_S / 2  # it does not wait once more
     assert world.exit_codes([0, 1]) == [0, 0]
 
 
@@ -109,7 +109,7 @@ def test_a_stuck_rank_gives_an_error_within_the_timeout(world: World, name: str)
         assert "(timed out)" in str(error)
         assert error.collective == name
         assert TIMEOUT_S <= error.waited_s <= waited_s < TIMEOUT_S + 1
-        assert again_s < 0.1
+        assert again_s < TIMEOUT_S / 2  # it does not wait once more
     # Gloo's threads hold on until the group's own timeout.
     assert world.exit_codes([0, 1], timeout_s=TIMEOUT_S + 10) == [0, 0]
 

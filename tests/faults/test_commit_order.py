@@ -64,7 +64,7 @@ def files(monkeypatch: pytest.MonkeyPatch) -> Logged:
 def test_nothing_is_decided_before_all_that_it_names_is_durable(
     make: Make, tmp_path: Path, files: Logged, disk: FaultyEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sync, keep = disk.sync, SwapFile.keep
+    sync, make_permanent = disk.sync, SwapFile.make_permanent
 
     def noted(file: IOFile) -> IOFuture:
         future = sync(file)
@@ -72,12 +72,12 @@ def test_nothing_is_decided_before_all_that_it_names_is_durable(
         files.log.append("sync swap")
         return future
 
-    def kept(file: SwapFile) -> None:
-        files.log.append("keep")
-        keep(file)
+    def permanent(file: SwapFile) -> None:
+        files.log.append("permanent")
+        make_permanent(file)
 
     monkeypatch.setattr(disk, "sync", noted)
-    monkeypatch.setattr(SwapFile, "keep", kept)
+    monkeypatch.setattr(SwapFile, "make_permanent", permanent)
     model = Tiny()
     (tmp_path / "x").mkdir()
     optimizer = make(model, path=[tmp_path / "x" / "first", tmp_path / "second"], commit_every=0)
@@ -94,7 +94,7 @@ def test_nothing_is_decided_before_all_that_it_names_is_durable(
             *["sync swap"] * 2,
             *([f"sync directory {name}" for name in ("x", tmp_path.name)] if not step else []),
             *manifests,
-            *["keep"] * 2,
+            *["permanent"] * 2,
             f"sync {COMMIT_NAME}",
             f"rename {COMMIT_NAME}",
             "sync directory first",

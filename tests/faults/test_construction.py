@@ -359,12 +359,6 @@ def lazy() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
 
 
-def partly_on_meta() -> nn.Module:
-    model = Tiny()
-    model.middle.to("meta")
-    return model
-
-
 def frozen() -> nn.Module:
     return Tiny().requires_grad_(False)
 
@@ -375,7 +369,6 @@ def frozen() -> nn.Module:
         (distributed, "wrapped by DistributedDataParallel"),
         (lambda: nn.Sequential(nn.DataParallel(nn.Linear(2, 2))), "0 is wrapped by DataParallel"),
         (with_device_map, "device map"),
-        (partly_on_meta, "middle.weight is on meta"),
         (lambda: Tiny().double(), "first.weight has dtype torch.float64"),
         (partly_double, "middle.weight has dtype torch.float64"),
         (quantised, "middle.weight has dtype torch.uint8"),
