@@ -12,7 +12,7 @@ from torch import nn
 
 from offload import config as configuration
 from offload.config import SUM_BLOCK, Config, Tier
-from offload.errors import BudgetError
+from offload.errors import BudgetError, ConfigError
 from offload.layout import Layout, ParamSpec, build, tiled
 from offload.model.units import ROOT, compute_dtypes, device_for, frozen_of, rows_of, specs_of, untrained_bytes
 from offload.planner.placement import Needs, Placement, Room, place
@@ -157,6 +157,8 @@ def least_cpu_memory(
     and `path`.
     Raises: ConfigError as `OffloadZero` does.
     """
+    for name in options.keys() & {"tier", "path"}:
+        raise ConfigError(f'{name}={options[name]!r}: this is the least of tier="nvme" on any path: leave {name} out')
     config = configuration.check(tier="nvme", path=".", **options)
     groups = [{"params": list(model.parameters())}] if optimizer is None else optimizer.param_groups
     shape = ModelShape.of(model, groups, config)

@@ -11,7 +11,7 @@ from torch import nn
 
 from offload import BudgetError, ConfigError, OffloadZero, Tuning
 from offload import config as configuration
-from offload.planner.choice import ModelShape, choose
+from offload.planner.choice import ModelShape, choose, least_cpu_memory
 from tests.support.late_copier import LateCopier
 from tests.support.streamed import finish
 from tests.support.toy import Block, Checkpointed, Net, batch, squares
@@ -167,3 +167,20 @@ def test_what_was_chosen_is_printed_once(capsys: pytest.CaptureFixture[str], tmp
 def test_a_wrong_size_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="device_memory='lots'"):
         OffloadZero(Net(), device_memory="lots")
+
+
+def test_the_least_memory_takes_the_options_of_the_run_and_is_just_enough_for_it(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"param_tier": "nvme", "grad_tier": "nvme", "accumulation": 2, "keep_fp32": [nn.Linear]}
+    options |= {"tuning": Tuning(chunk="256KiB", threads=1), "commit_every": None}
+    least = least_cpu_memory(Net(), **options)
+    OffloadZero(Net(), tier="nvme", path=tmp_path / "run", cpu_memory=least, **options).close()
+    with pytest.raises(BudgetError):
+        OffloadZero(Net(), tier="nvme", path=tmp_path / "run", cpu_memory=least - 1, **options)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("tier", "cpu"), ("path", "run"), ("acumulation", 2), ("stage", 4), ("lr", 0.1)]
+)
+def test_the_least_memory_refuses_what_it_does_not_mean(option: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"^{option}="):
+        least_cpu_memory(Net(), **{option: value})  # type: ignore[arg-type]
