@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import AccumulationError, ConfigError
-from offload.grads.shards import open_shards
+from offload.grads.shards import ShardsInMemory, open_shards
 from offload.layout import Chunk
 from offload.run import Run
 from offload.storage.chunk_cache import Store
@@ -246,6 +246,11 @@ class GradientBuffer(ABC):
     def shard(self, index: int) -> AbstractContextManager[Tensor]:
         """The gradients of a chunk, shape (chunk.numel,), where the states are. Nobody needs them afterwards."""
         return self._shards.shard(index)
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether all gradients are where the states are, so that nobody waits for them."""
+        return isinstance(self._shards, ShardsInMemory)
 
     def chunk_memory(self, index: int) -> Tensor:
         """The memory of a chunk's gradients, shape (chunk.numel,); only where they are in RAM."""

@@ -15,7 +15,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import repeat
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ from offload.native.library import (
     open_library,
     sum_blocks,
 )
-from offload.native.threads import Pool, usable_cpus
+from offload.native.threads import Pool, Range, usable_cpus
 from offload.native.torch_kernels import DeviceKernels, TorchKernels
 
 __all__ = [
@@ -39,6 +41,7 @@ __all__ = [
     "VARIANTS",
     "AdamScalars",
     "Kernels",
+    "Task",
     "available_variants",
     "cpu_model",
     "fallback_reason",
@@ -60,6 +63,14 @@ _MIN_SHARE = 65536  # elements: fewer are done before another thread has woken u
 _logger = logging.getLogger("offload")
 
 Backend = Library | TorchKernels | DeviceKernels
+
+
+class Task(NamedTuple):
+    """A kernel with all that it needs, for `Kernels.run`. written: the tensors that it writes to."""
+
+    work: Work
+    numel: int
+    written: tuple[Tensor, ...]
 
 
 class Kernels:
@@ -91,29 +102,51 @@ class Kernels:
         """One Adam step on n elements, in place, in one pass.
 
         Args: master, exp_avg, exp_avg_sq: fp32, read and written. grad: fp32, bf16 or fp16, read.
-            out: bf16 or fp16, gets the new master rounded to nearest even; or None. May be the very
+            out: bf16, fp16 or fp32, gets the new master, rounded to nearest even; or None. May be the very
             same memory as a 16-bit grad.
         """
-        self.bind_adam(master, exp_avg, exp_avg_sq, grad, out)(scalars)
+        self.run([self.bind_adam(master, exp_avg, exp_avg_sq, grad, out)(scalars)])
 
     def bind_adam(
         self, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, out: Tensor | None
-    ) -> Callable[[AdamScalars], None]:
-        """`adam` of these tensors, checked now, to be called any number of times while they are in their memory."""
+    ) -> Callable[[AdamScalars], Task]:
+        """`adam` of these tensors, checked now, for `run`, any number of times while they are in their memory."""
         n = master.numel()
         for name, x in (("master", master), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
             self._check(name, x, n, _FP32)
         self._check("grad", grad, n, _FLOATS)
         if out is not None:
-            self._check("out", out, n, _HALVES)
-        kernel = self._backend.adam(master, exp_avg, exp_avg_sq, grad, out)
+            self._check("out", out, n, _FLOATS)
+        is_wide = out is not None and out.dtype is torch.float32
+        kernel = self._backend.adam(master, exp_avg, exp_avg_sq, grad, None if is_wide else out)
         written = (master, exp_avg, exp_avg_sq) if out is None else (master, exp_avg, exp_avg_sq, out)
 
-        def call(scalars: AdamScalars) -> None:
-            self._run(kernel(scalars), n)
-            _written(written)
+        def bound(scalars: AdamScalars) -> Task:
+            work = kernel(scalars)
+            return Task(work if cast is None else _one_after_another(work, cast), n, written)
 
-        return call
+        cast = self._backend.cast(master, out) if is_wide and out is not None else None
+        return bound
+
+    def run(self, tasks: Iterable[Task]) -> None:
+        """Runs all of `tasks`, which share no memory, one beside the other on all threads. They are drawn by the caller
+        while others run."""
+        self._require_open()
+        if self.threads == 1:
+            for task in tasks:
+                task.work(0, task.numel)
+                _written(task.written)
+        else:
+            self._threads().run(self._ranges(tasks))
+
+    def _ranges(self, tasks: Iterable[Task]) -> Iterator[Range]:
+        for task in tasks:
+            edges = self._edges(task.numel)
+            if task.numel < _MIN_SHARE:
+                task.work(0, task.numel)
+            else:
+                yield from zip(repeat(task.work), edges, edges[1:])
+            _written(task.written)
 
     def adam_split(
         self,
@@ -246,24 +279,34 @@ class Kernels:
 
     def _run(self, work: Work, n: int, cut: int = _LINE, offset: int = 0) -> None:
         """Runs `work` on 0 .. n, split where an index is `offset` past a multiple of `cut`."""
-        if self._closed:
-            raise ClosedError("these kernels were closed: load() gives others")
+        self._require_open()
+        edges = self._edges(n, cut, offset)
+        if len(edges) > 2:
+            self._threads().run(zip(repeat(work), edges, edges[1:]))
+        elif n:
+            work(0, n)
+
+    def _edges(self, n: int, cut: int = _LINE, offset: int = 0) -> list[int]:
+        """0, n, and where between them the shares of several threads part."""
         shares = min(self.threads, n // _MIN_SHARE)
-        if shares <= 1:
-            if n:
-                work(0, n)
-            return
         edges = [0]
         for i in range(1, shares):
             edge = round((n * i / shares - offset) / cut) * cut + offset
             if edges[-1] < edge < n:
                 edges.append(edge)
         edges.append(n)
+        return edges
+
+    def _threads(self) -> Pool:
         pool = self._pool
         # A fork takes no threads along. Two callers may both make a pool here: one goes unused.
         if pool is None or pool.pid != os.getpid():
             pool = self._pool = Pool(self.threads - 1)
-        pool.run(work, edges)
+        return pool
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("these kernels were closed: load() gives others")
 
 
 _FP32 = (torch.float32,)
@@ -276,6 +319,14 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 def _describe(x: Tensor) -> str:
     return f"{tuple(x.shape)} with strides {x.stride()} on {x.device}"
+
+
+def _one_after_another(first: Work, second: Work) -> Work:
+    def work(low: int, high: int) -> None:
+        first(low, high)
+        second(low, high)
+
+    return work
 
 
 def _written(tensors: tuple[Tensor, ...]) -> None:

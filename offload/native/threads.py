@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from offload.interrupts import LET_IN_S, uninterrupted
 from offload.native.library import Work
+
+Range = tuple[Work, int, int]
+"""A kernel and the bounds of elements that it is to be run on."""
 
 
 class Pool:
@@ -20,6 +23,7 @@ class Pool:
 
     def __init__(self, workers: int) -> None:
         self.pid = os.getpid()
+        self._workers = workers
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         threads = [
             threading.Thread(target=_work, args=(self._calls,), name=f"offload-kernel-{i}", daemon=True)
@@ -30,17 +34,23 @@ class Pool:
         self.stop = weakref.finalize(self, _stop, self._calls, threads, self.pid)
 
     @uninterrupted
-    def run(self, work: Work, edges: list[int]) -> None:
-        """Runs `work` on each range between two edges, the first of them here.
+    def run(self, ranges: Iterable[Range]) -> None:
+        """Runs each of `ranges` once, here and in the threads. They are drawn here, as threads become free.
 
-        Whatever is raised, here or there, no thread is in `work` any more, nor will be: the memory is the caller's.
+        Whatever is raised, here or there, no thread is in a kernel any more, nor will be: the memory is the caller's.
         Raises: the first exception of any of them, when all have ended.
         """
-        call = _Call(work, edges)
+        call = _Call()
         try:
-            for _ in edges[2:]:
+            for one in ranges:
+                call.left.append(one)
                 self._calls.put(call)
-            call.run(edges[0], edges[1])
+                if len(call.left) > self._workers:
+                    call.run_next()
+                if call.error is not None:
+                    break
+            while call.left:
+                call.run_next()
         finally:
             call.join(self._calls)
         if call.error is not None:
@@ -48,50 +58,61 @@ class Pool:
 
 
 class _Call:
-    """One call of `Pool.run`: the ranges that are not the caller's own.
+    """One call of `Pool.run`. left: the ranges that nobody has begun.
 
     What decides when it is over is counted by the pool's threads alone: an exception that is thrown into the caller
     between two instructions loses no count.
     """
 
-    def __init__(self, work: Work, edges: list[int]) -> None:
+    def __init__(self) -> None:
         self.error: BaseException | None = None
-        self._work = work
-        self._left = deque(itertools.pairwise(edges[1:]))
+        self.left: deque[Range] = deque()
         self._under_way = 0
         self._lock = threading.Lock()
         self._ended: SimpleQueue[None] = SimpleQueue()
 
-    def run(self, low: int, high: int) -> None:
-        try:
-            self._work(low, high)
-        except BaseException as raised:
-            self.error = self.error or raised
+    def run_next(self) -> None:
+        """In the caller: runs a range, if one is left."""
+        one = self._next()
+        if one is not None:
+            self._run(one)
 
     def take(self) -> None:
-        """In a thread of the pool: runs a range that nobody has begun, if there is one."""
+        """In a thread of the pool: runs a range, if one is left."""
         with self._lock:
-            if not self._left:
-                return
-            low, high = self._left.popleft()
-            self._under_way += 1
+            self._under_way += 1  # before the range is gone from `left`: `join` looks at both
         try:
-            self.run(low, high)
+            one = self._next()
+            if one is not None:
+                self._run(one)
+            del one
         finally:
             with self._lock:
                 self._under_way -= 1
             self._ended.put(None)
 
+    def _next(self) -> Range | None:
+        try:
+            return self.left.popleft()
+        except IndexError:
+            return None
+
+    def _run(self, one: Range) -> None:
+        work, low, high = one
+        try:
+            work(low, high)
+        except BaseException as raised:
+            self.error = self.error or raised
+
     def join(self, calls: SimpleQueue[_Call | None]) -> None:
         """Waits until all ranges are done. What is raised into the caller meanwhile waits, too."""
-        while self._left or self._under_way:
+        while self.left or self._under_way:
             try:
                 self._ended.get(timeout=LET_IN_S)  # only to wake up: what counts is above
             except Empty:
                 calls.put(self)  # it may have been cut off before it was put there as often as it has ranges
             except BaseException as raised:
                 self.error = self.error or raised
-        del self._work  # the tensors that it holds have to go when the caller lets them go
 
 
 def _work(calls: SimpleQueue[_Call | None]) -> None:

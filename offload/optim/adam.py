@@ -10,14 +10,15 @@ whole new one.
   gradient it was made from, which nobody needs any more, until `apply` copies it to the device: after the event of the
   step, not after what was queued since. The next gradient is copied there by a device that has waited for that copy.
 - On the CPU, `apply` itself runs the kernels, on all threads, and they write into the model: a memory-bound thread
-  beside the matrix products of a forward costs more than it hides. Only I/O overlaps with compute.
+  beside the matrix products of a forward costs more than it hides. Only I/O overlaps with compute. Chunks that are in
+  RAM are given to the threads together: small ones cost no more than a large one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -32,12 +33,15 @@ from offload.grads.base import GradientBuffer
 from offload.interrupts import wait_for_all
 from offload.io.threads import Workers
 from offload.layout import Chunk, Layout, Segment, segments
-from offload.native import AdamScalars
+from offload.native import AdamScalars, Task
 from offload.profiling import ADAM, TO_DEVICE, Event
 from offload.run import Run
+from offload.sizes import MIB
 from offload.storage.arena import carved_bytes
 from offload.storage.chunk_cache import Lease, Store
 
+MOST_TOGETHER = 64 * MIB // 12
+"""Elements of chunks whose kernels run together: those of a chunk of the default size. A signal waits for them."""
 _Held = tuple[int, int, list[tuple[int, int]]]
 StepKey = tuple[int, int, float]
 """(param group, the parameter's step count after this step, a factor of its gradient): what one Adam call needs."""
@@ -97,6 +101,11 @@ class NewParameters:
         """Whether the kernels write into the model."""
         return self._copier.direct
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether they do so where the model has its parameters all the time."""
+        return self.direct and self._streamed is None
+
     def step_begins(self) -> None:
         """Nothing that is queued from now on reads old values, or writes gradients, before it waited for new values."""
         self.wait_for_transfers()
@@ -111,8 +120,8 @@ class NewParameters:
 
         Args: step: that they are the result of; is_whole: whether all parameters of the chunk are written.
         """
-        if self.direct and self._streamed is None:
-            return nullcontext(self._on_device(chunk))
+        if self.is_in_place:
+            return nullcontext(self.in_place(chunk))
         return self._writing(chunk, step, is_whole)
 
     @contextmanager
@@ -140,7 +149,7 @@ class NewParameters:
         """
         if self._streamed is not None:
             return target
-        on_device = self._on_device(chunk)
+        on_device = self.in_place(chunk)
         if self.direct:
             return on_device
         bounce = self._as_params(self._bounce, chunk)
@@ -155,7 +164,7 @@ class NewParameters:
             return
         while self._copies and self._copies[0][1].done():
             self._finish_copy()
-        source, target = self._in_gradient(chunk), self._on_device(chunk)
+        source, target = self._in_gradient(chunk), self.in_place(chunk)
         for run in runs:
             span = slice(run.start, run.stop)
             size = (run.stop - run.start) * source.element_size()
@@ -237,7 +246,8 @@ class NewParameters:
         dtype = self._flats[chunk.flat].dtype
         return memory[: chunk.numel * dtype.itemsize].view(dtype)
 
-    def _on_device(self, chunk: Chunk) -> Tensor:
+    def in_place(self, chunk: Chunk) -> Tensor:
+        """The parameters of a chunk in the model, shape (chunk.numel,), where they are not streamed."""
         flat, (found, shard) = self._flats[chunk.flat], self._shards.get(chunk.index, (None, None))
         if shard is None or found is not flat:
             shard = flat[chunk.start : chunk.start + chunk.numel]
@@ -270,11 +280,13 @@ class Step:
         self._params = params
         self._pending: dict[int, list[_Work]] = {}
         # Of resident chunks: addresses of gradients and new parameters, with the runs, and the kernel of each run.
-        self._bound: dict[int, tuple[_Held, list[Callable[[AdamScalars], None]]]] = {}
+        self._bound: dict[int, tuple[_Held, list[Callable[[AdamScalars], Task]]]] = {}
         self._number = 0
         self._started: set[int] = set()
         self._failure: BaseException | None = None
         self._worker = None if params.direct else Workers(1, "offload-step")
+        # Parameters and gradients need not be waited for, and no part of a master is in a parameter.
+        self._is_in_ram = params.is_in_place and gradients.is_in_memory and not self._split_master
 
     @property
     def pending(self) -> Collection[int]:
@@ -318,10 +330,12 @@ class Step:
         if flat in self._started:
             return
         self._params.begin()
-        for work in self._pending[flat]:
-            if work.done is None:
-                self._run(work)
-            else:
+        works = self._pending[flat]
+        if self._worker is None:
+            for together in self._together(works):
+                self._run_together(together) if len(together) > 1 else self._run(together[0])
+        for work in works:
+            if work.done is not None:
                 self._wait_for(work.done, work.chunk)
             self._params.send(work.chunk, work.runs)
         self._params.start_gather(flat, self._number)
@@ -364,21 +378,61 @@ class Step:
         done.result()
 
     def _run(self, work: _Work) -> None:
+        # A split master is half in its lease and half in the parameter, which is read too.
+        is_whole = work.is_whole and not self._split_master
+        with (
+            self._noting_failure(),
+            self._params.writing(work.chunk, step=work.step, is_whole=is_whole) as target,
+            self._store.lease(work.chunk.index, step=work.step) as lease,
+            self._gradients.shard(work.chunk.index) as grads,
+        ):
+            lease.dirty = True
+            is_split = lease.master.dtype is torch.int16
+            current = self._params.current(work.chunk, target) if is_split else None
+            with self._timeline.span("adam_s"), self._timeline.event(ADAM, "Adam", chunk=work.chunk.index):
+                self._adam(work, lease, grads, current, target)
+
+    def _together(self, works: Iterable[_Work]) -> Iterator[list[_Work]]:
+        """Parts the queue into chunks that are in RAM with all that their kernels need, several together, and others
+        that have to be waited for, each alone."""
+        batch: list[_Work] = []
+        size = 0
+        for work in works:
+            is_ready = self._is_in_ram and self._store.is_ready(work.chunk.index)
+            if batch and (not is_ready or size + work.chunk.numel > MOST_TOGETHER):
+                yield batch
+                batch, size = [], 0
+            if is_ready:
+                batch.append(work)
+                size += work.chunk.numel
+            else:
+                yield [work]
+        if batch:
+            yield batch
+
+    def _run_together(self, works: Sequence[_Work]) -> None:
+        """For what is in RAM. Each chunk is leased while kernels of others run, and no thread waits between two."""
+        with (
+            self._noting_failure(),
+            ExitStack() as held,
+            self._timeline.span("adam_s"),
+            self._timeline.event(ADAM, "Adam", chunk=works[0].chunk.index),
+        ):
+            self._kernels.run(self._drawn(works, held))
+
+    def _drawn(self, works: Sequence[_Work], held: ExitStack) -> Iterator[Task]:
+        for work in works:
+            lease = held.enter_context(self._store.lease(work.chunk.index, step=work.step))
+            lease.dirty = True
+            grads, target = self._gradients.chunk_memory(work.chunk.index), self._params.in_place(work.chunk)
+            yield from self._tasks(work, lease, grads, target)
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
         if self._failure is not None:
             raise self._failure
         try:
-            # A split master is half in its lease and half in the parameter, which is read too.
-            is_whole = work.is_whole and not self._split_master
-            with (
-                self._params.writing(work.chunk, step=work.step, is_whole=is_whole) as target,
-                self._store.lease(work.chunk.index, step=work.step) as lease,
-                self._gradients.shard(work.chunk.index) as grads,
-            ):
-                lease.dirty = True
-                is_split = lease.master.dtype is torch.int16
-                current = self._params.current(work.chunk, target) if is_split else None
-                with self._timeline.span("adam_s"), self._timeline.event(ADAM, "Adam", chunk=work.chunk.index):
-                    self._adam(work, lease, grads, current, target)
+            yield
         except BaseException as error:
             self._failure = error
             raise
@@ -391,6 +445,9 @@ class Step:
                 scalars = work.scalars[run.key]
                 self._kernels.adam_split(current[span], low, exp_avg, exp_avg_sq, grads[span], target[span], scalars)
             return
+        self._kernels.run(self._tasks(work, lease, grads, target))
+
+    def _tasks(self, work: _Work, lease: Lease, grads: Tensor, target: Tensor) -> list[Task]:
         number = work.chunk.index
         held = (grads.data_ptr(), target.data_ptr(), [(run.start, run.stop) for run in work.runs])
         bound = self._bound.get(number)
@@ -398,26 +455,16 @@ class Step:
             bound = held, [self._bind(run, lease, grads, target) for run in work.runs]
             if self._store.is_resident(number):
                 self._bound[number] = bound
-        for run, call in zip(work.runs, bound[1], strict=True):
-            call(work.scalars[run.key])
+        return [bind(work.scalars[run.key]) for run, bind in zip(work.runs, bound[1], strict=True)]
 
     def _bind(
         self, run: Segment[StepKey], lease: Lease, grads: Tensor, target: Tensor
-    ) -> Callable[[AdamScalars], None]:
+    ) -> Callable[[AdamScalars], Task]:
         """The kernel for a run of a chunk's elements."""
         tensors = [*lease.arrays, grads, target]
         if (run.start, run.stop) != (0, grads.numel()):
             tensors = [tensor[run.start : run.stop] for tensor in tensors]
-        master, exp_avg, exp_avg_sq, grad, new = tensors
-        if new.dtype is not torch.float32:
-            return self._kernels.bind_adam(master, exp_avg, exp_avg_sq, grad, new)
-        adam = self._kernels.bind_adam(master, exp_avg, exp_avg_sq, grad, None)
-
-        def call(scalars: AdamScalars) -> None:
-            adam(scalars)
-            self._kernels.cast(master, new)
-
-        return call
+        return self._kernels.bind_adam(*tensors)
 
 
 def scalars_of(group: Mapping[str, Any], step: int, scale: float) -> AdamScalars:

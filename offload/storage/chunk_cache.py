@@ -380,6 +380,10 @@ class Store:
         """Whether the chunk never leaves RAM: then all of its leases have the same arrays."""
         return chunk in self._resident
 
+    def is_ready(self, chunk: int) -> bool:
+        """Whether the chunk never leaves RAM, and nothing is under way with it: a lease does not wait."""
+        return chunk in self._resident and self._table[chunk] in (Residency.CLEAN, Residency.DIRTY)
+
     def lease(self, chunk: int, *, step: int, is_fresh: bool = False) -> AbstractContextManager[Lease]:
         """Waits until `chunk` is in RAM and acquires it. A dirty one is written back after its release.
 

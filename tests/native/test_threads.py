@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,72 @@ def test_an_interrupted_call_waits_for_its_threads() -> None:
     assert len(ended) == 2
 
 
+def test_a_call_is_not_over_while_a_thread_has_a_range_that_it_has_only_just_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caller, is_over, late = threading.current_thread(), threading.Event(), []
+
+    class Slow(deque[threads.Range]):
+        def popleft(self) -> threads.Range:
+            while threading.current_thread() is caller and len(self) == 1:
+                time.sleep(0.001)  # the last one is for the pool's thread
+            one = super().popleft()
+            if threading.current_thread() is not caller:
+                time.sleep(0.1)
+            return one
+
+    monkeypatch.setattr(threads, "deque", Slow)
+    pool = threads.Pool(1)
+    pool.run((lambda low, high: late.append(is_over.is_set()), n, n + 1) for n in range(3))
+    is_over.set()
+    time.sleep(0.2)
+    pool.stop()
+    assert late == [False] * 3
+
+
+@every_variant
+def test_kernels_that_run_together_have_the_bits_of_each_by_itself(variant: str) -> None:
+    """Some so small that they run while others are drawn, one empty, one of fp32 that gets its master."""
+    mine, numels = kernels(variant, 3), [1, 200_003, 65_536, 0, 4095, 400_001, 140_000]
+    expected, found = ([fresh(n) for n in numels] for _ in range(2))
+    wide = [torch.zeros(140_000) for _ in range(2)]
+    for tensors in expected:
+        kernels(variant, 1).adam(*tensors, SCALARS)
+    kernels(variant, 1).cast(expected[-1][0], wide[0])
+    drawn = []
+
+    def tasks() -> Iterator[native.Task]:
+        for index, tensors in enumerate(found):
+            drawn.append(index)
+            out = wide[1] if index == len(found) - 1 else tensors[4]
+            yield mine.bind_adam(*tensors[:4], out)(SCALARS)
+
+    versions = [tensors[0]._version for tensors in found]
+    mine.run(tasks())
+    assert drawn == list(range(len(numels)))
+    assert all(tensors[0]._version > before for tensors, before in zip(found, versions, strict=True))
+    for one, other in zip(expected[:-1], found[:-1], strict=True):
+        for x, y in zip(one, other, strict=True):
+            assert_same_bits(x, y)
+    assert_same_bits(*wide)
+
+
+def test_what_the_caller_fails_to_draw_ends_the_call_after_what_has_begun() -> None:
+    ended = []
+
+    def slow(low: int, high: int) -> None:
+        time.sleep(0.05)
+        ended.append(low)
+
+    def tasks() -> Iterator[native.Task]:
+        yield native.Task(slow, 1_000_000, ())
+        raise KeyError("no more")
+
+    with pytest.raises(KeyError, match="no more"):
+        kernels("torch", 3).run(tasks())
+    assert len(ended) == 3
+
+
 def test_threads_that_still_work_are_waited_for_when_sigterm_ends_the_process() -> None:
     ended = []
 
@@ -171,13 +238,13 @@ def test_an_interrupt_at_any_instruction_leaves_no_thread_at_work(by: Callable[[
             at_work.remove(low)
 
         with contextlib.suppress(KeyboardInterrupt), interrupted_at(instruction, by) as left:
-            pool.run(part, [0, 1, 2, 3, 4])
+            pool.run((part, low, low + 1) for low in range(4))
         is_over = left[0] > 0
         assert not at_work
         if by is interrupt and not is_over:
             assert sorted(ran) == sorted(set(ran))
         instruction += 1
-    pool.run(part, [0, 1, 2])
+    pool.run([(part, 0, 1), (part, 1, 2)])
     pool.stop()
 
 
