@@ -59,6 +59,7 @@ VARIANTS = ("avx512", "avx2", "neon", "baseline", "torch")
 _ENVIRONMENT = "OFFLOAD_KERNELS"
 _LINE = 64  # elements: whole cache lines of every dtype, so that no two threads write one line
 _MIN_SHARE = 65536  # elements: fewer are done before another thread has woken up
+_MOST_SHARE = 262144  # elements, of kernels that run together: at the end a thread waits for no more than these
 
 _logger = logging.getLogger("offload")
 
@@ -141,10 +142,10 @@ class Kernels:
 
     def _ranges(self, tasks: Iterable[Task]) -> Iterator[Range]:
         for task in tasks:
-            edges = self._edges(task.numel)
             if task.numel < _MIN_SHARE:
                 task.work(0, task.numel)
             else:
+                edges = _edges(task.numel, max(self._shares(task.numel), task.numel // _MOST_SHARE))
                 yield from zip(repeat(task.work), edges, edges[1:])
             _written(task.written)
 
@@ -280,22 +281,15 @@ class Kernels:
     def _run(self, work: Work, n: int, cut: int = _LINE, offset: int = 0) -> None:
         """Runs `work` on 0 .. n, split where an index is `offset` past a multiple of `cut`."""
         self._require_open()
-        edges = self._edges(n, cut, offset)
-        if len(edges) > 2:
+        shares = self._shares(n)
+        if shares > 1:
+            edges = _edges(n, shares, cut, offset)
             self._threads().run(zip(repeat(work), edges, edges[1:]))
         elif n:
             work(0, n)
 
-    def _edges(self, n: int, cut: int = _LINE, offset: int = 0) -> list[int]:
-        """0, n, and where between them the shares of several threads part."""
-        shares = min(self.threads, n // _MIN_SHARE)
-        edges = [0]
-        for i in range(1, shares):
-            edge = round((n * i / shares - offset) / cut) * cut + offset
-            if edges[-1] < edge < n:
-                edges.append(edge)
-        edges.append(n)
-        return edges
+    def _shares(self, n: int) -> int:
+        return max(1, min(self.threads, n // _MIN_SHARE))
 
     def _threads(self) -> Pool:
         pool = self._pool
@@ -319,6 +313,17 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 def _describe(x: Tensor) -> str:
     return f"{tuple(x.shape)} with strides {x.stride()} on {x.device}"
+
+
+def _edges(n: int, shares: int, cut: int = _LINE, offset: int = 0) -> list[int]:
+    """0, n, and where between them about equal shares part."""
+    edges = [0]
+    for i in range(1, shares):
+        edge = round((n * i / shares - offset) / cut) * cut + offset
+        if edges[-1] < edge < n:
+            edges.append(edge)
+    edges.append(n)
+    return edges
 
 
 def _one_after_another(first: Work, second: Work) -> Work:

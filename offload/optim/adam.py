@@ -40,7 +40,7 @@ from offload.sizes import MIB
 from offload.storage.arena import carved_bytes
 from offload.storage.chunk_cache import Lease, Store
 
-MOST_TOGETHER = 64 * MIB // 12
+MOST_TOGETHER = 64 * MIB // 4
 """Elements of chunks whose kernels run together: those of a chunk of the default size. A signal waits for them."""
 _Held = tuple[int, int, list[tuple[int, int]]]
 StepKey = tuple[int, int, float]
