@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from offload.cli.console import print_json
+from offload.cli.options import Json
 from offload.errors import ConfigError
 
 ORDER = ("tier", "path", "param_tier", "activation_tier", "compute_dtype", "accumulation", "stage")
@@ -271,7 +272,7 @@ WITHOUT: dict[str, str] = {
 
 def convert(
     file: Annotated[Path, typer.Argument(help="DeepSpeed's configuration, such as ds_config.json.")],
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    json: Json = False,
 ) -> None:
     """Show a DeepSpeed configuration as a call of this library, and what in it has no counterpart."""
     call, rows = converted(_read(file))

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from offload.cli.console import print_json
+from offload.cli.options import Json
 from offload.errors import ConfigError
 from offload.sizes import format_bytes
 
@@ -33,7 +34,7 @@ class Row:
 
 def doctor(
     path: Annotated[Path, typer.Option(help="Directory that would hold swap files.")] = Path(),
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    json: Json = False,
 ) -> None:
     """Show what this machine has, and what makes it slower than it could be."""
     if not path.is_dir():

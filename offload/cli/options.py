@@ -42,7 +42,7 @@ CpuMemory = Annotated[
     ),
 ]
 Chunk = Annotated[str | None, typer.Option(help="Bytes of fp32 master a chunk.", show_default="64MiB")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
 @dataclass(frozen=True, kw_only=True)

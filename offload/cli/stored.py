@@ -9,13 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from offload.cli.console import EXIT_ERROR, print_json
+from offload.cli.options import Json
 from offload.errors import ConfigError
 from offload.sizes import format_bytes
 
 EXIT_CORRUPT = 1
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 Paths = Annotated[list[Path], typer.Argument(help="The directory of a run, or all of them.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
 def inspect(paths: Paths, json: Json = False) -> None:
