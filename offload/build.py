@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from offload import config as configuration
-from offload import interrupts
 from offload.checkpoint.recovery import Start
 from offload.config import Config
 from offload.devices.copies import Copier, HostCopier, accelerator, copier_for
@@ -160,8 +159,6 @@ def build(
     Args: undo: gets what closes them, to be called in reverse order; start: what is resumed, or that a run begins anew.
     Raises: BudgetError, PathError, PathInUseError, ResumeError, ConfigError; the model is not touched.
     """
-    interrupts.hold()
-    undo.callback(interrupts.give_back)
     config, layout, held = start.config, plan.layout, plan.held
     memory = _reserve(undo, replace(plan, config=config), placement, comm)
     slots, engine = _open_files(undo, config, held, placement, memory, start, timeline, comm.everyone.rank)

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import config as configuration
+from offload import interrupts
 from offload.build import build, plan_run
 from offload.checkpoint import recovery
 from offload.checkpoint.attached import RNG, Attached, Committed
@@ -277,6 +278,8 @@ class OffloadZero(torch.optim.Optimizer):
             params = self._plan.params[: len(self._layout.specs)]
             frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
             wanted = recovery.describe(self._plan.config, self._layout, params, kinds, self._comm)
+        interrupts.hold()
+        undo.callback(interrupts.give_back)  # last: an interrupt in what is undone before is deferred
         undo.callback(self._comm.close)
         require_alike(self._comm, self._plan.held, self._plan.config)
         start = recovery.find_together(undo, self._plan.config, self._everyone, self._layout, wanted, frozen)
