@@ -45,7 +45,7 @@ def another(path: Path, tuning: Tuning) -> None:
 
 MOMENTS = [
     (recovery, "read_together", False),
-    (recovery, "_find", True),
+    (recovery, "_directories_in_order", True),
     (RecoveryPlan, "clear_up", True),
     (RecoveryPlan, "lock", True),
 ]
