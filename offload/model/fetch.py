@@ -413,7 +413,7 @@ class StreamedUnits(HeldUnits):
         self._used.extend(units)  # so that they do not release one another
         try:
             call_hidden(self._fetch_for_use, units)
-            self._note_uses(*units)
+            self._note_uses(*(unit for unit in units if unit not in self._held))
             yield
         finally:
             del self._used[max(0, len(self._used) - len(units)) :]  # uses are nested
@@ -423,7 +423,7 @@ class StreamedUnits(HeldUnits):
         return is_sharded or (self._replicas > 1 and self._pending.is_pending(unit))
 
     def _fetch_for_use(self, units: Sequence[str]) -> None:
-        guests = [unit for unit in units if unit != ROOT and not self.running.runs(unit)]
+        guests = [unit for unit in units if not (unit == ROOT or unit in self._held or self.running.runs(unit))]
         if guests:
             self._release_unused(ROOT, *guests)
         self._require_room(units)
@@ -471,10 +471,11 @@ class StreamedUnits(HeldUnits):
                 held.callback(self._let_go, unit)
                 self.transfers.fetch(unit)
                 self.write_back()  # what was written before counts as written outside of `gathered`
+            # A use inside counts as of now, and fetches and releases nothing: it may be on one rank alone.
+            self._note_uses(*units)
             if not writable:
                 yield
                 return
-            self._note_uses(*units)
             for unit in units:
                 self.running.enter(unit)
                 held.callback(self.running.leave, unit)
@@ -492,7 +493,7 @@ class StreamedUnits(HeldUnits):
         """Fetches units with their current values for saving or loading. They are released when others are fetched."""
         for unit in units:
             self._pending.apply(unit)
-        if visited := [unit for unit in units if unit != ROOT]:
+        if visited := [unit for unit in units if unit != ROOT and unit not in self._held]:
             self._release_unused(ROOT, *visited)
         for unit in units:
             self.transfers.fetch(unit)

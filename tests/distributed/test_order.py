@@ -121,3 +121,34 @@ def _cross() -> bool:
 
 def test_another_order_is_seen(worlds: Worlds) -> None:
     assert worlds(2).run(_cross) == [True, True]
+
+
+def _look(how: str) -> None:
+    """Rank 0 alone looks at parameters that all ranks have gathered: before the backward, when other units are on their
+    way, and between two steps."""
+    model = models.build("turns")
+
+    def look() -> None:
+        if torch.distributed.get_rank() == 0:
+            if how == "state_dict":
+                model.blocks[-1].state_dict()
+            else:
+                [param.square().sum().item() for param in model.blocks[-1].parameters()]
+
+    options: dict[str, Any] = STREAMED | {"accumulation": 2, "tuning": Tuning(chunk=4096, threads=1, bucket=4096)}
+    with sharded.communicators("ordered"), OffloadZero(model, **options) as optimizer:
+        for _ in range(3):
+            with optimizer.gathered(model.blocks[-1]):
+                loss = model(torch.ones(2, 13)).float().square().sum()
+                look()
+            loss.backward()
+            model(torch.ones(2, 13)).float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with optimizer.gathered(model):
+                look()
+
+
+@pytest.mark.parametrize("how", ["state_dict", "operations"])
+def test_what_one_rank_alone_reads_of_gathered_parameters_changes_no_order(worlds: Worlds, how: str) -> None:
+    worlds(2).run(_look, how, timeout_s=20)

@@ -206,7 +206,7 @@ def run(idiom: Idiom, options: Mapping[str, Any] | None, path: Path, **how: Any)
     return one
 
 
-_NEEDS_COPIES_ON_DEVICE = frozenset({"average_of_state_dict"})
+_NEEDS_COPIES_ON_DEVICE = frozenset({"average_in_deep_copy", "average_of_state_dict"})
 """A state_dict of streamed parameters has copies in RAM, wherever the model is."""
 
 
