@@ -166,6 +166,8 @@ def _train_scaled(options: dict[str, Any], holds: bool) -> list[float]:
                     losses.append(model(x).float().square().mean())  # reads old values until the step
                 take_step(optimizer)
                 optimizer.synchronize()
+                with torch.no_grad():
+                    losses.append(model.blocks[-1](x).float().square().mean())  # reads the new ones where it is held
         found = [loss.item() for loss in losses]
     assert_no_races(device)
     return found

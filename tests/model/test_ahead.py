@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -99,21 +100,27 @@ def test_what_was_waited_for_on_the_device_only_has_ended_when_all_is_abandoned(
         assert all(one.has_ended for one in under_way)
 
 
-def test_a_step_is_abandoned_when_its_worker_has_ended_what_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("end", [Step.abandon, Step.close])
+def test_a_step_has_ended_when_its_worker_has_ended_what_it_began(
+    end: Callable[[Step], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of its chunks goes then. What the worker has not begun is dropped."""
     monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(1))
-    began, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    began, go_on, ended = threading.Event(), threading.Event(), list[object]()
     model = Net(2)
     with OffloadZero(model, tier="cpu", param_tier="device", tuning=Tuning(chunk="4KiB")) as optimizer:
 
         def run(self: Step, work: object) -> None:
             began.set()
             go_on.wait()
-            ended.set()
+            ended.append(work)
 
         monkeypatch.setattr(Step, "_run", run)
         model(batch(0)).float().square().mean().backward()
         optimizer.step()
         assert began.wait(60)
         threading.Timer(0.2, go_on.set).start()
+        assert len(optimizer._parts.step._pending) > 1
+        end(optimizer._parts.step)
+        assert len(ended) == 1
         optimizer._parts.step.abandon()
-        assert ended.is_set()
