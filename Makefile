@@ -58,7 +58,7 @@ test-peers: $(VENV)/installed
 	$(PIP) -e '.[peers]'
 	$(BIN)/python -m pytest -m peers $(ARGS)
 	OFFLOAD_TEST_DEVICE=simulated $(BIN)/python -m pytest -n 2 -m peers tests/peers/test_frameworks.py \
-		tests/peers/test_resuming.py $(ARGS)
+		tests/peers/test_framework_ranks.py tests/peers/test_resuming.py $(ARGS)
 
 # The pages of docs/, README and the results of benchmarks as a site, out/site/index.html. A broken link is an error.
 docs: $(VENV)/installed

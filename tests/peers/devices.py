@@ -28,6 +28,11 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
+def own(rank: int) -> torch.device:
+    """The device of a rank."""
+    return torch.device(DEVICE, rank)
+
+
 def for_lightning(part: str = "pytorch") -> dict[str, Any]:
     """Arguments of Lightning's Trainer. Args: part: "fabric": of its Fabric."""
     if ON_CPU:

@@ -1,7 +1,7 @@
 """Trainer, Accelerate and Lightning on two ranks, with a held model, and killed and resumed there.
 
-The oracle is the same framework with its own DistributedDataParallel and AdamW; of a killed run, the one that was not
-killed.
+The oracle is the same framework with its own DistributedDataParallel and AdamW, on the CPU; of a killed run, the one
+that was not killed. On the simulated accelerator each rank has a device of its own.
 """
 
 from __future__ import annotations
@@ -16,13 +16,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from offload import ConfigError, OffloadZero, Tuning
 from tests.oracle.models import token_loss
+from tests.peers import devices
+from tests.peers.devices import ON_CPU
 from tests.peers.test_frameworks import SmallLm, adamw, tokens
 from tests.peers.test_transformers import gpt2
+from tests.support import accelerator as simulated
+from tests.support.accelerator import process_group
 from tests.support.ranks import RanksFailedError, World, Worlds
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
@@ -45,7 +50,11 @@ Result = tuple[dict[int, tuple[float, ...]], dict[str, Tensor]]
 
 
 class Job:
-    """What a rank is to do. Args: options: of OffloadZero; None: the framework's DDP; without: no integration."""
+    """What a rank is to do.
+
+    Args: options: of OffloadZero; None: the framework's DDP, on the CPU; drops: whether the model has dropout, for
+    which devices draw other numbers; without: no integration.
+    """
 
     def __init__(
         self,
@@ -53,6 +62,7 @@ class Job:
         options: dict[str, Any] | None,
         *,
         is_bf16: bool = False,
+        drops: bool = True,
         stop: int = 0,
         resume: bool = False,
         without: bool = False,
@@ -60,6 +70,7 @@ class Job:
         self.path = path
         self.options = options
         self.is_bf16 = is_bf16
+        self.drops = drops
         self.stop = stop
         self.resume = resume
         self.without = without
@@ -68,15 +79,40 @@ class Job:
     def integrates(self) -> bool:
         return self.options is not None and not self.without
 
+    @property
+    def is_on_cpu(self) -> bool:
+        return self.options is None or ON_CPU
+
+    def connect(self) -> None:
+        """Connects the ranks as a user of this job's device does, and tells the frameworks about that device."""
+        self.path.mkdir(exist_ok=True)
+        os.environ.pop("ACCELERATE_TORCH_DEVICE", None)
+        backend = "gloo"
+        if not self.is_on_cpu:
+            process_group.register()
+            backend = process_group.BACKEND
+            torch.accelerator.set_device_index(dist.get_rank())
+            os.environ["ACCELERATE_TORCH_DEVICE"] = str(devices.own(dist.get_rank()))
+        if dist.get_backend() != backend:
+            rank, ranks = dist.get_rank(), dist.get_world_size()
+            dist.destroy_process_group()
+            rendezvous = f"file://{self.path}/{'resumes' if self.resume else 'begins'}"
+            dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=ranks)
+
     def hold(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         if self.options is None:
             return optimizer
         dtype = torch.bfloat16 if self.is_bf16 else torch.float32
-        self.path.mkdir(exist_ok=True)
         options = {"accumulation": GROUP, "resume": "auto", "commit_every": 0, "path": self.path / "run"}
         options |= {"compute_dtype": dtype, "tuning": Tuning(chunk="16KiB", threads=1)}
-        self.held = OffloadZero(model, optimizer, **(options | self.options))
+        device = {} if ON_CPU else {"device": devices.own(dist.get_rank())}
+        self.held = OffloadZero(model, optimizer, **(options | device | self.options))
         return self.held
+
+    def seeded(self) -> None:
+        """The framework has set its seeds. It saves the random numbers of devices that it knows by name."""
+        if not self.is_on_cpu:
+            self.held.attach(rng=True)
 
     def end(self) -> None:
         if self.options is not None:
@@ -85,12 +121,18 @@ class Job:
     def at(self, step: int) -> None:
         """Kills this process at the step that it is to stop at, when the others have come there, too."""
         if self.stop and step == self.stop:
-            torch.distributed.barrier()
+            dist.barrier()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+
+
+def drop_out(model: nn.Module, job: Job) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout) and not job.drops:
+            module.p = 0
 
 
 # transformers: 5 batches of a rank an epoch.
@@ -102,7 +144,8 @@ def with_trainer(job: Job) -> Result:
             job.at(state.global_step)
 
     torch.manual_seed(0)
-    model = gpt2(True)()  # with dropout
+    model = gpt2(True)()
+    drop_out(model, job)
     optimizer = job.hold(model, adamw(model))
     callbacks = [Watches()]
     if job.integrates:
@@ -128,6 +171,7 @@ def with_trainer(job: Job) -> Result:
         optimizers=(optimizer, None),
         callbacks=callbacks,
     )
+    job.seeded()
     trainer.train(resume_from_checkpoint=str(job.path / "trainer" / f"checkpoint-{2 * SAVED}") if job.resume else None)
     found = {
         entry["step"]: (entry["loss"], entry["grad_norm"], entry["learning_rate"])
@@ -149,10 +193,12 @@ def with_accelerate(job: Job) -> Result:
     )
     accelerate.utils.set_seed(0)
     model: nn.Module = nn.Sequential(SmallLm(), nn.Dropout(0.1))
+    drop_out(model, job)
     optimizer = job.hold(model, adamw(model))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     rows = list(zip(tokens(20 * RANKS), tokens(20 * RANKS, seed=2), strict=True))
     loader: Any = DataLoader(rows, batch_size=4, shuffle=True)
+    job.seeded()
     if job.integrates:
         accelerate_integration.register(accelerator, model, optimizer)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
@@ -218,10 +264,15 @@ def with_lightning(job: Job) -> Result:
     saves = lightning.pytorch.callbacks.ModelCheckpoint(
         job.path / "lightning", filename="{step}", every_n_train_steps=EPOCH, save_top_k=-1
     )
+    where: dict[str, Any] = {"accelerator": "cpu", "devices": RANKS}
+    strategy = lightning_integration.OffloadStrategy if job.integrates else lightning.pytorch.strategies.DDPStrategy
+    if job.is_on_cpu:
+        where["strategy"] = strategy()
+    else:
+        on_devices = {"parallel_devices": list(map(devices.own, range(RANKS))), "process_group_backend": "staged"}
+        where = {"strategy": strategy(devices.for_lightning()["strategy"].accelerator, **on_devices)}
     trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=RANKS,
-        strategy=lightning_integration.OffloadStrategy() if job.integrates else "ddp",
+        **where,
         precision="bf16-mixed" if job.is_bf16 else None,
         max_epochs=2,
         accumulate_grad_batches=GROUP,
@@ -248,6 +299,7 @@ def _train(framework: str, job: Job) -> Result:
     environment = dict(os.environ)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        job.connect()
         try:
             found = FRAMEWORKS[framework](job)
             job.end()
@@ -255,6 +307,8 @@ def _train(framework: str, job: Job) -> Result:
             accelerate.state.GradientState._reset_state()
             accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
             os.environ.update(environment)  # Lightning takes away what torchrun has set
+    races = simulated.races() if simulated.is_wanted() else []
+    assert not races, races[:5]
     return found
 
 
@@ -279,8 +333,8 @@ PLACES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_ranks_train_as_with_ddp(worlds: Worlds, tmp_path: Path, framework: str, place: str) -> None:
-    expected = worlds(RANKS).run(_train, framework, Job(tmp_path / "plain", None), timeout_s=150)
-    found = worlds(RANKS).run(_train, framework, Job(tmp_path / "held", PLACES[place]), timeout_s=150)
+    jobs = [Job(tmp_path / name, options, drops=ON_CPU) for name, options in (("plain", None), ("held", PLACES[place]))]
+    expected, found = (worlds(RANKS).run(_train, framework, job, timeout_s=150) for job in jobs)
     for mine, theirs in zip(found, expected, strict=True):
         assert_alike(mine, theirs, TOLERANCE)
 
@@ -316,6 +370,8 @@ def _refused(framework: str, job: Job) -> str:
 def test_without_the_integration_ddp_is_refused_and_the_way_named(
     worlds: Worlds, tmp_path: Path, framework: str, place: str
 ) -> None:
+    if framework == "lightning" and not ON_CPU:
+        pytest.skip("Lightning asks for a stream of CUDA's before it wraps a model")
     for said in worlds(RANKS).run(_refused, framework, Job(tmp_path, PLACES[place], without=True), timeout_s=100):
         assert f"offload.integrations.{framework.replace('trainer', 'transformers')}" in said
 

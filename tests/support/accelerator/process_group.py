@@ -99,7 +99,17 @@ class StagedGroup(dist.ProcessGroup):
         return self._run(received, sent, lambda group, out, own: group._allgather_base(out, own))
 
     def allgather(self, received: list[list[Tensor]], sent: list[Tensor], opts: Any = None) -> dist.Work:
-        return self._of_host.allgather(received, sent)  # of objects
+        if sent[0].is_cpu:
+            return self._of_host.allgather(received, sent)  # of objects
+        rows = torch.stack(received[0])
+        work = self._run(rows, sent[0], lambda group, out, own: group.allgather([list(out)], [own]))
+        work.wait()  # what follows on this stream has all of them
+        for one, row in zip(received[0], rows, strict=True):
+            one.copy_(row)
+        return work
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        return self._run(tensors[0], tensors[0], lambda group, out, _: group.allreduce([out], opts))
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         return self._run(tensors[0], tensors[0], lambda group, out, _: group.broadcast([out], opts))
