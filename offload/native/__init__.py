@@ -59,7 +59,6 @@ VARIANTS = ("avx512", "avx2", "neon", "baseline", "torch")
 _ENVIRONMENT = "OFFLOAD_KERNELS"
 _LINE = 64  # elements: whole cache lines of every dtype, so that no two threads write one line
 _MIN_SHARE = 65536  # elements: fewer are done before another thread has woken up
-_MOST_SHARE = 262144  # elements, of kernels that run together: at the end a thread waits for no more than these
 
 _logger = logging.getLogger("offload")
 
@@ -145,7 +144,7 @@ class Kernels:
             if task.numel < _MIN_SHARE:
                 task.work(0, task.numel)
             else:
-                edges = _edges(task.numel, max(self._shares(task.numel), task.numel // _MOST_SHARE))
+                edges = _edges(task.numel, self._shares(task.numel))
                 yield from zip(repeat(task.work), edges, edges[1:])
             _written(task.written)
 
