@@ -117,15 +117,16 @@ class Kernels:
         self._check("grad", grad, n, _FLOATS)
         if out is not None:
             self._check("out", out, n, _FLOATS)
-        is_wide = out is not None and out.dtype is torch.float32
-        kernel = self._backend.adam(master, exp_avg, exp_avg_sq, grad, None if is_wide else out)
         written = (master, exp_avg, exp_avg_sq) if out is None else (master, exp_avg, exp_avg_sq, out)
+        cast = None
+        if out is not None and out.dtype is torch.float32:  # not the kernel's business: a copy of the master
+            cast, out = self._backend.cast(master, out), None
+        kernel = self._backend.adam(master, exp_avg, exp_avg_sq, grad, out)
 
         def bound(scalars: AdamScalars) -> Task:
             work = kernel(scalars)
             return Task(work if cast is None else _one_after_another(work, cast), n, written)
 
-        cast = self._backend.cast(master, out) if is_wide and out is not None else None
         return bound
 
     def run(self, tasks: Iterable[Task]) -> None:
