@@ -68,8 +68,8 @@ class PendingUpdates:
         self._owner.require_usable()
         with self._lock, self._timeline.span("apply_s"), hidden():
             try:
-                for flat in list(self._step.pending):
-                    self._step.start_apply(flat)
+                for flats in self._step.together(list(self._step.pending)):
+                    self._step.start_apply(flats)
             except BaseException as error:
                 self._owner.failed(error)
                 raise
@@ -114,21 +114,24 @@ class PendingUpdates:
         self._owner.require_usable()
         # A forward in another thread waits here, and then finds nothing left to do.
         with self._lock, self._timeline.span("apply_s"), hidden():
-            for flat in flats:
-                if flat not in self._step.pending:
-                    continue
-                numbers = self._active[flat]
-                self._require_unwritten(numbers)
+            for together in self._step.together([flat for flat in flats if flat in self._step.pending]):
+                for flat in together:
+                    self._require_unwritten(self._active[flat])
                 try:
-                    self._step.apply(flat)
-                    self._parameters.written_here(numbers)
-                    if self._transfers is not None:
-                        self._transfers.flat_updated(flat)
+                    self._step.start_apply(together)
+                    for flat in together:
+                        self._finish(flat)
                 except BaseException as error:
                     # Some chunks are a step ahead of others: every later result would be wrong.
                     self._owner.failed(error)
                     raise
-                self._applied.append(flat)
+
+    def _finish(self, flat: int) -> None:
+        self._step.apply(flat)
+        self._parameters.written_here(self._active[flat])
+        if self._transfers is not None:
+            self._transfers.flat_updated(flat)
+        self._applied.append(flat)
 
     def _require_unwritten(self, numbers: Sequence[int]) -> None:
         for number in self._parameters.written_outside(numbers):

@@ -11,7 +11,7 @@ whole new one.
   step, not after what was queued since. The next gradient is copied there by a device that has waited for that copy.
 - On the CPU, `apply` itself runs the kernels, on all threads, and they write into the model: a memory-bound thread
   beside the matrix products of a forward costs more than it hides. Only I/O overlaps with compute. Chunks that are in
-  RAM are given to the threads together: small ones cost no more than a large one.
+  RAM are given to the threads together, those of several units too: small ones cost no more than a large one.
 """
 
 from __future__ import annotations
@@ -325,25 +325,40 @@ class Step:
             for work in works:
                 work.done = self._worker.submit(self._run, work)
 
-    def start_apply(self, flat: int) -> None:
-        """Makes the new parameters of `flat`, which is pending, or waits for them, and sends them to other ranks."""
-        if flat in self._started:
-            return
+    def together(self, flats: Iterable[int]) -> Iterator[list[int]]:
+        """Parts `flats`, which are pending, into groups that `start_apply` takes: more than one where their kernels
+        write into the model."""
+        group: list[int] = []
+        size = 0
+        for flat in flats:
+            numel = sum(work.chunk.numel for work in self._pending[flat])
+            if group and not (self._is_in_ram and size + numel <= MOST_TOGETHER):
+                yield group
+                group, size = [], 0
+            group.append(flat)
+            size += numel
+        if group:
+            yield group
+
+    def start_apply(self, flats: Collection[int]) -> None:
+        """Makes the new parameters of `flats`, some of `together`, or waits for them, and sends them to other ranks."""
+        flats = [flat for flat in flats if flat not in self._started]
+        works = [work for flat in flats for work in self._pending[flat]]
         self._params.begin()
-        works = self._pending[flat]
         if self._worker is None:
-            for together in self._together(works):
-                self._run_together(together) if len(together) > 1 else self._run(together[0])
+            for batch in self._batches(works):
+                self._run_together(batch) if len(batch) > 1 else self._run(batch[0])
         for work in works:
             if work.done is not None:
                 self._wait_for(work.done, work.chunk)
             self._params.send(work.chunk, work.runs)
-        self._params.start_gather(flat, self._number)
-        self._started.add(flat)
+        for flat in flats:
+            self._params.start_gather(flat, self._number)
+            self._started.add(flat)
 
     def apply(self, flat: int) -> None:
         """Writes the new parameters of `flat`, which is pending, into the model."""
-        self.start_apply(flat)
+        self.start_apply([flat])
         self._params.finish(flat)
         self._started.discard(flat)
         del self._pending[flat]
@@ -392,7 +407,7 @@ class Step:
             with self._timeline.span("adam_s"), self._timeline.event(ADAM, "Adam", chunk=work.chunk.index):
                 self._adam(work, lease, grads, current, target)
 
-    def _together(self, works: Iterable[_Work]) -> Iterator[list[_Work]]:
+    def _batches(self, works: Iterable[_Work]) -> Iterator[list[_Work]]:
         """Parts the queue into chunks that are in RAM with all that their kernels need, several together, and others
         that have to be waited for, each alone."""
         batch: list[_Work] = []

@@ -68,6 +68,46 @@ def test_a_step_is_the_reference_s_and_applied_when_asked(copies: str, dtype: to
     gradients.close()
 
 
+def test_small_units_are_one_call_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.optim.adam.MOST_TOGETHER", 1100)
+    numels = (700, 300, 64, 2000, 5)
+    layout = layout_of(numels, units=[f"layers.{number}" for number in range(len(numels))], dtype=torch.float32)
+    run = run_of(layout, tier="cpu")
+    store = store_in_ram(run, state_slot_arrays(layout, split_master=False))
+    for chunk in layout.chunks:
+        with store.lease(chunk.index, step=0) as lease:
+            lease.dirty = True
+    flats = [torch.zeros(flat.numel) for flat in layout.flats]
+    gradients = LocalGradients(run)
+    step = Step(run, store, gradients, NewParameters(run, flats, gradients))
+    generator = torch.Generator().manual_seed(0)
+    grads = [torch.randn(numel, generator=generator) for numel in numels]
+    for param, grad in enumerate(grads):
+        gradients.accumulate(param, grad)
+    gradients.finalize(range(len(numels)))
+    calls = []
+    kernels_run = run.kernels.run
+    monkeypatch.setattr(run.kernels, "run", lambda tasks: calls.append(1) or kernels_run(tasks))
+    step.begin(1, dict.fromkeys(range(len(numels)), (0, 1, 1.0)), [GROUP], 1.0, range(len(numels)))
+    groups = list(step.together(step.pending))
+    assert groups == [[0, 1, 2], [3], [4]]
+    for group in groups:
+        step.start_apply(group)
+        for flat in group:
+            step.apply(flat)
+    assert len(calls) == len(groups)
+    assert not step.pending
+    options = {key: value for key, value in GROUP.items() if key != "decoupled_weight_decay"}
+    for flat, grad in zip(flats, grads, strict=True):
+        zeros = np.zeros_like(grad.numpy())
+        master, _, _ = reference.adam(
+            zeros, zeros.copy(), zeros.copy(), grad.numpy(), step=1, decoupled=True, scale=1.0, **options
+        )
+        assert np.array_equal(flat[: grad.numel()].numpy(), master)
+    step.close()
+    gradients.close()
+
+
 def test_a_step_that_is_abandoned_leaves_the_parameters_and_another_can_begin() -> None:
     layout = layout_of(NUMELS)
     run = run_of(layout, tier="cpu")

@@ -55,9 +55,14 @@ def layout_of(
     chunk_numel: int = 1 << 16,
     ranks: int = 1,
     rank: int = 0,
+    units: Sequence[str] = (),
 ) -> Layout:
-    """Parameters p0, p1, ... of one unit."""
-    specs = [ParamSpec(f"p{number}", numel, "", dtype, 0) for number, numel in enumerate(numels)]
+    """Parameters p0, p1, ... Args: units: the unit of each; all are of one by default."""
+    names = units or [""] * len(numels)
+    specs = [
+        ParamSpec(f"p{number}", numel, unit, dtype, 0)
+        for number, (numel, unit) in enumerate(zip(numels, names, strict=True))
+    ]
     return build(specs, chunk_numel, ranks=ranks, rank=rank)
 
 
