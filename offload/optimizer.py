@@ -1073,7 +1073,7 @@ class OffloadZero(torch.optim.Optimizer):
                 "start again"
             ) from self._failure
         try:
-            self._commits.know()
+            self._commits.learn_outcome()
             self._comm.check()
             for store in self._parts.stores.all:
                 store.check()

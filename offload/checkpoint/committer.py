@@ -15,9 +15,10 @@ need to see it: [Note: disks of machines] in recovery.py.
 [Note: a commit that is cut off]
 An interrupt, or whatever else another thread or a signal handler raises, may come between the rename of COMMIT and the
 moment this process has taken note of it. What is committed is then written on the disk only, and a step would overwrite
-it. So the commit is noted as pending first, in one assignment. Until that is cleared, whatever uses the last commit, or
-writes to a slot, first calls `know`: it reads the record. If that is the pending one, it is synced and taken over; if
-not, nothing was decided. With several ranks one cannot know alone what the others have heard: then it is final.
+it. So the attempt is noted as undecided first, in one assignment. Until that is cleared, whatever uses the last commit,
+or writes to a slot, first calls `learn_outcome`: it reads the record. If that is the attempt's, it is synced and taken
+over; if not, nothing was decided. With several ranks one alone cannot know what the others have heard: the failure is
+then final.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ _DONE, _FAILED, _FINAL = range(3)
 """How a rank's part went, in what ranks tell each other."""
 
 
-class _Pending(NamedTuple):
+class _Attempt(NamedTuple):
     """A commit that this process may have decided; see [Note: a commit that is cut off]."""
 
     manifest: Manifest
@@ -124,9 +125,9 @@ class Commits:
         # Of the last durable commit, by chunk, for each of `_stores`.
         self._versions: list[dict[int, Version]] = []
         self._record: Commit | None = None
-        self._pending: _Pending | None = None
+        self._undecided: _Attempt | None = None
         self._replaces: str | None = None
-        self._is_coming = False
+        self._is_read_ahead = False
         # See `Carried`. Snapshots that this run made under another id may lie in directories that it has no more.
         self._source = ""
         self._named: tuple[str, ...] = ()
@@ -145,8 +146,8 @@ class Commits:
         return None if self.last is None or self._record is None else _id_of(self._record, self._source)
 
     def is_due(self, step: int) -> bool:
-        """Whether `commit_every` wants a commit of `step`, and it is not there. Raises: as `know`."""
-        self.know()
+        """Whether `commit_every` wants a commit of `step`, and it is not there. Raises: as `learn_outcome`."""
+        self.learn_outcome()
         return self._config.is_due(step) and not self.has(step)
 
     def has(self, step: int) -> bool:
@@ -172,7 +173,7 @@ class Commits:
         rename nothing else can be done: `final` says so.
         """
         with self._agree():
-            self.know()
+            self.learn_outcome()
             if self._slots is not None:
                 self._slots.require_here()
             prepare()
@@ -183,62 +184,62 @@ class Commits:
             return
         manifest, versions, digest = written
         commit = Commit(manifest.run_id, step, self._digests(digest), self._replaces)
-        self._decide(_Pending(manifest, versions, commit, carried_in(extra).source))
+        self._decide(_Attempt(manifest, versions, commit, carried_in(extra).source))
         for path in self._config.paths:
             with suppress(TierIOError):  # they are cleared away next time
                 remove_superseded(path, commit, self._comm.rank, self._files)
 
-    def _decide(self, pending: _Pending) -> None:
-        """Makes `pending` the last commit. If this raises, either it is known which commit is the last, or the failure
+    def _decide(self, attempt: _Attempt) -> None:
+        """Makes `attempt` the last commit. If this raises, either it is known which commit is the last, or the failure
         is final."""
-        self._pending = pending
+        self._undecided = attempt
         try:
             with self._agree():
                 if self._comm.rank == 0:
-                    self._final_if_ambiguous(lambda: write_commit(self._home, pending.record, self._files))
+                    self._final_if_ambiguous(lambda: write_commit(self._home, attempt.record, self._files))
             # Only now does this rank know.
-            self._note(pending)
+            self._note(attempt)
         except BaseException as error:
             if self._comm.size > 1 and isinstance(error, OffloadError):
-                self._pending = None  # all ranks know that it was not, or that this is final
+                self._undecided = None  # all ranks know that it was not, or that this is final
             with suppress(OffloadError):  # what is being raised says more; whoever comes next hears of this one
-                self.know()
+                self.learn_outcome()
             raise
 
-    def _note(self, pending: _Pending) -> None:
-        """Notes that `pending` is the last commit. It may be interrupted anywhere, and is called again then."""
-        for store, of in zip(self._stores, pending.versions, strict=True):
+    def _note(self, attempt: _Attempt) -> None:
+        """Takes note that `attempt` is the last commit. It may be interrupted anywhere, and is called again then."""
+        for store, of in zip(self._stores, attempt.versions, strict=True):
             store.set_committed(of)
-        self.last, self._versions, self._record, self._source = pending
+        self.last, self._versions, self._record, self._source = attempt
         self._is_named = False
-        self._pending = None
+        self._undecided = None
 
-    def know(self) -> None:
+    def learn_outcome(self) -> None:
         """Finds out how a commit ended that was cut off; see [Note: a commit that is cut off].
 
         Raises: what makes it impossible to go on, as `final`.
         """
-        pending = self._pending
-        if pending is not None and self.final is None:
+        attempt = self._undecided
+        if attempt is not None and self.final is None:
             if self._comm.size > 1:
                 self.final = _cut_off()
             else:
-                self._final_if_ambiguous(lambda: self._look(pending))
+                self._final_if_ambiguous(lambda: self._read_record(attempt))
         if self.final is not None:
             raise self.final
 
-    def _look(self, pending: _Pending) -> None:
-        """Takes note of `pending` if it was decided."""
+    def _read_record(self, attempt: _Attempt) -> None:
+        """Takes note of `attempt` if the COMMIT record on the disk is its own: then it was decided."""
         try:
-            is_decided = read_commit(self._home, self._files) == pending.record
+            is_decided = read_commit(self._home, self._files) == attempt.record
         except OffloadError as error:
             self.final = error
             raise
         if is_decided:
             sync_directory(self._files, self._home)
-            self._note(pending)
+            self._note(attempt)
         else:
-            self._pending = None
+            self._undecided = None
 
     @property
     def _files(self) -> Files:
@@ -529,7 +530,7 @@ class Commits:
 
     def require_last(self) -> Manifest:
         """Raises: ResumeError if nothing was committed, or what made it impossible to go on."""
-        self.know()
+        self.learn_outcome()
         self._comm.check()
         if self.last is None:
             raise ResumeError("nothing has been committed yet: there is nothing to go back to")
@@ -569,12 +570,12 @@ class Commits:
         if self.last is not None:
             with suppress(OffloadError):  # then `restore` begins anew, and all ranks hear of it
                 self._go_to(self.last)
-                self._is_coming = True
+                self._is_read_ahead = True
 
     def _restore_own(self, manifest: Manifest) -> None:
-        if not self._is_coming:
+        if not self._is_read_ahead:
             self._go_to(manifest)
-        self._is_coming = False
+        self._is_read_ahead = False
         self._masters.restore(manifest.step)
 
     def _go_to(self, manifest: Manifest) -> None:
