@@ -55,10 +55,10 @@ class LocalGradients(GradientBuffer):
         # By parameter, of each of its tiles; a parameter without tiles is one.
         self._tiles = [run.layout.tiles_of(param) for param in range(len(run.layout.specs))]
         self._count = self._zeros()
-        # Counts all gradients that ever came; a sum of squares belongs to the gradient whose number is noted with it.
+        # Counts all gradients that ever came; a sum of squares belongs to the gradient whose number `_squared` notes.
         self._generation = self._zeros()
-        self._summed = self._zeros()
-        self._pending: list[tuple[int, Future[None]]] = []
+        self._squared = self._zeros()
+        self._under_way: list[tuple[int, Future[None]]] = []
         self._worker: Workers | None = None
         self._bounces: SimpleQueue[Tensor] = SimpleQueue()
         self._leaving: dict[str, list[Copy]] = {}  # by unit, the first that left first
@@ -142,20 +142,20 @@ class LocalGradients(GradientBuffer):
             self.drain()
             for param in params:
                 for tile, generation in enumerate(self._generation[param]):
-                    if self._summed[param][tile] != generation:  # not as many micro-batches as expected
+                    if self._squared[param][tile] != generation:  # not as many micro-batches as expected
                         start, stop = self._tiles[param][tile]
                         self._sum(param, tile, 0, self.values(param)[start:stop], generation)
         return list(params)
 
     def drain(self) -> None:
-        while self._pending:
+        while self._under_way:
             # Removed only when it is done: a call that is interrupted here has to wait again.
-            param, work = self._pending[0]
+            param, work = self._under_way[0]
             if not work.done():
                 with self._waiting("wait for gradient", param):
                     wait_for_all([work])
             work.result()
-            del self._pending[0]
+            del self._under_way[0]
         self._leaving.clear()
 
     def write(self, param: int, values: Tensor) -> None:
@@ -164,8 +164,8 @@ class LocalGradients(GradientBuffer):
             self._sum(param, tile, 0, values[start:stop], self._generation[param][tile])
 
     def reset(self) -> None:
-        wait_for_all([work for _, work in self._pending])
-        self._pending.clear()
+        wait_for_all([work for _, work in self._under_way])
+        self._under_way.clear()
         self._leaving.clear()
         self.clear_all()
         self._generation = [[generation + 1 for generation in tiles] for tiles in self._generation]
@@ -182,7 +182,7 @@ class LocalGradients(GradientBuffer):
         with self._event(SUMS, "sum of squares", param):
             self._kernels.sum_squares(values, first, blocks)
         # Of an older generation, it says nothing about the gradient that has come since.
-        self._summed[param][tile] = generation
+        self._squared[param][tile] = generation
 
     # Copies from the device.
 
@@ -230,9 +230,9 @@ class LocalGradients(GradientBuffer):
         if self._worker is None:
             work()
         else:
-            while self._pending and self._pending[0][1].done() and not self._pending[0][1].exception():
-                del self._pending[0]
-            self._pending.append((param, self._worker.submit(work)))
+            while self._under_way and self._under_way[0][1].done() and not self._under_way[0][1].exception():
+                del self._under_way[0]
+            self._under_way.append((param, self._worker.submit(work)))
 
     # For the timeline.
 

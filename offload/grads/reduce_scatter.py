@@ -188,7 +188,7 @@ class ReducedGradients(GradientBuffer):
                 self._end_rounds()
                 self._active = self._agree(params)
                 with self._timeline.event(SUMS, "sums of squares"):
-                    self._shards.sum_squares(self._active, is_on_way=self._round == self._summed_rounds)
+                    self._shards.sum_squares(self._active, is_on_way=self._round == self._expected_rounds)
         return self._active
 
     def drain(self) -> None:
@@ -255,11 +255,12 @@ class ReducedGradients(GradientBuffer):
 
     @property
     def _rounds(self) -> int | None:
+        """Rounds of a step at most; None: any number."""
         return 1 if self._plan.sums_locally else self.most
 
     @property
-    def _summed_rounds(self) -> int:
-        """After so many the squares are summed on the way."""
+    def _expected_rounds(self) -> int:
+        """Rounds that this step is expected to have: in the last one the squares are summed as the averages come."""
         return 1 if self._plan.sums_locally else self.expected
 
     def _sum_of(self, param: int) -> Tensor:
@@ -398,7 +399,7 @@ class ReducedGradients(GradientBuffer):
 
     def _add_to_shards(self, reduction: _Reduction) -> None:
         if not reduction.is_in_place:
-            is_last = reduction.round + 1 == self._summed_rounds
+            is_last = reduction.round + 1 == self._expected_rounds
             self._shards.add_bucket(reduction.bucket, reduction.average, is_first=reduction.round == 0, is_last=is_last)
         self._free.append(reduction.buffer)
 

@@ -165,8 +165,8 @@ class Answers:
 
     # What hooks call.
 
-    def before(self, number: int) -> None:
-        """A gradient is about to be accumulated."""
+    def accumulation_begins(self, number: int) -> None:
+        """Autograd is about to accumulate a gradient into `leaf.grad`."""
         self._require_home()
         with torch_private.DisableTorchFunctionSubclass():
             param = self._params[number]

@@ -152,12 +152,12 @@ class Hooks:
         # that nobody refers to, with its memory and files.
         answers = weakref.ref(self._answers)
 
-        def after(leaf: Tensor) -> None:
+        def accumulation_ended(leaf: Tensor) -> None:
             if (alive := answers()) is not None:
                 alive.hand_over(number, leaf, start)
 
         self._leaves.append((number, leaf))
-        self._handles.append(leaf.register_post_accumulate_grad_hook(after))
+        self._handles.append(leaf.register_post_accumulate_grad_hook(accumulation_ended))
 
     def hook_nodes(self) -> None:
         """Hooks the nodes that accumulate gradients: a parameter that moves to another device gets a new one.
@@ -167,9 +167,9 @@ class Hooks:
         """
         answers = weakref.ref(self._answers)
 
-        def begins(number: int, _: tuple[Tensor | None, ...]) -> None:
+        def accumulation_begins(number: int, _: tuple[Tensor | None, ...]) -> None:
             if (alive := answers()) is not None:
-                alive.before(number)
+                alive.accumulation_begins(number)
 
         for _, handle in self._nodes:
             handle.remove()
@@ -179,4 +179,4 @@ class Hooks:
                 is_frozen = not leaf.requires_grad  # since the model was taken
                 node = torch.autograd.graph.get_gradient_edge(leaf.requires_grad_()).node
                 leaf.requires_grad_(not is_frozen)
-                self._nodes.append((node, node.register_prehook(partial(begins, number))))
+                self._nodes.append((node, node.register_prehook(partial(accumulation_begins, number))))

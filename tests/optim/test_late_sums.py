@@ -47,4 +47,4 @@ def test_synchronize_waits_for_gradients_too(monkeypatch: pytest.MonkeyPatch) ->
     with OffloadZero(model, cpu_memory="8MiB") as optimizer:
         model(torch.ones(2, 16)).sum().backward()
         optimizer.synchronize()
-        assert not optimizer._parts.gradients._pending
+        assert not optimizer._parts.gradients._under_way
