@@ -35,7 +35,8 @@ class Tuning:
 
     Attributes:
         chunk: bytes of fp32 master in a chunk, which is the unit of transfer, of the Adam kernel and of I/O.
-        prefetch_chunks: chunks read from NVMe ahead of the one in use; None: as many as the budget has buffers for.
+        prefetch_chunks: chunks read from NVMe ahead of the one in use; None: two, or one where only
+            that fits the budget.
         prefetch_units: units of streamed parameters fetched ahead of the one in use; None: one, or none where only that
             fits the budgets.
         threads: of the CPU kernels; None: the CPUs this process may use.
@@ -82,7 +83,7 @@ class Config:
     """The options after checking. Sizes in bytes; `chunk_numel` in elements.
 
     Attributes that `OffloadZero` and `Tuning` do not have by these names:
-        in_flight: buffers for streamed chunks, None: as the budget allows.
+        in_flight: buffers for streamed chunks; None: 4, or 3 where the budget has no room for more.
         param_tier: of trained parameters; frozen_tier: of frozen ones.
         has_frozen: whether the model has any; keeps_trained: whether trained parameters stay on the device where frozen
             ones stream.

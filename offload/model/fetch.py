@@ -9,10 +9,11 @@ Whether a unit is available is a state, never a count: recomputation in backward
 all.
 
 [Note: prefetching]
-All of the policy is here. Training repeats the order of its units, so a pass expects the order of the last pass of its
-kind (`UnitOrder`). Entering a unit prefetches the next `Tuning.prefetch_units` units of that order, except those with a
-pending update, whose values a fetch would miss. A unit that used the parameters of others (its `guests`) gets those
-prefetched when it is entered.
+Which units are on their way to the device is decided here, and nowhere else; which chunks are read ahead from the disk
+into RAM, by the store that they come from (storage/chunk_cache.py), which expects the same order (`expect`). Training
+repeats the order of its units, so a pass expects the order of the last pass of its kind (`UnitOrder`). Entering a unit
+prefetches the next `Tuning.prefetch_units` units of that order, except those with a pending update, whose values a
+fetch would miss. A unit that used the parameters of others (its `guests`) gets those prefetched when it is entered.
 
 Other uses of a parameter (guard.py) fetch its unit for that operation, and again when the gradient of the result
 arrives. In a backward with `create_graph=True` whatever was fetched stays until the next step, because the nodes of
