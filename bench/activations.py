@@ -1,4 +1,4 @@
-"""What it costs that activations wait elsewhere: `python bench/activations.py [--preset 20m] [--save]`.
+"""What it costs to let activations wait elsewhere: `python bench/activations.py [--preset 20m] [--save]`.
 
 Forward and backward of a GPT, whose activations stay, are recomputed, or wait in RAM or in files; all in one process,
 in turns. Optimizer states are in RAM and never stepped. With files, a quarter of what waits has room in RAM. The limit
@@ -52,7 +52,8 @@ same computation with what waits left where it is, and the bytes moved alone. Se
 
 @dataclass
 class Contestant:
-    """A model of its own. Attributes: seconds, of each forward and backward; moved: bytes of the disk, likewise."""
+    """A model of its own. Attributes: seconds: time of each forward and backward; moved: bytes that it moved on the
+    disk."""
 
     model: GPT
     optimizer: OffloadZero
@@ -78,7 +79,8 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Run:
-    """What all do: forward and backward of a GPT of `config` with `tokens`, in `dtype`, with files in `folder`."""
+    """What every contestant computes: forward and backward of a GPT of `config` with `tokens`, in `dtype`. Files lie in
+    `folder`."""
 
     config: GPTConfig
     tokens: torch.Tensor
@@ -97,12 +99,12 @@ class Run:
             yield one
 
     def needed_bytes(self, tuning: Tuning) -> int:
-        """What waits at most, measured."""
+        """The most bytes that wait at once, measured."""
         with self.held("measured", activation_tier="nvme", activation_memory="256MiB", tuning=tuning) as contestant:
             return int(contestant.optimizer.stats()["peak_activation_bytes"])
 
     def contestants(self, stack: ExitStack, entering: int, everything: int) -> dict[str, Contestant]:
-        """Args: entering, everything: bytes that wait if units are recomputed, and if they are not."""
+        """The contestants. Args: entering, everything: bytes that wait if units are recomputed, and if they are not."""
         saved = Tuning(recompute=False)
         options: dict[str, dict[str, Any]] = {
             "as it is": {},
@@ -118,7 +120,7 @@ class Run:
 
 
 def race(found: dict[str, Contestant], tokens: torch.Tensor, disk: Disk, rounds: int) -> dict[str, float]:
-    """Returns: of each contestant, by how much it exceeds its limit."""
+    """Runs all in turns. Returns: by how much each contestant exceeds its limit."""
     disk.search()
     disk_s: list[float] = []
     for number in range(rounds):

@@ -43,7 +43,8 @@ Step = Callable[[], object]
 
 @dataclass
 class Result:
-    """One implementation; seconds a call in each round, and the limit's in the same rounds (none without C kernels)."""
+    """One implementation: seconds of a call in each round, and those of the limit in the same rounds (none without C
+    kernels)."""
 
     job: str
     n: int
@@ -83,7 +84,7 @@ class Result:
 
 
 def contestants(states: States, job: str, threads: int) -> dict[str, Step]:
-    """What runs here, each called once to warm up."""
+    """The implementations that run on this machine, each called once to warm up."""
     torch.set_num_threads(threads)
     grad, out = (states.grad.float(), None) if job == "fp32" else (states.grad, states.out)
     state = (states.master, states.exp_avg, states.exp_avg_sq)
@@ -101,7 +102,8 @@ def contestants(states: States, job: str, threads: int) -> dict[str, Step]:
 
 
 def torch_fused(states: States, grad: Tensor, out: Tensor | None) -> Step:
-    """Without 16-bit gradients and copies: in the mixed job it casts into buffers made beforehand."""
+    """torch's fused AdamW. It has no 16-bit gradients and copies, so in the mixed job it casts into buffers made
+    beforehand."""
     parameter = torch.nn.Parameter(states.master)
     parameter.grad = grad32 = grad if out is None else allocate(states.n, torch.float32)
     optimizer = torch.optim.AdamW([parameter], lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True)
@@ -117,7 +119,7 @@ def torch_fused(states: States, grad: Tensor, out: Tensor | None) -> Step:
 
 
 def race(states: States, job: str, threads: int, rounds: int) -> list[Result]:
-    """Rounds in which all run, in another order each time."""
+    """Runs all in every round, in another order each time."""
     calls = contestants(states, job, threads)
     results = {name: Result(job, states.n, threads, name) for name in calls}
     repeats = max(1, SAMPLE // states.n)

@@ -55,7 +55,7 @@ TARGET_US = 35.0
 
 @dataclass(frozen=True)
 class Result:
-    """Microseconds a chunk, of each round."""
+    """Microseconds for each chunk, by round."""
 
     name: str
     count: int
@@ -63,7 +63,7 @@ class Result:
 
     @property
     def least(self) -> tuple[float, float, float]:
-        """User, system, wall."""
+        """The least of all rounds: user, system and wall-clock time."""
         user, system, wall = (min(values) for values in zip(*self.rounds, strict=True))
         return user, system, wall
 
@@ -97,7 +97,7 @@ def step_over(count: int, folder: Path | None) -> Iterator[Step]:
 
 
 def measure(name: str, count: int, folder: Path | None, rounds: int) -> Result:
-    """A round warms up."""
+    """Measures `rounds` rounds, after one that warms up."""
     note(f"{name}, {count} chunks: {rounds} rounds")
     steps, done = max(1, LEAST_CHUNKS // count), 0
     found = []

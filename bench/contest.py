@@ -1,7 +1,7 @@
 """What bench/peers.py and bench/hiding.py share: contestants in processes of their own, of which one runs at a time.
 
-Each stays alive and trains some steps when it is its turn (bench/trainer.py), so that whatever drifts on the machine
-drifts for all of them, and no one's memory or threads are in another's way.
+Each stays alive and trains some steps when it is its turn (bench/trainer.py). So what changes on the machine changes
+for all of them, and the memory and threads of one disturb no other.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ WARM_UP_STEPS = 2
 
 @dataclass(frozen=True)
 class Entry:
-    """Who competes. Attributes: python: its interpreter; kind, options: as bench/trainer.py has them; param_bytes: RAM
-    that it takes for a parameter, roughly."""
+    """One contestant. Attributes: python: its interpreter; kind, options: as in a `spec` of bench/trainer.py;
+    param_bytes: about how much RAM it takes for each parameter."""
 
     name: str
     kind: str
@@ -44,10 +44,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Block:
-    """Some steps in a row. Seconds: of all of them, and of each by phase where it was parted into phases.
+    """Some steps in a row, with the seconds of all of them, and of each phase if they were timed by phases.
 
-    Attributes: trained: steps with those that were not timed; stats, losses, read_bytes and written_bytes (as the
-    kernel counted them for the process) are of all these. forward_bytes: moved on the disk during the timed forwards.
+    Attributes: trained: how many steps there were, with those that were not timed; stats, losses, read_bytes and
+    written_bytes (as the kernel counted them for the process) are of all these. forward_bytes: moved on the disk during
+    the timed forwards.
     """
 
     steps: int
@@ -69,7 +70,7 @@ class Block:
 
     @property
     def compute_s(self) -> float:
-        """Forward and backward of a step."""
+        """Seconds of forward and backward of a step."""
         return statistics.mean(self.forward_s) + statistics.mean(self.backward_s)
 
 
@@ -80,7 +81,7 @@ class ContestError(RuntimeError):
 class Contestant:
     """A trainer in a process of its own.
 
-    Attributes: name; versions: of what it runs on; blocks: all that it has done.
+    Attributes: name; versions: of the packages it runs on; blocks: all blocks that it has run.
     """
 
     def __init__(self, entry: Entry, child: subprocess.Popen[str], log: Path) -> None:
@@ -118,10 +119,11 @@ class Contestant:
 def started(
     entries: Sequence[Entry], model: GPTConfig, shape: tuple[int, int], folder: Path
 ) -> Iterator[tuple[list[Contestant], list[str]]]:
-    """The contestants, built and warmed up one after the other, and why a peer is missing; all end at the end.
+    """The contestants, built and warmed up one after the other, and why peers are missing. Their processes end with the
+    block.
 
     Args: shape: batch and sequence of the steps that warm up; folder: a scratch folder.
-    Raises: ContestError for one that is no peer.
+    Raises: ContestError if a contestant of this library cannot start; a peer is only left out.
     """
     text = folder / "text"
     load_text(None, model.context).train.tofile(text)
@@ -169,7 +171,7 @@ def _child(entry: Entry, spec: dict[str, Any], log: Path) -> Iterator[subprocess
 
 
 def turns(contestants: Sequence[Contestant], number: int) -> list[Contestant]:
-    """The order of a round: everyone is first in turn."""
+    """The contestants in the order of round `number`: each round begins with the next one."""
     shift = number % len(contestants)
     return [*contestants[shift:], *contestants[:shift]]
 

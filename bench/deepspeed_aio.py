@@ -16,7 +16,8 @@ MEMORY_BYTES = 64 << 20
 
 
 class Mover:
-    """Takes a handle for each direction. Its memory is on huge pages if GLIBC_TUNABLES says so."""
+    """Moves bytes with one handle of DeepSpeed's for each direction. Its memory is on huge pages if GLIBC_TUNABLES says
+    so."""
 
     def __init__(self) -> None:
         builder = importlib.import_module("deepspeed.ops.op_builder").AsyncIOBuilder

@@ -4,8 +4,8 @@ Cases run in order, each in a process of its own, without network, and write DIR
 file is there is not run again. At the end of a call DIR has a page, README.md, and pictures of what there is.
 
 The tests on the device come first, then the link to host memory, whole training steps of a GPT beside plain torch's,
-the largest model that trains in so much device memory, and a timeline with a trace of torch.profiler. With `--tiny`
-all sizes are small: on the simulated accelerator (`OFFLOAD_TEST_DEVICE=simulated`) a test runs it so.
+the largest model that trains in a given amount of device memory, and a timeline with a trace of torch.profiler. With
+`--tiny` all sizes are small: a test runs it so on the simulated accelerator (`OFFLOAD_TEST_DEVICE=simulated`).
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ ABOUT = """\
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured. tokens: of a step; seq: of a sequence; layers: of the models that are to fit; in_gb: into."""
+    """Sizes of what is measured. Attributes: tokens: of a step; seq: tokens of a sequence; layers: of the models that
+    are tried; in_gb: the device memory that they are tried in."""
 
     model: GPTConfig
     tokens: Sequence[int]
@@ -92,7 +93,7 @@ TINY = Sizes(
 
 @dataclass(frozen=True)
 class Case:
-    """A process, whose last line is its result if it `measures`; else the result is how it ended."""
+    """A process to run. The result is its last line of output if it `measures`, else its exit status."""
 
     name: str
     command: Sequence[str]
@@ -100,7 +101,7 @@ class Case:
     measures: bool
 
     def result(self, limit_s: float) -> dict[str, Any] | None:
-        """None: it ran past the limit."""
+        """Runs the process, and returns the result; None if it ran past the limit."""
         began = time.monotonic()
         try:
             done = subprocess.run(
@@ -165,7 +166,7 @@ def go_on(out: Path, minutes: float, tiny: bool) -> int:
 
 
 def _is_too_large(out: Path, name: str) -> str:
-    """Why a model need not be tried: a smaller one failed."""
+    """Why a model need not be tried: a smaller one failed. Empty if it has to be tried."""
     kind, _, rest = name.partition("-")
     if kind == "largest":
         for file in out.glob(f"largest-{rest.rpartition('-')[0]}-*.json"):
@@ -282,7 +283,7 @@ def batch(config: GPTConfig, tokens: int, device: torch.device) -> Tensor:
 
 
 def train_steps(contestant: Contestant, data: Tensor, steps: int) -> list[float]:
-    """Seconds of each, after one that is not timed."""
+    """Seconds of each step, after one that is not timed."""
     times = []
     for _ in range(1 + steps):
         began = time.perf_counter()
@@ -294,7 +295,7 @@ def train_steps(contestant: Contestant, data: Tensor, steps: int) -> list[float]
 
 
 def train(sizes: Sizes, device: torch.device, folder: Path, tokens: int, placement: str) -> dict[str, Any]:
-    """Tokens a second and peak memory of plain torch and of a placement, in turns."""
+    """Tokens per second and peak memory of plain torch and of a placement, which run in turns."""
     found: dict[str, dict[str, Any]] = {}
     for number in range(sizes.rounds):
         for name in ("torch", placement):
@@ -317,7 +318,7 @@ def train(sizes: Sizes, device: torch.device, folder: Path, tokens: int, placeme
 
 
 def largest(sizes: Sizes, device: torch.device, folder: Path, limit_gb: float, layers: int) -> dict[str, Any]:
-    """Whether a model of so many layers trains with so much device memory, half of it for parameters."""
+    """Whether a model of `layers` layers trains in `limit_gb` of device memory, half of which is for parameters."""
     config = GPTConfig(layers, sizes.wide.width, sizes.wide.heads, sizes.wide.context)
     limit = int(limit_gb * GB)
     found: dict[str, Any] = {"limit_bytes": limit, "layers": layers, "parameters": parameters(config)}
@@ -407,7 +408,7 @@ def measure(out: Path, name: str, tiny: bool) -> dict[str, Any]:
 
 
 def report(out: Path, tiny: bool) -> Report:
-    """Of the cases that have ended."""
+    """The report of all cases that have ended."""
     found = []
     for case in cases(out, tiny):
         file = out / f"{case.name}.json"
@@ -461,7 +462,7 @@ def _rows(one: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def _draw(trained: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Tokens a second by those of torch."""
+    """Draws tokens per second as a share of plain torch's."""
     figure = new_figure(7, 4)
     axes = figure.add_subplot()
     placements = list(dict.fromkeys(one["placement"] for one in trained))

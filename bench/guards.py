@@ -1,8 +1,8 @@
 """What holding a model costs in Python: `python bench/guards.py [--params 300,3000] [--json] [--save]`.
 
-A model of tiny layers runs forward with and without the hooks of OffloadZero, in turns. One of its parameters, and a
-list of all of them, is used outside of its unit: microseconds of CPU time a unit, a use and a parameter of the list
-more than in plain torch, medians of the rounds.
+A model of tiny layers runs forward with and without the hooks of OffloadZero, in turns. Then one of its parameters, and
+a list of all of them, is used outside of its unit. The figures are microseconds of CPU time beyond those of plain
+torch, for each unit, each use, and each parameter of the list: medians of the rounds.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Unit(nn.Module):
 
 
 def seconds(call: Callable[[], object], least_s: float = 0.05) -> float:
-    """This thread's CPU time of one call, in a loop of at least so long. Other programs do not count."""
+    """CPU time of this thread for one call, measured in a loop of at least `least_s`. Other programs do not count."""
     count, took, start = 0, 0.0, time.thread_time()
     while took < least_s:
         call()
@@ -60,7 +60,7 @@ def seconds(call: Callable[[], object], least_s: float = 0.05) -> float:
 
 
 def measure(params: int, rounds: int, options: dict[str, Any]) -> dict[str, tuple[list[float], list[float]]]:
-    """Microseconds a unit or a use in each round, held and plain, by what they are for."""
+    """Microseconds for a unit or a use in each round, of the held and of the plain model, by what is measured."""
     plain, held = (nn.Sequential(*[Unit() for _ in range(params // A_UNIT)]) for _ in range(2))
     with contextlib.redirect_stderr(io.StringIO()):
         optimizer = OffloadZero(held, compute_dtype=torch.float32, commit_every=None, **options)

@@ -7,8 +7,8 @@ on states in RAM, and plain torch's forward and backward. The limit follows from
 
     max(forward + Adam, the I/O in forward) + max(backward, the rest of the I/O)
 
-A layer's states are stepped when the next forward enters it, so nearly all bytes move in the forward. Few tokens make
-the disk the larger part, many the compute; where they are alike, backward finds little I/O to hide.
+A layer's states are updated when the next forward enters it, so nearly all bytes move in the forward. With few tokens
+the disk takes longer than the compute, with many the compute does; in between, backward has little I/O to hide.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ plain torch with resident fp32 masters. Seconds, medians."""
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds an iteration: the parts, each measured alone, and whole ones of both contestants.
+    """Seconds of an iteration: its parts, each measured alone, and whole iterations of both contestants.
 
-    disk_s: for moved_bytes, of which forward_bytes moved in forward.
+    Attributes: disk_s: what the disk takes for moved_bytes, of which forward_bytes moved in forward.
     """
 
     forward_s: float
@@ -120,7 +120,7 @@ def shape_of(tokens: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Race:
-    """What runs in each round. Attributes: steps: of a contestant in its turn."""
+    """What runs in each round. Attributes: steps: how many a contestant makes in its turn."""
 
     contestants: list[Contestant]
     disk: Disk

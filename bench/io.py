@@ -48,7 +48,7 @@ AIO_REQUESTS = ((MIB, 32), (4 * MIB, 8), (512 * KIB, 32))
 
 @dataclass(frozen=True, eq=False)
 class Fio(Contestant):
-    """The disk benchmark of kernel people; its own clock counts, without its start."""
+    """fio, the disk benchmark. The time is that of its own clock, without starting it."""
 
     def run(self, operation: str, nbytes: int) -> float:
         engine = self.name.removeprefix("fio ")
@@ -72,7 +72,7 @@ class Fio(Contestant):
 
 @dataclass(frozen=True, eq=False)
 class DeepSpeed(Contestant):
-    """Its aio_handle, in a process of its own, with a handle for each direction."""
+    """DeepSpeed's aio_handle, in a process of its own, with a handle for each direction."""
 
     child: subprocess.Popen[str]
     threads: int

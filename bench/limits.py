@@ -54,7 +54,7 @@ class Disk:
         return f"{self._engine.name}, disk alone with {2 * self._each_way} buffers"
 
     def search(self, rounds: int = 2) -> None:
-        """Finds the number of buffers with which the disk is fastest, in rounds that do not count."""
+        """Finds the number of buffers with which the disk is fastest. Its rounds are not part of the results."""
         seconds = dict.fromkeys(EACH_WAY, 0.0)
         for _ in range(rounds):
             for self._each_way in EACH_WAY:
@@ -62,7 +62,7 @@ class Disk:
         self._each_way = min(seconds, key=lambda each_way: seconds[each_way])
 
     def run(self, count: int | None = None, ways: Sequence[str] = ("read", "write")) -> float:
-        """Seconds that `count` transfers each way take (None: all), or those of one way."""
+        """Seconds that `count` transfers (None: all) in each of `ways` take together."""
         count = self.count if count is None else count
         half = count // 2
         starts = {"read": 0, "write": half}
@@ -84,7 +84,7 @@ class Disk:
         return time.perf_counter() - start
 
     def seconds_for(self, nbytes: float, seconds: float, count: int | None = None) -> float:
-        """What `nbytes`, half of them each way, take at the speed of a `run` of `count` that took `seconds`."""
+        """Seconds for `nbytes`, half of them each way, at the speed of a `run` of `count` that took `seconds`."""
         return seconds * nbytes / (2 * (count or self.count) * self.length)
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class Disk:
 
 
 class States:
-    """What Adam updates: n parameters in memory like the library's own, on huge pages where the system grants them.
+    """The states of n parameters that Adam updates, in memory like the library's: on huge pages where there are some.
 
     Attributes: master, exp_avg, exp_avg_sq: (n,) fp32; grad, out: (n,) bf16.
     """
@@ -107,7 +107,7 @@ class States:
         self.reset()
 
     def reset(self) -> None:
-        """Ordinary values: denormals are slow on some CPUs."""
+        """Sets ordinary values: denormals are slow on some CPUs."""
         self.master.fill_(0.5)
         self.exp_avg.fill_(1e-3)
         self.exp_avg_sq.fill_(1e-4)
@@ -118,14 +118,14 @@ def allocate(n: int, dtype: torch.dtype) -> Tensor:
 
 
 class Adam:
-    """The kernel alone, on states in RAM, `chunk` elements a call."""
+    """The Adam kernel alone, on states in RAM, with `chunk` elements in each call."""
 
     def __init__(self, n: int, chunk: int) -> None:
         self._states, self._chunk, self._kernels = States(n), chunk, load()
         self.setup = f"{self._kernels.threads} threads, kernel {self._kernels.variant}"
 
     def run(self) -> float:
-        """Seconds."""
+        """Updates all states once. Returns: the seconds that it took."""
         states, start = self._states, time.perf_counter()
         for at in range(0, states.n, self._chunk):
             part = slice(at, at + self._chunk)

@@ -1,4 +1,4 @@
-"""What training takes of RAM where everything streams: `python bench/memory.py depth [--layers 12,24,48] [--save]`.
+"""How much RAM training takes where everything streams: `python bench/memory.py depth [--layers 12,24,48] [--save]`.
 
 The same width at several depths, parameters and gradients on NVMe, each in a process of its own. The peak RSS of the
 process is not to grow with depth by more than the activations.
@@ -38,7 +38,7 @@ app = typer.Typer(add_completion=False)
 
 @app.command(hidden=True)
 def child(layers: int, path: Path) -> None:
-    """Trains some steps and prints what they took."""
+    """Trains some steps, and prints the memory that they took."""
     config = GPTConfig(layers, WIDTH, HEADS, CONTEXT)
     model = GPT(config, device="meta")
     count = parameters(config)

@@ -59,7 +59,7 @@ HEADINGS = (
 
 @dataclass(frozen=True)
 class Job:
-    """A model, tokens a step as batch x seq, and how many timed steps make a block."""
+    """What all contestants train: a model, batch and sequence, and how many timed steps make a block."""
 
     name: str
     model: GPTConfig
@@ -79,9 +79,10 @@ JOBS = {
 def entries(job: Job, deepspeed: str | None) -> Iterator[Entry]:
     """All contestants, ours first.
 
-    DeepSpeed on NVMe twice. Small groups: the requests that were its best in bench/results/io.md, and sub-groups of a
-    few parameters, which takes little RAM. Large requests: larger than any gradient, which it then keeps in RAM and
-    does not swap; all parameters in one sub-group, its default (it crashes on sub-groups smaller than a request).
+    DeepSpeed on NVMe runs twice. "Small groups" has the request size that was its best in bench/results/io.md, and
+    sub-groups of a few parameters, which take little RAM. "Large requests" has requests larger than any gradient, so
+    that it keeps gradients in RAM and does not swap them, and all parameters in one sub-group, its default: it crashes
+    on sub-groups smaller than a request.
     """
     yield Entry(OURS, "offload", {"tier": "nvme", "chunk": CHUNK_BYTES, "buffers": BUFFERS["device"]}, param_bytes=10)
     if deepspeed:
@@ -101,10 +102,10 @@ def entries(job: Job, deepspeed: str | None) -> Iterator[Entry]:
 def entries_with_params(job: Job, deepspeed: str | None) -> Iterator[Entry]:
     """All contestants with parameters and gradients on NVMe, ours first.
 
-    DeepSpeed twice, with requests of a MiB (it leaves smaller parameters in RAM) and with the sub-groups and buckets
-    that take least RAM; with 50M elements each, its step took longer. Few buffers: its default number. Pipelined: it
-    reads and writes states while it computes others, and reads the parameters of more than two layers ahead. Parameters
-    kept for reuse would hold buffers until none are left; so it keeps none.
+    DeepSpeed runs twice, both times with requests of a MiB (it leaves smaller parameters in RAM), and with the
+    sub-groups and buckets that take least RAM: with 50M elements each its step took longer. "Few buffers" has its
+    default number of buffers. "Pipelined" reads and writes states while it computes others, and reads the parameters of
+    more than two layers ahead. It keeps no parameters for reuse, because these would hold buffers until none are left.
     """
     tiers = {"tier": "nvme", "param_tier": "nvme", "grad_tier": "nvme"}
     yield Entry(OURS, "offload", tiers | {"chunk": CHUNK_BYTES, "buffers": BUFFERS["nvme"]}, param_bytes=10)
@@ -133,7 +134,7 @@ ENTRIES = {"device": entries, "nvme": entries_with_params}
 
 @dataclass(frozen=True)
 class Score:
-    """A contestant's blocks by round: of whole steps, and of steps parted into phases."""
+    """A contestant's blocks, by round: those timed as whole steps, and those timed by phases."""
 
     one: Contestant
     whole: list[Block]
@@ -148,7 +149,7 @@ class Score:
         return [statistics.mean(block.optimizer_s) for block in self.phases]
 
     def row(self, ours: Score, count: int) -> dict[str, Any]:
-        """What --json shows. Args: count: parameters."""
+        """This contestant as --json shows it. Args: count: the number of parameters."""
         each = count * sum(block.trained for block in self.whole)
         losses = [loss for block in self.one.blocks for loss in block.losses]
         return {
@@ -183,7 +184,8 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def heats(found: list[Entry], count: int, room: int) -> list[list[Entry]]:
-    """All at once if RAM has room, else as many as it has room for; ours, with which all are compared, in each."""
+    """Divides the contestants into heats that fit in RAM: one, if it has room for all. Ours, with which the others are
+    compared, is in each heat."""
     ours, others = found[0], found[1:]
     parted: list[list[Entry]] = [[ours]]
     for entry in others:
@@ -207,7 +209,7 @@ def race(job: Job, contestants: list[Contestant], rounds: int) -> list[Score]:
 
 @dataclass(frozen=True)
 class Result:
-    """A race. Attributes: rows: of each contestant, ours first; left_out: why peers are missing."""
+    """A race. Attributes: rows: one for each contestant, ours first; left_out: why peers are missing."""
 
     job: Job
     count: int
@@ -221,11 +223,12 @@ class Result:
         return f"GPT of {self.count:,} parameters ({model.layers} x {model.width}), {job.batch} x {job.seq} tokens"
 
     def remarks(self) -> Iterator[str]:
-        """Who trains otherwise, and how far ours is from the targets, beside DeepSpeed's best on NVMe."""
+        """Remarks: whose last loss is not ours, and how far ours is from the targets, beside DeepSpeed's best on
+        NVMe."""
         ours = self.rows[0]
         for row in self.rows[1:]:
             if abs(row["losses"][-1] - ours["losses"][-1]) > LOSS_MARGIN * ours["losses"][-1]:
-                yield f"{row['contestant']} trains otherwise: its last loss is {row['losses'][-1]:.3f}"
+                yield f"{row['contestant']} does not train as ours does: its last loss is {row['losses'][-1]:.3f}"
         yield from (f"left out: {' '.join(words.split())}" for words in self.left_out)
         theirs = [row for row in self.rows if row["contestant"].startswith("DeepSpeed 3, NVMe")]
         if not theirs:

@@ -1,7 +1,7 @@
 """The Adam kernel by prefetch distance: `python bench/prefetch.py [--rounds 100] [--save]`.
 
-One thread, and its CPU time: short calls, each on another part of the states, in random order, and of each distance the
-20th percentile. So the figures hold on a machine that others use, too.
+It measures the CPU time of one thread: short calls, each on another part of the states, in random order. The figure of
+a distance is the 20th percentile. So the figures also hold on a machine that others use.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True)
 class Job:
-    """What a child does. kind: "lora" or "full"; layers, width: of the model; tokens: of a step; folder: in which the
-    model and the run lie; is_resident: with the base in RAM."""
+    """What a child process trains. Attributes: kind: "lora" or "full"; layers, width: of the model; tokens: of a step;
+    folder: where the model and the run lie; is_resident: whether the base is in RAM."""
 
     kind: str
     layers: int
@@ -69,12 +69,12 @@ class Job:
 
     @property
     def directory(self) -> Path:
-        """Of the model's files."""
+        """The folder of the model's files."""
         return Path(self.folder, "model")
 
     @property
     def adapters(self) -> Path:
-        """The file of those that were trained."""
+        """The file of the trained adapters."""
         return Path(self.folder, f"adapters{'-resident' * self.is_resident}")
 
     @property
@@ -141,7 +141,7 @@ def built(job: Job) -> Any:
 
 
 def values(job: Job, model: Any) -> Any:
-    """What gives a model with adapters its values."""
+    """The `init` of OffloadZero for a model with adapters."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     files = FromSafetensors(job.directory)
@@ -163,7 +163,8 @@ def values(job: Job, model: Any) -> Any:
 
 
 def planned(job: Job) -> tuple[int, int, int]:
-    """What imports took; the least `cpu_memory`; the `device_memory` that goes with it, which is RAM here, too."""
+    """Bytes that imports took, the least `cpu_memory`, and the `device_memory` that goes with it, which is RAM here,
+    too."""
     imports = peak_rss_bytes()
     model = built(job)
     plan = plan_of(model, direct=True, **job.options)
@@ -173,8 +174,8 @@ def planned(job: Job) -> tuple[int, int, int]:
 
 
 def computing(job: Job) -> int:
-    """What plain torch takes for forward and backward of one block and the loss, beside weights and gradients, and what
-    the other blocks keep for their recomputation: no tier holds it."""
+    """RAM that computing takes and no tier holds, measured in plain torch: forward and backward of one block and the
+    loss, without weights and gradients, and what the other blocks keep for their recomputation."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(job.directory)
@@ -197,7 +198,7 @@ def _loss_of(model: Any, job: Job, step: int) -> Tensor:
 
 
 def train(job: Job, memory: dict[str, int]) -> dict[str, Any]:
-    """Args: memory: as options of OffloadZero."""
+    """Trains, and returns figures. Args: memory: budgets, as options of OffloadZero."""
     model = built(job)
     options = job.options | memory
     trained = [param for param in model.parameters() if param.requires_grad]
@@ -270,14 +271,14 @@ def cgroup(limit: int) -> Iterator[Path | None]:
 
 
 def _peak_of(group: Path | None) -> int:
-    """What a cgroup has charged at most, the page cache that it may drop included."""
+    """The most that was charged to a cgroup, with page cache that it could have dropped."""
     names = ("memory.peak", "memory.max_usage_in_bytes")
     found = [group / name for name in names if group is not None and (group / name).exists()]
     return int(found[0].read_text()) if found else 0
 
 
 def asked(what: str, job: Job, memory: dict[str, int] | None = None, group: Path | None = None) -> Any:
-    """What a child answers."""
+    """What a child process answers to `what`."""
 
     def enter() -> None:
         if group is not None:

@@ -1,4 +1,4 @@
-"""What every benchmark shows: tables of medians, spreads and ratios, JSON, pictures, and a page of bench/results."""
+"""The report of a benchmark: tables of medians, spreads and ratios, JSON, pictures, and a page of bench/results."""
 
 from __future__ import annotations
 
@@ -127,17 +127,18 @@ def machine() -> str:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The median of the rounds' ratios, ours by theirs: what drifts between rounds drifts for both."""
+    """The median of the ratios of the rounds, ours to theirs: what changes between rounds changes for both."""
     return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
-    """The least and the largest."""
+    """The least and the largest value, in words."""
     return f"{min(values):.{digits}f}-{max(values):.{digits}f}"
 
 
 def judged(what: str, reached: float, wanted: float, *, is_least: bool = False) -> str:
-    """A remark about a target. Args: is_least: whether more than `wanted` is good; otherwise less is."""
+    """A remark on whether a target was reached. Args: is_least: whether `wanted` is the least that is good, or the
+    most."""
     met = reached >= wanted if is_least else reached <= wanted
     side = "at least" if is_least else "at most"
     return f"{what}: {reached:.3f}, wanted {side} {wanted:g}: {'met' if met else 'NOT met'}"

@@ -60,7 +60,7 @@ ratios. Times are medians."""
 
 
 def layers(count: int, width: int, device: str = "cpu") -> nn.Module:
-    """`count` units of width x width parameters: with chunks of that size each is one chunk."""
+    """A model of `count` units with width x width parameters each. With chunks of that size each unit is one chunk."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count)))
     if device != "meta":
@@ -74,7 +74,7 @@ def layers(count: int, width: int, device: str = "cpu") -> nn.Module:
 class Case:
     """One run: `share` of the optimizer states fits in `cpu_memory`, beside gradients and buffers in flight.
 
-    count, width: of the layers; streamed, length: chunks that a step moves each way, and bytes of each.
+    Attributes: count, width: see `layers`; streamed, length: how many chunks a step moves each way, and bytes of each.
     """
 
     share: float
@@ -132,7 +132,8 @@ class Subject:
         self._grad = torch.randn(case.width, case.width, dtype=torch.bfloat16)
 
     def run(self) -> tuple[float, int]:
-        """Seconds of a step, until nothing is under way any more, and bytes that it moved on the disk."""
+        """Makes a step. Returns: its seconds until nothing is under way any more, and the bytes that it moved on the
+        disk."""
         for param in self._params:
             param.grad = self._grad
         self.optimizer.grad(self._params[0])  # the gradients are in RAM before the step, as after a backward
@@ -157,9 +158,10 @@ class Subject:
 
 @dataclass(frozen=True)
 class Result:
-    """One case; of each round seconds and bytes of a step, and the seconds of what bounds it, by name.
+    """The result of one case, by round: seconds and bytes of a step, and the seconds of each part of its limit, by
+    name.
 
-    Attributes: bound: makes the limit of its parts: the larger one, or their sum.
+    Attributes: bound: how the limit follows from its parts: their maximum, or their sum.
     """
 
     case: Case
@@ -169,7 +171,7 @@ class Result:
     moved_bytes: list[float] = field(default_factory=list)
 
     def add(self, step_s: float, moved_bytes: float, *parts_s: float) -> None:
-        """A round."""
+        """Adds a round."""
         self.step_s.append(step_s)
         self.moved_bytes.append(moved_bytes)
         for values, seconds in zip(self.parts.values(), parts_s, strict=True):
@@ -202,7 +204,7 @@ class Result:
 
 
 def beside_limits(cases: Sequence[Case], folder: Path, rounds: int) -> tuple[list[Result], str]:
-    """Every case beside both limits, and what these were measured with."""
+    """Measures every case and both limits. Returns: the results, and what the limits were measured with."""
     most = max(cases, key=lambda case: case.streamed)
     results = []
     with (
@@ -227,7 +229,8 @@ def beside_limits(cases: Sequence[Case], folder: Path, rounds: int) -> tuple[lis
 
 
 def beside_plain(cases: Sequence[Case], every: int, folder: Path, rounds: int) -> tuple[list[Result], str]:
-    """Every case with a commit every so many steps beside the same without, and what the disk was measured with."""
+    """Measures every case with a commit every `every` steps, and without any. Returns: the results, and what the disk
+    was measured with."""
     results = []
     with closing(Disk(folder, cases[0].count, cases[0].length)) as disk:
         for case in cases:
@@ -252,7 +255,8 @@ def beside_plain(cases: Sequence[Case], every: int, folder: Path, rounds: int) -
 
 
 def beside_reading(cases: Sequence[Case], folder: Path, rounds: int) -> tuple[list[Result], str]:
-    """Resuming a run with every budget beside reading its states once, and what the disk was measured with."""
+    """Measures resuming a run with every budget, and reading its states once. Returns: the results, and what the disk
+    was measured with."""
     results = [Result(case, max, {"reading alone": []}) for case in cases]
     committed = Subject(cases[0], folder / "run", 0)
     committed.run()
@@ -269,7 +273,7 @@ def beside_reading(cases: Sequence[Case], folder: Path, rounds: int) -> tuple[li
 
 
 def resume(case: Case, path: Path) -> float:
-    """Seconds until the optimizer is there; building the model is not in them."""
+    """Seconds of making the optimizer from a commit; building the model does not count."""
     model, tuning = layers(case.count, case.width), tuning_of(case.count, case.width, case.split_master)
     start = perf_counter()
     optimizer = OffloadZero(
@@ -302,7 +306,8 @@ def draw(results: Sequence[Result], file: Path) -> None:
 
 @dataclass(frozen=True)
 class Mode:
-    """What is measured. Attributes: moved: heading of the bytes a parameter; target: of the ratio to the limit."""
+    """What is measured. Attributes: moved: heading of the column of bytes a parameter; target: for the ratio to the
+    limit."""
 
     title: str
     moved: str

@@ -70,7 +70,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def step(self) -> None:
-        """Uses the gradients up."""
+        """Updates the parameters, and drops the gradients."""
 
     def synchronize(self) -> None:  # noqa: B027
         """Waits until the new parameters can be read and nothing is under way. Nothing to do where step() waits."""
@@ -79,7 +79,7 @@ class Trainer(ABC):
         return {}
 
     def disk_bytes(self) -> float:
-        """Moved both ways so far, where `stats` counts them."""
+        """Bytes moved to and from the disk so far, if `stats` counts them."""
         stats = self.stats()
         return float(stats.get("nvme_read_bytes", 0) + stats.get("nvme_written_bytes", 0))
 
@@ -88,7 +88,7 @@ class Trainer(ABC):
 
 
 class LastGradient:
-    """When autograd last made a gradient of the embeddings, which no other comes after."""
+    """Notes when autograd made the last gradient of a backward, which is that of the embeddings."""
 
     def __init__(self, model: Any) -> None:
         self.at = 0.0
@@ -101,7 +101,8 @@ class LastGradient:
 
 
 class Torch(Trainer):
-    """What one writes by hand: a bf16 model, fp32 masters in RAM, torch's fused AdamW on them."""
+    """Mixed precision as anyone writes it by hand: a bf16 model, fp32 masters in RAM, and torch's fused AdamW on
+    them."""
 
     def __init__(self, model: nn.Module, spec: Spec) -> None:
         self._masters: list[Tensor] = [p.detach().clone().requires_grad_() for p in model.parameters()]
@@ -123,8 +124,8 @@ class Torch(Trainer):
 
 
 class Offload(Trainer):
-    """options: tier, and param_tier and grad_tier if given; chunk, bytes; buffers, chunks in RAM beyond the least that
-    works."""
+    """This library. Its options: tier, and param_tier and grad_tier if given; chunk, in bytes; buffers: how many chunks
+    fit in RAM beyond the least that works."""
 
     def __init__(self, model: nn.Module, spec: Spec) -> None:
         from offload import OffloadZero, Tuning
@@ -157,7 +158,8 @@ class Offload(Trainer):
 
 
 class DeepSpeed(Trainer):
-    """options: zero, its "zero_optimization"; aio, its settings of that name. One rank, no launcher."""
+    """DeepSpeed, on one rank and without a launcher. Its options: zero: "zero_optimization" of its configuration; aio:
+    the settings of that name."""
 
     def __init__(self, model: nn.Module, spec: Spec) -> None:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -272,14 +274,15 @@ class Worker:
 
 
 def io_bytes() -> dict[str, int]:
-    """What the kernel saw this process move from and to drives: O_DIRECT, and page cache misses and write-backs."""
+    """Bytes that this process has read from and written to drives, as the kernel counts them: with O_DIRECT, and by
+    misses and write-backs of the page cache."""
     text = Path("/proc/self/io").read_text()
     names = {"read_bytes": "read_bytes", "written_bytes": "write_bytes"}
     return {name: int(re.findall(rf"(?m)^{key}: (\d+)", text)[0]) for name, key in names.items()}
 
 
 def begin_peak_rss() -> int:
-    """From now on `peak_rss_bytes` is that of what follows. Returns: what the process has now."""
+    """Starts `peak_rss_bytes` anew. Returns: the RSS of the process now."""
     Path("/proc/self/clear_refs").write_text("5")
     return peak_rss_bytes()
 

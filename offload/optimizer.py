@@ -904,7 +904,7 @@ class OffloadZero(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises ConfigError: after construction the layout is fixed, and with it the memory and disk reserved."""
         if self._adopted:
-            raise ConfigError("parameters cannot be added after OffloadZero took the model: make a new one")
+            raise ConfigError("parameters cannot be added after OffloadZero took the model: make a new OffloadZero")
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -1059,7 +1059,7 @@ class OffloadZero(torch.optim.Optimizer):
         raise ConfigError("OffloadZero cannot be copied or pickled: its states are in the tiers, not in it")
 
     def _fail(self, error: BaseException) -> None:
-        """Some parameters are a step further than others, or ranks are apart: every later call raises this error."""
+        """Makes every later call raise this error: some parameters are a step further than others, or one rank is."""
         self._failure = self._failure or error
 
     def _require_usable(self) -> None:
@@ -1068,9 +1068,10 @@ class OffloadZero(torch.optim.Optimizer):
         if isinstance(self._failure, OffloadError):
             raise self._failure
         if self._failure is not None:
+            how = "call rollback(), or start again" if self._everyone.size == 1 else "start again on all ranks"
             raise InterruptedStepError(
                 f"a step was interrupted by {self._failure!r} and left some parameters a step further than others: "
-                "start again"
+                f"{how}"
             ) from self._failure
         try:
             self._commits.learn_outcome()

@@ -330,7 +330,8 @@ def _model_of(manifest: Manifest) -> tuple[object, ...]:
 
 
 def agree(manifests: Sequence[Manifest], file: str) -> None:
-    """Whether all ranks' manifests describe one model, and the ranks of each slice own every element of it once.
+    """Checks that the manifests of all ranks describe one model, and that the ranks of each slice own each element
+    once.
 
     Args: file: what to name in the error. Raises: CorruptionError.
     """
@@ -350,7 +351,7 @@ def _agree_in_slice(manifests: Sequence[Manifest], file: str) -> None:
         end = 0
         for start, stop in sorted(manifest.flats[number].owned for manifest in manifests):
             if start != end:
-                raise CorruptionError(f"flat {number}: its ranks do not own it all, once", file=file)
+                raise CorruptionError(f"flat parameter {number}: its ranks do not own each element once", file=file)
             end = stop
         if end != flat.numel:
-            raise CorruptionError(f"flat {number}: nobody owns it from element {end} on", file=file)
+            raise CorruptionError(f"flat parameter {number}: no rank owns it from element {end} on", file=file)

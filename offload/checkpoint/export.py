@@ -85,7 +85,9 @@ def _checked(entries: Iterable[Entry]) -> list[Entry]:
     found: dict[str, Entry] = {}
     for entry in entries:
         if entry.name in found or entry.name == "__metadata__":
-            raise ConfigError(f"the tensor name {entry.name!r} cannot be exported: it stands twice, or is reserved")
+            raise ConfigError(
+                f"the tensor name {entry.name!r} cannot be exported: another tensor has that name, or it is reserved"
+            )
         if entry.dtype not in DTYPES:
             raise ConfigError(f"{entry.name} is {entry.dtype}, which safetensors has no name for: choose another dtype")
         found[entry.name] = entry

@@ -194,7 +194,7 @@ def _str(value: str, name: str, depth: int) -> Json:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise ConfigError(f"{name} is a string with half a character in it: give bytes") from None
+        raise ConfigError(f"{name} is a string with half a character in it (a lone surrogate): give bytes") from None
     return value
 
 

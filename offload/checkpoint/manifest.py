@@ -298,7 +298,7 @@ def decode(
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise CorruptionError(f"is not one that this library writes: {error}", file=file) from error
     if not is_own:
-        raise CorruptionError("is spelled in another way than this library spells it", file=file)
+        raise CorruptionError("is not spelled as this library spells it", file=file)
     return document
 
 
@@ -307,7 +307,7 @@ def _require_schema(found: Schema, wanted: Schema, file: str) -> None:
         raise CorruptionError(f"is no {wanted.schema}", file=file)
     number = found.version
     if type(number) is not int or number < 1:
-        raise CorruptionError(f"has no version that exists: {number!r:.120}", file=file)
+        raise CorruptionError(f"names a version of its format that does not exist: {number!r:.120}", file=file)
     if number > wanted.version:
         raise ResumeError(
             f"{file} has version {number} of its format, and this version of offload reads up to {wanted.version}: "

@@ -1,4 +1,5 @@
-"""`offload bench io`: with which engine, request size and depth a drive is fastest, for `io_engine="auto"`."""
+"""`offload bench io`: finds the engine, request size and depth with which a drive is fastest, for
+`io_engine="auto"`."""
 
 from __future__ import annotations
 

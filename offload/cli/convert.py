@@ -26,7 +26,8 @@ YOURS = "stays in your script"
 
 @dataclass(frozen=True)
 class Row:
-    """One option of the file. becomes: what stands for it here; is_served: whether something does."""
+    """One option of the file. Attributes: becomes: what to use here instead; is_served: whether there is such a
+    thing."""
 
     option: str
     value: Any
@@ -36,7 +37,7 @@ class Row:
 
 @dataclass
 class Call:
-    """What the script will say. Attributes are Python expressions, but for `passes` and `clip`."""
+    """The script that is printed, in parts. Attributes are Python expressions, except `passes` and `clip`."""
 
     optimizer: str | None = None
     options: dict[str, str] = field(default_factory=dict)
@@ -300,7 +301,7 @@ def converted(config: dict[str, Any]) -> tuple[Call, list[Row]]:
 
 
 def _options(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Each option by its dotted name, but for sections that become one thing."""
+    """Each option by its dotted name. A section that has one counterpart as a whole stays one option."""
     for name, value in section.items():
         option = prefix + name
         if isinstance(value, dict) and option not in SERVED and option != "optimizer":
@@ -327,7 +328,7 @@ def _row(call: Call, option: str, value: Any) -> Row:
 
 
 def _scaler(fp16: dict[str, Any]) -> str:
-    """torch's GradScaler for the options of the section fp16, and its defaults."""
+    """A call of torch's GradScaler that does what the section fp16 says. Options left out have DeepSpeed's defaults."""
     scale, window = f"2.0**{fp16.get('initial_scale_power', 16)}", str(fp16.get("loss_scale_window", 1000))
     if static := fp16.get("loss_scale"):
         scale, window = repr(float(static)), "2**31 - 1"  # never grows
@@ -335,7 +336,7 @@ def _scaler(fp16: dict[str, Any]) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Raises: ConfigError."""
+    """The configuration in a JSON file. Raises: ConfigError."""
     try:
         config = json_module.loads(file.read_text())
     except OSError as error:

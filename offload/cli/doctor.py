@@ -22,8 +22,8 @@ NETWORK = ("nfs", "cifs", "smb", "9p", "fuse", "ceph", "lustre")
 
 @dataclass(frozen=True)
 class Row:
-    """One finding. Attributes: key: its name in the JSON, which never changes; shown: the value for people; hint: what
-    to do if it costs speed."""
+    """One finding. Attributes: key: its name in the JSON, which never changes; shown: the value in words; hint: what to
+    do if it makes the machine slower."""
 
     key: str
     item: str
@@ -48,7 +48,7 @@ def doctor(
 
 
 def _row(key: str, item: str, value: Any, hint: str = "") -> Row:
-    """A row whose value people read as it is."""
+    """A row whose value needs no other words."""
     shown = ", ".join(value) if isinstance(value, list) else str(value)
     return Row(key, item, value, "unknown" if value is None else shown or "none", hint)
 

@@ -60,12 +60,12 @@ Peers = Callable[[Path, memoryview], "list[Contestant]"]
 
 
 class LeftOutError(Exception):
-    """Why a contestant cannot run here."""
+    """A contestant cannot run here. The message says why."""
 
 
 @dataclass(frozen=True, eq=False)
 class Contestant(ABC):
-    """Something that moves bytes of `file` with `depth` requests of `request_bytes` under way."""
+    """An engine, or other code, that moves bytes of `file` with `depth` requests of `request_bytes` under way."""
 
     name: str
     file: Path
@@ -85,8 +85,8 @@ class Contestant(ABC):
 
 @dataclass
 class Speeds:
-    """What a contestant reached. Attributes: seconds: of each round, by operation; cpu_s: that this process used for a
-    GiB, of each round."""
+    """What a contestant reached. Attributes: seconds: time of each round, by operation; cpu_s: CPU seconds of this
+    process for each GiB moved, by round."""
 
     contestant: Contestant
     nbytes: int
@@ -148,7 +148,7 @@ class Ours(Contestant):
 
 @dataclass(frozen=True, eq=False)
 class Pool(Contestant):
-    """preadv and pwritev on `depth` threads: what one would write in ten lines."""
+    """A plain pool of `depth` threads that call preadv and pwritev: what anyone would write in ten lines."""
 
     def run(self, operation: str, nbytes: int) -> float:
         todo = list(transfers(operation, nbytes, self.request_bytes))
@@ -177,7 +177,7 @@ class Pool(Contestant):
 
 
 def transfers(operation: str, nbytes: int, length: int) -> Iterator[tuple[str, int, int]]:
-    """What has to be moved, `length` bytes at a time: read or write, offset, length."""
+    """The requests of an operation, of `length` bytes each: "read" or "write", offset, length."""
     half = nbytes // 2 if operation == "mixed" else nbytes
     for start in range(0, half, length):
         size = min(length, half - start)
@@ -187,13 +187,13 @@ def transfers(operation: str, nbytes: int, length: int) -> Iterator[tuple[str, i
 
 
 def _drop_cached(fd: int) -> None:
-    """Takes the file out of the page cache, for those who go through it."""
+    """Drops the file from the page cache, for contestants that do not use O_DIRECT."""
     os.fdatasync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def field_of(file: Path, memory: memoryview, *, quick: bool) -> list[Contestant]:
-    """Our engines and the pool, each with the settings to try."""
+    """The contestants: our engines and the pool, each with all settings to try."""
     names = ["uring", "threads"] if io_uring.is_available()[0] else ["threads"]
     sizes, depths = ((MIB, 4 * MIB), (2, 8)) if quick else ((512 * KIB, MIB, 2 * MIB, 4 * MIB, 8 * MIB), (1, 4, 8, 16))
     pairs = [(size, depth) for size in sizes for depth in depths if size * depth <= len(memory)]
@@ -206,7 +206,8 @@ def field_of(file: Path, memory: memoryview, *, quick: bool) -> list[Contestant]
 def measure(
     contestants: Sequence[Contestant], nbytes: int, rounds: int, tell: Callable[[str], None]
 ) -> tuple[list[Speeds], list[str]]:
-    """Runs all in every round, in another order each time: a drive's bandwidth drifts by up to 2x over minutes.
+    """Runs all contestants in every round, in another order each time: a drive's bandwidth drifts by up to 2x in
+    minutes.
 
     Returns: the speeds of those that could run, in their order, and why the others could not.
     """
@@ -230,7 +231,8 @@ def measure(
 
 
 def recommended(found: Sequence[Speeds]) -> Contestant:
-    """Of our engines the fastest, or one as good that costs less CPU time; the fewest bytes under way if that is equal.
+    """The fastest of our engines. Of those that are about as fast, the one that takes the least CPU time; of those, the
+    one with the fewest bytes under way.
 
     Raises: ConfigError if none could run.
     """
@@ -244,9 +246,10 @@ def recommended(found: Sequence[Speeds]) -> Contestant:
 
 @dataclass(frozen=True)
 class Result:
-    """One path: the sweep of all settings, and then the race of the best of each, `chosen` first.
+    """The result for one path: a sweep of all settings, then a race of the best setting of each contestant, of which
+    `chosen` is listed first.
 
-    Attributes: nbytes: moved in one measurement of the race; left_out: who could not run, and why.
+    Attributes: nbytes: what one measurement of the race moves; left_out: who could not run, and why.
     """
 
     path: Path
@@ -276,7 +279,7 @@ class Result:
         }
 
     def ratios(self, other: Speeds) -> dict[str, float]:
-        """Of the chosen engine's speed to another's in the same rounds."""
+        """Ratios of the chosen engine's speed to another one's in the same rounds."""
         return {f"{operation}_chosen_by_it": self.chosen.by(other, operation) for operation in other.seconds}
 
     def rows(self) -> Iterator[list[str]]:
@@ -309,7 +312,7 @@ def measure_all(
 
 
 def checked_size(path: Path, size: int | None, default: int) -> int:
-    """Bytes of the file to measure in `path`. Writes nothing. Raises: as `measure_all` does."""
+    """The size of the file to measure in `path`, in bytes. Writes nothing. Raises: as `measure_all`."""
     if not path.is_dir():
         raise PathError(errno.ENOTDIR, "cannot measure here: give a directory on the drive", str(path))
     if not os.access(path, os.W_OK | os.X_OK):
@@ -356,7 +359,7 @@ def measure_path(path: Path, size: int, rounds: int, *, quick: bool, console: Co
 
 @contextlib.contextmanager
 def _file_in(path: Path) -> Iterator[Path]:
-    """A file to be, in a new folder in `path` that is removed at the end. Raises: PathError."""
+    """A name for a new file, in a new folder in `path` that is removed at the end. Raises: PathError."""
     try:
         with tempfile.TemporaryDirectory(prefix=".offload-bench-io-", dir=path) as folder:
             yield Path(folder) / "file"
@@ -367,8 +370,10 @@ def _file_in(path: Path) -> Iterator[Path]:
 
 
 def _lay_out(file: Path, size: int, memory: memoryview) -> int:
-    """Writes what will be measured: the first write into reserved space is slower than any later one, and a read of it
-    does not reach the drive. Returns the bytes of one measurement: all, or on a slow drive those of WISHED_S.
+    """Writes the file once before it is measured: the first write into reserved space is slower than any later one, and
+    a read of it does not reach the drive.
+
+    Returns: the bytes of one measurement: the whole file, or on a slow drive as many as it moves in WISHED_S.
 
     Raises: OSError.
     """

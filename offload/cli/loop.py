@@ -42,20 +42,20 @@ WARM_UP = 0.05
 """Part of the steps in which the learning rate rises; then a cosine takes it down to LAST_LR of the peak."""
 LAST_LR = 0.1
 PLAIN_BYTES = 16
-"""Of a parameter, its gradient and its states, in mixed precision and in fp32 alike (Rajbhandari et al., "ZeRO: memory
+"""Bytes of a parameter with its gradient and states, in mixed precision as in fp32 (Rajbhandari et al., "ZeRO: memory
 optimizations toward training trillion parameter models", 2020, section 3.1)."""
 PROMPT_BYTES = 64
 PROMPT_SEARCH = 1024
 EXIT_TERMINATED = 143  # 128 + SIGTERM
 TIMELINE_STEPS = 3
-"""The last steps, recorded with --timeline and not validated between."""
+"""How many of the last steps --timeline records. There is no validation between them."""
 VALIDATION_POINTS = 10
-"""Validations after the one before the first step, in a run of twice as many steps or more; else only the last."""
+"""Validations beside the one before the first step, in a run of at least twice as many steps; else one, at the end."""
 
 
 @dataclass
 class Measured:
-    """What a run measured. Losses in nats a byte, times in seconds.
+    """What was measured in a run. Losses are in nats a byte, times in seconds.
 
     losses: of each step's batches, before its update; validation: (steps done, loss).
     seconds: by phase: forward, backward, step, evaluate; begun: steps that an earlier process had done.
@@ -74,7 +74,7 @@ class Measured:
 
 
 class Clock:
-    """Seconds a phase, on the wall."""
+    """Adds up the wall-clock seconds of each phase."""
 
     def __init__(self, seconds: dict[str, float], device: torch.device) -> None:
         self._seconds = seconds
@@ -236,7 +236,8 @@ def train_loop(
 def _continue(
     optimizer: OffloadZero, scheduler: torch.optim.lr_scheduler.LambdaLR, batches: Batches, steps: int
 ) -> int:
-    """The steps done by the run that this one resumes, whose schedule and batches it continues; 0 without one."""
+    """Continues the schedule and the batches of the run that this one resumes. Returns: the steps that it did, 0 if
+    none is resumed."""
     if optimizer.resumed is None:
         return 0
     step, extra = optimizer.resumed
@@ -384,7 +385,7 @@ def _title(summary: dict[str, Any]) -> str:
 
 
 def _show(console: Console, summary: dict[str, Any], prompt: str) -> None:
-    """Tables, sample and picture, for people."""
+    """Prints tables and a sample, and draws the picture."""
     console.print(_table(summary))
     console.print("\n[bold]After[/bold] (from the held-out text)")
     console.print(escape(_printable(prompt)), highlight=False)

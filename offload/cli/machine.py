@@ -25,7 +25,7 @@ def soft_limit(kind: int) -> int | None:
 
 
 def huge_pages() -> str | None:
-    """The chosen word of the kernel's "always [madvise] never"."""
+    """The kernel's setting of transparent huge pages: "always", "madvise" or "never"."""
     words = (read_text("/sys/kernel/mm/transparent_hugepage/enabled") or "").split()
     return next((word.strip("[]") for word in words if word.startswith("[")), None)
 
@@ -65,10 +65,10 @@ def takes_direct_io(directory: Path) -> bool | None:
 
 
 def fast_dtype() -> str:
-    """The dtype to compute in here, as --dtype takes it: fp32 where bf16 is some fifty times slower.
+    """The fastest dtype to compute in here, as --dtype takes it.
 
-    torch multiplies bf16 matrices by instructions for them on accelerators, by AVX-512 and by SVE; elsewhere, one
-    element after the other.
+    It is fp32 where bf16 is some fifty times slower: without an accelerator, AVX-512 or SVE torch multiplies bf16
+    matrices one element after the other.
     """
     import torch
 

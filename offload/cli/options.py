@@ -47,8 +47,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What `offload train` and `offload plan` both take, as `--help` says it; sizes as given ("64MiB"), None where the
-    library chooses.
+    """The options that `offload train` and `offload plan` share; `--help` describes them. Sizes are as given ("64MiB"),
+    and None where the library chooses.
 
     Raises: ConfigError naming the option, its value and what is allowed.
     """
@@ -100,23 +100,24 @@ class RunOptions:
 
     @property
     def given_param_tier(self) -> str | None:
-        """As OffloadZero takes it, None where it chooses."""
+        """The `param_tier` for OffloadZero; None: it chooses."""
         return None if self.param_tier == "auto" else self.param_tier
 
     @property
     def given_grad_tier(self) -> str | None:
-        """As OffloadZero takes it: None where it chooses, and beside states on the device, where there is one place."""
+        """The `grad_tier` for OffloadZero; None: it chooses, or the states are on the device, and gradients have to be
+        there."""
         is_default = self.tier == "device" and self.grad_tier == "cpu"
         return None if is_default or self.grad_tier == "auto" else self.grad_tier
 
     def entering_bytes(self, width: int) -> int:
-        """Of what enters a block of the model: (batch, seq, width), in `dtype`."""
+        """Bytes of what enters a block of the model: (batch, seq, width), in `dtype`."""
         return ITEMSIZES[self.dtype] * self.batch * self.seq * width
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(RunOptions):
-    """What only `offload plan` takes."""
+    """The options that only `offload plan` has."""
 
     layers: int | None
     width: int | None
@@ -146,13 +147,13 @@ class PlanOptions(RunOptions):
 
     @property
     def free_cpu_bytes(self) -> int | None:
-        """Of RAM where it will run; None: what is free here."""
+        """RAM of the machine that will run it, in bytes; None: what is free here."""
         return None if self.ram is None else parse_bytes(self.ram, "--ram")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(RunOptions):
-    """What only `offload train` takes."""
+    """The options that only `offload train` has."""
 
     accumulation: int
     steps: int
@@ -202,7 +203,7 @@ class TrainOptions(RunOptions):
 
 
 def _name(option: str) -> str:
-    """As the command line has it."""
+    """The name of an option on the command line."""
     return option.replace("_", "-")
 
 

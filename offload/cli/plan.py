@@ -133,7 +133,7 @@ def plan(
 
 @dataclass(frozen=True)
 class Sized:
-    """A model on the meta device. Attributes: blocks: how many; width: elements of a token between them."""
+    """A model on the meta device. Attributes: blocks: how many it has; width: elements of each token between blocks."""
 
     module: nn.Module
     blocks: int
@@ -188,7 +188,7 @@ def _configured(options: PlanOptions, config: Path) -> Sized:
 
 
 def _whole(accumulation: str) -> int | str:
-    """Or "auto"."""
+    """`accumulation` as a whole number, or "auto"."""
     if accumulation == "auto":
         return accumulation
     if not accumulation.isdecimal():
@@ -197,7 +197,8 @@ def _whole(accumulation: str) -> int | str:
 
 
 def waiting_of(options: PlanOptions, model: Sized) -> Waiting | None:
-    """What waits of a micro-batch, measured; None of a model whose forward does not run on the meta device."""
+    """What waits of a micro-batch for its backward, measured on the meta device; None if the forward does not run
+    there."""
     import torch
 
     from offload import config as configuration
@@ -212,9 +213,9 @@ def waiting_of(options: PlanOptions, model: Sized) -> Waiting | None:
 
 
 def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> Planned:
-    """The model laid out as `offload train` would have it. Raises: ConfigError.
+    """The plan of the run that `offload train` would make. Raises: ConfigError.
 
-    Args: waiting: of a micro-batch, None: by the formula for transformers.
+    Args: waiting: what waits of a micro-batch; None: it follows from the formula for transformers.
     """
     from offload import Tuning
     from offload.devices.copies import accelerator
@@ -255,7 +256,8 @@ def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> P
 
 
 def _figures(planned: Planned, options: PlanOptions, model: Sized, waiting: Waiting | None) -> dict[str, Any]:
-    """What is found of the run, which --json prints and the tables show. Raises: BudgetError, as `offload train`."""
+    """All figures of the run, as --json prints them and the tables show them. Raises: BudgetError, as `offload
+    train`."""
     entering = model.blocks * options.entering_bytes(model.width) if waiting is None else waiting.entering_bytes
     saved = None if waiting is None else waiting.saved_bytes
     found = {"entering_bytes": entering, "saved_bytes": saved} | summarise(planned)
@@ -307,7 +309,7 @@ def summarise(planned: Planned) -> dict[str, Any]:
 
 
 def _zero_r(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, Any]:
-    """Of tensor parallelism. Raises: BudgetError."""
+    """Figures of tensor parallelism; see `zero_r`. Raises: BudgetError."""
     from offload.planner.explain import zero_r
 
     ranks, entering_bytes = options.tensor_parallel, options.entering_bytes(model.width)
@@ -318,7 +320,7 @@ def _zero_r(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, A
 
 
 def _hiding(planned: Planned, options: PlanOptions) -> dict[str, Any]:
-    """Tokens a step that hide the disk, if `flops` is given. Raises: BudgetError."""
+    """How many tokens a step needs to hide the disk's time, if `flops` is given. Raises: BudgetError."""
     from offload.planner import explain
 
     flops, speed = options.flops, options.disk_gb_per_s
@@ -329,7 +331,7 @@ def _hiding(planned: Planned, options: PlanOptions) -> dict[str, Any]:
 
 
 def _what_fits(planned: Planned) -> dict[str, Any]:
-    """What other budgets would do on the NVMe tier, and what of them is possible here."""
+    """What other budgets of RAM would do on the NVMe tier, and which of them this machine has."""
     from offload.planner.machine import free_memory
 
     free = planned.room.free_cpu_bytes
@@ -450,7 +452,7 @@ def _lines(summary: dict[str, Any]) -> Iterator[str]:
 
 
 def _activation_lines(summary: dict[str, Any], options: PlanOptions, model: Sized) -> Iterator[str]:
-    """How many tokens hide the disk, and what of them waits for the backward."""
+    """Lines on how many tokens hide the disk's time, and on the activations that wait for the backward."""
     if "flops" in summary:
         speeds = f"At {summary['flops']:.3g} FLOP/s and {summary['disk_gb_per_s']:g} GB/s"
         if summary["hiding_tokens"]:

@@ -37,7 +37,8 @@ def progress(console: Console, title: str, steps: int) -> Iterator[Tell]:
 
 
 def training_status(loss: float, tokens_per_s: float, stats: Mapping[str, Any]) -> str:
-    """Loss, speed, and bytes moved so far a tier, both ways together. Args: stats: of the optimizer."""
+    """A line with the loss, the speed, and the bytes moved so far to and from each tier. Args: stats: of the
+    optimizer."""
     tiers = {
         "nvme": stats["nvme_read_bytes"] + stats["nvme_written_bytes"],
         "device": stats["device_to_host_bytes"] + stats["host_to_device_bytes"],

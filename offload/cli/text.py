@@ -30,7 +30,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Text:
-    """Bytes to train on and to validate with. Attributes: source: where they are from, for people."""
+    """Bytes to train on and to validate with. Attributes: source: where they come from, in words."""
 
     train: Bytes
     validation: Bytes
@@ -76,7 +76,7 @@ def split(content: Bytes) -> tuple[Bytes, Bytes]:
 
 
 def _map_file(file: Path) -> Bytes:
-    """A file's bytes, mapped: text larger than RAM is no problem."""
+    """A file's bytes, mapped into memory: the text may be larger than RAM."""
     try:
         if file.stat().st_size == 0:
             raise ConfigError(f"--data {file} is empty: give text to train on")
@@ -134,7 +134,7 @@ class Batches:
         self._generator = torch.Generator().manual_seed(seed)
 
     def state(self) -> Tensor:
-        """Where in the sequence of batches this is."""
+        """The position in the sequence of batches, for `restore`."""
         return self._generator.get_state()
 
     def restore(self, state: Tensor) -> None:

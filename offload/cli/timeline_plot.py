@@ -45,7 +45,7 @@ THINNEST = 0.0008
 
 @dataclass(frozen=True)
 class Bar:
-    """kind: a key of COLOURS; start and length in ms; size: bytes moved."""
+    """One event of a lane. Attributes: kind: a key of COLOURS; start and length in ms; size: bytes moved."""
 
     kind: str
     start: float
@@ -71,8 +71,8 @@ def read_lanes(source: Path) -> dict[str, list[Bar]]:
 
 
 def timeline_picture(source: Path, picture: Path, title: str) -> None:
-    """Write a PNG of a timeline file. At the right of a lane: the part of the time in which something was in it, and
-    what its transfers moved.
+    """Write a PNG of a timeline file. Beside each lane stand the part of the time in which it was busy, and how much
+    its transfers moved.
 
     Raises: ConfigError without matplotlib.
     """

@@ -1,4 +1,5 @@
-"""The directory of a run's swap files: when the run ends, what it made there is removed, and nothing else."""
+"""The directory of a run's swap files. When the run ends, the files that it made there are removed, and nothing
+else."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ class Workspace:
         self.remove_directory()
 
     def remove_directory(self) -> None:
-        """Deletes the directory if the run made it and nothing is left in it."""
+        """Deletes the directory if the run made it and it is empty."""
         if not self._existed and self._is_known(self._path):
             with contextlib.suppress(OSError):  # never made, or holds something of someone else's
                 self._path.rmdir()

@@ -183,7 +183,7 @@ class PretrainedFiles(FromSafetensors):
 
     def check(self, model: nn.Module) -> None:
         if not isinstance(model, transformers.PreTrainedModel):
-            raise ConfigError(f"{type(model).__name__} is no model of transformers")
+            raise ConfigError(f"{type(model).__name__} is no model of transformers: give a PreTrainedModel")
         self._model = model
         transforms: list[Any] = get_model_conversion_mapping(model)
         renamings = [one for one in transforms if isinstance(one, WeightRenaming)]

@@ -93,7 +93,8 @@ class _Forward:
         return forward(*args, **kwargs) if self._run is None else self._run(forward, args, kwargs)
 
     def remove(self) -> None:
-        """The module has its own forward again. What somebody put around this one stays, and calls it."""
+        """Gives the module its own forward back. If somebody else has wrapped this one meanwhile, it stays inside that
+        wrapper, and only calls the module's own."""
         self._run = None
         module = self._module()
         if module is not None and module.__dict__.get("forward") is self:
@@ -131,10 +132,10 @@ class _InPlace:
 
 
 class _Elsewhere:
-    """A saved tensor that waits in the store, as a part of what was put there, or of which each rank has a part.
+    """A saved tensor that waits in a store, or of which each rank keeps a part.
 
-    Args: store: where it waits, or what divides tensors among ranks; stored: what that gave for it; start: the byte
-        at which the tensor begins.
+    Args: store: the store, or the partitions that divide it among ranks; stored: what `put` returned; start: the byte
+        of what was put at which the tensor begins, because several tensors may share a storage.
     """
 
     __slots__ = ("_dtype", "_geometry", "_store", "_stored")
@@ -154,7 +155,7 @@ class _Elsewhere:
 
 
 class _Sharded:
-    """A saved DTensor, of which this rank's tensor is packed."""
+    """A saved DTensor. Only the tensor that this rank has of it is packed."""
 
     __slots__ = ("_like", "_packed")
 
@@ -167,7 +168,7 @@ class _Sharded:
 
 
 class _Passed:
-    """A saved tensor that the hooks around ours have taken."""
+    """A saved tensor that went to hooks for saved tensors which the user has set around ours."""
 
     __slots__ = ("_packed", "_unpack")
 
@@ -197,7 +198,7 @@ class _Unit:
         self._held = self._params()
 
     def is_whole(self) -> bool:
-        """Whether it has the parameters that it had: not those that torch.func.functional_call lends it."""
+        """Whether the unit has its own parameters now, and not others that torch.func.functional_call has put in."""
         now = self._params()
         return len(now) == len(self._held) and all(one is other for one, other in zip(now, self._held, strict=True))
 
@@ -205,7 +206,7 @@ class _Unit:
         return [param for module in self._modules for param in module._parameters.values()]
 
     def buffers(self) -> list[tuple[Tensor, int]]:
-        """With their versions."""
+        """The buffers of the unit, each with its version."""
         found = [buffer for module in self._modules for buffer in module._buffers.values()]
         return [(buffer, buffer._version) for buffer in found if buffer is not None]
 
@@ -222,8 +223,8 @@ def _is_same(one: Sequence[tuple[Any, int]], other: Sequence[tuple[Any, int]]) -
 class Activations:
     """See [Note: activations].
 
-    Args: units: None of a model that only shows what would wait; store: None: what is kept stays where it is;
-        partitions: None: each rank keeps all of it.
+    Args: units: None for a model on the meta device, of which only the sizes of what would wait are measured; store:
+        where tensors wait, None: where they are; partitions: None: each rank keeps whole tensors.
     """
 
     def __init__(
@@ -254,7 +255,7 @@ class Activations:
                 self._forwards.append(_Forward(module, partial(self._run_unit, unit)))
 
     def remove(self) -> None:
-        """The model has its own forwards again."""
+        """Gives the model and its units their own forwards back."""
         for forward in self._forwards:
             forward.remove()
 
@@ -284,7 +285,7 @@ class Activations:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that waited at once, as far as it is known."""
+        """The most bytes that waited at once: in the store, or else in partitions."""
         in_store = 0 if self._store is None else self._store.peak_bytes
         return in_store or (0 if self._partitions is None else self._partitions.peak_bytes)
 
@@ -367,7 +368,7 @@ class Activations:
         return self._leave(tensor) if packed is None else packed
 
     def _take(self, tensor: Tensor, is_entering: bool) -> Any:
-        """A tensor that waits elsewhere, or in parts; None: it stays where it is."""
+        """Puts a tensor where it waits, and returns what stands for it; None if it stays where it is."""
         if not _can_wait(tensor, self._buffers):
             return None
         partitions = self._partitions if is_entering and is_dense(tensor) else None
@@ -395,7 +396,7 @@ class Activations:
         return _Elsewhere(store, stored, tensor, start - _span(source)[0])
 
     def _divide(self, partitions: Partitions, tensor: Tensor) -> Partition | None:
-        """What is kept more than once, such as a mask that each unit gets, is kept once."""
+        """Keeps this rank's part of a tensor. A tensor that several units keep, such as a mask, is divided once."""
         shared: dict[Any, weakref.ref[Partition]] = self._divided.setdefault(_base(tensor), {})
         key = (tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version)
         partition = shared[key]() if key in shared else None
@@ -409,9 +410,9 @@ class Activations:
 
 
 class _Again:
-    """Runs the forward of a unit again; what a graph holds of it. It must not keep an optimizer alive.
+    """Runs the forward of a unit again. A graph holds this, so it must not keep an optimizer alive.
 
-    Args: leaves: of the arguments, in a tree. Those that are tensors are given when it is called.
+    Args: leaves: the leaves of the tree of arguments. Those that are tensors are given when this is called.
     """
 
     def __init__(self, activations: Activations, unit: _Unit, tree: Any, leaves: Sequence[Any]) -> None:
@@ -425,7 +426,7 @@ class _Again:
     def __call__(self, entering: Sequence[Tensor]) -> Any:
         activations, unit = self._activations(), self._unit()
         if activations is None or unit is None:
-            raise ClosedError("the optimizer that was to recompute this graph is closed")
+            raise ClosedError("the optimizer that was to recompute this graph is closed: call backward() first")
         tensors, others = iter(entering), iter(_copied(self._others))
         leaves = [next(tensors if is_tensor else others) for is_tensor in self._is_tensor]
         args, kwargs = torch_private.tree_unflatten(leaves, self._tree)
@@ -433,7 +434,8 @@ class _Again:
 
 
 def _is_recorded() -> bool:
-    """Whether autograd records what runs now, for the first time, in a way that hooks for saved tensors can follow."""
+    """Whether autograd records what runs now, outside of any recomputation, so that hooks for saved tensors see all of
+    it."""
     return (
         torch.is_grad_enabled()
         and not in_backward()
@@ -455,16 +457,16 @@ def _is_from_checkpoint() -> bool:
 
 
 def _can_wait(tensor: Tensor, buffers: Container[int]) -> bool:
-    """Whether a tensor may wait elsewhere: it has plain bytes, and nobody else keeps it anyway.
+    """Whether a tensor may wait elsewhere: it has plain bytes, and nobody else keeps its memory alive anyway.
 
-    Args: buffers: the storages of the model's.
+    Args: buffers: the storages of the model's buffers.
     """
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
     return is_plain and not _is_kept(tensor) and tensor.numel() > 0 and tensor.untyped_storage()._cdata not in buffers
 
 
 def _is_kept(tensor: Tensor) -> bool:
-    """Whether somebody keeps a tensor anyway."""
+    """Whether somebody keeps the memory of a tensor alive anyway."""
     base = _base(tensor)
     return isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad)
 
@@ -475,8 +477,8 @@ def _is_leaf(node: Any) -> bool:
 
 
 def _copied(leaves: Sequence[Any]) -> list[Any]:
-    """Arguments that are no tensors, as they are now: a forward may change what is in them, such as a cache. What
-    cannot be copied is shared; tensors are."""
+    """Copies of arguments that are no tensors: a forward may change them, as it does a cache. Tensors, and what cannot
+    be copied, are returned as they are."""
     found = []
     for leaf in leaves:
         if not isinstance(leaf, _UNCHANGING):

@@ -13,8 +13,10 @@ from offload.model.units import ROOT
 
 
 class BackwardOrder:
-    """Attribute: position: of the last use of a unit. Positions count up as forwards go; recomputation in a backward
-    goes through those of the forward that it repeats.
+    """Numbers the uses of units, and tells which units a backward has left.
+
+    Attribute: position: the number of the last use of a unit. Positions count up during forwards. A recomputation in a
+    backward gets the positions of the forward that it repeats.
     """
 
     def __init__(self) -> None:
@@ -69,7 +71,8 @@ class BackwardOrder:
         return left
 
     def forget(self) -> None:
-        """The backward under way, if any, is over. Its graph is used no more, or only by the next backward."""
+        """Forgets the backward under way, if any: it raised or was interrupted. The next backward may use its graph
+        again."""
         if (top := self._top) is not None:
             self._ended = {unit: [use for use in uses if use <= top] for unit, uses in self._uses.items()}
             self._uses = {unit: [use for use in uses if use > top] for unit, uses in self._uses.items()}
@@ -78,7 +81,7 @@ class BackwardOrder:
         self._lowest.clear()
 
     def begin_anew(self) -> None:
-        """No graph is used any more."""
+        """Forgets all uses: no backward will go through a graph made until now."""
         self.forget()
         self._uses.clear()
         self._ended.clear()

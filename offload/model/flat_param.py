@@ -224,17 +224,17 @@ class FlatParameters:
         self.guard(range(len(self.params)))
 
     def guard(self, numbers: Iterable[int]) -> None:
-        """Their unit does not run any more: each use of them is seen."""
+        """Makes each use of these parameters be seen: their unit does not run any more."""
         for number in numbers:
             self.params[number].__class__ = self._guards[number]  # type: ignore[assignment]
 
     def watch(self, numbers: Iterable[int]) -> None:
-        """Their unit runs: only `p.data` is seen."""
+        """Makes only `p.data` of these parameters be seen: their unit runs."""
         for number in numbers:
             self.params[number].__class__ = self._watched[number]  # type: ignore[assignment]
 
     def stop_guarding(self) -> None:
-        """Parameters have their own classes for good."""
+        """Gives all parameters their own classes back, for good."""
         self.guard_with(lambda kind, **_: kind)
 
     def number_of(self, tensor: Any) -> int | None:
@@ -278,13 +278,15 @@ class FlatParameters:
         self._data.pop(number, None)
 
     def version_of(self, number: int) -> int:
-        """A parameter's version, also while its memory is elsewhere."""
+        """The version of a parameter, which grows with each write. It is also known while the parameter has no
+        memory."""
         with torch_private.DisableTorchFunctionSubclass():
             is_freed = self.layout.locations[number][0] in self._freed
             return self._versions[number] if is_freed else self._version_now(number)
 
     def _version_now(self, number: int) -> int:
-        """Of a parameter whose memory is here: it grows with each write. Not to be called through guards."""
+        """The version of a parameter that has memory now. Must be called with guards off, because it uses the
+        tensor."""
         version = self.params[number]._version
         return version + self.locals[number]._version if number in self._sharded else version
 
@@ -310,7 +312,7 @@ class FlatParameters:
         self._unit_memory.free_spare()
 
     def restore(self, index: int) -> None:
-        """The values of a slice are in its memory again: its parameters can be used."""
+        """Makes the parameters of a slice usable, whose memory has its values again."""
         if index < len(self.flats):
             numbers = self.layout.flats[index].params
             self._set_versions(numbers, [self._versions[n] for n in numbers])
@@ -375,7 +377,8 @@ class FlatParameters:
         self._unit_memory.free_spare()
 
     def _memory_at(self, index: int, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-        """Memory for a slice on another device, with its values if it has any, and what is to point into it."""
+        """Memory for a slice on another device, with its values if it has any, and the tensors that will point into
+        it."""
         if index in self._elsewhere:
             return self._elsewhere[index]
         here = self.memory_of(index)
@@ -419,7 +422,7 @@ class FlatParameters:
             self._note_peak()
 
     def _counts(self, index: int) -> bool:
-        """Whether a slice is ever on the device: a tiled weight as a whole is in RAM."""
+        """Whether a slice takes memory of the device. A tiled weight as a whole never does: it is in RAM."""
         return index >= len(self.flats) or not self.layout.tile_of(index)
 
     def _note_peak(self) -> None:
@@ -427,8 +430,8 @@ class FlatParameters:
 
     @torch.no_grad()
     def take_back(self, numbers: Iterable[int] | None = None) -> None:
-        """Parameters (None: all) that were pointed elsewhere (`p.data = x`) lie in their flat parameter again, with the
-        values of `x`, as if these had been written there.
+        """Moves parameters (None: all) that were pointed elsewhere (`p.data = x`) back into their flat parameter. The
+        values of `x` are copied there, and count as written by the user.
 
         Raises: ConfigError if one has another shape, dtype or device now: it was moved or cast.
         """
@@ -457,11 +460,12 @@ class FlatParameters:
                 self._data.pop(number, None)
 
     def remember(self, model: nn.Module) -> None:
-        """The parameters that `model` has now are known to `require_unchanged`."""
+        """Notes which parameters `model` has now, for `require_unchanged`."""
         self._known = set(model.parameters())
 
     def _is_swapped(self, number: int) -> bool:
-        """Whether `torch.utils.swap_tensors` put another tensor into a parameter: graphs know the one it had."""
+        """Whether `torch.utils.swap_tensors` replaced the tensor of a parameter. Graphs made before refer to the old
+        one."""
         with torch_private.DisableTorchFunctionSubclass():
             return self.params[number]._cdata != self._tensors[number]
 

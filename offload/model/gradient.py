@@ -4,14 +4,15 @@
 | asked of `p.grad`                     | before `step()`                                  | after it                |
 |---------------------------------------|--------------------------------------------------|-------------------------|
 | shape, dtype, device                  | the parameter's                                  | the same                |
-| 2-norms                               | from the sums of squares that are there, in fp32 | the same                |
+| 2-norms                               | from sums of squares taken on the way, in fp32   | the same                |
 | multiplied by a factor, in place      | the factor is recorded, and applied by the step  | GradientMovedError      |
 | values, and all other operations      | computed on a copy of the values                 | GradientMovedError      |
 | any other change, also through a view | the copy is written back where the gradient is   | GradientMovedError      |
 | `zero_()`                             | the gradient is zeros, and counts                | the same                |
 
-A stand-in in `p.grad` means that the next gradient is added to this one; None means that it begins anew. Over several
-ranks norms are of the whole gradient, and reading values raises GradientMovedError: no rank has all of them.
+Where `p.grad` has a stand-in, the next gradient is added to the one that it stands for; where it is None, the next
+gradient replaces it. Over several ranks norms are of the whole gradient, and reading values raises GradientMovedError,
+because no rank has all of them.
 """
 
 from __future__ import annotations
@@ -108,7 +109,9 @@ class StandIn(Tensor):
 def _alive(one: StandIn) -> Answers:
     answers = one.answers()
     if answers is None:
-        raise GradientMovedError(f"the gradient of {one.parameter} went with its optimizer, which is gone")
+        raise GradientMovedError(
+            f"the gradient of {one.parameter} went with its optimizer: keep the optimizer as long as you use gradients"
+        )
     return answers
 
 
@@ -328,7 +331,8 @@ class Answers:
         return values.clone() if factor == 1.0 else (values.float() * factor).to(values.dtype)
 
     def _is_there(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a stand-in is where a call moves it, or its parameter counts as there: a tiled one is in RAM."""
+        """Whether a call leaves a stand-in on its device, or moves it to the one that the model is on. A tiled weight,
+        which is in RAM, counts as on the model's."""
         if not isinstance(args[0], StandIn):
             return False
         return is_no_move(func, args, kwargs) or moved_to(func, args, kwargs) == self._parameters.device

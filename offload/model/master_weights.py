@@ -47,13 +47,13 @@ class MasterWeights:
 
     @property
     def can_wait(self) -> bool:
-        """Whether masters may follow writes as late as the next step. Then a value that was replaced and restored in
-        between keeps its master, as it does where parameters are resident. A split master needs the value before the
-        write, so it follows at once."""
+        """Whether masters may take over writes as late as at the next step. A value that was replaced and then restored
+        keeps its master then, as it does where parameters are resident. A split master needs the value from before the
+        write, so it takes writes over at once."""
         return self._streamed is not None and not self._split_master
 
     def owe(self, numbers: Iterable[int]) -> None:
-        """The store of streamed parameters has new values of these; the next `take_outside_writes` takes them over."""
+        """Notes that the store of streamed parameters has new values of these, for the next `take_outside_writes`."""
         self._owed.update(numbers)
 
     @torch.no_grad()

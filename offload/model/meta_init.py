@@ -72,7 +72,7 @@ class FromSafetensors(Source):
     `_init_weights(module)` of the innermost module around that has it, as transformers' models do, or by the module's
     `reset_parameters()`.
 
-    Args: init_missing: whether saved parameters and buffers without a value in the files are made so, too.
+    Args: init_missing: whether parameters and saved buffers that the files have no value for are made in that way, too.
     """
 
     def __init__(self, path: Path, *, init_missing: bool = False) -> None:
@@ -101,7 +101,7 @@ class FromSafetensors(Source):
         return name in self.files
 
     def read(self, name: str) -> Tensor:
-        """That value. Raises: ConfigError."""
+        """The value of a parameter or buffer of the model. Raises: ConfigError if the files have none."""
         return self.tensor(name)
 
     def tensor(self, name: str) -> Tensor:

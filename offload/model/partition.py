@@ -40,7 +40,8 @@ def partition_bytes(nbytes: int, ranks: int) -> int:
 class Partition:
     """This rank's part of `nbytes` that all ranks have.
 
-    Attributes: previous: what was put before it in the same forward; coming: the all-gather of all parts, if begun.
+    Attributes: previous: the partition that was put before this one in the same forward; coming: the all-gather of all
+    parts, None until it is launched.
     """
 
     __slots__ = ("__weakref__", "checksum", "coming", "nbytes", "own", "previous")
@@ -153,6 +154,7 @@ class Partitions:
 
 
 def _checksum(data: Tensor) -> Tensor:
-    """0-dim, int64, on the device. Other values have another one, but for rare coincidences."""
+    """A checksum of bytes: 0-dim, int64, on their device. It is there against ranks that differ, not against
+    forgery."""
     words = data.view(torch.int32) if len(data) % 4 == 0 and data.storage_offset() % 4 == 0 else data
     return words.sum(dtype=torch.int64)

@@ -19,7 +19,9 @@ Target = nn.Module | Tensor | Iterable[Tensor]
 
 
 class Access:
-    """Args: names: the unit of every parameter of the model; budget_bytes: RAM that the copies in a state_dict may
+    """Gives others than forwards access to parameters.
+
+    Args: names: the unit of every parameter of the model; budget_bytes: RAM that the copies in a state_dict may
     take."""
 
     def __init__(
@@ -38,10 +40,10 @@ class Access:
         return self._units.gathered(units, [self._parameters.index[param] for param in params], writable=writable)
 
     def hooks_of(self, module: nn.Module, *, ends: bool) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
-        """The registration and the hook of everything that saves or loads `module`'s own parameters, if they are
-        streamed.
+        """Hooks for saving and loading a module's own parameters, if they are streamed: pairs of the method that
+        registers a hook, and the hook.
 
-        Args: ends: nothing of its units is saved or loaded after it.
+        Args: ends: nothing of the module's units is saved or loaded after it, so that they can be released.
         """
         if not isinstance(self._units, StreamedUnits):
             return
@@ -108,7 +110,9 @@ class Access:
             found = [target] if isinstance(target, Tensor) else target
         for param in found:
             if param not in self._names:
-                raise ConfigError(f"gathered() was given a tensor of shape {tuple(param.shape)} that is no parameter")
+                raise ConfigError(
+                    f"gathered() was given a tensor of shape {tuple(param.shape)} that is no parameter of the model"
+                )
             if param in self._parameters.index:
                 assert isinstance(param, nn.Parameter)
                 yield param

@@ -40,9 +40,10 @@ _METHODS = """
 
 
 def torch_functions(attributes: str = "", methods: str = "") -> set[Any]:
-    """Those that this torch has, as `__torch_function__` gets them.
+    """Functions of torch as `__torch_function__` gets them, without those that this version of torch lacks.
 
-    Args: attributes: names of tensor attributes that are read, with spaces between them; methods: likewise.
+    Args: attributes: names of tensor attributes that are read, separated by spaces; methods: names of methods,
+    likewise.
     """
     reads = {getattr(Tensor, name).__get__ for name in attributes.split() if hasattr(Tensor, name)}
     return reads | {getattr(Tensor, name) for name in methods.split() if hasattr(Tensor, name)}
@@ -149,7 +150,8 @@ def _inside(node: Any) -> Iterable[Any]:
 
 
 def is_watched() -> bool:
-    """Whether anything is active that would see our operations. Costs less than a microsecond."""
+    """Whether a mode, transform or trace is active that would see this library's operations. Takes less than a
+    microsecond."""
     return bool(
         torch_private.torch_function_modes()
         or torch_private.dispatch_modes()
@@ -161,7 +163,7 @@ def is_watched() -> bool:
 
 @contextmanager
 def hidden() -> Iterator[None]:
-    """What runs inside is seen by nothing that is active outside; see [Note: out of sight]."""
+    """Hides what runs inside from modes, transforms and traces that are active outside; see [Note: out of sight]."""
     if not is_watched():
         yield
         return
@@ -191,7 +193,7 @@ def call_hidden(call: Callable[..., Any], *args: Any) -> Any:
 
 
 def call_eagerly(call: Callable[..., Any], *args: Any) -> Any:
-    """`call(*args)`, which a compiler can neither trace nor leave out: it cuts the compiled model in two here."""
+    """`call(*args)`, outside of compiled code: torch.compile breaks its graph here."""
     return _outside_graphs(call, *args) if torch.compiler.is_compiling() else call(*args)
 
 

@@ -42,7 +42,8 @@ _REFUSED = "this parameter is not on the device now: use it inside `with optimiz
 
 @dataclass(eq=False)
 class _Buffer:
-    """Args: memory: uint8, 1-D; last_use: after which it may be written; is_shared: it is kept for other units."""
+    """Memory on the device. Attributes: memory: uint8, 1-D; last_use: the event after which it may be written;
+    is_shared: whether it is kept for other units when a unit gives it back."""
 
     memory: Tensor
     last_use: DeviceEvent
@@ -55,7 +56,8 @@ class _Buffer:
 
 @dataclass(eq=False)
 class _Group:
-    """Units that never have memory at the same time. nbytes: of the largest; buffer: that was there already."""
+    """Units that never have memory at the same time. Attributes: nbytes: what the largest of them takes; buffer: the
+    buffer that they share already, None if they share none."""
 
     units: set[str] = field(default_factory=set)
     nbytes: int = 0
@@ -169,14 +171,14 @@ class UnitMemory:
         return _Buffer(memory, self._copier.mark(), is_shared)
 
     def _trim(self, limit: int) -> None:
-        """Gives back to the system what is spare beyond `limit` bytes of all: first what is no unit's own, then the
-        oldest."""
+        """Gives spare buffers back to the system until all buffers take at most `limit` bytes: first those that belong
+        to no unit, then those that have been spare for longest."""
         own = set(self._own.values())
         while self._spare and self.nbytes > limit:
             self._spare.remove(next((one for one in self._spare if one not in own), self._spare[0]))
 
     def _note(self, unit: str, nbytes: int) -> None:
-        """Notes what has memory together with a unit that is about to get some, if the plan has room for them."""
+        """Notes which units have memory while this one gets some, unless together they take more than was planned."""
         others = [other for other, buffer in self._lent.items() if buffer.is_shared]
         self._sizes[unit] = nbytes
         if nbytes + sum(self._sizes[other] for other in others) <= self._limit:
@@ -201,7 +203,7 @@ class UnitMemory:
 
 
 def strip(tensor: Tensor) -> None:
-    """Takes the memory of a tensor away. On the CPU it points to NaNs then."""
+    """Takes the memory of a tensor away. On the CPU its storage points to NaNs afterwards."""
     storage = tensor.untyped_storage()
     if nbytes := storage.nbytes():
         memory = poison(nbytes) if tensor.is_cpu else UntypedStorage(0, device=tensor.device)

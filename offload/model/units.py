@@ -87,8 +87,8 @@ def _chosen(model: nn.Module, chosen: Sequence[type[nn.Module] | str]) -> list[t
 
 
 def rows_of(model: nn.Module, params: Sequence[nn.Parameter]) -> dict[int, int]:
-    """Elements in a row of each of `params` that can be tiled, by number: the weight of one nn.Linear and of nothing
-    else."""
+    """The length of a row of each of `params` that can be tiled, by number. A parameter can be tiled if it is the
+    weight of one nn.Linear and is used by nothing else."""
     holders: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
@@ -131,13 +131,15 @@ def fp32_modules(model: nn.Module, keep_fp32: KeepFp32) -> list[nn.Module]:
     found = [m for m in model.modules() if m in chosen or isinstance(m, types) or has_statistics(m)]
     for one in keep_fp32:
         if not any(module is one or (isinstance(one, type) and isinstance(module, one)) for module in found):
-            raise ConfigError(f"keep_fp32 names {one!r}, which is not in the model")
+            raise ConfigError(
+                f"keep_fp32 names {one!r}, which is not in the model: give modules of this model, or classes of them"
+            )
     below = {inner for module in found for inner in module.modules() if inner is not module}
     return [module for module in found if module not in below]
 
 
 def has_statistics(module: nn.Module) -> bool:
-    """Whether a module's forward changes floating buffers that it computes with: batch norm, spectral norm."""
+    """Whether a module's forward writes to floating buffers that it also reads, as batch norm and spectral norm do."""
     if isinstance(module, torch_private.NormBase):
         return module.running_mean is not None
     if isinstance(module, ParametrizationList):
@@ -156,7 +158,10 @@ def compute_dtypes(model: nn.Module, keep_fp32: KeepFp32, dtype: torch.dtype) ->
         for key, param in module.named_parameters(recurse=False):
             this = torch.float32 if module in in_fp32 else dtype
             if dtypes.setdefault(param, this) is not this:
-                raise ConfigError(f"{name}.{key} is shared with a module that keep_fp32 treats differently")
+                raise ConfigError(
+                    f"{name}.{key} is shared by a module that stays in fp32 and one that does not: "
+                    "name both in keep_fp32"
+                )
     return dtypes
 
 
@@ -181,7 +186,10 @@ def specs_of(
         for param in group["params"]:
             if param not in names:
                 shape = tuple(param.shape)
-                raise ConfigError(f"param group {number} holds a parameter of shape {shape} that is not in the model")
+                raise ConfigError(
+                    f"param group {number} holds a parameter of shape {shape} that is not in the model: give "
+                    "the optimizer only parameters of this model"
+                )
     _refuse_untrainable(model, names, group_of, ("meta", *_device_types()) if planned else _device_types())
     units = units_of(model, chosen)
     dtypes = compute_dtypes(model, keep_fp32, dtype)
@@ -212,7 +220,8 @@ def frozen_of(
 
 
 def require_streamable(specs: Sequence[ParamSpec], params: Sequence[nn.Parameter]) -> None:
-    """Raises: ConfigError naming the first parameter that is more than its dense bytes in memory of its own."""
+    """Raises: ConfigError naming the first parameter that cannot stream, because it is more than its elements: it is
+    quantised, sparse, or a wrapper around other tensors."""
     for spec, param in zip(specs, params, strict=True):
         quantised = next((name for name in _QUANTISED if hasattr(param, name)), None)
         if quantised or torch_private.is_wrapper_subclass(local_of(param)) or param.layout is not torch.strided:
@@ -234,8 +243,10 @@ def require_on_mesh(device: torch.device, specs: Sequence[ParamSpec], params: Se
 
 
 class NotToWrap:
-    """An attribute of a held model that DistributedDataParallel reads, as names of what it ignores, before anything
-    else: it raises ConfigError then. A copy of the model may be wrapped, so a copy of this is an empty tuple."""
+    """An attribute of a held model that raises ConfigError when DistributedDataParallel reads it.
+
+    DistributedDataParallel reads it first of all, for the names of parameters to ignore. A copy of the model may be
+    wrapped, so a copy of this is an empty tuple."""
 
     NAME = "_ddp_params_and_buffers_to_ignore"
 
@@ -280,7 +291,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def stop_reducing(model: nn.Module, undo: ExitStack) -> None:
-    """A DistributedDataParallel reduces no gradients until `undo`: its model is held."""
+    """Makes a DistributedDataParallel, whose model is held, reduce no gradients until `undo` is closed."""
     if isinstance(model, DistributedDataParallel):
         undo.callback(setattr, model, "require_backward_grad_sync", model.require_backward_grad_sync)
         model.require_backward_grad_sync = False
@@ -308,12 +319,12 @@ def _refuse_overlaps(names: Mapping[nn.Parameter, str], moved: Iterable[nn.Param
 
 
 def _extent(tensor: Tensor) -> int:
-    """Elements from a tensor's first to the one after its last."""
+    """How many elements of memory a dense or strided tensor spans, gaps included."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _device_types() -> tuple[str, ...]:
-    """Where a model can be trained."""
+    """The types of device on which a model can be trained."""
     found = accelerator()
     return ("cpu",) if found is None else ("cpu", found.type)
 
@@ -344,8 +355,8 @@ def _refuse_untrainable(
 def move_untrained(
     model: nn.Module, held: Container[Tensor], dtypes: Mapping[Tensor, torch.dtype], device: torch.device
 ) -> None:
-    """Moves parameters that are not held to the device to train on, floating ones in their compute dtype. They have no
-    other copy."""
+    """Moves parameters that are not held to the device to train on, and casts floating ones to their compute dtype. No
+    copy of them stays behind."""
     for param in model.parameters():
         dtype = _dtype_of(param, dtypes[param])
         if param not in held and (param.dtype, param.device) != (dtype, device):
@@ -366,8 +377,8 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def _dtype_of(param: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a parameter that is not trained. Args: dtype: its compute dtype. Integers and floating-point values
-    of 8 bits are quantised weights, which stay what they are."""
+    """The dtype that a parameter which is not trained has on the device: `dtype`, its compute dtype. Quantised weights
+    (integers, and floating-point values of 8 bits) keep their own."""
     return dtype if param.is_floating_point() and param.element_size() > 1 else param.dtype
 
 

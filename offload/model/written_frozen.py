@@ -48,7 +48,7 @@ def write(model: nn.Module, state: object) -> None:
 
 
 class WrittenFrozen:
-    """Their state, for `Attached`.
+    """The frozen parameters that somebody wrote to, as an object with a state that commits carry (`Attached`).
 
     Args: specs: of all parameters that are held; digests: of the frozen ones before anybody wrote to them, by name;
     budget_bytes: RAM that copies may take.
@@ -73,7 +73,9 @@ class WrittenFrozen:
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Copies of their values, by name, and the digests of all. Raises: BudgetError."""
+        """Copies of the values of those that were written to, by name, and the digests of all. Raises: BudgetError if
+            the
+        copies take too much RAM."""
         names = sorted(self._loaded | self._written())
         needed = sum(local_of(self._named[name]).nbytes for name in names)
         if needed > self._budget_bytes:
@@ -115,7 +117,7 @@ class WrittenFrozen:
         for name, saved in values.items():
             param = self._named.get(name)
             if param is None or local_of(param).shape != saved.shape:
-                raise ConfigError(f"{name} of shape {tuple(saved.shape)} is committed, and the model has no such one")
+                raise ConfigError(f"the commit has {name} of shape {tuple(saved.shape)}: build a model that has it")
             with self._access.gathered(param, writable=False):
                 local_of(param).copy_(saved)
         self._loaded |= values.keys()

@@ -138,7 +138,10 @@ def require_matching(groups: Sequence[dict[str, Any]], state_dict: Mapping[str, 
     theirs = state_dict["param_groups"]
     sizes = [len(group["params"]) for group in groups]
     if [len(group["params"]) for group in theirs] != sizes:
-        raise ResumeError(f"the state dict's groups do not match the {len(sizes)} groups of {sizes} parameters")
+        raise ResumeError(
+            f"the state dict's groups do not match the {len(sizes)} groups of {sizes} parameters: give the state "
+            "dict of an optimizer of this model"
+        )
     step = state_dict.get("step")
     if not isinstance(step, int):
         raise ResumeError("the state dict is not of an OffloadZero: it has no step")

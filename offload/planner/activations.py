@@ -1,4 +1,5 @@
-"""What waits of a batch between forward and backward, measured on the meta device: nothing is allocated or computed."""
+"""Which bytes of a batch wait between forward and backward, measured on the meta device: nothing is allocated or
+computed."""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ _ENDLESS = 1 << 60
 
 @dataclass(frozen=True)
 class Waiting:
-    """What waits of a forward.
+    """How many bytes of a forward wait for its backward.
 
-    Attributes: entering_bytes: of what enters units, in whole pages; saved_bytes: of all that they save, with
-    Tuning(recompute=False), by the operations of the meta device: another's kernels may save less or more, those of
-    attention above all; largest_bytes: of the largest tensor that enters a unit.
+    Attributes: entering_bytes: what enters units, in whole pages; saved_bytes: all that units save with
+    Tuning(recompute=False), as the operations of the meta device do it (kernels of another device may save less or
+    more, above all those of attention); largest_bytes: the largest tensor that enters a unit.
     """
 
     entering_bytes: int

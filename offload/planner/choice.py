@@ -1,4 +1,4 @@
-"""Choosing what the user left open: the tiers of parameters and gradients, what is prefetched, and tiles."""
+"""Chooses what the user left open: the tiers of parameters and gradients, how many units are prefetched, and tiles."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class ModelShape:
         return cls(specs, params, rows_of(model, params), resident_bytes)
 
     def cut(self, parts: int) -> ModelShape:
-        """What one of `parts` tensor-parallel ranks has, as far as it goes by shapes: of a matrix in a block its part,
-        and of all else (embeddings, head, norms, biases) all."""
+        """What one of `parts` tensor-parallel ranks would have, judged by shapes alone: a part of each matrix in a
+        block, and all of everything else (embeddings, head, norms, biases)."""
         of_blocks = [param.dim() > 1 and spec.unit != ROOT for spec, param in zip(self.specs, self.params, strict=True)]
         specs = [
             replace(spec, numel=-(-spec.numel // parts), shard_dim=0) if is_cut else spec
@@ -65,7 +65,7 @@ class ModelShape:
 
     @property
     def frozen_bytes(self) -> int:
-        """Of the frozen parameters, on the device."""
+        """Bytes that the frozen parameters take on the device."""
         return sum(spec.numel * spec.dtype.itemsize for spec in self.specs if spec.is_frozen)
 
     def config(self, config: Config) -> Config:
@@ -75,11 +75,12 @@ class ModelShape:
         return configuration.for_model(config, trained_bytes=every - frozen_bytes, frozen_bytes=frozen_bytes)
 
     def room(self, available_bytes: int | None = None) -> Room:
-        """Of the model's device."""
+        """What the model's device has room for. Args: available_bytes: see `Room`."""
         return Room(self.resident_bytes, available_bytes, self.frozen_bytes)
 
     def layout(self, config: Config, *, ranks: int = 1, rank: int = 0, replicas: int = 1) -> Layout:
-        """Of what is trained, and of frozen parameters if they stream. Args: replicas: of what is trained."""
+        """The layout of what is trained, and of frozen parameters if they stream. Args: replicas: how many groups of
+        ranks each keep all trained parameters."""
         specs = tiled(self.specs, self.rows, config.tile_bytes or 0)
         if config.frozen_tier == "device":
             specs = [spec for spec in specs if not spec.is_frozen]
@@ -128,7 +129,8 @@ def _tiers(config: Config, *, direct: bool) -> Iterator[Config]:
 
 
 def _shapes(config: Config, layout_of: Callable[[Config], Layout]) -> Iterator[Config]:
-    """How many units are prefetched, and in which tiles: from the fastest to what takes least on the device."""
+    """Configurations with other numbers of prefetched units and other tiles, from the fastest to the one that takes
+    least memory on the device."""
     if not config.streams:
         yield replace(config, tile_bytes=0)
         return

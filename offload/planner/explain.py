@@ -59,9 +59,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Planned:
-    """A model and a configuration, of which nothing is allocated.
+    """A model and a configuration, for which nothing is allocated.
 
-    direct: whether the model's device is the CPU, so that copies need no buffers; room: on the device.
+    Attributes: direct: whether the model's device is the CPU, so that copies need no buffers; room: on the device.
     """
 
     layout: Layout
@@ -97,7 +97,8 @@ class Planned:
         return min(everything - states + self._buffer_bytes() + round(share * states), everything)
 
     def largest_share(self, cpu_memory: int) -> float | None:
-        """The share of the states that `cpu_memory` keeps in RAM with tier="nvme"; None: not even the least fits."""
+        """The share of the states that `cpu_memory` keeps in RAM with tier="nvme"; None if it is less than the least
+        that works."""
         if cpu_memory < self._on("nvme").least():
             return None
         if cpu_memory >= self._all_in_ram():
@@ -110,7 +111,7 @@ class Planned:
         return replace(in_ram, config=replace(in_ram.config, paths=())).least()
 
     def _on(self, tier: Tier) -> Planned:
-        """The same with states elsewhere, off the device."""
+        """This plan with the optimizer states on another tier, which is not the device."""
         grads: Tier = "cpu" if self.config.grad_tier == "device" else self.config.grad_tier
         return replace(self, config=replace(self.config, tier=tier, grad_tier=grads))
 
@@ -129,10 +130,10 @@ def plan_of(
     free_cpu_bytes: int | None = None,
     **options: Any,
 ) -> Planned:
-    """What `OffloadZero(model, **options)` would be given. The model may be on the meta device: only shapes count.
+    """The plan of `OffloadZero(model, **options)`. The model may be on the meta device: only shapes count.
 
-    Args: ranks: of which this is the first, which holds most, with a machine to itself; tensor_parallel: ranks that
-    share the blocks' matrices; free_cpu_bytes: of RAM, None: what is free here.
+    Args: ranks: data-parallel ranks, each with a machine to itself; the plan is of the first one, which holds most;
+    tensor_parallel: ranks that share the matrices of blocks; free_cpu_bytes: free RAM, None: what is free here.
     Raises: ConfigError as `OffloadZero` does.
     """
     config = configuration.check(**options)
@@ -150,17 +151,17 @@ def plan_of(
 
 
 def zero_r(planned: Planned, tensor_parallel: int, *, blocks: int, entering_bytes: int) -> dict[str, int]:
-    """ZeRO-R's figures of one of several tensor-parallel ranks, in bytes but for `gathered_elements`.
+    """What ZeRO-R does to one of several tensor-parallel ranks, in bytes but for `gathered_elements`.
 
-    Args: entering_bytes: of what enters one of the blocks.
+    Args: entering_bytes: what enters one of the blocks.
     Returns:
-        checkpoint_bytes: what enters all blocks in a micro-batch, as each rank keeps it without partitioning.
-        part_bytes: of that, what each keeps where it is partitioned (P_a), in whatever tier.
-        device_bytes: of what is gathered, on the device at once: that of the block that is recomputed, and of the next
-            one. With the parts in RAM or on NVMe (P_a+cpu, P_a+nvme) it is all that the device has.
-        gathered_elements: that a rank sends in the backward of a micro-batch.
-        buffer_bytes: in which gradients travel, whatever the model's size (C_B).
-        region_bytes: reserved for activations in one piece (M_D).
+        checkpoint_bytes: what enters all blocks in a micro-batch. Each rank keeps all of it without partitioning.
+        part_bytes: the part of it that each rank keeps with partitioning (P_a), in whatever tier.
+        device_bytes: what is gathered on the device at once: the inputs of the block that is recomputed and of the next
+            one. With the parts in RAM or on NVMe (P_a+cpu, P_a+nvme) the device has nothing else of them.
+        gathered_elements: elements that a rank sends in the backward of a micro-batch.
+        buffer_bytes: buffers in which gradients travel, whatever the model's size (C_B).
+        region_bytes: memory reserved for activations in one piece (M_D).
     Raises: BudgetError as `Planned.place`.
     """
     partition, reduction = partition_bytes(entering_bytes, tensor_parallel), planned.needs.reduction
@@ -175,7 +176,7 @@ def zero_r(planned: Planned, tensor_parallel: int, *, blocks: int, entering_byte
 
 
 def sent_numel(planned: Planned) -> dict[str, int]:
-    """Elements that a rank sends to others in a step, padding included, by what they are.
+    """How many elements of each kind a rank sends to others in a step, padding included.
 
     At stage 3 every micro-batch gathers all units for its forward, and for its backward all but those that are still
     there: the root and the last block, if blocks run in the order of the model.
@@ -200,8 +201,9 @@ def hiding_tokens(planned: Planned, flops: float, disk_bytes_per_s: float) -> tu
     """How many tokens a step has to have for compute to take as long as the disk.
 
     Args: flops: FLOP/s that are achieved; disk_bytes_per_s: reads and writes together.
-    Returns: tokens if the disk could work all the time, at 6 FLOPs a parameter and token (T* = F t / 6); and as a step
-    is: its states move between the last gradient and their unit's next forward, a third of the compute (F t / 2).
+    Returns: two numbers of tokens, at 6 FLOPs a parameter and token. The first one is for a disk that works during the
+    whole step (T* = F t / 6). The second one is for the disk's real time: states move between the last gradient and
+    their unit's next forward, which is a third of the compute (F t / 2).
     Raises: BudgetError.
     """
     placement = planned.place()
@@ -224,7 +226,7 @@ def explain(placement: Placement, planned: Planned) -> list[Row]:
 
 
 def _in_memory(placement: Placement, planned: Planned) -> Iterator[Row]:
-    """In RAM, or on the device."""
+    """The rows of what is in RAM, or, with tier="device", on the device."""
     where: Tier = "device" if planned.config.tier == "device" else "cpu"
     total = placement.slab_bytes if where == "device" else placement.arena_bytes
     states, slot_arrays = placement.states, planned.needs.states
@@ -253,7 +255,7 @@ def _in_memory(placement: Placement, planned: Planned) -> Iterator[Row]:
 
 
 def _param_buffers(placement: Placement, planned: Planned) -> int:
-    """What streamed parameters and gradients pass through."""
+    """Buffers that streamed parameters and gradients pass through."""
     frozen = None if planned.needs.frozen_beside_slab else placement.frozen
     pools = sum(pool.buffer_bytes for pool in (placement.params, placement.grads, frozen) if pool)
     return pools + planned.needs.exchange_bytes
@@ -280,7 +282,7 @@ def _on_disk(placement: Placement, planned: Planned) -> Iterator[Row]:
 
 
 def _second_slots(planned: Planned) -> int:
-    """What commits take more on the disk."""
+    """Bytes that commits take on the disk beside the first slot of each chunk."""
     config, layout = planned.config, planned.layout
     slot_arrays = all_slot_arrays(layout, config)[: committed_slots(layout, config)]
     elsewhere = config.commits_parameters and config.param_tier != "nvme"
@@ -289,11 +291,12 @@ def _second_slots(planned: Planned) -> int:
 
 
 def _states(slot_arrays: list[SlotArrays], tier: Tier) -> Iterator[Row]:
-    """Without headers and padding. A split master is half as wide: its upper half is the parameter."""
+    """The rows of the optimizer states, without headers and padding. A split master is half as wide, because its upper
+    half is the parameter."""
     for number, kind in enumerate(STATE_KINDS):
         yield Row(kind, tier, sum(slot.itemsizes[number] * slot.numel for slot in slot_arrays))
 
 
 def bytes_per_param(placement: Placement, layout: Layout) -> float:
-    """Read and written, a trained parameter and step."""
+    """Bytes of the disk, reads and writes, for each trained parameter in a step."""
     return (placement.read_bytes + placement.written_bytes) / layout.trained.numel

@@ -35,7 +35,8 @@ def cgroup_room() -> int | None:
 
 
 def _rooms(root: Path, group: str, limit: str, used: str) -> Iterator[int]:
-    """Of a group below `root` and its parents that have a limit. Others have "max", or a huge number."""
+    """What is left below the limit of a control group, and of each of its parents up to `root`. Groups without a limit
+    have "max" there, or a huge number; they are left out."""
     folder = root / group.strip().lstrip("/")
     for one in (folder, *folder.parents):
         with contextlib.suppress(OSError, ValueError):
@@ -47,7 +48,7 @@ def _rooms(root: Path, group: str, limit: str, used: str) -> Iterator[int]:
 
 
 def _available() -> int | None:
-    """What the kernel estimates, of the whole machine; None if it does not say."""
+    """RAM that is available on the whole machine, as the kernel estimates it; None if it does not say."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

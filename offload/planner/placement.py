@@ -81,7 +81,7 @@ class Pool:
 
     @property
     def utilisation(self) -> float:
-        """The share of the bytes that chunks fill."""
+        """The share of the pool's memory that chunks fill: a buffer is as large as the largest chunk."""
         in_buffers = self.in_flight * sum(self.streamed) / len(self.streamed) if self.streamed else 0
         return (self.resident_bytes + in_buffers) / max(self.nbytes, 1)
 
@@ -128,7 +128,8 @@ class Placement:
 
     @property
     def drive_life_steps(self) -> float | None:
-        """Until a common drive has been written as much as it is warranted for; None where nothing is written."""
+        """After how many steps a common drive has been written as much as it is warranted for; None if none is
+        written."""
         return TYPICAL_TBW / self.written_bytes if self.written_bytes else None
 
     def describe(self, layout: Layout, config: Config) -> str:
@@ -166,7 +167,7 @@ class Placement:
         )
 
     def _frozen(self, layout: Layout, config: Config) -> str:
-        """What of the frozen parameters streams, and what stays on the device."""
+        """In words: which frozen parameters stream, and which stay on the device."""
         stays = f"{format_bytes(self.resident_bytes)} of other parameters and buffers stay on the device; "
         if not layout.frozen:
             return stays if config.has_frozen else ""
@@ -182,13 +183,13 @@ class Placement:
 
 
 def _every(config: Config) -> str:
-    """When commits are made, in words."""
+    """In words: when commits are made."""
     return f" every {config.commit_every} steps" if config.commit_every else " when commit() is called"
 
 
 def activation_memory(tier: str | None, units: int, nbytes: int) -> int | None:
-    """The `activation_memory` with which a tier has room for what enters `units` units, `nbytes` each: for all of it,
-    or with "nvme", where files have it, for what is on its way. None without a tier."""
+    """The `activation_memory` with which a tier has room for what enters `units` units, `nbytes` each. With "nvme" the
+    files have room for it, and the memory is for what is on its way to and from them. None without a tier."""
     if tier is None:
         return None
     return carved_bytes(nbytes) * (min(units, UNITS_ON_THE_WAY) if tier == "nvme" else units)
@@ -199,11 +200,11 @@ def activation_memory(tier: str | None, units: int, nbytes: int) -> int | None:
 
 @dataclass(frozen=True)
 class Room:
-    """The model's device, and the RAM beside it.
+    """What the model's device and the RAM beside it have room for.
 
-    Attributes: resident_bytes: of buffers and parameters that are always there; available_bytes: for these and all
-    others, if no `device_memory` is given; None: without a limit; frozen_bytes: of frozen parameters, which are always
-    there unless they stream; free_cpu_bytes: of RAM; None: what is free here.
+    Attributes: resident_bytes: what buffers, and parameters that never leave the device, take there; available_bytes:
+    what all may take there if no `device_memory` is given, None: any number; frozen_bytes: what frozen parameters take
+    there unless they stream; free_cpu_bytes: free RAM, None: what is free here.
     """
 
     resident_bytes: int = 0
@@ -212,7 +213,7 @@ class Room:
     free_cpu_bytes: int | None = None
 
     def resident(self, config: Config) -> int:
-        """What is always there."""
+        """Bytes that are on the device at all times."""
         return self.resident_bytes + (self.frozen_bytes if config.frozen_tier == "device" else 0)
 
     def limit(self, config: Config) -> int | None:
@@ -226,8 +227,8 @@ def peak_bytes(layout: Layout, config: Config) -> int:
 
 
 def streamed_bytes(layout: Layout, config: Config) -> int:
-    """The most that units which stream take on the device at once: the root unit, the unit in use and the one around
-    it, each with the units that enclose it, and the units that are prefetched."""
+    """The most that streamed units take on the device at once: the root unit, the unit in use and the one around it,
+    each with the units that enclose it, and the prefetched units."""
     if not config.streams:
         return 0
     sizes = unit_bytes(layout, config)
@@ -241,7 +242,7 @@ def streamed_bytes(layout: Layout, config: Config) -> int:
 
 
 def trained_bytes(layout: Layout) -> int:
-    """Of all trained parameters on the device."""
+    """Bytes that all trained parameters take on the device."""
     layout = layout.trained
     return sum(layout.padded_numel(flat.index) * flat.dtype.itemsize for flat in layout.flats)
 
@@ -255,7 +256,7 @@ def _deepest(unit: str, inner: Mapping[str, list[str]], sizes: Mapping[str, int]
 
 
 def unit_bytes(layout: Layout, config: Config) -> dict[str, int]:
-    """What streams of each unit, on the device, in the order of the layout."""
+    """Bytes that the streamed parameters of each unit take on the device, in the order of the layout."""
     sizes: dict[str, list[int]] = {}
     for one in layout.slices:
         if config.param_tier == "device" and not layout.flats[one.flat].is_frozen:
@@ -266,7 +267,7 @@ def unit_bytes(layout: Layout, config: Config) -> dict[str, int]:
 
 
 def _require_room(layout: Layout, config: Config, room: Room, slab_bytes: int) -> int:
-    """The most that the device holds. Raises: BudgetError if it is more than there is room for."""
+    """The most bytes that the device holds. Raises: BudgetError if it has no room for them."""
     needed, limit = room.resident(config) + peak_bytes(layout, config) + slab_bytes, room.limit(config)
     if limit is None or needed <= limit:
         return needed
@@ -295,8 +296,8 @@ def _require_room(layout: Layout, config: Config, room: Room, slab_bytes: int) -
 
 
 def all_slot_arrays(layout: Layout, config: Config) -> list[SlotArrays]:
-    """What all slots of a run hold: the states of each chunk, then, if they go there, its parameters and gradients, and
-    frozen parameters."""
+    """What all slots of a run hold, in this order: the states of each chunk; then parameters, gradients and frozen
+    parameters, if they have slots."""
     params = param_slot_arrays(layout) if config.param_tier == "nvme" or config.commits_parameters else []
     grads = gradient_slot_arrays(layout, config.accumulation) if config.grad_tier == "nvme" else []
     frozen = frozen_slot_arrays(layout) if config.frozen_tier == "nvme" else []
@@ -304,7 +305,7 @@ def all_slot_arrays(layout: Layout, config: Config) -> list[SlotArrays]:
 
 
 def state_slots(layout: Layout, config: Config) -> list[SlotArrays]:
-    """Those of `all_slot_arrays` that are of states."""
+    """The first ones of `all_slot_arrays`, which hold states."""
     is_there = config.tier == "nvme" or config.commit_every is not None
     return state_slot_arrays(layout, split_master=config.split_master) if is_there else []
 
@@ -318,7 +319,8 @@ def committed_slots(layout: Layout, config: Config) -> int:
 class Needs:
     """Bytes that a configuration needs.
 
-    Args: held: the layout of all that is trained or streams; direct: whether the model's device is the CPU.
+    Args: held: the layout of all parameters that are trained or stream; direct: whether the model's device is the
+    CPU.
     """
 
     held: Layout
@@ -327,7 +329,7 @@ class Needs:
 
     @property
     def layout(self) -> Layout:
-        """Of what is trained."""
+        """The layout of the trained parameters."""
         return self.held.trained
 
     @property
@@ -337,7 +339,7 @@ class Needs:
 
     @cached_property
     def states(self) -> list[SlotArrays]:
-        """Of each chunk."""
+        """The slot of each chunk's optimizer states."""
         return state_slot_arrays(self.layout, split_master=self.config.split_master)
 
     @property
@@ -346,7 +348,8 @@ class Needs:
 
     @cached_property
     def params(self) -> Pool | None:
-        """Streamed parameters: all in RAM, or as few as work, because states in RAM save as many bytes."""
+        """The pool of streamed parameters: all in RAM, or the fewest that work, because RAM for states saves as many
+        bytes of the disk. None if no trained parameters stream."""
         sizes = [slot.nbytes for slot in param_slot_arrays(self.layout)]
         if self.config.param_tier == "nvme":
             return self._few(sizes)
@@ -359,37 +362,39 @@ class Needs:
 
     @cached_property
     def grads(self) -> Pool | None:
-        """Gradients in slots; None: they are not."""
+        """The pool of gradients in slots; None if they are not in slots."""
         if self.config.grad_tier != "nvme":
             return None
         return self._few([slot.nbytes for slot in gradient_slot_arrays(self.layout, self.config.accumulation)])
 
     @cached_property
     def staged(self) -> Pool | None:
-        """Buffers of commits of states that are on the device."""
+        """The pool of buffers through which commits of states on the device go; None if there are no such commits."""
         is_staged = self.config.tier == "device" and self.config.paths
         return self._few([slot.nbytes for slot in self.states]) if is_staged else None
 
     @cached_property
     def frozen_chunks(self) -> list[int]:
-        """Bytes of each."""
+        """Bytes of each chunk of frozen parameters."""
         return [slot.nbytes for slot in frozen_slot_arrays(self.held)]
 
     @cached_property
     def frozen(self) -> Pool | None:
-        """Frozen parameters that stream: all in RAM, or as few as work; None: they are on the device."""
+        """The pool of frozen parameters that stream: all in RAM, or the fewest that work. None if they are on the
+        device."""
         if not self.frozen_chunks:
             return None
         return self._few(self.frozen_chunks) if self.config.frozen_tier == "nvme" else _resident(self.frozen_chunks)
 
     def frozen_with(self, spare_bytes: int) -> Pool | None:
-        """The same, where RAM has so many bytes more for those on NVMe."""
+        """The same pool, if RAM has `spare_bytes` more for those on NVMe."""
         if self.frozen is None or self.config.frozen_tier != "nvme" or self._has_frozen_in_slab:
             return self.frozen
         return _within(self.frozen.nbytes + max(spare_bytes, 0), self.frozen_chunks, self.frozen.in_flight)
 
     def frozen_read_bytes(self, frozen: Pool | None) -> int:
-        """Of them, from the disk in a step: each forward and each backward reads all that `frozen` streams."""
+        """Bytes of frozen parameters read from the disk in a step: each forward and each backward reads all that are
+        not resident in the pool `frozen`."""
         if frozen is None or self.config.frozen_tier != "nvme":
             return 0
         return 2 * self.config.accumulation * sum(frozen.streamed)
@@ -408,12 +413,12 @@ class Needs:
 
     @cached_property
     def reduction(self) -> ReductionPlan | None:
-        """None of one rank."""
+        """How gradients of several ranks are reduced; None for one rank."""
         return ReductionPlan(self.layout, self.config, direct=self.in_place) if self.layout.ranks > 1 else None
 
     @property
     def gradient_bytes(self) -> int:
-        """Of the gradient buffer, where states are."""
+        """Bytes of the gradient buffer, in the memory where states are."""
         if self.reduction is not None:
             return self.reduction.arena_bytes + (self.reduction.communication_bytes if self.in_place else 0)
         stored = self.config.grad_tier == "nvme"
@@ -421,13 +426,13 @@ class Needs:
 
     @property
     def exchange_bytes(self) -> int:
-        """Through which replicas exchange new parameters, where states are."""
+        """Bytes of the buffers through which replicas exchange new parameters, in the memory where states are."""
         return exchange.arena_bytes(self.layout) if self.in_place else 0
 
     @property
     def activation_bytes(self) -> int:
-        """Of the region in which activations wait: what was given, or the least. Those that stay where they are made
-        have no region unless one is given."""
+        """Bytes of the region in which activations wait: `activation_memory`, or the least. Activations that stay on
+        the device where they are made have a region only if one is given."""
         config = self.config
         if config.activation_memory is not None:
             return carved_bytes(config.activation_memory)
@@ -441,7 +446,7 @@ class Needs:
 
     @property
     def fixed_bytes(self) -> int:
-        """All but the states and what stages them."""
+        """Bytes of everything but the states and the buffers of their commits."""
         frozen = None if self.frozen_beside_slab else self.frozen
         pools = sum(pool.nbytes for pool in (self.params, self.grads, frozen) if pool is not None)
         is_direct = self.in_place or self.config.param_tier != "device"
@@ -452,7 +457,7 @@ class Needs:
 
     @property
     def slab_bytes(self) -> int:
-        """Of the device, beside parameters and buffers of the model."""
+        """Bytes of the device's memory that are reserved, beside parameters and buffers of the model."""
         activations = self.activation_bytes if self.has_activations_on_device else 0
         if self.config.tier != "device":
             if self.direct or self.reduction is None:
@@ -468,14 +473,15 @@ class Needs:
 
     @property
     def least_bytes(self) -> int:
-        """Of RAM, with states on NVMe: all but the states, and the fewest buffers that these can stream through."""
+        """The least RAM, in bytes, with states on NVMe: all but the states, and the fewest buffers that these can
+        stream through."""
         largest = max((slot.nbytes for slot in self.states), default=0)
         activations = 0 if self.has_activations_on_device else self.activation_bytes
         return self.fixed_bytes + activations + min(LEAST_IN_FLIGHT * largest, self.state_bytes)
 
     @property
     def disk_bytes(self) -> int:
-        """Of this rank's swap files, but for a page each after the first."""
+        """Bytes of this rank's swap files. Each file after the first takes a page more."""
         layout, config = self.layout, self.config
         if not config.paths:
             return 0
@@ -483,7 +489,8 @@ class Needs:
 
     @property
     def held_bytes(self) -> dict[str, int]:
-        """By state kind; parameters that are on the device only for a while do not count there."""
+        """Bytes that this rank holds, by state kind. Parameters that are on the device only around their use do not
+        count as held there."""
         layout, config = self.layout, self.config
         params = grads = 0
         for flat in layout.flats:
@@ -496,7 +503,7 @@ class Needs:
 
     @property
     def moved_bytes(self) -> tuple[int, int]:
-        """Of trained parameters and gradients, read from the disk and written to it in a step.
+        """Bytes of trained parameters and gradients that a step reads from the disk, and writes to it.
 
         A forward after a step finds its parameters in RAM, where they were just made; every other pass reads them. But
         a tile is fetched when its whole weight has been updated, so it is read in that forward too. Gradients are
@@ -590,14 +597,14 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
 
 
 def _resident(sizes: Sequence[int]) -> Pool:
-    """All of them stay."""
+    """A pool in which all chunks are resident."""
     return Pool(sizes, frozenset(range(len(sizes))), 0)
 
 
 def _within(room: int, sizes: Sequence[int], in_flight: int | None) -> Pool:
-    """As many stay as `room` bytes allow beside the buffers for the others.
+    """A pool of `room` bytes: buffers for streamed chunks, and as many resident chunks as fit beside them.
 
-    There are never more buffers than chunks that pass through them: with as few chunks left, all would fit.
+    There are never more buffers than streamed chunks: if so few chunks were left, all would fit.
     """
     if sum(sizes) <= room:
         return _resident(sizes)

@@ -490,8 +490,8 @@ CHANGES: list[tuple[str, Callable[[Manifest], dict[str, object]]]] = [
     ("different models", lambda made: {"split_master": not made.split_master}),
     ("different models", lambda made: {"flats": (dataclasses.replace(made.flats[0], numel=1), *made.flats[1:])}),
     ("different models", lambda made: {"flats": (dataclasses.replace(made.flats[0], offsets=(1,)), *made.flats[1:])}),
-    ("do not own it all", lambda made: {"flats": manifest_of(0, 2).flats}),
-    ("nobody owns", lambda made: {"flats": manifest_of(1, 3).flats}),
+    ("do not own each element once", lambda made: {"flats": manifest_of(0, 2).flats}),
+    ("no rank owns", lambda made: {"flats": manifest_of(1, 3).flats}),
 ]
 
 
@@ -500,7 +500,7 @@ def test_ranks_that_disagree_are_refused(match: str, change: Callable[[Manifest]
     pair = [manifest_of(0, 2), manifest_of(1, 2)]
     agree(pair, "COMMIT")
     pair[1] = dataclasses.replace(pair[1], **change(pair[1]))  # type: ignore[arg-type]
-    if match == "nobody owns":
+    if match == "no rank owns":
         pair[0] = manifest_of(0, 3)
     with pytest.raises(CorruptionError, match=match):
         agree(pair, "COMMIT")

@@ -205,7 +205,7 @@ def test_a_place_that_cannot_be_a_directory_is_refused(tmp_path: Path, kind: str
 
 
 REFUSED: list[tuple[list[Entry], dict[str, object], str]] = [
-    ([entry("a", torch.ones(1)), entry("a", torch.ones(1))], {}, "stands twice"),
+    ([entry("a", torch.ones(1)), entry("a", torch.ones(1))], {}, "another tensor has that name"),
     ([entry("__metadata__", torch.ones(1))], {}, "reserved"),
     ([entry("a", torch.ones(1, dtype=torch.complex128))], {}, "complex128"),
     ([], {"shard_bytes": 0}, "shard_bytes=0"),

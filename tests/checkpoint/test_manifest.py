@@ -94,10 +94,10 @@ TEXT = serialise(manifest_of())
     ("text", "match"),
     [
         (TEXT.replace(b"offload manifest", b"offload commit"), "is no offload manifest"),
-        (TEXT.replace(b'"version":2', b'"version":0'), "no version that exists: 0"),
-        (TEXT.replace(b'"step":', b'"step":7,"step":'), "spelled in another way"),
+        (TEXT.replace(b'"version":2', b'"version":0'), "version of its format that does not exist: 0"),
+        (TEXT.replace(b'"step":', b'"step":7,"step":'), "is not spelled as"),
         (TEXT.replace(b'"step":7', b'"step":' + b"9" * 4200), "Expected `int` <= 9223372036854775807"),
-        (TEXT.replace(b'"step":7', b'"step": 7'), "spelled in another way"),
+        (TEXT.replace(b'"step":7', b'"step": 7'), "is not spelled as"),
         (TEXT.replace(b'"owned":[0,2112]', b'"owned":[2,1]'), r"flats\[0\]: expected owned to be \[start, stop\]"),
         (TEXT.replace(b"[0,1000,1000,", b"[0,999,1001,"), "of flat 0: one begins at 999, before 1000"),
         (TEXT.replace(b"[0,1000,1000,", b"[0,1001,999,"), "none holds the elements 1000 to 1001"),
