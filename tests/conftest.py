@@ -15,6 +15,7 @@ import torch
 from hypothesis import settings
 
 from tests.support import accelerator
+from tests.support.ranks import Worlds
 
 if accelerator.is_wanted():
     accelerator.load()  # before the first backward
@@ -22,7 +23,8 @@ if accelerator.is_wanted():
 settings.register_profile("offload", deadline=None)  # machines are shared: how long an example takes says nothing
 settings.load_profile("offload")
 
-RANKS = "tests/distributed/"
+OF_RANKS = ("tests/distributed/", "tests/checkpoint/test_stored_runs_of_ranks.py")
+"""What uses `worlds`."""
 THINNED = (
     "tests/cli/",
     "tests/distributed/",
@@ -47,9 +49,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Ranks(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return RANKS if nodeid.startswith(RANKS) else nodeid
+            return "ranks" if nodeid.startswith(OF_RANKS) else nodeid
 
     return Ranks(config, log)
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Worlds]:
+    """`worlds(n)`: n ranks, started once for all tests."""
+    made = Worlds()
+    yield made
+    made.close()
 
 
 @pytest.fixture(autouse=True)

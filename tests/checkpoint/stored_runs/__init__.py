@@ -1,4 +1,5 @@
-"""Runs that were committed by earlier versions of this library, as files; test_stored_runs.py resumes them.
+"""Runs that were committed by earlier versions of this library, as files. test_stored_runs.py resumes those of one
+rank, test_stored_runs_of_ranks.py the others.
 
 A directory is named after the commit of this repository that made the runs in it:
 
@@ -13,6 +14,7 @@ format gets a new field. The older ones stay as they are: their runs must be res
 from __future__ import annotations
 
 import math
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,6 @@ from torch import Tensor, nn
 FOLDER = Path(__file__).parent
 PLAIN = "plain.safetensors"
 STEPS = 3
-EXTRA = {"tokens": 12, "position": torch.arange(5)}
 LR, BETAS, EPS = 1e-2, (0.8, 0.99), 1e-6
 DECAY = {True: 0.1, False: 0.0}  # of matrices, of vectors
 CASES: dict[str, dict[str, Any]] = {
@@ -36,8 +37,13 @@ CASES: dict[str, dict[str, Any]] = {
     "frozen": {"param_tier": "nvme"},
     "snapshot": {},
     "paths": {"path": ["a", "b"]},
+    "stage2": {"stage": 2, "grad_tier": "nvme", "tuning": {"chunk": "256KiB"}},
+    "stage3": {"stage": 3, "param_tier": "nvme", "path": ["rank{rank}"]},
+    "stage3split": {"stage": 3, "param_tier": "nvme", "tuning": {"chunk": "4KiB", "split_master": True}},
 }
 """Options of OffloadZero. Paths are names in the archive, "a" if there are none."""
+RANKS = {"stage2": 2, "stage3": 2, "stage3split": 2}
+"""How many ranks committed a case; the others are runs of one."""
 
 
 class Model(nn.Module):
@@ -77,11 +83,16 @@ class Model(nn.Module):
                 self.blocks[0].weight.mul_(0.7)
 
 
-def tokens(step: int) -> Tensor:
-    return (torch.arange(6) * (step + 3)) % 7
+def tokens(step: int, rank: int) -> Tensor:
+    return (torch.arange(6) * (step + 3) + 2 * rank) % 7
 
 
-def options(case: str, folder: Path, **changes: Any) -> dict[str, Any]:
+def extra_of(rank: int) -> dict[str, Any]:
+    """What a rank commits beside its states."""
+    return {"tokens": 12 + rank, "position": torch.arange(5)}
+
+
+def options(case: str, folder: Path, rank: int = 0, **changes: Any) -> dict[str, Any]:
     """Of OffloadZero, for a run whose directories lie in `folder`."""
     from offload import Tuning
 
@@ -93,8 +104,18 @@ def options(case: str, folder: Path, **changes: Any) -> dict[str, Any]:
         **CASES[case],
         **changes,
     }
-    paths = [folder / name for name in found["path"]]
+    paths = [folder / name.format(rank=rank) for name in found["path"]]
     return {**found, "path": paths, "tuning": Tuning(threads=1, **found["tuning"])}
+
+
+def unpacked(archive: Path, folder: Path) -> tuple[str, PlainRun, list[Path]]:
+    """Returns: the case, the plain run at the commit, and the directories of the stored one."""
+    case = archive.name.removesuffix(".tar.xz")
+    with tarfile.open(archive) as stored:
+        stored.extractall(folder, filter="data")
+    plain = PlainRun(case)
+    plain.load(folder)
+    return case, plain, sorted(path for path in folder.iterdir() if path.is_dir())
 
 
 def in_least_memory(model: Model, given: dict[str, Any]) -> Any:
@@ -112,7 +133,9 @@ def in_least_memory(model: Model, given: dict[str, Any]) -> Any:
 class PlainRun:
     """The same training, the gradients by plain torch, and AdamW in NumPy, whose square roots are exact.
 
-    Each operation of AdamW is one fp32 operation, in the order that docs/exactness.md states.
+    Each operation of AdamW is one fp32 operation, in the order that docs/exactness.md states. Over several ranks it
+    steps with the average of their gradients, as docs/ranks.md states it: summed in fp32 in rank order, divided, and
+    rounded once.
     """
 
     def __init__(self, case: str) -> None:
@@ -125,13 +148,17 @@ class PlainRun:
         self.steps = {name: 0 for name, _ in named}
         self.model.to(dtype).norm.float()
 
-    def step(self, step: int) -> None:
+    def step(self, step: int, ranks: int = 1) -> None:
         params = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
-        self.model(tokens(step), step).backward()
-        for name, param in params.items():
-            if param.grad is not None:
-                self._adamw(name, param.grad.float())
-                param.grad = None
+        sums: dict[str, Tensor] = {}
+        for rank in range(ranks):
+            self.model(tokens(step, rank), step).backward()
+            for name, param in params.items():
+                if param.grad is not None:
+                    sums[name] = sums[name] + param.grad.float() if name in sums else param.grad.float()
+                    param.grad = None
+        for name, total in sums.items():
+            self._adamw(name, (total / ranks).to(params[name].dtype).float())
         self.model.between_steps()
         self._cast_masters()
 
@@ -185,8 +212,8 @@ def states_of(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     return found
 
 
-def train(model: Model, optimizer: Any, step: int) -> None:
-    model(tokens(step), step).backward()
+def train(model: Model, optimizer: Any, step: int, rank: int = 0) -> None:
+    model(tokens(step, rank), step).backward()
     optimizer.step()
     optimizer.zero_grad()
     model.between_steps()

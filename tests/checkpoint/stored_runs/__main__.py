@@ -7,48 +7,78 @@ compute in torch operations, with the same bits.
 
 from __future__ import annotations
 
+import os
 import sys
 import tarfile
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
 from tests.checkpoint import stored_runs
-from tests.checkpoint.stored_runs import CASES, EXTRA, FOLDER, PLAIN, STEPS, Model, PlainRun
+from tests.checkpoint.stored_runs import CASES, FOLDER, PLAIN, RANKS, STEPS, Model, PlainRun
 
 
-def make(case: str, archive: Path) -> None:
-    """A run in the least RAM, committed, and gone on for a step. Fails where `PlainRun` computes other bits."""
-    plain, model = PlainRun(case), Model(is_frozen=case == "frozen")
+def make(case: str, archive: Path, package: str | None) -> None:
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        given = stored_runs.options(case, folder)
-        with stored_runs.in_least_memory(model, given) as optimizer:
-            for step in range(STEPS):
-                plain.step(step)
-                stored_runs.train(model, optimizer, step)
-            optimizer.commit(EXTRA)
-            stored_runs.assert_same(stored_runs.states_of(model, optimizer), plain.states())
-            kept = optimizer.snapshot() if case == "snapshot" else ()
-            stored_runs.train(model, optimizer, STEPS)
-        plain.save(folder)
-        if kept:
-            kept[0].rename(folder / "snapshot")
+        folder, ranks = Path(name), RANKS.get(case, 1)
+        if ranks > 1:
+            # A new process finds no function of a module that is run with `-m`, but those of one that is imported.
+            from tests.checkpoint.stored_runs.__main__ import run_rank
+
+            spawn(run_rank, (ranks, case, folder, package), nprocs=ranks)
+        else:
+            run(case, folder)
+        directories = sorted(path.name for path in folder.iterdir() if path.is_dir())
         with tarfile.open(archive, "w:xz") as stored:
-            for part in ["snapshot"] if kept else CASES[case].get("path", ["a"]):
+            for part in ["snapshot"] if "snapshot" in directories else directories:
                 stored.add(folder / part, part)
             stored.add(folder / PLAIN, PLAIN)
 
 
-def main(name: str, package: str | None = None, *cases: str) -> None:
+def run_rank(rank: int, ranks: int, case: str, folder: Path, package: str | None) -> None:
+    """`run` in a process of its own."""
+    use(package)
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo"}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+    run(case, folder, rank)
+    dist.destroy_process_group()
+
+
+def run(case: str, folder: Path, rank: int = 0) -> None:
+    """Trains in the least RAM, commits, and goes on for a step. Fails where `PlainRun` computes other bits."""
+    plain, model = PlainRun(case), Model(is_frozen=case == "frozen")
+    given = stored_runs.options(case, folder, rank)
+    with stored_runs.in_least_memory(model, given) as optimizer:
+        for step in range(STEPS):
+            plain.step(step, RANKS.get(case, 1))
+            stored_runs.train(model, optimizer, step, rank)
+        optimizer.commit(stored_runs.extra_of(rank))
+        stored_runs.assert_same(stored_runs.states_of(model, optimizer), plain.states())
+        kept = optimizer.snapshot() if case == "snapshot" else ()
+        stored_runs.train(model, optimizer, STEPS, rank)
+    if rank == 0:
+        plain.save(folder)
+    if kept:
+        kept[0].rename(folder / "snapshot")
+
+
+def use(package: str | None) -> None:
+    """Imports `offload` from this folder, not from where it is installed."""
     if package is not None:
         # An editable install of this folder comes before any path.
         sys.meta_path = [finder for finder in sys.meta_path if "Redirecting" not in type(finder).__name__]
         sys.path.insert(0, package)
+
+
+def main(name: str, package: str | None = None, *cases: str) -> None:
+    use(package)
     chosen: Sequence[str] = cases or tuple(CASES)
     (FOLDER / name).mkdir(exist_ok=True)
     for case in chosen:
-        make(case, FOLDER / name / f"{case}.tar.xz")
+        make(case, FOLDER / name / f"{case}.tar.xz", package)
 
 
 if __name__ == "__main__":
