@@ -184,7 +184,7 @@ def test_targets_are_judged_against_the_best_peer() -> None:
         for n, x, rss, loss in ((1, 1.4, 300, 3.01), (2, 1.6, 200, 3.2))
     ]
     other, whole, optimizer, rss = peers.Result(peers.JOBS["tiny"], 1, [ours, *theirs], "", []).remarks()
-    assert other == "DeepSpeed 3, NVMe, 2 trains otherwise: its last loss is 3.200"
+    assert other == "DeepSpeed 3, NVMe, 2 does not train as ours does: its last loss is 3.200"
     assert "whole step" in whole
     assert whole.endswith("1.400, wanted at least 1.5: NOT met")
     assert optimizer.endswith("3.000, wanted at least 2: met")
