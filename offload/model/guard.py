@@ -73,9 +73,10 @@ _PARAMETER_NEW = nn.Parameter.__new__.__code__
 
 
 class _GuardsRef:
-    """What the guarded classes of one optimizer refer to; it outlives the optimizer.
+    """What the guarded classes of one optimizer refer to. It outlives the optimizer.
 
-    Attributes: guards: those of the optimizer while it lives; is_elsewhere: whether values may be in a store.
+    Attributes: guards: returns the guards of the optimizer, None once that is gone; is_elsewhere: whether values may be
+    in a store, and no longer in the parameter.
     """
 
     def __init__(self, guards: Guards, *, is_elsewhere: bool) -> None:
@@ -176,8 +177,8 @@ class _Watched(_Held):
 
 
 class _Plain:
-    """Context manager: inside it guarded tensors have the class they would have without us. No signal can leave one
-    without its guard."""
+    """Context manager: inside it guarded tensors have the class that they would have without this library. Their guards
+    come back even if a signal interrupts the body."""
 
     def __init__(self, guards: Guards, used: Sequence[Any]) -> None:
         self._guards = guards
@@ -199,7 +200,7 @@ _PAST_TORCH_FUNCTION = ("to_local", "full_tensor", "redistribute")
 
 
 def _seen(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of a guarded class, which is a use as any other."""
+    """Makes a method of a guarded class count as a use of the tensor, as an operation does."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return type(self).__torch_function__(method, (), (self, *args), kwargs)
@@ -333,7 +334,8 @@ class Guards:
         return self._run(func, args, kwargs)
 
     def _is_there(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a parameter is where a call moves it, or is now, because the call moves the whole model."""
+        """Whether a parameter is already on the device that a call moves it to. If the call moves the whole held model,
+        that is moved first."""
         if is_no_move(func, args, kwargs):
             return True
         device, moves = moved_to(func, args, kwargs), self._moves()
@@ -350,7 +352,8 @@ class Guards:
         return result
 
     def _piece_by_piece(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """An operation on each element of lists, a unit at a time: the device may lack room for all of them."""
+        """Runs an operation on lists of tensors (`torch._foreach_*`) one unit after the other: the device may lack room
+        for all of them."""
         lists = [one for one in (*args, *kwargs.values()) if isinstance(one, list | tuple)]
         length = len(lists[0]) if lists else 0
         if not length or any(len(one) != length for one in lists):
@@ -366,15 +369,16 @@ class Guards:
         return results or None
 
     def class_now(self, tensor: Any, guarded: type[Any]) -> type[Tensor]:
-        """The class of a tensor after a use, before which it had class `guarded`. Its unit may run now, or no more."""
+        """The class that a tensor gets back after a use, before which its class was `guarded`. It is another one if the
+        use began or ended a forward of its unit."""
         number = self._parameters.number_of(tensor)
         runs = number is not None and self._units.running.watches(self._unit_of[number], number)
         streams = guarded._guards_ref is self._streamed_ref
         return self.class_for(guarded._kind, streams=streams, runs=True) if runs else guarded
 
     def _units_of(self, used: Iterable[Any]) -> list[str]:
-        """The units that have to be fetched for a use of these tensors. Of a resident one, whose unit need not be
-        fetched, a pending update is applied."""
+        """The units that have to be fetched for a use of these tensors. A resident tensor needs no fetch: its pending
+        update is applied here."""
         found: dict[str, None] = {}
         for tensor in used:
             number = self._parameters.number_of(tensor)
