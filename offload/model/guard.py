@@ -352,7 +352,7 @@ class Guards:
         return result
 
     def _piece_by_piece(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Runs an operation on lists of tensors (`torch._foreach_*`) one unit after the other: the device may lack room
+        """Runs an operation on lists of tensors one unit after the other: the device may lack room
         for all of them."""
         lists = [one for one in (*args, *kwargs.values()) if isinstance(one, list | tuple)]
         length = len(lists[0]) if lists else 0
