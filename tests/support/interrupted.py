@@ -43,6 +43,17 @@ def _handlers(code: CodeType) -> dict[int, int]:
     return {at: entry.target for entry in entries for at in range(entry.start, entry.end, 2)}
 
 
+def _drops_errors(frame: FrameType) -> bool:
+    """Whether Python itself drops what is raised here: in `__del__`, and in what is called by it or wraps it."""
+    wrapped: FrameType | None = frame
+    while wrapped is not None:
+        function = wrapped.f_locals.get("function")
+        if wrapped.f_code.co_name == "__del__" or getattr(function, "__name__", "") == "__del__":
+            return True
+        wrapped = wrapped.f_back
+    return False
+
+
 @contextmanager
 def interrupted_at(instruction: int, by: Callable[[], None] = interrupt) -> Iterator[list[int]]:
     """Calls `by` before this thread's so-manieth instruction in FILES; yields how many are left to go, in a list."""
@@ -62,8 +73,8 @@ def interrupted_at(instruction: int, by: Callable[[], None] = interrupt) -> Iter
         name = frame.f_code.co_filename
         if not name.startswith(FILES if by is interrupt else FILES[0]) or (by is not interrupt and "/io/" in name):
             return None
-        if frame.f_code.co_name == "__del__":
-            return None  # Python itself drops what is raised there
+        if event == "call" and _drops_errors(frame):
+            return None
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False
         if event == "opcode" and is_place(frame):
