@@ -68,8 +68,8 @@ class PendingUpdates:
         self._owner.require_usable()
         with self._lock, self._timeline.span("apply_s"), hidden():
             try:
-                for flats in self._step.together(list(self._step.pending)):
-                    self._step.start_apply(flats)
+                for group in self._step.together(list(self._step.pending)):
+                    self._step.start_apply(group)
             except BaseException as error:
                 self._owner.failed(error)
                 raise
@@ -114,12 +114,12 @@ class PendingUpdates:
         self._owner.require_usable()
         # A forward in another thread waits here, and then finds nothing left to do.
         with self._lock, self._timeline.span("apply_s"), hidden():
-            for together in self._step.together([flat for flat in flats if flat in self._step.pending]):
-                for flat in together:
+            for group in self._step.together([flat for flat in flats if flat in self._step.pending]):
+                for flat in group:
                     self._require_unwritten(self._active[flat])
                 try:
-                    self._step.start_apply(together)
-                    for flat in together:
+                    self._step.start_apply(group)
+                    for flat in group:
                         self._finish(flat)
                 except BaseException as error:
                     # Some chunks are a step ahead of others: every later result would be wrong.

@@ -73,9 +73,10 @@ class WrittenFrozen:
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Copies of the values of those that were written to, by name, and the digests of all. Raises: BudgetError if
-            the
-        copies take too much RAM."""
+        """Copies of the values of those that were written to, by name, and the digests of all.
+
+        Raises: BudgetError if the copies take too much RAM.
+        """
         names = sorted(self._loaded | self._written())
         needed = sum(local_of(self._named[name]).nbytes for name in names)
         if needed > self._budget_bytes:

@@ -343,6 +343,8 @@ class Step:
     def start_apply(self, flats: Collection[int]) -> None:
         """Makes the new parameters of `flats`, some of `together`, or waits for them, and sends them to other ranks."""
         flats = [flat for flat in flats if flat not in self._started]
+        if not flats:
+            return
         works = [work for flat in flats for work in self._pending[flat]]
         self._params.begin()
         if self._worker is None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from typer.testing import CliRunner, Result
 
 from offload import BudgetError, OffloadZero, Tuning
@@ -284,19 +285,19 @@ def test_activations_of_a_batch_are_those_of_a_run(recompute: bool, tmp_path: Pa
     for module in (model.embed, model.positions, model.blocks[0]):
         module.requires_grad_(False)
     tokens = torch.zeros(3, 50, dtype=torch.long)
-    with OffloadZero(
-        model,
-        path=tmp_path / "run",
-        compute_dtype=torch.float32,
-        activation_tier="nvme",
-        tuning=Tuning(recompute=recompute),
-    ) as optimizer:
+    with (
+        sdpa_kernel(SDPBackend.MATH),  # as on the meta device, where the plan measures: others save less
+        OffloadZero(
+            model,
+            path=tmp_path / "run",
+            compute_dtype=torch.float32,
+            activation_tier="nvme",
+            tuning=Tuning(recompute=recompute),
+        ) as optimizer,
+    ):
         model(tokens)
         peak = optimizer.stats()["peak_activation_bytes"]
-    if recompute:
-        assert peak == found["entering_bytes"]
-    else:  # torch's attention may save less on a CPU than on the meta device, where the plan measures
-        assert peak <= found["saved_bytes"] <= 1.2 * peak
+    assert peak == found["entering_bytes" if recompute else "saved_bytes"]
 
 
 def test_activations_of_a_model_that_looks_at_values_are_counted_by_formula(monkeypatch: pytest.MonkeyPatch) -> None:
