@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ EACH_WAY = (2, 4, 8)
 """Buffers for reading, and as many for writing, that `Disk.search` tries. Not fewer than a step has: memory that fits a
 CPU's cache makes the same drive look faster."""
 LR, BETAS, EPS, WEIGHT_DECAY, STEP = 1e-4, (0.9, 0.999), 1e-8, 0.01, 100
+T = TypeVar("T")
 SCALARS = AdamScalars.at(step=STEP, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, decoupled=True)
 
 
@@ -82,6 +85,16 @@ class Disk:
                 future.result()
                 free[way].append(buffer)
         return time.perf_counter() - start
+
+    def beside(self, work: Callable[[], T]) -> tuple[T, float]:
+        """What `work` returns, and the seconds of a `run` while another thread does it; the median of several."""
+        with ThreadPoolExecutor(1) as pool:
+            working = pool.submit(work)
+            seconds = [self.run()]
+            while not working.done():
+                seconds.append(self.run())
+        # `work` ended in the last one.
+        return working.result(), statistics.median(seconds[:-1] or seconds)
 
     def seconds_for(self, nbytes: float, seconds: float, count: int | None = None) -> float:
         """Seconds for `nbytes`, half of them each way, at the speed of a `run` of `count` that took `seconds`."""

@@ -7,8 +7,9 @@ Between two orders it waits for the pipe, and nothing of it runs.
 
 The argument, a spec: kind: "offload", "torch" or "deepspeed"; model: sizes of a GPT; text: a file of bytes; path: a
 folder of its own for swap files; lr; seed; options: of the kind, see `Offload` and `DeepSpeed`.
-Orders: steps to be timed, of batch x seq tokens; and if wanted phases: see [Note: what is timed]; timeline: a file to
-record in; fresh_peak: whether the answer's peak RSS is that of these steps alone.
+Orders: steps to be timed, of batch x seq tokens; and if wanted phases: see [Note: what is timed]; updates: False to
+drop the gradients instead of stepping; timeline: a file to record in; fresh_peak: whether the answer's peak RSS is that
+of these steps alone.
 
 [Note: what is timed]
 A block is timed from where the step before it returns until its last step does. That one step goes first, untimed: what
@@ -237,7 +238,7 @@ class Worker:
         batches = [self._batches[shape]() for _ in range(lead + orders["steps"])]
         before, moved = trainer.stats(), io_bytes()
         with trainer.recording(orders["timeline"]) if "timeline" in orders else nullcontext():
-            answer = self._steps(batches, lead, phases)
+            answer = self._steps(batches, lead, phases, orders.get("updates", True))
         after = trainer.stats()
         return answer | {
             "trained": len(batches),
@@ -246,7 +247,7 @@ class Worker:
             **{key: count - moved[key] for key, count in io_bytes().items()},
         }
 
-    def _steps(self, batches: list[tuple[Tensor, Tensor]], lead: int, phases: bool) -> dict[str, Any]:
+    def _steps(self, batches: list[tuple[Tensor, Tensor]], lead: int, phases: bool, updates: bool) -> dict[str, Any]:
         trainer, parts, ends = self._trainer, [], [time.perf_counter()]
         losses: list[Tensor] = []
         forward_bytes = 0.0
@@ -259,7 +260,7 @@ class Worker:
                 forward_bytes += trainer.disk_bytes() - moved
             trainer.backward(loss)
             times.append(self._last_gradient.at)
-            trainer.step()
+            trainer.step() if updates else trainer.model.zero_grad()
             if phases:
                 trainer.synchronize()
             times.append(time.perf_counter())

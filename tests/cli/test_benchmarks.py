@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
+import threading
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -192,12 +195,39 @@ def test_targets_are_judged_against_the_best_peer() -> None:
 
 
 def test_limit_of_an_iteration_is_the_larger_of_compute_and_disk_in_each_phase() -> None:
-    def limit(disk_s: float, forward_bytes: float) -> float:
-        return hiding.Round(2.0, 4.0, 0.5, disk_s, 100.0, forward_bytes, 7.0, 7.0).limit_s
+    def limit(disk_s: float, in_forward: float) -> float:
+        return hiding.Parts(2.0, 4.0, 0.5, disk_s).hidden_s(in_forward)
 
-    assert limit(1.0, 100.0) == 6.5
-    assert limit(3.0, 100.0) == 7.0
-    assert limit(12.0, 50.0) == 12.0
+    assert limit(1.0, 1.0) == 6.5
+    assert limit(3.0, 1.0) == 7.0
+    assert limit(12.0, 0.5) == 12.0
+
+
+def test_floor_of_an_iteration_is_of_what_its_parts_take_beside_each_other() -> None:
+    alone, beside = hiding.Parts(2.0, 4.0, 0.5, 6.0), hiding.Parts(3.0, 5.0, 0.5, 8.0)
+    one = hiding.Round(alone, beside, moved_bytes=100.0, forward_bytes=75.0, step_s=9.0, torch_s=7.0)
+    assert one.seconds["limit_s"] == 4.5 + 4.0
+    assert one.seconds["floor_s"] == 6.0 + 5.0
+    result = hiding.Result(16, 10, [one])
+    assert (result.x("limit_s"), result.x("floor_s")) == (9 / 8.5, 9 / 11)
+    assert len(result.row()) == len(hiding.HEADINGS)
+
+
+def test_disk_is_measured_while_something_else_runs(tmp_path: Path) -> None:
+    with closing(Disk(tmp_path, 3, 64 * KIB)) as disk:
+        seconds: list[float] = []
+        ended, run = threading.Event(), disk.run
+
+        def counted() -> float:
+            seconds.append(run())
+            if len(seconds) == 3:
+                ended.set()
+            return seconds[-1]
+
+        disk.run = counted  # type: ignore[method-assign]
+        found, median_s = disk.beside(lambda: ended.wait(10))
+        assert found
+        assert median_s == statistics.median(seconds[:-1])
 
 
 @pytest.mark.slow
@@ -214,7 +244,7 @@ def test_peers_without_deepspeed_save_a_table_and_losses(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tier", list(hiding.TARGETS))
+@pytest.mark.parametrize("tier", ["device", "nvme"])
 def test_hiding_measures_and_saves(
     tier: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], results: Path
 ) -> None:
