@@ -310,8 +310,10 @@ class UringEngine(QueuedEngine):
 def _reap(own: Ring, under_way: UnderWay) -> None:
     """The reaper's life. It holds no engine but those of requests under way, so a forgotten engine ends it.
 
-    Nothing but the end of the ring ends it: what it did not hand on would be waited for forever.
+    Nothing but the end of the ring ends it: what it did not hand on would be waited for forever. A script that exits
+    without close() has reads under way, and the ring ends after them.
     """
+    is_last = False
     while True:
         try:
             completions = own.wait()
@@ -323,14 +325,22 @@ def _reap(own: Ring, under_way: UnderWay) -> None:
             continue
         for token, result in completions:
             if token == _STOP:
-                own.close()
-                return
+                is_last = True
+                continue
             try:
                 request, engine = under_way.pop(token)
                 engine._ended(request, result)
                 del request, engine
             except Exception:  # _ended has resolved what it could
                 _log.exception("io_uring: a completion could not be handed on")
+        if is_last and not under_way:
+            try:
+                own.close()
+                return
+            except OSError as error:
+                # A request that began before the end was known: its completion is still to come.
+                if error.errno != errno.EBUSY:
+                    raise
 
 
 def _stop_reaping(own: Ring, reaper: threading.Thread, pid: int) -> None:

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import aiofiles
 import aiofiles.os
 
+from offload.errors import ClosedError
 from offload.io.engine import DEPTH, REQUEST_BYTES, IOFile, QueuedEngine, Refused, Request, open_file, reopened
 from offload.io.threads import Workers
 
@@ -51,6 +52,8 @@ class PortableEngine(QueuedEngine):
         for request in requests:
             coroutine = self._run(request)
             try:
+                if not self._end.alive:
+                    raise ClosedError("the portable I/O has ended with Python: close the optimizer before")
                 asyncio.run_coroutine_threadsafe(coroutine, self._loop)
             except Exception as error:
                 coroutine.close()
@@ -91,8 +94,10 @@ class PortableEngine(QueuedEngine):
 
 
 def _serve(loop: asyncio.AbstractEventLoop, opened: list[IOFile]) -> None:
-    """The thread's life."""
+    """The thread's life. A script that exits without close() has reads under way, which end before the loop does."""
     loop.run_forever()
+    for task in asyncio.all_tasks(loop):
+        loop.run_until_complete(task)
     loop.close()
     for own in opened:
         own.close()

@@ -9,6 +9,8 @@ import logging
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +27,7 @@ from offload.io.threads import ThreadEngine
 from offload.sizes import MIB, PAGE_BYTES
 from tests.io.conftest import ENGINES, QUEUED
 from tests.support.faulty_engine import FaultyEngine, aligned
-from tests.support.processes import holds_in_child, open_files
+from tests.support.processes import ROOT, holds_in_child, open_files
 
 SIZES = [
     0,
@@ -622,3 +624,24 @@ def test_registering_where_the_kernel_would_wait_for_the_reaper_is_left_out(plac
     waiting.join(WAIT_S)
     assert not waiting.is_alive()
     old.close()
+
+
+EXIT = """
+import sys
+from pathlib import Path
+from offload.io.select import open_engine
+from offload.sizes import MIB
+from tests.support.faulty_engine import aligned
+engine = open_engine(sys.argv[1], [Path(sys.argv[2]).parent])
+file = engine.open(sys.argv[2])
+memory = aligned(bytes(16 * MIB))
+engine.write(file, 0, memory).result()
+under_way = [engine.read(file, 0, memory) for _ in range(16)]
+"""
+
+
+@pytest.mark.parametrize("name", QUEUED)
+def test_a_process_ends_in_silence_with_reads_under_way(name: str, place: str) -> None:
+    command = [sys.executable, "-c", EXIT, name, place]
+    done = subprocess.run(command, timeout=60, cwd=ROOT, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
