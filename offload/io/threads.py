@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from offload.errors import ClosedError
 from offload.io.engine import DEPTH, REQUEST_BYTES, QueuedEngine, Refused, Request
+from offload.native.threads import end_threads
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,8 +35,7 @@ class Workers(Executor):
         ]
         for thread in self._threads:
             thread.start()
-        # Also at exit: a thread that ends while the interpreter does can take it down.
-        self._end = weakref.finalize(self, _stop, self._calls, self._threads, os.getpid())
+        self._end = weakref.finalize(self, end_threads, self._calls, self._threads, os.getpid())
 
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Raises: ClosedError after `shutdown`, and when Python has ended the threads."""
@@ -82,16 +82,6 @@ def _work(calls: SimpleQueue[_Call | None]) -> None:
                 del result
         # What it holds has to go when its caller lets it go.
         del call, future, function, args, kwargs
-
-
-def _stop(calls: SimpleQueue[_Call | None], threads: list[threading.Thread], pid: int) -> None:
-    if pid != os.getpid():
-        return  # a forked child has no such threads
-    for _ in threads:
-        calls.put(None)
-    for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join()
 
 
 class ThreadEngine(QueuedEngine):

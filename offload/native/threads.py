@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from offload.interrupts import LET_IN_S, uninterrupted
 from offload.native.library import Work
@@ -31,7 +32,7 @@ class Pool:
         ]
         for thread in threads:
             thread.start()
-        self.stop = weakref.finalize(self, _stop, self._calls, threads, self.pid)
+        self.stop = weakref.finalize(self, end_threads, self._calls, threads, self.pid)
 
     @uninterrupted
     def run(self, ranges: Iterable[Range]) -> None:
@@ -121,12 +122,13 @@ def _work(calls: SimpleQueue[_Call | None]) -> None:
         del call
 
 
-def _stop(calls: SimpleQueue[_Call | None], threads: list[threading.Thread], pid: int) -> None:
+def end_threads(calls: SimpleQueue[Any], threads: list[threading.Thread], pid: int) -> None:
+    """Ends threads of process `pid` that take calls from a queue until there is None, and waits for them."""
     if pid != os.getpid():
         return  # a forked child has no such threads
     for _ in threads:
         calls.put(None)
-    # A thread that still ends while the interpreter does would abort the process: its tensors go then.
+    # A thread that still ends while the interpreter does can abort the process.
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join()

@@ -143,7 +143,7 @@ def belady(order: Sequence[int], waiting: int, fresh: Collection[int] = ()) -> f
     return frozenset(retained)
 
 
-def announced(ahead: Iterable[tuple[int, bool]], in_ram: Container[int]) -> Iterator[tuple[int, bool, int]]:
+def reservations(ahead: Iterable[tuple[int, bool]], in_ram: Container[int]) -> Iterator[tuple[int, bool, int]]:
     """Yields (chunk, should_prefetch, buffers reserved by earlier uses) for each use to come.
 
     Args: ahead: (chunk, whether the use overwrites all of it); in_ram: chunks that have a buffer.
@@ -645,7 +645,7 @@ class Store:
         if len(self._free) <= left_free:
             return
         uses = ((use.chunk, use.is_fresh) for use in self._ahead)
-        for chunk, is_read, taken in announced(uses, self._buffers):
+        for chunk, is_read, taken in reservations(uses, self._buffers):
             if len(self._free) <= left_free + taken or self._failure is not None:
                 return
             state = self._table[chunk]
