@@ -20,6 +20,7 @@ from offload.checkpoint.recovery import Start
 from offload.config import Config
 from offload.devices.copies import Copier, HostCopier, accelerator, copier_for
 from offload.dist.communicator import Communicator
+from offload.entries import Entries
 from offload.grads.base import GradientBuffer
 from offload.grads.local import LocalGradients
 from offload.grads.reduce_scatter import ReducedGradients
@@ -162,7 +163,8 @@ def build(
     config, layout, held = start.config, plan.layout, plan.held
     memory = _reserve(undo, replace(plan, config=config), placement, comm)
     slots, engine = _open_files(undo, config, held, placement, memory, start, timeline, comm.everyone.rank)
-    run = Run(config, layout, memory, _kernels_for(undo, config, layout, memory), comm, timeline)
+    entries = Entries(comm.everyone.size)
+    run = Run(config, layout, memory, _kernels_for(undo, config, layout, memory), comm, timeline, entries)
     states = state_slot_arrays(layout, split_master=config.split_master)
     # First of all in memory: a resume reads into it while the rest is made.
     store = _state_store(undo, run, placement, slots, states)

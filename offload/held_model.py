@@ -68,10 +68,10 @@ class HeldModel:
             transfers.expect(())  # training fetches in another order than that in which the model was taken
         self.initial_bytes = run.timeline.counted("nvme_written_bytes")
         parameters.remember(model)
-        self.answers = Answers(run.layout, parameters, parts.gradients, self.pending, owner)
+        self.answers = Answers(run.layout, parameters, parts.gradients, self.pending, self.units, owner)
         names = units_of(model, run.config.units)
         names |= {param: spec.unit for param, spec in zip(parameters.params, parameters.layout.specs, strict=True)}
-        self.access = Access(parameters, names, self.units, placement.budget_bytes)
+        self.access = Access(parameters, names, self.units, placement.budget_bytes, owner)
         self._hooks = Hooks(model, run, parameters, names, self.units, self.access, self.answers)
         self._activations: Activations | None = None
         if run.config.activation_tier is not None:
@@ -131,6 +131,7 @@ class HeldModel:
         parameters, memory = self._parts.parameters, self._run.memory.device
         if device not in (CPU, parameters.home) or not any(one is self._model for one in module.modules()):
             return False
+        self._run.entries.wait_for_turn("the model is moved")
         if device != parameters.device:
             self._owner.require_usable()
             self.pending.apply_all()

@@ -47,6 +47,7 @@ from offload.config import PathLike, Tuning
 from offload.dist import torch_distributed
 from offload.dist.agreement import agree_on_error, all_gather_shards, require_alike
 from offload.dist.tensor_parallel import is_dtensor, local_of, mesh_of, whole_of
+from offload.entries import Entries, entry, exclusive_entry, training_entry
 from offload.errors import (
     CLOSED,
     BudgetError,
@@ -351,19 +352,26 @@ class OffloadZero(torch.optim.Optimizer):
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
+            self._attached.step_begins(self.param_groups)
+            if self._is_commit_due():
+                self._attached.capture_rest()
             with self._timeline.span("step_s"), self._timeline.event(PHASES, "step"):
-                self._held.step_begins()
-                self._attached.step_begins(self.param_groups)
-                # First, because ranks may have sent different gradients so far: from here on all have sent the same.
-                active = self._finalize_gradients()
-                self._commit_if_due()
-                factor = self._agreed_factor(active) if self._is_to_step(active) else None
-                if factor is not None:
-                    self._held.take_outside_writes()
-                self._advance(active, factor)
-                self._held.step_ends()
+                self._take_step()
                 self._capture_if_due()
         return loss
+
+    @training_entry
+    def _take_step(self) -> None:
+        self._require_usable()
+        self._held.step_begins()
+        # First, because ranks may have sent different gradients so far: from here on all have sent the same.
+        active = self._finalize_gradients()
+        self._commit_if_due()
+        factor = self._agreed_factor(active) if self._is_to_step(active) else None
+        if factor is not None:
+            self._held.take_outside_writes()
+        self._advance(active, factor)
+        self._held.step_ends()
 
     def _finalize_gradients(self) -> list[int]:
         """Waits for the gradients; returns the parameters that have one on any rank."""
@@ -395,6 +403,7 @@ class OffloadZero(torch.optim.Optimizer):
         for number in active:
             self._steps[number] += 1
 
+    @training_entry
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients since the last step; with `set_to_none=False` they become zeros, which the step uses."""
         with DisableTorchFunctionSubclass():
@@ -406,6 +415,7 @@ class OffloadZero(torch.optim.Optimizer):
 
     # Clip and scale.
 
+    @training_entry
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clips the gradients of this step to a 2-norm of `max_norm`, over all parameters together.
 
@@ -436,6 +446,11 @@ class OffloadZero(torch.optim.Optimizer):
         clip = 1.0 if gradients.scale.clip is None else gradients.scale.clip
         gradients.scale = replace(gradients.scale, clip=clip * factor)
         return torch.tensor(norm, dtype=torch.float32, device="cpu")
+
+    @property
+    def entries(self) -> Entries:
+        """The threads that use the model: for parts of this library."""
+        return self._parts.run.entries
 
     @property
     def _is_of_scaler(self) -> bool:
@@ -566,6 +581,7 @@ class OffloadZero(torch.optim.Optimizer):
         return "auto" if most is None else most
 
     @accumulation.setter
+    @entry
     def accumulation(self, passes: int) -> None:
         self._require_usable()
         if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
@@ -590,6 +606,7 @@ class OffloadZero(torch.optim.Optimizer):
 
     # Look.
 
+    @exclusive_entry("grad")
     def grad(self, param: Tensor) -> Tensor | None:
         """The gradient of `param` as the next step will use it: summed over micro-batches, unscaled and clipped if
         `scaler.unscale_` and `clip_grad_norm_` were called. Before `unscale_` it is that of the scaled loss.
@@ -618,6 +635,7 @@ class OffloadZero(torch.optim.Optimizer):
         self._require_usable()
         return self._held.access.gathered(module_or_params, writable=writable)
 
+    @exclusive_entry("state_of")
     def state_of(self, param: Tensor) -> dict[str, Any]:
         """Copies of the states of a parameter.
 
@@ -751,7 +769,7 @@ class OffloadZero(torch.optim.Optimizer):
         is_first = not self._attached
         self._attached.attach(given)
         if is_first and self._attached:
-            hook = Hook(lambda *_: self._attached.forward_begins())
+            hook = Hook(lambda *_: self._attached.capture_rest())
             undo.callback(self._model.register_forward_pre_hook(hook).remove)
 
     def _capture_if_due(self) -> None:
@@ -772,9 +790,25 @@ class OffloadZero(torch.optim.Optimizer):
         Raises: ConfigError (no path, or commit_every=None; extra cannot be stored; the step is committed already),
         TierIOError, OtherRankError, RankError. The last commit stays what it was then.
         """
+        is_committed = False
+        while not is_committed:
+            step = self._begin_commit()
+            is_committed = self._commit_of(step, self._attached.carry(extra))
+
+    @exclusive_entry("commit")
+    def _begin_commit(self) -> int:
+        """Applies all of the last step. Returns: its number."""
         self._require_usable()
         self._held.step_begins()
-        self._commit(self._attached.carry(extra))
+        return self._step
+
+    @exclusive_entry("commit")
+    def _commit_of(self, step: int, extra: object) -> bool:
+        """Commits, unless another thread has made a step since `extra` was captured. Returns: whether it did."""
+        if self._step == step:
+            self._require_usable()
+            self._commit(extra)
+        return self._step == step
 
     def _is_commit_due(self) -> bool:
         return self._commits.is_due(self._step) and self._attached.is_captured(self._step)
@@ -803,6 +837,7 @@ class OffloadZero(torch.optim.Optimizer):
                 self._fail(error)
             raise
 
+    @exclusive_entry("snapshot")
     def snapshot(self, *, keep: int | None = None) -> tuple[Path, ...]:
         """Copies the last commit, which the next one would replace; the copy is durable when this returns.
 
@@ -832,6 +867,11 @@ class OffloadZero(torch.optim.Optimizer):
         Raises: ResumeError if nothing was committed, or naming a frozen parameter that was first written to since then
         (all else is restored); CorruptionError, TierIOError, OtherRankError, RankError.
         """
+        self._attached.go_back(self._roll_back())
+
+    @exclusive_entry("rollback")
+    def _roll_back(self) -> Carried:
+        """Returns: what the commit carries of attached objects."""
         is_alone = self._everyone.size > 1 and self._failure is not None
         if os.getpid() != self._pid or isinstance(self._failure, ClosedError) or is_alone:
             self._require_usable()
@@ -845,7 +885,7 @@ class OffloadZero(torch.optim.Optimizer):
             raise
         self._failure = None
         self.zero_grad()
-        self._attached.go_back(carried)
+        return carried
 
     def _take_progress(self, committed: Manifest) -> None:
         """Takes hyper-parameters and step counts from a commit, whatever its layout."""
@@ -861,6 +901,7 @@ class OffloadZero(torch.optim.Optimizer):
         self._take_progress(found.first)
         self._commits.take_over(found, self._steps, self.param_groups)
 
+    @exclusive_entry("export")
     def export(self, directory: str | os.PathLike[str]) -> tuple[Path, ...]:
         """Writes the model's state_dict as it is now, in its own dtypes, as safetensors.
 
@@ -907,6 +948,7 @@ class OffloadZero(torch.optim.Optimizer):
             raise ConfigError("parameters cannot be added after OffloadZero took the model: make a new OffloadZero")
         super().add_param_group(param_group)
 
+    @exclusive_entry("state_dict")
     def state_dict(self) -> dict[str, Any]:
         """Param groups and step, and the name of a commit of this step, which has the tensors.
 
@@ -939,7 +981,7 @@ class OffloadZero(torch.optim.Optimizer):
                 warnings.warn(
                     "this state dict has hyper-parameters only, and a run cannot be resumed from it: masters and "
                     "moments are in no file; give OffloadZero a path, and leave commit_every as it is",
-                    stacklevel=3,
+                    stacklevel=4,
                 )
             return None
         is_committed = self._commits.has(self._step)
@@ -966,6 +1008,7 @@ class OffloadZero(torch.optim.Optimizer):
         return self._commits.last_id
 
     @torch.no_grad()
+    @exclusive_entry("load_state_dict")
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes to the step of a state dict, and takes its hyper-parameters.
 
@@ -1007,6 +1050,7 @@ class OffloadZero(torch.optim.Optimizer):
 
     # Close.
 
+    @exclusive_entry("synchronize")
     def synchronize(self) -> None:
         """Applies all pending updates and waits for all transfers. Raises what went wrong with them."""
         self._require_usable()
@@ -1019,8 +1063,11 @@ class OffloadZero(torch.optim.Optimizer):
         for good, if all of them fit in `device_memory` and in half of what is free. If they do not, or if ranks share
         them, they stay released, and any use of them raises ReleasedParameterError.
         """
-        if os.getpid() != self._pid:
-            return
+        if os.getpid() == self._pid:
+            self._close()
+
+    @training_entry
+    def _close(self) -> None:
         if isinstance(self._failure, ClosedError):
             self._end()  # a call that was interrupted left it to this one
             return
@@ -1062,6 +1109,7 @@ class OffloadZero(torch.optim.Optimizer):
         """Makes every later call raise this error: some parameters are a step further than others, or one rank is."""
         self._failure = self._failure or error
 
+    @entry
     def _require_usable(self) -> None:
         if os.getpid() != self._pid:
             raise ClosedError("this is a forked child: the optimizer works only in the process that made it")

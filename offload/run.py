@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from offload.config import Config
 from offload.devices.copies import Copier
 from offload.dist.communicator import Communicator
+from offload.entries import Entries
 from offload.errors import CLOSED, ClosedError
 from offload.layout import Layout
 from offload.native import Kernels
@@ -55,6 +56,7 @@ class Run:
     kernels: Kernels
     comm: Communicator
     timeline: Timeline
+    entries: Entries = field(default_factory=Entries)
 
 
 class Stores(NamedTuple):

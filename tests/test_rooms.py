@@ -12,7 +12,7 @@ ROOT = Path(offload.__file__).parent
 
 FLOORS = [
     ["errors", "torch_private", "sizes", "interrupts"],
-    ["config", "layout", "profiling"],
+    ["config", "layout", "profiling", "entries"],
     ["native", "io"],
     ["devices", "storage", "dist"],
     ["run"],

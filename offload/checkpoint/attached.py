@@ -123,8 +123,8 @@ class Attached:
         captured = {name: accessor.copy() for name, accessor in self._accessors.items() if accessor.is_drawn}
         self._captured, self._step = captured, step
 
-    def forward_begins(self) -> None:
-        """Captures the rest, once a step."""
+    def capture_rest(self) -> None:
+        """Captures the rest, once a step: a forward begins, or the commit is due."""
         if self._step is not None and torch.is_grad_enabled():
             for name, accessor in self._accessors.items():
                 if name not in self._captured:
@@ -136,7 +136,7 @@ class Attached:
 
     def carry_captured(self) -> object:
         """What an automatic commit carries."""
-        self.forward_begins()
+        self.capture_rest()
         return self._carried(None, dict(self._captured)) if self._accessors else None
 
     def carry(self, extra: object) -> object:

@@ -34,13 +34,14 @@ import torch
 from torch import nn
 
 from offload import torch_private
+from offload.entries import entry
 from offload.errors import BudgetError, ConfigError, ReleasedParameterError
 from offload.grads.base import GradientBuffer
-from offload.interrupts import uninterrupted
 from offload.model.backward_order import BackwardOrder
 from offload.model.flat_param import FlatParameters
 from offload.model.master_weights import MasterWeights
 from offload.model.pending import PendingUpdates
+from offload.model.running import RunningUnits
 from offload.model.torch_helpers import call_alive, call_hidden, in_backward, tensors_in
 from offload.model.transfer import UnitState, UnitTransfers
 from offload.model.units import ROOT, encloses
@@ -51,64 +52,6 @@ MAX_REMEMBERED = 1 << 14
 """Units of one pass whose order is remembered."""
 
 _NO_CONTEXT = nullcontext()
-
-
-class RunningUnits:
-    """Which units' forwards run now. Their parameters are plain; all others are guarded (guard.py).
-
-    A unit runs from the entry of the first of its modules until the last one is left. A forward that was interrupted
-    never says that it ended: its unit counts as running until `reset`.
-    """
-
-    def __init__(self, parameters: FlatParameters) -> None:
-        layout = parameters.layout
-        self._parameters = parameters
-        self._numbers: dict[str, list[int]] = {}
-        self._tiled: set[int] = set()
-        for flat in layout.flats:
-            if layout.tile_of(flat.index):  # its guard multiplies with it tile by tile
-                self._tiled.update(flat.params)
-            else:
-                self._numbers.setdefault(flat.unit, []).extend(flat.params)
-        self._depth: dict[str, int] = {}  # in the order in which they were entered
-
-    @uninterrupted
-    def enter(self, unit: str) -> None:
-        """A module of `unit`, whose values are current, begins its forward."""
-        depth = self._depth.get(unit, 0)
-        if not depth:
-            self._parameters.watch(self._numbers.get(unit, ()))
-        self._depth[unit] = depth + 1
-
-    @uninterrupted
-    def leave(self, unit: str) -> None:
-        """A module of `unit` ends its forward."""
-        depth = self._depth.get(unit, 0)
-        if depth > 1:
-            self._depth[unit] = depth - 1
-        elif depth:
-            del self._depth[unit]
-            self._parameters.guard(self._numbers.get(unit, ()))
-
-    def runs(self, unit: str) -> bool:
-        """Whether a forward of `unit` runs."""
-        return unit in self._depth
-
-    def watches(self, unit: str, number: int) -> bool:
-        """Whether parameter `number` of `unit` is plain now."""
-        return unit in self._depth and number not in self._tiled
-
-    @property
-    def units(self) -> Sequence[str]:
-        """Those that run, in the order in which they were entered."""
-        return tuple(self._depth)
-
-    @uninterrupted
-    def reset(self) -> None:
-        """Nothing runs: a forward that raised, or was interrupted, never ended."""
-        for unit in self._depth:
-            self._parameters.guard(self._numbers.get(unit, ()))
-        self._depth.clear()
 
 
 class UnitOrder:
@@ -153,7 +96,8 @@ class UnitOrder:
 class HeldUnits:
     """The units of a held model, all of whose parameters are resident: a use only applies a pending update.
 
-    Hooks and guards call this, or StreamedUnits. Attribute: running: which units' forwards run.
+    Hooks and guards call this, or StreamedUnits. Attributes: entries: the threads in the run; running: which units'
+    forwards run.
     """
 
     is_streamed = False
@@ -166,25 +110,65 @@ class HeldUnits:
         self._pending = pending
         self._masters = masters
         self._owner = owner
-        self.running = RunningUnits(parameters)
+        self.entries = run.entries
+        self.running = RunningUnits(parameters, run.entries)
+        self._tasks: dict[int, threading.Thread] = {}  # of autograd, that run now, and the thread whose backward it is
 
+    @entry
     def model_begins(self) -> None:
         """Before a forward of the whole model."""
+        if not in_backward():
+            self._note_trainer()
         self.forward_begins(ROOT)
 
     def model_ends(self, output: Any) -> None:
         """After it. Args: output: None if it raised."""
         self.forward_ends(ROOT, output)
 
+    @entry
     def forward_begins(self, unit: str) -> None:
         """Before the forward of a module of `unit`."""
         self._pending.apply(unit)
         self.running.enter(unit)
 
+    @entry
     def forward_ends(self, unit: str, output: Any) -> None:
         """After it. Args: output: None if it raised."""
         self.running.leave(unit)
 
+    @entry
+    def backward_runs(self) -> None:
+        """A backward that accumulates gradients is under way in this thread."""
+        if torch_private.graph_task_id() not in self._tasks:
+            self.entries.trains()
+        self._note_task()
+
+    def _note_trainer(self) -> None:
+        """A forward of the whole model begins, if this thread is not inside of another one."""
+        if not self.running.units_here:
+            self.entries.give_way()
+            if torch.is_grad_enabled():
+                self.entries.trains()
+
+    def _note_task(self) -> None:
+        task = torch_private.graph_task_id()
+        if task not in self._tasks:
+            self._tasks[task] = self.entries.pass_begins()
+            torch_private.queue_callback(partial(call_alive, weakref.WeakMethod(self._backward_ends), task))
+
+    @entry
+    def _backward_ends(self, task: int) -> None:
+        if task in self._tasks:
+            self.entries.pass_ends(self._tasks.pop(task))
+
+    def _forget_calls(self) -> None:
+        """Forgets calls of this thread that raised, or were interrupted, and never ended."""
+        here = self.entries.here()
+        self._tasks = {task: owner for task, owner in self._tasks.items() if owner is not here}
+        self.running.reset()
+        self.entries.forget()
+
+    @entry
     def apply(self, unit: str) -> None:
         """Applies a pending update of a unit."""
         self._pending.apply(unit)
@@ -199,14 +183,16 @@ class HeldUnits:
     def gathered(self, units: Sequence[str], numbers: Sequence[int], *, writable: bool) -> Iterator[None]:
         """The same for longer. Args: numbers: parameters that may be written to by other ways than torch's functions,
         if `writable`."""
-        with self.used(units):
-            yield
+        for unit in units:
+            self.apply(unit)
+        yield
 
     def step_begins(self) -> None:
         """The last step was applied, and the next one begins."""
-        self.running.reset()
+        self._forget_calls()
         self._parameters.take_back()
 
+    @entry
     def before_loading(self, params: Iterable[nn.Parameter], *_: object) -> None:
         """Before a state_dict is loaded into a module that has these parameters of its own."""
         self._masters.before_loading(params)
@@ -218,7 +204,7 @@ class HeldUnits:
 
     def move(self, device: torch.device) -> None:
         """Moves all parameters to the CPU, or back to the device to train on. Called when nothing is pending."""
-        self.running.reset()
+        self._forget_calls()
         self._parameters.take_back()
         self._parameters.move(device)
 
@@ -259,17 +245,17 @@ class StreamedUnits(HeldUnits):
         self._replicas = run.layout.replicas
         self._held: list[str] = []  # by `gathered`
         self._used: list[str] = []  # by operations that run now
+        self._borrowed: dict[str, None] = {}  # by threads beside the one that trains, and of no use to that one
         self._guests: dict[str, dict[str, None]] = {}  # by unit: those that it used
         self.written_frozen: set[int] = set()
         self._makes_graph = False
         self._backward: str | None = None  # the unit whose backward began last
-        self._tasks: set[int] = set()  # of autograd, that run now
-        self._thread: threading.Thread | None = None
 
     # Forward and backward.
 
+    @entry
     def model_begins(self) -> None:
-        """Raises: ConfigError in another thread than one that runs the model, and while it is traced."""
+        """Raises: ConfigError beside a pass of another thread, and while it is traced."""
         if torch_private.tracing_state() is not None:
             # The trace would keep the parameters below Python, where nothing fetches them.
             raise ConfigError(
@@ -279,25 +265,32 @@ class StreamedUnits(HeldUnits):
         call_hidden(self._model_begins)
 
     def _model_begins(self) -> None:
+        is_pass = not in_backward()
+        if is_pass:
+            self.entries.take_turn(waits=False)
+            self._note_trainer()
         self._apply_on_the_way(ROOT)
-        if not in_backward():
-            self._require_one_thread()
+        if is_pass:
             self._forget_calls()
             self._begin_pass()
         self._forward_begins(ROOT)
 
+    @entry
     def model_ends(self, output: Any) -> None:
-        if not in_backward() and self._thread is not threading.current_thread():
+        if not self.running.runs_here(ROOT):
             return  # it was refused
         self.forward_ends(ROOT, output)
         if not in_backward() and not any(tensor.requires_grad for tensor in tensors_in(output)):
             self._release_unused()  # no backward will
             self.transfers.expect_same_order()
 
+    @entry
     def forward_begins(self, unit: str) -> None:
         call_hidden(self._apply_and_begin, unit)
 
     def _apply_and_begin(self, unit: str) -> None:
+        if not in_backward() and not self.running.units_here:
+            self.entries.take_turn(waits=False)
         self._apply_on_the_way(unit)
         self._forward_begins(unit)
 
@@ -315,21 +308,11 @@ class StreamedUnits(HeldUnits):
             # Noted now: a backward inside of this one (reentrant checkpointing) may begin next, and its end must not
             # be taken for the end of this one.
             self._note_task()
-        else:
-            self._require_one_thread()
         self._enter(unit)
         self._note_uses(unit)
         self.running.enter(unit)
 
-    def _require_one_thread(self) -> None:
-        thread = threading.current_thread()
-        if self.running.units and self._thread is not None and self._thread is not thread and self._thread.is_alive():
-            raise ConfigError(
-                f"a forward of the model runs in thread {self._thread.name!r} and another began in {thread.name!r}: "
-                "with streamed parameters one thread at a time may run it"
-            )
-        self._thread = thread
-
+    @entry
     def forward_ends(self, unit: str, output: Any) -> None:
         self.running.leave(unit)
         begins = partial(call_alive, weakref.WeakMethod(self._backward_begins), (unit, self._position))
@@ -339,6 +322,7 @@ class StreamedUnits(HeldUnits):
                 if one is not None and one.grad_fn is not None:
                     one.register_hook(begins)
 
+    @entry
     def _backward_begins(self, at: tuple[str, int]) -> None:
         """Args: at: the unit, and the position at the end of its forward."""
         unit, position = at
@@ -372,13 +356,13 @@ class StreamedUnits(HeldUnits):
         self._makes_graph = self._makes_graph or torch.is_grad_enabled()
 
     def _note_task(self) -> None:
-        task = torch_private.graph_task_id()
-        if task not in self._tasks:
-            self._tasks.add(task)
-            torch_private.queue_callback(partial(call_alive, weakref.WeakMethod(self._backward_ends), task))
+        if torch_private.graph_task_id() not in self._tasks:
+            self.entries.take_turn(waits=True)
+        super()._note_task()
 
+    @entry
     def _backward_ends(self, task: int) -> None:
-        self._tasks.discard(task)
+        super()._backward_ends(task)
         if self._backward_order is not None:
             self._gradients.backward_ends(self._backward_order.end(task), is_whole=not self._tasks)
         if not self._tasks:
@@ -391,10 +375,8 @@ class StreamedUnits(HeldUnits):
             self.transfers.expect((ROOT, *order))
 
     def _forget_calls(self) -> None:
-        """Forgets calls that raised, or were interrupted, and never ended."""
-        self._tasks.clear()
+        super()._forget_calls()
         self._used.clear()
-        self.running.reset()
         self._backward = None
         if self._backward_order is not None:
             self._backward_order.forget()
@@ -405,19 +387,26 @@ class StreamedUnits(HeldUnits):
     def used(self, units: Sequence[str]) -> Iterator[None]:
         """See HeldUnits. Raises: ReleasedParameterError where fetching needs all ranks and this one may be alone;
         BudgetError."""
-        is_outside = not self.running.units and not self._tasks and not in_backward()
-        if is_outside and (missing := [unit for unit in units if self._needs_all_ranks(unit)]):
-            raise ReleasedParameterError(
-                f"current values of {missing[0] or 'the root unit'} come from all ranks, and this one may be alone: "
-                "use them inside `with optimizer.gathered(module_or_params):`, on every rank"
-            )
+        is_beside = self.entries.is_beside()
+        is_outside = is_beside or (not self.running.units_here and not self._tasks and not in_backward())
+        if is_outside:
+            self._require_no_ranks(units)
         self._used.extend(units)  # so that they do not release one another
         try:
-            call_hidden(self._fetch_for_use, units)
-            self._note_uses(*(unit for unit in units if unit not in self._held))
+            call_hidden(self._borrow if is_beside else self._fetch_for_use, units)
+            if not is_beside:
+                self._note_uses(*(unit for unit in units if unit not in self._held))
             yield
         finally:
             del self._used[max(0, len(self._used) - len(units)) :]  # uses are nested
+
+    def _require_no_ranks(self, units: Sequence[str]) -> None:
+        """Raises: ReleasedParameterError if current values of `units` take what all ranks do together."""
+        if missing := [unit for unit in units if self._needs_all_ranks(unit)]:
+            raise ReleasedParameterError(
+                f"current values of {missing[0] or 'the root unit'} come from all ranks, and this one may be alone: "
+                "use them inside `with optimizer.gathered(module_or_params):`, on every rank, in the thread that trains"
+            )
 
     def _needs_all_ranks(self, unit: str) -> bool:
         is_sharded = self._layout.shard_group_size > 1 and not self.transfers.is_at(unit, UnitState.AVAILABLE)
@@ -430,15 +419,45 @@ class StreamedUnits(HeldUnits):
         self._require_room(units)
         for unit in units:
             self._pending.apply(unit)
-            self.transfers.fetch(unit)
-        host = (ROOT, *self.running.units)[-1]
+            self._fetch(unit)
+        host = (ROOT, *self.running.units_here)[-1]
         if host != ROOT:
             self._guests.setdefault(host, {}).update(dict.fromkeys(guests))
+
+    def _borrow(self, units: Sequence[str]) -> None:
+        """Fetches units for a thread beside the one that trains. Of what that one has fetched, only what is still on
+        its way may go: the rest may be in use, by a pass that is between two entries."""
+        if not self._tasks:  # of a backward in this thread, or yet another one
+            for unit in [one for one in self._borrowed if one not in units]:
+                self._give_back(unit)
+        if self.transfers.missing_bytes(units) > 0:
+            for unit in self.transfers.allocated:
+                if self.transfers.is_at(unit, UnitState.FETCHING) and unit not in units:
+                    self._release(unit)
+        self._require_room(units)
+        for unit in units:
+            is_there = self.transfers.is_at(unit, UnitState.AVAILABLE)
+            self._pending.apply(unit)
+            self.transfers.fetch(unit)
+            if not is_there and unit != ROOT:
+                self._borrowed[unit] = None
+
+    def _give_back(self, unit: str) -> None:
+        """Releases a unit that was borrowed."""
+        if not self._is_in_use(unit):
+            self._release(unit)
+        self._borrowed.pop(unit, None)
+
+    def _fetch(self, unit: str) -> None:
+        """Fetches a unit for the thread that trains."""
+        self._borrowed.pop(unit, None)
+        self.transfers.fetch(unit)
 
     def fetch_before(self, node: torch.autograd.graph.Node, units: Sequence[str]) -> None:
         """Fetches `units` again each time that `node` of a graph is about to run."""
         node.register_prehook(partial(call_alive, weakref.WeakMethod(self._node_runs), (tuple(units), self._position)))
 
+    @entry
     def _node_runs(self, at: tuple[Sequence[str], int]) -> None:
         """Args: at: the units, and the position at the end of their use."""
         units, position = at
@@ -464,16 +483,8 @@ class StreamedUnits(HeldUnits):
 
     @contextmanager
     def gathered(self, units: Sequence[str], numbers: Sequence[int], *, writable: bool) -> Iterator[None]:
-        for unit in units:
-            self._pending.apply(unit)
         with ExitStack() as held:  # each is let go of, also if another one fails
-            for unit in units:
-                self._held.append(unit)
-                held.callback(self._let_go, unit)
-                self.transfers.fetch(unit)
-                self.write_back()  # what was written before counts as written outside of `gathered`
-            # A use inside counts as of now, and fetches and releases nothing: it may be on one rank alone.
-            self._note_uses(*units)
+            self._gather(units, held)
             if not writable:
                 yield
                 return
@@ -481,27 +492,54 @@ class StreamedUnits(HeldUnits):
                 self.running.enter(unit)
                 held.callback(self.running.leave, unit)
             yield
-            for unit in units:
-                self._pending.apply(unit)
-            self.transfers.find_writes(numbers)
+            self._find_writes(units, numbers)
 
+    @entry
+    def _gather(self, units: Sequence[str], held: ExitStack) -> None:
+        is_beside = self.entries.is_beside()
+        if is_beside:
+            self._require_no_ranks(units)
+            self._require_room(units)
+        for unit in units:
+            self._pending.apply(unit)
+        for unit in units:
+            self._held.append(unit)
+            held.callback(self._let_go, unit)
+            self._fetch(unit)
+            self.write_back()  # what was written before counts as written outside of `gathered`
+        # A use inside counts as of now, and fetches and releases nothing: it may be on one rank alone.
+        if not is_beside:
+            self._note_uses(*units)
+
+    @entry
+    def _find_writes(self, units: Sequence[str], numbers: Sequence[int]) -> None:
+        for unit in units:
+            self._pending.apply(unit)
+        self.transfers.find_writes(numbers)
+
+    @entry
     def _let_go(self, unit: str) -> None:
         self._held.remove(unit)
         self.write_back()
         self.leave(unit)
 
+    @entry
     def visit(self, units: Iterable[str]) -> None:
-        """Fetches units with their current values for saving or loading. They are released when others are fetched."""
+        """Fetches units with their current values for saving or loading. They are released when others are fetched.
+        Beside the thread that trains, each use fetches them (guard.py)."""
+        if self.entries.is_beside():
+            return
         for unit in units:
             self._pending.apply(unit)
         if visited := [unit for unit in units if unit != ROOT and unit not in self._held]:
             self._release_unused(ROOT, *visited)
         for unit in units:
-            self.transfers.fetch(unit)
+            self._fetch(unit)
 
+    @entry
     def leave(self, unit: str) -> None:
         """Releases a unit unless it is in use."""
-        if not self._is_in_use(unit) and not self._tasks and not self._makes_graph:
+        if not (self._is_in_use(unit) or self._tasks or self._makes_graph or self.entries.is_beside()):
             self._release(unit)
 
     # Fetching and releasing.
@@ -509,7 +547,7 @@ class StreamedUnits(HeldUnits):
     def _enter(self, unit: str) -> None:
         """The forward or backward of a unit begins: fetches it, releases others, prefetches the next ones."""
         if unit == ROOT or unit not in self.transfers.units:
-            self.transfers.fetch(unit)
+            self._fetch(unit)
             return
         self._order.enter(unit)
         guests = self._guests.get(unit, ())
@@ -518,7 +556,7 @@ class StreamedUnits(HeldUnits):
         self._release_unused(ROOT, unit, *guests, *fetching)
         if self._makes_graph:
             self._require_room((unit,))
-        self.transfers.fetch(unit)
+        self._fetch(unit)
         self._prefetch(unit)
 
     def _prefetch(self, unit: str) -> None:
@@ -546,6 +584,7 @@ class StreamedUnits(HeldUnits):
             self._parameters.take_back(numbers)
             if self._parameters.written_outside(numbers):
                 self.write_back()
+        self._borrowed.pop(unit, None)
         self.transfers.release(unit)
 
     def _is_in_use(self, unit: str) -> bool:

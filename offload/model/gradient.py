@@ -29,9 +29,11 @@ from torch import Tensor
 
 from offload import torch_private
 from offload.dist.tensor_parallel import is_dtensor, local_gradient, local_of, whole_like
+from offload.entries import entry
 from offload.errors import AccumulationError, ClosedError, ConfigError, GradientMovedError
 from offload.grads.base import UNIT_SCALE, GradientBuffer
 from offload.layout import Layout
+from offload.model.fetch import HeldUnits
 from offload.model.flat_param import FlatParameters, flattened_like
 from offload.model.pending import PendingUpdates
 from offload.model.torch_helpers import (
@@ -84,7 +86,7 @@ class StandIn(Tensor):
         answers = self.answers()
         if answers is None or not answers.is_live(self.number):
             return f"<the gradient of {self.parameter}, which the optimizer has used>"
-        return repr(answers.values_of(self.number))
+        return repr(answers.read(self.number))
 
     @classmethod
     def __torch_function__(
@@ -143,8 +145,11 @@ class Answers:
         parameters: FlatParameters,
         gradients: GradientBuffer,
         pending: PendingUpdates,
+        units: HeldUnits,
         owner: Owner,
     ) -> None:
+        self.entries = units.entries
+        self._units = units
         self._names = [spec.name for spec in layout.specs]
         self._ranks = layout.ranks
         self._parameters = parameters
@@ -168,8 +173,10 @@ class Answers:
 
     # What hooks call.
 
+    @entry
     def accumulation_begins(self, number: int) -> None:
         """Autograd is about to accumulate a gradient into `leaf.grad`."""
+        self._units.backward_runs()
         self._require_home()
         with torch_private.DisableTorchFunctionSubclass():
             param = self._params[number]
@@ -187,6 +194,7 @@ class Answers:
             self._copies.pop(number, None)
             self._zeroed.discard(number)
 
+    @entry
     def hand_over(self, number: int, leaf: Tensor, start: int = 0) -> None:
         """Takes the gradient of a leaf, which is the parameter or its tile from element `start` on."""
         with torch_private.DisableTorchFunctionSubclass():
@@ -289,6 +297,19 @@ class Answers:
 
     def answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """`func(*args, **kwargs)`, where some of the arguments are stand-ins."""
+        with self.entries.lock:
+            self.entries.wait_for_turn("a gradient was used")
+            result = self._answer(func, args, kwargs)
+        self.entries.pause()
+        return result
+
+    def read(self, number: int) -> Tensor:
+        """As `values_of`, for any thread."""
+        with self.entries.lock:
+            self.entries.wait_for_turn("a gradient was used")
+            return self.values_of(number)
+
+    def _answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if func in _IS_ITSELF or (func in MOVES and self._is_there(func, args, kwargs)):
             return args[0]
         if func in _LIKE and isinstance(args[0], StandIn):

@@ -2,9 +2,9 @@
 
 [Note: guarded parameters]
 Outside of its unit's forward a held parameter has another Python class, whose `__torch_function__` sees each use. A use
-applies a pending update, fetches a released unit, and then runs on the plain parameter. So whoever reads a parameter
-gets its current value. Inside its unit's forward a parameter has a class that sees nothing but `p.data`, so that
-operations cost nothing more.
+applies a pending update, fetches a released unit, and then runs on the parameter, which is *opened* meanwhile: of a
+class that sees nothing. So whoever reads a parameter gets its current value. Inside its unit's forward a parameter has
+a class that sees nothing but `p.data`, so that operations cost nothing more.
 
 | tensor                                     | outside its unit | inside it | its memory                           |
 |--------------------------------------------|------------------|-----------|--------------------------------------|
@@ -12,6 +12,11 @@ operations cost nothing more.
 | a streamed parameter                       | guarded          | watched   | there while its unit is available    |
 | an alias of a streamed one (`.t()`, `[0]`) | guarded          | guarded   | the same                             |
 | any of these that is a DTensor             | guarded          | plain     | the same                             |
+
+All that is true of one thread: the one that runs the unit, or that uses the parameter. For other threads a watched or
+opened parameter is guarded. So their use is an entry of its own, and waits for the end of this one ([Note: threads] in
+entries.py). A class is the same for all threads; what differs is the `__torch_function__` that torch finds there
+(`Here`). Only a DTensor is plain for all threads inside its unit.
 
 Torch runs operations of plain DTensors in C++, and of subclasses through Python. So a DTensor is plain inside its unit,
 where `p.data` of it is not seen.
@@ -25,6 +30,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any, NoReturn
 
@@ -34,6 +40,7 @@ from torch import Tensor, nn
 
 from offload import torch_private
 from offload.dist.tensor_parallel import is_dtensor, local_of
+from offload.entries import entry
 from offload.errors import ConfigError, ReleasedParameterError
 from offload.interrupts import uninterrupted, uninterrupted_entry
 from offload.model.fetch import HeldUnits, StreamedUnits
@@ -69,7 +76,13 @@ _EXPORTS = frozenset({Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, torch_p
 
 _CHANGES_MEMORY = frozenset({Tensor.share_memory_, Tensor.set_, Tensor.resize_, Tensor.resize_as_})
 
+_RUNS_BACKWARD = frozenset({torch.autograd.grad, Tensor.backward})
+"""Functions that wait for threads of autograd, which enter."""
+
 _PARAMETER_NEW = nn.Parameter.__new__.__code__
+
+_PLAIN_HERE = dict.fromkeys(("watched", "opened"), torch_private.disabled_torch_function)
+"""Attributes of `Here` in a thread that uses guarded tensors."""
 
 
 class _GuardsRef:
@@ -90,6 +103,51 @@ class _Held:
     __slots__ = ()
     _kind: type[Tensor]
     _guards_ref: _GuardsRef
+
+    @classmethod
+    def guard(cls, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+        """What torch calls for an operation with a tensor that is guarded in this thread."""
+        if func not in _NEEDS_NO_VALUES:
+            guards = cls._guards_ref.guards()
+            if guards is not None:
+                return guards.call(func, args, kwargs or {})
+            if cls._guards_ref.is_elsewhere:
+                _refuse(getattr(func, "__name__", str(func)))
+        with torch_private.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether this thread uses the tensor as one that nobody guards."""
+        return self.__torch_function__ is torch_private.disabled_torch_function  # type: ignore[attr-defined]
+
+    def __repr__(self, **options: Any) -> str:
+        if self._is_plain:
+            return str(self._kind.__repr__(self, **options))  # type: ignore[arg-type]
+        if self._guards_ref.guards() is None and self._guards_ref.is_elsewhere:
+            return f"{self._kind.__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, released)"  # type: ignore[attr-defined]
+        return str(self._plainly(repr))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self._is_plain:
+            return self._kind.__deepcopy__(self, memo)  # type: ignore[arg-type]
+        return self._plainly(lambda tensor: _copied(tensor, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._is_plain:
+            return self._kind.__reduce_ex__(self, protocol)  # type: ignore[arg-type]
+        is_streamed = self._guards_ref.is_elsewhere
+        return self._plainly(lambda tensor: (_cloned(tensor) if is_streamed else tensor).__reduce_ex__(protocol))
+
+    def _plainly(self, use: Callable[[Any], Any]) -> Any:
+        """`use(self)`, with this tensor plain and of current values."""
+        guards = self._guards_ref.guards()
+        if guards is not None:
+            return guards.plainly(self, use)
+        if self._guards_ref.is_elsewhere:
+            _refuse("a copy")
+        self.__class__ = self._kind  # type: ignore[assignment]  # its values are here for good
+        return use(self)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         return cls._kind(*args, **kwargs)  # `type(p)(x)` is a plain one
@@ -116,48 +174,25 @@ class _Guarded(_Held):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func not in _NEEDS_NO_VALUES:
-            guards = cls._guards_ref.guards()
-            if guards is not None:
-                return guards.call(func, args, kwargs or {})
-            if cls._guards_ref.is_elsewhere:
-                _refuse(getattr(func, "__name__", str(func)))
-        with torch_private.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        return cls.guard(func, types, args, kwargs)
 
-    def __repr__(self, **options: Any) -> str:
-        if self._guards_ref.guards() is None and self._guards_ref.is_elsewhere:
-            return f"{self._kind.__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, released)"  # type: ignore[attr-defined]
-        return str(self._plainly(repr))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self._plainly(lambda tensor: _copied(tensor, memo))
+class _Opened(_Held):
+    """Base of the classes of tensors that are used now: the thread that uses them sees nothing."""
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        is_streamed = self._guards_ref.is_elsewhere
-        return self._plainly(lambda tensor: (_cloned(tensor) if is_streamed else tensor).__reduce_ex__(protocol))
-
-    def _plainly(self, use: Callable[[Any], Any]) -> Any:
-        """`use(self)`, with this tensor plain and of current values."""
-        guards = self._guards_ref.guards()
-        if guards is not None:
-            return guards.plainly(self, use)
-        if self._guards_ref.is_elsewhere:
-            _refuse("a copy")
-        self.__class__ = self._kind  # type: ignore[assignment]  # its values are here for good
-        return use(self)
+    __slots__ = ()
 
 
 class _Watched(_Held):
-    """Base of the classes of parameters whose unit runs: `p.data` is seen, operations are not."""
+    """Base of the classes of parameters whose unit runs: in the threads that run it `p.data` is seen, operations are
+    not."""
 
     __slots__ = ()
-    __torch_function__ = torch_private.disabled_torch_function
 
     @property
     def data(self) -> Tensor:
         guards = self._guards_ref.guards()
-        made: Tensor = _DATA.__get__(self) if guards is None else guards.data_of(self, runs=True)
+        made: Tensor = _DATA.__get__(self) if guards is None else guards.data_of(self, runs=self._is_plain)
         return made
 
     @data.setter
@@ -170,29 +205,39 @@ class _Watched(_Held):
 
     def detach(self) -> Tensor:
         made: Tensor = Tensor.detach(self)  # type: ignore[arg-type]
-        if sys._getframe(1).f_code is _PARAMETER_NEW:
+        if self._is_plain and sys._getframe(1).f_code is _PARAMETER_NEW:
             made = made.clone() if self._guards_ref.is_elsewhere else made
             made.__class__ = type(self)  # type: ignore[assignment]
         return made
 
 
 class _Plain:
-    """Context manager: inside it guarded tensors have the class that they would have without this library. Their guards
-    come back even if a signal interrupts the body."""
+    """Context manager: inside it guarded tensors are plain in this thread. Their guards come back even if a signal
+    interrupts the body."""
 
     def __init__(self, guards: Guards, used: Sequence[Any]) -> None:
         self._guards = guards
-        self._guarded = [(tensor, tensor.__class__) for tensor in used]
+        self._here = guards.here
+        # What is watched by another thread keeps its class.
+        self._guarded: list[tuple[Any, Any]] = [(one, one.__class__) for one in used if isinstance(one, _Guarded)]
+        self._before: dict[str, Any] = {}
 
     @uninterrupted_entry
     def __enter__(self) -> None:
+        own = vars(self._here)
+        self._before = {name: own[name] for name in _PLAIN_HERE if name in own}
+        own.update(_PLAIN_HERE)
         for tensor, guarded in self._guarded:
-            tensor.__class__ = guarded._kind
+            tensor.__class__ = self._guards.opened(guarded)
 
     @uninterrupted
     def __exit__(self, *_: object) -> None:
         for tensor, guarded in self._guarded:
             tensor.__class__ = self._guards.class_now(tensor, guarded)
+        own = vars(self._here)
+        for name in _PLAIN_HERE:
+            del own[name]
+        own.update(self._before)
 
 
 _PAST_TORCH_FUNCTION = ("to_local", "full_tensor", "redistribute")
@@ -252,20 +297,29 @@ class Guards:
         self._names = [spec.name for spec in layout.specs]
         self._parameters = parameters
         self._units = units
+        self.entries = units.entries
+        self.here = units.running.here
         self._moves = weakref.WeakMethod(moves)
         self._streamed = units if isinstance(units, StreamedUnits) else None
         self._tiling = None if self._streamed is None else Tiling(layout, parameters, self._streamed)
         self._resident_ref, self._streamed_ref = (_GuardsRef(self, is_elsewhere=streams) for streams in (False, True))
-        self._classes: dict[tuple[type[Tensor], bool, bool], type[Tensor]] = {}
+        self._classes: dict[tuple[type[_Held], type[Tensor], bool], type[Tensor]] = {}
 
     def class_for(self, kind: type[Tensor], *, streams: bool, runs: bool = False) -> type[Tensor]:
         """The guarded class of tensors that are `kind` otherwise.
 
         Args: streams: that of streamed parameters; runs: of parameters whose unit runs.
         """
-        key = kind, streams, runs
+        return self._class(_Watched if runs else _Guarded, kind, streams)
+
+    def opened(self, guarded: type[Any]) -> type[Tensor]:
+        """The class of tensors of a guarded class while they are used."""
+        return self._class(_Opened, guarded._kind, guarded._guards_ref is self._streamed_ref)
+
+    def _class(self, base: type[_Held], kind: type[Tensor], streams: bool) -> type[Tensor]:
+        key = base, kind, streams
         is_sharded = kind is torch_private.dtensor_class()
-        if is_sharded and runs:
+        if is_sharded and base is not _Guarded:
             return kind
         if key not in self._classes:
             ref = self._streamed_ref if streams else self._resident_ref
@@ -274,18 +328,36 @@ class Guards:
                 names |= {name: _seen(getattr(kind, name)) for name in _PAST_TORCH_FUNCTION}
                 # `module.to()` swaps subclasses that can be taken apart for new tensors; this one has to stay.
                 names["__tensor_flatten__"] = property(_cannot)
-            name, base = ("Watched", _Watched) if runs else ("Guarded", _Guarded)
-            self._classes[key] = type(f"{name}{kind.__name__}", (base, kind), names)
+            meta: type[type] = type(kind)
+            name = f"{base.__name__[1:]}{kind.__name__}"
+            if base is not _Guarded:
+                # Torch asks the tensor, or its class. A property of a class is found in the class of that.
+                asked = property(partial(getattr, self.here, "watched" if base is _Watched else "opened"))
+                names["__torch_function__"] = asked
+                meta = type(meta.__name__, (meta,), {"__torch_function__": asked})
+            if base is _Opened and kind in (Tensor, nn.Parameter):
+                name = "tensor"  # as torch prints it
+            self._classes[key] = meta(name, (base, kind), names)
         return self._classes[key]
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """`func(*args, **kwargs)`, where some of the arguments are guarded."""
-        return call_eagerly(self._dispatch, func, args, kwargs)
+        return call_eagerly(self._enter, func, args, kwargs)
+
+    def _enter(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if func in _RUNS_BACKWARD:
+            return self._dispatch(func, args, kwargs)
+        with self.entries.lock:
+            result = self._dispatch(func, args, kwargs)
+        self.entries.pause()
+        return result
 
     def plainly(self, tensor: Any, use: Callable[[Tensor], Any]) -> Any:
         """`use(tensor)`, with a guarded tensor plain and of current values."""
-        with self._units.used(self._units_of([tensor])), _Plain(self, [tensor]):
-            return use(tensor)
+        with self.entries.lock, self._units.used(self._units_of([tensor])), _Plain(self, [tensor]):
+            result = use(tensor)
+        self.entries.pause()
+        return result
 
     def stop(self, *, are_here: bool) -> None:
         """The optimizer is closing. Args: are_here: all values are in the model for good."""
@@ -391,7 +463,9 @@ class Guards:
         return list(found)
 
     def _is_ours(self, value: Any) -> bool:
-        return isinstance(value, _Guarded) and value._guards_ref in (self._resident_ref, self._streamed_ref)
+        """Whether a value is a tensor of this optimizer that is guarded in this thread."""
+        is_held = isinstance(value, _Held) and value._guards_ref in (self._resident_ref, self._streamed_ref)
+        return is_held and not value._is_plain
 
     def _has_streamed(self, tree: Any) -> bool:
         return any(one._guards_ref is self._streamed_ref for one in self._guarded_in(tree))
@@ -399,7 +473,7 @@ class Guards:
     def _guarded_in(self, tree: Any) -> Iterator[Any]:
         """The guarded tensors of this optimizer in nested lists, tuples and dicts, each once."""
         seen: set[int] = set()
-        for one in instances_in(tree, _Guarded):
+        for one in instances_in(tree, _Held):
             if id(one) not in seen and self._is_ours(one):
                 seen.add(id(one))
                 yield one
@@ -422,6 +496,7 @@ class Guards:
 
     # Uses that need more than current values.
 
+    @entry
     def data_of(self, tensor: Any, *, runs: bool = False) -> Tensor:
         """`p.data`: a tensor of the same memory, writes to which are noticed. Args: runs: whether its unit runs."""
         number = self._parameters.number_of(tensor)
@@ -436,6 +511,7 @@ class Guards:
             made.__class__ = self.class_for(type(made), streams=True)
         return made
 
+    @entry
     def point_to(self, tensor: Any, value: Tensor) -> None:
         """`p.data = value`."""
         number = self._parameters.number_of(tensor)
@@ -457,7 +533,7 @@ class Guards:
                 )
             if _memory_of(value) == _memory_of(tensor):
                 return
-        if self._parameters.streams(number) and not self._units.running.runs(self._unit_of[number]):
+        if self._parameters.streams(number) and not self._units.running.runs_here(self._unit_of[number]):
             raise ReleasedParameterError(
                 f"{name} is streamed, and p.data = ... would point it elsewhere than where it is streamed to: write "
                 "into it with p.copy_(...) under torch.no_grad()"
@@ -481,10 +557,10 @@ class Guards:
 
 
 def _is_for_a_parameter() -> bool:
-    """Whether the call comes from nn.Parameter(p). The frames in between are those of `__torch_function__`, `call`,
-    `call_eagerly`, what a compiler adds to it, and `_dispatch`."""
+    """Whether the call comes from nn.Parameter(p). The frames in between are those of `__torch_function__`, `guard`,
+    `call`, `call_eagerly`, what a compiler adds to it, `_enter` and `_dispatch`."""
     frame = sys._getframe(1)
-    for _ in range(8):
+    for _ in range(10):
         if frame.f_code is _PARAMETER_NEW:
             return True
         if frame.f_back is None:
@@ -514,7 +590,7 @@ def _memory_of(tensor: Tensor) -> tuple[int, int, tuple[int, ...]]:
 
 def _as_edges(tree: Any) -> Any:
     """`tree` (nested lists, tuples) with the gradient edge of each guarded leaf."""
-    if isinstance(tree, _Guarded):
+    if isinstance(tree, _Held):
         with torch_private.DisableTorchFunctionSubclass():
             return torch.autograd.graph.get_gradient_edge(tree)  # type: ignore[arg-type]
     return tuple(_as_edges(one) for one in tree) if type(tree) in (list, tuple) else tree

@@ -7,7 +7,6 @@ the states are in RAM and the kernels write into the model, `step()` applies all
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Sequence
 
 from offload.errors import StaleParameterError
@@ -42,7 +41,6 @@ class PendingUpdates:
         self._active: dict[int, list[int]] = {}
         self._order: list[int] = [flat.index for flat in run.layout.flats]
         self._applied: list[int] = []
-        self._lock = threading.RLock()
 
     def begin(self, active: Sequence[int]) -> Sequence[int]:
         """Before a step is queued. Args: active: the parameters that it changes.
@@ -66,7 +64,7 @@ class PendingUpdates:
     def launch(self) -> None:
         """Makes all new values of this rank and sends them to the others; use waits for theirs."""
         self._owner.require_usable()
-        with self._lock, self._timeline.span("apply_s"), hidden():
+        with self._timeline.span("apply_s"), hidden():
             try:
                 for group in self._step.together(list(self._step.pending)):
                     self._step.start_apply(group)
@@ -112,8 +110,7 @@ class PendingUpdates:
         if not flats:
             return
         self._owner.require_usable()
-        # A forward in another thread waits here, and then finds nothing left to do.
-        with self._lock, self._timeline.span("apply_s"), hidden():
+        with self._timeline.span("apply_s"), hidden():
             for group in self._step.together([flat for flat in flats if flat in self._step.pending]):
                 for flat in group:
                     self._require_unwritten(self._active[flat])

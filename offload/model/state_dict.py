@@ -1,21 +1,50 @@
-"""Access to streamed parameters for others than forwards: `gathered`, saving and loading state_dicts."""
+"""Access to streamed parameters for others than forwards: `gathered`, saving and loading state_dicts.
+
+[Note: one state_dict]
+A state_dict is made module by module, and code of the user may run in between. So another thread may make a step
+meanwhile. When the outermost module has been saved, whatever was copied at another step is copied again, all of it in
+one entry: a state_dict has values of one step.
+"""
 
 from __future__ import annotations
 
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from offload.entries import entry
 from offload.errors import BudgetError, ConfigError
 from offload.model.fetch import HeldUnits, StreamedUnits
 from offload.model.flat_param import FlatParameters
 from offload.model.torch_helpers import Hook
+from offload.run import Owner
 from offload.sizes import format_bytes
 
 Target = nn.Module | Tensor | Iterable[Tensor]
+
+
+class _Made(threading.local):
+    """Of the state_dict that a thread is making: the parameters that were copied, their copies, and at which step."""
+
+    def __init__(self) -> None:
+        self.copies: list[tuple[Tensor, weakref.ref[Tensor], int]] = []
+
+
+def _is_outermost() -> bool:
+    """Whether the hook that calls this is one of the module whose state_dict somebody has asked for."""
+    frame: FrameType | None = sys._getframe(1)
+    calls = 0
+    while frame is not None:
+        calls += frame.f_code is nn.Module.state_dict.__code__
+        frame = frame.f_back
+    return calls == 1
 
 
 class Access:
@@ -25,8 +54,11 @@ class Access:
     take."""
 
     def __init__(
-        self, parameters: FlatParameters, names: Mapping[Tensor, str], units: HeldUnits, budget_bytes: int
+        self, parameters: FlatParameters, names: Mapping[Tensor, str], units: HeldUnits, budget_bytes: int, owner: Owner
     ) -> None:
+        self.entries = units.entries
+        self._owner = owner
+        self._made = _Made()
         self._parameters = parameters
         self._names = names
         self._units = units
@@ -58,15 +90,17 @@ class Access:
 
         def saves(module: nn.Module, prefix: str, keep_vars: bool) -> None:
             self._require_room(held)
+            if _is_outermost():
+                self._made.copies = []
             if not keep_vars:
                 before()
 
         def saved(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-            for name, param in own.items():
-                key = prefix + name
-                if key in state_dict and state_dict[key] is not param:
-                    state_dict[key] = self._copy_of(param, state_dict[key], state_dict)
+            saved = {prefix + name: param for name, param in own.items()}
+            self._copy({k: param for k, param in saved.items() if state_dict.get(k, param) is not param}, state_dict)
             after()
+            if _is_outermost():
+                self._make_alike()
 
         def after(*_: Any) -> None:
             for unit in inside:
@@ -81,6 +115,26 @@ class Access:
         number = self._parameters.number_of(param)
         return number is not None and self._parameters.streams(number)
 
+    @entry
+    def _copy(self, params: Mapping[str, nn.Parameter], state_dict: dict[str, Any]) -> None:
+        """Puts copies into a state_dict. Args: params: by key."""
+        units = list(dict.fromkeys(self._names[param] for param in params.values()))
+        # Where this thread trains they are here already.
+        with self._units.used(units if self.entries.is_beside() else ()):
+            for key, param in params.items():
+                state_dict[key] = self._copy_of(param, state_dict[key], state_dict)
+
+    @entry
+    def _make_alike(self) -> None:
+        """Copies again what was copied at another step; see [Note: one state_dict]."""
+        step = self._owner.step()
+        for param, ref, at in self._made.copies:
+            copy = ref()
+            if copy is not None and at != step:
+                with torch.no_grad():
+                    copy.copy_(param)
+        self._made.copies = []
+
     def _copy_of(self, param: Tensor, value: Tensor, state_dict: Mapping[str, Any]) -> Tensor:
         """A copy in RAM: the parameter's own memory is taken away soon, and the device may have no room for the whole
         model. The names of a tied parameter share one copy, as they share a tensor in any state_dict."""
@@ -90,6 +144,7 @@ class Access:
             return known
         made = value.detach().to("cpu", copy=True)
         self._copies[number] = weakref.ref(made)
+        self._made.copies.append((param, self._copies[number], self._owner.step()))
         return made
 
     def _require_room(self, params: Collection[Tensor]) -> None:

@@ -8,9 +8,10 @@ from torch import nn
 
 from offload import OffloadZero, Tuning
 from offload.devices.copies import HostCopier
+from offload.entries import Entries
 from offload.layout import ParamSpec, build
-from offload.model.fetch import RunningUnits
 from offload.model.flat_param import FlatParameters
+from offload.model.running import RunningUnits
 from tests.support.toy import Net, batch
 
 
@@ -35,7 +36,7 @@ def running(params: list[nn.Parameter]) -> RunningUnits:
     layout = build(specs, 1024)
     parameters = FlatParameters(layout, params, torch.device("cpu"), HostCopier())
     parameters.guard_with(lambda kind, *, streams, runs=False: Unseen if runs else Guarded)
-    return RunningUnits(parameters)
+    return RunningUnits(parameters, Entries())
 
 
 def kinds(params: list[nn.Parameter]) -> str:

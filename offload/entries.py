@@ -1,0 +1,213 @@
+"""Entries: one thread at a time is inside a run, however many use its model.
+
+[Note: threads]
+A run is entered by hooks of forward and backward, by uses of guarded parameters and of gradients, and by the methods of
+the optimizer. Each entry takes one re-entrant lock, and gives it back when it returns. So a use in another thread waits
+for the end of an operation, such as a whole `step()`, and has values of one step. No entry holds the lock while code of
+the user runs, or while it waits for a thread that may have to enter: autograd runs backward in threads of its own where
+there is a device.
+
+Between two entries a thread computes with memory that it has fetched. That memory must not go:
+
+- A *pass* is a forward, or a backward, that is under way. What is fetched for a pass of one thread is pinned until the
+  next entry of that thread. Another thread fetches what it reads beside that, and releases nothing else (fetch.py).
+- What changes the whole run (a commit, a rollback, `p.grad`, moving the model) waits in another thread until no pass is
+  under way. So it meets what it would meet in the thread that trains.
+- Where parameters stream, passes of two threads exclude each other. The thread that trains waits. In another thread a
+  forward beside a pass is an error, because the pass may be waiting for it.
+
+The thread that *trains* is the one that began the last forward with gradients, or called `step()` last. Over several
+ranks the others may not do what all ranks have to do together: nobody could tell in which order.
+
+A thread that enters beside the one that trains pauses afterwards. Python's locks are not fair, and a loop that reads
+would take the lock again before the other thread has woken up.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+from offload.errors import ConfigError
+from offload.interrupts import LET_IN_S, let_in, uninterrupted
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Thread = threading.Thread
+
+PAUSE_S = 5e-5
+"""For which a thread pauses after an entry beside the thread that trains."""
+YIELD_S = 1.0
+"""The longest that a pass waits, before it begins, for a thread that has waited until there was none."""
+LIMIT_S = 600.0
+"""The longest wait for a pass of another thread: that one may be waiting for this thread."""
+
+
+class Entries:
+    """The threads in one run; see [Note: threads]. All but `lock` and `is_beside` is called with the lock held.
+
+    Args: ranks: that train the model together.
+    Attribute: lock: held inside of every entry.
+    """
+
+    def __init__(self, ranks: int = 1) -> None:
+        self._ranks = ranks
+        self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)
+        self._trainer: Thread | None = None
+        self._under_way: dict[Thread, int] = {}  # forwards and backwards
+        self._waiting = 0
+
+    def here(self) -> Thread:
+        """This thread; in a thread of autograd the one that trains."""
+        thread = threading.current_thread()
+        is_foreign = isinstance(thread, threading._DummyThread)
+        return self._trainer if is_foreign and self._trainer is not None else thread
+
+    def is_beside(self) -> bool:
+        """Whether another thread, which lives, trains the model."""
+        trainer = self._trainer
+        return trainer is not None and trainer.ident != threading.get_ident() and self._is_other(trainer)
+
+    def trains(self) -> None:
+        """This thread trains the model from now on."""
+        self._trainer = self.here()
+
+    def pass_begins(self) -> Thread:
+        """A forward or a backward begins in this thread. Returns: whose it is, for `pass_ends`."""
+        here = self.here()
+        self._under_way[here] = self._under_way.get(here, 0) + 1
+        return here
+
+    def pass_ends(self, owner: Thread) -> None:
+        """A forward or a backward of a thread has ended."""
+        count = self._under_way.pop(owner, 0)
+        if count > 1:
+            self._under_way[owner] = count - 1
+        self._changed.notify_all()
+
+    def forget(self) -> None:
+        """What this thread has under way raised, or was interrupted, and will never end."""
+        self._under_way.pop(self.here(), None)
+        self._changed.notify_all()
+
+    def is_passing(self) -> bool:
+        """Whether a forward or backward of another thread is under way."""
+        return any(map(self._is_other, self._under_way))
+
+    def give_way(self) -> None:
+        """Before a pass of this thread begins: lets in who has waited for the end of the last one."""
+        if self._waiting and not self._under_way:
+            self._wait(lambda: not self._waiting, YIELD_S)
+
+    def take_turn(self, *, waits: bool) -> None:
+        """Before a pass of this thread begins, which excludes those of others.
+
+        Args: waits: whether to wait for their end. The thread that trains waits in any case.
+        Raises: ConfigError.
+        """
+        if self.is_passing():
+            if not waits and self._trainer is not self.here():
+                raise self._refusal("a forward began")
+            self._wait_for_passes("a forward or backward began")
+
+    def wait_for_turn(self, what: str) -> None:
+        """Waits until no pass of another thread is under way. Args: what: is about to be done.
+
+        Raises: ConfigError if all ranks have to do it together, and another thread trains.
+        """
+        if self.is_beside():
+            if self._ranks > 1:
+                raise ConfigError(
+                    f"{what} in thread {threading.current_thread().name!r}, and thread {self._trainer_name!r} trains "
+                    "the model: all ranks have to do that at one place of their loops, so do it in the thread that "
+                    "trains"
+                )
+            self._wait_for_passes(what)
+
+    def pause(self) -> None:
+        """Called without the lock, after an entry."""
+        if self.is_beside():
+            time.sleep(PAUSE_S)
+
+    def _wait_for_passes(self, what: str) -> None:
+        self._waiting += 1
+        try:
+            if not self._wait(lambda: not self.is_passing(), LIMIT_S):
+                raise self._refusal(what)
+        finally:
+            self._waiting -= 1
+            self._changed.notify_all()
+
+    @uninterrupted
+    def _wait(self, done: Callable[[], bool], limit_s: float) -> bool:
+        """Gives the lock back until `done()`. Returns: whether it is."""
+        end = time.monotonic() + limit_s
+        while not done():
+            if time.monotonic() > end:
+                return False
+            self._changed.wait(LET_IN_S)
+            let_in()
+        return True
+
+    def _refusal(self, what: str) -> ConfigError:
+        owner = next((one.name for one in self._under_way if self._is_other(one)), "")
+        return ConfigError(
+            f"a forward or backward of the model runs in thread {owner!r}, and {what} in thread "
+            f"{threading.current_thread().name!r}: one thread at a time may run a model with streamed parameters; "
+            "run them one after the other, or use a copy.deepcopy(model) in the other thread"
+        )
+
+    @property
+    def _trainer_name(self) -> str:
+        return "" if self._trainer is None else self._trainer.name
+
+    def _is_other(self, thread: Thread) -> bool:
+        return thread is not self.here() and thread.is_alive()
+
+
+def entry(method: Callable[P, R]) -> Callable[P, R]:
+    """Lets one thread at a time into a method of an object that has `entries`."""
+
+    @wraps(method)
+    def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+        with args[0].entries.lock:  # type: ignore[attr-defined]
+            return method(*args, **kwargs)
+
+    return inside
+
+
+def exclusive_entry(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """As `entry`; a thread beside the one that trains waits until no pass is under way.
+
+    Args: name: of the method that users call.
+    """
+
+    def marked(method: Callable[P, R]) -> Callable[P, R]:
+        @wraps(method)
+        def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+            entries: Entries = args[0].entries  # type: ignore[attr-defined]
+            with entries.lock:
+                entries.wait_for_turn(f"{name}() was called")
+                return method(*args, **kwargs)
+
+        return inside
+
+    return marked
+
+
+def training_entry(method: Callable[P, R]) -> Callable[P, R]:
+    """As `exclusive_entry`, and the thread that calls it is the one that trains, from then on."""
+
+    @wraps(method)
+    def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+        entries: Entries = args[0].entries  # type: ignore[attr-defined]
+        with entries.lock:
+            entries.take_turn(waits=True)
+            entries.trains()
+            return method(*args, **kwargs)
+
+    return inside

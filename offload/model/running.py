@@ -1,0 +1,126 @@
+"""Which units' forwards run now, and in which threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from offload import torch_private
+from offload.entries import Entries, entry
+from offload.interrupts import uninterrupted
+from offload.model.flat_param import FlatParameters
+
+
+def _guard(func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    """What torch calls for an operation with a tensor that is not plain in this thread; see guard.py."""
+    kind = next(kind for kind in types if hasattr(kind, "guard"))
+    return kind.guard(func, types, args, kwargs)
+
+
+class Here(threading.local):
+    """What is true of one thread.
+
+    Attributes: entered: how often it has entered each unit whose forward it runs; owner: whose pass that is; watched,
+    opened: the `__torch_function__` of classes of these names, see [Note: guarded parameters] in guard.py. Torch asks
+    for it with each operation, so it is looked up without any Python code.
+    """
+
+    owner: threading.Thread
+    watched: Any = staticmethod(_guard)
+    opened: Any = staticmethod(_guard)
+
+    def __init__(self) -> None:
+        self.entered: dict[str, int] = {}
+
+
+class RunningUnits:
+    """Which units' forwards run now. Their parameters are plain in the threads that run them; all others are guarded
+    (guard.py).
+
+    A unit runs from the entry of the first of its modules until the last one is left. A forward that was interrupted
+    never says that it ended: its unit counts as running until `reset`.
+    """
+
+    def __init__(self, parameters: FlatParameters, entries: Entries) -> None:
+        layout = parameters.layout
+        self._parameters = parameters
+        self.entries = entries
+        self._numbers: dict[str, list[int]] = {}
+        self._tiled: set[int] = set()
+        for flat in layout.flats:
+            if layout.tile_of(flat.index):  # its guard multiplies with it tile by tile
+                self._tiled.update(flat.params)
+            else:
+                self._numbers.setdefault(flat.unit, []).extend(flat.params)
+        self._depth: dict[str, int] = {}  # in the order in which they were entered, by any thread
+        self.here = Here()
+
+    @entry
+    @uninterrupted
+    def enter(self, unit: str) -> None:
+        """A module of `unit`, whose values are current, begins its forward in this thread."""
+        here, depth = self.here, self._depth.get(unit, 0)
+        if not here.entered:
+            here.watched = torch_private.disabled_torch_function
+            here.owner = self.entries.pass_begins()
+        if not depth:
+            self._parameters.watch(self._numbers.get(unit, ()))
+        self._depth[unit] = depth + 1
+        here.entered[unit] = here.entered.get(unit, 0) + 1
+
+    @entry
+    @uninterrupted
+    def leave(self, unit: str) -> None:
+        """A module of `unit` ends its forward. Nothing happens if this thread did not begin it, or has forgotten it."""
+        entered, depth = self.here.entered, self._depth.get(unit, 0)
+        if unit not in entered:
+            return
+        if entered[unit] > 1:
+            entered[unit] -= 1
+        else:
+            del entered[unit]
+        if not entered:
+            self._end_pass()
+        if depth > 1:
+            self._depth[unit] = depth - 1
+        elif depth:
+            del self._depth[unit]
+            self._parameters.guard(self._numbers.get(unit, ()))
+
+    def _end_pass(self) -> None:
+        del self.here.watched
+        self.entries.pass_ends(self.here.owner)
+
+    def runs(self, unit: str) -> bool:
+        """Whether a forward of `unit` runs, in any thread."""
+        return unit in self._depth
+
+    def runs_here(self, unit: str) -> bool:
+        """Whether this thread runs a forward of `unit`."""
+        return unit in self.here.entered
+
+    def watches(self, unit: str, number: int) -> bool:
+        """Whether parameter `number` of `unit` is plain now in the threads that run the unit."""
+        return unit in self._depth and number not in self._tiled
+
+    @property
+    def units(self) -> Sequence[str]:
+        """Those that run, in the order in which they were entered."""
+        return tuple(self._depth)
+
+    @property
+    def units_here(self) -> Sequence[str]:
+        """Those that this thread runs, likewise."""
+        return tuple(self.here.entered)
+
+    @entry
+    @uninterrupted
+    def reset(self) -> None:
+        """Nothing runs: a forward that raised, or was interrupted, never ended."""
+        for unit in self._depth:
+            self._parameters.guard(self._numbers.get(unit, ()))
+        self._depth.clear()
+        if self.here.entered:
+            self.here.entered.clear()
+            self._end_pass()
