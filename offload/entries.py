@@ -25,8 +25,10 @@ would take the lock again before the other thread has woken up.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
@@ -45,6 +47,8 @@ YIELD_S = 1.0
 LIMIT_S = 600.0
 """The longest wait for a pass of another thread: that one may be waiting for this thread."""
 
+_every: weakref.WeakSet[Entries] = weakref.WeakSet()
+
 
 class Entries:
     """The threads in one run; see [Note: threads]. All but `lock` and `is_beside` is called with the lock held.
@@ -55,6 +59,10 @@ class Entries:
 
     def __init__(self, ranks: int = 1) -> None:
         self._ranks = ranks
+        self._begin()
+        _every.add(self)
+
+    def _begin(self) -> None:
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self._trainer: Thread | None = None
@@ -167,6 +175,15 @@ class Entries:
 
     def _is_other(self, thread: Thread) -> bool:
         return thread is not self.here() and thread.is_alive()
+
+
+def _begin_in_child() -> None:
+    """In a forked child the threads of the parent are gone, one of which may have held a lock."""
+    for entries in list(_every):
+        entries._begin()
+
+
+os.register_at_fork(after_in_child=_begin_in_child)
 
 
 def entry(method: Callable[P, R]) -> Callable[P, R]:

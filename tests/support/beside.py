@@ -132,7 +132,7 @@ def _is_of(values: Values, name: str, tensor: Tensor) -> bool:
 
 
 class Readers:
-    """Threads that read in a loop until the training ends. Attributes: seen: what each read; errors: what they raised."""
+    """Threads that read in a loop until the training ends. Attributes: seen: what was read; errors: what was raised."""
 
     def __init__(self, model: nn.Module, optimizer: OffloadZero, readers: list[Reader]) -> None:
         self.seen: list[Values] = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import threading
 from pathlib import Path
 from typing import Any
 
