@@ -465,7 +465,7 @@ class Guards:
     def _is_ours(self, value: Any) -> bool:
         """Whether a value is a tensor of this optimizer that is guarded in this thread."""
         is_held = isinstance(value, _Held) and value._guards_ref in (self._resident_ref, self._streamed_ref)
-        return is_held and not value._is_plain
+        return is_held and (isinstance(value, _Guarded) or not value._is_plain)
 
     def _has_streamed(self, tree: Any) -> bool:
         return any(one._guards_ref is self._streamed_ref for one in self._guarded_in(tree))
