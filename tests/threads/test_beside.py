@@ -204,24 +204,26 @@ def test_a_forward_of_another_thread_is_refused_during_a_backward(placement: str
 
 
 def test_where_the_device_lacks_room_the_other_thread_alone_is_told(tmp_path: Path) -> None:
-    options = {"tier": "cpu", "param_tier": "cpu", "device_memory": "152KiB"}
+    options = {"tier": "cpu", "param_tier": "cpu", "device_memory": "240KiB"}
     expected = Expected(tmp_path / "expected", 1e-2, commits=False, **options)
     model = calling()
     found: list[object] = []
 
     def read() -> None:
-        weights = [model.get_parameter(f"blocks.{number}.up.weight") for number in (2, 3)]
+        weights = [model.get_parameter(f"blocks.{number}.up.weight") for number in (0, 2, 3)]
         weights[0].norm()
-        with pytest.raises(BudgetError) as caught:
+        try:
             torch.cat(weights)
-        found.append(caught.value.option)
+        except BudgetError as error:
+            found.append(error.option)
 
     model.blocks[1].call = lambda: in_thread(read)
     with hold(model, tmp_path / "run", 1e-2, **options) as optimizer:
         limit = optimizer.stats()["device_budget_bytes"]
         assert train(model, optimizer) == expected.losses
         assert optimizer.stats()["peak_device_bytes"] <= limit
-    assert set(found) == {"device_memory"}
+    # In each forward of block 1. In its backward the unit in use is one of the three.
+    assert found == ["device_memory"] * len(expected.losses)
 
 
 def test_a_forked_child_is_not_locked_out_by_a_thread_of_its_parent(tmp_path: Path) -> None:
