@@ -23,6 +23,7 @@ from offload.checkpoint.manifest import ParameterFacts, canonical
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.tensors import DTYPES, Entry, aligned, stream
 from offload.errors import BudgetError, ConfigError, PathError
+from offload.interrupts import uninterrupted
 from offload.sizes import GIB, format_bytes
 from offload.storage.files import LOCAL, Files
 
@@ -122,6 +123,7 @@ def _index(total: int, names: Sequence[str], shards: Sequence[Sequence[Entry]]) 
     return canonical({"metadata": {"total_size": total}, "weight_map": {**file_of}})
 
 
+@uninterrupted
 def _make(directory: Path) -> bool:
     try:
         directory.mkdir()

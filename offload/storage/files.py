@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from offload.errors import CorruptionError, PathError, ResumeError
+from offload.interrupts import uninterrupted
 from offload.io.engine import IOFile, open_directory, open_nofollow
 from offload.sizes import MIB, PAGE_BYTES
 from offload.storage.swap_format import parse_superblock
@@ -73,6 +74,7 @@ PIECE_BYTES = 4 * MIB
 _NOT_IN_THE_KERNEL = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
 
+@uninterrupted
 def leads_to(file: IOFile, name: str, dir_fd: int | None = None, *, follow_symlinks: bool = False) -> bool:
     """Whether `name` still leads to an open file or directory. Raises: PathError if that cannot be told."""
     try:
@@ -89,6 +91,7 @@ class Directories:
     def __init__(self) -> None:
         self._held: dict[Path, IOFile] = {}
 
+    @uninterrupted
     def hold(self, path: Path) -> int:
         """Opens the directory, if it is not. Returns its descriptor. Raises: PathError."""
         path = path.absolute()
@@ -271,6 +274,7 @@ def _copy_some(source: int, target: int, offset: int, length: int) -> int:
 LOCAL = Files()
 
 
+@uninterrupted
 def check_directory(path: Path, *, resumes: bool = False) -> None:
     """Checks that `path` is, or can be made, the directory of a run; writes nothing.
 

@@ -21,7 +21,7 @@ import xxhash
 from torch import Tensor
 
 from offload.errors import BudgetError, CorruptionError, PathError, PathInUseError, ResumeError, TierIOError
-from offload.interrupts import result_of, uninterrupted
+from offload.interrupts import is_of_system, result_of, uninterrupted, wait_for_all
 from offload.io.engine import O_DIRECT, IOEngine, IOFile, IOFuture, Transfer, aligned_memory
 from offload.io.threads import Workers
 from offload.profiling import Timeline, drive_lanes
@@ -95,6 +95,8 @@ def _lock(fd: int, path: str, how: int) -> None:
     try:
         take_lock(fd, how)
     except OSError as error:
+        if not is_of_system(error):
+            raise
         if error.errno not in BUSY:
             raise PathError(error.errno, f"cannot be locked: {error.strerror}", path) from error
         raise PathInUseError(
@@ -114,6 +116,8 @@ def open_locked(path: Path, files: Files) -> IOFile:
     try:
         file = files.open(path, os.O_RDWR)
     except OSError as error:
+        if not is_of_system(error):
+            raise
         raise PathError(error.errno, f"cannot be opened: {error.strerror}", str(path)) from error
     try:
         lock(file)
@@ -123,6 +127,7 @@ def open_locked(path: Path, files: Files) -> IOFile:
     return file
 
 
+@uninterrupted
 def first_page(file: IOFile) -> memoryview:
     """The file's first page, with zeros after the file's end. Raises: PathError."""
     start = aligned_memory(PAGE_BYTES)
@@ -133,6 +138,7 @@ def first_page(file: IOFile) -> memoryview:
     return start
 
 
+@uninterrupted
 def reserve(file: IOFile, needed: int, uncommitted: int) -> None:
     """Allocates the file's blocks now: a full disk shows before training, not in it.
 
@@ -411,6 +417,7 @@ def _guarded(work: Callable[..., None], transfer: Transfer, *about: int | None) 
         transfer.resolve()
 
 
+@uninterrupted
 def _made(directory: Path) -> bool:
     """Makes `directory`; whether it was missing. Raises: PathError."""
     try:
@@ -549,8 +556,11 @@ class Stripes(Slots):
         Raises: TierIOError, also that of an earlier call which was interrupted, for a disk says it once; nothing after
         that is trusted.
         """
+        wait_for_all(self._syncs)
         for future in self._syncs:
-            result_of(future)
+            # What else an earlier call was interrupted by has been raised there, and says nothing of the disk.
+            if isinstance(error := future.exception(), TierIOError):
+                raise error
         self._begin_syncs()
         for future in self._syncs:
             result_of(future)
@@ -595,6 +605,8 @@ class CommittedFile:
             # NFS gives an exclusive lock only to who may write.
             self._file = files.open(path, O_DIRECT | (os.O_RDWR if exclusive else os.O_RDONLY))
         except OSError as error:
+            if not is_of_system(error):
+                raise
             why = "is a symlink: replace the link by the swap file"
             if error.errno != errno.ELOOP:
                 why = f"cannot open the swap file: {error.strerror}"
@@ -620,6 +632,8 @@ class CommittedFile:
             try:
                 got = os.preadv(self._file.fd, [data[done:]], offset + done)
             except OSError as error:
+                if not is_of_system(error):
+                    raise
                 code = error.errno or errno.EIO
                 raise TierIOError("read", code, self.path, offset + done, len(data) - done) from error
             # Past the page cache, what is no whole page was the last of the file.
