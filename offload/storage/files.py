@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from offload.errors import CorruptionError, PathError, ResumeError
-from offload.interrupts import uninterrupted
+from offload.interrupts import is_of_system
 from offload.io.engine import IOFile, open_directory, open_nofollow
 from offload.sizes import MIB, PAGE_BYTES
 from offload.storage.swap_format import parse_superblock
@@ -74,7 +74,6 @@ PIECE_BYTES = 4 * MIB
 _NOT_IN_THE_KERNEL = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
 
-@uninterrupted
 def leads_to(file: IOFile, name: str, dir_fd: int | None = None, *, follow_symlinks: bool = False) -> bool:
     """Whether `name` still leads to an open file or directory. Raises: PathError if that cannot be told."""
     try:
@@ -82,6 +81,8 @@ def leads_to(file: IOFile, name: str, dir_fd: int | None = None, *, follow_symli
     except FileNotFoundError:
         return False
     except OSError as error:
+        if not is_of_system(error):
+            raise
         raise PathError(error.errno, f"cannot be looked at: {error.strerror}", file.path) from error
 
 
@@ -91,7 +92,6 @@ class Directories:
     def __init__(self) -> None:
         self._held: dict[Path, IOFile] = {}
 
-    @uninterrupted
     def hold(self, path: Path) -> int:
         """Opens the directory, if it is not. Returns its descriptor. Raises: PathError."""
         path = path.absolute()
@@ -99,6 +99,8 @@ class Directories:
             try:
                 self._held[path] = open_directory(str(path))
             except OSError as error:
+                if not is_of_system(error):
+                    raise
                 raise PathError(error.errno, f"cannot be opened: {error.strerror}", str(path)) from error
         return self._held[path].fd
 
@@ -274,7 +276,6 @@ def _copy_some(source: int, target: int, offset: int, length: int) -> int:
 LOCAL = Files()
 
 
-@uninterrupted
 def check_directory(path: Path, *, resumes: bool = False) -> None:
     """Checks that `path` is, or can be made, the directory of a run; writes nothing.
 
@@ -294,6 +295,8 @@ def check_directory(path: Path, *, resumes: bool = False) -> None:
             raise PathError(errno.EACCES, "its parent directory is not writable", str(path)) from None
         return
     except OSError as error:
+        if not is_of_system(error):
+            raise
         raise PathError(error.errno, f"cannot be looked at: {error.strerror}", str(path)) from error
     if stat.S_ISLNK(mode):
         raise PathError(errno.ELOOP, f"is a symlink: give the directory itself, {os.path.realpath(path)}", str(path))

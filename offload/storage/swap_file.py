@@ -127,18 +127,18 @@ def open_locked(path: Path, files: Files) -> IOFile:
     return file
 
 
-@uninterrupted
 def first_page(file: IOFile) -> memoryview:
     """The file's first page, with zeros after the file's end. Raises: PathError."""
     start = aligned_memory(PAGE_BYTES)
     try:
         os.preadv(file.fd, [start], 0)
     except OSError as error:
+        if not is_of_system(error):
+            raise
         raise PathError(error.errno, f"cannot be read: {error.strerror}", file.path) from error
     return start
 
 
-@uninterrupted
 def reserve(file: IOFile, needed: int, uncommitted: int) -> None:
     """Allocates the file's blocks now: a full disk shows before training, not in it.
 
@@ -156,6 +156,8 @@ def reserve(file: IOFile, needed: int, uncommitted: int) -> None:
     except OSError as error:
         # What was allocated before the disk was full goes back; what was there before stays.
         os.ftruncate(file.fd, info.st_size)
+        if not is_of_system(error):
+            raise
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise PathError(error.errno, f"cannot reserve space: {error.strerror}", file.path) from error
         fits = uncommitted <= available < needed
@@ -417,7 +419,6 @@ def _guarded(work: Callable[..., None], transfer: Transfer, *about: int | None) 
         transfer.resolve()
 
 
-@uninterrupted
 def _made(directory: Path) -> bool:
     """Makes `directory`; whether it was missing. Raises: PathError."""
     try:
@@ -425,6 +426,8 @@ def _made(directory: Path) -> bool:
     except FileExistsError:
         return False
     except OSError as error:
+        if not is_of_system(error):
+            raise
         raise PathError(error.errno, f"cannot be made: {error.strerror}", str(directory)) from error
     return True
 

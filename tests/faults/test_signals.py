@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from offload import InterruptedStepError, OffloadZero, Tuning
 from offload.checkpoint.reader import Reader
 from tests.faults.test_interrupted_calls import Values, require_same, values
 from tests.faults.test_interrupted_steps import train
-from tests.support.interrupted import by_signal, interrupted_at
+from tests.support.interrupted import by_signal, interrupted_at, timeout_thrown_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:module forward hook with")
 
@@ -165,20 +164,27 @@ class Run:
 
 
 def sweep(
-    folder: Path, placement: str, what: str, number: signal.Signals, when: str, first: int, apart: int
+    folder: Path,
+    placement: str,
+    what: str,
+    when: str,
+    first: int,
+    apart: int,
+    number: signal.Signals = signal.SIGALRM,
+    by: Callable[[], None] | None = None,
 ) -> Counter[str]:
-    """Signals at every so-manieth place, until it is behind the end."""
+    """Signals at every so-manieth place, until it is behind the end. Args: by: comes instead; None: the signal."""
     expected = uninterrupted(folder / "alone", placement)
     outcomes, place = Counter[str](), first
     try:
-        while outcome := Run(folder / "run", placement, number, when).interrupted(what, place, expected):
+        while outcome := Run(folder / "run", placement, number, when).interrupted(what, place, expected, by):
             outcomes[outcome] += 1
             shutil.rmtree(folder / "run", ignore_errors=True)
             place += apart
     except BaseException as error:
         error.add_note(f"at place {place} of {what}, {placement}, {number.name} installed {when}")
         raise
-    print(f"{what}, {placement}, {number.name} installed {when}: {place} places,", dict(outcomes), file=sys.stderr)
+    print(f"{what}, {placement}, {number.name} installed {when}: {place} places,", dict(outcomes))
     return outcomes
 
 
@@ -190,7 +196,7 @@ COMMITTED = [(placement, "commit", when) for placement in ("nvme", "streamed") f
 def test_a_handler_that_raises_is_heard_once_and_changes_nothing(
     placement: str, what: str, when: str, tmp_path: Path
 ) -> None:
-    assert sweep(tmp_path, placement, what, signal.SIGALRM, when, 7, 499).total() > 3
+    assert sweep(tmp_path, placement, what, when, 7, 499).total() > 3
 
 
 @pytest.mark.slow
@@ -198,7 +204,7 @@ def test_a_handler_that_raises_is_heard_once_and_changes_nothing(
 @pytest.mark.parametrize("share", range(4))
 @pytest.mark.parametrize(("placement", "what", "when"), STEPPED + COMMITTED)
 def test_a_handler_that_raises_at_any_place(placement: str, what: str, when: str, share: int, tmp_path: Path) -> None:
-    sweep(tmp_path, placement, what, signal.SIGALRM, when, 1 + share, 4)
+    sweep(tmp_path, placement, what, when, 1 + share, 4)
 
 
 @pytest.mark.slow
@@ -208,4 +214,21 @@ def test_a_handler_that_raises_at_any_place(placement: str, what: str, when: str
 def test_signals_of_job_schedulers_at_every_eleventh_place(
     placement: str, what: str, when: str, number: signal.Signals, tmp_path: Path
 ) -> None:
-    sweep(tmp_path, placement, what, number, when, 1, 11)
+    sweep(tmp_path, placement, what, when, 1, 11, number)
+
+
+THROWN = [("cpu", "step"), ("nvme", "step"), ("streamed", "step"), ("nvme", "commit"), ("streamed", "commit")]
+
+
+@pytest.mark.parametrize(("placement", "what"), THROWN)
+def test_what_another_thread_throws_in_is_no_error_of_the_disk_and_rollback_goes_on(
+    placement: str, what: str, tmp_path: Path
+) -> None:
+    assert sweep(tmp_path, placement, what, "before", 7, 499, by=timeout_thrown_in).total() > 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(("placement", "what"), THROWN)
+def test_what_another_thread_throws_in_at_every_eleventh_place(placement: str, what: str, tmp_path: Path) -> None:
+    sweep(tmp_path, placement, what, "before", 1, 11, by=timeout_thrown_in)
