@@ -14,7 +14,7 @@ OffloadError
 ├── StaleParameterError    a gradient of values before the last step, or a write that the step would undo
 ├── StaleActivationError   what a backward needs was changed in place, or its unit was, since the forward
 ├── ReleasedParameterError a streamed parameter was used where it cannot be fetched: says how to use it
-├── InterruptedStepError   a step was interrupted (Ctrl-C): some parameters are a step further than others
+├── InterruptedStepError   an exception that is none of these came inside a step: some parameters are a step further
 ├── RankError              another rank is slow, stuck or dead: names the collective and the time waited
 ├── OtherRankError         a commit or rollback failed on another rank, whose own error says why
 ├── TorchVersionError      the installed torch lacks what this library needs of it (also an ImportError)
@@ -137,7 +137,14 @@ class ReleasedParameterError(OffloadError, RuntimeError):
 
 
 class InterruptedStepError(OffloadError, RuntimeError):
-    """A step was interrupted: some parameters are a step further than others, and none of them can be used."""
+    """What is none of this library's errors came inside of a step, or while chunks moved: some parameters may be a step
+    further than others, and none of them can be used. `__cause__` is what came."""
+
+    @classmethod
+    def saying_how(cls, what: str, *, can_go_back: bool) -> InterruptedStepError:
+        """Args: what: happened; can_go_back: whether anything was committed."""
+        how = "call rollback()" if can_go_back else "nothing was committed, so make a new OffloadZero, of a new model"
+        return cls(f"{what}: {how}")
 
 
 class RankError(OffloadError, RuntimeError):

@@ -8,7 +8,12 @@ before would never be released; a chunk leased a moment before could never be us
 So a `Handler` is installed in front of the user's. It looks at the stack for a call of a function that is marked
 `uninterrupted`. If there is one, the handler only notes the signal, and the outermost such call passes it to the
 user's handler when it ends. (A counter of such calls could stay too high after an exception; the stack is always
-right.) A call that no signal interrupts only costs two looks at which handlers are installed.
+right.)
+
+A handler may be installed at any time: before a step, in a forward, by another handler. So each marked call begins with
+a look at the handlers of all signals, and puts one in front of those that are new. As long as none is, that is one
+comparison of lists. Only the main thread can install handlers. So inside a marked call only a user's handler, or a
+function of the user that is called there, can install another one; after a user's handler we look again.
 
 - Only the main thread handles signals. In other threads the mark does nothing.
 - A function that waits inside such a call handles signals where nothing is half changed: `let_in`, `wait_until`,
@@ -19,9 +24,11 @@ right.) A call that no signal interrupts only costs two looks at which handlers 
 - A handler that the user installs later replaces ours, until the next marked call puts another one in front of it.
   A user who restores what `signal.signal` returned restores ours, which passes signals on to the one before it.
 - Optimizers `hold()` the handlers. When the last has given them back, the users' own are installed again.
-- Nothing can defer an exception that another thread raises here (PyThreadState_SetAsyncExc). These are rare, and are
-  dealt with where they can do harm: locks are acquired by `with` on the lock itself, which CPython does in one
-  instruction, and a store whose bookkeeping was left half done raises InterruptedStepError from then on.
+- Nothing can defer an exception that another thread raises here (PyThreadState_SetAsyncExc), nor RecursionError. These
+  are rare, and are dealt with where they can do harm: locks are acquired by `with` on the lock itself, which CPython
+  does in one instruction, and a store whose bookkeeping was left half done raises InterruptedStepError from then on.
+- A TimeoutError is an OSError, also if a handler raised it. Whoever tells the user of an error of the disk asks
+  `is_of_system` before. What a handler raised has the handler in its traceback.
 """
 
 from __future__ import annotations
@@ -33,7 +40,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -41,8 +48,11 @@ R = TypeVar("R")
 
 LET_IN_S = 0.1
 """The longest that a signal waits while a marked call waits for something else."""
-_INT, _TERM = int(signal.SIGINT), int(signal.SIGTERM)
+_NUMBERS = tuple(sorted(map(int, signal.valid_signals())))
+_getsignal = _signal.getsignal
 
+_seen: list[object] = []
+"""The handlers of `_NUMBERS`, in front of all of which ours are. Only the main thread changes it."""
 _came: dict[int, Handler] = {}
 """Signals to be handled at the end of a call. Only the main thread changes it."""
 _holders = 0
@@ -59,9 +69,16 @@ class Handler:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if _region(frame) is None:
-            self.before(number, frame)
+            self.pass_on(number, frame)
         else:
             _came[number] = self
+
+    def pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Calls the user's handler."""
+        try:
+            self.before(number, frame)
+        finally:
+            _install()  # it may have installed others
 
 
 _NOT_TO_REPLACE = (Handler, int, type(None))
@@ -82,11 +99,8 @@ def _marked(function: Callable[P, R], *, handles: bool) -> Callable[P, R]:
     @functools.wraps(function)
     def region(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            if (
-                _signal.getsignal(_INT).__class__ not in _NOT_TO_REPLACE
-                or _signal.getsignal(_TERM).__class__ not in _NOT_TO_REPLACE
-            ):
-                _install((_INT, _TERM))
+            if list(map(_getsignal, _NUMBERS)) != _seen:
+                _install()
             return function(*args, **kwargs)
         finally:
             # The last instruction at which the interpreter looks for signals lies before this line.
@@ -153,7 +167,7 @@ def hold() -> None:
     global _holders
     with _counting:
         _holders += 1
-    _install(tuple(map(int, signal.valid_signals())))
+    _install()
 
 
 def give_back() -> None:
@@ -163,18 +177,33 @@ def give_back() -> None:
         _holders -= 1
         is_last = _holders == 0
     if is_last and _is_main():
-        for number in map(int, signal.valid_signals()):
-            handler = _signal.getsignal(number)
+        for number in _NUMBERS:
+            handler = _getsignal(number)
             if isinstance(handler, Handler):
                 signal.signal(number, handler.before)
 
 
-def _install(numbers: tuple[int, ...]) -> None:
+def is_of_system(error: BaseException) -> bool:
+    """Whether the operating system refused something. An OSError that a signal's handler raised says no such thing."""
+    if not isinstance(error, OSError) or error.errno is None:
+        return False
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code is _PASS_ON:
+            return False
+        trace = trace.tb_next
+    return True
+
+
+def _install() -> None:
+    """Puts handlers of ours in front of all that are the users'."""
+    global _seen
     if _is_main():
-        for number in numbers:
-            before = _signal.getsignal(number)
+        for number in _NUMBERS:
+            before = _getsignal(number)
             if before.__class__ not in _NOT_TO_REPLACE:
                 signal.signal(number, Handler(before))
+        _seen = list(map(_getsignal, _NUMBERS))
 
 
 def _region(frame: FrameType | None) -> FrameType | None:
@@ -195,7 +224,7 @@ def _handle_outside(own: FrameType) -> None:
 def _handle(frame: FrameType | None) -> None:
     try:
         number, handler = _came.popitem()
-        handler.before(number, frame)
+        handler.pass_on(number, frame)
     finally:
         if _came:  # the other signals are not lost if it raises
             _handle(frame)
@@ -205,4 +234,5 @@ def _is_main() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-_REGION = uninterrupted(_is_main).__code__
+_REGION: CodeType = uninterrupted(_is_main).__code__
+_PASS_ON: CodeType = Handler.pass_on.__code__

@@ -833,7 +833,7 @@ class OffloadZero(torch.optim.Optimizer):
         try:
             yield
         except BaseException as error:
-            if self._everyone.size > 1 and not isinstance(error, Exception):
+            if self._everyone.size > 1 and not isinstance(error, OffloadError):
                 self._fail(error)
             raise
 
@@ -1116,11 +1116,11 @@ class OffloadZero(torch.optim.Optimizer):
         if isinstance(self._failure, OffloadError):
             raise self._failure
         if self._failure is not None:
-            how = "call rollback(), or start again" if self._everyone.size == 1 else "start again on all ranks"
-            raise InterruptedStepError(
-                f"a step was interrupted by {self._failure!r} and left some parameters a step further than others: "
-                f"{how}"
-            ) from self._failure
+            what = f"{self._failure!r} interrupted a step, and left some parameters a step further than others"
+            if self._everyone.size > 1:
+                raise InterruptedStepError(f"{what}: start again on all ranks") from self._failure
+            can_go_back = self._commits.last is not None
+            raise InterruptedStepError.saying_how(what, can_go_back=can_go_back) from self._failure
         try:
             self._commits.learn_outcome()
             self._comm.check()

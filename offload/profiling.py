@@ -30,6 +30,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 
 from offload.errors import ConfigError, PathError
+from offload.interrupts import is_of_system
 from offload.torch_private import profiler_enabled
 
 MOST_EVENTS = 100_000
@@ -185,6 +186,8 @@ class Timeline:
         try:
             _write(path, recording.lines())
         except OSError as error:
+            if not is_of_system(error):
+                raise
             raise PathError(error.errno, f"the timeline cannot be written: {error.strerror}", path) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import threading
 import time
@@ -12,9 +13,19 @@ from types import FrameType
 import pytest
 
 from offload import interrupts
-from offload.interrupts import Handler, give_back, hold, let_in, result_of, uninterrupted
+from offload.interrupts import (
+    Handler,
+    give_back,
+    hold,
+    is_of_system,
+    let_in,
+    result_of,
+    uninterrupted,
+    uninterrupted_entry,
+)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+OTHERS = sorted(signal.valid_signals() - {*SIGNALS, signal.SIGKILL, signal.SIGSTOP})
 
 
 class EndedError(Exception):
@@ -25,12 +36,13 @@ class EndedError(Exception):
 def own_handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # An optimizer that an earlier test left open in this process holds the handlers, too.
     monkeypatch.setattr(interrupts, "_holders", 0)
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: signal.getsignal(number) for number in (*SIGNALS, *OTHERS)}
     for number in SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     yield
     for number, handler in before.items():
-        signal.signal(number, handler)
+        if handler is not signal.getsignal(number):
+            signal.signal(number, handler)
 
 
 def raising(error: type[BaseException]) -> Callable[[int, FrameType | None], None]:
@@ -136,6 +148,95 @@ def test_a_handler_that_is_installed_later_is_waited_for_too_and_one_restored_as
         change()
     give_back()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("number", OTHERS)
+@pytest.mark.parametrize("marked", [uninterrupted, uninterrupted_entry])
+def test_a_handler_of_any_signal_that_is_installed_later_is_waited_for(
+    number: int, marked: Callable[[Callable[[], None]], Callable[[], None]]
+) -> None:
+    hold()
+    done = []
+
+    @marked
+    def change() -> None:
+        signal.raise_signal(number)
+        done.append(1)
+
+    @uninterrupted
+    def nothing() -> None:
+        return
+
+    try:
+        for step in (1, 2):  # also if it is installed for each step
+            signal.signal(number, raising(EndedError))
+            with pytest.raises(EndedError):  # noqa: PT012  # an entry leaves it to the next call
+                change()
+                nothing()
+            assert len(done) == step
+    finally:
+        give_back()
+
+
+def test_a_handler_that_another_handler_installs_is_waited_for_in_the_same_call() -> None:
+    hold()
+    done = []
+
+    def again(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGALRM, raising(EndedError))
+
+    @uninterrupted
+    def change() -> None:
+        signal.raise_signal(signal.SIGALRM)
+        done.append(1)
+
+    @uninterrupted
+    def outer() -> None:
+        signal.raise_signal(signal.SIGALRM)
+        let_in()  # installs the other one
+        change()
+        done.append(2)
+
+    signal.signal(signal.SIGALRM, again)
+    with pytest.raises(EndedError):
+        outer()
+    assert done == [1, 2]
+    give_back()
+
+
+def test_a_handler_that_installs_itself_anew_has_ours_in_front_of_it_at_once() -> None:
+    """As those of System V have to. Between two marked calls another signal may come."""
+    came: list[int] = []
+
+    def anew(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGUSR1, anew)
+        came.append(number)
+
+    signal.signal(signal.SIGUSR1, anew)
+    hold()
+    signal.raise_signal(signal.SIGUSR1)
+    assert isinstance(signal.getsignal(signal.SIGUSR1), Handler)
+    assert came == [signal.SIGUSR1]
+    give_back()
+
+
+def test_what_a_handler_raised_is_no_error_of_the_system() -> None:
+    def out_of_time(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(errno.ETIMEDOUT, "out of time")
+
+    signal.signal(signal.SIGALRM, out_of_time)
+    hold()
+    change = uninterrupted(lambda: signal.raise_signal(signal.SIGALRM))
+    for work in (change, lambda: signal.raise_signal(signal.SIGALRM)):
+        with pytest.raises(TimeoutError) as caught:
+            work()
+        assert not is_of_system(caught.value)
+    give_back()
+    with pytest.raises(FileNotFoundError) as missing:
+        open("/nowhere")  # noqa: SIM115
+    assert is_of_system(missing.value)
+    assert not is_of_system(TimeoutError("thrown in by another thread"))
+    assert not is_of_system(ValueError())
 
 
 def test_the_last_that_gives_back_installs_the_users_handlers_again() -> None:

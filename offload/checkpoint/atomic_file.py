@@ -15,6 +15,7 @@ import xxhash
 
 from offload.checkpoint.manifest import Digest
 from offload.errors import CorruptionError, PathError, TierIOError
+from offload.interrupts import is_of_system
 from offload.io.engine import IOFile
 from offload.storage.files import TEMPORARY, Files
 
@@ -107,6 +108,8 @@ def read_whole(files: Files, path: Path, most: int) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as error:
+        if not is_of_system(error):
+            raise
         if error.errno in (errno.EIO, errno.ESTALE):
             raise TierIOError("read", error.errno, str(path), 0, most) from error
         raise PathError(error.errno, f"cannot be read: {error.strerror}", str(path)) from error
@@ -117,8 +120,10 @@ def read_whole(files: Files, path: Path, most: int) -> bytes | None:
 
 @contextlib.contextmanager
 def failing(operation: str, path: Path, offset: int = 0, length: int = 0) -> Iterator[None]:
-    """Turns an OSError into a TierIOError that names what failed."""
+    """Turns an OSError of the system into a TierIOError that names what failed."""
     try:
         yield
     except OSError as error:
+        if not is_of_system(error):
+            raise
         raise TierIOError(operation, error.errno or errno.EIO, str(path), offset, length, str(error)) from error

@@ -67,6 +67,7 @@ from offload.errors import (
     ResumeError,
     TierIOError,
 )
+from offload.interrupts import is_of_system
 from offload.model.master_weights import MasterWeights
 from offload.optim.adam import NewParameters
 from offload.optim.adopt import require_sound
@@ -139,6 +140,8 @@ class Commits:
                 self._source, self._named = found.extra.source, found.extra.named
             self.last = found.manifest
             self._record = None if found.manifest is None else found.commit
+        if self.last is not None:
+            self._tell_stores()
 
     @property
     def last_id(self) -> str | None:
@@ -210,9 +213,14 @@ class Commits:
         """Takes note that `attempt` is the last commit. It may be interrupted anywhere, and is called again then."""
         for store, of in zip(self._stores, attempt.versions, strict=True):
             store.set_committed(of)
+        self._tell_stores()
         self.last, self._versions, self._record, self._source = attempt
         self._is_named = False
         self._undecided = None
+
+    def _tell_stores(self) -> None:
+        for store in self._all_stores.all:
+            store.can_go_back()
 
     def learn_outcome(self) -> None:
         """Finds out how a commit ended that was cut off; see [Note: a commit that is cut off].
@@ -672,7 +680,9 @@ def _cause(raised: BaseException, before: BaseException | None) -> OffloadError 
     error: BaseException | None = raised
     while error is not None and error is not before:
         # A missing file is no cause: where one may be missing, that was handled before the error came.
-        if isinstance(error, OffloadError | OSError) and not isinstance(error, FileNotFoundError):
+        if isinstance(error, OffloadError):
+            return error
+        if isinstance(error, OSError) and is_of_system(error) and not isinstance(error, FileNotFoundError):
             return error
         error = error.__context__
     return None

@@ -23,6 +23,7 @@ from offload.checkpoint.manifest import ParameterFacts, canonical
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.tensors import DTYPES, Entry, aligned, stream
 from offload.errors import BudgetError, ConfigError, PathError
+from offload.interrupts import is_of_system
 from offload.sizes import GIB, format_bytes
 from offload.storage.files import LOCAL, Files
 
@@ -130,6 +131,8 @@ def _make(directory: Path) -> bool:
             raise PathError(errno.ENOTDIR, "is not a directory: give one to export to", str(directory)) from None
         return False
     except OSError as error:
+        if not is_of_system(error):
+            raise
         raise PathError(error.errno, f"cannot be made: {error.strerror}", str(directory)) from error
     return True
 

@@ -75,6 +75,7 @@ from offload.dist.agreement import agree_on_error, all_gather_object
 from offload.dist.communicator import Communicator
 from offload.dist.tensor_parallel import local_of
 from offload.errors import CorruptionError, OffloadError, PathError, ResumeError
+from offload.interrupts import is_of_system
 from offload.layout import Layout
 from offload.model import written_frozen
 from offload.model.flat_param import is_dense
@@ -389,6 +390,8 @@ class RecoveryPlan:
                     with self.files.open(path, os.O_RDONLY) as file:
                         sizes[path] = os.fstat(file.fd).st_size
                 except OSError as error:
+                    if not is_of_system(error):
+                        raise
                     raise PathError(error.errno, f"cannot be opened: {error.strerror}", str(path)) from error
             if sizes[path] < slot.offset + slot.size:
                 raise CorruptionError(

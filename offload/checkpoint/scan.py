@@ -23,6 +23,7 @@ from offload.checkpoint.atomic_file import failing, sync_directory
 from offload.checkpoint.commit import Commit, manifest_name, read_commit, remove_superseded, superseded
 from offload.checkpoint.manifest import Manifest
 from offload.errors import CorruptionError, PathError, ResumeError
+from offload.interrupts import is_of_system
 from offload.sizes import PAGE_BYTES
 from offload.storage.files import COMMIT_NAME, Files, file_name, holds_commit, swap_name
 from offload.storage.swap_file import open_locked
@@ -63,6 +64,8 @@ def names_in(directory: Path, files: Files) -> list[str]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
+        if not is_of_system(error):
+            raise
         raise PathError(error.errno, f"cannot be read: {error.strerror}", str(directory)) from error
 
 
@@ -297,6 +300,8 @@ def _page_of(path: Path, files: Files) -> bytes | None:
         # A run that ends removes what is beside its files. EINVAL: no regular file, as `Files.read` says.
         if error.errno in (errno.ENOENT, errno.ELOOP, errno.EINVAL, errno.ENXIO):
             return None
+        if not is_of_system(error):
+            raise
         raise PathError(error.errno, f"cannot be read: {error.strerror}", str(path)) from error
 
 

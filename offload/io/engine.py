@@ -6,7 +6,8 @@ Guarantees of every engine
 - A future resolves only when no part of its transfer is under way any more, so its buffer may be reused whether it
   succeeded or not.
 - The result is the length asked for, always: a short transfer is continued, and if it cannot be, it is an error.
-- An error is a `TierIOError` with operation, errno, file, offset and length, from `result()`.
+- An error of the system is a `TierIOError` with operation, errno, file, offset and length, from `result()`. What else
+  ends a transfer, such as an exception that was thrown in while it began, comes from there as it is.
 - No order between requests: who needs one waits for the first before submitting the second.
 - A completed write is not durable before a `sync` that was submitted after its completion has completed.
 - `close()` waits for everything under way, then closes the files. It may be called again.
@@ -34,8 +35,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self
 
-from offload.errors import PathError, TierIOError
-from offload.interrupts import uninterrupted, uninterrupted_entry, wait_until
+from offload.errors import OffloadError, PathError, TierIOError
+from offload.interrupts import is_of_system, uninterrupted, uninterrupted_entry, wait_until
 from offload.sizes import MIB, PAGE_BYTES
 
 IOFuture = Future[int]
@@ -150,6 +151,8 @@ def open_file(path: str, *, dir_fd: int | None = None, buffered: bool = False) -
     try:
         file = open_nofollow(name, flags, dir_fd=dir_fd, path=path)
     except OSError as error:
+        if not is_of_system(error):
+            raise
         raise PathError(error.errno, f"cannot open the swap file: {error.strerror}", path) from error
     info = os.fstat(file.fd)
     if not stat.S_ISREG(info.st_mode):
@@ -170,12 +173,16 @@ def open_nameless(path: str, dir_fd: int) -> IOFile:
     try:
         try:
             return open_nofollow(".", flags | os.O_TMPFILE, dir_fd=dir_fd, path=path)
-        except (AttributeError, OSError):  # not on this system, or not on this file system
+        except (AttributeError, OSError) as error:  # not on this system, or not on this file system
+            if isinstance(error, OSError) and not is_of_system(error):
+                raise
             name = f".offload-{os.getpid()}-{secrets.token_hex(8)}"
             file = open_nofollow(name, flags | os.O_CREAT | os.O_EXCL, dir_fd=dir_fd, path=path)
             os.unlink(name, dir_fd=dir_fd)
             return file
     except OSError as error:
+        if not is_of_system(error):
+            raise
         raise PathError(error.errno, f"cannot make a file there: {error.strerror}", path) from error
 
 
@@ -344,10 +351,14 @@ class Request:
         return TierIOError(self.operation, code, self.file.path, self.offset, self.length, detail)
 
     def failed(self, error: BaseException) -> BaseException:
-        """What its transfer says of `error`."""
-        if isinstance(error, TierIOError):
+        """What its transfer says of `error`. What neither the system nor this library raised says nothing of the file,
+        and stays what it is."""
+        if isinstance(error, MemoryError):
+            code = errno.ENOMEM
+        elif isinstance(error, OSError) and is_of_system(error) and not isinstance(error, OffloadError):
+            code = error.errno or errno.EIO
+        else:
             return error
-        code = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None) or errno.EIO
         told = self.error(code, f"{error!r}")
         told.__cause__ = error
         return told
@@ -455,10 +466,13 @@ class QueuedEngine(IOEngine):
         for request, error in refused or ():
             self._begin(self._over(request, request.failed(error)))
 
-    def _ended(self, request: Request, result: int) -> None:
-        """A request is not under way any more, whatever goes wrong here. Args: result: bytes moved, or -errno."""
+    def _ended(self, request: Request, result: int | Exception) -> None:
+        """A request is not under way any more, whatever goes wrong here. Args: result: bytes moved, or -errno, or what
+        was raised instead."""
         error, is_over = None, True
         try:
+            if isinstance(result, Exception):
+                raise result
             is_over = request.moved(result)
         except BaseException as raised:
             error = request.failed(raised)  # nobody may wait for it forever

@@ -283,7 +283,7 @@ class UringEngine(QueuedEngine):
                 break
         return []
 
-    def _ended(self, request: Request, result: int) -> None:
+    def _ended(self, request: Request, result: int | Exception) -> None:
         super()._ended(request, result)
         if self._waiting:
             with self._room:

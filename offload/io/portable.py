@@ -7,7 +7,6 @@ requests; each one has a file handle of its own, since seeking and moving are tw
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import threading
 import weakref
@@ -61,13 +60,11 @@ class PortableEngine(QueuedEngine):
         return refused
 
     async def _run(self, request: Request) -> None:
+        result: int | Exception
         try:
             result = await self._move(request)
-        except MemoryError:
-            result = -errno.ENOMEM
         except Exception as error:
-            # Whatever it was, the transfer has ended: nobody may wait for it forever.
-            result = -(getattr(error, "errno", None) or errno.EIO)
+            result = error  # whatever it was, the transfer has ended: nobody may wait for it forever
         self._ended(request, result)
 
     async def _move(self, request: Request) -> int:

@@ -32,7 +32,7 @@ from torch import Tensor, UntypedStorage
 from offload import torch_private
 from offload.devices.copies import Copier, Copy
 from offload.errors import BudgetError, ClosedError, CorruptionError, StaleActivationError, TierIOError
-from offload.interrupts import uninterrupted, wait_for_all
+from offload.interrupts import is_of_system, uninterrupted, wait_for_all
 from offload.io.engine import IOEngine, IOFile, IOFuture, Transfer
 from offload.profiling import Event, Timeline, drive_lanes
 from offload.sizes import PAGE_BYTES, format_bytes, round_up
@@ -440,6 +440,8 @@ class ActivationStore:
             try:
                 os.posix_fallocate(file.fd, disk.size, missing)
             except OSError as error:
+                if not is_of_system(error):
+                    raise
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     raise TierIOError("write", error.errno or errno.EIO, file.path, disk.size, missing) from error
                 raise BudgetError(

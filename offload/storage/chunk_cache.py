@@ -31,6 +31,7 @@ never evicts a chunk that is used earlier, so it costs no extra byte.
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from collections import deque
@@ -38,6 +39,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from contextlib import AbstractContextManager
 from enum import Enum
 from functools import cached_property, partial
+from itertools import count
 from types import TracebackType
 from typing import NamedTuple
 
@@ -45,7 +47,7 @@ import torch
 from torch import Tensor
 
 from offload.config import LEAST_IN_FLIGHT
-from offload.errors import CLOSED, ClosedError, InterruptedStepError, StateError
+from offload.errors import CLOSED, ClosedError, InterruptedStepError, OffloadError, StateError
 from offload.interrupts import uninterrupted, uninterrupted_entry, wait_until
 from offload.io.engine import IOFuture
 from offload.profiling import Timeline
@@ -268,6 +270,8 @@ class Version(NamedTuple):
     checksum: int | None = None
 
 
+LOOKS_BEFORE_COLLECTING = 20
+"""A wait for a lease looks ten times a second, and this often before it looks for leases that were lost."""
 _WAITS_FOR = {
     Residency.READING: "wait for read",
     Residency.WRITING: "wait for write",
@@ -312,7 +316,8 @@ class Store:
     slots: of the chunks, None if all are resident; is_due: whether the results of a step are known to be committed, so
     that resident chunks are written behind it. The first lease of a chunk finds zeros.
     The slots that the last commit names are never written to: a new version goes to the chunk's other slot.
-    A failure of the disk is raised by the call that meets it and by every later one.
+    A failure of the disk is raised by the call that meets it and by every later one. What is no OffloadError is raised
+    by the call that it came in; from then on each call raises InterruptedStepError, until `reset`.
     Attribute: lease_wanted: called with a chunk whose lease has to wait until another one ends, its own or one with a
     buffer, by any thread: who only holds leases until copies have ended gives one back.
     """
@@ -356,6 +361,7 @@ class Store:
         self._unwritten: dict[int, int] = {}
         self._owed: set[int] = set()
         self._failure: BaseException | None = None
+        self._can_go_back = False
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._books = _Books(self)
@@ -398,10 +404,16 @@ class Store:
             is_there = self._acquire(lease)
         if not is_there:
             self._want(lease.chunk)
+            looks = count(1)
+
+            def meanwhile() -> None:
+                # The exception that parted a lease from its holder may keep it alive, in a cycle with its traceback.
+                if next(looks) % LOOKS_BEFORE_COLLECTING == 0:
+                    gc.collect()
+                self._want(lease.chunk)
+
             with self._waiting_for(lease.chunk):
-                wait_until(
-                    self._lock, self._changed, lambda: self._acquire(lease), meanwhile=lambda: self._want(lease.chunk)
-                )
+                wait_until(self._lock, self._changed, lambda: self._acquire(lease), meanwhile=meanwhile)
 
     def _want(self, chunk: int) -> None:
         if self._table[chunk] not in (Residency.READING, Residency.WRITING):
@@ -451,6 +463,10 @@ class Store:
         with self._lock:
             self._committed = {chunk: version.slot for chunk, version in versions.items()}
 
+    def can_go_back(self) -> None:
+        """Something is committed: whoever meets a failure is told of `rollback()`."""
+        self._can_go_back = True
+
     @uninterrupted
     def reset(self, versions: Mapping[int, Version]) -> None:
         """Forgets RAM and failures: chunks are as their slots in `versions` have them, which are committed, or new.
@@ -479,9 +495,16 @@ class Store:
         self._changed.notify_all()
 
     def check(self) -> None:
-        """Raises the failure of a transfer in the background, if there was one."""
-        if self._failure is not None:
+        """Raises the failure of a transfer in the background, or InterruptedStepError, if there was one."""
+        if isinstance(self._failure, OffloadError):
             raise self._failure
+        if self._failure is not None:
+            raise self._interrupted(
+                f"{self._failure!r} came while a chunk moved between RAM and disk"
+            ) from self._failure
+
+    def _interrupted(self, what: str) -> InterruptedStepError:
+        return InterruptedStepError.saying_how(what, can_go_back=self._can_go_back)
 
     @uninterrupted
     def close(self) -> None:
@@ -497,12 +520,6 @@ class Store:
 
     def _fail(self, error: BaseException) -> None:
         """The first failure is the cause; others follow from it."""
-        if not isinstance(error, Exception):
-            interrupted = InterruptedStepError(
-                f"{error!r} came while a chunk moved between RAM and disk: call rollback()"
-            )
-            interrupted.__cause__ = error
-            error = interrupted
         self._failure = self._failure or error
 
     # Everything below is called with the lock held.
@@ -570,7 +587,7 @@ class Store:
             holder = self._holders.get(chunk)
             if holder is not None and holder() is None:
                 # What another thread threw in has parted the lease from its holder: nobody will give it back.
-                raise InterruptedStepError(f"the lease of chunk {chunk} was lost: call rollback(), or start again")
+                raise self._interrupted(f"the lease of chunk {chunk} was lost")
         if state not in (Residency.EMPTY, Residency.STORED):
             return False
         if chunk not in self._resident and not self._free:

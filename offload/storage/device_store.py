@@ -118,6 +118,11 @@ class DeviceStore(Store):
     def set_committed(self, versions: Mapping[int, Version]) -> None:
         self._committing.set_committed(versions)
 
+    def can_go_back(self) -> None:
+        super().can_go_back()
+        if self._beneath is not None:
+            self._beneath.can_go_back()
+
     def reset(self, versions: Mapping[int, Version]) -> None:
         super().reset({})
         self._below = dict(versions)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from offload.errors import CorruptionError, PathError, ResumeError
+from offload.interrupts import is_of_system
 from offload.io.engine import IOFile, open_directory, open_nofollow
 from offload.sizes import MIB, PAGE_BYTES
 from offload.storage.swap_format import parse_superblock
@@ -80,6 +81,8 @@ def leads_to(file: IOFile, name: str, dir_fd: int | None = None, *, follow_symli
     except FileNotFoundError:
         return False
     except OSError as error:
+        if not is_of_system(error):
+            raise
         raise PathError(error.errno, f"cannot be looked at: {error.strerror}", file.path) from error
 
 
@@ -96,6 +99,8 @@ class Directories:
             try:
                 self._held[path] = open_directory(str(path))
             except OSError as error:
+                if not is_of_system(error):
+                    raise
                 raise PathError(error.errno, f"cannot be opened: {error.strerror}", str(path)) from error
         return self._held[path].fd
 
@@ -290,6 +295,8 @@ def check_directory(path: Path, *, resumes: bool = False) -> None:
             raise PathError(errno.EACCES, "its parent directory is not writable", str(path)) from None
         return
     except OSError as error:
+        if not is_of_system(error):
+            raise
         raise PathError(error.errno, f"cannot be looked at: {error.strerror}", str(path)) from error
     if stat.S_ISLNK(mode):
         raise PathError(errno.ELOOP, f"is a symlink: give the directory itself, {os.path.realpath(path)}", str(path))

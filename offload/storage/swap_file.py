@@ -21,7 +21,7 @@ import xxhash
 from torch import Tensor
 
 from offload.errors import BudgetError, CorruptionError, PathError, PathInUseError, ResumeError, TierIOError
-from offload.interrupts import result_of, uninterrupted
+from offload.interrupts import is_of_system, result_of, uninterrupted, wait_for_all
 from offload.io.engine import O_DIRECT, IOEngine, IOFile, IOFuture, Transfer, aligned_memory
 from offload.io.threads import Workers
 from offload.profiling import Timeline, drive_lanes
@@ -95,6 +95,8 @@ def _lock(fd: int, path: str, how: int) -> None:
     try:
         take_lock(fd, how)
     except OSError as error:
+        if not is_of_system(error):
+            raise
         if error.errno not in BUSY:
             raise PathError(error.errno, f"cannot be locked: {error.strerror}", path) from error
         raise PathInUseError(
@@ -114,6 +116,8 @@ def open_locked(path: Path, files: Files) -> IOFile:
     try:
         file = files.open(path, os.O_RDWR)
     except OSError as error:
+        if not is_of_system(error):
+            raise
         raise PathError(error.errno, f"cannot be opened: {error.strerror}", str(path)) from error
     try:
         lock(file)
@@ -129,6 +133,8 @@ def first_page(file: IOFile) -> memoryview:
     try:
         os.preadv(file.fd, [start], 0)
     except OSError as error:
+        if not is_of_system(error):
+            raise
         raise PathError(error.errno, f"cannot be read: {error.strerror}", file.path) from error
     return start
 
@@ -150,6 +156,8 @@ def reserve(file: IOFile, needed: int, uncommitted: int) -> None:
     except OSError as error:
         # What was allocated before the disk was full goes back; what was there before stays.
         os.ftruncate(file.fd, info.st_size)
+        if not is_of_system(error):
+            raise
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise PathError(error.errno, f"cannot reserve space: {error.strerror}", file.path) from error
         fits = uncommitted <= available < needed
@@ -418,6 +426,8 @@ def _made(directory: Path) -> bool:
     except FileExistsError:
         return False
     except OSError as error:
+        if not is_of_system(error):
+            raise
         raise PathError(error.errno, f"cannot be made: {error.strerror}", str(directory)) from error
     return True
 
@@ -549,8 +559,11 @@ class Stripes(Slots):
         Raises: TierIOError, also that of an earlier call which was interrupted, for a disk says it once; nothing after
         that is trusted.
         """
+        wait_for_all(self._syncs)
         for future in self._syncs:
-            result_of(future)
+            # What else an earlier call was interrupted by has been raised there, and says nothing of the disk.
+            if isinstance(error := future.exception(), TierIOError):
+                raise error
         self._begin_syncs()
         for future in self._syncs:
             result_of(future)
@@ -595,6 +608,8 @@ class CommittedFile:
             # NFS gives an exclusive lock only to who may write.
             self._file = files.open(path, O_DIRECT | (os.O_RDWR if exclusive else os.O_RDONLY))
         except OSError as error:
+            if not is_of_system(error):
+                raise
             why = "is a symlink: replace the link by the swap file"
             if error.errno != errno.ELOOP:
                 why = f"cannot open the swap file: {error.strerror}"
@@ -620,6 +635,8 @@ class CommittedFile:
             try:
                 got = os.preadv(self._file.fd, [data[done:]], offset + done)
             except OSError as error:
+                if not is_of_system(error):
+                    raise
                 code = error.errno or errno.EIO
                 raise TierIOError("read", code, self.path, offset + done, len(data) - done) from error
             # Past the page cache, what is no whole page was the last of the file.

@@ -24,7 +24,7 @@ from offload.checkpoint import recovery
 from offload.checkpoint.commit import read_commit
 from offload.checkpoint.reader import Reader
 from offload.dist import torch_distributed as comm
-from offload.errors import ConfigError, OffloadError, RankError, ResumeError, TierIOError
+from offload.errors import ConfigError, InterruptedStepError, OffloadError, RankError, ResumeError, TierIOError
 from offload.io.engine import IOFile
 from offload.planner import least_cpu_memory
 from offload.storage.files import Files
@@ -258,6 +258,30 @@ def test_damage_on_one_rank_is_an_error_on_all(worlds: Worlds, tmp_path: Path) -
 
 
 # What lies there.
+
+
+def _out_of_time(path: str) -> str:
+    """The user's timeout comes on rank 0, when the others do not commit yet."""
+    training = Training(path, tier="cpu")
+    training.go_to(1)
+    optimizer = training.optimizer
+    optimizer.commit()
+    training.go_to(2)
+    if dist.get_rank() == 0:
+        out_of_time = patch.object(optimizer._commits, "commit", side_effect=TimeoutError("out of time"))
+        with out_of_time, pytest.raises(TimeoutError):
+            optimizer.commit()
+        for call in (optimizer.commit, optimizer.rollback):
+            with pytest.raises(InterruptedStepError, match="start again on all ranks"):
+                call()
+    return "said so"
+
+
+def test_a_handlers_exception_in_a_commit_of_several_ranks_is_final_on_that_rank(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    """The others may be anywhere else: what this one did next would never meet them."""
+    assert worlds(2).run(_out_of_time, str(tmp_path / "run")) == ["said so"] * 2
 
 
 def _differ(path: str, own: str) -> list[str]:

@@ -308,10 +308,41 @@ def test_rollback_recovers_from_an_interrupted_step(make: Make, monkeypatch: pyt
     monkeypatch.setattr(optimizer._parts.step, "_adam", interrupted)
     with pytest.raises(KeyboardInterrupt):
         some_steps(model, optimizer)
-    with pytest.raises(InterruptedStepError):
+    with pytest.raises(InterruptedStepError, match=r"call rollback\(\)"):
         optimizer.synchronize()
     optimizer.rollback()
     assert_same(expected, bits(model, optimizer))
+
+
+@pytest.mark.parametrize("is_committed", [False, True], ids=["nothing committed", "committed"])
+def test_what_no_disk_said_while_a_chunk_moved_is_raised_once_and_names_the_way_out(
+    make: Make, monkeypatch: pytest.MonkeyPatch, is_committed: bool
+) -> None:
+    model = Tiny()
+    optimizer = make(model, commit_every=0)
+    if is_committed:
+        one_step(model, optimizer)
+        optimizer.commit()
+    expected = bits(model, optimizer)
+    store = optimizer._parts.stores.states
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_read_ahead", _recursing)
+        with pytest.raises(RecursionError):
+            some_steps(model, optimizer)
+    way_out = r"call rollback\(\)" if is_committed else "nothing was committed.*new OffloadZero"
+    for call in (optimizer.synchronize, optimizer.step, optimizer.commit):
+        with pytest.raises(InterruptedStepError, match=way_out) as caught:
+            call()
+        assert isinstance(caught.value.__cause__, RecursionError | InterruptedStepError)
+    if is_committed:
+        optimizer.rollback()
+        assert_same(expected, bits(model, optimizer))
+        one_step(model, optimizer)
+        optimizer.commit()
+
+
+def _recursing() -> None:
+    raise RecursionError("maximum recursion depth exceeded")
 
 
 # What lies at the path.

@@ -654,7 +654,7 @@ def test_an_interrupt_inside_a_step_is_remembered(make: Make, monkeypatch: pytes
     with pytest.raises(KeyboardInterrupt):
         model(batch(1))
     for call in (optimizer.step, optimizer.synchronize, lambda: optimizer.state_of(model.first.weight)):
-        with pytest.raises(InterruptedStepError, match="start again"):
+        with pytest.raises(InterruptedStepError, match=r"nothing was committed.*new OffloadZero"):
             call()
     optimizer.close()
     with pytest.raises(ClosedError):

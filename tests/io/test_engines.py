@@ -540,6 +540,19 @@ def failing_once(real: Callable[..., object], error: BaseException) -> Callable[
     return call
 
 
+@pytest.mark.parametrize("operation", ["read", "write", "sync"])
+def test_what_is_thrown_in_while_a_request_is_started_is_no_error_of_the_disk(
+    queued: QueuedEngine, place: str, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, came = queued.open(place), TimeoutError("of the user's own")
+    queued.write(file, 0, noise(PAGE_BYTES)).result(WAIT_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(queued, "_start", lambda requests: [(request, came) for request in requests])
+        moving = queued.sync(file) if operation == "sync" else getattr(queued, operation)(file, 0, blank(PAGE_BYTES))
+    assert moving.exception(WAIT_S) is came
+    assert queued.write(file, 0, noise(PAGE_BYTES)).result(WAIT_S) == PAGE_BYTES
+
+
 @pytest.mark.timeout(60)
 def test_no_memory_while_a_request_ends_fails_that_transfer_and_no_later_one(
     queued: QueuedEngine, place: str, monkeypatch: pytest.MonkeyPatch

@@ -340,7 +340,7 @@ def interrupted_store(path: Path, kept: frozenset[int], instruction: int, by: Ca
             for index in range(len(NUMELS)):
                 with store.lease(index, step=5) as lease:
                     assert value_in(lease) == 4
-        except (InterruptedStepError, TierIOError):
+        except InterruptedStepError:
             assert by is thrown_in  # which may leave anything half changed, but not without a word
     engine.close()
     return is_over
@@ -433,6 +433,33 @@ def test_whoever_waits_for_a_chunk_learns_that_the_store_was_closed(store: Store
         assert isinstance(errors[0], ClosedError)
 
 
+def test_what_no_disk_said_is_raised_once_and_then_names_the_way_out(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_all(store, 1)
+    versions = store.flush()
+    store.set_committed(versions)
+    came = RecursionError("maximum recursion depth exceeded")
+
+    def recursing(*args: object) -> None:
+        raise came
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_has_begun", recursing)
+        with pytest.raises(RecursionError), store.lease(0, step=2):
+            pass
+    with pytest.raises(InterruptedStepError, match="new OffloadZero") as caught:
+        store.drain()
+    assert caught.value.__cause__ is came
+    store.can_go_back()
+    with pytest.raises(InterruptedStepError, match=r"call rollback\(\)"), store.lease(1, step=2):
+        pass
+    store.reset(versions)
+    for index in range(len(NUMELS)):
+        with store.lease(index, step=2) as lease:
+            assert value_in(lease) == 1
+
+
 def test_a_mistake_inside_a_callback_reaches_whoever_waits(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(name: str, amount: int) -> None:
         raise ZeroDivisionError
@@ -440,8 +467,9 @@ def test_a_mistake_inside_a_callback_reaches_whoever_waits(store: Store, monkeyp
     monkeypatch.setattr(store._timeline, "count", broken)
     with store.lease(0, step=1) as lease:
         put(lease, 1)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(InterruptedStepError) as caught:
         store.drain()
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
 def test_the_thread_engine_keeps_several_transfers_under_way(tmp_path: Path) -> None:

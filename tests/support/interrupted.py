@@ -31,9 +31,22 @@ def interrupt() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
+def by_signal(number: signal.Signals) -> Callable[[], None]:
+    """What sends a signal to this process. Whoever uses it has installed a handler."""
+    return lambda: signal.raise_signal(number)
+
+
 def thrown_in() -> None:
     """What another thread throws in, which nothing can put off."""
     raise KeyboardInterrupt
+
+
+def timeout_thrown_in() -> None:
+    """The same with what is an OSError, too."""
+    raise TimeoutError("thrown in")
+
+
+NOT_DEFERRED = (thrown_in, timeout_thrown_in)
 
 
 @cache
@@ -57,6 +70,7 @@ def _drops_errors(frame: FrameType) -> bool:
 @contextmanager
 def interrupted_at(instruction: int, by: Callable[[], None] = interrupt) -> Iterator[list[int]]:
     """Calls `by` before this thread's so-manieth instruction in FILES; yields how many are left to go, in a list."""
+    is_deferred = by not in NOT_DEFERRED
     left = [instruction]
     last: dict[FrameType, int] = {}
 
@@ -71,7 +85,7 @@ def interrupted_at(instruction: int, by: Callable[[], None] = interrupt) -> Iter
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
         name = frame.f_code.co_filename
-        if not name.startswith(FILES if by is interrupt else FILES[0]) or (by is not interrupt and "/io/" in name):
+        if not name.startswith(FILES if is_deferred else FILES[0]) or ("/io/" in name and not is_deferred):
             return None
         if event == "call" and _drops_errors(frame):
             return None
