@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +62,8 @@ def calling() -> Model:
 
 
 @pytest.fixture(params=list(PLACEMENTS))
-def placement(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    yield PLACEMENTS[request.param]
+def placement(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return PLACEMENTS[request.param]
 
 
 def test_a_thread_that_a_forward_waits_for_reads_all_parameters_there(
@@ -87,6 +87,56 @@ def test_a_thread_that_a_forward_waits_for_reads_all_parameters_there(
     assert len(reads) >= 2 * len(expected.losses)
     for values in reads:
         assert expected.steps_of(values)
+
+
+def test_a_parameter_is_plain_for_the_thread_that_runs_its_unit_alone(
+    placement: dict[str, Any], tmp_path: Path
+) -> None:
+    """Another thread's use waits, as it does for any operation, and does not compute with memory that may go."""
+    model = calling()
+    weight = model.get_parameter("blocks.1.up.weight")
+    waited: list[bool] = []
+
+    def use() -> None:
+        thread = threading.Thread(target=lambda: weight.detach().sum())
+        with optimizer.entries.lock:
+            thread.start()
+            thread.join(0.05)
+            waited.append(thread.is_alive())
+            assert torch.equal(weight.sum(), plain.sum())  # this thread goes on
+        thread.join(30)
+        assert not thread.is_alive()
+
+    plain = weight.detach().clone()
+    model.blocks[1].call = use
+    with hold(model, tmp_path, 1e-2, **placement) as optimizer, torch.no_grad():
+        model(batch(0))
+    assert waited == [True]
+
+
+def test_a_parameter_is_plain_for_the_thread_that_uses_it_alone(placement: dict[str, Any], tmp_path: Path) -> None:
+    model = Model()
+    weight = model.get_parameter("blocks.1.up.weight")
+    waited: list[bool] = []
+
+    class Slow(torch.Tensor):
+        """Whoever adds it to another tensor waits for a thread that cannot go on until then."""
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            thread.start()
+            thread.join(0.05)
+            waited.append(thread.is_alive())
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+
+    plain = weight.detach().clone()
+    with hold(model, tmp_path, 1e-2, **placement), torch.no_grad():
+        thread = threading.Thread(target=lambda: weight.detach().sum())
+        found = torch.add(weight, torch.zeros(1).as_subclass(Slow))
+        thread.join(30)
+        assert torch.equal(found.as_subclass(Tensor), plain)
+    assert waited == [True]
 
 
 def test_a_write_from_another_thread_during_a_forward_counts(placement: dict[str, Any], tmp_path: Path) -> None:
@@ -284,7 +334,7 @@ def _use_beside(stage: int) -> None:
             if stage == 3:
                 attempt(lambda: next(iter(blocks[-1].parameters())).norm())
 
-        blocks = [module for module in model.modules() if isinstance(module, nn.ModuleList)][0]
+        blocks = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
         handle = blocks[0].register_forward_hook(beside)
         x = torch.zeros(1, 4, dtype=torch.long)
         model(x)[0].float().square().sum().backward()
