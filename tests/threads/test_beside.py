@@ -139,6 +139,40 @@ def test_a_parameter_is_plain_for_the_thread_that_uses_it_alone(placement: dict[
     assert waited == [True]
 
 
+class Borrowing(Model):
+    """Multiplies by a weight of block 2 outside of it. Its backward calls somebody right before it uses the weight."""
+
+    call: Callable[[], object] = staticmethod(lambda: None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        x = nn.functional.linear(x, self.blocks[2].up.weight)
+        if x.requires_grad:
+            x.grad_fn.register_prehook(lambda grads: self.call())
+        return x
+
+
+def test_what_a_backward_is_about_to_use_stays_while_another_thread_reads(
+    placement: dict[str, Any], tmp_path: Path
+) -> None:
+    alone = Borrowing()
+    with hold(alone, tmp_path / "expected", 1e-2, **placement) as optimizer:
+        expected = train(alone, optimizer)
+    model = Borrowing()
+    reads: list[float] = []
+
+    def read() -> None:
+        for block in model.blocks:
+            reads.append(block.down.weight.norm().item())
+
+    model.call = lambda: in_thread(read)
+    with hold(model, tmp_path / "run", 1e-2, **placement) as optimizer:
+        assert train(model, optimizer) == expected
+    assert len(reads) == 4 * len(expected)
+
+
 def test_a_write_from_another_thread_during_a_forward_counts(placement: dict[str, Any], tmp_path: Path) -> None:
     """Beside plain torch, in which the same thread writes at the same moment."""
 
