@@ -32,7 +32,7 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from functools import partial, update_wrapper
 from types import FrameType, FunctionType, MethodType
@@ -312,8 +312,9 @@ class Activations:
 
     def _run_checkpointed(self, unit: _Unit, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         leaves, tree = torch_private.tree_flatten((args, kwargs), is_leaf=_is_leaf)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        again = _Again(self, unit, tree, leaves)
+        # Each enters once, however often it is given: a forward may ask whether two arguments are one.
+        tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
+        again = _Again(self, unit, tree, leaves, tensors)
         first = [(forward, args, kwargs)]
 
         def run(*entering: Tensor) -> Any:
@@ -340,7 +341,8 @@ class Activations:
             if not _is_same(unit.state(), state):
                 raise StaleActivationError(
                     f"parameters, buffers or the mode of {unit.name} have changed since its forward, so that it cannot "
-                    "be recomputed: call backward() before step(), eval() and the like"
+                    "be recomputed: call backward() before step(), eval() and the like; where what changes them leaves "
+                    "their values as they are, give Tuning(recompute=False)"
                 )
             return unit.forward(*args, **kwargs)
         finally:
@@ -412,23 +414,31 @@ class Activations:
 class _Again:
     """Runs the forward of a unit again. A graph holds this, so it must not keep an optimizer alive.
 
-    Args: leaves: the leaves of the tree of arguments. Those that are tensors are given when this is called.
+    Args: leaves: the leaves of the tree of arguments; tensors: the distinct tensors among them, which are given when
+    this is called.
     """
 
-    def __init__(self, activations: Activations, unit: _Unit, tree: Any, leaves: Sequence[Any]) -> None:
+    def __init__(
+        self, activations: Activations, unit: _Unit, tree: Any, leaves: Sequence[Any], tensors: Sequence[Tensor]
+    ) -> None:
         self._activations = weakref.ref(activations)
         self._unit = weakref.ref(unit)
         self._tree = tree
-        self._is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
-        self._others = _copied([leaf for leaf in leaves if not isinstance(leaf, Tensor)])
+        number_of = {id(tensor): number for number, tensor in enumerate(tensors)}
+        # Of each leaf: the number of the tensor, None of any other.
+        self._numbers = [number_of.get(id(leaf)) for leaf in leaves]
+        others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+        self._others = _copied(others)
+        # Those of the tensors that objects among the others hold too.
+        self._inside = [(number_of[id(one)], one) for one in tensors_in(others) if id(one) in number_of]
         self._state = unit.state()
 
     def __call__(self, entering: Sequence[Tensor]) -> Any:
         activations, unit = self._activations(), self._unit()
         if activations is None or unit is None:
             raise ClosedError("the optimizer that was to recompute this graph is closed: call backward() first")
-        tensors, others = iter(entering), iter(_copied(self._others))
-        leaves = [next(tensors if is_tensor else others) for is_tensor in self._is_tensor]
+        others = iter(_copied(self._others, {id(one): entering[number] for number, one in self._inside}))
+        leaves = [next(others) if number is None else entering[number] for number in self._numbers]
         args, kwargs = torch_private.tree_unflatten(leaves, self._tree)
         return activations.recompute(unit, self._state, args, kwargs)
 
@@ -476,14 +486,15 @@ def _is_leaf(node: Any) -> bool:
     return type(node) not in (tuple, list, dict)
 
 
-def _copied(leaves: Sequence[Any]) -> list[Any]:
-    """Copies of arguments that are no tensors: a forward may change them, as it does a cache. Tensors, and what cannot
-    be copied, are returned as they are."""
+def _copied(leaves: Sequence[Any], instead: Mapping[int, Tensor] | None = None) -> list[Any]:
+    """Copies of arguments that are no tensors: a forward may change them, as it does a cache. What cannot be copied is
+    returned as it is, and so are tensors. Args: instead: tensors to put in the place of others, by the id of those."""
     found = []
     for leaf in leaves:
         if not isinstance(leaf, _UNCHANGING):
             with suppress(Exception):
-                leaf = copy.deepcopy(leaf, {id(tensor): tensor for tensor in tensors_in(leaf)})
+                kept = {id(tensor): tensor for tensor in tensors_in(leaf)}
+                leaf = copy.deepcopy(leaf, kept | {key: one for key, one in (instead or {}).items() if key in kept})
         found.append(leaf)
     return found
 

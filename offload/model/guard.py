@@ -544,6 +544,7 @@ class Guards:
     def _version_of(self, tensor: Any) -> int:
         number = self._parameters.number_of(tensor)
         if number is not None:
+            self._units.apply(self._unit_of[number])  # an update that is applied later would move it without a write
             return self._parameters.version_of(number)
         with torch_private.DisableTorchFunctionSubclass():
             return int(tensor._version)

@@ -169,6 +169,69 @@ def test_tuples_views_masks_dropout_and_lists(pair: Make) -> None:
         assert both.optimizer.stats()["peak_activation_bytes"] > 0
 
 
+class Cross(nn.Module):
+    """Attention that is another one where both inputs are one tensor, wherever it finds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.other = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, given: Any, *, memory: Tensor | None = None, holder: Any = None) -> Tensor:
+        found = given[0] if isinstance(given, tuple | list) else given
+        for one in (found, memory, None if holder is None else holder.hidden):
+            if one is not None:
+                x = x + (self.own(one) if one is x else self.other(one))
+        return x
+
+
+class Holder:
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+class CrossNet(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Cross() for _ in range(3))
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = {
+                "twice": lambda block=block, x=x: block(x, x),
+                "in a tuple": lambda block=block, x=x: block(x, (x, x)),
+                "by name": lambda block=block, x=x: block(x, x * 2, memory=x),
+                "in an object": lambda block=block, x=x: block(x, x + 1, holder=Holder(x)),
+                "a view": lambda block=block, x=x: block(x, x.view(-1, 5)),
+            }[self.how]()
+        return x
+
+
+@pytest.mark.parametrize("how", ["twice", "in a tuple", "by name", "in an object", "a view"])
+def test_a_unit_that_gets_one_tensor_twice_gets_one_when_it_is_recomputed(pair: Make, how: str) -> None:
+    made = pair(lambda: CrossNet(how))
+    for step in range(2):
+        made.same(backward(step))
+
+
+class AttentionNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.MultiheadAttention(5, 1, batch_first=True) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[None]
+        for block in self.blocks:
+            x = x + block(x, x, x, need_weights=False)[0]
+        return x
+
+
+def test_multihead_attention_is_a_unit(pair: Make) -> None:
+    made = pair(AttentionNet)
+    for step in range(2):
+        made.same(backward(step))
+
+
 def test_several_forwards_before_backward_and_no_grad_between(pair: Make) -> None:
     def run(model: nn.Module) -> None:
         first = squares(model, rows(1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,27 @@ def test_tiled_runs_have_the_same_bits_on_every_tier(
     losses_of_whole, _ = streams.run(body, BUILDS[build], tuning=tuning(1, tile=0), accumulation=accumulation)
     assert losses == pytest.approx(losses_of_whole, rel=0.05)
     assert losses[0] == pytest.approx(losses_of_whole[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("tier", ["device", "cpu", "nvme"])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_tiles_of_units_whose_activations_wait_train_as_plain_torch(
+    tier: str, recompute: bool, streams: Streams, tmp_path: Path
+) -> None:
+    torch.manual_seed(5)
+    model = Net()
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    expected = []
+    for count in range(4):
+        loss = squares(model, batch(count), count)
+        loss.backward()
+        expected.append(loss.item())
+        nn.utils.clip_grad_norm_(model.parameters(), 0.7)
+        plain.step()
+        plain.zero_grad()
+    chosen = replace(tuning(1), recompute=recompute)
+    losses, _ = streams.run(train(squares), Net, tuning=chosen, activation_tier=tier, compute_dtype=torch.float32)
+    assert losses == pytest.approx(expected, rel=1e-5)
 
 
 def test_gradients_in_slots_change_no_bit(streams: Streams, tmp_path: Path) -> None:
