@@ -148,14 +148,18 @@ def has_statistics(module: nn.Module) -> bool:
 
 
 def compute_dtypes(model: nn.Module, keep_fp32: KeepFp32, dtype: torch.dtype) -> dict[Tensor, torch.dtype]:
-    """The dtype of each floating parameter's compute copy.
+    """The dtype of each floating parameter's compute copy. A frozen one beside quantised weights keeps its own: it is a
+    scale or a zero point of theirs.
 
     Raises: ConfigError if a module that stays in fp32 shares a parameter with one that is not.
     """
     in_fp32 = {inner for module in fp32_modules(model, keep_fp32) for inner in module.modules()}
-    dtypes: dict[Tensor, torch.dtype] = {}
+    dtypes: dict[Tensor, torch.dtype] = {param: param.dtype for param in _of_quantised(model)}
+    kept = set(dtypes)
     for name, module in model.named_modules():
         for key, param in module.named_parameters(recurse=False):
+            if param in kept:
+                continue
             this = torch.float32 if module in in_fp32 else dtype
             if dtypes.setdefault(param, this) is not this:
                 raise ConfigError(
@@ -376,16 +380,39 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = moved[buffer]
 
 
+def _of_quantised(model: nn.Module) -> Iterator[nn.Parameter]:
+    """The frozen parameters of modules that own a quantised one."""
+    for module in model.modules():
+        own = [param for param in module.parameters(recurse=False) if not param.requires_grad]
+        if any(map(_is_quantised, own)):
+            yield from own
+
+
+def _is_quantised(param: Tensor) -> bool:
+    """Whether a parameter has integers, or floating-point values of 8 bits."""
+    return not param.is_floating_point() or param.element_size() == 1
+
+
 def _dtype_of(param: Tensor, dtype: torch.dtype) -> torch.dtype:
     """The dtype that a parameter which is not trained has on the device: `dtype`, its compute dtype. Quantised weights
-    (integers, and floating-point values of 8 bits) keep their own."""
-    return dtype if param.is_floating_point() and param.element_size() > 1 else param.dtype
+    keep their own."""
+    return param.dtype if _is_quantised(param) else dtype
+
+
+def resident_bytes_of(param: Tensor, numel: int, dtype: torch.dtype) -> int:
+    """Bytes that a parameter of `numel` elements takes on the device in its compute dtype; of a wrapper around other
+    tensors (a quantised weight), what these take."""
+    if not torch_private.is_wrapper_subclass(local_of(param)):
+        return numel * dtype.itemsize
+    names, _ = local_of(param).__tensor_flatten__()  # type: ignore[attr-defined]
+    inner = (getattr(local_of(param), name) for name in names)
+    return sum(resident_bytes_of(tensor, tensor.numel(), tensor.dtype) for tensor in inner)
 
 
 def untrained_bytes(model: nn.Module, others: Iterable[nn.Parameter], dtypes: Mapping[Tensor, torch.dtype]) -> int:
     """Bytes that buffers, and parameters that are not among `others`, take on the device."""
     left = set(model.parameters()) - set(others)
-    frozen = sum(local_of(p).numel() * _dtype_of(p, dtypes[p]).itemsize for p in left)
+    frozen = sum(resident_bytes_of(p, local_of(p).numel(), _dtype_of(p, dtypes[p])) for p in left)
     return frozen + sum(buffer.numel() * buffer.element_size() for buffer in set(model.buffers()))
 
 

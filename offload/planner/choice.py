@@ -14,7 +14,16 @@ from offload import config as configuration
 from offload.config import SUM_BLOCK, Config, Tier
 from offload.errors import BudgetError, ConfigError
 from offload.layout import Layout, ParamSpec, build, tiled
-from offload.model.units import ROOT, compute_dtypes, device_for, frozen_of, rows_of, specs_of, untrained_bytes
+from offload.model.units import (
+    ROOT,
+    compute_dtypes,
+    device_for,
+    frozen_of,
+    resident_bytes_of,
+    rows_of,
+    specs_of,
+    untrained_bytes,
+)
 from offload.planner.placement import Needs, Placement, Room, place
 
 # Read and written a parameter and step by streamed 16-bit parameters, and by gradients in slots.
@@ -66,13 +75,13 @@ class ModelShape:
     @property
     def frozen_bytes(self) -> int:
         """Bytes that the frozen parameters take on the device."""
-        return sum(spec.numel * spec.dtype.itemsize for spec in self.specs if spec.is_frozen)
+        both = zip(self.specs, self.params, strict=True)
+        return sum(resident_bytes_of(param, spec.numel, spec.dtype) for spec, param in both if spec.is_frozen)
 
     def config(self, config: Config) -> Config:
         """What `config` means for this model. Raises: ConfigError; see `config.for_model`."""
-        every = sum(spec.numel * spec.dtype.itemsize for spec in self.specs)
-        frozen_bytes = self.frozen_bytes
-        return configuration.for_model(config, trained_bytes=every - frozen_bytes, frozen_bytes=frozen_bytes)
+        trained_bytes = sum(spec.numel * spec.dtype.itemsize for spec in self.specs if not spec.is_frozen)
+        return configuration.for_model(config, trained_bytes=trained_bytes, frozen_bytes=self.frozen_bytes)
 
     def room(self, available_bytes: int | None = None) -> Room:
         """What the model's device has room for. Args: available_bytes: see `Room`."""
@@ -81,7 +90,9 @@ class ModelShape:
     def layout(self, config: Config, *, ranks: int = 1, rank: int = 0, replicas: int = 1) -> Layout:
         """The layout of what is trained, and of frozen parameters if they stream. Args: replicas: how many groups of
         ranks each keep all trained parameters."""
-        specs = tiled(self.specs, self.rows, config.tile_bytes or 0)
+        streams = {False: config.param_tier != "device", True: config.frozen_tier != "device"}
+        rows = {number: row for number, row in self.rows.items() if streams[self.specs[number].is_frozen]}
+        specs = tiled(self.specs, rows, config.tile_bytes or 0)
         if config.frozen_tier == "device":
             specs = [spec for spec in specs if not spec.is_frozen]
             return build(specs, config.chunk_numel, ranks=ranks, rank=rank, replicas=replicas)

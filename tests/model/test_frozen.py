@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from offload import OffloadZero, Tuning, config
 from offload.errors import ConfigError
@@ -317,6 +319,74 @@ def test_integer_and_quantised_parameters_stream_as_they_are(param_tier: str, tm
             assert value.dtype is before[name].dtype, name
             assert torch.equal(value.reshape(-1).view(torch.uint8), before[name].reshape(-1).view(torch.uint8)), name
     optimizer.close()
+
+
+@pytest.mark.parametrize("param_tier", ["device", "cpu", "nvme"])
+def test_scales_beside_quantised_weights_keep_their_dtype(param_tier: str, tmp_path: Path) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.codes = nn.Parameter(torch.randn(WIDTH, WIDTH).to(torch.float8_e4m3fn), requires_grad=False)
+            self.scale = nn.Parameter(torch.rand(WIDTH), requires_grad=False)
+            self.adapter = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.adapter(x) + x @ (self.codes.float() * self.scale).to(x.dtype)
+
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(Scaled(), Scaled(), Scaled())
+    plain = copy.deepcopy(model)
+    for module in plain:
+        module.adapter.bfloat16()
+    x = torch.randn(4, WIDTH)
+    given = options("cpu", param_tier, tmp_path, compute_dtype=torch.bfloat16)
+    with OffloadZero(model, torch.optim.AdamW(trained(model)), **given), torch.no_grad():
+        assert torch.equal(model(x), plain(x.bfloat16()))
+        assert all(module.scale.dtype is torch.float32 for module in model)
+
+
+@pytest.mark.parametrize("param_tier", ["cpu", "nvme"])
+def test_trained_parameters_that_stay_beside_a_streamed_base_are_not_tiled(param_tier: str, tmp_path: Path) -> None:
+    """As a prompt encoder's. The base's layers are."""
+
+    class Prompted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.prompt = nn.Linear(5, 40)
+            self.blocks = nn.ModuleList(nn.Linear(40, 40).requires_grad_(False) for _ in range(40))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.prompt(x)
+            for block in self.blocks:
+                x = x + torch.tanh(block(x)) / 8
+            return x
+
+    torch.manual_seed(0)
+    model: Any = Prompted()
+    plain = copy.deepcopy(model)
+    given = options("cpu", param_tier, tmp_path)
+    given["tuning"] = dataclasses.replace(given["tuning"], tile=640)
+    optimizer = OffloadZero(model, torch.optim.AdamW(trained(model)), **given)
+    theirs = torch.optim.AdamW(trained(plain))
+    for count in range(3):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(count))
+        for one, other in ((model, optimizer), (plain, theirs)):
+            take_step(other, squares(one, x))
+    assert_close(model, plain)
+    optimizer.close()
+
+
+def test_a_wrapper_around_quantised_tensors_is_planned_by_what_it_takes(tmp_path: Path) -> None:
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    for layer in layers[:2]:
+        layer.weight = nn.Parameter(TwoTensor(layer.weight.detach(), torch.zeros_like(layer.weight)), False)
+    model: Any = nn.Sequential(*layers)
+    whole = 2 * 2 * WIDTH * WIDTH * 4  # two wrappers, two fp32 tensors each
+    given = options("cpu", "device", tmp_path)
+    with OffloadZero(model, torch.optim.AdamW(trained(model)), **given) as optimizer:
+        planned = optimizer.stats()["peak_device_bytes"]
+    trained_bytes = sum(param.nbytes for param in trained(model))
+    assert whole + trained_bytes <= planned < whole + trained_bytes + 4096
 
 
 def test_a_quantised_parameter_with_more_than_its_bytes_is_refused_by_name(tmp_path: Path) -> None:
