@@ -572,9 +572,10 @@ class OffloadZero(torch.optim.Optimizer):
     def accumulation(self) -> int | str:
         """Backward passes for each step, at most; "auto": as many as come.
 
-        Where it is "auto" it can be set to a number, between steps and on all ranks alike. One more then raises
-        AccumulationError. Over several ranks the number saves a message after each backward, and lets gradients of
-        stage 1 leave in the last one. A fixed number stays what it is; setting a larger one is an error.
+        Where it is "auto" it can be set to a number, and to "auto" again, between steps and on all ranks alike. One
+        more than that number then raises AccumulationError. Over several ranks the number saves a message after each
+        backward, and lets gradients of stage 1 leave in the last one. A fixed number stays what it is; setting a larger
+        one is an error.
         Raises: ConfigError.
         """
         most = self._parts.gradients.most
@@ -582,21 +583,27 @@ class OffloadZero(torch.optim.Optimizer):
 
     @accumulation.setter
     @entry
-    def accumulation(self, passes: int) -> None:
+    def accumulation(self, passes: int | str) -> None:
         self._require_usable()
-        if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
-            raise ConfigError(f"accumulation={passes!r}: give a whole number, at least 1")
+        is_number = isinstance(passes, int) and not isinstance(passes, bool) and passes >= 1
+        if not is_number and passes != "auto":
+            raise ConfigError(f'accumulation={passes!r}: give a whole number, at least 1, or "auto"')
+        most = passes if isinstance(passes, int) else None
         if not self._config.takes_any:
-            if passes > self._config.accumulation:
+            if most is None or most > self._config.accumulation:
+                many = "any number of" if most is None else most
+                other = "" if most is None else ', or "auto"'
                 raise ConfigError(
-                    f"accumulation={self._config.accumulation}, and {passes} backward passes are to come before each "
-                    f'step: give OffloadZero accumulation={passes}, or "auto"'
+                    f"accumulation={self._config.accumulation}, and {many} backward passes are to come before each "
+                    f"step: give OffloadZero accumulation={passes!r}{other}"
                 )
             return
-        if passes != self._parts.gradients.most:
+        if most != self._parts.gradients.most:
             if self._held.answers.active:
-                raise ConfigError(f"accumulation={passes} between a backward and its step: set it before the backward")
-            self._parts.gradients.declare(passes)
+                raise ConfigError(
+                    f"accumulation={passes!r} between a backward and its step: set it before the backward"
+                )
+            self._parts.gradients.declare(most)
 
     def _consume(self, used: Sequence[int] = ()) -> None:
         """Clears the gradients. Args: used: the parameters whose gradients a step has used."""

@@ -147,9 +147,9 @@ class GradientBuffer(ABC):
 
     # When all of them have come.
 
-    def declare(self, most: int) -> None:
+    def declare(self, most: int | None) -> None:
         """Of every step from now on. Over several ranks on all of them alike, and while no gradient is there."""
-        self.most = self.expected = most
+        self.most, self.expected = most, most or 1
 
     def _learn(self, count: int) -> None:
         """Training repeats itself: the next step may have as many micro-batches as this one had."""
@@ -275,8 +275,9 @@ def too_often(name: str, accumulation: int) -> AccumulationError:
     """More gradients came than `accumulation` declares."""
     return AccumulationError(
         f"{name} got its gradient a {_ordinal(accumulation + 1)} time before step(), and accumulation={accumulation}: "
-        "declare how many backward passes come before each step, OffloadZero(..., accumulation=N), or call step() or "
-        "zero_grad() after each (with reentrant checkpointing, a module used twice counts twice: set "
+        "declare how many backward passes come before each step, OffloadZero(..., accumulation=N), or "
+        'accumulation="auto" where that is not known, or call step() or zero_grad() after each (with reentrant '
+        "checkpointing, a module used twice counts twice: set "
         "use_reentrant=False)"
     )
 

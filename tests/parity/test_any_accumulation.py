@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from offload import AccumulationError, ConfigError, OffloadZero, Tuning
 from tests.native.bits import assert_same_bits
@@ -87,6 +87,34 @@ def test_a_number_that_is_set_is_the_most_that_come() -> None:
         for _ in range(3):
             squares(model).backward()
         optimizer.step()
+
+
+def test_auto_can_be_set_again() -> None:
+    """Beside plain torch, which sums what comes."""
+    torch.manual_seed(0)
+    plain, model = (nn.Linear(3, 3) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    theirs = torch.optim.AdamW(plain.parameters())
+    with OffloadZero(model, accumulation="auto", compute_dtype=torch.float32) as optimizer:
+        for passes in (2, "auto", 1, "auto"):
+            optimizer.accumulation = passes
+            assert optimizer.accumulation == passes
+            for one, trainer in ((plain, theirs), (model, optimizer)):
+                for _ in range(3 if passes == "auto" else passes):
+                    one(torch.ones(2, 3)).square().sum().backward()
+                trainer.step()
+                trainer.zero_grad()
+        assert torch.allclose(model.weight, plain.weight, atol=1e-6)
+        with pytest.raises(ConfigError, match='a whole number, at least 1, or "auto"'):
+            optimizer.accumulation = "many"
+    with OffloadZero(nn.Linear(3, 3), accumulation=2) as optimizer:
+        with pytest.raises(ConfigError, match="give OffloadZero accumulation='auto'"):
+            optimizer.accumulation = "auto"
+        weight = optimizer.param_groups[0]["params"][0]
+        for _ in range(2):
+            weight.sum().backward()
+        with pytest.raises(AccumulationError, match='or accumulation="auto" where that is not known'):
+            weight.sum().backward()
 
 
 def test_a_fixed_number_stays() -> None:
