@@ -164,8 +164,7 @@ def test_what_a_backward_is_about_to_use_stays_while_another_thread_reads(
     reads: list[float] = []
 
     def read() -> None:
-        for block in model.blocks:
-            reads.append(block.down.weight.norm().item())
+        reads.extend([block.down.weight.norm().item() for block in model.blocks])
 
     model.call = lambda: in_thread(read)
     with hold(model, tmp_path / "run", 1e-2, **placement) as optimizer:
