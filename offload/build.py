@@ -28,10 +28,11 @@ from offload.grads.shards import gradient_slot_arrays
 from offload.io.engine import IOEngine, open_nameless
 from offload.io.select import open_engine, weights
 from offload.layout import Layout
+from offload.model.aliases import aliases_of
 from offload.model.flat_param import FlatParameters
 from offload.model.master_weights import MasterWeights
 from offload.model.meta_init import is_meta
-from offload.model.units import device_for, require_on_mesh, require_streamable
+from offload.model.units import device_for, require_movable, require_on_mesh, require_streamable
 from offload.native import Kernels, load, load_on
 from offload.native.memory import return_large_blocks
 from offload.native.threads import usable_cpus
@@ -57,12 +58,14 @@ class Plan:
     """What is decided before anything is allocated.
 
     Attributes: config: with the tiers chosen; held: the layout of all that is trained or streams; params: in the order
-    of `held.specs`; room: on the model's device.
+    of `held.specs`; moved: the names of parameters that get other memory when the model is taken; room: on the model's
+    device.
     """
 
     config: Config
     held: Layout
     params: Sequence[nn.Parameter]
+    moved: Mapping[nn.Parameter, str]
     device: torch.device
     copier: Copier
     room: Room
@@ -114,7 +117,11 @@ def plan_run(
     config, held, _ = choose(config, layout_of, direct=copier.direct, room=room)
     first, every = len(held.trained.specs), len(held.specs)
     require_streamable(held.specs[first:], shape.params[first:every])
-    return Plan(config, held, shape.params[:every], on, copier, room)
+    pairs = enumerate(zip(shape.specs, shape.params, strict=True))
+    moved = {p: s.name for n, (s, p) in pairs if n < every or (p.dtype, p.device) != (s.dtype, on)}
+    require_movable(moved)
+    aliases_of(model, moved)
+    return Plan(config, held, shape.params[:every], moved, on, copier, room)
 
 
 def _free_on_device(copier: Copier, config: Config) -> int:

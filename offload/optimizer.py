@@ -62,8 +62,10 @@ from offload.errors import (
 from offload.held_model import HeldModel
 from offload.interrupts import uninterrupted
 from offload.model import written_frozen
+from offload.model.aliases import aliases_of
 from offload.model.hooks import require_free
 from offload.model.meta_init import Init, Source, source_of
+from offload.model.original import Original
 from offload.model.torch_helpers import Hook
 from offload.model.trace import recorded
 from offload.model.units import stop_reducing, unwrapped
@@ -76,7 +78,7 @@ from offload.optim.adopt import (
     require_adoptable,
     require_matching,
     require_sound,
-    retire,
+    retired,
     take_options,
 )
 from offload.optim.adopt import unwrapped as unwrapped_optimizer
@@ -158,7 +160,9 @@ class OffloadZero(torch.optim.Optimizer):
             recomputed.
         tuning: options that only change speed.
 
-    Raises: ConfigError, BudgetError, PathError, PathInUseError, ResumeError, RankError; the model is not changed then.
+    Raises: ConfigError, BudgetError, PathError, PathInUseError, ResumeError, RankError. After these, after any other
+    exception, and after an interrupt the model is what it was. Parameters whose values nothing has any more are NaN
+    then, and a note on the error names them: docs/errors.md says when.
 
     offload/optim/reference.py states the arithmetic of a step. The result has the same bits on every tier, with every
     budget and chunk size, on any number of threads and with any instruction set.
@@ -238,19 +242,24 @@ class OffloadZero(torch.optim.Optimizer):
             )
         # The ranks that agree and commit together; with tensor parallelism more than those that share states.
         self._everyone = self._comm.everyone
-        with ExitStack() as undo:
+        self._undo = undo = ExitStack()
+        try:
             given, source, found = self._reserve(undo, unwrapped_optimizer(optimizer), device, init, init_missing)
             super().__init__(given.param_groups, dict(given.defaults))
             self.state = NoStates()  # type: ignore[assignment]
             self._adopted = True
             # By parameter: how often it was stepped.
             self._steps = [0] * len(self._layout.specs)
-            self._hold(undo, source, found)
+            original = self._hold(undo, source, found)
             stop_reducing(wrapper, undo)
-            self._undo = undo.pop_all()
-        retire(given)
-        with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
-            print(self._placement.describe(self._plan.held, self._config), file=sys.stderr)
+            undo.enter_context(retired(given))
+            with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
+                print(self._placement.describe(self._plan.held, self._config), file=sys.stderr)
+            self._held.take_others()
+            original.kept = None  # the last instruction: no interrupt comes between it and the end
+        except BaseException as error:
+            self._give_back(error)
+            raise
 
     def _reserve(
         self,
@@ -296,8 +305,16 @@ class OffloadZero(torch.optim.Optimizer):
             self._commits.read_ahead()
         return given, source, found
 
-    def _hold(self, undo: ExitStack, source: Source, found: RecoveryPlan | None) -> None:
-        """Takes the model: its parameters go to their tiers, with their own values or those of the commit."""
+    @uninterrupted
+    def _give_back(self, error: BaseException) -> None:
+        """Undoes what a construction that failed has done so far; see original.py for the model."""
+        self._undo.__exit__(type(error), error, error.__traceback__)
+
+    def _hold(self, undo: ExitStack, source: Source, found: RecoveryPlan | None) -> Original:
+        """Takes the model: its parameters go to their tiers, with their own values or those of the commit.
+
+        Returns: what gives it back, until it forgets what the model was.
+        """
         self._owner = Owner(
             step=lambda: self._step,
             require_usable=self._require_usable,
@@ -305,11 +322,25 @@ class OffloadZero(torch.optim.Optimizer):
             collect=self._finalize_gradients,
             unscale=self._unscale,
         )
+        parts, aliases = self._parts, aliases_of(self._model, self._plan.moved)
+        undo.push(original := Original(self._model, parts.parameters, parts.masters, aliases))
+        frozen: object = None
         if found is not None:
             found = found.with_frozen({spec.name for spec in self._layout.specs})
-            written_frozen.write(self._model, found.extra.attached.get(written_frozen.NAME))
-        committed = set() if found is None else {param.name for param in found.first.parameters}
-        self._held = HeldModel(self._model, self._parts, self._placement, source, self._owner, committed=committed)
+            frozen = found.extra.attached.get(written_frozen.NAME)
+            written_frozen.write(self._model, frozen, original.keep)
+        self._held = HeldModel(
+            self._model,
+            parts,
+            self._placement,
+            source,
+            self._owner,
+            committed=set() if found is None else {param.name for param in found.first.parameters},
+            frozen=frozen,
+            original=original,
+            aliases=aliases,
+            undo=undo,
+        )
         self._attached = Attached(_committed(found))
         self._resumed = None
         if found is not None:
@@ -319,8 +350,7 @@ class OffloadZero(torch.optim.Optimizer):
         if streams or written_frozen.NAME in self._attached.committed_names:
             carries = self._held.written_frozen(self._placement.budget_bytes)
             self._attach({written_frozen.NAME: carries}, undo)
-        # Not earlier: a model that is left without values stays marked as taken.
-        undo.callback(self._held.remove)
+        return original
 
     # Step.
 

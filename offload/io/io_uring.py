@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from offload import native
 from offload.errors import ClosedError
+from offload.interrupts import uninterrupted
 from offload.io.engine import DEPTH, REQUEST_BYTES, QueuedEngine, Refused, Request, address_of
 from offload.sizes import GIB
 
@@ -173,6 +174,7 @@ def _leave_in_child() -> None:
 os.register_at_fork(after_in_child=_leave_in_child)
 
 
+@uninterrupted
 def is_available() -> tuple[bool, str]:
     """Whether a ring opens and answers here, and if not, why, in a sentence."""
     try:

@@ -138,12 +138,16 @@ class FlatParameters:
         return self.device != self.home
 
     @torch.no_grad()
-    def make_dense(self, flat: int) -> None:
-        """Gives parameters with holes or overlaps (expanded ones) memory of their own."""
+    def make_dense(self, flat: int) -> list[int]:
+        """Gives parameters with holes (slices) memory of their own. Returns: those that have none."""
+        dense = []
         for number in self.layout.flats[flat].params:
             param = self.locals[number]
-            if not is_dense(param):
+            if is_dense(param):
+                dense.append(number)
+            else:
                 repoint(param, param.data.contiguous())
+        return dense
 
     @torch.no_grad()
     def attach(self, flat: int, *, with_values: bool = True) -> None:

@@ -57,15 +57,14 @@ class MasterWeights:
         self._owed.update(numbers)
 
     @torch.no_grad()
-    def take_flat(self, flat: int) -> None:
-        """Makes the masters from the uncast values of a flat parameter, which are dense, and then casts these."""
+    def make_flat(self, flat: int) -> None:
+        """Makes the masters from the uncast values of a flat parameter, which are dense."""
         for chunk in self._layout.chunks:
             if chunk.flat == flat:
                 with self._store.lease(chunk.index, step=0) as lease:
                     lease.dirty = True
                     for block in _blocks(chunk.pieces):
                         self._put(lease, block, self._of_model(block).to("cpu", torch.float32))
-        self._parameters.attach(flat)
 
     @torch.no_grad()
     def restore(self, step: int) -> None:
@@ -218,15 +217,28 @@ class MasterWeights:
         """Copies of the states of parameter `number`: fp32, shape (numel,), on the CPU, in the order of its memory."""
         numel = self._layout.specs[number].numel
         lines = {kind: torch.empty(numel, dtype=torch.float32, device="cpu") for kind in STATE_KINDS}
+        for block, whole in self._wholes(number, step):
+            for kind, values in zip(STATE_KINDS, whole, strict=True):
+                lines[kind][block.param_offset : block.param_offset + block.numel] = values
+        return lines
+
+    @torch.no_grad()
+    def copy_to(self, number: int, into: Tensor) -> None:
+        """Copies the master of parameter `number` to `into`, shape (numel,), on any device, in the order of its memory.
+
+        A model that was just taken gets its values back so, in the dtype that they had.
+        """
+        for block, (master, _, _) in self._wholes(number, step=0):
+            into[block.param_offset : block.param_offset + block.numel].copy_(master)
+
+    def _wholes(self, number: int, step: int) -> Iterator[tuple[Piece, tuple[Tensor, Tensor, Tensor]]]:
+        """The states of a parameter block by block, while their chunk is leased; see `_whole`."""
         for index in self._layout.chunks_of[number]:
             pieces = [piece for piece in self._layout.chunks[index].pieces if piece.param == number]
             with self._store.lease(index, step=step) as lease, self._copies_of(index) as copies:
                 for block in _blocks(pieces):
                     copy = _in_chunk(copies, block) if copies is not None else self._of_model(block).cpu()
-                    whole = self._whole(lease, block, copy)
-                    for kind, values in zip(STATE_KINDS, whole, strict=True):
-                        lines[kind][block.param_offset : block.param_offset + block.numel] = values
-        return lines
+                    yield block, self._whole(lease, block, copy)
 
     def _require_known(self, changed: Collection[int]) -> None:
         for number in sorted(changed):

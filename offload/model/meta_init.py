@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from offload import torch_private
 from offload.errors import ConfigError
 from offload.model.flat_param import flattened
 
@@ -223,13 +224,27 @@ def materialise(model: nn.Module, source: Source) -> Iterator[None]:
         for name, tensor in meta_tensors(module).items():
             memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
             if isinstance(tensor, nn.Parameter):
-                torch.utils.swap_tensors(tensor, nn.Parameter(memory, tensor.requires_grad))
+                become(tensor, memory, _join(prefix) + name)
                 fresh[name] = tensor
             else:
                 module._buffers[name] = fresh[name] = memory
         if fresh:
             source.fill(_join(prefix), module, fresh)
             yield
+
+
+def become(param: nn.Parameter, memory: Tensor, name: str) -> None:
+    """Gives a parameter other memory, which may be on the meta device. It stays the object that it was, with its class
+    and attributes.
+
+    Raises: ConfigError naming a parameter that a graph or a view of it refers to: these would keep what it was.
+    """
+    if torch_private.uses(param) > 1:
+        raise ConfigError(
+            f"{name} is on the meta device, and a graph or a view of it is kept somewhere: drop the results of "
+            "forwards that ran on the meta device, and views, before OffloadZero takes the model"
+        )
+    torch_private.swap_implementations(param, nn.Parameter(memory, param.requires_grad))
 
 
 def meta_tensors(module: nn.Module) -> dict[str, Tensor]:

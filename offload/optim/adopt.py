@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType
 from typing import Any, NoReturn
@@ -101,6 +102,22 @@ def retire(optimizer: torch.optim.Optimizer) -> None:
     # A method, as schedulers expect: those made from the old optimizer go on to steer the groups. Of a proxy: else the
     # old optimizer, and parameters with it, would be in a cycle.
     optimizer.step = MethodType(step, weakref.proxy(optimizer))  # type: ignore[method-assign]
+
+
+@contextmanager
+def retired(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """`retire`; if the body raises, the optimizer is what it was."""
+    before, alive = vars(optimizer).get("step"), weakref.ref(optimizer)
+    try:
+        retire(optimizer)
+        del optimizer
+        yield
+    except BaseException:
+        if (given := alive()) is not None:
+            vars(given).pop("step", None)
+            if before is not None:
+                vars(given)["step"] = before
+        raise
 
 
 @torch.no_grad()

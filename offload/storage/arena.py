@@ -18,6 +18,7 @@ from torch import Tensor
 
 from offload.devices.copies import Copier
 from offload.errors import BudgetError
+from offload.interrupts import uninterrupted
 from offload.native.memory import populate
 from offload.sizes import MIB, PAGE_BYTES, format_bytes, round_up
 
@@ -90,6 +91,7 @@ class Arena(Lender):
         """The whole slab, for I/O engines that want to know it beforehand."""
         return memoryview(self._map)
 
+    @uninterrupted
     def prefault(self, then: Callable[[], None]) -> None:
         """Gets the pages that are not there yet, in the background, and calls `then` there.
 

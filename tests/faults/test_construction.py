@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import offload.build
 from offload import (
@@ -33,6 +33,7 @@ from offload.planner import least_cpu_memory, placement
 from offload.storage.arena import Arena
 from offload.storage.files import COMMIT_NAME, SWAP_NAME
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, bits, one_step
+from tests.support.before import Before
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.late_copier import LateCopier
 from tests.support.processes import arena_bytes, open_files, start_python
@@ -363,6 +364,39 @@ def frozen() -> nn.Module:
     return Tiny().requires_grad_(False)
 
 
+def script_inside() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+
+
+def trace_inside() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), torch.jit.trace(nn.Linear(4, 4), torch.zeros(1, 4)))
+
+
+def lazy_buffer() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.LazyBatchNorm1d(affine=False))
+
+
+def with_param(param: Tensor) -> nn.Module:
+    model = Tiny()
+    model.odd = param if isinstance(param, nn.Parameter) else nn.Parameter(param)
+    return model
+
+
+def jagged() -> Tensor:
+    return torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
+
+
+def computed() -> nn.Module:
+    model = Tiny()
+    model._parameters["odd"] = model.first.weight * 2  # type: ignore[assignment]
+    return model
+
+
+def made_for_inference() -> nn.Module:
+    with torch.inference_mode():
+        return Tiny()
+
+
 @pytest.mark.parametrize(
     ("build", "named"),
     [
@@ -377,11 +411,22 @@ def frozen() -> nn.Module:
         (with_gradient, "middle.weight already has a gradient"),
         (sparse, "0 makes sparse gradients"),
         (lazy, "1.weight has no shape yet"),
+        (lazy_buffer, "1.running_mean has no shape yet"),
+        (lambda: torch.jit.script(Tiny()), "the model is a TorchScript module"),
+        (script_inside, "1 is a TorchScript module"),
+        (trace_inside, "1 is a TorchScript module"),
+        (lambda: with_param(torch.eye(3).to_sparse()), "odd is a tensor of layout torch.sparse_coo"),
+        (lambda: with_param(torch.eye(3).to_sparse_csr()), "odd is a tensor of layout torch.sparse_csr"),
+        (lambda: with_param(torch.eye(3).to_mkldnn()), "odd is a tensor of layout torch._mkldnn"),
+        (lambda: with_param(jagged()), "odd is a nested tensor"),
+        (computed, "odd is the result of an operation"),
+        (made_for_inference, "first.weight is an inference tensor"),
         (frozen, "trains no parameter"),
         (nn.ReLU, "no parameters"),
         (lambda: "a model", "is not an nn.Module"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:Sparse CSR:UserWarning")
 def test_a_model_that_cannot_be_trained_is_refused_by_name(
     build: Callable[[], nn.Module], named: str, make: Make, path: Path
 ) -> None:
@@ -390,6 +435,74 @@ def test_a_model_that_cannot_be_trained_is_refused_by_name(
         make(model, cpu_memory="1GiB")
     assert named in str(caught.value)
     assert not path.exists()
+
+
+def qint8() -> Tensor:
+    return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+
+
+def inference() -> Tensor:
+    with torch.inference_mode():
+        return torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "named"),
+    [
+        (qint8, {"param_tier": "cpu"}, "odd is a quantised tensor"),
+        (qint8, {"device": "elsewhere"}, "odd is a quantised tensor"),
+        (lambda: torch.eye(3).to_mkldnn(), {}, "odd is a mkldnn tensor"),
+        (lambda: torch.eye(3).to_sparse(), {"param_tier": "cpu"}, r"odd is a Parameter \(torch.sparse_coo\)"),
+        (inference, {"param_tier": "cpu"}, "odd is an inference tensor"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_a_frozen_parameter_that_cannot_get_other_memory_is_refused_by_name(
+    build: Callable[[], Tensor], options: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = with_param(nn.Parameter(build(), requires_grad=False))
+    before = Before(model)
+    if options.pop("device", None) is not None:
+        monkeypatch.setattr(offload.build, "device_for", lambda *_: torch.device("cpu", 1))
+    with pytest.raises(ConfigError, match=named):
+        OffloadZero(model, AdamW([p for p in model.parameters() if p.requires_grad]), **options)
+    before.require_same()
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_a_quantised_parameter_that_stays_where_it_is_does_no_harm() -> None:
+    model = with_param(nn.Parameter(qint8(), requires_grad=False))
+    with OffloadZero(model, AdamW([p for p in model.parameters() if p.requires_grad])) as optimizer:
+        one_step(model, optimizer)
+        assert model.odd.is_quantized
+
+
+@pytest.mark.parametrize("param_tier", ["device", "cpu"])
+def test_a_part_of_a_held_model_and_what_is_around_one_are_refused_by_name(param_tier: str) -> None:
+    outer = nn.Sequential(Tiny(), nn.Linear(4, 4))
+    held: Any = outer[0]
+    tied = nn.Linear(96, 32)
+    with OffloadZero(held, param_tier=param_tier) as optimizer:
+        tied.weight = held.middle.weight
+        with pytest.raises(ConfigError, match="0, in the model, is held by another OffloadZero"):
+            OffloadZero(outer)
+        with pytest.raises(ConfigError, match="weight is in a model that another OffloadZero holds"):
+            OffloadZero(held.middle)
+        with pytest.raises(ConfigError, match="weight is in a model that another OffloadZero holds"):
+            OffloadZero(tied)
+        one_step(held, optimizer)
+    assert outer[1].weight.dtype is torch.float32
+    assert tied.bias.dtype is torch.float32
+    OffloadZero(outer).close()
+
+
+def test_a_model_whose_parameters_were_left_released_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Tiny()
+    with monkeypatch.context() as patched:
+        patched.setattr(offload.build.Plan, "room_at_end", lambda *_: 0)
+        OffloadZero(model, param_tier="cpu").close()
+    with pytest.raises(ConfigError, match=r"first\.weight has no values here since its optimizer"):
+        OffloadZero(model)
 
 
 def test_a_job_of_several_ranks_that_nobody_connected_is_refused(
@@ -466,11 +579,16 @@ def test_a_disk_that_fails_while_masters_are_written_leaves_nothing_held(
 ) -> None:
     before = open_files(), arena_bytes()
     threads = {thread for thread in threading.enumerate() if thread.name != "faulty-disk"}
-    given = AdamW(model.parameters())
+    given, before_it = AdamW(model.parameters()), Before(model)
     disk.fail("write", errno.EIO, nth=3)
     with pytest.raises(TierIOError) as caught:
         make(model, given)
-    assert any("build the model again" in note for note in caught.value.__notes__)
+    pairs = list(zip(model.parameters(), Tiny().parameters(), strict=True))
+    lost = [now.isnan().all() for now, plain in pairs if not torch.equal(now, plain)]
+    assert all(lost)
+    assert bool(lost) == hasattr(caught.value, "__notes__")  # the disk had the only copy of some
+    if not lost:
+        before_it.require_same()
     del caught
     assert (open_files(), arena_bytes()) == before
     assert {thread for thread in threading.enumerate() if thread.name != "faulty-disk"} <= threads
