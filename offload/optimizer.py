@@ -72,6 +72,7 @@ from offload.optim.adopt import (
     NoStates,
     groups_state,
     load_groups,
+    move_hooks,
     require_adoptable,
     require_matching,
     require_sound,
@@ -104,7 +105,8 @@ class OffloadZero(torch.optim.Optimizer):
         model: any nn.Module with dense floating-point parameters on one device. Of a DistributedDataParallel, the
             module inside is trained, and DDP's own reduction of gradients is switched off.
         optimizer: a fresh torch.optim.Adam or AdamW, also as wrapped by Accelerate or Lightning. Its param groups are
-            adopted (the same dicts), and its own `step()` raises from then on. None: AdamW(model.parameters()).
+            adopted (the same dicts), hooks that were registered on it move along, and its own `step()` raises from then
+            on. None: AdamW(model.parameters()).
         tier: where the optimizer states are: "device", "cpu" or "nvme". None: "nvme" if `path` is given, else "cpu".
         path: a directory for this run's swap files and commits, or several to stripe them over. A directory is made
             (mode 0700) if its parent exists.
@@ -240,6 +242,7 @@ class OffloadZero(torch.optim.Optimizer):
         with ExitStack() as undo:
             given, source, found = self._reserve(undo, unwrapped_optimizer(optimizer), device, init, init_missing)
             super().__init__(given.param_groups, dict(given.defaults))
+            move_hooks(given, self)
             self.state = NoStates()  # type: ignore[assignment]
             self._adopted = True
             # By parameter: how often it was stepped.
@@ -915,7 +918,13 @@ class OffloadZero(torch.optim.Optimizer):
         Raises: as `commit`; BudgetError if the disk has no space for the snapshot; ConfigError over several ranks if
         this step is not committed.
         """
-        return groups_state(self.param_groups, self._step, self._config.paths, self._name_commit())
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state = groups_state(self.param_groups, self._step, self._config.paths, self._name_commit())
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, state)
+            state = state if changed is None else changed
+        return state
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Commits this step, so that `state_dict()` can name it: before some ranks call that, all have to call this.
@@ -965,7 +974,6 @@ class OffloadZero(torch.optim.Optimizer):
                 )
         return self._commits.last_id
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes to the step of a state dict, and takes its hyper-parameters.
 
@@ -974,6 +982,16 @@ class OffloadZero(torch.optim.Optimizer):
         Raises: ResumeError if that commit is gone, or the groups do not match; ConfigError for a value out of range;
         over several ranks ResumeError for another step; CorruptionError, TierIOError.
         """
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        self._load(state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    @torch.no_grad()
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
         step, commit = require_matching(self.param_groups, state_dict)
         is_committed = commit is not None and self._commits.has(step)
         if step != self._step or (is_committed and commit != self._commits.last_id):

@@ -6,7 +6,6 @@ import pickle
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,21 +23,6 @@ def net() -> nn.Module:
 
 
 X = torch.ones(2, 3)
-
-
-class Prepared:
-    """An optimizer as Accelerate's `prepare` or Lightning wraps it."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-
-def test_a_prepared_optimizer_is_unwrapped() -> None:
-    model = net()
-    inner = torch.optim.AdamW(model.parameters(), lr=0.25)
-    prepared: Any = Prepared(inner)
-    with OffloadZero(model, prepared) as optimizer:
-        assert optimizer.param_groups[0] is inner.param_groups[0]
 
 
 def test_hyper_parameters_belong_to_the_optimizer() -> None:
