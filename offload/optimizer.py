@@ -21,6 +21,7 @@ import math
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -63,13 +64,13 @@ from offload.interrupts import uninterrupted
 from offload.model import written_frozen
 from offload.model.hooks import require_free
 from offload.model.meta_init import Init, Source, source_of
+from offload.model.states import States
 from offload.model.torch_helpers import Hook
 from offload.model.trace import recorded
 from offload.model.units import stop_reducing, unwrapped
 from offload.optim.adam import StepKey, scalars_of
 from offload.optim.adopt import (
     UNSUPPORTED,
-    NoStates,
     groups_state,
     load_groups,
     move_hooks,
@@ -243,7 +244,6 @@ class OffloadZero(torch.optim.Optimizer):
             given, source, found = self._reserve(undo, unwrapped_optimizer(optimizer), device, init, init_missing)
             super().__init__(given.param_groups, dict(given.defaults))
             move_hooks(given, self)
-            self.state = NoStates()  # type: ignore[assignment]
             self._adopted = True
             # By parameter: how often it was stepped.
             self._steps = [0] * len(self._layout.specs)
@@ -593,6 +593,22 @@ class OffloadZero(torch.optim.Optimizer):
 
     # Look.
 
+    @property  # type: ignore[override]
+    def state(self) -> States:
+        """The states of each parameter that was stepped, as a torch optimizer has them: a mapping to "step", "exp_avg"
+        and "exp_avg_sq". They are read when they are used, one parameter at a time, as by `state_of`, and cannot be
+        written to.
+        """
+        return States(self.param_groups, weakref.WeakMethod(self._times_stepped), weakref.WeakMethod(self.state_of))
+
+    @state.setter
+    def state(self, value: object) -> None:
+        if self._adopted:  # and not torch, which makes an empty one
+            raise ConfigError(
+                "optimizer.state cannot be replaced: the states are in the tiers; make a new OffloadZero, whose states "
+                "begin with zeros, or go back to a commit with rollback()"
+            )
+
     def grad(self, param: Tensor) -> Tensor | None:
         """The gradient of `param` as the next step will use it: summed over micro-batches, unscaled and clipped if
         `scaler.unscale_` and `clip_grad_norm_` were called. Before `unscale_` it is that of the scaled loss.
@@ -708,6 +724,11 @@ class OffloadZero(torch.optim.Optimizer):
         with DisableTorchFunctionSubclass():
             local = parameters.shaped(number, view)
         return whole_of(self._comm, parameters.params[number], local)
+
+    def _times_stepped(self, param: Any) -> int:
+        """How often a parameter was stepped; 0 for all else."""
+        number = self._parts.parameters.index.get(param)
+        return self._steps[number] if number is not None and number < len(self._steps) else 0
 
     def _number(self, param: Tensor) -> int:
         number = self._parts.parameters.index.get(param)  # type: ignore[call-overload]

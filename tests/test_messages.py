@@ -30,16 +30,6 @@ def test_hyper_parameters_belong_to_the_optimizer() -> None:
         OffloadZero(net(), lr=0.001)  # type: ignore[call-overload]
 
 
-def test_states_are_asked_for_by_their_method() -> None:
-    model = net()
-    with OffloadZero(model) as optimizer:
-        assert len(optimizer.state) == 0
-        with pytest.raises(ConfigError, match=r"optimizer\.state_of\(p\)"):
-            optimizer.state[model[0].weight]
-        with pytest.raises(ConfigError, match="cannot be written to"):
-            optimizer.state[model[0].weight] = {}
-
-
 def test_an_undeclared_backward_says_how_to_declare_them_all() -> None:
     model = net()
     with OffloadZero(model) as optimizer:

@@ -34,22 +34,6 @@ WRAPPERS = frozenset(
 it is called, and not what it computes."""
 
 
-class NoStates(dict[Any, Any]):
-    """`optimizer.state`, which is empty: the states are in their tiers. Its errors say how to get them."""
-
-    def __missing__(self, param: Any) -> NoReturn:
-        raise ConfigError(
-            "optimizer.state holds no tensors: they are in the tiers; call optimizer.state_of(p) for copies of the "
-            "master, exp_avg and exp_avg_sq of a parameter"
-        )
-
-    def __setitem__(self, param: Any, value: Any) -> None:
-        raise ConfigError(
-            "optimizer.state cannot be written to: the states are in the tiers; resume a commit (resume=True) instead "
-            "of loading states"
-        )
-
-
 def unwrapped(optimizer: Any) -> Any:
     """The optimizer inside the wrapper of a framework; any other as it is."""
     while _is_wrapper(type(optimizer)):

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from offload import OffloadZero
 from tests.oracle.harness import PLACEMENTS, Idiom, Run, check
 from tests.oracle.models import STEPS, TinyLm, token_loss
 from tests.peers import devices
@@ -339,6 +340,18 @@ def with_fabric(run: Run, *, path: Path) -> None:
 @pytest.mark.parametrize("placement", HELD)
 def test_fabric_trains_and_clips(placement: str, tmp_path: Path) -> None:
     assert_as_with_adamw(with_fabric, placement, tmp_path)
+
+
+def test_optimizers_that_lightning_has_wrapped_are_unwrapped() -> None:
+    for wrap in (lightning.Fabric(**devices.for_lightning("fabric")).setup_optimizers, wrapped_by_trainer):
+        model = SmallLm()
+        inner = adamw(model)
+        with OffloadZero(model, wrap(inner)) as optimizer:
+            assert optimizer.param_groups[0] is inner.param_groups[0]
+
+
+def wrapped_by_trainer(optimizer: torch.optim.Optimizer) -> Any:
+    return lightning.pytorch.core.optimizer.LightningOptimizer(optimizer)
 
 
 # Models of transformers, in a loop of one's own.
