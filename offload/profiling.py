@@ -29,7 +29,8 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
-from offload.errors import ConfigError, PathError
+from offload.config import absolute
+from offload.errors import ConfigError, PathError, explained
 from offload.torch_private import profiler_enabled
 
 MOST_EVENTS = 100_000
@@ -185,7 +186,7 @@ class Timeline:
         try:
             _write(path, recording.lines())
         except OSError as error:
-            raise PathError(error.errno, f"the timeline cannot be written: {error.strerror}", path) from error
+            raise PathError(error.errno, f"the timeline cannot be written: {explained(error)}", path) from error
 
 
 def _profiler_range(name: str) -> AbstractContextManager[None] | None:
@@ -310,7 +311,7 @@ def _checked(file: str | os.PathLike[str]) -> str:
     """The absolute path of a file that can be written. Raises: PathError, ConfigError."""
     if not isinstance(file, str | os.PathLike):
         raise ConfigError(f"timeline({file!r}): give the path of a file to write")
-    path = os.path.abspath(os.fspath(file))
+    path = str(absolute(file))
     try:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISREG(os.lstat(path).st_mode):
