@@ -619,12 +619,19 @@ class OffloadZero(torch.optim.Optimizer):
         """
         self._require_usable()
         number = self._number(param)
-        if number not in self._finalize_gradients():
+        if not self._has_gradient(number):
             return None
         first, last = self._layout.param_shard_range(number)
         view = torch.empty(self._layout.specs[number].numel, dtype=torch.float32, device="cpu")
         view[first:last] = self._parts.gradients.values(number).float() * self._parts.gradients.factor_of(number)
         return self._whole(number, all_gather_shards(self._comm, self._layout, number, view))
+
+    def _has_gradient(self, number: int) -> bool:
+        """Whether a parameter has a gradient, on any rank, which is final then."""
+        if self._everyone.size > 1:
+            return number in self._finalize_gradients()
+        self._held.answers.take_changes([number])
+        return bool(self._parts.gradients.finalize([number] if self._held.answers.has(number) else []))
 
     def gathered(
         self, module_or_params: nn.Module | Tensor | Iterable[Tensor], *, writable: bool = False
@@ -646,7 +653,7 @@ class OffloadZero(torch.optim.Optimizer):
         self._require_usable()
         number = self._number(param)
         self._held.pending.apply_all()
-        self._held.take_outside_writes()
+        self._held.take_outside_writes([number])
         views = self._parts.masters.states(number, self._step)
         whole = {kind: all_gather_shards(self._comm, self._layout, number, view) for kind, view in views.items()}
         shaped: dict[str, Any] = {kind: self._whole(number, view) for kind, view in whole.items()}
