@@ -62,6 +62,7 @@ from offload.errors import (
 from offload.held_model import HeldModel
 from offload.interrupts import uninterrupted
 from offload.model import written_frozen
+from offload.model.forgotten import Watch
 from offload.model.hooks import require_free
 from offload.model.meta_init import Init, Source, source_of
 from offload.model.states import States
@@ -248,6 +249,8 @@ class OffloadZero(torch.optim.Optimizer):
             # By parameter: how often it was stepped.
             self._steps = [0] * len(self._layout.specs)
             self._hold(undo, source, found)
+            self._watch = Watch(self._model, self.param_groups, self._held.answers.is_live_of)
+            undo.callback(self._watch.settle)
             stop_reducing(wrapper, undo)
             self._undo = undo.pop_all()
         retire(given)
@@ -348,6 +351,7 @@ class OffloadZero(torch.optim.Optimizer):
         GradScaler, or with one that is used in a wrong order; over several ranks, if they are about to step
         differently; nothing is changed); TierIOError, CorruptionError, AccumulationError, RankError.
         """
+        self._watch.settle()
         with self._forgetting_the_scaler():
             self._require_usable()
             loss = None

@@ -294,6 +294,11 @@ class Answers:
         """Whether there is a gradient that no step has used."""
         return not self._is_removed and (number in self._zeroed or self._gradients.has(number))
 
+    def is_live_of(self, param: Tensor) -> bool:
+        """Whether a tensor is a trained parameter that has a gradient which no step has used."""
+        number = self._parameters.number_of(param)
+        return number is not None and number < len(self._params) and self.is_live(number)
+
     def answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """`func(*args, **kwargs)`, where some of the arguments are stand-ins."""
         if func in _IS_ITSELF or (func in MOVES and self._is_there(func, args, kwargs)):

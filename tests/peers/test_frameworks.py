@@ -107,6 +107,21 @@ def test_trainer_trains_clips_and_logs(name: str, placement: str, tmp_path: Path
     assert_as_with_adamw(with_trainer, placement, tmp_path, **TRAINERS[name])
 
 
+@pytest.mark.filterwarnings("default")
+def test_trainer_that_was_not_given_the_optimizer_warns_once(tmp_path: Path) -> None:
+    model = llama("Llama")()
+    rows = [{"input_ids": row, "labels": row} for row in tokens(4 * STEPS)]
+    arguments = transformers.TrainingArguments(
+        output_dir=tmp_path, use_cpu=ON_CPU, save_strategy="no", report_to=[], max_steps=STEPS
+    )
+    with (
+        OffloadZero(model, adamw(model), device=DEVICE),
+        pytest.warns(UserWarning, match="another optimizer, AdamW") as caught,
+    ):
+        transformers.Trainer(model=model, args=arguments, train_dataset=rows).train()
+    assert len([one for one in caught if "another optimizer" in str(one.message)]) == 1
+
+
 # accelerate
 
 
