@@ -47,6 +47,7 @@ from offload.storage.activation_store import ActivationStore
 from offload.storage.arena import Arena, Lender
 from offload.storage.chunk_cache import Store
 from offload.storage.device_store import DeviceArena, DeviceStore
+from offload.storage.files import replaceable_in
 from offload.storage.swap_file import RunFiles, Stripes
 from offload.storage.swap_format import SlotArrays, frozen_slot_arrays, param_slot_arrays, state_slot_arrays
 
@@ -92,13 +93,20 @@ def plan_run(
 ) -> Plan:
     """Decides what is where. Args: groups: the optimizer's param_groups; device: see OffloadZero.
 
-    Raises: ConfigError, BudgetError. Warns of an accelerator that nobody asked for.
+    Raises: ConfigError, BudgetError. Warns of an accelerator that nobody asked for, and of a path that others can
+    change.
     """
     found = accelerator()
     if device is None and found is not None and is_meta(model):
         warnings.warn(
             "the model has no device yet, and is going to be trained on the CPU, beside an accelerator: give "
             f'OffloadZero device="{found.type}", or device="cpu" if that is meant',
+            stacklevel=4,
+        )
+    for directory in dict.fromkeys(filter(None, map(replaceable_in, config.paths))):
+        warnings.warn(
+            f"{directory} is another user's, and every user may write to it: others can replace the files of this run; "
+            f"give a path in a directory of your own, or have the sticky bit set on this one (chmod +t {directory})",
             stacklevel=4,
         )
     shape = ModelShape.of(model, groups, config, planned=is_meta(model))
@@ -169,9 +177,9 @@ def build(
     """
     config, layout, held = start.config, plan.layout, plan.held
     memory = _reserve(undo, replace(plan, config=config), placement, comm)
+    kernels = _kernels_for(undo, config, layout, memory)  # before there are files: it may be refused its threads
     slots, engine = _open_files(undo, config, held, placement, memory, start, timeline, comm.everyone.rank)
-    entries = Entries(comm.everyone.size)
-    run = Run(config, layout, memory, _kernels_for(undo, config, layout, memory), comm, timeline, entries)
+    run = Run(config, layout, memory, kernels, comm, timeline, Entries(comm.everyone.size))
     states = state_slot_arrays(layout, split_master=config.split_master)
     # First of all in memory: a resume reads into it while the rest is made.
     store = _state_store(undo, run, placement, slots, states)
@@ -207,21 +215,18 @@ def _reserve(undo: ExitStack, plan: Plan, placement: Placement, comm: Communicat
     is_on_device = plan.config.tier == "device"
     if not is_on_device and not placement.slab_bytes:
         return Memory(ram, None, ram, ram, plan.copier)
-    slab = _slab(placement.slab_bytes, plan)
+    if plan.copier.direct:
+        slab: Arena | DeviceArena = Arena(placement.slab_bytes, plan.copier, at_once=False)
+    else:
+        slab = DeviceArena(placement.slab_bytes, plan.device)
     undo.callback(_free, comm, slab)
+    if isinstance(slab, Arena):
+        slab.prefault(lambda: None)
     if is_on_device:
         # Nothing leaves it in a step. Frozen parameters may come from RAM.
         link = plan.copier if plan.config.param_tier == "device" and plan.config.frozen_tier != "device" else None
         return Memory(ram, slab, slab, slab, HostCopier(), link)
     return Memory(ram, slab, ram, slab, plan.copier)
-
-
-def _slab(nbytes: int, plan: Plan) -> Arena | DeviceArena:
-    if not plan.copier.direct:
-        return DeviceArena(nbytes, plan.device)
-    arena = Arena(nbytes, plan.copier, at_once=False)
-    arena.prefault(lambda: None)
-    return arena
 
 
 _abandoned: list[Arena | DeviceArena] = []
@@ -242,6 +247,7 @@ def _kernels_for(undo: ExitStack, config: Config, layout: Layout, memory: Memory
     else:
         kernels = load(kernel_threads(config.threads, ranks_on_node=config.ranks_on_node))
     undo.callback(kernels.close)
+    kernels.start()
     return kernels
 
 

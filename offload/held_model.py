@@ -119,9 +119,12 @@ class HeldModel:
         """The most that activations took at once where they wait for their backward."""
         return 0 if self._activations is None else self._activations.peak_bytes
 
-    def take_outside_writes(self) -> None:
-        """Takes over what others wrote to parameters, into the masters and into the store of streamed parameters."""
-        self.units.take_outside_writes()
+    def take_outside_writes(self, numbers: Collection[int] | None = None) -> None:
+        """Takes over what others wrote to parameters, into the masters and into the store of streamed parameters.
+
+        Args: numbers: of the trained parameters to look at; None: all.
+        """
+        self.units.take_outside_writes(numbers)
 
     def synchronize(self) -> None:
         """Waits until nothing is under way on any tier."""

@@ -109,6 +109,24 @@ foreach_div: Any = _find("torch", "_foreach_div_")
 foreach_norm: Any = _find("torch", "_foreach_norm")
 """What `torch.nn.utils.get_total_norm` calls with gradients."""
 
+# --- Optimizers ---
+
+OPTIMIZER_HOOKS = tuple(
+    f"_optimizer_{name}_hooks"
+    for name in (
+        "step_pre",
+        "step_post",
+        "state_dict_pre",
+        "state_dict_post",
+        "load_state_dict_pre",
+        "load_state_dict_post",
+    )
+)
+"""Attributes of an optimizer: dicts of the hooks that its `register_..._hook` functions were given."""
+_missing += [
+    f"torch.optim.Optimizer.{name}" for name in OPTIMIZER_HOOKS if name not in torch.optim.Optimizer.__annotations__
+]
+
 # --- Trees and modules ---
 
 tree_leaves: Any = _find("torch.utils._pytree", "tree_leaves")

@@ -190,28 +190,32 @@ class MasterWeights:
                 self._before[number] = flattened(param.detach()).cpu().clone()
 
     @torch.no_grad()
-    def take_outside_writes(self, step: int) -> None:
+    def take_outside_writes(self, step: int, numbers: Collection[int] | None = None) -> None:
         """Makes masters follow what others wrote to parameters (`load_state_dict`, `p.copy_`).
 
         An element that still equals its rounded master keeps its master.
+        Args: numbers: the parameters to look at; None: all.
         Raises: StaleParameterError with a split master, if the value before the write is not known.
         """
-        every = range(len(self._layout.specs))
-        changed = self._owed if self.can_wait else set(self._parameters.written_outside(every))
+        numbers = range(len(self._layout.specs)) if numbers is None else frozenset(numbers)
+        if self.can_wait:
+            changed = {number for number in self._owed if number in numbers}
+        else:
+            changed = set(self._parameters.written_outside(numbers))
         if changed:
             self._require_known(changed)
-            for chunk in self._layout.chunks:
-                pieces = [piece for piece in chunk.pieces if piece.param in changed]
-                if pieces:
-                    with self._store.lease(chunk.index, step=step) as lease:
-                        lease.dirty = True
-                        with self._copies_of(chunk.index) as copies:
-                            for block in _blocks(pieces):
-                                self._take(lease, block, copies)
+            for index in sorted({index for number in changed for index in self._layout.chunks_of[number]}):
+                pieces = [piece for piece in self._layout.chunks[index].pieces if piece.param in changed]
+                with self._store.lease(index, step=step) as lease:
+                    lease.dirty = True
+                    with self._copies_of(index) as copies:
+                        for block in _blocks(pieces):
+                            self._take(lease, block, copies)
             if not self.can_wait:
                 self._parameters.note_writes(changed)
-        self._owed.clear()
-        self._before.clear()
+        self._owed -= changed
+        for number in [number for number in self._before if number in numbers]:
+            del self._before[number]
 
     def states(self, number: int, step: int) -> dict[str, Tensor]:
         """Copies of the states of parameter `number`: fp32, shape (numel,), on the CPU, in the order of its memory."""
@@ -233,10 +237,9 @@ class MasterWeights:
 
     def _wholes(self, number: int, step: int) -> Iterator[tuple[Piece, tuple[Tensor, Tensor, Tensor]]]:
         """The states of a parameter block by block, while their chunk is leased; see `_whole`."""
-        for index in self._layout.chunks_of[number]:
-            pieces = [piece for piece in self._layout.chunks[index].pieces if piece.param == number]
-            with self._store.lease(index, step=step) as lease, self._copies_of(index) as copies:
-                for block in _blocks(pieces):
+        for chunk, piece in self._layout.pieces_of(number):
+            with self._store.lease(chunk.index, step=step) as lease, self._copies_of(chunk.index) as copies:
+                for block in _blocks([piece]):
                     copy = _in_chunk(copies, block) if copies is not None else self._of_model(block).cpu()
                     yield block, self._whole(lease, block, copy)
 

@@ -7,6 +7,8 @@ import errno
 import gc
 import os
 import pickle
+import resource
+import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -306,6 +308,102 @@ def test_a_run_that_committed_nothing_is_reused(make: Make) -> None:
             one_step(model, optimizer)
             results.append(bits(model, optimizer))
     assert_same(*results)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to give a directory to another user")
+def test_a_path_that_others_can_replace_warns_and_names_the_way_out(model: Tiny, make: Make, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    os.chown(shared, 12345, -1)
+    for mode, path in ((0o755, "mine"), (0o1777, "sticky")):
+        shared.chmod(mode)
+        make(Tiny(), path=shared / path).close()
+    shared.chmod(0o777)
+    with pytest.warns(UserWarning, match=rf"chmod \+t {shared}") as caught:
+        make(Tiny(), path=[shared / "one", shared / "two"]).close()
+    assert len(caught) == 1
+    assert caught[0].filename == make.__code__.co_filename
+    with pytest.warns(UserWarning, match=rf"chmod \+t {shared}"):
+        make(model, path=shared)
+
+
+# Limits of the process.
+
+
+@pytest.mark.parametrize("engine", ["uring", "threads", "portable"])
+def test_threads_that_the_system_refuses_leave_nothing(
+    engine: str, model: Tiny, unchanged: None, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under RLIMIT_NPROC, which does not bind root."""
+    tuning = Tuning(chunk="4KiB", threads=3, io_engine=engine)
+    start, left = threading.Thread.start, [1000]
+
+    def limited(thread: threading.Thread) -> None:
+        if not left[0]:
+            raise RuntimeError("can't start new thread")
+        left[0] -= 1
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    try:
+        make(Tiny(), path=tmp_path / "run", tuning=tuning).close()
+    except ConfigError as error:
+        pytest.skip(str(error))  # no io_uring here
+    shutil.rmtree(tmp_path / "run")
+    needed = 1000 - left[0]
+    assert needed >= 5
+    for number in range(needed):
+        left[0] = number
+        with pytest.raises(BudgetError, match="can't start new thread") as caught:
+            make(model, path=tmp_path / "run", tuning=tuning)
+        assert caught.value.option == "threads"
+
+
+OF_ADDRESS_SPACE = """
+import resource, sys, threading
+import torch
+from offload import BudgetError, OffloadZero
+from tests.faults.conftest import Tiny
+model = Tiny()
+torch.optim.AdamW(model.parameters())  # imports more modules
+threading.stack_size(1 << 30)
+in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (in_use + (1 << 28), -1))
+try:
+    OffloadZero(model, path=sys.argv[1], cpu_memory="1MiB")
+except BudgetError as error:
+    print(error)
+assert model.first.weight.dtype is torch.float32
+"""
+
+
+def test_too_little_address_space_for_threads_is_refused(tmp_path: Path) -> None:
+    with start_python(OF_ADDRESS_SPACE, str(tmp_path / "run")) as process:
+        assert "ulimit -v" in process.communicate(timeout=60)[0]
+        assert process.returncode == 0
+
+
+def test_a_limit_of_file_sizes_is_told_as_one(model: Tiny, unchanged: None, make: Make, path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
+    try:
+        with pytest.raises(BudgetError, match=r"ulimit -f.*several directories") as caught:
+            make(model)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.available == 8192 < caught.value.needed
+    assert not path.exists()
+
+
+def test_a_relative_path_where_the_working_directory_is_gone_is_refused(
+    model: Tiny, unchanged: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for options in ({"path": "run"}, {"path": tmp_path / "run", "resume": [Path("run")]}):
+        with pytest.raises(PathError, match="working directory was removed"):
+            OffloadZero(model, **options)  # type: ignore[call-overload]
 
 
 # Models that cannot be trained.
