@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
 
 import torch
@@ -26,8 +26,13 @@ from offload.model.state_dict import Access
 from offload.model.transfer import StreamedStores, UnitTransfers
 from offload.model.units import compute_dtypes, move_buffers, move_untrained, units_of
 from offload.model.written_frozen import WrittenFrozen, digest_of
+from offload.native.memory import return_freed
 from offload.planner.placement import Placement
 from offload.run import Owner
+from offload.sizes import MIB
+
+FREED_BYTES = 16 * MIB
+"""What may lie free in the heap of the values that were taken, before it is given back."""
 
 
 class HeldModel:
@@ -211,8 +216,10 @@ class HeldModel:
         specs = layout.specs
         dtypes = compute_dtypes(self._model, config.keep_fp32, config.compute_dtype)
         moves = parts.parameters.params[0].device != parts.parameters.device
+        held = parts.parameters.index
+        owned: set[Tensor] = set()
         try:
-            for flat in self._complete_flats(source):
+            for flat in self._complete_flats(source, dtypes, owned):
                 parts.parameters.make_dense(flat)
                 info = layout.flats[flat]
                 streams = parts.parameters.streams(info.params[0])
@@ -224,10 +231,10 @@ class HeldModel:
                     continue
                 self._broadcast([(flattened(parts.parameters.locals[n]), specs[n].shard_dim) for n in info.params])
                 if info.is_frozen:
-                    parts.parameters.attach(flat)
+                    parts.parameters.attach(flat, owned=owned)
                     self._frozen_digests |= self._digests_of(flat) if config.commit_every is not None else {}
                 else:
-                    parts.masters.take_flat(flat)
+                    parts.masters.take_flat(flat, owned)
                 if streams and transfers is not None:
                     transfers.store_and_free(flat)
             if not committed:
@@ -237,10 +244,10 @@ class HeldModel:
         except OffloadError as error:
             error.add_note("some of the model's parameters are already cast or moved: build the model again")
             raise
-        held = parts.parameters.index
-        move_untrained(self._model, held, dtypes, parts.parameters.device)
+        move_untrained(self._model.parameters(), held, dtypes, parts.parameters.device)
         if moves:
             move_buffers(self._model, parts.parameters.device)
+        return_freed()
         others = chain(self._model.parameters(), self._model.buffers())
         self._broadcast([(local_of(tensor), shard_dim_of(tensor)) for tensor in others if tensor not in held])
 
@@ -259,12 +266,27 @@ class HeldModel:
         numbers = self._parts.parameters.layout.flats[flat].params
         return {specs[number].name: digest_of(params[number]) for number in numbers}
 
-    def _complete_flats(self, source: Source) -> Iterator[int]:
-        """The flat parameters whose parameters all have values. Those on the meta device get them on the way."""
-        layout, params = self._parts.parameters.layout, self._parts.parameters.params
+    def _complete_flats(
+        self, source: Source, dtypes: Mapping[Tensor, torch.dtype], owned: set[Tensor]
+    ) -> Iterator[int]:
+        """The flat parameters whose parameters all have values. Those on the meta device get them on the way.
+
+        What was freed meanwhile goes back to the system; parameters that are not held are cast as they get values.
+        Args: owned: gets the parameters whose memory was made here, and is nobody else's.
+        """
+        parameters = self._parts.parameters
+        layout, params = parameters.layout, parameters.params
         left = [flat.index for flat in layout.flats]
-        for _ in chain([None], materialise(self._model, source)):
+        freed = 0
+        for module, fresh in chain([(None, ())], materialise(self._model, source)):
+            owned.update(fresh)
             for flat in list(left):
                 if not any(params[number].is_meta for number in layout.flats[flat].params):
                     left.remove(flat)
+                    freed += sum(params[number].nbytes for number in layout.flats[flat].params)
                     yield flat
+                    if freed >= FREED_BYTES:
+                        return_freed()
+                        freed = 0
+            if module is not None:
+                move_untrained(module.parameters(recurse=False), parameters.index, dtypes, parameters.device)

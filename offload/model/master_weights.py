@@ -7,7 +7,7 @@ the store of streamed parameters), and refused elsewhere. A commit holds the par
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import groupby
 
@@ -57,15 +57,16 @@ class MasterWeights:
         self._owed.update(numbers)
 
     @torch.no_grad()
-    def take_flat(self, flat: int) -> None:
-        """Makes the masters from the uncast values of a flat parameter, which are dense, and then casts these."""
+    def take_flat(self, flat: int, owned: Container[Tensor] = ()) -> None:
+        """Makes the masters from the uncast values of a flat parameter, which are dense, and then casts these. Args:
+        owned: see `FlatParameters.attach`."""
         for chunk in self._layout.chunks:
             if chunk.flat == flat:
                 with self._store.lease(chunk.index, step=0) as lease:
                     lease.dirty = True
                     for block in _blocks(chunk.pieces):
                         self._put(lease, block, self._of_model(block).to("cpu", torch.float32))
-        self._parameters.attach(flat)
+        self._parameters.attach(flat, owned=owned)
 
     @torch.no_grad()
     def restore(self, step: int) -> None:

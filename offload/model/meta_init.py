@@ -10,15 +10,16 @@ from __future__ import annotations
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
+from offload import torch_private
 from offload.errors import ConfigError
 from offload.model.flat_param import flattened
 
@@ -216,20 +217,36 @@ def is_meta(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def materialise(model: nn.Module, source: Source) -> Iterator[None]:
-    """Gives one module after the other memory on the CPU and values; parameters keep their identity."""
+def materialise(model: nn.Module, source: Source) -> Iterator[tuple[nn.Module, Collection[Tensor]]]:
+    """Gives one module after the other memory on the CPU and values; parameters keep their identity.
+
+    Yields: the module, and those of its parameters whose memory is malloc's and nobody else's.
+    """
     for prefix, module in model.named_modules():
         fresh: dict[str, Tensor] = {}
+        made: dict[nn.Parameter, UntypedStorage] = {}
         for name, tensor in meta_tensors(module).items():
             memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
             if isinstance(tensor, nn.Parameter):
                 torch.utils.swap_tensors(tensor, nn.Parameter(memory, tensor.requires_grad))
                 fresh[name] = tensor
+                made[tensor] = memory.untyped_storage()
             else:
                 module._buffers[name] = fresh[name] = memory
+            del memory
         if fresh:
             source.fill(_join(prefix), module, fresh)
-            yield
+            fresh.clear()
+            owned = {param for param, storage in made.items() if _is_owned(param, storage)}
+            made.clear()
+            yield module, owned
+
+
+def _is_owned(param: nn.Parameter, made: UntypedStorage) -> bool:
+    """Whether a parameter still has the memory that was made for it, alone."""
+    is_same = param.untyped_storage()._cdata == made._cdata
+    uses: int = torch_private.storage_uses(made._cdata)
+    return is_same and uses == 2  # by the parameter and by `made`
 
 
 def meta_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -353,11 +353,14 @@ def _refuse_untrainable(
 
 
 def move_untrained(
-    model: nn.Module, held: Container[Tensor], dtypes: Mapping[Tensor, torch.dtype], device: torch.device
+    params: Iterable[nn.Parameter],
+    held: Container[Tensor],
+    dtypes: Mapping[Tensor, torch.dtype],
+    device: torch.device,
 ) -> None:
     """Moves parameters that are not held to the device to train on, and casts floating ones to their compute dtype. No
     copy of them stays behind."""
-    for param in model.parameters():
+    for param in params:
         dtype = _dtype_of(param, dtypes[param])
         if param not in held and (param.dtype, param.device) != (dtype, device):
             moved = local_of(param).data.to(device, dtype)
