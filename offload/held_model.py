@@ -28,8 +28,13 @@ from offload.model.state_dict import Access
 from offload.model.transfer import StreamedStores, UnitTransfers
 from offload.model.units import compute_dtypes, dtype_of, move_buffers, move_param, units_of
 from offload.model.written_frozen import WrittenFrozen, digest_of, require_same
+from offload.native.memory import return_freed
 from offload.planner.placement import Placement
 from offload.run import Owner
+from offload.sizes import MIB
+
+FREED_BYTES = 16 * MIB
+"""What may lie free in the heap of the values that were taken, before it is given back."""
 
 
 class HeldModel:
@@ -233,7 +238,8 @@ class HeldModel:
         time."""
         parts, config, layout = self._parts, self._run.config, self._parts.parameters.layout
         moves = parts.parameters.params[0].device != parts.parameters.device
-        for flat in self._complete_flats(source):
+        owned: set[Tensor] = set()
+        for flat in self._complete_flats(source, owned):
             info = layout.flats[flat]
             if not info.is_frozen:
                 require_same(self._frozen_digests, frozen)  # now, when nothing is lost yet
@@ -247,7 +253,7 @@ class HeldModel:
                 self._broadcast([(flattened(locals_[number]), specs[number].shard_dim) for number in info.params])
                 if not info.is_frozen:
                     parts.masters.make_flat(flat)
-            parts.parameters.attach(flat, with_values=has_values)
+            parts.parameters.attach(flat, with_values=has_values, owned=owned)
             streams = parts.parameters.streams(info.params[0])
             if not streams and not moves:
                 for number in dense:
@@ -276,9 +282,7 @@ class HeldModel:
         It is the last step of taking the model. What is cast on its own device has no copy to go back to, so nothing
         may fail after it; of these the largest is first, so that the others find the memory that it leaves.
         """
-        config, held, device = self._run.config, self._parts.parameters.index, self._parts.parameters.device
-        dtypes = compute_dtypes(self._model, config.keep_fp32, config.compute_dtype)
-        left = {param: dtype_of(param, dtypes[param]) for param in self._model.parameters() if param not in held}
+        left, device = self._others(), self._parts.parameters.device
         for param, dtype in left.items():
             if param.device != device:
                 self._move_other(param, dtype)
@@ -294,6 +298,13 @@ class HeldModel:
         for param, dtype in casts:
             self._move_other(param, dtype)
             self._original.give_up(param, master=None)
+        return_freed()
+
+    def _others(self) -> dict[nn.Parameter, torch.dtype]:
+        """The parameters that are not held, and the dtype that each of them has on the device."""
+        config, held = self._run.config, self._parts.parameters.index
+        dtypes = compute_dtypes(self._model, config.keep_fp32, config.compute_dtype)
+        return {param: dtype_of(param, dtypes[param]) for param in self._model.parameters() if param not in held}
 
     def _move_other(self, param: nn.Parameter, dtype: torch.dtype) -> None:
         self._original.changes(param)
@@ -317,12 +328,28 @@ class HeldModel:
         numbers = self._parts.parameters.layout.flats[flat].params
         return {specs[number].name: digest_of(params[number]) for number in numbers}
 
-    def _complete_flats(self, source: Source) -> Iterator[int]:
-        """The flat parameters whose parameters all have values. Those on the meta device get them on the way."""
+    def _complete_flats(self, source: Source, owned: set[Tensor]) -> Iterator[int]:
+        """The flat parameters whose parameters all have values. Those on the meta device get them on the way.
+
+        What was freed meanwhile goes back to the system. Parameters that were on the meta device and are not held are
+        cast as they get values: there are none to go back to.
+        Args: owned: gets the parameters whose memory was made here, and is nobody else's.
+        """
         layout, params = self._parts.parameters.layout, self._parts.parameters.params
         left = sorted((flat.index for flat in layout.flats), key=lambda flat: not layout.flats[flat].is_frozen)
-        for _ in chain([None], materialise(self._model, source)):
+        others = self._others()
+        freed = 0
+        for module, fresh in chain([(None, ())], materialise(self._model, source)):
+            owned.update(fresh)
             for flat in list(left):
                 if not any(params[number].is_meta for number in layout.flats[flat].params):
                     left.remove(flat)
+                    freed += sum(params[number].nbytes for number in layout.flats[flat].params)
                     yield flat
+                    if freed >= FREED_BYTES:
+                        return_freed()
+                        freed = 0
+            if module is not None:
+                for param in module.parameters(recurse=False):
+                    if param in others and self._original.was_meta(param):
+                        self._move_other(param, others[param])

@@ -31,10 +31,12 @@ from torch import Tensor, nn
 
 from offload import torch_private
 from offload.dist.tensor_parallel import local_of, repoint
+from offload.interrupts import uninterrupted_entry
 from offload.model.aliases import Alias
 from offload.model.flat_param import FlatParameters, flattened
 from offload.model.master_weights import MasterWeights
 from offload.model.meta_init import become
+from offload.native.memory import return_freed
 
 _DATA: Any = Tensor.data  # as torch has it, without guards
 
@@ -108,6 +110,11 @@ class _Kept:
         for alias in aliases:  # they have the memory anyway
             self.params[alias.param].is_to_keep = True
 
+    @uninterrupted_entry
+    def __del__(self) -> None:
+        self.params = {}
+        return_freed()  # the memory that was kept
+
 
 def _hooks_of(param: Any) -> dict[Any, Any] | None:
     hooks: dict[Any, Any] | None = param._post_accumulate_grad_hooks
@@ -136,6 +143,10 @@ class Original:
             with torch_private.DisableTorchFunctionSubclass():
                 before.data = _DATA.__get__(local_of(param))
             before.is_changed = True
+
+    def was_meta(self, param: nn.Parameter) -> bool:
+        """Whether a parameter was on the meta device, so that there are no values to give back."""
+        return self._before(param).device.type == "meta"
 
     def keep(self, param: nn.Parameter) -> None:
         """The memory of a parameter has to be kept: nothing else has its values."""

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Self
 from offload.errors import BudgetError, CorruptionError, PathError, ResumeError
 from offload.interrupts import is_of_system
 from offload.io.engine import IOFile, open_directory, open_nofollow
+from offload.io.regular import read_some
 from offload.sizes import MIB, PAGE_BYTES, format_bytes
 from offload.storage.swap_format import parse_superblock
 
@@ -250,11 +251,7 @@ class Files:
     def read(self, path: Path, most: int) -> bytes:
         """The content of a regular file, or the first `most + 1` bytes of it; follows no link."""
         with self.open(path, os.O_RDONLY) as opened:
-            info = os.fstat(opened.fd)
-            if not stat.S_ISREG(info.st_mode):
-                raise OSError(errno.EINVAL, "is no regular file", str(path))
-            with open(opened.fd, "rb", closefd=False) as file:
-                return file.read(min(info.st_size, most + 1))
+            return read_some(opened, most)
 
     def open(self, path: Path, flags: int) -> IOFile:
         """Opens a file that is there; follows no link and waits for nobody."""
