@@ -28,10 +28,11 @@ from offload.grads.shards import gradient_slot_arrays
 from offload.io.engine import IOEngine, open_nameless
 from offload.io.select import open_engine, weights
 from offload.layout import Layout
+from offload.model.aliases import aliases_of
 from offload.model.flat_param import FlatParameters
 from offload.model.master_weights import MasterWeights
 from offload.model.meta_init import is_meta
-from offload.model.units import device_for, require_on_mesh, require_streamable
+from offload.model.units import device_for, require_movable, require_on_mesh, require_streamable
 from offload.native import Kernels, load, load_on
 from offload.native.memory import return_large_blocks
 from offload.native.threads import usable_cpus
@@ -46,6 +47,7 @@ from offload.storage.activation_store import ActivationStore
 from offload.storage.arena import Arena, Lender
 from offload.storage.chunk_cache import Store
 from offload.storage.device_store import DeviceArena, DeviceStore
+from offload.storage.files import replaceable_in
 from offload.storage.swap_file import RunFiles, Stripes
 from offload.storage.swap_format import SlotArrays, frozen_slot_arrays, param_slot_arrays, state_slot_arrays
 
@@ -57,12 +59,14 @@ class Plan:
     """What is decided before anything is allocated.
 
     Attributes: config: with the tiers chosen; held: the layout of all that is trained or streams; params: in the order
-    of `held.specs`; room: on the model's device.
+    of `held.specs`; moved: the names of parameters that get other memory when the model is taken; room: on the model's
+    device.
     """
 
     config: Config
     held: Layout
     params: Sequence[nn.Parameter]
+    moved: Mapping[nn.Parameter, str]
     device: torch.device
     copier: Copier
     room: Room
@@ -89,13 +93,20 @@ def plan_run(
 ) -> Plan:
     """Decides what is where. Args: groups: the optimizer's param_groups; device: see OffloadZero.
 
-    Raises: ConfigError, BudgetError. Warns of an accelerator that nobody asked for.
+    Raises: ConfigError, BudgetError. Warns of an accelerator that nobody asked for, and of a path that others can
+    change.
     """
     found = accelerator()
     if device is None and found is not None and is_meta(model):
         warnings.warn(
             "the model has no device yet, and is going to be trained on the CPU, beside an accelerator: give "
             f'OffloadZero device="{found.type}", or device="cpu" if that is meant',
+            stacklevel=4,
+        )
+    for directory in dict.fromkeys(filter(None, map(replaceable_in, config.paths))):
+        warnings.warn(
+            f"{directory} is another user's, and every user may write to it: others can replace the files of this run; "
+            f"give a path in a directory of your own, or have the sticky bit set on this one (chmod +t {directory})",
             stacklevel=4,
         )
     shape = ModelShape.of(model, groups, config, planned=is_meta(model))
@@ -114,7 +125,11 @@ def plan_run(
     config, held, _ = choose(config, layout_of, direct=copier.direct, room=room)
     first, every = len(held.trained.specs), len(held.specs)
     require_streamable(held.specs[first:], shape.params[first:every])
-    return Plan(config, held, shape.params[:every], on, copier, room)
+    pairs = enumerate(zip(shape.specs, shape.params, strict=True))
+    moved = {p: s.name for n, (s, p) in pairs if n < every or (p.dtype, p.device) != (s.dtype, on)}
+    require_movable(moved)
+    aliases_of(model, moved)
+    return Plan(config, held, shape.params[:every], moved, on, copier, room)
 
 
 def _free_on_device(copier: Copier, config: Config) -> int:
@@ -162,9 +177,9 @@ def build(
     """
     config, layout, held = start.config, plan.layout, plan.held
     memory = _reserve(undo, replace(plan, config=config), placement, comm)
+    kernels = _kernels_for(undo, config, layout, memory)  # before there are files: it may be refused its threads
     slots, engine = _open_files(undo, config, held, placement, memory, start, timeline, comm.everyone.rank)
-    entries = Entries(comm.everyone.size)
-    run = Run(config, layout, memory, _kernels_for(undo, config, layout, memory), comm, timeline, entries)
+    run = Run(config, layout, memory, kernels, comm, timeline, Entries(comm.everyone.size))
     states = state_slot_arrays(layout, split_master=config.split_master)
     # First of all in memory: a resume reads into it while the rest is made.
     store = _state_store(undo, run, placement, slots, states)
@@ -200,21 +215,18 @@ def _reserve(undo: ExitStack, plan: Plan, placement: Placement, comm: Communicat
     is_on_device = plan.config.tier == "device"
     if not is_on_device and not placement.slab_bytes:
         return Memory(ram, None, ram, ram, plan.copier)
-    slab = _slab(placement.slab_bytes, plan)
+    if plan.copier.direct:
+        slab: Arena | DeviceArena = Arena(placement.slab_bytes, plan.copier, at_once=False)
+    else:
+        slab = DeviceArena(placement.slab_bytes, plan.device)
     undo.callback(_free, comm, slab)
+    if isinstance(slab, Arena):
+        slab.prefault(lambda: None)
     if is_on_device:
         # Nothing leaves it in a step. Frozen parameters may come from RAM.
         link = plan.copier if plan.config.param_tier == "device" and plan.config.frozen_tier != "device" else None
         return Memory(ram, slab, slab, slab, HostCopier(), link)
     return Memory(ram, slab, ram, slab, plan.copier)
-
-
-def _slab(nbytes: int, plan: Plan) -> Arena | DeviceArena:
-    if not plan.copier.direct:
-        return DeviceArena(nbytes, plan.device)
-    arena = Arena(nbytes, plan.copier, at_once=False)
-    arena.prefault(lambda: None)
-    return arena
 
 
 _abandoned: list[Arena | DeviceArena] = []
@@ -235,6 +247,7 @@ def _kernels_for(undo: ExitStack, config: Config, layout: Layout, memory: Memory
     else:
         kernels = load(kernel_threads(config.threads, ranks_on_node=config.ranks_on_node))
     undo.callback(kernels.close)
+    kernels.start()
     return kernels
 
 

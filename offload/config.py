@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 
-from offload.errors import ConfigError
+from offload.errors import ConfigError, PathError
 from offload.sizes import PAGE_BYTES, parse_bytes
 
 Tier = Literal["device", "cpu", "nvme"]
@@ -464,6 +464,18 @@ def _refuse_unknown(options: Mapping[str, object]) -> None:
         raise ConfigError(f"{name}={value!r}: there is no such option; {hint}")
 
 
+def absolute(path: PathLike) -> Path:
+    """Raises: PathError for a relative path where there is no working directory any more."""
+    try:
+        return Path(path).absolute()
+    except FileNotFoundError as error:
+        raise PathError(
+            error.errno,
+            "is relative, and the working directory was removed: give an absolute path, or change to another directory",
+            str(path),
+        ) from error
+
+
 def _paths(option: str, given: Any) -> tuple[Path, ...]:
     several = given if isinstance(given, list | tuple) else () if given is None else (given,)
     names = [os.fspath(one) if isinstance(one, str | os.PathLike) else one for one in several]
@@ -474,7 +486,7 @@ def _paths(option: str, given: Any) -> tuple[Path, ...]:
         (not all(is_name), f"{option}={given!r} names no directory: {fix}"),
     )
     # Absolute now: where a relative one leads changes with the working directory.
-    paths = tuple(Path(name).absolute() for name in names)
+    paths = tuple(map(absolute, names))
     real = [os.path.realpath(path) for path in paths]
     _refuse(
         *(

@@ -26,6 +26,7 @@ A message says what is wrong, what to do about it, and which parameter, option o
 
 from __future__ import annotations
 
+import errno
 import os
 
 
@@ -34,6 +35,15 @@ def _again(kind: type[OffloadError], args: tuple[object, ...], state: dict[str, 
     (OSError if isinstance(error, OSError) else Exception).__init__(error, *args)
     error.__dict__.update(state)
     return error
+
+
+FILE_TOO_LARGE = ": raise the limit of file sizes (ulimit -f), or choose a file system that takes larger files"
+"""What to do about EFBIG."""
+
+
+def explained(error: OSError) -> str:
+    """What an error says, and what to do about it where its words do not tell."""
+    return f"{error.strerror}{FILE_TOO_LARGE if error.errno == errno.EFBIG else ''}"
 
 
 class OffloadError(Exception):
@@ -49,9 +59,10 @@ class ConfigError(OffloadError, ValueError):
 
 
 class BudgetError(OffloadError):
-    """What was asked for does not fit. Sizes in bytes.
+    """What was asked for does not fit, or the system refuses it. Sizes in bytes.
 
-    Attributes: needed, available (bytes), option (the argument that would fix it).
+    Attributes: needed, available (bytes; where the system refuses threads, how many), option (the argument that would
+    fix it).
     """
 
     def __init__(self, message: str, *, needed: int, available: int, option: str) -> None:
@@ -95,6 +106,8 @@ class TierIOError(OffloadError, OSError):
 
     def __init__(self, operation: str, code: int, file: str, offset: int, length: int, detail: str = "") -> None:
         text = detail or os.strerror(code)
+        if code == errno.EFBIG:
+            text += FILE_TOO_LARGE
         OSError.__init__(self, code, f"{operation} of {length} bytes at offset {offset} failed: {text}", file)
         self.operation = operation
         self.offset = offset

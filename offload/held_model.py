@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import chain
 
 import torch
@@ -11,30 +12,38 @@ from torch import Tensor, nn
 from offload.build import Parts
 from offload.dist.agreement import broadcast_from_first
 from offload.dist.tensor_parallel import local_of, shard_dim_of
-from offload.errors import OffloadError
 from offload.interrupts import uninterrupted
 from offload.model.activations import Activations
+from offload.model.aliases import Alias
 from offload.model.fetch import HeldUnits, StreamedUnits
 from offload.model.flat_param import CPU, flattened
 from offload.model.gradient import Answers
 from offload.model.guard import Guards
 from offload.model.hooks import Hooks
 from offload.model.meta_init import Source, materialise
+from offload.model.original import Original
 from offload.model.partition import Partitions
 from offload.model.pending import PendingUpdates
 from offload.model.state_dict import Access
 from offload.model.transfer import StreamedStores, UnitTransfers
-from offload.model.units import compute_dtypes, move_buffers, move_untrained, units_of
-from offload.model.written_frozen import WrittenFrozen, digest_of
+from offload.model.units import compute_dtypes, dtype_of, move_buffers, move_param, units_of
+from offload.model.written_frozen import WrittenFrozen, digest_of, require_same
+from offload.native.memory import return_freed
 from offload.planner.placement import Placement
 from offload.run import Owner
+from offload.sizes import MIB
+
+FREED_BYTES = 16 * MIB
+"""What may lie free in the heap of the values that were taken, before it is given back."""
 
 
 class HeldModel:
     """One optimizer's hold on its model.
 
     Args: source: gives values to what is on the meta device; committed: names of the parameters whose states come from
-    a commit, so that masters are not made from the model's values.
+    a commit, so that masters are not made from the model's values; frozen: the state of `WrittenFrozen` in that commit;
+    original: what the model was, which keeps what it needs to give it back; aliases: views of parameters in modules;
+    undo: lets go of the model.
     Attributes: pending, units, answers, access: parts that the optimizer calls too; initial_bytes: what was written to
     swap files before the first step.
     """
@@ -48,10 +57,19 @@ class HeldModel:
         owner: Owner,
         *,
         committed: Collection[str],
+        frozen: object,
+        original: Original,
+        aliases: Sequence[Alias],
+        undo: ExitStack,
     ) -> None:
         self._model = model
         self._parts = parts
         self._owner = owner
+        self._original = original
+        self._aliases = aliases
+        self._hooks: Hooks | None = None
+        self._activations: Activations | None = None
+        self._guards: Guards | None = None
         run = self._run = parts.run
         self._is_resident = parts.streamed is None and parts.stores.frozen is None
         parameters = parts.parameters
@@ -62,8 +80,9 @@ class HeldModel:
             self.units = HeldUnits(run, parameters, self.pending, parts.masters, owner)
         else:
             self.units = StreamedUnits(run, parameters, transfers, self.pending, parts.masters, owner, parts.gradients)
+        undo.callback(self.remove)
         self._frozen_digests: dict[str, str] = {}
-        self._take_model(source, transfers, committed)
+        self._take_model(source, transfers, committed, frozen)
         if transfers is not None:
             transfers.expect(())  # training fetches in another order than that in which the model was taken
         self.initial_bytes = run.timeline.counted("nvme_written_bytes")
@@ -73,12 +92,13 @@ class HeldModel:
         names |= {param: spec.unit for param, spec in zip(parameters.params, parameters.layout.specs, strict=True)}
         self.access = Access(parameters, names, self.units, placement.budget_bytes, owner)
         self._hooks = Hooks(model, run, parameters, names, self.units, self.access, self.answers)
-        self._activations: Activations | None = None
         if run.config.activation_tier is not None:
             partitions = Partitions(run.comm, parts.activations) if run.config.partition_activations else None
             self._activations = Activations(model, run.config, self.units, parts.activations, partitions)
         self._guards = Guards(parameters, self.units, self.moves)
         parameters.guard_with(self._guards.class_for)
+        numbers = ((alias.tensor, parameters.number_of(alias.param)) for alias in aliases)
+        self._guards.guard_aliases({tensor: number for tensor, number in numbers if number is not None})
         # An update that waits for nothing but kernels, which write into the model, is applied inside `step()`. Measured
         # 5 to 24 % faster than between layers; from a disk it would cost 16 to 29 %.
         uses_disk = placement.states.streamed or "nvme" in (run.config.param_tier, run.config.grad_tier)
@@ -104,9 +124,12 @@ class HeldModel:
         """The most that activations took at once where they wait for their backward."""
         return 0 if self._activations is None else self._activations.peak_bytes
 
-    def take_outside_writes(self) -> None:
-        """Takes over what others wrote to parameters, into the masters and into the store of streamed parameters."""
-        self.units.take_outside_writes()
+    def take_outside_writes(self, numbers: Collection[int] | None = None) -> None:
+        """Takes over what others wrote to parameters, into the masters and into the store of streamed parameters.
+
+        Args: numbers: of the trained parameters to look at; None: all.
+        """
+        self.units.take_outside_writes(numbers)
 
     def synchronize(self) -> None:
         """Waits until nothing is under way on any tier."""
@@ -154,6 +177,7 @@ class HeldModel:
         self.units.move(device)
         self._parts.step.move()
         self.answers.move()
+        assert self._hooks is not None
         self._hooks.hook_nodes()
 
     def keep_parameters(self, limit: int | None) -> None:
@@ -177,10 +201,12 @@ class HeldModel:
         """Lets go of the model, after what is under way has ended."""
         self.units.close()
         self._parts.parameters.free_spares()
-        self._hooks.remove()
+        if self._hooks is not None:
+            self._hooks.remove()
         if self._activations is not None:
             self._activations.remove()
-        self._guards.stop(are_here=self._is_resident)
+        if self._guards is not None:
+            self._guards.stop(are_here=self._is_resident)
 
     def _new_transfers(self, placement: Placement, owner: Owner) -> UnitTransfers | None:
         """None where all parameters are resident."""
@@ -205,45 +231,87 @@ class HeldModel:
 
     # Taking the model.
 
-    def _take_model(self, source: Source, transfers: UnitTransfers | None, committed: Collection[str]) -> None:
-        """Makes the masters, casts the model, and moves it to the device to train on, a flat parameter at a time. A
-        disk that fails here leaves the model partly cast, and the error says so."""
+    def _take_model(
+        self, source: Source, transfers: UnitTransfers | None, committed: Collection[str], frozen: object
+    ) -> None:
+        """Makes the masters, casts the held parameters, and moves them to the device to train on, a flat parameter at a
+        time."""
         parts, config, layout = self._parts, self._run.config, self._parts.parameters.layout
-        specs = layout.specs
-        dtypes = compute_dtypes(self._model, config.keep_fp32, config.compute_dtype)
         moves = parts.parameters.params[0].device != parts.parameters.device
-        try:
-            for flat in self._complete_flats(source):
-                parts.parameters.make_dense(flat)
-                info = layout.flats[flat]
-                streams = parts.parameters.streams(info.params[0])
-                names = [layout.specs[number].name for number in info.params]
-                if not info.is_frozen and all(name in committed for name in names):  # values are still to come
-                    parts.parameters.attach(flat, with_values=False)
-                    if streams:
-                        parts.parameters.free_attached(flat)
-                    continue
-                self._broadcast([(flattened(parts.parameters.locals[n]), specs[n].shard_dim) for n in info.params])
-                if info.is_frozen:
-                    parts.parameters.attach(flat)
-                    self._frozen_digests |= self._digests_of(flat) if config.commit_every is not None else {}
-                else:
-                    parts.masters.take_flat(flat)
-                if streams and transfers is not None:
-                    transfers.store_and_free(flat)
-            if not committed:
-                parts.stores.states.expect(chunk.index for chunk in layout.chunks)
-                for store in parts.stores.all:
-                    store.drain()
-        except OffloadError as error:
-            error.add_note("some of the model's parameters are already cast or moved: build the model again")
-            raise
-        held = parts.parameters.index
-        move_untrained(self._model, held, dtypes, parts.parameters.device)
+        owned: set[Tensor] = set()
+        for flat in self._complete_flats(source, owned):
+            info = layout.flats[flat]
+            if not info.is_frozen:
+                require_same(self._frozen_digests, frozen)  # now, when nothing is lost yet
+            for number in info.params:
+                self._original.changes(parts.parameters.params[number])
+            dense = parts.parameters.make_dense(flat)
+            names = [layout.specs[number].name for number in info.params]
+            has_values = info.is_frozen or not all(name in committed for name in names)  # else they are still to come
+            if has_values:
+                specs, locals_ = layout.specs, parts.parameters.locals
+                self._broadcast([(flattened(locals_[number]), specs[number].shard_dim) for number in info.params])
+                if not info.is_frozen:
+                    parts.masters.make_flat(flat)
+            parts.parameters.attach(flat, with_values=has_values, owned=owned)
+            streams = parts.parameters.streams(info.params[0])
+            if not streams and not moves:
+                for number in dense:
+                    master = number if has_values and layout.ranks == 1 else None
+                    self._original.give_up(parts.parameters.params[number], master=master)
+            for alias in self._aliases:
+                if (number_of := parts.parameters.number_of(alias.param)) in info.params:
+                    assert number_of is not None
+                    alias.follow(parts.parameters.data_of(number_of))
+            if info.is_frozen and config.commit_every is not None:
+                self._frozen_digests |= self._digests_of(flat)
+            if streams and has_values and transfers is not None:
+                transfers.store_and_free(flat)
+            elif streams:
+                parts.parameters.free_attached(flat)
+        if not committed:
+            parts.stores.states.expect(chunk.index for chunk in layout.chunks)
+            for store in parts.stores.all:
+                store.drain()
         if moves:
             move_buffers(self._model, parts.parameters.device)
-        others = chain(self._model.parameters(), self._model.buffers())
-        self._broadcast([(local_of(tensor), shard_dim_of(tensor)) for tensor in others if tensor not in held])
+
+    def take_others(self) -> None:
+        """Moves parameters that are not held to the device to train on, and casts floating ones to their compute dtype.
+
+        It is the last step of taking the model. What is cast on its own device has no copy to go back to, so nothing
+        may fail after it; of these the largest is first, so that the others find the memory that it leaves.
+        """
+        left, device = self._others(), self._parts.parameters.device
+        for param, dtype in left.items():
+            if param.device != device:
+                self._move_other(param, dtype)
+        casts = [(param, dtype) for param, dtype in left.items() if param.dtype is not dtype]
+        self._cast_others(sorted(casts, key=lambda one: -local_of(one[0]).numel()))
+        aliased = {alias.tensor for alias in self._aliases}
+        others = [one for one in chain(left, self._model.buffers()) if one not in aliased]
+        self._broadcast([(local_of(tensor), shard_dim_of(tensor)) for tensor in others])
+        self._aliases = ()  # they know what they were, which takes memory
+
+    @uninterrupted
+    def _cast_others(self, casts: Iterable[tuple[nn.Parameter, torch.dtype]]) -> None:
+        for param, dtype in casts:
+            self._move_other(param, dtype)
+            self._original.give_up(param, master=None)
+        return_freed()
+
+    def _others(self) -> dict[nn.Parameter, torch.dtype]:
+        """The parameters that are not held, and the dtype that each of them has on the device."""
+        config, held = self._run.config, self._parts.parameters.index
+        dtypes = compute_dtypes(self._model, config.keep_fp32, config.compute_dtype)
+        return {param: dtype_of(param, dtypes[param]) for param in self._model.parameters() if param not in held}
+
+    def _move_other(self, param: nn.Parameter, dtype: torch.dtype) -> None:
+        self._original.changes(param)
+        move_param(param, self._parts.parameters.device, dtype)
+        for alias in self._aliases:
+            if alias.param is param:
+                alias.follow(local_of(param).data)
 
     def _broadcast(self, tensors: Iterable[tuple[Tensor, int | None]]) -> None:
         """Gives tensors the values of the first data-parallel rank. What is not cut (along a dimension) is the same in
@@ -260,12 +328,28 @@ class HeldModel:
         numbers = self._parts.parameters.layout.flats[flat].params
         return {specs[number].name: digest_of(params[number]) for number in numbers}
 
-    def _complete_flats(self, source: Source) -> Iterator[int]:
-        """The flat parameters whose parameters all have values. Those on the meta device get them on the way."""
+    def _complete_flats(self, source: Source, owned: set[Tensor]) -> Iterator[int]:
+        """The flat parameters whose parameters all have values. Those on the meta device get them on the way.
+
+        What was freed meanwhile goes back to the system. Parameters that were on the meta device and are not held are
+        cast as they get values: there are none to go back to.
+        Args: owned: gets the parameters whose memory was made here, and is nobody else's.
+        """
         layout, params = self._parts.parameters.layout, self._parts.parameters.params
-        left = [flat.index for flat in layout.flats]
-        for _ in chain([None], materialise(self._model, source)):
+        left = sorted((flat.index for flat in layout.flats), key=lambda flat: not layout.flats[flat].is_frozen)
+        others = self._others()
+        freed = 0
+        for module, fresh in chain([(None, ())], materialise(self._model, source)):
+            owned.update(fresh)
             for flat in list(left):
                 if not any(params[number].is_meta for number in layout.flats[flat].params):
                     left.remove(flat)
+                    freed += sum(params[number].nbytes for number in layout.flats[flat].params)
                     yield flat
+                    if freed >= FREED_BYTES:
+                        return_freed()
+                        freed = 0
+            if module is not None:
+                for param in module.parameters(recurse=False):
+                    if param in others and self._original.was_meta(param):
+                        self._move_other(param, others[param])

@@ -243,9 +243,11 @@ class Layout:
 
     def pieces_of(self, param: int) -> Iterator[tuple[Chunk, Piece]]:
         """The pieces of a parameter in this rank's chunks, in its own order, each with its chunk."""
+        offset = self.locations[param][1]
         for index in self.chunks_of[param]:
             chunk = self.chunks[index]
-            yield from ((chunk, piece) for piece in chunk.pieces if piece.param == param)
+            at = max(offset - chunk.start, 0)
+            yield chunk, chunk.pieces[bisect(chunk.pieces, at, key=lambda piece: piece.chunk_offset) - 1]
 
     @cached_property
     def param_chunks_of(self) -> dict[int, tuple[int, ...]]:

@@ -21,6 +21,7 @@ import math
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -62,21 +63,25 @@ from offload.errors import (
 from offload.held_model import HeldModel
 from offload.interrupts import uninterrupted
 from offload.model import written_frozen
+from offload.model.aliases import aliases_of
+from offload.model.forgotten import Watch
 from offload.model.hooks import require_free
 from offload.model.meta_init import Init, Source, source_of
+from offload.model.original import Original
+from offload.model.states import States
 from offload.model.torch_helpers import Hook
 from offload.model.trace import recorded
 from offload.model.units import stop_reducing, unwrapped
 from offload.optim.adam import StepKey, scalars_of
 from offload.optim.adopt import (
     UNSUPPORTED,
-    NoStates,
     groups_state,
     load_groups,
+    move_hooks,
     require_adoptable,
     require_matching,
     require_sound,
-    retire,
+    retired,
     take_options,
 )
 from offload.optim.adopt import unwrapped as unwrapped_optimizer
@@ -105,7 +110,8 @@ class OffloadZero(torch.optim.Optimizer):
         model: any nn.Module with dense floating-point parameters on one device. Of a DistributedDataParallel, the
             module inside is trained, and DDP's own reduction of gradients is switched off.
         optimizer: a fresh torch.optim.Adam or AdamW, also as wrapped by Accelerate or Lightning. Its param groups are
-            adopted (the same dicts), and its own `step()` raises from then on. None: AdamW(model.parameters()).
+            adopted (the same dicts), hooks that were registered on it move along, and its own `step()` raises from then
+            on. None: AdamW(model.parameters()).
         tier: where the optimizer states are: "device", "cpu" or "nvme". None: "nvme" if `path` is given, else "cpu".
         path: a directory for this run's swap files and commits, or several to stripe them over. A directory is made
             (mode 0700) if its parent exists.
@@ -158,7 +164,9 @@ class OffloadZero(torch.optim.Optimizer):
             recomputed.
         tuning: options that only change speed.
 
-    Raises: ConfigError, BudgetError, PathError, PathInUseError, ResumeError, RankError; the model is not changed then.
+    Raises: ConfigError, BudgetError, PathError, PathInUseError, ResumeError, RankError. After these, after any other
+    exception, and after an interrupt the model is what it was. Parameters whose values nothing has any more are NaN
+    then, and a note on the error names them: docs/errors.md says when.
 
     offload/optim/reference.py states the arithmetic of a step. The result has the same bits on every tier, with every
     budget and chunk size, on any number of threads and with any instruction set.
@@ -238,19 +246,26 @@ class OffloadZero(torch.optim.Optimizer):
             )
         # The ranks that agree and commit together; with tensor parallelism more than those that share states.
         self._everyone = self._comm.everyone
-        with ExitStack() as undo:
+        self._undo = undo = ExitStack()
+        try:
             given, source, found = self._reserve(undo, unwrapped_optimizer(optimizer), device, init, init_missing)
             super().__init__(given.param_groups, dict(given.defaults))
-            self.state = NoStates()  # type: ignore[assignment]
+            move_hooks(given, self)
             self._adopted = True
             # By parameter: how often it was stepped.
             self._steps = [0] * len(self._layout.specs)
-            self._hold(undo, source, found)
+            original = self._hold(undo, source, found)
+            self._watch = Watch(self._model, self.param_groups, self._held.answers.is_live_of)
+            undo.callback(self._watch.settle)
             stop_reducing(wrapper, undo)
-            self._undo = undo.pop_all()
-        retire(given)
-        with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
-            print(self._placement.describe(self._plan.held, self._config), file=sys.stderr)
+            undo.enter_context(retired(given))
+            with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
+                print(self._placement.describe(self._plan.held, self._config), file=sys.stderr)
+            self._held.take_others()
+            original.kept = None  # the last instruction: no interrupt comes between it and the end
+        except BaseException as error:
+            self._give_back(error)
+            raise
 
     def _reserve(
         self,
@@ -296,8 +311,16 @@ class OffloadZero(torch.optim.Optimizer):
             self._commits.read_ahead()
         return given, source, found
 
-    def _hold(self, undo: ExitStack, source: Source, found: RecoveryPlan | None) -> None:
-        """Takes the model: its parameters go to their tiers, with their own values or those of the commit."""
+    @uninterrupted
+    def _give_back(self, error: BaseException) -> None:
+        """Undoes what a construction that failed has done so far; see original.py for the model."""
+        self._undo.__exit__(type(error), error, error.__traceback__)
+
+    def _hold(self, undo: ExitStack, source: Source, found: RecoveryPlan | None) -> Original:
+        """Takes the model: its parameters go to their tiers, with their own values or those of the commit.
+
+        Returns: what gives it back, until it forgets what the model was.
+        """
         self._owner = Owner(
             step=lambda: self._step,
             require_usable=self._require_usable,
@@ -305,11 +328,25 @@ class OffloadZero(torch.optim.Optimizer):
             collect=self._finalize_gradients,
             unscale=self._unscale,
         )
+        parts, aliases = self._parts, aliases_of(self._model, self._plan.moved)
+        undo.push(original := Original(self._model, parts.parameters, parts.masters, aliases))
+        frozen: object = None
         if found is not None:
             found = found.with_frozen({spec.name for spec in self._layout.specs})
-            written_frozen.write(self._model, found.extra.attached.get(written_frozen.NAME))
-        committed = set() if found is None else {param.name for param in found.first.parameters}
-        self._held = HeldModel(self._model, self._parts, self._placement, source, self._owner, committed=committed)
+            frozen = found.extra.attached.get(written_frozen.NAME)
+            written_frozen.write(self._model, frozen, original.keep)
+        self._held = HeldModel(
+            self._model,
+            parts,
+            self._placement,
+            source,
+            self._owner,
+            committed=set() if found is None else {param.name for param in found.first.parameters},
+            frozen=frozen,
+            original=original,
+            aliases=aliases,
+            undo=undo,
+        )
         self._attached = Attached(_committed(found))
         self._resumed = None
         if found is not None:
@@ -319,8 +356,7 @@ class OffloadZero(torch.optim.Optimizer):
         if streams or written_frozen.NAME in self._attached.committed_names:
             carries = self._held.written_frozen(self._placement.budget_bytes)
             self._attach({written_frozen.NAME: carries}, undo)
-        # Not earlier: a model that is left without values stays marked as taken.
-        undo.callback(self._held.remove)
+        return original
 
     # Step.
 
@@ -346,6 +382,7 @@ class OffloadZero(torch.optim.Optimizer):
         GradScaler, or with one that is used in a wrong order; over several ranks, if they are about to step
         differently; nothing is changed); TierIOError, CorruptionError, AccumulationError, RankError.
         """
+        self._watch.settle()
         with self._forgetting_the_scaler():
             self._require_usable()
             loss = None
@@ -613,6 +650,22 @@ class OffloadZero(torch.optim.Optimizer):
 
     # Look.
 
+    @property  # type: ignore[override]
+    def state(self) -> States:
+        """The states of each parameter that was stepped, as a torch optimizer has them: a mapping to "step", "exp_avg"
+        and "exp_avg_sq". They are read when they are used, one parameter at a time, as by `state_of`, and cannot be
+        written to.
+        """
+        return States(self.param_groups, weakref.WeakMethod(self._times_stepped), weakref.WeakMethod(self.state_of))
+
+    @state.setter
+    def state(self, value: object) -> None:
+        if self._adopted:  # and not torch, which makes an empty one
+            raise ConfigError(
+                "optimizer.state cannot be replaced: the states are in the tiers; make a new OffloadZero, whose states "
+                "begin with zeros, or go back to a commit with rollback()"
+            )
+
     @exclusive_entry("grad")
     def grad(self, param: Tensor) -> Tensor | None:
         """The gradient of `param` as the next step will use it: summed over micro-batches, unscaled and clipped if
@@ -624,12 +677,19 @@ class OffloadZero(torch.optim.Optimizer):
         """
         self._require_usable()
         number = self._number(param)
-        if number not in self._finalize_gradients():
+        if not self._has_gradient(number):
             return None
         first, last = self._layout.param_shard_range(number)
         view = torch.empty(self._layout.specs[number].numel, dtype=torch.float32, device="cpu")
         view[first:last] = self._parts.gradients.values(number).float() * self._parts.gradients.factor_of(number)
         return self._whole(number, all_gather_shards(self._comm, self._layout, number, view))
+
+    def _has_gradient(self, number: int) -> bool:
+        """Whether a parameter has a gradient, on any rank, which is final then."""
+        if self._everyone.size > 1:
+            return number in self._finalize_gradients()
+        self._held.answers.take_changes([number])
+        return bool(self._parts.gradients.finalize([number] if self._held.answers.has(number) else []))
 
     def gathered(
         self, module_or_params: nn.Module | Tensor | Iterable[Tensor], *, writable: bool = False
@@ -652,7 +712,7 @@ class OffloadZero(torch.optim.Optimizer):
         self._require_usable()
         number = self._number(param)
         self._held.pending.apply_all()
-        self._held.take_outside_writes()
+        self._held.take_outside_writes([number])
         views = self._parts.masters.states(number, self._step)
         whole = {kind: all_gather_shards(self._comm, self._layout, number, view) for kind, view in views.items()}
         shaped: dict[str, Any] = {kind: self._whole(number, view) for kind, view in whole.items()}
@@ -730,6 +790,11 @@ class OffloadZero(torch.optim.Optimizer):
         with DisableTorchFunctionSubclass():
             local = parameters.shaped(number, view)
         return whole_of(self._comm, parameters.params[number], local)
+
+    def _times_stepped(self, param: Any) -> int:
+        """How often a parameter was stepped; 0 for all else."""
+        number = self._parts.parameters.index.get(param)
+        return self._steps[number] if number is not None and number < len(self._steps) else 0
 
     def _number(self, param: Tensor) -> int:
         number = self._parts.parameters.index.get(param)  # type: ignore[call-overload]
@@ -955,7 +1020,6 @@ class OffloadZero(torch.optim.Optimizer):
             raise ConfigError("parameters cannot be added after OffloadZero took the model: make a new OffloadZero")
         super().add_param_group(param_group)
 
-    @exclusive_entry("state_dict")
     def state_dict(self) -> dict[str, Any]:
         """Param groups and step, and the name of a commit of this step, which has the tensors.
 
@@ -964,6 +1028,16 @@ class OffloadZero(torch.optim.Optimizer):
         Raises: as `commit`; BudgetError if the disk has no space for the snapshot; ConfigError over several ranks if
         this step is not committed.
         """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state = self._state()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, state)
+            state = state if changed is None else changed
+        return state
+
+    @exclusive_entry("state_dict")
+    def _state(self) -> dict[str, Any]:
         return groups_state(self.param_groups, self._step, self._config.paths, self._name_commit())
 
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -988,7 +1062,7 @@ class OffloadZero(torch.optim.Optimizer):
                 warnings.warn(
                     "this state dict has hyper-parameters only, and a run cannot be resumed from it: masters and "
                     "moments are in no file; give OffloadZero a path, and leave commit_every as it is",
-                    stacklevel=4,
+                    stacklevel=5,
                 )
             return None
         is_committed = self._commits.has(self._step)
@@ -1014,8 +1088,6 @@ class OffloadZero(torch.optim.Optimizer):
                 )
         return self._commits.last_id
 
-    @torch.no_grad()
-    @exclusive_entry("load_state_dict")
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes to the step of a state dict, and takes its hyper-parameters.
 
@@ -1024,15 +1096,31 @@ class OffloadZero(torch.optim.Optimizer):
         Raises: ResumeError if that commit is gone, or the groups do not match; ConfigError for a value out of range;
         over several ranks ResumeError for another step; CorruptionError, TierIOError.
         """
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        carried = self._go_to(state_dict)
+        if carried is not None:
+            self._attached.go_back(carried)
+        with torch.no_grad():
+            load_groups(self.param_groups, state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    @exclusive_entry("load_state_dict")
+    @torch.no_grad()
+    def _go_to(self, state_dict: Mapping[str, Any]) -> Carried | None:
+        """Goes to the step of a state dict. Returns: what its commit carries of attached objects, if it went back."""
         step, commit = require_matching(self.param_groups, state_dict)
         is_committed = commit is not None and self._commits.has(step)
         if step != self._step or (is_committed and commit != self._commits.last_id):
-            self._go_back(step, commit)
-        elif is_committed:
+            return self._go_back(step, commit)
+        if is_committed:
             self._commits.name_last()
-        load_groups(self.param_groups, state_dict)
+        return None
 
-    def _go_back(self, step: int, commit: object) -> None:
+    def _go_back(self, step: int, commit: object) -> Carried:
         self._require_usable()
         if commit is None or self._everyone.size > 1 or self._config.commit_every is None:
             raise ResumeError(
@@ -1040,12 +1128,12 @@ class OffloadZero(torch.optim.Optimizer):
                 'are not in a state dict: commit to a path, and give resume="auto", or the directories of a snapshot'
             )
         if self._commits.has(step) and commit == self._commits.last_id:
-            self.rollback()
+            carried = self._roll_back()
             self._commits.name_last()
-            return
+            return carried
         with self._commits.snapshot_of(step, commit) as reader:
             carried = carried_in(reader.extra())
-            self.rollback()
+            self._roll_back()
             try:
                 self._take_progress(reader.manifests[0])
                 self._commits.go_back_to(reader, self._steps, self.param_groups)
@@ -1053,7 +1141,7 @@ class OffloadZero(torch.optim.Optimizer):
             except BaseException as error:
                 self._fail(error)
                 raise
-        self._attached.go_back(carried)
+        return carried
 
     # Close.
 

@@ -29,7 +29,8 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
-from offload.errors import ConfigError, PathError
+from offload.config import absolute
+from offload.errors import ConfigError, PathError, explained
 from offload.interrupts import is_of_system
 from offload.torch_private import profiler_enabled
 
@@ -188,7 +189,7 @@ class Timeline:
         except OSError as error:
             if not is_of_system(error):
                 raise
-            raise PathError(error.errno, f"the timeline cannot be written: {error.strerror}", path) from error
+            raise PathError(error.errno, f"the timeline cannot be written: {explained(error)}", path) from error
 
 
 def _profiler_range(name: str) -> AbstractContextManager[None] | None:
@@ -313,7 +314,7 @@ def _checked(file: str | os.PathLike[str]) -> str:
     """The absolute path of a file that can be written. Raises: PathError, ConfigError."""
     if not isinstance(file, str | os.PathLike):
         raise ConfigError(f"timeline({file!r}): give the path of a file to write")
-    path = os.path.abspath(os.fspath(file))
+    path = str(absolute(file))
     try:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISREG(os.lstat(path).st_mode):

@@ -78,6 +78,11 @@ profiler_enabled: Any = _find("torch.autograd", "_profiler_enabled")
 
 swap_memory: Any = _find("torch", "UntypedStorage._swap_data_ptr_")
 """Exchanges the memory of two storages; the tensors on them stay. Public, but copies: `UntypedStorage.resize_`."""
+swap_implementations: Any = _find("torch._C", "_swap_tensor_impl")
+"""Exchanges what two tensor objects are. Public, but exchanges their classes and attributes, too, and refuses weak
+references: `torch.utils.swap_tensors`."""
+uses: Any = _find("torch", "Tensor._use_count")
+"""How many things below Python refer to a tensor: graphs, and views of it."""
 storage_uses: Any = _find("torch._C", "_storage_Use_Count")
 """How many tensors and objects refer to a storage (given as `_cdata`)."""
 throw_on_mutable_data_ptr: Any = _find("torch._C", "_set_throw_on_mutable_data_ptr")
@@ -103,6 +108,24 @@ foreach_div: Any = _find("torch", "_foreach_div_")
 """Its inverse."""
 foreach_norm: Any = _find("torch", "_foreach_norm")
 """What `torch.nn.utils.get_total_norm` calls with gradients."""
+
+# --- Optimizers ---
+
+OPTIMIZER_HOOKS = tuple(
+    f"_optimizer_{name}_hooks"
+    for name in (
+        "step_pre",
+        "step_post",
+        "state_dict_pre",
+        "state_dict_post",
+        "load_state_dict_pre",
+        "load_state_dict_post",
+    )
+)
+"""Attributes of an optimizer: dicts of the hooks that its `register_..._hook` functions were given."""
+_missing += [
+    f"torch.optim.Optimizer.{name}" for name in OPTIMIZER_HOOKS if name not in torch.optim.Optimizer.__annotations__
+]
 
 # --- Trees and modules ---
 

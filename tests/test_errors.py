@@ -59,6 +59,10 @@ def test_an_io_error_says_what_failed_where() -> None:
         assert part in str(error)
 
 
+def test_a_file_that_is_too_large_is_told_with_the_limit_that_may_be_it() -> None:
+    assert "ulimit -f" in str(TierIOError("write", errno.EFBIG, "/scratch/swap", 8192, 4096))
+
+
 def test_a_corruption_error_names_chunk_file_and_offset() -> None:
     error = CorruptionError("damaged", chunk=3, file="/scratch/swap", offset=8192)
     assert (error.chunk, error.file, error.offset) == (3, "/scratch/swap", 8192)

@@ -6,7 +6,6 @@ import pickle
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,34 +25,9 @@ def net() -> nn.Module:
 X = torch.ones(2, 3)
 
 
-class Prepared:
-    """An optimizer as Accelerate's `prepare` or Lightning wraps it."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-
-def test_a_prepared_optimizer_is_unwrapped() -> None:
-    model = net()
-    inner = torch.optim.AdamW(model.parameters(), lr=0.25)
-    prepared: Any = Prepared(inner)
-    with OffloadZero(model, prepared) as optimizer:
-        assert optimizer.param_groups[0] is inner.param_groups[0]
-
-
 def test_hyper_parameters_belong_to_the_optimizer() -> None:
     with pytest.raises(ConfigError, match=r"torch\.optim\.AdamW\(model\.parameters\(\), lr=0\.001\)"):
         OffloadZero(net(), lr=0.001)  # type: ignore[call-overload]
-
-
-def test_states_are_asked_for_by_their_method() -> None:
-    model = net()
-    with OffloadZero(model) as optimizer:
-        assert len(optimizer.state) == 0
-        with pytest.raises(ConfigError, match=r"optimizer\.state_of\(p\)"):
-            optimizer.state[model[0].weight]
-        with pytest.raises(ConfigError, match="cannot be written to"):
-            optimizer.state[model[0].weight] = {}
 
 
 def test_an_undeclared_backward_says_how_to_declare_them_all() -> None:

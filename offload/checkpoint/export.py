@@ -25,7 +25,7 @@ from offload.checkpoint.tensors import DTYPES, Entry, aligned, stream
 from offload.errors import BudgetError, ConfigError, PathError
 from offload.interrupts import is_of_system
 from offload.sizes import GIB, format_bytes
-from offload.storage.files import LOCAL, Files
+from offload.storage.files import LOCAL, Files, require_file_size
 
 SHARD_BYTES = 5 * GIB
 METADATA = {"format": "pt"}
@@ -58,6 +58,8 @@ def export(
     try:
         _require_free(directory, stem)
         _require_space(directory, total)
+        largest = max(sum(entry.nbytes for entry in shard) for shard in shards)
+        require_file_size(str(directory / names[0]), largest, option="directory")
         # One shard's tensors are streamed before the next one's are asked for.
         for name, shard in zip(names, shards, strict=True):
             done.append(directory / name)

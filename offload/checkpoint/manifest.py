@@ -82,6 +82,8 @@ MAX_PARAMETERS = 1 << 20
 MAX_GROUPS = 1 << 12
 MAX_OPTIONS = 1 << 8
 MAX_CHUNKS = 1 << 20
+PARAMS = "params"
+"""What a param group of torch's has its parameters under: no hyper-parameter can be called so."""
 ROW_BYTES = 96
 """The most that a chunk takes: seven fields, of which five are short numbers, a step and a checksum."""
 
@@ -374,6 +376,9 @@ def _problems(manifest: Manifest) -> Iterator[str]:
             yield f"parameters[{number}].order: expected the dimensions in another order than their own"
         if param.shard_dim is not None and (param.shard_dim >= len(param.shape) or manifest.slices == 1):
             yield f"parameters[{number}].shard_dim: there is no such dimension, or one slice only"
+    for number, group in enumerate(manifest.groups):
+        if PARAMS in group:
+            yield f"groups[{number}]: no hyper-parameter is called {PARAMS}"
     if len({param.name for param in parameters}) != len(parameters):
         yield "parameters: two have one name"
     if sum(flat.numel for flat in flats) > MAX_NUMEL:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -35,6 +35,7 @@ from offload.checkpoint.scan import (
 )
 from offload.errors import ConfigError, CorruptionError, OffloadError, ResumeError
 from offload.io.engine import aligned_memory
+from offload.io.threads import Workers
 from offload.native import Kernels, load
 from offload.sizes import MIB, PAGE_BYTES
 from offload.storage.files import LOCAL, Files, swap_name
@@ -360,7 +361,7 @@ class Reader:
                 self.swap_files.require_whole(rank, self._slots[rank][number])
         joined = _buffer(self._joined_bytes())
         both = deque([*map(_buffer, self._largest()), joined] for _ in range(2))
-        with ThreadPoolExecutor(1, thread_name_prefix="offload-read") as pool:
+        with Workers(1, "offload-read") as pool:
             coming: deque[tuple[int, int, Future[list[Tensor]]]] = deque()
             for rank, chunk in wanted:
                 coming.append((rank, chunk, pool.submit(self._fetch, rank, self._needed(rank, chunk), both[0])))
@@ -454,7 +455,7 @@ class Reader:
         yield from (Verified(rank, None, 0, error) for rank, error in damage)
         work = ((rank, slot) for rank, slots in enumerate(self._slots) for slot in slots)
         buffers = deque(_buffer(PIECE_BYTES) for _ in range(threads))
-        with ThreadPoolExecutor(threads, thread_name_prefix="offload-verify") as pool:
+        with Workers(threads, "offload-verify") as pool:
             running: deque[Future[Verified]] = deque()
             while True:
                 for rank, slot in islice(work, 2 * threads - len(running)):

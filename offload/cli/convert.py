@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json as json_module
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,11 +18,15 @@ import typer
 from offload.cli.console import print_json
 from offload.cli.options import Json
 from offload.errors import ConfigError
+from offload.io.regular import read_json
+from offload.sizes import MIB
 
 ORDER = ("tier", "path", "param_tier", "activation_tier", "compute_dtype", "accumulation", "stage")
 """Of the options in the call."""
 ALWAYS = "nothing to set: always so"
 YOURS = "stays in your script"
+MOST_BYTES = 16 * MIB
+"""Of a configuration."""
 
 
 @dataclass(frozen=True)
@@ -289,15 +294,30 @@ def converted(config: dict[str, Any]) -> tuple[Call, list[Row]]:
     """The call, and each option of `config` in the order of the file. Raises: ConfigError."""
     call = Call()
     options = list(_options(config))
-    rows = [_row(call, option, value) for option, value in options]
+    rows = []
+    for option, value in options:
+        with _understanding(option, value):
+            rows.append(_row(call, option, value))
     if call.scaler:
-        call.scaler = _scaler({name: value for name, value in config["fp16"].items() if value != "auto"})
+        with _understanding("fp16", config["fp16"]):
+            call.scaler = _scaler({name: value for name, value in config["fp16"].items() if value != "auto"})
     # Streamed parameters bring their states with them: those stay in RAM at most.
     call.options.setdefault("tier", '"cpu"' if "param_tier" in call.options else '"device"')
     call.options.setdefault("compute_dtype", "torch.float32")
     if '"nvme"' in call.options.values() and "path" not in call.options:
         raise ConfigError("a section offloads to nvme and names no nvme_path: add one, the directory for swap files")
     return call, rows
+
+
+@contextmanager
+def _understanding(option: str, value: Any) -> Iterator[None]:
+    """Turns what a value of another kind than the option's raises into a ConfigError."""
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError, KeyError, OverflowError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{option} is {value!r:.100}, which DeepSpeed does not take there: correct it") from error
 
 
 def _options(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -329,7 +349,7 @@ def _row(call: Call, option: str, value: Any) -> Row:
 
 def _scaler(fp16: dict[str, Any]) -> str:
     """A call of torch's GradScaler that does what the section fp16 says. Options left out have DeepSpeed's defaults."""
-    scale, window = f"2.0**{fp16.get('initial_scale_power', 16)}", str(fp16.get("loss_scale_window", 1000))
+    scale, window = f"2.0**{int(fp16.get('initial_scale_power', 16))}", str(int(fp16.get("loss_scale_window", 1000)))
     if static := fp16.get("loss_scale"):
         scale, window = repr(float(static)), "2**31 - 1"  # never grows
     return f"torch.amp.GradScaler(next(model.parameters()).device.type, init_scale={scale}, growth_interval={window})"
@@ -338,14 +358,11 @@ def _scaler(fp16: dict[str, Any]) -> str:
 def _read(file: Path) -> dict[str, Any]:
     """The configuration in a JSON file. Raises: ConfigError."""
     try:
-        config = json_module.loads(file.read_text())
+        return read_json(file, MOST_BYTES)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"{file} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{file} holds no JSON object: give DeepSpeed's configuration")
-    return config
+        raise ConfigError(f"{file} is not JSON of DeepSpeed's: {error}") from error
 
 
 def _show(call: Call, rows: list[Row]) -> None:

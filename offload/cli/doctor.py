@@ -11,6 +11,7 @@ import typer
 
 from offload.cli.console import print_json
 from offload.cli.options import Json
+from offload.config import absolute
 from offload.errors import ConfigError
 from offload.sizes import format_bytes
 
@@ -39,6 +40,7 @@ def doctor(
     """Show what this machine has, and what makes it slower than it could be."""
     if not path.is_dir():
         raise ConfigError(f"--path {path} is not a directory: give one that exists")
+    path = absolute(path)
     rows = [*_software(), *_processor(), *_kernels(), *_memory(), *_disk(path)]
     if json:
         values = {row.key: row.value for row in rows}

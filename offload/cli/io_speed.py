@@ -19,7 +19,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from offload.errors import BudgetError, ConfigError, PathError
 from offload.io import io_uring
 from offload.io.engine import IOFuture, open_file
 from offload.io.select import ENGINES, Settings, remember
+from offload.io.threads import Workers
 from offload.sizes import GIB, KIB, MIB, format_bytes, parse_bytes
 from offload.storage.arena import Arena
 
@@ -165,7 +165,7 @@ class Pool(Contestant):
         try:
             if not file.direct:
                 _drop_cached(file.fd)
-            with ThreadPoolExecutor(self.depth) as pool:
+            with Workers(self.depth, "offload-preadv") as pool:
                 list(pool.map(time.sleep, [0.001] * self.depth))  # the threads exist
                 start = time.perf_counter()
                 list(pool.map(move, range(len(todo))))

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.cli.plots import new_figure
-from offload.sizes import format_bytes
+from offload.io.regular import read_file
+from offload.sizes import GIB, format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,6 +40,8 @@ COLOURS = {
     "other wait": "#c7a76c",
 }
 """By kind of event."""
+MOST_BYTES = 4 * GIB
+"""Of a timeline file."""
 THINNEST = 0.0008
 """Of the picture's width: what is shorter is drawn so, or it could not be seen."""
 
@@ -55,7 +58,7 @@ class Bar:
 
 def read_lanes(source: Path) -> dict[str, list[Bar]]:
     """The bars of each lane of a timeline file, lanes from the top."""
-    events: list[dict[str, Any]] = json.loads(source.read_text())["traceEvents"]
+    events: list[dict[str, Any]] = json.loads(read_file(source, MOST_BYTES))["traceEvents"]
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     ends = {event["id"]: event["ts"] for event in events if event["ph"] == "e"}
     lanes: dict[str, list[Bar]] = defaultdict(list)

@@ -9,12 +9,14 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from offload.config import absolute
+
 
 class Workspace:
     """Remembers what lay at `path` before the run, and removes what came with it."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path.absolute()
+        self._path = absolute(path)
         self._existed = self._path.exists()
         self._before = set(self._path.iterdir()) if self._path.is_dir() else set()
         self._known: dict[Path, os.stat_result] = {}

@@ -18,6 +18,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from transformers.initialization import meta_device_safe_creation_ops
 
 from offload import ConfigError, OffloadZero
+from offload.io.regular import check_file
 from offload.model.meta_init import FromSafetensors, Source, meta_tensors
 
 
@@ -53,8 +54,13 @@ def from_pretrained(
     values; and as OffloadZero does.
     """
     path = Path(directory)
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"{str(path)!r} has no config.json: give the directory of a model, which is not downloaded")
+    try:
+        check_file(path / "config.json")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{str(path)!r} has no config.json that can be read ({error}): give the directory of a model, which is not "
+            "downloaded"
+        ) from error
     model = _on_meta(kind, path)
     source: Source = PretrainedFiles(path, init_missing=init_missing)
     params = list(model.parameters())

@@ -50,7 +50,7 @@ O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 def open_nofollow(name: str, flags: int, *, dir_fd: int | None = None, path: str | None = None) -> IOFile:
-    """Opens a file, and makes it with mode 0600 if `flags` say so. Every file of this library is opened here.
+    """Opens a file, and makes it with mode 0600 if `flags` say so. Every file of this library's own is opened here.
 
     A link as last component is refused. Nothing is waited for: a FIFO in the file's place would hang us. O_DIRECT in
     `flags` is left out where the file system cannot do that.
@@ -58,6 +58,11 @@ def open_nofollow(name: str, flags: int, *, dir_fd: int | None = None, path: str
     Raises: OSError.
     """
     return _open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd, path)
+
+
+def open_follow(name: str) -> IOFile:
+    """Opens a file that is only read, or the one that a link leads to. Nothing is waited for. Raises: OSError."""
+    return _open(name, os.O_RDONLY | os.O_NONBLOCK, None)
 
 
 def open_directory(name: str, *, dir_fd: int | None = None) -> IOFile:

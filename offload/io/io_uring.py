@@ -18,7 +18,9 @@ from typing import NamedTuple
 
 from offload import native
 from offload.errors import ClosedError
+from offload.interrupts import uninterrupted
 from offload.io.engine import DEPTH, REQUEST_BYTES, QueuedEngine, Refused, Request, address_of
+from offload.native.threads import start_threads
 from offload.sizes import GIB
 
 READ, WRITE, FDATASYNC, NOP = 0, 1, 2, 3
@@ -173,6 +175,7 @@ def _leave_in_child() -> None:
 os.register_at_fork(after_in_child=_leave_in_child)
 
 
+@uninterrupted
 def is_available() -> tuple[bool, str]:
     """Whether a ring opens and answers here, and if not, why, in a sentence."""
     try:
@@ -243,7 +246,11 @@ class UringEngine(QueuedEngine):
         self._reaper = threading.Thread(
             target=_reap, args=(self._ring, self._under_way), name="offload-uring", daemon=True
         )
-        self._reaper.start()
+        try:
+            start_threads([self._reaper])
+        except BaseException:
+            self._ring.close()
+            raise
         # Also at exit: a thread that ends while the interpreter does can take it down.
         self._end = weakref.finalize(self, _stop_reaping, self._ring, self._reaper, os.getpid())
 

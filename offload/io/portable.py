@@ -11,6 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,6 +21,7 @@ import aiofiles.os
 from offload.errors import ClosedError
 from offload.io.engine import DEPTH, REQUEST_BYTES, IOFile, QueuedEngine, Refused, Request, open_file, reopened
 from offload.io.threads import Workers
+from offload.native.threads import start_threads
 
 _fsync = aiofiles.os.wrap(os.fsync)
 
@@ -32,14 +34,18 @@ class PortableEngine(QueuedEngine):
     def __init__(self, request_bytes: int = REQUEST_BYTES, depth: int = DEPTH) -> None:
         super().__init__(request_bytes, depth)
         self._loop = asyncio.new_event_loop()
-        self._workers = Workers(depth, "offload-portable-io")
         # Handles are files of their own, also to a forked child, which closes them.
         self._opened: list[IOFile] = []
         self._handles: WeakKeyDictionary[IOFile, list[Any]] = WeakKeyDictionary()
         self._thread = threading.Thread(
             target=_serve, args=(self._loop, self._opened), name="offload-portable", daemon=True
         )
-        self._thread.start()
+        with ExitStack() as undo:
+            undo.callback(self._loop.close)
+            self._workers = Workers(depth, "offload-portable-io")
+            undo.callback(self._workers.shutdown)
+            start_threads([self._thread])
+            undo.pop_all()
         # The thread does not hold the engine: one that is forgotten ends it, too.
         self._end = weakref.finalize(self, _stop_serving, self._loop, self._thread, os.getpid())
 

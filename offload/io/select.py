@@ -24,6 +24,7 @@ from offload.io import io_uring
 from offload.io.engine import DEPTH, O_DIRECT, REQUEST_BYTES, IOEngine, IOFile, IOFuture, aligned_memory
 from offload.io.io_uring import UringEngine
 from offload.io.portable import PortableEngine
+from offload.io.regular import read_file, read_json
 from offload.io.threads import ThreadEngine
 from offload.sizes import GIB, MIB, PAGE_BYTES
 
@@ -119,12 +120,10 @@ def cache_file() -> Path:
 
 
 def _load() -> dict[str, Any]:
-    with contextlib.suppress(OSError, RuntimeError, msgspec.MsgspecError):
-        cache = cache_file()
-        if cache.stat().st_size <= MOST_CACHE_BYTES:
-            found = msgspec.json.decode(cache.read_bytes(), type=_Remembered)
-            if (found.version, found.machine) == (VERSION, _machine()):
-                return found.file_systems
+    with contextlib.suppress(OSError, ValueError, RuntimeError, msgspec.MsgspecError):
+        found = msgspec.convert(read_json(cache_file(), MOST_CACHE_BYTES), _Remembered)
+        if (found.version, found.machine) == (VERSION, _machine()):
+            return found.file_systems
     return {}
 
 
@@ -146,8 +145,8 @@ def nearest_existing(path: Path) -> Path:
 
 
 def _machine() -> str:
-    with contextlib.suppress(OSError):
-        return Path("/etc/machine-id").read_text().strip()
+    with contextlib.suppress(OSError, ValueError):
+        return read_file(Path("/etc/machine-id"), PAGE_BYTES).decode().strip()
     return platform.node()
 
 

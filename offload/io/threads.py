@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from offload.errors import ClosedError
 from offload.io.engine import DEPTH, REQUEST_BYTES, QueuedEngine, Refused, Request
-from offload.native.threads import end_threads
+from offload.native.threads import end_threads, start_threads
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -23,7 +23,7 @@ _Call = tuple[Future[Any] | None, Callable[..., Any], tuple[Any, ...], dict[str,
 class Workers(Executor):
     """An executor; see the top of this file. One that is forgotten ends its threads when its calls are done.
 
-    Args: count: of threads; name: theirs.
+    Args: count: of threads; name: theirs. Raises: BudgetError if the system refuses them.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -33,8 +33,7 @@ class Workers(Executor):
             threading.Thread(target=_work, args=(self._calls,), name=f"{name}_{number}", daemon=True)
             for number in range(count)
         ]
-        for thread in self._threads:
-            thread.start()
+        start_threads(self._threads, self._calls)
         self._end = weakref.finalize(self, end_threads, self._calls, self._threads, os.getpid())
 
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -197,10 +197,10 @@ class HeldUnits:
         """Before a state_dict is loaded into a module that has these parameters of its own."""
         self._masters.before_loading(params)
 
-    def take_outside_writes(self) -> None:
-        """Takes over what others wrote to parameters, into their masters."""
-        self._parameters.take_back()
-        self._masters.take_outside_writes(self._owner.step())
+    def take_outside_writes(self, numbers: Collection[int] | None = None) -> None:
+        """Takes over what others wrote to parameters, into their masters. Args: numbers: of trained ones; None: all."""
+        self._parameters.take_back(numbers)
+        self._masters.take_outside_writes(self._owner.step(), numbers)
 
     def move(self, device: torch.device) -> None:
         """Moves all parameters to the CPU, or back to the device to train on. Called when nothing is pending."""
@@ -429,7 +429,7 @@ class StreamedUnits(HeldUnits):
         its way may go: the rest may be in use, by a pass that is between two entries."""
         if not self._tasks:  # of a backward in this thread, or yet another one
             for unit in [one for one in self._borrowed if one not in units]:
-                self._give_back(unit)
+                self._release(unit)
         if self.transfers.missing_bytes(units) > 0:
             for unit in self.transfers.allocated:
                 if self.transfers.is_at(unit, UnitState.FETCHING) and unit not in units:
@@ -441,12 +441,6 @@ class StreamedUnits(HeldUnits):
             self.transfers.fetch(unit)
             if not is_there and unit != ROOT:
                 self._borrowed[unit] = None
-
-    def _give_back(self, unit: str) -> None:
-        """Releases a unit that was borrowed."""
-        if not self._is_in_use(unit):
-            self._release(unit)
-        self._borrowed.pop(unit, None)
 
     def _fetch(self, unit: str) -> None:
         """Fetches a unit for the thread that trains."""
@@ -539,7 +533,7 @@ class StreamedUnits(HeldUnits):
     @entry
     def leave(self, unit: str) -> None:
         """Releases a unit unless it is in use."""
-        if not (self._is_in_use(unit) or self._tasks or self._makes_graph or self.entries.is_beside()):
+        if not self._is_in_use(unit) and not self._tasks and not self._makes_graph:
             self._release(unit)
 
     # Fetching and releasing.
@@ -593,9 +587,12 @@ class StreamedUnits(HeldUnits):
 
     # What others wrote.
 
-    def write_back(self) -> None:
-        """Takes over what others wrote to parameters that are available, into the store."""
-        numbers = self._parameters.written_outside()
+    def write_back(self, within: Collection[int] | None = None) -> None:
+        """Takes over what others wrote to parameters that are available, into the store.
+
+        Args: within: the parameters to look at, of whole flat parameters, as they are written back; None: all.
+        """
+        numbers = self._parameters.written_outside(within)
         flats = sorted({self._parameters.flat_of(number) for number in numbers})
         for flat in flats:
             self._pending.apply(self._layout.flats[flat].unit)  # refuses what an update would overwrite
@@ -604,16 +601,19 @@ class StreamedUnits(HeldUnits):
         if self._masters.can_wait:
             self._masters.owe(trained)
         else:
-            self._masters.take_outside_writes(self._owner.step())
+            self._masters.take_outside_writes(self._owner.step(), within)
         self._parameters.note_writes(numbers)
         for flat in flats:
             if self._parameters.streams(self._layout.flats[flat].params[0]):
                 self.transfers.write_back(flat)
 
-    def take_outside_writes(self) -> None:
-        self._parameters.take_back()
-        self.write_back()
-        self._masters.take_outside_writes(self._owner.step())
+    def take_outside_writes(self, numbers: Collection[int] | None = None) -> None:
+        if numbers is not None:
+            flats = {self._parameters.flat_of(number) for number in numbers}
+            numbers = [number for flat in sorted(flats) for number in self._layout.flats[flat].params]
+        self._parameters.take_back(numbers)
+        self.write_back(numbers)
+        self._masters.take_outside_writes(self._owner.step(), numbers)
         self.drain()  # a commit follows, for which nothing may be leased
 
     # Steps, and the end.

@@ -39,6 +39,7 @@ from offload.errors import ConfigError, ReleasedParameterError
 from offload.interrupts import uninterrupted
 from offload.layout import Layout
 from offload.model.unit_memory import UnitMemory, strip
+from offload.native.memory import discard
 
 NO_VERSION = 1 << 31
 """The version of a parameter whose memory is elsewhere. No graph has saved it. So autograd, which knows nothing of
@@ -63,6 +64,21 @@ def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     if tensor.stride() == strides:
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+_MOVED_AT_ONCE = 1 << 21  # elements
+
+
+def move_values(target: Tensor, source: Tensor) -> None:
+    """Copies the values of a dense tensor to another of its shape and strides, both on the CPU, which may be cast.
+
+    The pages of `source` go as those of `target` come, so that there is never room for both. Its memory has to be
+    malloc's, and nobody else's.
+    """
+    pairs = zip(flattened(target).split(_MOVED_AT_ONCE), flattened(source).split(_MOVED_AT_ONCE), strict=True)
+    for into, values in pairs:
+        into.copy_(values)
+        discard(values)
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -138,18 +154,23 @@ class FlatParameters:
         return self.device != self.home
 
     @torch.no_grad()
-    def make_dense(self, flat: int) -> None:
-        """Gives parameters with holes or overlaps (expanded ones) memory of their own."""
+    def make_dense(self, flat: int) -> list[int]:
+        """Gives parameters with holes (slices) memory of their own. Returns: those that have none."""
+        dense = []
         for number in self.layout.flats[flat].params:
             param = self.locals[number]
-            if not is_dense(param):
+            if is_dense(param):
+                dense.append(number)
+            else:
                 repoint(param, param.data.contiguous())
+        return dense
 
     @torch.no_grad()
-    def attach(self, flat: int, *, with_values: bool = True) -> None:
+    def attach(self, flat: int, *, with_values: bool = True, owned: Container[Tensor] = ()) -> None:
         """Moves the parameters of a flat parameter, whose masters have been made, into one tensor of its dtype.
 
-        Args: with_values: False leaves the values of the parameters undefined.
+        Args: with_values: False leaves the values of the parameters undefined; owned: parameters whose memory is
+        malloc's and nobody else's, see `move_values`.
         """
         info = self.layout.flats[flat]
         is_tiled = self.layout.tile_of(flat) > 0  # too large for the device
@@ -167,7 +188,9 @@ class FlatParameters:
             self._strides[number] = param.stride()
             self._tensors[number] = self.params[number]._cdata
             views.append(self._view_for(number, memory[offset:end]))
-            if with_values:
+            if with_values and device == CPU and self.params[number] in owned:
+                move_values(views[-1], param)
+            elif with_values:
                 views[-1].copy_(param)
         memory[end:] = 0
         finish_queue(device)  # the parameters' old memory is freed now, and another stream may still use it

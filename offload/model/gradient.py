@@ -21,7 +21,7 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -220,17 +220,23 @@ class Answers:
     @property
     def active(self) -> list[int]:
         """The parameters that have a gradient."""
-        return [n for n in range(len(self._names)) if self.is_live(n) and self.is_marked(n)]
+        return list(filter(self.has, range(len(self._names))))
 
-    def take_changes(self) -> None:
+    def has(self, number: int) -> bool:
+        """Whether a parameter has a gradient that the user did not drop, and no step has used."""
+        return self.is_live(number) and self.is_marked(number)
+
+    def take_changes(self, numbers: Collection[int] | None = None) -> None:
         """Takes over what the user did: gradients assigned to `p.grad`, zeros, and writes to views of values.
 
+        Args: numbers: the parameters to look at; None: all.
         Raises: ConfigError if the model is parked, and cannot go on.
         """
         self._require_home()
-        for number in list(self._copies):
+        numbers = range(len(self._params)) if numbers is None else numbers
+        for number in [number for number in self._copies if number in numbers]:
             self._write_back(number)
-        for number in sorted(self._zeroed):
+        for number in sorted(number for number in self._zeroed if number in numbers):
             self._zeroed.discard(number)
             if self.is_marked(number):
                 param = self._parameters.locals[number]
@@ -238,7 +244,8 @@ class Answers:
                     self._gradients.accumulate(
                         number, torch.zeros(param.numel(), dtype=param.dtype, device=param.device)
                     )
-        for number, param in enumerate(self._params):
+        for number in numbers:
+            param = self._params[number]
             with torch_private.DisableTorchFunctionSubclass():
                 grad = param.grad
             if grad is not None and not self._is_own(grad, number):
@@ -294,6 +301,11 @@ class Answers:
     def is_live(self, number: int) -> bool:
         """Whether there is a gradient that no step has used."""
         return not self._is_removed and (number in self._zeroed or self._gradients.has(number))
+
+    def is_live_of(self, param: Tensor) -> bool:
+        """Whether a tensor is a trained parameter that has a gradient which no step has used."""
+        number = self._parameters.number_of(param)
+        return number is not None and number < len(self._params) and self.is_live(number)
 
     def answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """`func(*args, **kwargs)`, where some of the arguments are stand-ins."""

@@ -11,6 +11,7 @@ a class that sees nothing but `p.data`, so that operations cost nothing more.
 | a resident parameter                       | guarded          | watched   | always there; a value may be pending |
 | a streamed parameter                       | guarded          | watched   | there while its unit is available    |
 | an alias of a streamed one (`.t()`, `[0]`) | guarded          | guarded   | the same                             |
+| a view that a module has as a buffer       | guarded          | guarded   | that of its parameter                |
 | any of these that is a DTensor             | guarded          | plain     | the same                             |
 
 All that is true of one thread: the one that runs the unit, or that uses the parameter. For other threads a watched or
@@ -165,6 +166,16 @@ class _Held:
         self.__class__ = self._kind if self._kind is not Tensor else nn.Parameter  # type: ignore[assignment]
 
 
+def is_held(tensor: Tensor) -> bool:
+    """Whether an optimizer of this library holds it."""
+    return isinstance(tensor, _Held) and tensor._guards_ref.guards() is not None
+
+
+def is_released(tensor: Tensor) -> bool:
+    """Whether it is a streamed parameter that was not fetched when its optimizer was closed."""
+    return isinstance(tensor, _Held) and tensor._guards_ref.guards() is None and tensor._guards_ref.is_elsewhere
+
+
 class _Guarded(_Held):
     """Base of the guarded classes: each use of the tensor is seen."""
 
@@ -304,6 +315,14 @@ class Guards:
         self._tiling = None if self._streamed is None else Tiling(layout, parameters, self._streamed)
         self._resident_ref, self._streamed_ref = (_GuardsRef(self, is_elsewhere=streams) for streams in (False, True))
         self._classes: dict[tuple[type[_Held], type[Tensor], bool], type[Tensor]] = {}
+        self._aliases: Mapping[Tensor, int] = {}
+
+    def guard_aliases(self, aliases: Mapping[Tensor, int]) -> None:
+        """Makes each use of views of parameters be seen, as one of their parameter. Args: aliases: plain views, and the
+        numbers of their parameters."""
+        self._aliases = aliases
+        for tensor, number in aliases.items():
+            tensor.__class__ = self.class_for(Tensor, streams=self._parameters.streams(number))
 
     def class_for(self, kind: type[Tensor], *, streams: bool, runs: bool = False) -> type[Tensor]:
         """The guarded class of tensors that are `kind` otherwise.
@@ -366,6 +385,8 @@ class Guards:
         self._streamed_ref.is_elsewhere = not are_here
         if are_here:
             self._parameters.stop_guarding()
+            for tensor in self._aliases:
+                tensor.__class__ = Tensor
 
     def _dispatch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if func == _DATA.__get__:
@@ -454,6 +475,7 @@ class Guards:
         found: dict[str, None] = {}
         for tensor in used:
             number = self._parameters.number_of(tensor)
+            number = self._aliases.get(tensor) if number is None else number
             if number is not None and not self._parameters.streams(number):
                 self._units.apply(self._unit_of[number])
             elif number is not None:

@@ -19,9 +19,11 @@ from torch.utils.hooks import RemovableHandle
 
 from offload import torch_private
 from offload.errors import ConfigError
+from offload.interrupts import uninterrupted
 from offload.model.fetch import HeldUnits
 from offload.model.flat_param import FlatParameters
 from offload.model.gradient import Answers
+from offload.model.guard import is_held, is_released
 from offload.model.state_dict import Access
 from offload.model.torch_helpers import Hook, hook_forward
 from offload.model.units import ROOT, NotToWrap, blocks_of, fp32_modules, is_called, require_unwrapped
@@ -53,13 +55,39 @@ def is_hooked(model: nn.Module) -> bool:
 
 
 def require_free(model: nn.Module) -> None:
-    """Raises: ConfigError if there is nothing to train in `model`, or another optimizer holds it."""
+    """Raises: ConfigError if there is nothing to train in `model`, if another optimizer holds it or a part of it, and
+    if it has parts that cannot be hooked."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model={model!r} is not an nn.Module")
     if is_hooked(model):
         raise ConfigError("the model is held by another OffloadZero: close() that one first")
-    if next(model.parameters(), None) is None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"{name or 'the model'} is a TorchScript module, in which nobody sees parameters being used: give the "
+                "module that it was made of, and script or trace a copy of it after training"
+            )
+        if is_hooked(module):
+            raise ConfigError(f"{name}, in the model, is held by another OffloadZero: close() that one first")
+    params = list(model.named_parameters())
+    if not params:
         raise ConfigError("the model has no parameters to train")
+    for name, param in params:
+        if is_held(param):
+            raise ConfigError(
+                f"{name} is in a model that another OffloadZero holds: close() that one first, or give it a param "
+                "group there"
+            )
+        if is_released(param):
+            raise ConfigError(
+                f"{name} has no values here since its optimizer was closed: build the model again, or leave room for "
+                "all parameters on the device when it is closed"
+            )
+        if not param.is_leaf:
+            raise ConfigError(
+                f"{name} is the result of an operation and no leaf of autograd: make it an nn.Parameter, or compute it "
+                "in the forward"
+            )
 
 
 class Hooks:
@@ -84,8 +112,18 @@ class Hooks:
         self._model = model
         self._units = units
         self._answers = answers
-        config = run.config
         self._ignored_by_ddp = getattr(model, NotToWrap.NAME, None)
+        try:
+            self._hook(model, run, parameters, names, access)
+        except BaseException:
+            self.remove()
+            raise
+
+    @uninterrupted
+    def _hook(
+        self, model: nn.Module, run: Run, parameters: FlatParameters, names: Mapping[Tensor, str], access: Access
+    ) -> None:
+        config, units = run.config, self._units
         setattr(model, NotToWrap.NAME, NotToWrap())
         self._hook_units(model, run, parameters, names, access)
 

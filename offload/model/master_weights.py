@@ -57,15 +57,14 @@ class MasterWeights:
         self._owed.update(numbers)
 
     @torch.no_grad()
-    def take_flat(self, flat: int) -> None:
-        """Makes the masters from the uncast values of a flat parameter, which are dense, and then casts these."""
+    def make_flat(self, flat: int) -> None:
+        """Makes the masters from the uncast values of a flat parameter, which are dense."""
         for chunk in self._layout.chunks:
             if chunk.flat == flat:
                 with self._store.lease(chunk.index, step=0) as lease:
                     lease.dirty = True
                     for block in _blocks(chunk.pieces):
                         self._put(lease, block, self._of_model(block).to("cpu", torch.float32))
-        self._parameters.attach(flat)
 
     @torch.no_grad()
     def restore(self, step: int) -> None:
@@ -191,42 +190,58 @@ class MasterWeights:
                 self._before[number] = flattened(param.detach()).cpu().clone()
 
     @torch.no_grad()
-    def take_outside_writes(self, step: int) -> None:
+    def take_outside_writes(self, step: int, numbers: Collection[int] | None = None) -> None:
         """Makes masters follow what others wrote to parameters (`load_state_dict`, `p.copy_`).
 
         An element that still equals its rounded master keeps its master.
+        Args: numbers: the parameters to look at; None: all.
         Raises: StaleParameterError with a split master, if the value before the write is not known.
         """
-        every = range(len(self._layout.specs))
-        changed = self._owed if self.can_wait else set(self._parameters.written_outside(every))
+        numbers = range(len(self._layout.specs)) if numbers is None else frozenset(numbers)
+        if self.can_wait:
+            changed = {number for number in self._owed if number in numbers}
+        else:
+            changed = set(self._parameters.written_outside(numbers))
         if changed:
             self._require_known(changed)
-            for chunk in self._layout.chunks:
-                pieces = [piece for piece in chunk.pieces if piece.param in changed]
-                if pieces:
-                    with self._store.lease(chunk.index, step=step) as lease:
-                        lease.dirty = True
-                        with self._copies_of(chunk.index) as copies:
-                            for block in _blocks(pieces):
-                                self._take(lease, block, copies)
+            for index in sorted({index for number in changed for index in self._layout.chunks_of[number]}):
+                pieces = [piece for piece in self._layout.chunks[index].pieces if piece.param in changed]
+                with self._store.lease(index, step=step) as lease:
+                    lease.dirty = True
+                    with self._copies_of(index) as copies:
+                        for block in _blocks(pieces):
+                            self._take(lease, block, copies)
             if not self.can_wait:
                 self._parameters.note_writes(changed)
-        self._owed.clear()
-        self._before.clear()
+        self._owed -= changed
+        for number in [number for number in self._before if number in numbers]:
+            del self._before[number]
 
     def states(self, number: int, step: int) -> dict[str, Tensor]:
         """Copies of the states of parameter `number`: fp32, shape (numel,), on the CPU, in the order of its memory."""
         numel = self._layout.specs[number].numel
         lines = {kind: torch.empty(numel, dtype=torch.float32, device="cpu") for kind in STATE_KINDS}
-        for index in self._layout.chunks_of[number]:
-            pieces = [piece for piece in self._layout.chunks[index].pieces if piece.param == number]
-            with self._store.lease(index, step=step) as lease, self._copies_of(index) as copies:
-                for block in _blocks(pieces):
-                    copy = _in_chunk(copies, block) if copies is not None else self._of_model(block).cpu()
-                    whole = self._whole(lease, block, copy)
-                    for kind, values in zip(STATE_KINDS, whole, strict=True):
-                        lines[kind][block.param_offset : block.param_offset + block.numel] = values
+        for block, whole in self._wholes(number, step):
+            for kind, values in zip(STATE_KINDS, whole, strict=True):
+                lines[kind][block.param_offset : block.param_offset + block.numel] = values
         return lines
+
+    @torch.no_grad()
+    def copy_to(self, number: int, into: Tensor) -> None:
+        """Copies the master of parameter `number` to `into`, shape (numel,), on any device, in the order of its memory.
+
+        A model that was just taken gets its values back so, in the dtype that they had.
+        """
+        for block, (master, _, _) in self._wholes(number, step=0):
+            into[block.param_offset : block.param_offset + block.numel].copy_(master)
+
+    def _wholes(self, number: int, step: int) -> Iterator[tuple[Piece, tuple[Tensor, Tensor, Tensor]]]:
+        """The states of a parameter block by block, while their chunk is leased; see `_whole`."""
+        for chunk, piece in self._layout.pieces_of(number):
+            with self._store.lease(chunk.index, step=step) as lease, self._copies_of(chunk.index) as copies:
+                for block in _blocks([piece]):
+                    copy = _in_chunk(copies, block) if copies is not None else self._of_model(block).cpu()
+                    yield block, self._whole(lease, block, copy)
 
     def _require_known(self, changed: Collection[int]) -> None:
         for number in sorted(changed):

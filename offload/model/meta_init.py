@@ -7,20 +7,22 @@ was built as usual, if its constructors draw random numbers in that order and no
 
 from __future__ import annotations
 
-import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
+from offload import torch_private
 from offload.errors import ConfigError
+from offload.io.regular import check_file, read_json
 from offload.model.flat_param import flattened
+from offload.sizes import MIB
 
 
 class Source(ABC):
@@ -34,6 +36,8 @@ class Source(ABC):
     def fill(self, prefix: str, module: nn.Module, fresh: dict[str, Tensor]) -> None:
         """Writes values into `fresh`, the module's own tensors by name. Args: prefix: of their names in the model."""
 
+
+MOST_INDEX_BYTES = 64 * MIB
 
 Init = Callable[[str, Tensor], None] | str | os.PathLike[str] | Source | None
 
@@ -86,15 +90,27 @@ class FromSafetensors(Source):
         try:
             if path.is_dir():
                 index = path / "model.safetensors.index.json"
-                path = index if index.exists() else path / "model.safetensors"
+                path = index if os.path.lexists(index) else path / "model.safetensors"
             if path.suffix == ".json":
-                weights = json.loads(path.read_text())["weight_map"]
-                # A file cannot name a path outside of its folder.
-                self.files = {str(name): path.parent / Path(str(file)).name for name, file in weights.items()}
+                self.files = _weight_map(path)
             else:
                 self.files = dict.fromkeys(self._file(path).keys(), path)
-        except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise ConfigError(f"init={str(path)!r} is no safetensors file, nor the index of some: {error}") from error
+        self._require_files(path)
+
+    def _require_files(self, index: Path) -> None:
+        """Whether each file is there and has the tensors that are said to be in it. Raises: ConfigError."""
+        names_in: dict[Path, list[str]] = {}
+        for name, file in self.files.items():
+            names_in.setdefault(file, []).append(name)
+        for file, names in names_in.items():
+            try:
+                missing = set(names).difference(self._file(file).keys())
+            except (OSError, ValueError, SafetensorError) as error:
+                raise ConfigError(f"{file}, which {str(index)!r} names, cannot be read: {error}") from error
+            if missing:
+                raise ConfigError(f"{min(missing)} is not in {file}, where {str(index)!r} has it: make the index anew")
 
     def has(self, name: str) -> bool:
         """Whether the files have a value for a parameter or buffer."""
@@ -115,6 +131,7 @@ class FromSafetensors(Source):
     def _file(self, path: Path) -> Any:
         """A file, which stays open until another one is asked for."""
         if self._open is None or self._open[0] != path:
+            check_file(path)
             self._open = path, safe_open(path, "pt")
         return self._open[1]
 
@@ -192,6 +209,15 @@ class FromSafetensors(Source):
                 )
 
 
+def _weight_map(index: Path) -> dict[str, Path]:
+    """The file of each tensor. Raises: OSError, ValueError."""
+    weights = read_json(index, MOST_INDEX_BYTES).get("weight_map")
+    if not isinstance(weights, dict) or not all(isinstance(file, str) for file in weights.values()):
+        raise ValueError('its "weight_map" is no object of file names')
+    # A file cannot name a path outside of its folder.
+    return {name: index.parent / Path(file).name for name, file in weights.items()}
+
+
 def source_of(init: Any, *, init_missing: bool = False) -> Source:
     """Raises: ConfigError."""
     if isinstance(init, str | os.PathLike):
@@ -216,20 +242,50 @@ def is_meta(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def materialise(model: nn.Module, source: Source) -> Iterator[None]:
-    """Gives one module after the other memory on the CPU and values; parameters keep their identity."""
+def materialise(model: nn.Module, source: Source) -> Iterator[tuple[nn.Module, Collection[Tensor]]]:
+    """Gives one module after the other memory on the CPU and values; parameters keep their identity.
+
+    Yields: the module, and those of its parameters whose memory is malloc's and nobody else's.
+    """
     for prefix, module in model.named_modules():
         fresh: dict[str, Tensor] = {}
+        made: dict[nn.Parameter, UntypedStorage] = {}
         for name, tensor in meta_tensors(module).items():
             memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
             if isinstance(tensor, nn.Parameter):
-                torch.utils.swap_tensors(tensor, nn.Parameter(memory, tensor.requires_grad))
+                become(tensor, memory, _join(prefix) + name)
                 fresh[name] = tensor
+                made[tensor] = memory.untyped_storage()
             else:
                 module._buffers[name] = fresh[name] = memory
+            del memory
         if fresh:
             source.fill(_join(prefix), module, fresh)
-            yield
+            fresh.clear()
+            owned = {param for param, storage in made.items() if _is_owned(param, storage)}
+            made.clear()
+            yield module, owned
+
+
+def _is_owned(param: nn.Parameter, made: UntypedStorage) -> bool:
+    """Whether a parameter still has the memory that was made for it, alone."""
+    is_same = param.untyped_storage()._cdata == made._cdata
+    uses: int = torch_private.storage_uses(made._cdata)
+    return is_same and uses == 2  # by the parameter and by `made`
+
+
+def become(param: nn.Parameter, memory: Tensor, name: str) -> None:
+    """Gives a parameter other memory, which may be on the meta device. It stays the object that it was, with its class
+    and attributes.
+
+    Raises: ConfigError naming a parameter that a graph or a view of it refers to: these would keep what it was.
+    """
+    if torch_private.uses(param) > 1:
+        raise ConfigError(
+            f"{name} is on the meta device, and a graph or a view of it is kept somewhere: drop the results of "
+            "forwards that ran on the meta device, and views, before OffloadZero takes the model"
+        )
+    torch_private.swap_implementations(param, nn.Parameter(memory, param.requires_grad))
 
 
 def meta_tensors(module: nn.Module) -> dict[str, Tensor]:

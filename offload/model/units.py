@@ -19,6 +19,7 @@ from offload.devices.copies import accelerator, finish_queue
 from offload.dist.tensor_parallel import is_dtensor, local_of, repoint, shard_dim_of
 from offload.errors import ConfigError
 from offload.layout import ParamSpec
+from offload.model.aliases import extent_of, overlaps_itself
 
 ROOT = ""
 """The name of the root unit."""
@@ -216,7 +217,7 @@ def frozen_of(
     found = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
     specs = [
         ParamSpec(
-            name, local_of(p).numel(), units[p], _dtype_of(p, dtypes[p]), 0, is_frozen=True, shard_dim=shard_dim_of(p)
+            name, local_of(p).numel(), units[p], dtype_of(p, dtypes[p]), 0, is_frozen=True, shard_dim=shard_dim_of(p)
         )
         for name, p in found
     ]
@@ -233,7 +234,28 @@ def require_streamable(specs: Sequence[ParamSpec], params: Sequence[nn.Parameter
                 f"{spec.name} is a {type(param).__name__} ({param.layout}), of which more than its own bytes "
                 'would have to stream: give param_tier="device", so that frozen parameters stay there'
             )
+        if param.is_inference():
+            raise ConfigError(
+                f"{spec.name} is an inference tensor, which torch does not let change: build the model outside of "
+                'inference_mode, or give param_tier="device", so that frozen parameters stay where they are'
+            )
     _refuse_overlaps({param: spec.name for spec, param in zip(specs, params, strict=True)}, params)
+
+
+def require_movable(moved: Mapping[nn.Parameter, str]) -> None:
+    """Raises: ConfigError naming the first parameter that cannot get other memory. Args: moved: names of parameters."""
+    for param, name in moved.items():
+        local = local_of(param)
+        if local.is_quantized or local.is_mkldnn:
+            raise ConfigError(
+                f"{name} is a {'quantised' if local.is_quantized else 'mkldnn'} tensor, which cannot be cast, moved or "
+                "streamed: give OffloadZero a model in plain floating point, or leave it where it is in its own dtype"
+            )
+        if local.layout is torch.strided and not local.is_meta and overlaps_itself(local):
+            raise ConfigError(
+                f"{name} has elements that share memory, as those of an expanded tensor do, and would be taken apart: "
+                "make a Parameter of what is there once, and expand it in the forward"
+            )
 
 
 def require_on_mesh(device: torch.device, specs: Sequence[ParamSpec], params: Sequence[nn.Parameter]) -> None:
@@ -316,15 +338,10 @@ def _refuse_overlaps(names: Mapping[nn.Parameter, str], moved: Iterable[nn.Param
     those = set(moved)
     own = (p for p in names if p.numel() and not p.is_meta and p.layout is torch.strided)
     plain = (p for p in own if not torch_private.is_wrapper_subclass(p))
-    spans = sorted((p.data_ptr(), _extent(p) * p.element_size(), names[p], p in those) for p in plain)
+    spans = sorted((p.data_ptr(), extent_of(p) * p.element_size(), names[p], p in those) for p in plain)
     for (start, size, name, moves), (following, _, other, also) in pairwise(spans):
         if following < start + size and (moves or also):
             raise ConfigError(f"{name} and {other} share memory: tie them as one Parameter, b.weight = a.weight")
-
-
-def _extent(tensor: Tensor) -> int:
-    """How many elements of memory a dense or strided tensor spans, gaps included."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _device_types() -> tuple[str, ...]:
@@ -347,26 +364,37 @@ def _refuse_untrainable(
             raise ConfigError(f"{name} is a {type(param).__name__}: only plain dense parameters can be trained here")
         if nn.parameter.is_lazy(param):
             raise ConfigError(f"{name} has no shape yet: run one forward before OffloadZero takes the model")
+        kind = _unusual(param, is_trained=param in trained and param.requires_grad)
+        if kind is not None:
+            raise ConfigError(f"{name} is {kind}: only plain dense parameters can be trained here, so make it one")
         if param in trained and param.dtype not in _DTYPES:
             raise ConfigError(f"{name} has dtype {param.dtype}: only float32, bfloat16 and float16 have an fp32 master")
         if param.grad is not None:
             raise ConfigError(f"{name} already has a gradient: call model.zero_grad() before OffloadZero(model, ...)")
+    for name, buffer in model.named_buffers():
+        if nn.parameter.is_lazy(buffer):
+            raise ConfigError(f"{name} has no shape yet: run one forward before OffloadZero takes the model")
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise ConfigError(f"{name} makes sparse gradients: set sparse=False")
 
 
-def move_untrained(
-    model: nn.Module, held: Container[Tensor], dtypes: Mapping[Tensor, torch.dtype], device: torch.device
-) -> None:
-    """Moves parameters that are not held to the device to train on, and casts floating ones to their compute dtype. No
-    copy of them stays behind."""
-    for param in model.parameters():
-        dtype = _dtype_of(param, dtypes[param])
-        if param not in held and (param.dtype, param.device) != (dtype, device):
-            moved = local_of(param).data.to(device, dtype)
-            finish_queue(device)
-            repoint(param, moved)
+def _unusual(param: nn.Parameter, *, is_trained: bool) -> str | None:
+    """What a parameter is that cannot be in a model that is trained; None if it can."""
+    if param.is_nested or param.layout is torch.jagged:
+        return "a nested tensor"
+    if is_trained and param.layout is not torch.strided:
+        return f"a tensor of layout {param.layout}"
+    if is_trained and param.is_inference():
+        return "an inference tensor, which torch does not train"
+    return None
+
+
+def move_param(param: nn.Parameter, device: torch.device, dtype: torch.dtype) -> None:
+    """Moves and casts a parameter that is not held."""
+    moved = local_of(param).data.to(device, dtype)
+    finish_queue(device)
+    repoint(param, moved)
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
@@ -393,7 +421,7 @@ def _is_quantised(param: Tensor) -> bool:
     return not param.is_floating_point() or param.element_size() == 1
 
 
-def _dtype_of(param: Tensor, dtype: torch.dtype) -> torch.dtype:
+def dtype_of(param: Tensor, dtype: torch.dtype) -> torch.dtype:
     """The dtype that a parameter which is not trained has on the device: `dtype`, its compute dtype. Quantised weights
     keep their own."""
     return param.dtype if _is_quantised(param) else dtype
@@ -412,7 +440,7 @@ def resident_bytes_of(param: Tensor, numel: int, dtype: torch.dtype) -> int:
 def untrained_bytes(model: nn.Module, others: Iterable[nn.Parameter], dtypes: Mapping[Tensor, torch.dtype]) -> int:
     """Bytes that buffers, and parameters that are not among `others`, take on the device."""
     left = set(model.parameters()) - set(others)
-    frozen = sum(resident_bytes_of(p, local_of(p).numel(), _dtype_of(p, dtypes[p])) for p in left)
+    frozen = sum(resident_bytes_of(p, local_of(p).numel(), dtype_of(p, dtypes[p])) for p in left)
     return frozen + sum(buffer.numel() * buffer.element_size() for buffer in set(model.buffers()))
 
 

@@ -7,7 +7,7 @@ values is refused.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import xxhash
 from torch import Tensor, nn
 
 from offload import torch_private
-from offload.dist.tensor_parallel import local_of
+from offload.dist.tensor_parallel import local_of, repoint
 from offload.errors import BudgetError, ConfigError, ResumeError
 from offload.layout import ParamSpec
 from offload.model.fetch import HeldUnits, StreamedUnits
@@ -39,12 +39,31 @@ def was_frozen(state: object) -> Container[str]:
 
 
 @torch.no_grad()
-def write(model: nn.Module, state: object) -> None:
-    """Gives a model that is not held yet the values that were committed."""
-    params = {name: local_of(param) for name, param in model.named_parameters()}
+def write(model: nn.Module, state: object, keep: Callable[[nn.Parameter], None]) -> None:
+    """Gives a model that is not held yet the values that were committed, in memory of their own.
+
+    Args: keep: is called with each parameter before.
+    """
+    params = dict(model.named_parameters())
     for name, values in state["values"].items() if isinstance(state, dict) else ():
-        if name in params and not params[name].is_meta and params[name].shape == values.shape:
-            params[name].copy_(values)
+        param = params.get(name)
+        if param is not None and not param.is_meta and local_of(param).shape == values.shape:
+            keep(param)
+            repoint(param, local_of(param).data.clone().copy_(values))
+
+
+def require_same(digests: Mapping[str, str], state: object) -> None:
+    """Raises: ResumeError if frozen parameters are not what they were in the run that committed `state`.
+
+    Args: digests: of frozen parameters, by name.
+    """
+    if isinstance(state, Mapping):
+        known = (digests.keys() & state["digests"].keys()) - state["values"].keys()
+        if others := sorted(name for name in known if digests[name] != state["digests"][name]):
+            raise ResumeError(
+                f"{others[0]} is frozen, and has other values than in the run that was committed ({len(others)} such "
+                "parameters): build the model with the weights that the run began with"
+            )
 
 
 class WrittenFrozen:
@@ -108,13 +127,8 @@ class WrittenFrozen:
         Raises: ResumeError if other frozen parameters are not what they were in the run that committed, or were first
         written to since then; ConfigError if one is not in the model.
         """
+        require_same(self._digests, state)
         values, digests = state["values"], state["digests"]
-        known = self._digests.keys() & digests.keys()
-        if others := sorted(name for name in known - values.keys() if self._digests[name] != digests[name]):
-            raise ResumeError(
-                f"{others[0]} is frozen, and has other values than in the run that was committed ({len(others)} such "
-                "parameters): build the model with the weights that the run began with"
-            )
         for name, saved in values.items():
             param = self._named.get(name)
             if param is None or local_of(param).shape != saved.shape:

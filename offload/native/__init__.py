@@ -291,6 +291,12 @@ class Kernels:
     def _shares(self, n: int) -> int:
         return max(1, min(self.threads, n // _MIN_SHARE))
 
+    def start(self) -> None:
+        """Starts the threads now, and not in the first call that needs them. Raises: BudgetError if the system refuses
+        them."""
+        if self.threads > 1:
+            self._threads()
+
     def _threads(self) -> Pool:
         pool = self._pool
         # A fork takes no threads along. Two callers may both make a pool here: one goes unused.

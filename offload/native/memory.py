@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
+from offload.sizes import PAGE_BYTES
 from offload.torch_private import throw_on_mutable_data_ptr
 
 _HUGE_PAGE = 2 << 20
@@ -47,6 +48,30 @@ def return_large_blocks() -> None:
             mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
             # Setting the one fixes the other too, at 128 KiB.
             mallopt(_M_TRIM_THRESHOLD, _HELD_BYTES)
+
+
+def return_freed() -> None:
+    """Gives the whole pages that malloc of this process keeps free back to the system, wherever in its heap they lie.
+
+    For when large blocks were freed that are not asked for again. No option of malloc changes: what training allocates
+    and frees again and again, such as gradients, is still cut from the heap, and its pages are cleared once. Does
+    nothing where there is no such function.
+    """
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
+        if trim is not None:
+            trim(ctypes.c_size_t(0))
+
+
+def discard(values: Tensor) -> None:
+    """Gives the whole pages behind a dense CPU tensor back to the system, before the tensor is freed: it reads zeros
+    then, or anything. Its memory has to be malloc's, and nobody else's."""
+    if not sys.platform.startswith("linux"):
+        return
+    start = -(-values.data_ptr() // PAGE_BYTES) * PAGE_BYTES
+    end = (values.data_ptr() + values.numel() * values.element_size()) // PAGE_BYTES * PAGE_BYTES
+    if start < end:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
 
 
 def advise_huge_pages(memory: Tensor) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from offload.errors import BudgetError
 from offload.interrupts import LET_IN_S, uninterrupted
 from offload.native.library import Work
 
@@ -20,7 +21,7 @@ Range = tuple[Work, int, int]
 
 class Pool:
     """Persistent threads that take ranges from one queue of calls. They end with this object, not before the
-    calls queued by then are done."""
+    calls queued by then are done. Raises: BudgetError if the system refuses them."""
 
     def __init__(self, workers: int) -> None:
         self.pid = os.getpid()
@@ -30,8 +31,7 @@ class Pool:
             threading.Thread(target=_work, args=(self._calls,), name=f"offload-kernel-{i}", daemon=True)
             for i in range(workers)
         ]
-        for thread in threads:
-            thread.start()
+        start_threads(threads, self._calls)
         self.stop = weakref.finalize(self, end_threads, self._calls, threads, self.pid)
 
     @uninterrupted
@@ -120,6 +120,30 @@ def _work(calls: SimpleQueue[_Call | None]) -> None:
     while (call := calls.get()) is not None:
         call.take()
         del call
+
+
+def start_threads(threads: list[threading.Thread], calls: SimpleQueue[Any] | None = None) -> None:
+    """Starts all of these threads, or none. Args: calls: what they take calls from, until there is None.
+
+    Raises: BudgetError if the system refuses one.
+    """
+    started: list[threading.Thread] = []
+    try:
+        for thread in threads:
+            thread.start()
+            started.append(thread)
+    except BaseException as error:
+        if calls is not None:
+            end_threads(calls, started, os.getpid())
+        if not isinstance(error, RuntimeError | MemoryError | OSError):
+            raise
+        raise BudgetError(
+            f"the system refuses {threads[0].name}, a thread ({error}): raise the limit of processes (ulimit -u, or "
+            "pids.max of the cgroup) or of address space (ulimit -v), or give a smaller Tuning(threads=...)",
+            needed=len(threads),
+            available=len(started),
+            option="threads",
+        ) from error
 
 
 def end_threads(calls: SimpleQueue[Any], threads: list[threading.Thread], pid: int) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType
 from typing import Any, NoReturn
@@ -16,48 +17,88 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from offload import torch_private
 from offload.errors import ConfigError, GradientMovedError, ResumeError
 
 UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
 """Variants of Adam, by their option."""
-
-
-class NoStates(dict[Any, Any]):
-    """`optimizer.state`, which is empty: the states are in their tiers. Its errors say how to get them."""
-
-    def __missing__(self, param: Any) -> NoReturn:
-        raise ConfigError(
-            "optimizer.state holds no tensors: they are in the tiers; call optimizer.state_of(p) for copies of the "
-            "master, exp_avg and exp_avg_sq of a parameter"
-        )
-
-    def __setitem__(self, param: Any, value: Any) -> None:
-        raise ConfigError(
-            "optimizer.state cannot be written to: the states are in the tiers; resume a commit (resume=True) instead "
-            "of loading states"
-        )
+WRAPPERS = frozenset(
+    {
+        ("accelerate.optimizer", "AcceleratedOptimizer"),
+        ("lightning.fabric.wrappers", "_FabricOptimizer"),
+        ("lightning.pytorch.core.optimizer", "LightningOptimizer"),
+        ("lightning_fabric.wrappers", "_FabricOptimizer"),
+        ("pytorch_lightning.core.optimizer", "LightningOptimizer"),
+    }
+)
+"""Classes that frameworks put around an optimizer, in its attribute `optimizer`, by module and name. They change when
+it is called, and not what it computes."""
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside the wrapper of Accelerate, Lightning or Fabric; any other as it is."""
-    while not isinstance(optimizer, torch.optim.Adam):
-        inner = getattr(optimizer, "optimizer", None)
-        if not isinstance(inner, torch.optim.Optimizer):
-            break
-        optimizer = inner
+    """The optimizer inside the wrapper of a framework; any other as it is."""
+    while _is_wrapper(type(optimizer)):
+        optimizer = optimizer.optimizer
     return optimizer
+
+
+def _is_wrapper(kind: type) -> bool:
+    """Whether `kind` is one of WRAPPERS, or a subclass that adds nothing: for each optimizer Lightning makes one of the
+    wrapper's class and the optimizer's. The frameworks are not imported for that."""
+    for one in kind.__mro__:
+        if (one.__module__, one.__qualname__) in WRAPPERS:
+            return True
+        if any(not name.startswith("__") for name in vars(one)):
+            return False
+    return False
 
 
 def require_adoptable(optimizer: torch.optim.Optimizer) -> None:
     """Raises: ConfigError unless `optimizer` is a fresh Adam or AdamW, without the variants this library lacks."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-        kind = type(optimizer).__name__
-        raise ConfigError(f"optimizer is {kind}: give torch.optim.AdamW or torch.optim.Adam, or None for AdamW")
+        raise ConfigError(_why_not(optimizer))
     if "step" in vars(optimizer) and getattr(optimizer.step, "taken_over", False):
         raise ConfigError("the optimizer was taken over by another OffloadZero: give a fresh one")
     if optimizer.state:
         raise ConfigError("the optimizer has already stepped: its moments would be lost; give a fresh one")
+    if _own_step(optimizer) is not None:
+        raise ConfigError(
+            "the optimizer has a step() of its own in place of that of its class, which would not be called any more: "
+            "register what it adds with optimizer.register_step_pre_hook or register_step_post_hook"
+        )
     require_sound(optimizer.param_groups)
+
+
+def _why_not(optimizer: object) -> str:
+    """Why an optimizer that is no Adam or AdamW is refused."""
+    kind = type(optimizer).__name__
+    inside = [
+        (name, one)
+        for name, one in getattr(optimizer, "__dict__", {}).items()
+        if isinstance(one, torch.optim.Optimizer)
+    ]
+    for name, one in inside:
+        return (
+            f"optimizer is {kind}, around the {type(one).__name__} in its attribute {name}: what it adds would be left "
+            f"out; give OffloadZero the inner optimizer, and do what {kind} adds in the training loop"
+        )
+    return f"optimizer is {kind}: give torch.optim.AdamW or torch.optim.Adam, or None for AdamW"
+
+
+def _own_step(optimizer: torch.optim.Optimizer) -> object:
+    """What somebody has put in place of an optimizer's step(); None for nothing. A learning-rate scheduler only notes
+    whether it was called."""
+    step = vars(optimizer).get("step")
+    if hasattr(step, "_wrapped_by_lr_sched"):
+        step = getattr(step, "__wrapped__", step)
+    return None if getattr(step, "__func__", step) is type(optimizer).step else step
+
+
+def move_hooks(given: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
+    """Hooks that were registered on `given` become those of `optimizer`. They stay in the same dicts, from which the
+    handles that their owners keep remove them."""
+    for name in torch_private.OPTIMIZER_HOOKS:
+        setattr(optimizer, name, getattr(given, name))
 
 
 def require_sound(groups: Sequence[Mapping[str, Any]]) -> None:
@@ -101,6 +142,22 @@ def retire(optimizer: torch.optim.Optimizer) -> None:
     # A method, as schedulers expect: those made from the old optimizer go on to steer the groups. Of a proxy: else the
     # old optimizer, and parameters with it, would be in a cycle.
     optimizer.step = MethodType(step, weakref.proxy(optimizer))  # type: ignore[method-assign]
+
+
+@contextmanager
+def retired(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """`retire`; if the body raises, the optimizer is what it was."""
+    before, alive = vars(optimizer).get("step"), weakref.ref(optimizer)
+    try:
+        retire(optimizer)
+        del optimizer
+        yield
+    except BaseException:
+        if (given := alive()) is not None:
+            vars(given).pop("step", None)
+            if before is not None:
+                vars(given)["step"] = before
+        raise
 
 
 @torch.no_grad()

@@ -36,6 +36,7 @@ from offload.interrupts import is_of_system, uninterrupted, wait_for_all
 from offload.io.engine import IOEngine, IOFile, IOFuture, Transfer
 from offload.profiling import Event, Timeline, drive_lanes
 from offload.sizes import PAGE_BYTES, format_bytes, round_up
+from offload.storage.files import require_file_size
 from offload.storage.swap_file import memory_of
 
 Range = tuple[int, int]
@@ -437,12 +438,14 @@ class ActivationStore:
         disk, file = self._disks[number], self._files[number]
         missing = entry.size - disk.free
         if missing > 0:
+            advice = "give path several directories, which share the activations"
+            require_file_size(file.path, disk.size + missing, advice=advice)
             try:
                 os.posix_fallocate(file.fd, disk.size, missing)
             except OSError as error:
                 if not is_of_system(error):
                     raise
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise TierIOError("write", error.errno or errno.EIO, file.path, disk.size, missing) from error
                 raise BudgetError(
                     f"activations need {format_bytes(disk.size + missing)} in {file.path}, and the disk is full: free "

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from offload.devices.copies import Copier
 from offload.errors import BudgetError
+from offload.interrupts import uninterrupted
 from offload.native.memory import populate
+from offload.native.threads import start_threads
 from offload.sizes import MIB, PAGE_BYTES, format_bytes, round_up
 
 _PIECE_BYTES = 16 * MIB
@@ -90,15 +92,17 @@ class Arena(Lender):
         """The whole slab, for I/O engines that want to know it beforehand."""
         return memoryview(self._map)
 
+    @uninterrupted
     def prefault(self, then: Callable[[], None]) -> None:
         """Gets the pages that are not there yet, in the background, and calls `then` there.
 
         The system clears them, and a virtual machine may have to get them from its host, at 1 to 3 GB/s: what is read
         from a disk into the first of them need not wait for the last. A machine that promised more than it has shows
-        it now, and not in the first step.
+        it now, and not in the first step. Raises: BudgetError if the system refuses a thread for it.
         """
-        self._prefaulter = threading.Thread(target=self._prefault, args=(then,), name="offload-arena")
-        self._prefaulter.start()
+        prefaulter = threading.Thread(target=self._prefault, args=(then,), name="offload-arena")
+        start_threads([prefaulter])
+        self._prefaulter = prefaulter
 
     def _prefault(self, then: Callable[[], None]) -> None:
         for piece in self._slab.split(_PIECE_BYTES):

@@ -11,14 +11,16 @@ import contextlib
 import errno
 import os
 import re
+import resource
 import stat
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from offload.errors import CorruptionError, PathError, ResumeError
+from offload.errors import BudgetError, CorruptionError, PathError, ResumeError
 from offload.interrupts import is_of_system
 from offload.io.engine import IOFile, open_directory, open_nofollow
-from offload.sizes import MIB, PAGE_BYTES
+from offload.io.regular import read_some
+from offload.sizes import MIB, PAGE_BYTES, format_bytes
 from offload.storage.swap_format import parse_superblock
 
 NEW_SUFFIX = ".new"
@@ -72,6 +74,22 @@ COPIED_BYTES = 64 * MIB
 PIECE_BYTES = 4 * MIB
 """Copied at once where the kernel does not."""
 _NOT_IN_THE_KERNEL = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
+
+
+def require_file_size(file: str, needed: int, *, option: str = "path", advice: str = "") -> None:
+    """Raises: BudgetError if this process may make no file of `needed` bytes.
+
+    Args: option: says where; advice: what helps beside another limit.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit != resource.RLIM_INFINITY and needed > limit:
+        raise BudgetError(
+            f"{file} needs {format_bytes(needed)}, and the limit of this process is {format_bytes(limit)} a file: "
+            f"raise it (ulimit -f){advice and f', or {advice}'}",
+            needed=needed,
+            available=limit,
+            option=option,
+        )
 
 
 def leads_to(file: IOFile, name: str, dir_fd: int | None = None, *, follow_symlinks: bool = False) -> bool:
@@ -233,11 +251,7 @@ class Files:
     def read(self, path: Path, most: int) -> bytes:
         """The content of a regular file, or the first `most + 1` bytes of it; follows no link."""
         with self.open(path, os.O_RDONLY) as opened:
-            info = os.fstat(opened.fd)
-            if not stat.S_ISREG(info.st_mode):
-                raise OSError(errno.EINVAL, "is no regular file", str(path))
-            with open(opened.fd, "rb", closefd=False) as file:
-                return file.read(min(info.st_size, most + 1))
+            return read_some(opened, most)
 
     def open(self, path: Path, flags: int) -> IOFile:
         """Opens a file that is there; follows no link and waits for nobody."""
@@ -310,6 +324,22 @@ def check_directory(path: Path, *, resumes: bool = False) -> None:
             f"{path} holds a committed run: give resume=True to continue it, choose another path, or remove it with "
             f"`offload remove {path}`"
         )
+
+
+def replaceable_in(path: Path) -> Path | None:
+    """The directory, `path` or the one that it is in, in which any user of the machine may replace what this run has.
+
+    None if there is none: with the sticky bit, as /tmp has it, only the owner of a file or directory may rename it. A
+    directory of this user's own is as its owner wants it.
+    """
+    for directory in (path, path.parent):
+        try:
+            info = os.stat(directory)
+        except OSError:
+            continue
+        if info.st_mode & stat.S_IWOTH and not info.st_mode & stat.S_ISVTX and info.st_uid != os.geteuid():
+            return directory
+    return None
 
 
 def _require_own_record(path: Path) -> None:

@@ -20,13 +20,22 @@ from pathlib import Path
 import xxhash
 from torch import Tensor
 
-from offload.errors import BudgetError, CorruptionError, PathError, PathInUseError, ResumeError, TierIOError
+from offload.errors import BudgetError, CorruptionError, PathError, PathInUseError, ResumeError, TierIOError, explained
 from offload.interrupts import is_of_system, result_of, uninterrupted, wait_for_all
 from offload.io.engine import O_DIRECT, IOEngine, IOFile, IOFuture, Transfer, aligned_memory
 from offload.io.threads import Workers
 from offload.profiling import Timeline, drive_lanes
 from offload.sizes import PAGE_BYTES, format_bytes, round_up
-from offload.storage.files import LOCAL, NEW_SUFFIX, Directories, Files, check_directory, leads_to, swap_name
+from offload.storage.files import (
+    LOCAL,
+    NEW_SUFFIX,
+    Directories,
+    Files,
+    check_directory,
+    leads_to,
+    require_file_size,
+    swap_name,
+)
 from offload.storage.swap_format import (
     HEADER_BYTES,
     MAGIC,
@@ -158,8 +167,8 @@ def reserve(file: IOFile, needed: int, uncommitted: int) -> None:
         os.ftruncate(file.fd, info.st_size)
         if not is_of_system(error):
             raise
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise PathError(error.errno, f"cannot reserve space: {error.strerror}", file.path) from error
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise PathError(error.errno, f"cannot reserve space: {explained(error)}", file.path) from error
         fits = uncommitted <= available < needed
         other = f", or give commit_every=None, which takes {format_bytes(uncommitted)} and commits nothing"
         raise BudgetError(
@@ -237,6 +246,8 @@ class SwapFile:
         self._is_disposable = run.is_temporary
         self._size_before: int | None = None
         path = self._final_path.with_name(self._final_path.name + NEW_SUFFIX) if run.is_temporary else self._final_path
+        advice = "give path several directories, which share the chunks"
+        require_file_size(str(path), self._table.nbytes, advice=advice)
         with ExitStack() as undo:
             if directory not in run.directories and _made(directory):
                 undo.callback(_remove_if_empty, directory)
@@ -263,9 +274,9 @@ class SwapFile:
             reserve(self._file, self._table.nbytes, self._table.nbytes_of_one)
             if not (resumes or is_marked):
                 result_of(self._engine.write(self._file, 0, block))
+            # Checksums are taken beside the step and the transfers; XXH3 outruns any drive on one core.
+            self._hasher = Workers(1, "offload-checksum")
             self._undo = undo.pop_all()
-        # Checksums are taken beside the step and the transfers; XXH3 outruns any drive on one core.
-        self._hasher = Workers(1, "offload-checksum")
 
     @property
     def path(self) -> str:

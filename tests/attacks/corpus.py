@@ -119,6 +119,7 @@ INCONSISTENT: list[tuple[str, tuple[str | int, ...], object]] = [
     ("a compute dtype that does not exist", ("compute_dtype",), "int8"),
     ("a run id in capitals", ("run_id",), RUN.upper()),
     ("a run id that is a path", ("run_id",), "../../../../../../../../etc/passwd"),
+    ("a hyper-parameter called params", ("groups", 0, "params"), []),
     ("a nested hyper-parameter", ("groups", 0, "lr"), [[1]]),
     ("an object as hyper-parameter", ("groups", 0, "lr"), {}),
     ("too many hyper-parameters", ("groups", 0), {str(number): 0 for number in range(300)}),
@@ -273,3 +274,29 @@ def headers() -> Iterator[Attack]:
     yield "a huge slot", header(RUN, 3, STEP, most, 1), CorruptionError
     for position in range(slots._HEADER.size + slots._CHECKSUM.size):
         yield f"bit {position}", flipped(VALID_HEADER, position), CorruptionError
+
+
+JSON_OF_OTHERS: dict[str, bytes] = {
+    "nothing": b"",
+    "a list": b"[]",
+    "a number": b"1",
+    "a string": b'"weight_map"',
+    "null": b"null",
+    "a deep list": b"[" * 100_000,
+    "a deep list that ends": b"[" * 100_000 + b"]" * 100_000,
+    "a deep object": b'{"a":' * 100_000,
+    "no text": bytes(range(256)),
+    "bad UTF-8": b'{"a": "\xff\xfe"}',
+    "UTF-16": '{"a": 1}'.encode("utf-16"),
+    "NaN": b'{"a": NaN}',
+    "an infinite number": b'{"a": 1e999}',
+    "minus Infinity": b'{"a": -Infinity}',
+    "a number of 5,000 digits": b'{"a": ' + b"9" * 5_000 + b"}",
+    "a key twice": b'{"a": 1, "a": 2}',
+    "a key twice below": b'{"a": {"b": 1, "b": 2}}',
+    "a key twice among many": b"{" + b",".join(b'"%d":1' % (n % 199_999) for n in range(200_000)) + b"}",
+    "five million values": b'{"a": [' + b"0," * 5_000_000 + b"0]}",
+    "half of it": b'{"a": {"b":',
+    "two of them": b"{}{}",
+}
+"""What is no JSON object, or none that says one thing."""

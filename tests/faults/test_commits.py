@@ -327,7 +327,8 @@ def test_what_no_disk_said_while_a_chunk_moved_is_raised_once_and_names_the_way_
     store = optimizer._parts.stores.states
     with monkeypatch.context() as patch:
         patch.setattr(store, "_read_ahead", _recursing)
-        with pytest.raises(RecursionError):
+        # What a thread of the I/O meets is told by the next call.
+        with pytest.raises((RecursionError, InterruptedStepError)):
             some_steps(model, optimizer)
     way_out = r"call rollback\(\)" if is_committed else "nothing was committed.*new OffloadZero"
     for call in (optimizer.synchronize, optimizer.step, optimizer.commit):

@@ -7,6 +7,8 @@ import errno
 import gc
 import os
 import pickle
+import resource
+import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import offload.build
 from offload import (
@@ -33,6 +35,7 @@ from offload.planner import least_cpu_memory, placement
 from offload.storage.arena import Arena
 from offload.storage.files import COMMIT_NAME, SWAP_NAME
 from tests.faults.conftest import SMALL, Make, Tiny, assert_same, bits, one_step
+from tests.support.before import Before
 from tests.support.faulty_engine import FaultyEngine
 from tests.support.late_copier import LateCopier
 from tests.support.processes import arena_bytes, open_files, start_python
@@ -307,6 +310,102 @@ def test_a_run_that_committed_nothing_is_reused(make: Make) -> None:
     assert_same(*results)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to give a directory to another user")
+def test_a_path_that_others_can_replace_warns_and_names_the_way_out(model: Tiny, make: Make, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    os.chown(shared, 12345, -1)
+    for mode, path in ((0o755, "mine"), (0o1777, "sticky")):
+        shared.chmod(mode)
+        make(Tiny(), path=shared / path).close()
+    shared.chmod(0o777)
+    with pytest.warns(UserWarning, match=rf"chmod \+t {shared}") as caught:
+        make(Tiny(), path=[shared / "one", shared / "two"]).close()
+    assert len(caught) == 1
+    assert caught[0].filename == make.__code__.co_filename
+    with pytest.warns(UserWarning, match=rf"chmod \+t {shared}"):
+        make(model, path=shared)
+
+
+# Limits of the process.
+
+
+@pytest.mark.parametrize("engine", ["uring", "threads", "portable"])
+def test_threads_that_the_system_refuses_leave_nothing(
+    engine: str, model: Tiny, unchanged: None, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under RLIMIT_NPROC, which does not bind root."""
+    tuning = Tuning(chunk="4KiB", threads=3, io_engine=engine)
+    start, left = threading.Thread.start, [1000]
+
+    def limited(thread: threading.Thread) -> None:
+        if not left[0]:
+            raise RuntimeError("can't start new thread")
+        left[0] -= 1
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    try:
+        make(Tiny(), path=tmp_path / "run", tuning=tuning).close()
+    except ConfigError as error:
+        pytest.skip(str(error))  # no io_uring here
+    shutil.rmtree(tmp_path / "run")
+    needed = 1000 - left[0]
+    assert needed >= 5
+    for number in range(needed):
+        left[0] = number
+        with pytest.raises(BudgetError, match="can't start new thread") as caught:
+            make(model, path=tmp_path / "run", tuning=tuning)
+        assert caught.value.option == "threads"
+
+
+OF_ADDRESS_SPACE = """
+import resource, sys, threading
+import torch
+from offload import BudgetError, OffloadZero
+from tests.faults.conftest import Tiny
+model = Tiny()
+torch.optim.AdamW(model.parameters())  # imports more modules
+threading.stack_size(1 << 30)
+in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (in_use + (1 << 28), -1))
+try:
+    OffloadZero(model, path=sys.argv[1], cpu_memory="1MiB")
+except BudgetError as error:
+    print(error)
+assert model.first.weight.dtype is torch.float32
+"""
+
+
+def test_too_little_address_space_for_threads_is_refused(tmp_path: Path) -> None:
+    with start_python(OF_ADDRESS_SPACE, str(tmp_path / "run")) as process:
+        assert "ulimit -v" in process.communicate(timeout=60)[0]
+        assert process.returncode == 0
+
+
+def test_a_limit_of_file_sizes_is_told_as_one(model: Tiny, unchanged: None, make: Make, path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
+    try:
+        with pytest.raises(BudgetError, match=r"ulimit -f.*several directories") as caught:
+            make(model)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.available == 8192 < caught.value.needed
+    assert not path.exists()
+
+
+def test_a_relative_path_where_the_working_directory_is_gone_is_refused(
+    model: Tiny, unchanged: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for options in ({"path": "run"}, {"path": tmp_path / "run", "resume": [Path("run")]}):
+        with pytest.raises(PathError, match="working directory was removed"):
+            OffloadZero(model, **options)  # type: ignore[call-overload]
+
+
 # Models that cannot be trained.
 
 
@@ -363,6 +462,39 @@ def frozen() -> nn.Module:
     return Tiny().requires_grad_(False)
 
 
+def script_inside() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+
+
+def trace_inside() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), torch.jit.trace(nn.Linear(4, 4), torch.zeros(1, 4)))
+
+
+def lazy_buffer() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.LazyBatchNorm1d(affine=False))
+
+
+def with_param(param: Tensor) -> nn.Module:
+    model = Tiny()
+    model.odd = param if isinstance(param, nn.Parameter) else nn.Parameter(param)
+    return model
+
+
+def jagged() -> Tensor:
+    return torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
+
+
+def computed() -> nn.Module:
+    model = Tiny()
+    model._parameters["odd"] = model.first.weight * 2  # type: ignore[assignment]
+    return model
+
+
+def made_for_inference() -> nn.Module:
+    with torch.inference_mode():
+        return Tiny()
+
+
 @pytest.mark.parametrize(
     ("build", "named"),
     [
@@ -377,11 +509,22 @@ def frozen() -> nn.Module:
         (with_gradient, "middle.weight already has a gradient"),
         (sparse, "0 makes sparse gradients"),
         (lazy, "1.weight has no shape yet"),
+        (lazy_buffer, "1.running_mean has no shape yet"),
+        (lambda: torch.jit.script(Tiny()), "the model is a TorchScript module"),
+        (script_inside, "1 is a TorchScript module"),
+        (trace_inside, "1 is a TorchScript module"),
+        (lambda: with_param(torch.eye(3).to_sparse()), "odd is a tensor of layout torch.sparse_coo"),
+        (lambda: with_param(torch.eye(3).to_sparse_csr()), "odd is a tensor of layout torch.sparse_csr"),
+        (lambda: with_param(torch.eye(3).to_mkldnn()), "odd is a tensor of layout torch._mkldnn"),
+        (lambda: with_param(jagged()), "odd is a nested tensor"),
+        (computed, "odd is the result of an operation"),
+        (made_for_inference, "first.weight is an inference tensor"),
         (frozen, "trains no parameter"),
         (nn.ReLU, "no parameters"),
         (lambda: "a model", "is not an nn.Module"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:Sparse CSR:UserWarning")
 def test_a_model_that_cannot_be_trained_is_refused_by_name(
     build: Callable[[], nn.Module], named: str, make: Make, path: Path
 ) -> None:
@@ -390,6 +533,74 @@ def test_a_model_that_cannot_be_trained_is_refused_by_name(
         make(model, cpu_memory="1GiB")
     assert named in str(caught.value)
     assert not path.exists()
+
+
+def qint8() -> Tensor:
+    return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+
+
+def inference() -> Tensor:
+    with torch.inference_mode():
+        return torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "named"),
+    [
+        (qint8, {"param_tier": "cpu"}, "odd is a quantised tensor"),
+        (qint8, {"device": "elsewhere"}, "odd is a quantised tensor"),
+        (lambda: torch.eye(3).to_mkldnn(), {}, "odd is a mkldnn tensor"),
+        (lambda: torch.eye(3).to_sparse(), {"param_tier": "cpu"}, r"odd is a Parameter \(torch.sparse_coo\)"),
+        (inference, {"param_tier": "cpu"}, "odd is an inference tensor"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_a_frozen_parameter_that_cannot_get_other_memory_is_refused_by_name(
+    build: Callable[[], Tensor], options: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = with_param(nn.Parameter(build(), requires_grad=False))
+    before = Before(model)
+    if options.pop("device", None) is not None:
+        monkeypatch.setattr(offload.build, "device_for", lambda *_: torch.device("cpu", 1))
+    with pytest.raises(ConfigError, match=named):
+        OffloadZero(model, AdamW([p for p in model.parameters() if p.requires_grad]), **options)
+    before.require_same()
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_a_quantised_parameter_that_stays_where_it_is_does_no_harm() -> None:
+    model = with_param(nn.Parameter(qint8(), requires_grad=False))
+    with OffloadZero(model, AdamW([p for p in model.parameters() if p.requires_grad])) as optimizer:
+        one_step(model, optimizer)
+        assert model.odd.is_quantized
+
+
+@pytest.mark.parametrize("param_tier", ["device", "cpu"])
+def test_a_part_of_a_held_model_and_what_is_around_one_are_refused_by_name(param_tier: str) -> None:
+    outer = nn.Sequential(Tiny(), nn.Linear(4, 4))
+    held: Any = outer[0]
+    tied = nn.Linear(96, 32)
+    with OffloadZero(held, param_tier=param_tier) as optimizer:
+        tied.weight = held.middle.weight
+        with pytest.raises(ConfigError, match="0, in the model, is held by another OffloadZero"):
+            OffloadZero(outer)
+        with pytest.raises(ConfigError, match="weight is in a model that another OffloadZero holds"):
+            OffloadZero(held.middle)
+        with pytest.raises(ConfigError, match="weight is in a model that another OffloadZero holds"):
+            OffloadZero(tied)
+        one_step(held, optimizer)
+    assert outer[1].weight.dtype is torch.float32
+    assert tied.bias.dtype is torch.float32
+    OffloadZero(outer).close()
+
+
+def test_a_model_whose_parameters_were_left_released_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Tiny()
+    with monkeypatch.context() as patched:
+        patched.setattr(offload.build.Plan, "room_at_end", lambda *_: 0)
+        OffloadZero(model, param_tier="cpu").close()
+    with pytest.raises(ConfigError, match=r"first\.weight has no values here since its optimizer"):
+        OffloadZero(model)
 
 
 def test_a_job_of_several_ranks_that_nobody_connected_is_refused(
@@ -466,11 +677,16 @@ def test_a_disk_that_fails_while_masters_are_written_leaves_nothing_held(
 ) -> None:
     before = open_files(), arena_bytes()
     threads = {thread for thread in threading.enumerate() if thread.name != "faulty-disk"}
-    given = AdamW(model.parameters())
+    given, before_it = AdamW(model.parameters()), Before(model)
     disk.fail("write", errno.EIO, nth=3)
     with pytest.raises(TierIOError) as caught:
         make(model, given)
-    assert any("build the model again" in note for note in caught.value.__notes__)
+    pairs = list(zip(model.parameters(), Tiny().parameters(), strict=True))
+    lost = [now.isnan().all() for now, plain in pairs if not torch.equal(now, plain)]
+    assert all(lost)
+    assert bool(lost) == hasattr(caught.value, "__notes__")  # the disk had the only copy of some
+    if not lost:
+        before_it.require_same()
     del caught
     assert (open_files(), arena_bytes()) == before
     assert {thread for thread in threading.enumerate() if thread.name != "faulty-disk"} <= threads

@@ -299,6 +299,7 @@ def test_without_the_scalers_step_an_overflow_is_an_error(make: Make) -> None:
         optimizer.step()
 
 
+@pytest.mark.filterwarnings("ignore:another optimizer, SGD, trains the held model")
 def test_a_scaler_and_an_optimizer_that_is_not_this_one(make: Make) -> None:
     model = Tiny()
     optimizer = make(model)

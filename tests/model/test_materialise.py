@@ -269,3 +269,31 @@ def test_parts_with_values_keep_them_beside_those_without() -> None:
     with OffloadZero(model, init=lambda name, tensor: tensor.fill_(0.5), compute_dtype=torch.float32):
         for name, param in model.named_parameters():
             assert torch.equal(param, values.get(name, torch.full_like(param, 0.5))), name
+
+
+def test_values_that_init_kept_for_itself_stay() -> None:
+    """Memory that is made for a parameter goes page by page as it is cast, but for what somebody else has."""
+    kept: list[Tensor] = []
+
+    def fill(name: str, tensor: Tensor) -> None:
+        tensor.fill_(3.0)
+        kept.append(tensor.detach())
+
+    model = on_meta(lambda: nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)))
+    with OffloadZero(model, tier="cpu", init=fill):
+        assert all(torch.equal(one, torch.full_like(one, 3.0)) for one in kept)
+        assert all(torch.equal(param, torch.full_like(param, 3.0)) for param in model.parameters())
+
+
+def test_frozen_parameters_are_cast_as_they_get_values() -> None:
+    dtypes = []
+
+    def fill(name: str, tensor: Tensor) -> None:
+        tensor.fill_(1.0)
+        dtypes.append([param.dtype for param in model.parameters() if not param.is_meta])
+
+    model = on_meta(lambda: nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(4))))
+    for layer in list(model)[:3]:
+        layer.requires_grad_(False)
+    with OffloadZero(model, tier="cpu", init=fill):
+        assert dtypes == [[torch.bfloat16] * before + [torch.float32] for before in range(4)]

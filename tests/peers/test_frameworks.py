@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from offload import OffloadZero
 from tests.oracle.harness import PLACEMENTS, Idiom, Run, check
 from tests.oracle.models import STEPS, TinyLm, token_loss
 from tests.peers import devices
@@ -104,6 +105,21 @@ TRAINERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", TRAINERS)
 def test_trainer_trains_clips_and_logs(name: str, placement: str, tmp_path: Path) -> None:
     assert_as_with_adamw(with_trainer, placement, tmp_path, **TRAINERS[name])
+
+
+@pytest.mark.filterwarnings("default")
+def test_trainer_that_was_not_given_the_optimizer_warns_once(tmp_path: Path) -> None:
+    model = llama("Llama")()
+    rows = [{"input_ids": row, "labels": row} for row in tokens(4 * STEPS)]
+    arguments = transformers.TrainingArguments(
+        output_dir=tmp_path, use_cpu=ON_CPU, save_strategy="no", report_to=[], max_steps=STEPS
+    )
+    with (
+        OffloadZero(model, adamw(model), device=DEVICE),
+        pytest.warns(UserWarning, match="another optimizer, AdamW") as caught,
+    ):
+        transformers.Trainer(model=model, args=arguments, train_dataset=rows).train()
+    assert len([one for one in caught if "another optimizer" in str(one.message)]) == 1
 
 
 # accelerate
@@ -339,6 +355,18 @@ def with_fabric(run: Run, *, path: Path) -> None:
 @pytest.mark.parametrize("placement", HELD)
 def test_fabric_trains_and_clips(placement: str, tmp_path: Path) -> None:
     assert_as_with_adamw(with_fabric, placement, tmp_path)
+
+
+def test_optimizers_that_lightning_has_wrapped_are_unwrapped() -> None:
+    for wrap in (lightning.Fabric(**devices.for_lightning("fabric")).setup_optimizers, wrapped_by_trainer):
+        model = SmallLm()
+        inner = adamw(model)
+        with OffloadZero(model, wrap(inner)) as optimizer:
+            assert optimizer.param_groups[0] is inner.param_groups[0]
+
+
+def wrapped_by_trainer(optimizer: torch.optim.Optimizer) -> Any:
+    return lightning.pytorch.core.optimizer.LightningOptimizer(optimizer)
 
 
 # Models of transformers, in a loop of one's own.

@@ -1,0 +1,108 @@
+"""Files that somebody else wrote: read whole, regular files only, up to a limit; and the JSON in them.
+
+What bears a file's name may be a FIFO that nobody writes to, a link to a device without end, or larger than RAM. JSON
+may be nested too deep, or say a thing twice. All of it ends at once, in an OSError or a ValueError, of which the caller
+makes an error that names the file. A link to a regular file is one: so caches keep weights.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, NoReturn
+
+from offload.io.engine import IOFile, open_follow
+
+_MOST_DIGITS = 400
+"""Of a number: more than any double has."""
+_MOST_COMMAS = 1 << 22
+"""What bounds the memory that a document takes, some 60 bytes a value."""
+
+
+def require_regular(file: IOFile) -> int:
+    """The size of an open file. Raises: OSError if it is anything but a regular one."""
+    info = os.fstat(file.fd)
+    if not stat.S_ISREG(info.st_mode):
+        raise OSError(errno.EINVAL, "is no regular file", file.path)
+    return info.st_size
+
+
+def check_file(path: Path) -> None:
+    """Raises: OSError if there is no such file, it cannot be read, or it is no regular one or link to one."""
+    with open_follow(str(path)) as file:
+        require_regular(file)
+
+
+def read_some(file: IOFile, most: int) -> bytes:
+    """The content of an open regular file, or the first `most + 1` bytes of it. Raises: OSError."""
+    size = require_regular(file)
+    with open(file.fd, "rb", closefd=False) as opened:
+        return opened.read(min(size, most + 1))
+
+
+def read_file(path: Path, most: int) -> bytes:
+    """The content of a regular file, or of the one that a link leads to. Args: most: bytes that it may have.
+
+    Raises: OSError; ValueError if it has more.
+    """
+    with open_follow(str(path)) as file:
+        data = read_some(file, most)
+    if len(data) > most:
+        raise ValueError(f"it is longer than {most} bytes")
+    return data
+
+
+def read_json(path: Path, most: int) -> dict[str, Any]:
+    """The JSON object in a file. Args: most: bytes that it may have. Raises: OSError, ValueError."""
+    return parse_json(read_file(path, most))
+
+
+def parse_json(data: bytes) -> dict[str, Any]:
+    """The JSON object that `data` spells, in UTF-8. Numbers are finite, and no key stands twice in an object.
+
+    Raises: ValueError.
+    """
+    if data.count(b",") > _MOST_COMMAS:
+        raise ValueError(f"it holds more than {_MOST_COMMAS} values")
+    try:
+        found = json.loads(
+            data.decode(),
+            object_pairs_hook=_object,
+            parse_constant=_refuse_constant,
+            parse_int=_whole,
+            parse_float=_finite,
+        )
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    if not isinstance(found, dict):
+        raise ValueError("it holds no JSON object")
+    return found
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"an object has the key {name!r:.80} twice")
+        found[name] = value
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits")
+    return int(digits)
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError(f"{digits:.80} is larger than any number")
+    return value
