@@ -16,7 +16,7 @@ OffloadError
 ├── ReleasedParameterError a streamed parameter was used where it cannot be fetched: says how to use it
 ├── InterruptedStepError   an exception that is none of these came inside a step: some parameters are a step further
 ├── RankError              another rank is slow, stuck or dead: names the collective and the time waited
-├── OtherRankError         a commit or rollback failed on another rank, whose own error says why
+├── OtherRankError         a commit, rollback or export failed on another rank, whose own error says why
 ├── TorchVersionError      the installed torch lacks what this library needs of it (also an ImportError)
 ├── StateError             an internal mistake: a bug of this library, never yours
 └── ClosedError            used after close(), or in a forked child
@@ -173,7 +173,8 @@ class RankError(OffloadError, RuntimeError):
 
 
 class OtherRankError(OffloadError, RuntimeError):
-    """A commit or a rollback failed on another rank, and so on all ranks. The last commit stays what it was."""
+    """A commit, a rollback or an export failed on another rank, and so on all ranks. The last commit stays what it
+    was."""
 
 
 class TorchVersionError(OffloadError, ImportError):

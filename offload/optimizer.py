@@ -978,26 +978,33 @@ class OffloadZero(torch.optim.Optimizer):
         """Writes the model's state_dict as it is now, in its own dtypes, as safetensors.
 
         transformers (`from_pretrained`) and safetensors read these files. A large model gets several, and an index.
-        All tensor-parallel ranks have to call it. They put the whole tensors together in RAM, and the first one writes.
+        At stage 3 and with tensor parallelism all ranks have to call it. They put the whole tensors together in RAM,
+        the first rank writes, into its `directory`, and what goes wrong there is raised on all.
+        At stages 1 and 2 each rank that calls it exports by itself: one is enough. Where several give one directory,
+        the first writes, and for the others it is done if they have the same values.
         Returns: the files, none where another rank writes them. Raises: PathError, BudgetError (disk space, RAM),
-        ConfigError, TierIOError; with tensor parallelism RankError, and OtherRankError where nothing was wrong.
+        ConfigError, TierIOError; where all ranks call it RankError, and OtherRankError where nothing was wrong.
         """
         self._require_usable()
         self._held.synchronize()
         state = self._model.state_dict()
         tensors = {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
-        ranks = self._comm.tensor_parallel
-        writes = ranks.rank == 0
-        elsewhere = OtherRankError("another tensor-parallel rank could not export: its own error says why")
-        with agree_on_error(ranks, elsewhere):
+        ranks = self._everyone
+        together = self._config.stage == 3 or self._comm.tensor_parallel.size > 1
+        writes = ranks.rank == 0 or not together
+        elsewhere = OtherRankError("another rank could not export: its own error says why")
+        agreed = partial(agree_on_error, ranks, elsewhere) if together else nullcontext
+        with agreed():
             self._require_room_for_whole(tensors.values())
         for name, tensor in tensors.items():
             if is_dtensor(tensor):
                 whole = whole_of(self._comm, tensor, local_of(tensor).cpu())
                 tensors[name] = whole if writes else local_of(tensor)
         entries = (Entry(name, t.dtype, tuple(t.shape), partial(_pieces, t)) for name, t in tensors.items())
-        with agree_on_error(ranks, elsewhere):
-            return export(Path(directory), entries) if writes else ()
+        with agreed():
+            if not writes:
+                return ()
+            return export(Path(directory), entries, shared=ranks.size > 1 and not together)
 
     def _require_room_for_whole(self, tensors: Iterable[Tensor]) -> None:
         """Raises: BudgetError if tensors that ranks share do not fit in RAM together."""

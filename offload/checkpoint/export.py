@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,11 +25,14 @@ from offload.checkpoint.reader import Reader
 from offload.checkpoint.tensors import DTYPES, Entry, aligned, stream
 from offload.errors import BudgetError, ConfigError, PathError
 from offload.interrupts import is_of_system
-from offload.sizes import GIB, format_bytes
+from offload.io.engine import open_directory
+from offload.io.regular import require_regular
+from offload.sizes import GIB, MIB, format_bytes
 from offload.storage.files import LOCAL, Files, require_file_size
 
 SHARD_BYTES = 5 * GIB
 METADATA = {"format": "pt"}
+COMPARED_BYTES = 4 * MIB
 
 
 def export(
@@ -37,6 +41,7 @@ def export(
     *,
     shard_bytes: int = SHARD_BYTES,
     stem: str = "model",
+    shared: bool = False,
     files: Files = LOCAL,
 ) -> tuple[Path, ...]:
     """Writes `entries` to `directory`, made if its parent exists, and returns the files.
@@ -44,7 +49,9 @@ def export(
     Args: entries: the tensors; their `pieces` are asked for one after the other, in this order but for wider dtypes
     first in a shard; shard_bytes: most bytes of tensors a file, one larger tensor has a file of its own; stem:
     "model" gives model.safetensors, or model-00001-of-00003.safetensors and so on with model.safetensors.index.json.
-    Other files in `directory` stay; a finished export of this stem is never overwritten.
+    Other files in `directory` stay; a finished export of this stem is never overwritten. shared: others that have the
+    same tensors may export to this directory, too: if what is there is what would be written, it is done, and no files
+    are returned. Who comes while another exports there waits for it.
     Raises: PathError (taken, not a directory), BudgetError (disk space), ConfigError (names, dtypes) before anything
     is written; TierIOError, and what `pieces` raises, after which nothing of this export is left.
     """
@@ -53,13 +60,32 @@ def export(
     names = _names(stem, len(shards))
     index = f"{stem}.safetensors.index.json"
     made = _make(directory)
+    try:
+        with _alone_in(directory):
+            if shared and _is_there(directory, index, names, shards, total):
+                return ()
+            _require_free(directory, stem)
+            _require_space(directory, total)
+            largest = max(sum(entry.nbytes for entry in shard) for shard in shards)
+            require_file_size(str(directory / names[0]), largest, option="directory")
+            done = _write(directory, index, names, shards, total, files)
+            if made:
+                sync_directory(files, directory.parent)
+    except BaseException:
+        if made:
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+        raise
+    return tuple(done)
+
+
+def _write(
+    directory: Path, index: str, names: Sequence[str], shards: Sequence[Sequence[Entry]], total: int, files: Files
+) -> list[Path]:
+    """Writes all files, or leaves none."""
     done: list[Path] = []
     replaced: list[Path] = []
     try:
-        _require_free(directory, stem)
-        _require_space(directory, total)
-        largest = max(sum(entry.nbytes for entry in shard) for shard in shards)
-        require_file_size(str(directory / names[0]), largest, option="directory")
         # One shard's tensors are streamed before the next one's are asked for.
         for name, shard in zip(names, shards, strict=True):
             done.append(directory / name)
@@ -71,17 +97,48 @@ def export(
             atomic_replace(files, path)
             replaced.append(path)
         sync_directory(files, directory)
-        if made:
-            sync_directory(files, directory.parent)
     except BaseException:
         for path in (*replaced, *(temporary(path) for path in done)):
             with contextlib.suppress(OSError):
                 files.remove(path)
-        if made:
-            with contextlib.suppress(OSError):
-                directory.rmdir()
         raise
-    return tuple(done)
+    return done
+
+
+@contextlib.contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """Waits until no other export is under way in a directory. Some network file systems cannot tell."""
+    with failing("open", directory):
+        held = open_directory(str(directory))
+    with held:
+        with contextlib.suppress(OSError):
+            fcntl.flock(held.fd, fcntl.LOCK_EX)
+        yield
+
+
+def _is_there(directory: Path, index: str, names: Sequence[str], shards: Sequence[Sequence[Entry]], total: int) -> bool:
+    """Whether a finished export holds the very bytes that would be written."""
+    wanted: list[tuple[str, Iterable[bytes | memoryview]]] = [
+        (name, stream(aligned(shard), METADATA)) for name, shard in zip(names, shards, strict=True)
+    ]
+    wanted += [(index, [_index(total, names, shards)])] if len(shards) > 1 else []
+    return all(_holds(directory / name, pieces) for name, pieces in wanted)
+
+
+def _holds(path: Path, pieces: Iterable[bytes | memoryview]) -> bool:
+    try:
+        with LOCAL.open(path, os.O_RDONLY) as held:
+            require_regular(held)
+            with open(held.fd, "rb", closefd=False) as file:
+                for piece in pieces:
+                    data = memoryview(piece).cast("B")
+                    for start in range(0, len(data), COMPARED_BYTES):
+                        part = data[start : start + COMPARED_BYTES]
+                        if file.read(len(part)) != part:
+                            return False
+                return not file.read(1)
+    except OSError:
+        return False
 
 
 def _checked(entries: Iterable[Entry]) -> list[Entry]:
