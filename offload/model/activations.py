@@ -187,7 +187,7 @@ def _unpack(packed: Any) -> Any:
 class _Unit:
     """A unit whose forward is ours.
 
-    Attributes: forward: its own; recomputes: whether that runs again in its backward.
+    Attributes: forward: its own; recomputes: whether that runs again in its backward; held: its parameters.
     """
 
     def __init__(self, name: str, module: nn.Module, *, recomputes: bool) -> None:
@@ -195,12 +195,12 @@ class _Unit:
         self.forward = module.forward
         self.recomputes = recomputes
         self._modules = list(module.modules())
-        self._held = self._params()
+        self.held = self._params()
 
     def is_whole(self) -> bool:
         """Whether the unit has its own parameters now, and not others that torch.func.functional_call has put in."""
         now = self._params()
-        return len(now) == len(self._held) and all(one is other for one, other in zip(now, self._held, strict=True))
+        return len(now) == len(self.held) and all(one is other for one, other in zip(now, self.held, strict=True))
 
     def _params(self) -> list[Tensor | None]:
         return [param for module in self._modules for param in module._parameters.values()]
@@ -212,7 +212,7 @@ class _Unit:
 
     def state(self) -> list[tuple[Any, int]]:
         """All that a recomputation depends on beside what enters the unit."""
-        params = [(param, param._version) for param in self._held if param is not None]
+        params = [(param, param._version) for param in self.held if param is not None]
         return [*params, *self.buffers(), *((None, module.training) for module in self._modules)]
 
 
@@ -312,6 +312,8 @@ class Activations:
 
     def _run_checkpointed(self, unit: _Unit, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         leaves, tree = torch_private.tree_flatten((args, kwargs), is_leaf=_is_leaf)
+        if self._units is not None:
+            self._units.make_current(unit.held)  # its tiles too: an update that is applied later moves their versions
         # Each enters once, however often it is given: a forward may ask whether two arguments are one.
         tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
         again = _Again(self, unit, tree, leaves, tensors)

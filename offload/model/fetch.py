@@ -31,7 +31,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from offload import torch_private
 from offload.entries import entry
@@ -172,6 +172,14 @@ class HeldUnits:
     def apply(self, unit: str) -> None:
         """Applies a pending update of a unit."""
         self._pending.apply(unit)
+
+    @entry
+    def make_current(self, params: Iterable[Tensor | None]) -> None:
+        """Applies pending updates of parameters, wherever these are. Others are passed over."""
+        for param in params:
+            number = None if param is None else self._parameters.number_of(param)
+            if number is not None:
+                self._pending.apply(self._layout.flats[self._parameters.flat_of(number)].unit)
 
     def used(self, units: Sequence[str]) -> AbstractContextManager[None]:
         """The current values of `units` are on the device inside, for a use outside of their forward."""

@@ -123,6 +123,8 @@ class _Held:
         return self.__torch_function__ is torch_private.disabled_torch_function  # type: ignore[attr-defined]
 
     def __repr__(self, **options: Any) -> str:
+        if self._is_plain and self._kind is nn.Parameter:  # torch prints those of this very class otherwise
+            return repr(nn.Parameter(_DATA.__get__(self), self.requires_grad))  # type: ignore[attr-defined]
         if self._is_plain:
             return str(self._kind.__repr__(self, **options))  # type: ignore[arg-type]
         if self._guards_ref.guards() is None and self._guards_ref.is_elsewhere:
@@ -354,8 +356,8 @@ class Guards:
                 asked = property(partial(getattr, self.here, "watched" if base is _Watched else "opened"))
                 names["__torch_function__"] = asked
                 meta = type(meta.__name__, (meta,), {"__torch_function__": asked})
-            if base is _Opened and kind in (Tensor, nn.Parameter):
-                name = "tensor"  # as torch prints it
+            if base is _Opened:  # torch prints the name
+                name = "tensor" if kind is Tensor else kind.__name__
             self._classes[key] = meta(name, (base, kind), names)
         return self._classes[key]
 
@@ -566,7 +568,6 @@ class Guards:
     def _version_of(self, tensor: Any) -> int:
         number = self._parameters.number_of(tensor)
         if number is not None:
-            self._units.apply(self._unit_of[number])  # an update that is applied later would move it without a write
             return self._parameters.version_of(number)
         with torch_private.DisableTorchFunctionSubclass():
             return int(tensor._version)
