@@ -131,6 +131,13 @@ class _Held:
             return f"{self._kind.__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, released)"  # type: ignore[attr-defined]
         return str(self._plainly(repr))
 
+    def __format__(self, spec: str) -> str:
+        def formatted(tensor: Any) -> str:
+            is_number = self._kind is Tensor and not tensor.dim()  # torch asks for this very class
+            return format(tensor.item(), spec) if is_number else object.__format__(tensor, spec)
+
+        return str(formatted(self) if self._is_plain else self._plainly(formatted))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self._is_plain:
             return self._kind.__deepcopy__(self, memo)  # type: ignore[arg-type]
