@@ -373,8 +373,9 @@ class UnitTransfers:
 
     @uninterrupted
     def _free(self, unit: str) -> None:
-        self._released.append(self._parameters.free(unit, [one.index for one in self._slices_of[unit]]))
+        # The state first: what another thread throws in must not leave a unit available without memory.
         self._change(unit, UnitState.RELEASED)
+        self._released.append(self._parameters.free(unit, [one.index for one in self._slices_of[unit]]))
 
     def _change(self, unit: str, to: UnitState) -> None:
         now = self._states[unit]
