@@ -490,6 +490,11 @@ class OffloadZero(torch.optim.Optimizer):
         return self._parts.run.entries
 
     @property
+    def _streams(self) -> bool:
+        """Whether parameters stream."""
+        return self._parts.streamed is not None or self._parts.stores.frozen is not None
+
+    @property
     def _is_of_scaler(self) -> bool:
         """Whether it is a GradScaler that calls the step."""
         return "found_inf" in vars(self)
@@ -528,9 +533,11 @@ class OffloadZero(torch.optim.Optimizer):
         if bad and not self._config.skip_nonfinite:
             name = self._layout.specs[bad[0]].name
             others = f" and in {len(bad) - 1} more parameters" if len(bad) > 1 else ""
+            # Of a released parameter, what reads past torch's functions sees NaN.
+            view = "; or a module keeps a view of a streamed weight: take it in each forward" if self._streams else ""
             raise NonFiniteGradientError(
                 f"NaN or Inf in the gradient of {name}{others}; the optimizer's state is untouched: call zero_grad() "
-                'and go on with the next batch, or choose nonfinite="skip"',
+                f'and go on with the next batch, or choose nonfinite="skip"{view}',
                 parameter=name,
             )
         return not bad

@@ -35,7 +35,7 @@ import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from functools import partial, update_wrapper
-from types import FrameType, FunctionType, MethodType
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -91,6 +91,11 @@ class _Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.__wrapped__  # type: ignore[attr-defined]
         return forward(*args, **kwargs) if self._run is None else self._run(forward, args, kwargs)
+
+    @property
+    def __code__(self) -> CodeType:
+        """Of the module's own forward: torch.export reads its arguments there."""
+        return self.__wrapped__.__code__  # type: ignore[attr-defined, no-any-return]
 
     def remove(self) -> None:
         """Gives the module its own forward back. If somebody else has wrapped this one meanwhile, it stays inside that

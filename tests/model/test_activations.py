@@ -501,6 +501,16 @@ def test_objects_that_a_forward_changes_are_changed_once(pair: Make) -> None:
     del both.model.cache, both.plain.cache
 
 
+def test_a_held_model_is_exported_as_the_plain_one(pair: Make) -> None:
+    both = pair(Net)
+    x = batch(3)
+    exported = [torch.export.export(model, (x,)) for model in (both.model, both.plain)]
+    weights = [dict(both.plain.named_parameters())] * 2
+    codes = [one.graph_module.code for one in exported]
+    assert codes[0].count("linear") == codes[1].count("linear") > 0
+    assert torch.equal(exported[1].module()(x), torch.func.functional_call(exported[0].module(), weights[0], (x,)))
+
+
 def test_copies_and_signatures_are_those_of_the_plain_model(pair: Make) -> None:
     both = pair(Net)
     assert list(both.model.state_dict()) == list(both.plain.state_dict())

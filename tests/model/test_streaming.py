@@ -709,6 +709,24 @@ def test_a_forward_beside_another_is_refused_and_the_first_goes_on(streams: Stre
     assert all(torch.equal(found[name], tensor) for name, tensor in expected[1].items())
 
 
+def test_nan_from_a_view_that_a_block_kept_names_the_view(streams: Streams) -> None:
+    """Torch itself would read the weight there. What it reads of a released one is NaN, and not any number."""
+
+    class Keeping(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = self.up.weight[0]
+            return super().forward(x)
+
+    model = Net()
+    model.blocks[1] = Keeping()
+    with streams.optimizer(model) as optimizer:
+        train(squares, steps=1)(model, optimizer)
+        loss = squares(model, batch(0), 0)
+        (loss * model.blocks[1].kept.detach().float().sum()).backward()
+        with pytest.raises(NonFiniteGradientError, match="a module keeps a view of a streamed weight: take it in each"):
+            optimizer.step()
+
+
 def test_parameters_added_or_replaced_afterwards_are_refused_by_name(streams: Streams) -> None:
     model = Net()
     with streams.optimizer(model) as optimizer:
