@@ -3,20 +3,23 @@
 [Note: threads]
 A run is entered by hooks of forward and backward, by uses of guarded parameters and of gradients, and by the methods of
 the optimizer. Each entry takes one re-entrant lock, and gives it back when it returns. So a use in another thread waits
-for the end of an operation, such as a whole `step()`, and has values of one step. No entry holds the lock while code of
-the user runs, or while it waits for a thread that may have to enter: autograd runs backward in threads of its own where
-there is a device.
+for the end of an operation, such as a whole `step()`, and has values of one step. No entry holds the lock while it
+waits for a thread that may have to enter: autograd runs backward in threads of its own where there is a device. Nor
+while code of the user runs, but for two: the model's `state_dict()` in `export()`, and those of attached objects where
+`optimizer.state_dict()` has to commit.
 
 Between two entries a thread computes with memory that it has fetched. That memory must not go:
 
 - A *pass* is a forward, or a backward, that is under way. What is fetched for a pass of one thread is pinned until the
-  next entry of that thread. Another thread fetches what it reads beside that, and releases nothing else (fetch.py).
+  next entry of that thread. Another thread fetches what it reads beside that, and releases only what it fetched itself,
+  and what is still on its way (fetch.py).
 - What changes the whole run (a commit, a rollback, `p.grad`, moving the model) waits in another thread until no pass is
   under way. So it meets what it would meet in the thread that trains.
 - Where parameters stream, passes of two threads exclude each other. The thread that trains waits. In another thread a
   forward beside a pass is an error, because the pass may be waiting for it.
 
-The thread that *trains* is the one that began the last forward with gradients, or called `step()` last. Over several
+The thread that *trains* is the one that began the last forward with gradients, or the last backward that accumulates
+them, or called `step()` last. Over several
 ranks the others may not do what all ranks have to do together: nobody could tell in which order.
 
 A thread that enters beside the one that trains pauses afterwards. Python's locks are not fair, and a loop that reads
@@ -51,7 +54,9 @@ _every: weakref.WeakSet[Entries] = weakref.WeakSet()
 
 
 class Entries:
-    """The threads in one run; see [Note: threads]. All but `lock` and `is_beside` is called with the lock held.
+    """The threads in one run; see [Note: threads].
+
+    All but `lock`, `is_beside` and `pause` is called with the lock held.
 
     Args: ranks: that train the model together.
     Attribute: lock: held inside of every entry.

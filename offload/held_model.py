@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,6 @@ from offload.dist.agreement import broadcast_from_first
 from offload.dist.tensor_parallel import local_of, shard_dim_of
 from offload.interrupts import uninterrupted
 from offload.model.activations import Activations
-from offload.model.aliases import Alias
 from offload.model.fetch import HeldUnits, StreamedUnits
 from offload.model.flat_param import CPU, flattened
 from offload.model.gradient import Answers
@@ -37,13 +37,22 @@ FREED_BYTES = 16 * MIB
 """What may lie free in the heap of the values that were taken, before it is given back."""
 
 
+class Values(NamedTuple):
+    """Where the values of a model come from when it is taken.
+
+    Attributes: source: gives values to what is on the meta device; committed: names of the parameters whose states come
+    from a commit, so that masters are not made from the model's values; frozen: the state of `WrittenFrozen` there.
+    """
+
+    source: Source
+    committed: Collection[str] = ()
+    frozen: object = None
+
+
 class HeldModel:
     """One optimizer's hold on its model.
 
-    Args: source: gives values to what is on the meta device; committed: names of the parameters whose states come from
-    a commit, so that masters are not made from the model's values; frozen: the state of `WrittenFrozen` in that commit;
-    original: what the model was, which keeps what it needs to give it back; aliases: views of parameters in modules;
-    undo: lets go of the model.
+    Args: original: what the model was, which keeps what it needs to give it back; undo: lets go of the model.
     Attributes: pending, units, answers, access: parts that the optimizer calls too; initial_bytes: what was written to
     swap files before the first step.
     """
@@ -53,20 +62,15 @@ class HeldModel:
         model: nn.Module,
         parts: Parts,
         placement: Placement,
-        source: Source,
+        values: Values,
         owner: Owner,
-        *,
-        committed: Collection[str],
-        frozen: object,
         original: Original,
-        aliases: Sequence[Alias],
         undo: ExitStack,
     ) -> None:
         self._model = model
         self._parts = parts
         self._owner = owner
         self._original = original
-        self._aliases = aliases
         self._hooks: Hooks | None = None
         self._activations: Activations | None = None
         self._guards: Guards | None = None
@@ -82,7 +86,7 @@ class HeldModel:
             self.units = StreamedUnits(run, parameters, transfers, self.pending, parts.masters, owner, parts.gradients)
         undo.callback(self.remove)
         self._frozen_digests: dict[str, str] = {}
-        self._take_model(source, transfers, committed, frozen)
+        self._take_model(values, transfers)
         if transfers is not None:
             transfers.expect(())  # training fetches in another order than that in which the model was taken
         self.initial_bytes = run.timeline.counted("nvme_written_bytes")
@@ -97,7 +101,7 @@ class HeldModel:
             self._activations = Activations(model, run.config, self.units, parts.activations, partitions)
         self._guards = Guards(parameters, self.units, self.moves)
         parameters.guard_with(self._guards.class_for)
-        numbers = ((alias.tensor, parameters.number_of(alias.param)) for alias in aliases)
+        numbers = ((alias.tensor, parameters.number_of(alias.param)) for alias in original.aliases)
         self._guards.guard_aliases({tensor: number for tensor, number in numbers if number is not None})
         # An update that waits for nothing but kernels, which write into the model, is applied inside `step()`. Measured
         # 5 to 24 % faster than between layers; from a disk it would cost 16 to 29 %.
@@ -231,23 +235,21 @@ class HeldModel:
 
     # Taking the model.
 
-    def _take_model(
-        self, source: Source, transfers: UnitTransfers | None, committed: Collection[str], frozen: object
-    ) -> None:
+    def _take_model(self, values: Values, transfers: UnitTransfers | None) -> None:
         """Makes the masters, casts the held parameters, and moves them to the device to train on, a flat parameter at a
         time."""
         parts, config, layout = self._parts, self._run.config, self._parts.parameters.layout
         moves = parts.parameters.params[0].device != parts.parameters.device
         owned: set[Tensor] = set()
-        for flat in self._complete_flats(source, owned):
+        for flat in self._complete_flats(values.source, owned):
             info = layout.flats[flat]
             if not info.is_frozen:
-                require_same(self._frozen_digests, frozen)  # now, when nothing is lost yet
+                require_same(self._frozen_digests, values.frozen)  # now, when nothing is lost yet
             for number in info.params:
                 self._original.changes(parts.parameters.params[number])
             dense = parts.parameters.make_dense(flat)
             names = [layout.specs[number].name for number in info.params]
-            has_values = info.is_frozen or not all(name in committed for name in names)  # else they are still to come
+            has_values = info.is_frozen or not all(name in values.committed for name in names)  # else they come
             if has_values:
                 specs, locals_ = layout.specs, parts.parameters.locals
                 self._broadcast([(flattened(locals_[number]), specs[number].shard_dim) for number in info.params])
@@ -259,7 +261,7 @@ class HeldModel:
                 for number in dense:
                     master = number if has_values and layout.ranks == 1 else None
                     self._original.give_up(parts.parameters.params[number], master=master)
-            for alias in self._aliases:
+            for alias in self._original.aliases:
                 if (number_of := parts.parameters.number_of(alias.param)) in info.params:
                     assert number_of is not None
                     alias.follow(parts.parameters.data_of(number_of))
@@ -269,7 +271,7 @@ class HeldModel:
                 transfers.store_and_free(flat)
             elif streams:
                 parts.parameters.free_attached(flat)
-        if not committed:
+        if not values.committed:
             parts.stores.states.expect(chunk.index for chunk in layout.chunks)
             for store in parts.stores.all:
                 store.drain()
@@ -288,10 +290,9 @@ class HeldModel:
                 self._move_other(param, dtype)
         casts = [(param, dtype) for param, dtype in left.items() if param.dtype is not dtype]
         self._cast_others(sorted(casts, key=lambda one: -local_of(one[0]).numel()))
-        aliased = {alias.tensor for alias in self._aliases}
+        aliased = {alias.tensor for alias in self._original.aliases}
         others = [one for one in chain(left, self._model.buffers()) if one not in aliased]
         self._broadcast([(local_of(tensor), shard_dim_of(tensor)) for tensor in others])
-        self._aliases = ()  # they know what they were, which takes memory
 
     @uninterrupted
     def _cast_others(self, casts: Iterable[tuple[nn.Parameter, torch.dtype]]) -> None:
@@ -309,7 +310,7 @@ class HeldModel:
     def _move_other(self, param: nn.Parameter, dtype: torch.dtype) -> None:
         self._original.changes(param)
         move_param(param, self._parts.parameters.device, dtype)
-        for alias in self._aliases:
+        for alias in self._original.aliases:
             if alias.param is param:
                 alias.follow(local_of(param).data)
 

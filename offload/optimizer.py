@@ -60,7 +60,7 @@ from offload.errors import (
     OtherRankError,
     ResumeError,
 )
-from offload.held_model import HeldModel
+from offload.held_model import HeldModel, Values
 from offload.interrupts import uninterrupted
 from offload.model import written_frozen
 from offload.model.aliases import aliases_of
@@ -330,23 +330,13 @@ class OffloadZero(torch.optim.Optimizer):
         )
         parts, aliases = self._parts, aliases_of(self._model, self._plan.moved)
         undo.push(original := Original(self._model, parts.parameters, parts.masters, aliases))
-        frozen: object = None
+        values = Values(source)
         if found is not None:
             found = found.with_frozen({spec.name for spec in self._layout.specs})
             frozen = found.extra.attached.get(written_frozen.NAME)
             written_frozen.write(self._model, frozen, original.keep)
-        self._held = HeldModel(
-            self._model,
-            parts,
-            self._placement,
-            source,
-            self._owner,
-            committed=set() if found is None else {param.name for param in found.first.parameters},
-            frozen=frozen,
-            original=original,
-            aliases=aliases,
-            undo=undo,
-        )
+            values = Values(source, {param.name for param in found.first.parameters}, frozen)
+        self._held = HeldModel(self._model, parts, self._placement, values, self._owner, original, undo)
         self._attached = Attached(_committed(found))
         self._resumed = None
         if found is not None:

@@ -136,6 +136,11 @@ class Original:
         with torch_private.DisableTorchFunctionSubclass():
             self.kept: _Kept | None = _Kept(model, aliases)
 
+    @property
+    def aliases(self) -> Sequence[Alias]:
+        """Views of parameters, which modules have; none once the model is taken for good."""
+        return () if self.kept is None else self.kept.aliases
+
     def changes(self, param: nn.Parameter) -> None:
         """A parameter is about to get other memory, or values. What it has now is kept."""
         before = self._before(param)

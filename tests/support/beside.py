@@ -107,8 +107,10 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, seen: Callable[[],
 
 
 class Expected:
-    """What a training gives that nobody reads. Attributes: losses; values: of all parameters, before the first step and
-    after each."""
+    """What a training gives that nobody reads, which is near to what plain torch gives.
+
+    Attributes: losses; values: of all parameters, before the first step and after each.
+    """
 
     def __init__(self, path: Path, lr: float, *, commits: bool, **options: Any) -> None:
         model = Model()
@@ -119,6 +121,11 @@ class Expected:
 
         with hold(model, path, lr, commits=commits, **options) as optimizer:
             self.losses = train(model, optimizer, note)
+        plain = Model()
+        losses = train(plain, torch.optim.AdamW(plain.parameters(), lr=lr, weight_decay=0.0))
+        assert torch.allclose(torch.tensor(self.losses), torch.tensor(losses), rtol=1e-4)
+        for name, value in plain.state_dict().items():
+            assert torch.allclose(self.values[-1][name], value, rtol=1e-3, atol=1e-4), name
 
     def steps_of(self, read: Values) -> set[int]:
         """The steps after which the model had just these values. Norms have names that begin with "norm of "."""
