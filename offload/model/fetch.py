@@ -16,8 +16,9 @@ prefetches the next `Tuning.prefetch_units` units of that order, except those wi
 fetch would miss. A unit that used the parameters of others (its `guests`) gets those prefetched when it is entered.
 
 Other uses of a parameter (guard.py) fetch its unit for that operation, and again when the gradient of the result
-arrives. In a backward with `create_graph=True` whatever was fetched stays until the next step, because the nodes of
-that graph announce nothing.
+arrives. Two kinds of nodes announce nothing, and what they need stays until the next step: in a backward with
+`create_graph=True` whatever was fetched, and the units of parameters that somebody's `autograd.Function` or checkpoint
+was given (`keep`).
 """
 
 from __future__ import annotations
@@ -181,6 +182,10 @@ class HeldUnits:
             if number is not None:
                 self._pending.apply(self._layout.flats[self._parameters.flat_of(number)].unit)
 
+    def is_here(self, unit: str) -> bool:
+        """Whether the current values of a unit are on the device."""
+        return not self._pending.is_pending(unit)
+
     def used(self, units: Sequence[str]) -> AbstractContextManager[None]:
         """The current values of `units` are on the device inside, for a use outside of their forward."""
         for unit in units:
@@ -256,6 +261,7 @@ class StreamedUnits(HeldUnits):
         self._borrowed: dict[str, None] = {}  # by threads beside the one that trains, and of no use to that one
         self._guests: dict[str, dict[str, None]] = {}  # by unit: those that it used
         self.written_frozen: set[int] = set()
+        self._kept: dict[str, None] = {}  # for nodes that announce nothing
         self._makes_graph = False
         self._backward: str | None = None  # the unit whose backward began last
 
@@ -389,6 +395,12 @@ class StreamedUnits(HeldUnits):
         if self._backward_order is not None:
             self._backward_order.forget()
 
+    def _forget_graphs(self) -> None:
+        """No graph needs what stays for it any more."""
+        self._makes_graph = False
+        self._kept.clear()
+        self._forget_calls()
+
     # Other uses.
 
     @contextmanager
@@ -469,11 +481,28 @@ class StreamedUnits(HeldUnits):
         with self.used(units):
             pass
 
+    @property
+    def is_training(self) -> bool:
+        """Whether the pass that began last has gradients."""
+        return self._order.is_training
+
+    def is_here(self, unit: str) -> bool:
+        return super().is_here(unit) and self.transfers.is_at(unit, UnitState.AVAILABLE)
+
+    def keep(self, units: Iterable[str]) -> None:
+        """Keeps units that are available until the next step: a graph needs them, and does not say when."""
+        if not self.entries.is_beside():
+            self._kept.update(dict.fromkeys(units))
+
     def _require_room(self, units: Sequence[str]) -> None:
         """Raises: BudgetError if these units do not fit beside what is in use."""
         missing, limit = self.transfers.missing_bytes(units), self.transfers.limit
         if limit is not None and missing > 0:
-            why = "a backward with create_graph=True keeps" if self._makes_graph else "one operation uses"
+            why = "one operation uses"
+            if self._makes_graph:
+                why = "a backward with create_graph=True keeps"
+            elif self._kept:
+                why = "what functions of autograd have saved until the next step, and one unit, are"
             raise BudgetError(
                 f"{why} more streamed parameters together than device_memory leaves room for: "
                 f"{format_bytes(limit + missing)}, and there are {format_bytes(limit)}; give more "
@@ -556,7 +585,9 @@ class StreamedUnits(HeldUnits):
         # Units to come that are on their way stay. Those that are available from before are released and fetched anew.
         fetching = (one for one in self._order.upcoming if self.transfers.is_at(one, UnitState.FETCHING))
         self._release_unused(ROOT, unit, *guests, *fetching)
-        if self._makes_graph:
+        if self._stays:
+            if self.transfers.missing_bytes((unit,)) > 0:
+                self._release_unused(ROOT, unit)
             self._require_room((unit,))
         self._fetch(unit)
         self._prefetch(unit)
@@ -569,9 +600,14 @@ class StreamedUnits(HeldUnits):
                 self.transfers.prefetch(guest)
         for one in self._order.upcoming:
             is_incomplete = self.transfers.is_at(one, UnitState.RELEASED) or self.transfers.is_updating(one)
-            has_room = not self._makes_graph or self.transfers.missing_bytes((one,)) <= 0
+            has_room = not self._stays or self.transfers.missing_bytes((one,)) <= 0
             if is_incomplete and has_room and not self._pending.is_pending(self.transfers.home_of(one)):
                 self.transfers.prefetch(one)
+
+    @property
+    def _stays(self) -> bool:
+        """Whether units have memory that the plan knows nothing of."""
+        return self._makes_graph or bool(self._kept)
 
     def _release_unused(self, *wanted: str) -> None:
         """Releases what is neither in use nor wanted; also what was prefetched for later than now."""
@@ -591,7 +627,8 @@ class StreamedUnits(HeldUnits):
 
     def _is_in_use(self, unit: str) -> bool:
         in_backward_of = self._backward is not None and encloses(unit, self._backward)
-        return in_backward_of or self.running.runs(unit) or unit in self._held or unit in self._used
+        is_used = self.running.runs(unit) or unit in self._held or unit in self._used or unit in self._kept
+        return in_backward_of or is_used
 
     # What others wrote.
 
@@ -627,8 +664,7 @@ class StreamedUnits(HeldUnits):
     # Steps, and the end.
 
     def step_begins(self) -> None:
-        self._makes_graph = False
-        self._forget_calls()
+        self._forget_graphs()
         if self._backward_order is not None:
             self._backward_order.begin_anew()
         self._begin_pass()
@@ -641,15 +677,14 @@ class StreamedUnits(HeldUnits):
     def move(self, device: torch.device) -> None:
         if self._held:
             raise ConfigError(f"the model is moved to {device} inside `with optimizer.gathered(...)`: leave that first")
-        self._makes_graph = False
-        self._forget_calls()
+        self._forget_graphs()
         self._release_unused()
         self.drain()
         self._parameters.move(device)
 
     def fetch_all(self) -> None:
         """Fetches all parameters, to stay; no unit may be entered afterwards."""
-        self._forget_calls()
+        self._forget_graphs()
         self._release_unused()
         self._parameters.free_spares()  # what stays is to take no more than it needs
         for unit in self.transfers.units:

@@ -23,6 +23,8 @@ Torch runs operations of plain DTensors in C++, and of subclasses through Python
 where `p.data` of it is not seen.
 
 A graph that used a streamed parameter needs it again: the node of each result fetches it when its gradient arrives.
+The node of somebody's `autograd.Function` is not seen, and may have saved a parameter that the function was given. So
+the unit of that one stays until the next step.
 docs/compatibility.md lists what does not pass `__torch_function__`.
 """
 
@@ -48,9 +50,11 @@ from offload.model.fetch import HeldUnits, StreamedUnits
 from offload.model.flat_param import FlatParameters
 from offload.model.tiling import Tiling
 from offload.model.torch_helpers import (
+    CHECKPOINT,
     METADATA,
     MOVES,
     call_eagerly,
+    calls_that_save,
     instances_in,
     is_no_move,
     module_on_the_move,
@@ -446,12 +450,46 @@ class Guards:
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         used = list(self._guarded_in((args, kwargs)))
+        is_saved = self._is_saved(used)
         units = self._units_of(used)
         with self._units.used(units), _Plain(self, used):
             result = func(*args, **kwargs)
         if self._streamed is not None:
             self._guard_result(result, units)
+            if is_saved:
+                self._streamed.keep(units)
         return result
+
+    def _is_saved(self, used: Sequence[Any]) -> bool:
+        """Whether an operation is one of a function or a checkpoint that may save these tensors for a node which nobody
+        sees. Raises: ReleasedParameterError if a checkpoint has saved one that had no current value then."""
+        has_node = torch.is_grad_enabled()
+        if torch_private.saved_tensors_hooks(False) is None if has_node else self._streamed is None:
+            return False  # there is no checkpoint; a function saves after its last operation
+        is_saved = False
+        for call in calls_that_save(used):
+            args = call.f_locals["args"]
+            if call.f_code is not CHECKPOINT:
+                others = [one for one in args if isinstance(one, Tensor) and not self._is_ours(one)]
+                is_training = self._streamed is not None and self._streamed.is_training
+                is_saved = is_saved or is_training or any(one.requires_grad for one in others)
+            elif has_node:
+                for one in used:
+                    if any(one is arg for arg in args):
+                        self._require_here(one)
+                is_saved = True
+        return is_saved
+
+    def _require_here(self, tensor: Any) -> None:
+        place = self._place_of(tensor)
+        if place is not None and not self._units.is_here(place[0]):
+            number = self._parameters.number_of(tensor)
+            what = f"a part of {place[0] or 'the root unit'}" if number is None else self._names[number]
+            raise ReleasedParameterError(
+                f"torch.utils.checkpoint was given {what} as an argument while its current value was not on the "
+                "device, and has saved the memory of before: use the parameter inside of the function instead of "
+                "giving it as an argument"
+            )
 
     def _piece_by_piece(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs an operation on lists of tensors one unit after the other: the device may lack room
@@ -483,15 +521,22 @@ class Guards:
         update is applied here."""
         found: dict[str, None] = {}
         for tensor in used:
-            number = self._parameters.number_of(tensor)
-            number = self._aliases.get(tensor) if number is None else number
-            if number is not None and not self._parameters.streams(number):
-                self._units.apply(self._unit_of[number])
-            elif number is not None:
-                found[self._unit_of[number]] = None
-            elif (flat := self._parameters.flat_at(tensor)) is not None:
-                found[self._unit_of_flat[flat]] = None
+            if (place := self._place_of(tensor)) is not None:
+                unit, streams = place
+                if streams:
+                    found[unit] = None
+                else:
+                    self._units.apply(unit)
         return list(found)
+
+    def _place_of(self, tensor: Any) -> tuple[str, bool] | None:
+        """The unit of a tensor, and whether it is streamed; None of one that is not ours any more."""
+        number = self._parameters.number_of(tensor)
+        number = self._aliases.get(tensor) if number is None else number
+        if number is not None:
+            return self._unit_of[number], self._parameters.streams(number)
+        flat = self._parameters.flat_at(tensor)
+        return None if flat is None else (self._unit_of_flat[flat], True)
 
     def _is_ours(self, value: Any) -> bool:
         """Whether a value is a tensor of this optimizer that is guarded in this thread."""

@@ -9,6 +9,7 @@ run inside of the user's forward.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
 from collections import deque
@@ -19,11 +20,15 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from offload import torch_private
 
 Kind = TypeVar("Kind")
+
+_APPLY_FUNCTION = inspect.unwrap(torch.autograd.Function.apply).__code__
+CHECKPOINT = inspect.unwrap(torch_checkpoint.checkpoint).__code__
 
 # Which functions read no values.
 
@@ -98,6 +103,20 @@ def module_on_the_move() -> nn.Module | None:
             found = frame.f_locals["self"]
         frame = frame.f_back
     return found
+
+
+def calls_that_save(tensors: Sequence[Tensor]) -> Iterator[FrameType]:
+    """The calls around this function of an `autograd.Function` or a `torch.utils.checkpoint` that were given one of
+    `tensors`, and may save it for a backward. The innermost one first."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code in (_APPLY_FUNCTION, CHECKPOINT) and _is_one_of(frame.f_locals["args"], tensors):
+            yield frame
+        frame = frame.f_back
+
+
+def _is_one_of(given: Iterable[Any], tensors: Sequence[Tensor]) -> bool:
+    return any(one is tensor for one in given for tensor in tensors)
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
