@@ -1,7 +1,6 @@
 """Writes the table of what fits on which card into README.md: `python docs/what_fits.py`.
 
-Every figure is one of `offload plan --config DIR`, for Llama's sizes: nothing is allocated or measured.
-Needs transformers and peft.
+Every figure is one of `offload plan`, for Llama's sizes: nothing is allocated or measured. Needs transformers.
 """
 
 from __future__ import annotations
@@ -10,17 +9,12 @@ import json
 import subprocess
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
-import peft
-import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
 
-from offload.cli.plan import summarise
-from offload.planner.explain import plan_of
-from offload.sizes import format_bytes, parse_bytes
+from offload.sizes import format_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -45,76 +39,62 @@ MODELS: dict[str, dict[str, int]] = {
 }
 """What differs from transformers' `LlamaConfig`, which is Llama 2's of 7B."""
 
-CARDS = {"24": "16GiB", "48": "36GiB", "80": "64GiB"}
-"""What of a card's memory parameters may take. The rest is for what a block computes with, and for the logits."""
+CARDS = (24, 48, 80)
+"""GB of memory."""
+ADAPTED = {"": (), ", LoRA": ("--lora-rank", "16")}
+"""What of a model is trained, and the options that say so."""
 
 WORDS = {"device": "device", "cpu": "RAM", "nvme": "NVMe"}
-RAM_BYTES = parse_bytes(RAM, "RAM")
 BEGINS, ENDS = "<!-- docs/what_fits.py writes this table -->", "<!-- until here -->"
 HEAD = """\
-| model | card | parameters, gradients | on the device | RAM | disk | over the disk a step | RAM for all states |
-|---|---|---|---:|---:|---:|---:|---:|"""
+| model | card | parameters, gradients | on the card | RAM | disk | disk moves | a step | drive lasts | options |
+|---|---|---|---:|---:|---:|---:|---:|---:|---|"""
 
 
-def options(card: str) -> list[str]:
-    """Of `offload plan`."""
+def options(card: int, adapted: str) -> list[str]:
+    """Of `offload plan`, beside --config."""
     return [
-        *("--gpu", "--device-memory", CARDS[card], "--ram", RAM),
-        *("--param-tier", "auto", "--grad-tier", "auto", "--commit-every", "100"),
-        *("--batch", "1", "--seq", "4096", "--activation-tier", "cpu"),
+        *("--gpu-memory", f"{card}GiB", "--ram", RAM, "--batch", "1", "--seq", "4096", "--activation-tier", "cpu"),
+        *ADAPTED[adapted],
     ]
 
 
-def trained(directory: Path, card: str) -> list[str]:
-    """Cells of training all parameters, from what `offload plan --json` prints."""
+def planned(directory: Path, given: list[str]) -> dict[str, Any]:
+    """What `offload plan --json` prints."""
     run = "from offload.cli.main import run; run()"
-    command = [sys.executable, "-c", run, "plan", "--json", "--config", str(directory), *options(card)]
-    plan: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    return cells(plan, plan["param_tier"], format_bytes(plan["budgets"][-1]["cpu_bytes"]))
+    command = [sys.executable, "-c", run, "plan", "--json", "--config", str(directory), *given]
+    return dict(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
 
 
-def lora(directory: Path, card: str) -> list[str]:
-    """Cells of training adapters of rank 16 on a frozen model, their states in RAM."""
-    with warnings.catch_warnings():  # peft asks for an attribute that transformers deprecates
-        warnings.simplefilter("ignore", FutureWarning)
-        model = peft.get_peft_model(
-            AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(directory)),
-            peft.LoraConfig(r=16, target_modules=["q_proj", "v_proj"]),
-        )
-    blocks, width = model.config.num_hidden_layers, model.config.hidden_size
-    planned = plan_of(
-        model,
-        direct=False,
-        free_cpu_bytes=RAM_BYTES,
-        tier="cpu",
-        path=ROOT,
-        device_memory=CARDS[card],
-        activation_tier="cpu",
-        activation_memory=2 * 4096 * width * blocks,
-    )
-    planned = planned.with_memory(planned.least())
-    return cells(summarise(planned), planned.config.frozen_tier, "states are there")
-
-
-def cells(plan: dict[str, Any], param_tier: str, all_in_ram: str) -> list[str]:
+def cells(plan: dict[str, Any]) -> list[str]:
     """What the table says of a plan."""
-    moved = plan["read_bytes"] + plan["written_bytes"]
-    sizes = (plan["device_bytes"], plan["peak_cpu_bytes"], plan["disk_bytes"], moved)
-    return [f"{WORDS[param_tier]}, {WORDS[plan['grad_tier']]}", *map(format_bytes, sizes), all_in_ram]
+    param_tier = plan["param_tier"] if plan["frozen_tier"] == "device" else plan["frozen_tier"]
+    sizes = (plan["device_total_bytes"], plan["peak_cpu_bytes"], plan["disk_bytes"])
+    moved, life = plan["read_bytes"] + plan["written_bytes"], plan["drive_life_steps"]
+    return [
+        f"{WORDS[param_tier]}, {WORDS[plan['grad_tier']]}",
+        *map(format_bytes, sizes),
+        format_bytes(moved) if moved else "-",
+        f"{plan['step_seconds']:.3g} s",
+        "-" if life is None else f"{life:,.0f} steps",
+    ]
 
 
 def table() -> str:
     """All rows; cards for which the plan is the same stand in one."""
-    rows: dict[tuple[str, ...], list[str]] = {}
-    with tempfile.TemporaryDirectory() as folder, torch.device("meta"):
+    rows: dict[tuple[str, ...], list[int]] = {}
+    with tempfile.TemporaryDirectory() as folder:
         for model, sizes in MODELS.items():
             directory = Path(folder) / model
             LlamaConfig(architectures=["LlamaForCausalLM"], **sizes).save_pretrained(directory)
-            for card in CARDS:
-                rows.setdefault((model, *trained(directory, card)), []).append(card)
-            for card in CARDS:
-                rows.setdefault((f"{model}, LoRA", *lora(directory, card)), []).append(card)
-    lines = [f"| {name} | {', '.join(cards)} GB | {' | '.join(rest)} |" for (name, *rest), cards in rows.items()]
+            for adapted in ADAPTED:
+                for card in CARDS:
+                    plan = planned(directory, options(card, adapted))
+                    rows.setdefault((adapted, f"{model}{adapted}", *cells(plan)), []).append(card)
+    lines = []
+    for (adapted, name, *rest), cards in rows.items():
+        given = " ".join([f"--gpu-memory {cards[0]}GiB", *ADAPTED[adapted]])
+        lines.append(f"| {name} | {', '.join(map(str, cards))} GB | {' | '.join(rest)} | `{given}` |")
     return "\n".join([HEAD, *lines])
 
 

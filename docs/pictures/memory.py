@@ -19,7 +19,7 @@ GIB = 2**30
 CONFIGURATIONS = {
     'tier="device"': ["--tier", "device"],
     'tier="cpu"': ["--tier", "cpu", "--cpu-memory", "14GiB"],
-    'tier="nvme"': ["--tier", "nvme"],
+    'tier="nvme"': ["--tier", "nvme", "--cpu-memory", "least"],
     'tier="nvme", param_tier="nvme", grad_tier="nvme", cpu_memory="2GiB"': [
         *("--tier", "nvme", "--param-tier", "nvme", "--grad-tier", "nvme", "--cpu-memory", "2GiB")
     ],
@@ -43,7 +43,8 @@ TEXT = 'font-family="sans-serif" font-size="{size}" fill="#222" text-anchor="{an
 def planned(options: list[str]) -> dict[str, Any]:
     """The object that `offload plan --json` prints with these options."""
     run = "from offload.cli.main import run; run()"
-    command = [sys.executable, "-c", run, "plan", "--preset", PRESET, "--json", *options]
+    machine = ["--no-commits", "--ram", "64GiB"]
+    command = [sys.executable, "-c", run, "plan", "--preset", PRESET, "--json", *machine, *options]
     return dict(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
 
 

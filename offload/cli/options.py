@@ -21,6 +21,8 @@ PARAM_TIERS = ("device", "cpu", "nvme", "auto")
 GRAD_TIERS = ("cpu", "nvme", "auto")
 ITEMSIZES = {"bf16": 2, "fp32": 4}
 """Bytes of an element, by what --dtype takes."""
+LEAST = "least"
+"""As --cpu-memory: the least that works."""
 SAMPLE, STREAMED_SAMPLE = 200, 20
 """Bytes that the model writes at the end: each is a pass through all parameters."""
 
@@ -71,26 +73,25 @@ class RunOptions:
         self._require_least(1, "batch", "seq", "commit_every")
         if self.accumulation != "auto":
             self._require_least(1, "accumulation")
-        if self.commit_every is not None and self.tier != "nvme":
-            raise ConfigError("--commit-every needs --tier nvme: what is committed lies there")
         allowed = {"tier": TIERS, "param_tier": PARAM_TIERS, "grad_tier": GRAD_TIERS, "dtype": tuple(ITEMSIZES)}
         for option, values in allowed.items():
             if getattr(self, option) not in values:
                 raise ConfigError(f"--{_name(option)} {getattr(self, option)}: choose one of {', '.join(values)}")
         if self.activation_tier not in (None, *TIERS):
             raise ConfigError(f"--activation-tier {self.activation_tier}: choose one of {', '.join(TIERS)}")
-        if self.activation_tier == "nvme" and self.tier != "nvme":
-            raise ConfigError("--activation-tier nvme needs --tier nvme: activations wait in the same directory")
-        for option in ("cpu_memory", "device_memory", "chunk"):
-            value = getattr(self, option)
-            if value is not None:
-                parse_bytes(_number(value), f"--{_name(option)}")
+        self._require_sizes("device_memory", "chunk")
 
     def _require_least(self, least: int, *options: str) -> None:
         for option in options:
             value = getattr(self, option)
             if value is not None and value < least:
                 raise ConfigError(f"--{_name(option)} {value}: give a whole number, at least {least}")
+
+    def _require_sizes(self, *options: str) -> None:
+        for option in options:
+            value = getattr(self, option)
+            if value is not None:
+                parse_bytes(_number(value), f"--{_name(option)}")
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -123,19 +124,25 @@ class PlanOptions(RunOptions):
     width: int | None
     config: Path | None
     frozen: int
+    lora_rank: int | None
+    no_commits: bool
     split_master: bool
     ranks: int
     stage: int | None
     tensor_parallel: int
     partition_activations: bool
     gpu: bool
+    gpu_memory: str | None
     ram: str | None
     flops: float | None
-    disk_gb_per_s: float
+    disk_gb_per_s: float | None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_least(1, "ranks", "tensor_parallel", "layers", "width")
+        self._require_least(1, "ranks", "tensor_parallel", "layers", "width", "lora_rank")
+        self._require_sizes("gpu_memory", *(() if self.cpu_memory == LEAST else ("cpu_memory",)))
+        if self.no_commits and self.commit_every is not None:
+            raise ConfigError(f"--no-commits and --commit-every {self.commit_every}: give one of the two")
         if self.partition_activations and self.tensor_parallel == 1:
             raise ConfigError("--partition-activations needs --tensor-parallel 2 or more: one rank keeps all there is")
         for option in ("flops", "disk_gb_per_s"):
@@ -144,6 +151,21 @@ class PlanOptions(RunOptions):
                 raise ConfigError(f"--{_name(option)} {value:g}: give a number above 0")
         if self.config is not None and (self.layers is not None or self.width is not None):
             raise ConfigError("--config says how many layers and how wide: leave --layers and --width out")
+
+    @property
+    def has_path(self) -> bool:
+        """Whether there are files: for commits, or of a tier."""
+        return not self.no_commits or "nvme" in (self.tier, self.param_tier, self.activation_tier)
+
+    @property
+    def given_cpu_memory(self) -> str | None:
+        """The `cpu_memory` for OffloadZero, before the least is known."""
+        return None if self.cpu_memory == LEAST else self.cpu_memory
+
+    @property
+    def gpu_bytes(self) -> int | None:
+        """The GPU's memory; None: it was not given."""
+        return None if self.gpu_memory is None else parse_bytes(_number(self.gpu_memory), "--gpu-memory")
 
     @property
     def free_cpu_bytes(self) -> int | None:
@@ -173,6 +195,11 @@ class TrainOptions(RunOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require_least(1, "steps", "validation", "threads")
+        self._require_sizes("cpu_memory")
+        if self.commit_every is not None and self.tier != "nvme":
+            raise ConfigError("--commit-every needs --tier nvme: what is committed lies there")
+        if self.activation_tier == "nvme" and self.tier != "nvme":
+            raise ConfigError("--activation-tier nvme needs --tier nvme: activations wait in the same directory")
         self._require_least(0, "sample")
         if self.resume and self.commit_every is None:
             raise ConfigError("--resume needs --commit-every: give the steps between commits")

@@ -1,44 +1,29 @@
-"""`offload plan`: what `offload train` would need with these options. Nothing is allocated, read or written."""
+"""`offload plan`: what `OffloadZero` would need with these options, and whether that fits. Nothing is allocated, read
+or written."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from offload.cli.console import print_json
-from offload.cli.options import Chunk, CpuMemory, DeviceMemory, GradTier, Json, ParamTier, PlanOptions, Tier
-from offload.errors import ConfigError
+from offload.cli.options import Chunk, DeviceMemory, GradTier, Json, ParamTier, PlanOptions, Tier
+from offload.errors import BudgetError, ConfigError
 from offload.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-    from torch import nn
-
+    from offload.cli.plan_models import Sized
     from offload.planner.activations import Waiting
     from offload.planner.explain import Planned
+    from offload.planner.verdict import Computing
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-
-KINDS = {
-    "param": "what the model computes with",
-    "frozen": "frozen parameters, and buffers of the model",
-    "grad": "gradients, sums of squares, bounces",
-    "master": "fp32 masters",
-    "exp_avg": "first moments",
-    "exp_avg_sq": "second moments",
-    "activation": "what enters blocks, on its way to their backward",
-    "buffers": "what streamed chunks pass through",
-    "slots": "of chunks that stay in RAM",
-    "rest": "headers, padding, buffers of copies",
-}
-TIERS = {"device": "device", "cpu": "RAM", "nvme": "NVMe"}
-WHERE = {"device": "on the device", "cpu": "in RAM", "nvme": "on NVMe"}
+ASSUMED_FLOPS = 100e12
+"""That a GPU achieves, if nothing is said: about a third of what an A100 could do in bf16."""
+ASSUMED_DISK_GB_PER_S = 3.0
 
 
 def plan(
@@ -49,32 +34,43 @@ def plan(
         Path | None,
         typer.Option(help="A transformers model instead of a preset: its config.json, or the directory of it."),
     ] = None,
-    batch: Annotated[int, typer.Option(help="Sequences a micro-batch; only activations depend on it.")] = 4,
-    seq: Annotated[int, typer.Option(help="Tokens a sequence, likewise.")] = 256,
+    batch: Annotated[int, typer.Option(help="Sequences a micro-batch.")] = 4,
+    seq: Annotated[int, typer.Option(help="Tokens a sequence.")] = 256,
     accumulation: Annotated[str, typer.Option(help='Micro-batches a step, or "auto", counted as 2.')] = "1",
     dtype: Annotated[str, typer.Option(help="Of parameters, activations and gradients: bf16 or fp32.")] = "bf16",
     tier: Tier = "nvme",
-    param_tier: ParamTier = "device",
-    grad_tier: GradTier = "cpu",
+    param_tier: ParamTier = "auto",
+    grad_tier: GradTier = "auto",
     device_memory: DeviceMemory = None,
     activation_tier: Annotated[
         str | None,
         typer.Option(
             help="Where what enters each block waits for its backward: device, cpu or nvme.",
-            show_default="activations are not counted",
+            show_default="all activations stay on the device",
         ),
     ] = None,
-    cpu_memory: CpuMemory = None,
+    cpu_memory: Annotated[
+        str | None,
+        typer.Option(
+            help='RAM for states, gradients and buffers, such as 2GiB, or "least": the least that works.',
+            show_default="half of what is free",
+        ),
+    ] = None,
     chunk: Chunk = None,
     split_master: Annotated[
         bool, typer.Option("--split-master", help="Only the low halves of the masters leave RAM.")
     ] = False,
     commit_every: Annotated[
-        int | None, typer.Option(help="Steps between commits: two slots a chunk.", show_default="none")
+        int | None, typer.Option(help="Steps between commits: two slots a chunk.", show_default="100")
     ] = None,
+    no_commits: Annotated[bool, typer.Option("--no-commits", help="Nothing is committed: one slot a chunk.")] = False,
     frozen: Annotated[
         int, typer.Option(help="Blocks that are frozen, from the first one on, and the embeddings with them.")
     ] = 0,
+    lora_rank: Annotated[
+        int | None,
+        typer.Option(help="Train adapters of this rank on all linear layers of the blocks, and freeze the rest."),
+    ] = None,
     ranks: Annotated[int, typer.Option(help="Over how many ranks; what is shown is one rank's.")] = 1,
     stage: Annotated[
         int | None,
@@ -87,104 +83,75 @@ def plan(
     partition_activations: Annotated[
         bool, typer.Option("--partition-activations", help="Each of these keeps a part of what enters a block.")
     ] = False,
-    gpu: Annotated[
-        bool, typer.Option("--gpu", help="Plan for a GPU, also where there is none; --device-memory says its size.")
-    ] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Plan for a GPU, also where there is none.")] = False,
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="The GPU's memory, such as 24GiB; means --gpu. What activations leave of it is --device-memory.",
+        ),
+    ] = None,
     ram: Annotated[
         str | None,
         typer.Option(help="RAM that is free where it will run, such as 128GiB.", show_default="what is free here"),
     ] = None,
     flops: Annotated[
         float | None,
-        typer.Option(help="FLOP/s that the device achieves, such as 150e12: then the tokens that hide the disk."),
+        typer.Option(
+            help="FLOP/s that the device achieves, such as 150e12.", show_default="of a GPU 100e12, else unknown"
+        ),
     ] = None,
     disk_gb_per_s: Annotated[
-        float, typer.Option("--disk-gb-per-s", help="What the disks move, reads and writes together (--flops).")
-    ] = 3.0,
+        float | None,
+        typer.Option(
+            "--disk-gb-per-s",
+            help="What the disks move, reads and writes together.",
+            show_default="what `offload bench io` measured here, or 3",
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Show what a run needs on every tier, and what more or less RAM would do, before anything is allocated."""
-    from rich.console import Console
-
+    """Show whether a run fits, how long a step takes, and what more or less RAM would do, before anything is
+    allocated."""
     options = PlanOptions(
-        preset=preset, layers=layers, width=width, config=config, frozen=frozen, batch=batch, seq=seq,
-        accumulation=_whole(accumulation), dtype=dtype, tier=tier, param_tier=param_tier, grad_tier=grad_tier,
+        preset=preset, layers=layers, width=width, config=config, frozen=frozen, lora_rank=lora_rank, batch=batch,
+        seq=seq, accumulation=_whole(accumulation), dtype=dtype, tier=tier, param_tier=param_tier, grad_tier=grad_tier,
         device_memory=device_memory, activation_tier=activation_tier, cpu_memory=cpu_memory, chunk=chunk,
-        split_master=split_master, commit_every=commit_every, ranks=ranks, stage=stage,
-        tensor_parallel=tensor_parallel, partition_activations=partition_activations, gpu=gpu, ram=ram, flops=flops,
-        disk_gb_per_s=disk_gb_per_s,
+        split_master=split_master, commit_every=commit_every, no_commits=no_commits, ranks=ranks, stage=stage,
+        tensor_parallel=tensor_parallel, partition_activations=partition_activations,
+        gpu=gpu or gpu_memory is not None, gpu_memory=gpu_memory, ram=ram, flops=flops, disk_gb_per_s=disk_gb_per_s,
     )  # fmt: skip
-    model = _preset_model(options) if config is None else _configured(options, config)
+    from offload.cli.plan_models import sized
+
+    model = sized(options)
     waiting = waiting_of(options, model)
     planned = planned_of(options, model, waiting)
-    fits = _what_fits(planned)
+    try:
+        figures = _figures(planned, options, model, waiting)
+    except BudgetError as error:
+        if error.option == "cpu_memory" and not json:
+            _say_what_would(error, _what_fits(planned, options, model))
+        raise
+    figures |= _what_fits(planned, options, model)
     if json:
-        given = {"preset": preset, "layers": layers, "width": width, "frozen": frozen}
-        of = given if config is None else {"config": str(config)}
-        print_json(of | _figures(planned, options, model, waiting) | fits)
+        given = {"preset": preset, "layers": layers, "width": width, "frozen": frozen, "lora_rank": lora_rank}
+        print_json((given if config is None else {"config": str(config), "lora_rank": lora_rank}) | figures)
         return
+    from rich.console import Console
+
+    from offload.cli.plan_tables import show
+
+    show(Console(), figures, options, model)
+
+
+def _say_what_would(error: BudgetError, budgets: dict[str, Any]) -> None:
+    """Prints what would fit where the RAM that was given does not."""
+    from rich.console import Console
+
+    from offload.cli.plan_tables import show_budgets
+
     console = Console()
-    try:
-        _show(console, _figures(planned, options, model, waiting), options, model)
-    finally:
-        # Also where it does not fit: this says what would.
-        _show_what_fits(console, fits)
-
-
-@dataclass(frozen=True)
-class Sized:
-    """A model on the meta device. Attributes: blocks: how many it has; width: elements of each token between blocks."""
-
-    module: nn.Module
-    blocks: int
-    width: int
-
-
-def _preset_model(options: PlanOptions) -> Sized:
-    """The GPT of the preset with other sizes, on the meta device. Raises: ConfigError."""
-    from offload.models import GPT, PRESETS
-
-    if options.preset not in PRESETS:
-        raise ConfigError(f"--preset {options.preset}: choose one of {', '.join(PRESETS)}")
-    preset = PRESETS[options.preset]
-    width = preset.width if options.width is None else options.width
-    # How many heads share the width changes no size.
-    heads = math.gcd(width, preset.heads)
-    layers = preset.layers if options.layers is None else options.layers
-    model = GPT(replace(preset, layers=layers, width=width, heads=heads), device="meta")
-    _freeze([*model.blocks], [model.embed, model.positions], options.frozen)
-    return Sized(model, layers, width)
-
-
-def _freeze(blocks: list[nn.Module], embeddings: list[nn.Module], frozen: int) -> None:
-    """Freezes so many blocks, the first ones, and the embeddings before them. Raises: ConfigError."""
-    if not 0 <= frozen <= len(blocks):
-        raise ConfigError(f"--frozen {frozen}: give a whole number, from 0 to the model's {len(blocks)} blocks")
-    for module in [*embeddings, *blocks[:frozen]] if frozen else ():
-        module.requires_grad_(False)
-
-
-def _configured(options: PlanOptions, config: Path) -> Sized:
-    """The transformers model of a config.json, on the meta device. Raises: ConfigError."""
-    import torch
-
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigError("--config needs transformers: pip install transformers") from error
-    try:
-        found = transformers.AutoConfig.from_pretrained(config)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"--config {config} is no configuration that transformers knows: {error}") from error
-    from offload.model.units import blocks_of
-
-    architectures = getattr(found, "architectures", None) or ()
-    kind = next((getattr(transformers, name) for name in architectures if hasattr(transformers, name)), None)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(found) if kind is None else kind(found)
-    blocks = [module for _, module in blocks_of(model)]
-    _freeze(blocks, [model.get_input_embeddings()], options.frozen)
-    return Sized(model, len(blocks), found.get_text_config().hidden_size)
+    console.print(f"Fits: no. {format_bytes(error.needed)} of RAM are needed.", highlight=False)
+    show_budgets(console, budgets)
 
 
 def _whole(accumulation: str) -> int | str:
@@ -207,13 +174,13 @@ def waiting_of(options: PlanOptions, model: Sized) -> Waiting | None:
     tokens = torch.empty(options.batch, options.seq, dtype=torch.long, device="meta")
     config = configuration.check(compute_dtype=options.compute_dtype, activation_tier="cpu")
     try:
-        return measure(model.module, config, lambda module: module(tokens))
+        return measure(model.module, config, lambda module: module(tokens), fused=options.gpu)
     except Exception:  # whatever a model does not like: the formula is left
         return None
 
 
 def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> Planned:
-    """The plan of the run that `offload train` would make. Raises: ConfigError.
+    """The plan of the run. Raises: ConfigError; BudgetError if a GPU's memory does not suffice for activations.
 
     Args: waiting: what waits of a micro-batch; None: it follows from the formula for transformers.
     """
@@ -226,22 +193,21 @@ def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> P
     a_block = options.entering_bytes(model.width)
     if waiting is not None:
         a_block = max(waiting.largest_bytes, -(-waiting.entering_bytes // max(model.blocks, 1)))
-    on_disk = "nvme" in (options.tier, options.param_tier, options.activation_tier)
     if options.partition_activations:
         a_block = partition_bytes(a_block, options.tensor_parallel)
+    given: dict[str, Any] = {} if options.commit_every is None else {"commit_every": options.commit_every}
     planned = plan_of(
         model.module,
         direct=accelerator() is None and not options.gpu,
         free_cpu_bytes=options.free_cpu_bytes,
         tier=options.tier,
-        path="." if on_disk else None,
-        cpu_memory=options.cpu_memory,
+        path="." if options.has_path else None,
+        cpu_memory=options.given_cpu_memory,
         compute_dtype=options.compute_dtype,
         accumulation=options.accumulation,
-        device_memory=options.device_memory,
+        device_memory=_device_memory(options, model, waiting),
         param_tier=options.given_param_tier,
         grad_tier=options.given_grad_tier,
-        commit_every=options.commit_every,
         tuning=Tuning(chunk=options.chunk or Tuning().chunk, split_master=options.split_master),
         activation_tier=options.activation_tier,
         activation_memory=activation_memory(options.activation_tier, model.blocks, a_block),
@@ -249,19 +215,50 @@ def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> P
         ranks=options.ranks,
         tensor_parallel=options.tensor_parallel,
         stage=options.stage,
+        **given | ({"commit_every": None} if options.no_commits else {}),
     )
-    if options.cpu_memory is None and "nvme" in (options.tier, planned.config.frozen_tier):
-        return planned.with_memory(planned.least())
-    return planned
+    return planned.with_memory(planned.least()) if options.cpu_memory == "least" else planned
+
+
+def computing_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> Computing | None:
+    """What a micro-batch takes on the device beside the plan; None if that is unknown."""
+    from offload import config as configuration
+    from offload.planner.verdict import Computing
+
+    config = configuration.check(activation_tier=options.activation_tier, path=".")
+    return None if waiting is None else Computing.of(waiting, config, model.blocks)
+
+
+def _device_memory(options: PlanOptions, model: Sized, waiting: Waiting | None) -> int | str | None:
+    """What is given, or what activations leave of the GPU's memory. Raises: BudgetError if they leave nothing."""
+    from offload.planner.verdict import CONTEXT_BYTES
+
+    if options.gpu_bytes is None or options.device_memory is not None:
+        return options.device_memory
+    computing = computing_of(options, model, waiting)
+    beside = CONTEXT_BYTES + (0 if computing is None else computing.nbytes)
+    if beside < options.gpu_bytes:
+        return options.gpu_bytes - beside
+    way_out = "a smaller --batch or --seq, or --activation-tier cpu"
+    if options.activation_tier is not None:
+        way_out = "a smaller --batch or --seq"
+    raise BudgetError(
+        f"{format_bytes(beside)} of the GPU's memory are for CUDA and the activations of {options.batch} x "
+        f"{options.seq} tokens, and --gpu-memory is {options.gpu_memory}: give {way_out}",
+        needed=beside,
+        available=options.gpu_bytes,
+        option="gpu_memory",
+    )
 
 
 def _figures(planned: Planned, options: PlanOptions, model: Sized, waiting: Waiting | None) -> dict[str, Any]:
-    """All figures of the run, as --json prints them and the tables show them. Raises: BudgetError, as `offload
-    train`."""
+    """All figures of the run, as --json prints them and the tables show them. Raises: BudgetError, as
+    `OffloadZero`."""
     entering = model.blocks * options.entering_bytes(model.width) if waiting is None else waiting.entering_bytes
     saved = None if waiting is None else waiting.saved_bytes
     found = {"entering_bytes": entering, "saved_bytes": saved} | summarise(planned)
-    return found | _zero_r(planned, options, model) | _hiding(planned, options)
+    found |= _zero_r(planned, options, model) | _speed(planned, options, model)
+    return found | _verdict(found, options, computing_of(options, model, waiting))
 
 
 def summarise(planned: Planned) -> dict[str, Any]:
@@ -319,167 +316,91 @@ def _zero_r(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, A
     return found | {"zero_r": zero_r(planned, ranks, blocks=model.blocks, entering_bytes=entering_bytes)}
 
 
-def _hiding(planned: Planned, options: PlanOptions) -> dict[str, Any]:
-    """How many tokens a step needs to hide the disk's time, if `flops` is given. Raises: BudgetError."""
-    from offload.planner import explain
+def _speed(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, Any]:
+    """How long a step takes, and for which rates that was computed. Raises: BudgetError."""
+    from offload.io.select import recall
+    from offload.planner.verdict import Work, step_time
 
-    flops, speed = options.flops, options.disk_gb_per_s
+    is_other_machine = options.gpu or options.ram is not None
+    remembered = None if is_other_machine else recall(Path.cwd())
+    disk, disk_from = ASSUMED_DISK_GB_PER_S, "assumed"
+    if options.disk_gb_per_s is not None:
+        disk, disk_from = options.disk_gb_per_s, "given"
+    elif remembered is not None and remembered.mixed_bytes_per_s:
+        disk, disk_from = remembered.mixed_bytes_per_s / 1e9, "measured"
+    flops, flops_from = options.flops, "given"
     if flops is None:
-        return {}
-    least, enough = explain.hiding_tokens(planned, flops, 1e9 * speed)
-    return {"flops": flops, "disk_gb_per_s": speed, "least_hiding_tokens": least, "hiding_tokens": enough}
+        flops, flops_from = (ASSUMED_FLOPS, "assumed") if options.gpu else (None, "unknown")
+    tokens, trained = options.batch * options.seq, planned.layout.trained.numel
+    recomputes = planned.config.activation_tier is not None and planned.config.recompute
+    work = Work(trained, max(model.numel // options.tensor_parallel - trained, 0), tokens, recomputes)
+    time = step_time(planned, work, flops=flops, disk_bytes_per_s=1e9 * disk)
+    of_step = tokens * planned.config.accumulation
+    found = {"flops": flops, "flops_from": flops_from, "disk_gb_per_s": disk, "disk_from": disk_from}
+    found |= {"tokens_per_step": of_step, "disk_seconds": time.disk}
+    if flops is None:
+        return found
+    return found | {
+        "compute_seconds": time.compute,
+        "step_seconds": time.step,
+        "tokens_per_s": of_step / time.step,
+        "waits_for": "disk" if time.waits_for_disk else "compute",
+        "hiding_tokens": time.hiding_tokens,
+    }
 
 
-def _what_fits(planned: Planned) -> dict[str, Any]:
-    """What other budgets of RAM would do on the NVMe tier, and which of them this machine has."""
+def _verdict(found: dict[str, Any], options: PlanOptions, computing: Computing | None) -> dict[str, Any]:
+    """Whether all of it fits. Args: found: figures; computing: None: what a batch takes is unknown, and not counted."""
+    from offload.planner.machine import free_memory
+    from offload.planner.verdict import CONTEXT_BYTES
+
+    activations, outputs = (0, 0) if computing is None else (computing.activation_bytes, computing.output_bytes)
+    context = CONTEXT_BYTES if options.gpu else 0
+    on_device = found["device_bytes"] + activations + outputs + context
+    free = free_memory() if options.free_cpu_bytes is None else options.free_cpu_bytes
+    in_ram = found["peak_cpu_bytes"] + (on_device if found["device"] == "cpu" else 0)
+    fits_device = options.gpu_bytes is None or on_device <= options.gpu_bytes
+    return {
+        "fits": fits_device and in_ram <= free,
+        "fits_device": fits_device,
+        "activation_bytes": None if computing is None else activations,
+        "output_bytes": None if computing is None else outputs,
+        "context_bytes": context,
+        "device_total_bytes": on_device,
+        "gpu_bytes": options.gpu_bytes,
+        "cpu_total_bytes": in_ram,
+        "free_cpu_bytes": free,
+    }
+
+
+def _what_fits(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, Any]:
+    """What other budgets of RAM would do with the states on NVMe, and which of them this machine has; empty where the
+    device lacks memory."""
     from offload.planner.machine import free_memory
 
     free = planned.room.free_cpu_bytes
     if free is None:
         free = free_memory()
+    on_disk = planned.on("nvme")
     everything = planned.cpu_memory_for(1.0)
     budgets = []
     for share in SHARES:
-        needed = planned.cpu_memory_for(share)
+        needed = on_disk.cpu_memory_for(share)
         # With so few chunks, buffers for the others would take as much as all.
-        if needed != everything or share == 1:
-            streamed = round((1 - share) * planned.needs.state_bytes)
-            budgets.append({"share": share, "cpu_bytes": needed, "streamed_bytes": streamed, "fits": needed <= free})
+        if needed == everything and share < 1:
+            continue
+        ample = replace(on_disk.with_memory(needed), room=replace(on_disk.room, free_cpu_bytes=max(needed, free)))
+        placed = ample.place()
+        speed = _speed(ample, options, model)
+        budgets.append(
+            {
+                "share": share,
+                "cpu_bytes": needed,
+                "streamed_bytes": sum(placed.states.streamed),
+                "moved_bytes": placed.read_bytes + placed.written_bytes,
+                "step_seconds": speed.get("step_seconds", speed["disk_seconds"]),
+                "drive_life_steps": placed.drive_life_steps,
+                "fits": needed <= free,
+            }
+        )
     return {"free_cpu_bytes": free, "largest_share": planned.largest_share(free), "budgets": budgets}
-
-
-def _show(console: Console, summary: dict[str, Any], options: PlanOptions, model: Sized) -> None:
-    console.print(_placement_table(summary))
-    if summary["ranks"] > 1:
-        console.print(_rank_table(summary))
-    if "zero_r" in summary:
-        console.print(_zero_r_table(summary, model.blocks))
-    for line in (*_lines(summary), *_activation_lines(summary, options, model)):
-        console.print(line, soft_wrap=True, highlight=False)
-
-
-def _show_what_fits(console: Console, summary: dict[str, Any]) -> None:
-    console.print(_budget_table(summary))
-    share, free = summary["largest_share"], format_bytes(summary["free_cpu_bytes"])
-    fits = "not even the least fits" if share is None else f"{share:.0%} of the states fit"
-    console.print(f"In {free} of free RAM, {fits}.", soft_wrap=True, highlight=False)
-
-
-def _placement_table(summary: dict[str, Any]) -> Table:
-    from rich.table import Table
-
-    title = f"{summary['parameters']:,} parameters, optimizer states on {summary['tier']}"
-    table = Table(title=title, title_justify="left")
-    names = TIERS | ({"device": "device (the CPU)"} if summary["device"] == "cpu" else {})
-    table.add_column("tier")
-    table.add_column("bytes", justify="right")
-    table.add_column("what")
-    for tier, total in (("device", "device_bytes"), ("cpu", "peak_cpu_bytes"), ("nvme", "disk_bytes")):
-        rows = [row for row in summary["rows"] if row["tier"] == tier]
-        for row in rows:
-            table.add_row(names[tier], format_bytes(row["nbytes"]), f"{row['kind']}: {KINDS[row['kind']]}")
-        if rows:
-            table.add_row(names[tier], format_bytes(summary[total]), "together", style="bold")
-            table.add_section()
-    return table
-
-
-def _rank_table(summary: dict[str, Any]) -> Table:
-    """What one of several ranks holds and sends."""
-    from rich.table import Table
-
-    sent = summary["sent_elements"]
-    caption = (
-        f"sent in a step: {sent['gradients']:,} elements of gradients, {sent['parameters']:,} of parameters, "
-        f"{sum(sent.values()) / summary['parameters']:.2f} a parameter"
-    )
-    title = f"One of {summary['ranks']} ranks at stage {summary['stage']}"
-    table = Table("held of", "bytes", "a parameter of the model", title=title, caption=caption)
-    for kind, size in summary["held_bytes"].items():
-        table.add_row(kind, format_bytes(size), f"{size / summary['parameters']:.3f}")
-    return table
-
-
-def _zero_r_table(summary: dict[str, Any], blocks: int) -> Table:
-    """What ZeRO-R does to activations on one of several tensor-parallel ranks."""
-    from rich.table import Table
-
-    ranks, found = summary["tensor_parallel"], summary["zero_r"]
-    title = f"ZeRO-R on one of {ranks} tensor-parallel ranks: the matrices of blocks are cut, all else counts as whole"
-    caption = f"sent in a backward by --partition-activations: {found['gathered_elements']:,} elements of activations"
-    table = Table("ZeRO-R", "bytes", "what", title=title, title_justify="left", caption=caption)
-    for name, key, what in (
-        ("", "checkpoint_bytes", f"what enters {blocks} blocks, all of it on each rank"),
-        ("P_a", "part_bytes", f"1/{ranks} of it on each rank, with --partition-activations, in the activation tier"),
-        ("P_a+cpu, P_a+nvme", "device_bytes", "on the device with the parts elsewhere: two gathered inputs"),
-        ("C_B", "buffer_bytes", "buffers of gradients on their way, constant in the model's size"),
-        ("M_D", "region_bytes", "reserved for activations in one piece"),
-    ):
-        table.add_row(name, format_bytes(found[key]), what)
-    return table
-
-
-def _lines(summary: dict[str, Any]) -> Iterator[str]:
-    limit, built = summary["device_budget_bytes"], summary["build_bytes"]
-    building = f"The model takes {format_bytes(built)} more while it is built in fp32."
-    if not built:
-        building = "The model is built in parts, on the way to its tiers."
-    allowed = "" if limit is None else f" of {format_bytes(limit)} allowed"
-    yield (
-        f"Peak on the device: {format_bytes(summary['device_bytes'])}{allowed}, with parameters "
-        f"{WHERE[summary['param_tier']]} and gradients {WHERE[summary['grad_tier']]}."
-    )
-    yield (
-        f"Peak RAM: {format_bytes(summary['peak_cpu_bytes'])} of {format_bytes(summary['cpu_budget_bytes'])} allowed; "
-        f"the least that works is {format_bytes(summary['least_cpu_bytes'])}. {building}"
-    )
-    kept, chunks = summary["kept_chunks"], summary["chunks"]
-    if not summary["written_bytes"]:
-        where = "on the device" if summary["tier"] == "device" else "in RAM"
-        read = summary["read_bytes"]
-        what = f"{format_bytes(read)} of frozen parameters are read" if read else "nothing is read or written"
-        yield f"All {chunks} chunks stay {where}: {what} in a step."
-        return
-    yield (
-        f"{chunks - kept} of {chunks} chunks stream through {summary['buffers']} buffers. "
-        f"Chunks fill {summary['arena_utilisation']:.0%} of the bytes reserved for them in RAM."
-    )
-    yield (
-        f"A step reads {format_bytes(summary['read_bytes'])} and writes {format_bytes(summary['written_bytes'])}, "
-        f"{summary['bytes_per_param']:.2f} "
-        f"bytes a parameter; a drive warranted for 600 TB written lasts {summary['drive_life_steps']:,.0f} steps."
-    )
-
-
-def _activation_lines(summary: dict[str, Any], options: PlanOptions, model: Sized) -> Iterator[str]:
-    """Lines on how many tokens hide the disk's time, and on the activations that wait for the backward."""
-    if "flops" in summary:
-        speeds = f"At {summary['flops']:.3g} FLOP/s and {summary['disk_gb_per_s']:g} GB/s"
-        if summary["hiding_tokens"]:
-            yield (
-                f"{speeds}, a step of {summary['hiding_tokens']:,} tokens hides the disk; a disk that worked all the "
-                f"time would need {summary['least_hiding_tokens']:,}. Computing forwards again makes both a quarter "
-                "less."
-            )
-        else:
-            yield f"{speeds}: nothing moves over the disk in a step, so any number of tokens will do."
-    entering, saved = format_bytes(summary["entering_bytes"]), summary["saved_bytes"]
-    known = f"; all that they save without being recomputed, {format_bytes(saved or 0)}."
-    if saved is None:
-        known = ", by the formula for transformers: this model's forward does not run on the meta device."
-    yield (
-        f"What enters {model.blocks} blocks in a micro-batch of {options.batch} x {options.seq} takes {entering}{known}"
-    )
-
-
-def _budget_table(summary: dict[str, Any]) -> Table:
-    from rich.table import Table
-
-    table = Table(title="What budgets would do (--tier nvme)", title_justify="left")
-    for heading in ("states in RAM", "--cpu-memory", "read, and as much written, a step", "fits"):
-        table.add_column(heading, justify="right")
-    for row in summary["budgets"]:
-        streamed = format_bytes(row["streamed_bytes"])
-        fits = "yes" if row["fits"] else "no"
-        table.add_row(f"{row['share']:.0%}", format_bytes(row["cpu_bytes"]), streamed, fits)
-    return table

@@ -4,15 +4,20 @@ computed."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from offload.config import Config
 from offload.devices.copies import HostCopier
 from offload.model.activations import Activations
+from offload.model.torch_helpers import tensors_in
 from offload.profiling import Timeline
 from offload.storage.activation_store import ActivationStore
 
@@ -25,35 +30,68 @@ class Waiting:
 
     Attributes: entering_bytes: what enters units, in whole pages; saved_bytes: all that units save with
     Tuning(recompute=False), as the operations of the meta device do it (kernels of another device may save less or
-    more, above all those of attention); largest_bytes: the largest tensor that enters a unit.
+    more); largest_bytes: the largest tensor that enters a unit; output_numel: elements of the largest tensor that the
+    model returns, such as the logits.
     """
 
     entering_bytes: int
     saved_bytes: int
     largest_bytes: int
+    output_numel: int
 
 
-def measure(model: nn.Module, config: Config, run: Callable[[nn.Module], object]) -> Waiting:
+class _Attention(torch.autograd.Function):
+    """What a fused kernel of attention keeps for its backward: its arguments, what it returns, and a logarithm for each
+    query and head, in fp32. Dao et al., FlashAttention, arXiv 2205.14135, section 3."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        result = query.new_empty(*query.shape[:-1], value.shape[-1])
+        ctx.save_for_backward(query, key, value, result, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        raise AssertionError("only what waits for the backward is asked for")
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Inside it attention is that of a fused kernel: the meta device has none, and would keep the scores of all pairs
+    of tokens."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            return _Attention.apply(*(given[name] for name in ("query", "key", "value")))  # type: ignore[no-untyped-call]
+        return func(*args, **(kwargs or {}))
+
+
+def measure(model: nn.Module, config: Config, run: Callable[[nn.Module], object], *, fused: bool = False) -> Waiting:
     """What `run(model)`, one forward, puts into an activation tier.
 
-    Args: model: on the meta device, and not changed; run: its inputs are on the meta device, too.
+    Args: model: on the meta device, and not changed; run: its inputs are on the meta device, too; fused: attention as
+    on a GPU.
     Raises: what the forward raises where it cannot run there, because it looks at values.
     """
     model = copy.deepcopy(model).to(config.compute_dtype)
-    entering, largest = _run(model, replace(config, recompute=True), run)
-    saved, _ = _run(model, replace(config, recompute=False), run)
-    return Waiting(entering, saved, largest)
+    with _FusedAttention() if fused else nullcontext():
+        entering, largest, _ = _run(model, replace(config, recompute=True), run)
+        saved, _, output = _run(model, replace(config, recompute=False), run)
+    return Waiting(entering, saved, largest, output)
 
 
-def _run(model: nn.Module, config: Config, run: Callable[[nn.Module], object]) -> tuple[int, int]:
+def _run(model: nn.Module, config: Config, run: Callable[[nn.Module], object]) -> tuple[int, int, int]:
     device = torch.device("meta")
     region = torch.empty(_ENDLESS, dtype=torch.uint8, device=device)
     store = ActivationStore(region, HostCopier(), device, Timeline())
     activations = Activations(model, config, None, store)
     try:
         result = run(model)
+        output = max((tensor.numel() for tensor in tensors_in(result)), default=0)
         del result
     finally:
         activations.remove()
         store.close()
-    return store.peak_bytes, store.largest_bytes
+    return store.peak_bytes, store.largest_bytes, output

@@ -108,17 +108,27 @@ def choose(
     Args: layout_of: lays the model out for a configuration; direct: as in `place`.
     Raises: BudgetError if nothing fits: that of the configuration which lacks least; ConfigError.
     """
-    refused: list[BudgetError] = []
+    chosen, layout, found = search(config, layout_of, direct=direct, room=room)
+    if isinstance(found, BudgetError):
+        raise found
+    return chosen, layout, found
+
+
+def search(
+    config: Config, layout_of: Callable[[Config], Layout], *, direct: bool, room: Room
+) -> tuple[Config, Layout, Placement | BudgetError]:
+    """As `choose`. If nothing fits, the configuration that lacks least, with its error."""
+    refused: list[tuple[Config, Layout, BudgetError]] = []
     for tiers in _tiers(config, direct=direct):
         for candidate in _shapes(tiers, layout_of):
             layout = layout_of(candidate)
             try:
                 return candidate, layout, place(layout, candidate, direct=direct, room=room)
             except BudgetError as error:
-                refused.append(error)
+                refused.append((candidate, layout, error))
                 if error.option != "device_memory":
                     break  # what saves memory on the device does not help
-    raise min(refused, key=lambda error: error.needed - error.available)
+    return min(refused, key=lambda one: one[2].needed - one[2].available)
 
 
 def _tiers(config: Config, *, direct: bool) -> Iterator[Config]:

@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import ceil
 from typing import Any
 
 from torch import nn
@@ -33,7 +32,7 @@ from offload.grads.shards import gradient_slot_arrays
 from offload.layout import Layout
 from offload.model.partition import partition_bytes
 from offload.model.units import ROOT
-from offload.planner.choice import ModelShape, choose
+from offload.planner.choice import ModelShape, search
 from offload.planner.placement import (
     IN_FLIGHT,
     Needs,
@@ -81,11 +80,13 @@ class Planned:
         return replace(self, config=replace(self.config, cpu_memory=cpu_memory))
 
     def least(self) -> int:
-        """The least `cpu_memory` that works, in bytes."""
+        """The least `cpu_memory` that works, in bytes. Raises: BudgetError if none does, for want of another memory."""
         try:
             # Asked of the planner itself, so that there is one formula.
             return self.with_memory(0).place().arena_bytes
         except BudgetError as error:
+            if error.option != "cpu_memory":
+                raise  # more RAM would not help
             return error.needed
 
     def cpu_memory_for(self, share: float) -> int:
@@ -99,7 +100,7 @@ class Planned:
     def largest_share(self, cpu_memory: int) -> float | None:
         """The share of the states that `cpu_memory` keeps in RAM with tier="nvme"; None if it is less than the least
         that works."""
-        if cpu_memory < self._on("nvme").least():
+        if cpu_memory < self.on("nvme").least():
             return None
         if cpu_memory >= self._all_in_ram():
             return 1.0
@@ -107,10 +108,10 @@ class Planned:
         return max(0.0, min(1.0, room / self.needs.state_bytes))
 
     def _all_in_ram(self) -> int:
-        in_ram = self._on("cpu")
+        in_ram = self.on("cpu")
         return replace(in_ram, config=replace(in_ram.config, paths=())).least()
 
-    def _on(self, tier: Tier) -> Planned:
+    def on(self, tier: Tier) -> Planned:
         """This plan with the optimizer states on another tier, which is not the device."""
         grads: Tier = "cpu" if self.config.grad_tier == "device" else self.config.grad_tier
         return replace(self, config=replace(self.config, tier=tier, grad_tier=grads))
@@ -143,10 +144,7 @@ def plan_of(
     config = configuration.over_ranks(shape.config(config), ranks=ranks, ranks_on_node=1, slices=tensor_parallel)
     replicas = configuration.replicas_of(config, ranks=ranks, rows=1)
     layout_of = partial(shape.layout, ranks=ranks, replicas=replicas)
-    try:
-        config, layout, _ = choose(config, layout_of, direct=direct, room=room)
-    except BudgetError:  # `Planned.place` raises it again
-        layout = layout_of(config)
+    config, layout, _ = search(config, layout_of, direct=direct, room=room)  # what is refused, `place` raises again
     return Planned(layout, config, direct, room)
 
 
@@ -195,23 +193,6 @@ def sent_numel(planned: Planned) -> dict[str, int]:
         gathered = config.accumulation * (2 * gathered - kept)
     others = layout.ranks - 1
     return {"gradients": others * reduction.rounds * sum(shards.values()), "parameters": others * gathered}
-
-
-def hiding_tokens(planned: Planned, flops: float, disk_bytes_per_s: float) -> tuple[int, int]:
-    """How many tokens a step has to have for compute to take as long as the disk.
-
-    Args: flops: FLOP/s that are achieved; disk_bytes_per_s: reads and writes together.
-    Returns: two numbers of tokens, at 6 FLOPs a parameter and token. The first one is for a disk that works during the
-    whole step (T* = F t / 6). The second one is for the disk's real time: states move between the last gradient and
-    their unit's next forward, which is a third of the compute (F t / 2).
-    Raises: BudgetError.
-    """
-    placement = planned.place()
-    states = 2 * sum(placement.states.streamed)
-    moved = placement.read_bytes + placement.written_bytes
-    tokens_a_byte = flops / disk_bytes_per_s / planned.layout.numel
-    least = tokens_a_byte * moved / 6
-    return ceil(least), ceil(max(least, tokens_a_byte * states / 2))
 
 
 def explain(placement: Placement, planned: Planned) -> list[Row]:

@@ -26,7 +26,7 @@ OPTIONS = {
         "--json", "--param-tier", "--grad-tier", "--ranks", "--stage", "--device-memory", "--commit-every",
         "--tensor-parallel", "--partition-activations",
         "--config", "--gpu", "--ram", "--flops", "--disk-gb-per-s", "--frozen", "--batch", "--seq", "--activation-tier",
-        "--dtype",
+        "--dtype", "--gpu-memory", "--lora-rank", "--no-commits",
     },
     "doctor": {"--path", "--json"},
     "inspect": {"paths", "--json"},

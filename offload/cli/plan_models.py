@@ -1,0 +1,105 @@
+"""The models that `offload plan` plans for, on the meta device: a preset, or a transformers configuration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from offload.cli.options import PlanOptions
+from offload.errors import ConfigError
+from offload.model.units import blocks_of
+from offload.models import GPT, PRESETS
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A model on the meta device. Attributes: blocks: how many it has; width: elements of each token between blocks;
+    embeddings: before the blocks; numel: elements of all parameters."""
+
+    module: nn.Module
+    blocks: int
+    width: int
+    embeddings: Sequence[nn.Module]
+
+    @property
+    def numel(self) -> int:
+        return sum(param.numel() for param in self.module.parameters())
+
+
+def sized(options: PlanOptions) -> Sized:
+    """The model of these options. Raises: ConfigError."""
+    model = _preset(options) if options.config is None else _configured(options.config)
+    _freeze(model, options.frozen)
+    if options.lora_rank is not None:
+        _adapt(model, options.lora_rank)
+    return model
+
+
+def _preset(options: PlanOptions) -> Sized:
+    """The GPT of the preset with other sizes."""
+    if options.preset not in PRESETS:
+        raise ConfigError(f"--preset {options.preset}: choose one of {', '.join(PRESETS)}")
+    preset = PRESETS[options.preset]
+    width = preset.width if options.width is None else options.width
+    # How many heads share the width changes no size.
+    heads = math.gcd(width, preset.heads)
+    layers = preset.layers if options.layers is None else options.layers
+    model = GPT(replace(preset, layers=layers, width=width, heads=heads), device="meta")
+    return Sized(model, layers, width, [model.embed, model.positions])
+
+
+def _configured(config: Path) -> Sized:
+    """The transformers model of a config.json."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError("--config needs transformers: pip install transformers") from error
+    file = config / "config.json" if config.is_dir() else config
+    if not file.is_file():  # transformers would look for it on a hub, several times
+        raise ConfigError(f"--config {config}: there is no {file}; give a config.json, or the directory of one")
+    try:
+        found = transformers.AutoConfig.from_pretrained(config)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"--config {config} is no configuration that transformers knows: {error}") from error
+    architectures = getattr(found, "architectures", None) or ()
+    kind = next((getattr(transformers, name) for name in architectures if hasattr(transformers, name)), None)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(found) if kind is None else kind(found)
+    return Sized(model, len(blocks_of(model)), found.get_text_config().hidden_size, [model.get_input_embeddings()])
+
+
+def _freeze(model: Sized, frozen: int) -> None:
+    """Freezes so many blocks, the first ones, and the embeddings before them."""
+    blocks = [module for _, module in blocks_of(model.module)]
+    if not 0 <= frozen <= len(blocks):
+        raise ConfigError(f"--frozen {frozen}: give a whole number, from 0 to the model's {len(blocks)} blocks")
+    for module in [*model.embeddings, *blocks[:frozen]] if frozen else ():
+        module.requires_grad_(False)
+
+
+class _Adapted(nn.Module):
+    """A linear layer with a trained product of low rank beside it, as LoRA has (Hu et al., arXiv 2106.09685)."""
+
+    def __init__(self, layer: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.down = nn.Linear(layer.in_features, rank, bias=False, device="meta")
+        self.up = nn.Linear(rank, layer.out_features, bias=False, device="meta")
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(x) + self.up(self.down(x))
+        return result
+
+
+def _adapt(model: Sized, rank: int) -> None:
+    """Freezes the model, and gives each linear layer of its blocks an adapter: peft's target_modules="all-linear"."""
+    model.module.requires_grad_(False)
+    for _, block in blocks_of(model.module):
+        for name, layer in [*block.named_modules()]:
+            if isinstance(layer, nn.Linear):
+                block.set_submodule(name, _Adapted(layer, rank))

@@ -1,0 +1,242 @@
+"""What `offload plan` shows to people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from offload.cli.options import PlanOptions
+from offload.cli.plan_models import Sized
+from offload.planner.placement import TYPICAL_TBW
+from offload.sizes import format_bytes
+
+KINDS = {
+    "param": "what the model computes with",
+    "frozen": "frozen parameters, and buffers of the model",
+    "grad": "gradients, sums of squares, bounces",
+    "master": "fp32 masters",
+    "exp_avg": "first moments",
+    "exp_avg_sq": "second moments",
+    "activation": "what enters blocks, on its way to their backward",
+    "buffers": "what streamed chunks pass through",
+    "slots": "reserved for chunks that stay in RAM",
+    "rest": "headers, padding, buffers of copies",
+}
+COMMITTED_SLOTS = "a second version of each chunk, for commits"
+TIERS = {"device": "device", "cpu": "RAM", "nvme": "NVMe"}
+WHERE = {"device": "on the device", "cpu": "in RAM", "nvme": "on NVMe"}
+WORDS = {"given": "given", "assumed": "assumed", "measured": "as offload bench io measured it"}
+
+
+def show(console: Console, summary: dict[str, Any], options: PlanOptions, model: Sized) -> None:
+    """The verdict first, then what lies where, then what other budgets would do."""
+    for line in _verdict(summary, options):
+        console.print(line, soft_wrap=True, highlight=False)
+    console.print()
+    console.print(_placement_table(summary))
+    if summary["ranks"] > 1:
+        console.print(_rank_table(summary))
+    if "zero_r" in summary:
+        console.print(_zero_r_table(summary, model.blocks))
+    for line in (*_lines(summary), _activation_line(summary, options, model)):
+        console.print(line, soft_wrap=True, highlight=False)
+    console.print()
+    show_budgets(console, summary)
+
+
+def show_budgets(console: Console, summary: dict[str, Any]) -> None:
+    console.print(_budget_table(summary))
+    share, free = summary["largest_share"], format_bytes(summary["free_cpu_bytes"])
+    fits = "not even the least fits" if share is None else f"{share:.0%} of the states fit"
+    console.print(f"In {free} of free RAM, {fits}.", soft_wrap=True, highlight=False)
+
+
+def _verdict(summary: dict[str, Any], options: PlanOptions) -> Iterator[str]:
+    """Whether it fits, how long a step takes, how long the drive lasts."""
+    ram = f"{format_bytes(summary['cpu_total_bytes'])} of RAM, {format_bytes(summary['free_cpu_bytes'])} are free"
+    disk = f", {format_bytes(summary['disk_bytes'])} of disk" if summary["disk_bytes"] else ""
+    verdict = "yes" if summary["fits"] else "no"
+    card = ""
+    if options.gpu:
+        total, has = format_bytes(summary["device_total_bytes"]), summary["gpu_bytes"]
+        card = f"{total} of the GPU" + ("; " if has is None else f"'s {format_bytes(has)}; ")
+        if has is None and summary["fits"]:
+            verdict = f"yes, on a GPU of {total} or more"
+            card = ""
+    yield f"Fits: {verdict}. It takes {card}{ram}{disk}."
+    if not summary["fits"]:
+        yield _way_out(summary, options)
+    if "step_seconds" in summary:
+        yield _step_line(summary)
+    elif summary["disk_seconds"]:
+        disk_rate = f"{summary['disk_gb_per_s']:.3g} GB/s, {WORDS[summary['disk_from']]}"
+        yield f"A step takes at least {_seconds(summary['disk_seconds'])}, the disk's time ({disk_rate})."
+    if summary["drive_life_steps"] is not None:
+        full = summary.get("budgets", [{}])[-1].get("cpu_bytes")
+        way_out = "" if full is None else f"; with --cpu-memory {_option(full)} no states are written"
+        yield (
+            f"A drive warranted for {TYPICAL_TBW / 1e12:.0f} TB written lasts {summary['drive_life_steps']:,.0f} "
+            f"steps{way_out}."
+        )
+
+
+def _way_out(summary: dict[str, Any], options: PlanOptions) -> str:
+    if summary["fits_device"] and options.gpu:
+        return "Give less --cpu-memory, or have more RAM."
+    if options.activation_tier is None and summary["activation_bytes"]:
+        kept = format_bytes(summary["activation_bytes"])
+        return f"Activations take {kept} of it: --activation-tier cpu or nvme keeps one block's on the device."
+    return "Give a smaller --batch or --seq, or less --device-memory."
+
+
+def _step_line(summary: dict[str, Any]) -> str:
+    waits = {"disk": "the disk", "compute": "compute"}[summary["waits_for"]]
+    rates = (
+        f"{summary['flops']:.3g} FLOP/s, {WORDS[summary['flops_from']]}, and {summary['disk_gb_per_s']:.3g} GB/s, "
+        f"{WORDS[summary['disk_from']]}"
+    )
+    hidden = summary["hiding_tokens"]
+    hides = f"; from {hidden:,} tokens a micro-batch on, the disk costs nothing" if hidden else ""
+    return (
+        f"A step of {summary['tokens_per_step']:,} tokens takes about {_seconds(summary['step_seconds'])}, "
+        f"{_rate(summary['tokens_per_s'])} tokens/s; it waits for {waits}{hides}. Computed from {rates}."
+    )
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s" if seconds >= 0.1 else f"{1e3 * seconds:.2g} ms"
+
+
+def _rate(number: float) -> str:
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+
+
+def _option(nbytes: int) -> str:
+    """Bytes as an option takes them, rounded up to what can be read."""
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if nbytes >= size:
+            return f"{-(-10 * nbytes // size) / 10:g}{unit}"
+    return str(nbytes)
+
+
+def _placement_table(summary: dict[str, Any]) -> Table:
+    title = f"{summary['parameters']:,} trained parameters, optimizer states {WHERE[summary['tier']]}"
+    table = Table(title=title, title_justify="left")
+    names = TIERS | ({"device": "device (the CPU)"} if summary["device"] == "cpu" else {})
+    kinds = KINDS if summary["commit_every"] is None else KINDS | {"slots": COMMITTED_SLOTS}
+    table.add_column("tier")
+    table.add_column("bytes", justify="right")
+    table.add_column("what")
+    beside = (
+        ("activation_bytes", "activations: of a micro-batch, computed"),
+        ("output_bytes", "logits: with their loss and gradients, computed"),
+        ("context_bytes", "CUDA and its libraries, assumed"),
+    )
+    for tier, total in (("device", "device_total_bytes"), ("cpu", "peak_cpu_bytes"), ("nvme", "disk_bytes")):
+        rows = [
+            (row["nbytes"], f"{row['kind']}: {kinds[row['kind']]}") for row in summary["rows"] if row["tier"] == tier
+        ]
+        if tier == "device":
+            rows += [(summary[key], words) for key, words in beside if summary[key]]
+        for nbytes, words in rows:
+            table.add_row(names[tier], format_bytes(nbytes), words)
+        if rows:
+            table.add_row(names[tier], format_bytes(summary[total]), "together", style="bold")
+            table.add_section()
+    return table
+
+
+def _rank_table(summary: dict[str, Any]) -> Table:
+    """What one of several ranks holds and sends."""
+    sent = summary["sent_elements"]
+    caption = (
+        f"sent in a step: {sent['gradients']:,} elements of gradients, {sent['parameters']:,} of parameters, "
+        f"{sum(sent.values()) / summary['parameters']:.2f} a parameter"
+    )
+    title = f"One of {summary['ranks']} ranks at stage {summary['stage']}"
+    table = Table("held of", "bytes", "a parameter of the model", title=title, caption=caption)
+    for kind, size in summary["held_bytes"].items():
+        table.add_row(kind, format_bytes(size), f"{size / summary['parameters']:.3f}")
+    return table
+
+
+def _zero_r_table(summary: dict[str, Any], blocks: int) -> Table:
+    """What ZeRO-R does to activations on one of several tensor-parallel ranks."""
+    ranks, found = summary["tensor_parallel"], summary["zero_r"]
+    title = f"ZeRO-R on one of {ranks} tensor-parallel ranks: the matrices of blocks are cut, all else counts as whole"
+    caption = f"sent in a backward by --partition-activations: {found['gathered_elements']:,} elements of activations"
+    table = Table("ZeRO-R", "bytes", "what", title=title, title_justify="left", caption=caption)
+    for name, key, what in (
+        ("", "checkpoint_bytes", f"what enters {blocks} blocks, all of it on each rank"),
+        ("P_a", "part_bytes", f"1/{ranks} of it on each rank, with --partition-activations, in the activation tier"),
+        ("P_a+cpu, P_a+nvme", "device_bytes", "on the device with the parts elsewhere: two gathered inputs"),
+        ("C_B", "buffer_bytes", "buffers of gradients on their way, constant in the model's size"),
+        ("M_D", "region_bytes", "reserved for activations in one piece"),
+    ):
+        table.add_row(name, format_bytes(found[key]), what)
+    return table
+
+
+def _lines(summary: dict[str, Any]) -> Iterator[str]:
+    limit, built = summary["device_budget_bytes"], summary["build_bytes"]
+    building = f"The model takes {format_bytes(built)} more while it is built in fp32."
+    if not built:
+        building = "The model is built in parts, on the way to its tiers."
+    allowed = "" if limit is None else f" of {format_bytes(limit)} allowed"
+    yield (
+        f"Peak of parameters on the device: {format_bytes(summary['device_bytes'])}{allowed}, with parameters "
+        f"{WHERE[summary['param_tier']]} and gradients {WHERE[summary['grad_tier']]}."
+    )
+    yield (
+        f"Peak RAM: {format_bytes(summary['peak_cpu_bytes'])} of {format_bytes(summary['cpu_budget_bytes'])} allowed; "
+        f"the least that works is {format_bytes(summary['least_cpu_bytes'])}. {building}"
+    )
+    kept, chunks = summary["kept_chunks"], summary["chunks"]
+    if not summary["written_bytes"]:
+        where = "on the device" if summary["tier"] == "device" else "in RAM"
+        read = summary["read_bytes"]
+        what = f"{format_bytes(read)} of frozen parameters are read" if read else "nothing is read or written"
+        yield f"All {chunks} chunks stay {where}: {what} in a step."
+        return
+    yield (
+        f"{chunks - kept} of {chunks} chunks stream through {summary['buffers']} buffers. "
+        f"Chunks fill {summary['arena_utilisation']:.0%} of the bytes reserved for them in RAM."
+    )
+    yield (
+        f"A step reads {format_bytes(summary['read_bytes'])} and writes {format_bytes(summary['written_bytes'])}, "
+        f"{summary['bytes_per_param']:.2f} bytes a parameter."
+    )
+
+
+def _activation_line(summary: dict[str, Any], options: PlanOptions, model: Sized) -> str:
+    entering, saved = format_bytes(summary["entering_bytes"]), summary["saved_bytes"]
+    how = "with fused attention" if options.gpu else "as the CPU computes attention"
+    known = f"; all that they save without being recomputed, {format_bytes(saved or 0)} ({how})."
+    if saved is None:
+        known = ", by the formula for transformers: this model's forward does not run on the meta device."
+    return (
+        f"What enters {model.blocks} blocks in a micro-batch of {options.batch} x {options.seq} takes {entering}{known}"
+    )
+
+
+def _budget_table(summary: dict[str, Any]) -> Table:
+    """A column for each budget."""
+    budgets = summary["budgets"]
+    has_time = any(one["step_seconds"] for one in budgets)
+    table = Table(title="What --cpu-memory would do (--tier nvme)", title_justify="left", show_header=True)
+    table.add_column("--cpu-memory")
+    for one in budgets:
+        table.add_column(format_bytes(one["cpu_bytes"]), justify="right")
+    lives = (one["drive_life_steps"] for one in budgets)
+    table.add_row("states in RAM", *(f"{one['share']:.0%}" for one in budgets))
+    table.add_row("moved by the disk", *(format_bytes(one["moved_bytes"]) for one in budgets))
+    if has_time:
+        table.add_row("step, computed", *(_seconds(one["step_seconds"]) for one in budgets))
+    table.add_row(
+        f"steps of a {TYPICAL_TBW / 1e12:.0f} TB drive", *("-" if one is None else f"{one:,.0f}" for one in lives)
+    )
+    table.add_row("fits", *("yes" if one["fits"] else "no" for one in budgets))
+    return table

@@ -1,0 +1,101 @@
+"""Whether a run fits, and how long its step takes: computed from a plan and a few rates, and measured by nobody."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from offload.config import Config
+from offload.planner.activations import Waiting
+from offload.planner.explain import Planned
+from offload.planner.placement import Placement
+from offload.sizes import MIB
+
+LOGIT_BYTES = 12
+"""What a logit takes in the backward of a cross entropy in fp32: itself in 16 bits, log-softmax, its gradient, and that
+in 16 bits (2 + 4 + 4 + 2)."""
+CONTEXT_BYTES = 600 * MIB
+"""Of a card's memory that CUDA and the libraries of its kernels take before anything is computed. Assumed."""
+
+
+@dataclass(frozen=True)
+class Computing:
+    """What a micro-batch takes on the device beside the plan.
+
+    Attributes: activation_bytes: of activations that wait on the device, or, with an activation tier, what the unit
+    that is recomputed saves; output_bytes: of the logits, their loss and their gradients.
+    """
+
+    activation_bytes: int
+    output_bytes: int
+
+    @classmethod
+    def of(cls, waiting: Waiting, config: Config, units: int) -> Computing:
+        """Args: units: of the model."""
+        kept = waiting.saved_bytes if config.activation_tier is None else ceil(waiting.saved_bytes / max(units, 1))
+        return cls(kept, LOGIT_BYTES * waiting.output_numel)
+
+    @property
+    def nbytes(self) -> int:
+        return self.activation_bytes + self.output_bytes
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step computes. Attributes: trained, frozen: elements; tokens: of a micro-batch; recomputes: whether
+    forwards run twice."""
+
+    trained: int
+    frozen: int
+    tokens: int
+    recomputes: bool
+
+    @property
+    def forward_flops(self) -> float:
+        """Of one micro-batch: 2 a parameter and token (Kaplan et al., arXiv 2001.08361, section 2.1)."""
+        return 2.0 * self.tokens * (self.trained + self.frozen)
+
+    @property
+    def flops(self) -> float:
+        """Of one micro-batch: the backward takes twice as much, of frozen parameters once as much."""
+        backward = 2.0 * self.tokens * (2 * self.trained + self.frozen)
+        return (2 if self.recomputes else 1) * self.forward_flops + backward
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step. Attributes: compute, disk: of each alone; step: of both together; hiding_tokens: of a
+    micro-batch from which on the disk costs nothing."""
+
+    compute: float
+    disk: float
+    step: float
+    hiding_tokens: int
+
+    @property
+    def waits_for_disk(self) -> bool:
+        return self.step > self.compute
+
+
+def step_time(planned: Planned, work: Work, *, flops: float | None, disk_bytes_per_s: float) -> StepTime:
+    """How long a step takes if nothing but compute and the disk took time.
+
+    Parameters and gradients move beside all of the compute. States move between the last gradient and their unit's next
+    forward, so only the first forward of a step hides them.
+    Args: flops: FLOP/s that are achieved, None: unknown, and compute takes no time; disk_bytes_per_s: reads and writes
+    together.
+    Raises: BudgetError.
+    """
+    placement, passes = planned.place(), planned.config.accumulation
+    disk = moved_bytes(placement) / disk_bytes_per_s
+    states = 2 * sum(placement.states.streamed) / disk_bytes_per_s
+    if flops is None:
+        return StepTime(0.0, disk, disk, 0)
+    compute, forward = passes * work.flops / flops, work.forward_flops / flops
+    enough = max(disk / compute, states / forward) * work.tokens
+    return StepTime(compute, disk, max(compute, disk, compute - forward + states), ceil(enough))
+
+
+def moved_bytes(placement: Placement) -> int:
+    """Over the disk in a step, reads and writes together."""
+    return placement.read_bytes + placement.written_bytes
