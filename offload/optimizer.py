@@ -261,6 +261,8 @@ class OffloadZero(torch.optim.Optimizer):
             undo.enter_context(retired(given))
             with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
                 print(self._placement.describe(self._plan.held, self._config), file=sys.stderr)
+                if found is not None:
+                    print(f"offload: resumed at step {self._step}, committed {found.committed_at}", file=sys.stderr)
             self._held.take_others()
             original.kept = None  # the last instruction: no interrupt comes between it and the end
         except BaseException as error:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+import time
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -296,6 +297,13 @@ class RecoveryPlan:
     @property
     def commit(self) -> Commit:
         return self.target.last[1]
+
+    @property
+    def committed_at(self) -> str:
+        """The local time of the commit's record, with the date unless it is of today."""
+        at = time.localtime(os.stat(self.target.last[0] / COMMIT_NAME).st_mtime)
+        is_today = at[:3] == time.localtime()[:3]
+        return time.strftime("%H:%M" if is_today else "%Y-%m-%d %H:%M", at)
 
     @property
     def files(self) -> Files:

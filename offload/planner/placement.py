@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
+
 from offload.config import LEAST_IN_FLIGHT, MASTER_ITEM_BYTES, Config
 from offload.dist import exchange
 from offload.errors import BudgetError, ConfigError
@@ -49,6 +51,7 @@ TYPICAL_TBW = 600e12
 """Bytes a common 1 TB consumer drive is warranted for."""
 
 _SHOWN = {"device": "the device", "cpu": "RAM", "nvme": "NVMe"}
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,6 @@ class Placement:
 
     def describe(self, layout: Layout, config: Config) -> str:
         """One line for people."""
-        paths = " and ".join(map(str, config.paths))
         at_most = f" of {format_bytes(config.device_memory)} allowed" if config.device_memory is not None else ""
         where = "" if config.param_tier == "device" else f", streamed from {_SHOWN[config.param_tier]}"
         if config.tier == "device" and where:
@@ -146,25 +148,36 @@ class Placement:
             where += (
                 f", activations {'in' if config.activation_tier == 'cpu' else 'on'} {_SHOWN[config.activation_tier]}"
             )
-        text = (
-            f"offload: {layout.trained.numel:,} parameters{where}; {self._frozen(layout, config)}"
-            f"peak on the device {format_bytes(self.device_bytes)}{at_most}; "
+        return (
+            f"offload: {layout.trained.numel:,} parameters in {_DTYPES[config.compute_dtype]}{where}; "
+            f"{self._frozen(layout, config)}peak on the device {format_bytes(self.device_bytes)}{at_most}; "
             f"peak RAM {format_bytes(self.arena_bytes)} of {format_bytes(self.budget_bytes)} allowed; "
+            f"{self._states(config)}{self._files(config)}"
         )
-        if not self.written_bytes:
-            text += f"optimizer states stay {'in' if config.tier == 'cpu' else 'on'} {_SHOWN[config.tier]}"
-            text += f" ({len(self.states.resident)} chunks)"
-            text += f", and {format_bytes(self.read_bytes)} are read a step" if self.read_bytes else ""
-            if config.commit_every is None:
-                return text
-            return f"{text}, and are written to {paths} ({format_bytes(self.disk_bytes)}) at a commit{_every(config)}"
-        return text + (
-            f"{len(self.states.streamed)} of {len(layout.chunks)} chunks stream through {paths} "
-            f"({format_bytes(self.disk_bytes)}): "
-            f"{format_bytes(self.read_bytes)} read and {format_bytes(self.written_bytes)} written a step, "
-            f"{self.drive_life_steps:,.0f} steps for a drive warranted for 600 TB written; "
-            + ("nothing is committed" if config.commit_every is None else f"a commit{_every(config)}")
-        )
+
+    def _states(self, config: Config) -> str:
+        """In words: where fp32 masters and moments are."""
+        chunks = len(self.states.sizes)
+        if self.states.streamed:
+            return f"{len(self.states.streamed)} of {chunks} chunks of optimizer states stream from NVMe"
+        where = "on the device" if config.tier == "device" else "in RAM"
+        return f"optimizer states stay {where} ({chunks} {'chunk' if chunks == 1 else 'chunks'})"
+
+    def _files(self, config: Config) -> str:
+        """In words: what the disk has, and what moves in a step."""
+        if not config.paths:
+            return ""
+        moved = f"{format_bytes(self.read_bytes)} read and {format_bytes(self.written_bytes)} written a step, "
+        if not (self.read_bytes or self.written_bytes):
+            moved = "nothing moves in a step, "
+        if config.commit_every is None:
+            commits = "nothing is committed"
+        else:
+            commits = (
+                f"a commit every {config.commit_every} steps" if config.commit_every else "commits when you call it"
+            )
+        paths = " and ".join(map(str, config.paths))
+        return f"; {format_bytes(self.disk_bytes)} in {paths}: {moved}{commits}"
 
     def _frozen(self, layout: Layout, config: Config) -> str:
         """In words: which frozen parameters stream, and which stay on the device."""
@@ -180,11 +193,6 @@ class Placement:
         return (
             f"{format_bytes(nbytes)} of frozen ones streamed from {_SHOWN[config.frozen_tier]}{cached}, {also}{stays}"
         )
-
-
-def _every(config: Config) -> str:
-    """In words: when commits are made."""
-    return f" every {config.commit_every} steps" if config.commit_every else " when commit() is called"
 
 
 def activation_memory(tier: str | None, units: int, nbytes: int) -> int | None:

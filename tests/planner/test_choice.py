@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +162,61 @@ def test_what_was_chosen_is_printed_once(capsys: pytest.CaptureFixture[str], tmp
     printed = capsys.readouterr().err
     assert printed.count("offload:") == 1
     assert (
-        f"parameters, streamed from RAM; peak on the device {peak / 1024:.4g} KiB of 5.859 KiB allowed; peak" in printed
+        f"parameters in bf16, streamed from RAM; peak on the device {peak / 1024:.4g} KiB of 5.859 KiB allowed; peak"
+        in printed
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "states", "moved"),
+    [
+        ({}, "optimizer states stay in RAM", "nothing moves in a step"),
+        ({"tier": "cpu"}, "optimizer states stay in RAM", "nothing moves in a step"),
+        ({"tier": "device"}, "optimizer states stay on the device", "nothing moves in a step"),
+        ({"cpu_memory": "least", "tuning": SMALL}, "chunks of optimizer states stream from NVMe", "read and"),
+        ({"param_tier": "nvme"}, "optimizer states stay in RAM", "read and"),
+    ],
+    ids=["enough RAM", "cpu", "device", "little RAM", "parameters stream"],
+)
+@pytest.mark.parametrize("every", [None, 7])
+def test_the_line_says_where_states_are_and_what_moves(
+    options: dict[str, Any],
+    states: str,
+    moved: str,
+    every: int | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = Net(8)
+    has_files = every is not None or options.get("tier", "nvme") == "nvme"
+    given = {"commit_every": every, "path": tmp_path / "run" if has_files else None, **options}
+    if given.get("cpu_memory") == "least":
+        given["cpu_memory"] = least_cpu_memory(model, commit_every=every, tuning=SMALL)
+    with OffloadZero(model, **given) as optimizer:
+        train(model, optimizer)
+        train(model, optimizer)
+        optimizer.synchronize()
+        stats = optimizer.stats()
+    line = capsys.readouterr().err
+    assert f"parameters in bf16{', streamed from NVMe' if 'param_tier' in options else ''}; " in line
+    assert states in line
+    assert (moved in line) is has_files
+    assert (stats["nvme_read_bytes"] > 0) is (has_files and moved == "read and")
+    assert ("a commit every 7 steps" in line) is (every is not None)
+    assert ("nothing is committed" in line) is (has_files and every is None)
+
+
+def test_the_line_of_a_resumed_run_says_from_when_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given: dict[str, Any] = {"path": tmp_path / "run", "commit_every": 1}
+    with OffloadZero(model := Net(8), **given) as optimizer:
+        train(model, optimizer)
+    steps, record = optimizer._step, tmp_path / "run" / "COMMIT"
+    OffloadZero(Net(8), resume=True, **given).close()
+    today = datetime.fromtimestamp(record.stat().st_mtime)
+    assert f"offload: resumed at step {steps}, committed {today:%H:%M}\n" in capsys.readouterr().err
+    os.utime(record, (0, 86_400))
+    OffloadZero(Net(8), resume="auto", **given).close()
+    assert f"committed {datetime.fromtimestamp(86_400):%Y-%m-%d %H:%M}\n" in capsys.readouterr().err
 
 
 def test_a_wrong_size_is_refused_by_name() -> None:
