@@ -85,6 +85,7 @@ from offload.optim.adopt import (
     take_options,
 )
 from offload.optim.adopt import unwrapped as unwrapped_optimizer
+from offload.optim.frameworks import is_loading_a_checkpoint, warn_of_new_loop
 from offload.planner.placement import place
 from offload.profiling import PHASES, Timeline
 from offload.run import Owner
@@ -341,6 +342,7 @@ class OffloadZero(torch.optim.Optimizer):
         self._held = HeldModel(self._model, parts, self._placement, values, self._owner, original, undo)
         self._attached = Attached(_committed(found))
         self._resumed = None
+        self._is_loop_resumed = found is None
         if found is not None:
             self._resumed = Resumed(found.commit.step, found.extra.extra)
             self._begin_at(found)
@@ -375,6 +377,9 @@ class OffloadZero(torch.optim.Optimizer):
         differently; nothing is changed); TierIOError, CorruptionError, AccumulationError, RankError.
         """
         self._watch.settle()
+        if not self._is_loop_resumed:
+            self._is_loop_resumed = True
+            warn_of_new_loop(self._step)
         with self._forgetting_the_scaler():
             self._require_usable()
             loss = None
@@ -832,6 +837,7 @@ class OffloadZero(torch.optim.Optimizer):
             raise ConfigError(f"attach(rng={rng!r}): give True or False; other generators take another name")
         given = {RNG: None, **objects} if rng else objects
         self._attach(given, self._undo)
+        self._is_loop_resumed = True
         if groups := self._attached.groups_for(given):
             take_options(self.param_groups, groups)
         self._capture_if_due()
@@ -1107,6 +1113,7 @@ class OffloadZero(torch.optim.Optimizer):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         carried = self._go_to(state_dict)
+        self._is_loop_resumed = self._is_loop_resumed or is_loading_a_checkpoint()
         if carried is not None:
             self._attached.go_back(carried)
         with torch.no_grad():

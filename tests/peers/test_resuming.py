@@ -295,6 +295,21 @@ def test_resumed_training_ends_as_if_it_had_not_stopped(
         torch.testing.assert_close(value, expected.weights[name], rtol=0, atol=0 if is_bf16 else TOLERANCE, msg=name)
 
 
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_framework_that_begins_anew_with_the_weights_of_a_commit_is_warned(framework: str, tmp_path: Path) -> None:
+    """The argument that was left out is named, once."""
+    train = FRAMEWORKS[framework]
+    hold = Holds(tmp_path / "swap", {**PLACES["RAM"], "compute_dtype": torch.float32})
+    with pytest.raises(StoppedError):
+        train(hold, tmp_path / "saved", is_bf16=False, stop=STOP)
+    hold.lose()
+    named = {"trainer": "resume_from_checkpoint=True", "accelerate": r"load_state\(\)", "lightning": "ckpt_path="}
+    with pytest.warns(UserWarning, match=rf"go on from step \d+.*{named[framework]}") as warned:
+        train(hold, tmp_path / "again", is_bf16=False)
+    assert sum("go on from step" in str(one.message) for one in warned) == 1
+    hold.lose()
+
+
 # What frameworks do beside.
 
 ONCE = {"compute_dtype": torch.float32}
