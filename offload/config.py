@@ -459,6 +459,10 @@ def _refuse_unknown(options: Mapping[str, object]) -> None:
                 f"{name}={value!r} is an option of the optimizer that OffloadZero takes over: give "
                 f"OffloadZero(model, torch.optim.AdamW(model.parameters(), {name}={value!r}))"
             )
+        if name in Tuning.__dataclass_fields__:
+            raise ConfigError(
+                f"{name}={value!r} is an option of Tuning: give OffloadZero(..., tuning=Tuning({name}={value!r}))"
+            )
         near = get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]}?" if near else f"the options are {', '.join(sorted(known))}"
         raise ConfigError(f"{name}={value!r}: there is no such option; {hint}")

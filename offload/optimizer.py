@@ -261,7 +261,7 @@ class OffloadZero(torch.optim.Optimizer):
             stop_reducing(wrapper, undo)
             undo.enter_context(retired(given))
             with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
-                print(self._placement.describe(self._plan.held, self._config), file=sys.stderr)
+                print(self._placement.describe(self._plan.held, self._config, self._given), file=sys.stderr)
                 if found is not None:
                     print(f"offload: resumed at step {self._step}, committed {found.committed_at}", file=sys.stderr)
             self._held.take_others()
@@ -295,6 +295,7 @@ class OffloadZero(torch.optim.Optimizer):
             self._plan = plan_run(model, given.param_groups, self._config, self._comm, device)
             self._layout = self._plan.layout
             params = self._plan.params[: len(self._layout.specs)]
+            self._given = {param.dtype for param in params}
             frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
             wanted = recovery.describe(self._plan.config, self._layout, params, kinds, self._comm)
         interrupts.hold()

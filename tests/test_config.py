@@ -246,3 +246,10 @@ def test_only_bf16_parameters_split_their_masters() -> None:
 def test_partitioned_activations_need_a_tier(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check(**options)
+
+
+@pytest.mark.parametrize(("name", "value"), [("chunk", "1MiB"), ("units", ["blocks"]), ("threads", 2)])
+def test_an_option_of_tuning_at_the_top_level_is_pointed_there(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"give OffloadZero\(\.\.\., tuning=Tuning\({name}=") as refused:
+        check(**{name: value})
+    assert repr(value) in str(refused.value)

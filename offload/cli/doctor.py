@@ -18,6 +18,7 @@ from offload.sizes import format_bytes
 BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
 FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "neon", "asimd", "sve", *BF16_FLAGS)
 """CPU flags that decide how fast kernels and bf16 products are."""
+IN_RAM = ("tmpfs", "ramfs")
 NETWORK = ("nfs", "cifs", "smb", "9p", "fuse", "ceph", "lustre")
 
 
@@ -154,6 +155,8 @@ def _disk(path: Path) -> list[Row]:
     engine.close()
     system = machine.file_system(path)
     far = "no local drive, which would be faster" if system and system.startswith(NETWORK) else ""
+    if system in IN_RAM:
+        far = "it is RAM: what lies there saves none, and is gone after a reboot; give --path on a drive"
     direct = machine.takes_direct_io(path)
     shown = {True: "yes", False: "no", None: "unknown: the path is not writable"}[direct]
     slow = "swap files go through the page cache, which costs CPU time and RAM: choose a local drive"
@@ -173,8 +176,13 @@ def _show(rows: list[Row]) -> None:
     from rich.table import Table
 
     table = Table(title="This machine", title_justify="left")
-    for heading in ("item", "value", "what it costs"):
+    for heading in ("item", "value"):
         table.add_column(heading, overflow="fold")
     for row in rows:
-        table.add_row(row.item, escape(row.shown), escape(row.hint), style="yellow" if row.hint else None)
-    Console().print(table)
+        table.add_row(row.item, escape(row.shown), style="yellow" if row.hint else None)
+    console = Console()
+    console.print(table)
+    slow = [row for row in rows if row.hint]
+    verdict = "What slows this machine:" if slow else "Nothing slows this machine."
+    for line in (verdict, *(f"- {row.item}: {row.shown}: {row.hint}" for row in slow)):
+        console.print(escape(line), soft_wrap=True, highlight=False)

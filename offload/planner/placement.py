@@ -7,7 +7,7 @@ would be in RAM is on the device, and in RAM are only the buffers through which 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -51,6 +51,7 @@ TYPICAL_TBW = 600e12
 """Bytes a common 1 TB consumer drive is warranted for."""
 
 _SHOWN = {"device": "the device", "cpu": "RAM", "nvme": "NVMe"}
+_MASTERS_OF_HALF = ", whose values fp32 masters begin with"
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -135,8 +136,11 @@ class Placement:
         written."""
         return TYPICAL_TBW / self.written_bytes if self.written_bytes else None
 
-    def describe(self, layout: Layout, config: Config) -> str:
-        """One line for people."""
+    def describe(self, layout: Layout, config: Config, given: Collection[torch.dtype]) -> str:
+        """One line for people. Args: given: the dtypes that trained parameters had."""
+        dtype = _DTYPES[config.compute_dtype]
+        if others := [name for one, name in _DTYPES.items() if one in given and one is not config.compute_dtype]:
+            dtype += f" (given in {' and '.join(others)}{_MASTERS_OF_HALF if torch.float16 in given else ''})"
         at_most = f" of {format_bytes(config.device_memory)} allowed" if config.device_memory is not None else ""
         where = "" if config.param_tier == "device" else f", streamed from {_SHOWN[config.param_tier]}"
         if config.tier == "device" and where:
@@ -149,7 +153,7 @@ class Placement:
                 f", activations {'in' if config.activation_tier == 'cpu' else 'on'} {_SHOWN[config.activation_tier]}"
             )
         return (
-            f"offload: {layout.trained.numel:,} parameters in {_DTYPES[config.compute_dtype]}{where}; "
+            f"offload: {layout.trained.numel:,} parameters in {dtype}{where}; "
             f"{self._frozen(layout, config)}peak on the device {format_bytes(self.device_bytes)}{at_most}; "
             f"peak RAM {format_bytes(self.arena_bytes)} of {format_bytes(self.budget_bytes)} allowed; "
             f"{self._states(config)}{self._files(config)}"

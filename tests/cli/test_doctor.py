@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from offload import native
@@ -48,8 +49,22 @@ def test_json_keys_are_stable(tmp_path: Path) -> None:
 def test_table_has_a_line_for_every_finding(tmp_path: Path) -> None:
     result = doctor("--path", str(tmp_path))
     assert result.exit_code == 0, result.output
-    for item in ("torch", "A CPU", "Adam kernel", "O_DIRECT", "io_uring", "open-file limit", "what it costs"):
+    for item in ("torch", "A CPU", "Adam kernel", "O_DIRECT", "io_uring", "open-file limit"):
         assert item in result.stdout
+
+
+def test_the_verdict_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "huge_pages", lambda: "madvise")
+    monkeypatch.setattr(machine, "takes_direct_io", lambda path: True)
+    monkeypatch.setattr(machine, "file_system", lambda path: "ext4")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 10_000)
+    assert doctor().stdout.splitlines()[-1] == "Nothing slows this machine."
+    monkeypatch.setattr(machine, "huge_pages", lambda: "never")
+    monkeypatch.setattr(machine, "file_system", lambda path: "tmpfs")
+    *_, verdict, pages, files = doctor().stdout.splitlines()
+    assert verdict == "What slows this machine:"
+    assert pages.startswith("- transparent huge pages: never: I/O takes twice the CPU time: set ")
+    assert files.startswith("- file system: tmpfs: it is RAM")
 
 
 def test_fallback_kernels_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:

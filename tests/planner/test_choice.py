@@ -162,7 +162,7 @@ def test_what_was_chosen_is_printed_once(capsys: pytest.CaptureFixture[str], tmp
     printed = capsys.readouterr().err
     assert printed.count("offload:") == 1
     assert (
-        f"parameters in bf16, streamed from RAM; peak on the device {peak / 1024:.4g} KiB of 5.859 KiB allowed; peak"
+        f"parameters in bf16 (given in fp32), streamed from RAM; peak on the device {peak / 1024:.4g} KiB of 5.859 KiB allowed; peak"
         in printed
     )
 
@@ -198,12 +198,27 @@ def test_the_line_says_where_states_are_and_what_moves(
         optimizer.synchronize()
         stats = optimizer.stats()
     line = capsys.readouterr().err
-    assert f"parameters in bf16{', streamed from NVMe' if 'param_tier' in options else ''}; " in line
+    assert f"parameters in bf16 (given in fp32){', streamed from NVMe' if 'param_tier' in options else ''}; " in line
     assert states in line
     assert (moved in line) is has_files
     assert (stats["nvme_read_bytes"] > 0) is (has_files and moved == "read and")
     assert ("a commit every 7 steps" in line) is (every is not None)
     assert ("nothing is committed" in line) is (has_files and every is None)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "words"),
+    [
+        (torch.bfloat16, "parameters in bf16;"),
+        (torch.float32, "parameters in bf16 (given in fp32);"),
+        (torch.float16, "parameters in bf16 (given in fp16, whose values fp32 masters begin with);"),
+    ],
+)
+def test_the_line_says_what_the_model_was_given_in(
+    dtype: torch.dtype, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    OffloadZero(Net(8).to(dtype)).close()
+    assert words in capsys.readouterr().err
 
 
 def test_the_line_of_a_resumed_run_says_from_when_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
