@@ -161,10 +161,8 @@ def test_what_was_chosen_is_printed_once(capsys: pytest.CaptureFixture[str], tmp
         peak = optimizer._placement.device_bytes
     printed = capsys.readouterr().err
     assert printed.count("offload:") == 1
-    assert (
-        f"parameters in bf16 (given in fp32), streamed from RAM; peak on the device {peak / 1024:.4g} KiB of 5.859 KiB allowed; peak"
-        in printed
-    )
+    assert "parameters in bf16 (given in fp32), streamed from RAM; peak on the device" in printed
+    assert f"; peak on the device {peak / 1024:.4g} KiB of 5.859 KiB allowed; peak RAM" in printed
 
 
 @pytest.mark.parametrize(
