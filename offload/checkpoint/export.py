@@ -28,7 +28,7 @@ from offload.interrupts import is_of_system
 from offload.io.engine import open_directory
 from offload.io.regular import require_regular
 from offload.sizes import GIB, MIB, format_bytes
-from offload.storage.files import LOCAL, Files, require_file_size
+from offload.storage.files import LOCAL, Files, missing_parent, require_file_size
 
 SHARD_BYTES = 5 * GIB
 METADATA = {"format": "pt"}
@@ -192,7 +192,9 @@ def _make(directory: Path) -> bool:
     except OSError as error:
         if not is_of_system(error):
             raise
-        raise PathError(error.errno, f"cannot be made: {error.strerror}", str(directory)) from error
+        is_missing = isinstance(error, FileNotFoundError) and not directory.parent.exists()
+        why = missing_parent(directory) if is_missing else f"cannot be made: {error.strerror}"
+        raise PathError(error.errno, why, str(directory)) from error
     return True
 
 

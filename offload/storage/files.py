@@ -12,6 +12,7 @@ import errno
 import os
 import re
 import resource
+import shlex
 import stat
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -290,6 +291,13 @@ def _copy_some(source: int, target: int, offset: int, length: int) -> int:
 LOCAL = Files()
 
 
+def missing_parent(path: Path) -> str:
+    """Which of the directories above `path` is the first that is missing, and how to make all of them."""
+    missing = next((above for above in reversed(path.parents) if not above.exists()), path.parent)
+    command = f"mkdir -p {shlex.quote(str(path.parent))}"
+    return f"{missing} does not exist: make it first ({command}), or give another path"
+
+
 def check_directory(path: Path, *, resumes: bool = False) -> None:
     """Checks that `path` is, or can be made, the directory of a run; writes nothing.
 
@@ -302,11 +310,9 @@ def check_directory(path: Path, *, resumes: bool = False) -> None:
     except FileNotFoundError:
         parent = path.parent
         if not parent.is_dir():
-            raise PathError(
-                errno.ENOENT, "the directory to make it in does not exist: make it first", str(path)
-            ) from None
+            raise PathError(errno.ENOENT, missing_parent(path), str(path)) from None
         if not os.access(parent, os.W_OK | os.X_OK):
-            raise PathError(errno.EACCES, "its parent directory is not writable", str(path)) from None
+            raise PathError(errno.EACCES, f"its parent directory {parent} is not writable", str(path)) from None
         return
     except OSError as error:
         if not is_of_system(error):

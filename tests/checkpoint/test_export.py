@@ -204,6 +204,11 @@ def test_a_place_that_cannot_be_a_directory_is_refused(tmp_path: Path, kind: str
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_a_missing_directory_above_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PathError, match=rf"{tmp_path / 'a'} does not exist: make it first \(mkdir -p {tmp_path}/a/b\)"):
+        export(tmp_path / "a" / "b" / "out", [entry("a", torch.ones(3))])
+
+
 REFUSED: list[tuple[list[Entry], dict[str, object], str]] = [
     ([entry("a", torch.ones(1)), entry("a", torch.ones(1))], {}, "another tensor has that name"),
     ([entry("__metadata__", torch.ones(1))], {}, "reserved"),

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -401,6 +402,17 @@ def test_a_path_that_cannot_be_a_directory_is_refused(tmp_path: Path, kind: str,
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_the_first_directory_that_is_missing_is_named_and_how_to_make_all(tmp_path: Path) -> None:
+    path = tmp_path / "scratch" / "my runs" / "run1"
+    for refuse in (lambda: check_directory(path), lambda: opens(path)):
+        with pytest.raises(PathError, match=rf"{tmp_path / 'scratch'} does not exist: make it first") as caught:
+            refuse()
+    command = re.search(r"\((mkdir -p .*?)\)", str(caught.value))
+    assert command
+    subprocess.run(["sh", "-c", command[1]], check=True)
+    check_directory(path)
+
+
 def read_only(path: Path) -> Iterator[Path]:
     """`path` mounted read-only: for root, file modes forbid nothing."""
     path.mkdir()
@@ -419,10 +431,10 @@ def forbidden(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_directory_that_cannot_be_written_is_refused(forbidden: Path) -> None:
-    for path in (forbidden, forbidden / "run"):
-        with pytest.raises(PathError, match="not writable"):
+    for path, named in ((forbidden, ""), (forbidden / "run", f"{forbidden} ")):
+        with pytest.raises(PathError, match=f"{named}is not writable"):
             check_directory(path)
-        with pytest.raises(PathError, match="not writable"):
+        with pytest.raises(PathError, match=f"{named}is not writable"):
             opens(path)
 
 
