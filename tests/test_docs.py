@@ -1,80 +1,83 @@
-"""Documents keep their word: every Python example runs as it stands, links lead somewhere, paths in them exist."""
+"""Documents keep their word: every script runs as it stands, links lead somewhere, paths in them exist."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
 
 from offload import OffloadZero, Tuning, errors
 from tests.test_rooms import FLOORS, sources
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-WITH_EXAMPLES = [document for document in DOCUMENTS if document.stem != "one-step"]
-"""Those for users."""
-BATCHES = 60
-"""Enough for the commits that the examples make."""
+BLOCKS = re.compile(r"^(<!-- compiled only: [^\n]*-->\n)?```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-class Model(nn.Module):
-    """What the documents call `model`: blocks, a head, and an output with a loss."""
+def scripts(document: Path, *, run: bool) -> Iterator[tuple[str, str]]:
+    """The Python of a page, as a reader copies it, by document and line.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
-        for block in self.blocks:
-            x = torch.relu(block(x))
-        return SimpleNamespace(loss=nn.functional.mse_loss(self.head(x).float(), y))
-
-
-def examples() -> Iterator[Any]:
-    """The fenced Python blocks of the documents that have them, by document and line."""
-    for document in WITH_EXAMPLES:
-        source = document.read_text()
-        for found in re.finditer(r"^```python\n(.*?)^```$", source, re.MULTILINE | re.DOTALL):
-            line = source[: found.start()].count("\n") + 1
-            yield pytest.param(found[1], id=f"{document.stem}-line-{line}")
-
-
-def runs(code: str, scratch: Path) -> None:
-    """Runs an example with a tiny model. Args: scratch: takes the place of /scratch in it."""
-    torch.manual_seed(0)
-    model = Model()
-    names: dict[str, Any] = {
-        "build_model": lambda: model,
-        "model": model,
-        "step": 1,
-        "writer": SimpleNamespace(add_scalar=lambda name, value, step: None),
-        "wandb": SimpleNamespace(log=lambda values, step: None),
-        "loader": [{"x": torch.randn(3, 8), "y": torch.randn(3, 1)} for _ in range(BATCHES)],
-    }
-    if "OffloadZero(" not in code:
-        names["optimizer"] = OffloadZero(model)
-    try:
-        exec(compile(code.replace('"/scratch', f'"{scratch}'), "example", "exec"), names)
-    finally:
-        names.get("optimizer", SimpleNamespace(close=lambda: None)).close()
+    A block that begins with an import begins a script, and those below go on from it. Args: run: False: those that are
+    marked as compiled only, each by itself.
+    """
+    page = document.read_text()
+    script: list[str] = []
+    name = ""
+    for block in BLOCKS.finditer(page):
+        line = f"{document.stem}-line-{page[: block.start()].count(chr(10)) + 1}"
+        if block[1]:
+            if not run:
+                yield line, block[2]
+            continue
+        if re.match("import |from ", block[2]):
+            if script and run:
+                yield name, "".join(script)
+            script, name = [], line
+        script.append(block[2])
+    if script and run:
+        yield name, "".join(script)
 
 
-@pytest.mark.parametrize("code", list(examples()))
-def test_example_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    runs(code, tmp_path)
-    if 'resume="auto"' in code:
-        runs(code, tmp_path)  # goes on from what the first run committed
+def cases(*, run: bool) -> list[Any]:
+    return [pytest.param(code, id=name) for document in DOCUMENTS for name, code in scripts(document, run=run)]
+
+
+def run_script(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a script in `folder`, where nothing is but what it makes, with warnings as errors."""
+    (folder / "script.py").write_text(code)
+    command = [sys.executable, "-W", "error", "script.py"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize("code", cases(run=True))
+def test_script_runs_as_it_stands(code: str, tmp_path: Path) -> None:
+    for _ in range(1 + ('resume="auto"' in code)):  # the second run goes on from what the first one committed
+        done = run_script(code, tmp_path)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("code", cases(run=False))
+def test_script_that_needs_more_than_an_install_compiles(code: str) -> None:
+    compile(code, "script", "exec")
+
+
+def test_first_script_is_the_same_in_readme_and_quick_start_and_its_second_run_asks_for_resume(tmp_path: Path) -> None:
+    """As both pages say."""
+    (_, code), *_ = scripts(ROOT / "README.md", run=True)
+    assert code in (ROOT / "docs" / "quick-start.md").read_text()
+    assert run_script(code, tmp_path).returncode == 0
+    refused = run_script(code, tmp_path).stderr
+    assert "ResumeError" in refused
+    assert "resume=True" in refused
+    assert run_script(code.replace('run1"', 'run1", resume=True'), tmp_path).returncode == 0
 
 
 def test_every_option_is_named() -> None:
