@@ -174,12 +174,8 @@ class Placement:
         moved = f"{format_bytes(self.read_bytes)} read and {format_bytes(self.written_bytes)} written a step, "
         if not (self.read_bytes or self.written_bytes):
             moved = "nothing moves in a step, "
-        if config.commit_every is None:
-            commits = "nothing is committed"
-        else:
-            commits = (
-                f"a commit every {config.commit_every} steps" if config.commit_every else "commits when you call it"
-            )
+        every = {None: "nothing is committed", 0: "a commit when commit() is called", 1: "a commit after each step"}
+        commits = every.get(config.commit_every, f"a commit every {config.commit_every} steps")
         paths = " and ".join(map(str, config.paths))
         return f"; {format_bytes(self.disk_bytes)} in {paths}: {moved}{commits}"
 
