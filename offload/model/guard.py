@@ -19,6 +19,9 @@ opened parameter is guarded. So their use is an entry of its own, and waits for 
 entries.py). A class is the same for all threads; what differs is the `__torch_function__` that torch finds there
 (`Here`). Only a DTensor is plain for all threads inside its unit.
 
+Torch's transformer and attention take a faster path if no tensor has a `__torch_function__`. Where they ask for it,
+they find none (`only_asks`); the operation that they call next does.
+
 Torch runs operations of plain DTensors in C++, and of subclasses through Python. So a DTensor is plain inside its unit,
 where `p.data` of it is not seen.
 
@@ -194,12 +197,6 @@ class _Guarded(_Held):
 
     __slots__ = ()
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return cls.guard(func, types, args, kwargs)
-
 
 class _Opened(_Held):
     """Base of the classes of tensors that are used now: the thread that uses them sees nothing."""
@@ -233,6 +230,10 @@ class _Watched(_Held):
             made = made.clone() if self._guards_ref.is_elsewhere else made
             made.__class__ = type(self)  # type: ignore[assignment]
         return made
+
+
+_ASKED: dict[type[_Held], str] = {_Guarded: "guarded", _Opened: "opened", _Watched: "watched"}
+"""By base: the attribute of `Here` with the `__torch_function__` of its classes."""
 
 
 class _Plain:
@@ -272,7 +273,7 @@ def _seen(method: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a method of a guarded class count as a use of the tensor, as an operation does."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return type(self).__torch_function__(method, (), (self, *args), kwargs)
+        return type(self).guard(method, (), (self, *args), kwargs)
 
     return call
 
@@ -360,13 +361,11 @@ class Guards:
                 names |= {name: _seen(getattr(kind, name)) for name in _PAST_TORCH_FUNCTION}
                 # `module.to()` swaps subclasses that can be taken apart for new tensors; this one has to stay.
                 names["__tensor_flatten__"] = property(_cannot)
-            meta: type[type] = type(kind)
+            # Torch asks the tensor, or its class. A property of a class is found in the class of that.
+            asked = property(partial(getattr, self.here, _ASKED[base]))
+            names["__torch_function__"] = asked
+            meta = type(type(kind).__name__, (type(kind),), {"__torch_function__": asked})
             name = f"{base.__name__[1:]}{kind.__name__}"
-            if base is not _Guarded:
-                # Torch asks the tensor, or its class. A property of a class is found in the class of that.
-                asked = property(partial(getattr, self.here, "watched" if base is _Watched else "opened"))
-                names["__torch_function__"] = asked
-                meta = type(meta.__name__, (meta,), {"__torch_function__": asked})
             if base is _Opened:  # torch prints the name
                 name = "tensor" if kind is Tensor else kind.__name__
             self._classes[key] = meta(name, (base, kind), names)

@@ -1,5 +1,5 @@
-"""What the files of this folder need to know about torch: which functions read no values, how to stay out of the sight
-of modes, and hooks that a copy of the model does not take along.
+"""What the files of this folder need to know about torch: which functions read no values, which code only asks for a
+`__torch_function__`, how to stay out of the sight of modes, and hooks that a copy of the model does not take along.
 
 [Note: out of sight]
 A dispatch mode (FLOP counters, fake tensors), a torch function mode (a default device), a transform of torch.func, a
@@ -9,6 +9,7 @@ run inside of the user's forward.
 
 from __future__ import annotations
 
+import dis
 import inspect
 import sys
 import weakref
@@ -163,6 +164,32 @@ def _inside(node: Any) -> Iterable[Any]:
         for name in (names,) if isinstance(names, str) else names:
             yield getattr(node, name, None)
     yield from getattr(node, "__dict__", {}).values()
+
+
+# Code that asks whether tensors are plain.
+
+
+def _lines_with(name: str, function: Callable[..., Any]) -> frozenset[int]:
+    """The lines in which a function uses the global or attribute `name`."""
+    uses = (one.positions for one in dis.get_instructions(function) if one.argval == name)
+    return frozenset(at.lineno for at in uses if at is not None and at.lineno is not None)
+
+
+_ASKING = tuple(
+    (kind.forward.__code__, _lines_with("has_torch_function", kind.forward))
+    for kind in (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+)
+"""The forwards that take another path, with other numbers, if one of their tensors has a `__torch_function__`, and the
+lines in which they ask that."""
+
+
+def only_asks(frame: FrameType) -> bool:
+    """Whether the code of a frame is asking for a `__torch_function__`, and not calling an operation."""
+    code = frame.f_code
+    for asking, lines in _ASKING:  # a code is slow to hash
+        if code is asking:
+            return frame.f_lineno in lines
+    return False
 
 
 # Out of sight.

@@ -106,19 +106,46 @@ def choose(
     """The fastest configuration that fits the budgets: fewest bytes over the disk first, then over the link.
 
     Args: layout_of: lays the model out for a configuration; direct: as in `place`.
-    Raises: BudgetError if nothing fits: that of the configuration which lacks least; ConfigError.
+    Raises: BudgetError if nothing fits, see `_refusal`; ConfigError.
     """
-    refused: list[BudgetError] = []
+    refused: list[tuple[Config, Layout, BudgetError]] = []
     for tiers in _tiers(config, direct=direct):
         for candidate in _shapes(tiers, layout_of):
             layout = layout_of(candidate)
             try:
                 return candidate, layout, place(layout, candidate, direct=direct, room=room)
             except BudgetError as error:
-                refused.append(error)
+                refused.append((candidate, layout, error))
                 if error.option != "device_memory":
                     break  # what saves memory on the device does not help
-    raise min(refused, key=lambda error: error.needed - error.available)
+    raise _refusal(refused, direct=direct, room=room)
+
+
+def _refusal(refused: Sequence[tuple[Config, Layout, BudgetError]], *, direct: bool, room: Room) -> BudgetError:
+    """The error for configurations of which none fits. With what it says to give one of them does.
+
+    It names the one that lacks least, of those that lack one budget only. If all lack both, the message names both.
+    """
+    one: list[BudgetError] = []
+    both: list[tuple[BudgetError, BudgetError]] = []
+    for config, layout, error in refused:
+        try:
+            if error.option == "device_memory":  # RAM comes after it
+                unbound = replace(config, device_memory=None)
+                place(layout, unbound, direct=direct, room=replace(room, available_bytes=None))
+            one.append(error)
+        except BudgetError as other:
+            both.append((error, other))
+    if one:
+        return min(one, key=_lack)
+    first, second = min(both, key=lambda pair: sum(map(_lack, pair)))
+    return BudgetError(
+        f"{first}. Besides, {second}", needed=first.needed, available=first.available, option=first.option
+    )
+
+
+def _lack(error: BudgetError) -> int:
+    return error.needed - error.available
 
 
 def _tiers(config: Config, *, direct: bool) -> Iterator[Config]:
