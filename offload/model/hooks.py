@@ -20,13 +20,14 @@ from torch.utils.hooks import RemovableHandle
 from offload import torch_private
 from offload.errors import ConfigError
 from offload.interrupts import uninterrupted
+from offload.model.compiled import Forward, run_uncompiled
 from offload.model.fetch import HeldUnits
 from offload.model.flat_param import FlatParameters
 from offload.model.gradient import Answers
 from offload.model.guard import is_held, is_released
 from offload.model.state_dict import Access
-from offload.model.torch_helpers import Hook, hook_forward
-from offload.model.units import ROOT, NotToWrap, blocks_of, fp32_modules, is_called, require_unwrapped
+from offload.model.torch_helpers import Hook, hook_forward, numbered_alike
+from offload.model.units import ROOT, NotToWrap, blocks_of, encloses, fp32_modules, is_called, require_unwrapped
 from offload.run import Run
 
 
@@ -107,6 +108,7 @@ class Hooks:
         answers: Answers,
     ) -> None:
         self._handles: list[RemovableHandle] = []
+        self._forwards: list[Forward] = []
         self._nodes: list[tuple[torch.autograd.graph.Node, RemovableHandle]] = []
         self._leaves: list[tuple[int, nn.Parameter]] = []
         self._model = model
@@ -138,7 +140,8 @@ class Hooks:
         if config.compute_dtype is not torch.float32:
             for module in in_fp32:
                 self._cast_inputs(module, torch.float32)
-                self._handles.append(module.register_forward_hook(partial(_cast_outputs, config.compute_dtype)))
+                casts = module.register_forward_hook(partial(_cast_outputs, config.compute_dtype))
+                self._handles.append(numbered_alike(module, casts))
         for number, param in enumerate(parameters.params[: parameters.trained]):
             self._hook_gradient(number, param)
             for start, leaf in parameters.tiles_of(number):
@@ -149,6 +152,8 @@ class Hooks:
         """Takes all hooks away, and the stand-ins of gradients."""
         for handle in (*self._handles, *(handle for _, handle in self._nodes)):
             handle.remove()
+        for forward in self._forwards:
+            forward.remove()
         self._handles.clear()
         self._nodes.clear()
         if self._ignored_by_ddp is None:
@@ -165,6 +170,10 @@ class Hooks:
         # `F.linear` fetches a tiled weight, tile by tile.
         tiled = {spec.unit for spec in parameters.layout.specs if spec.tile}
         blocks = dict(blocks_of(model, run.config.units))
+        for name, module in model.named_modules():
+            is_in_block = any(encloses(block, name) for block in blocks)
+            if is_in_block and is_called(module) and any(encloses(name, unit) for unit in tiled):
+                self._forwards.append(Forward(module, run_uncompiled))
         for module in model.modules():
             params = list(module.parameters(recurse=False))
             own = {names[param] for param in params} - tiled
@@ -174,7 +183,8 @@ class Hooks:
                 is_block = blocks.get(name) is module
                 if is_block or units.is_streamed or (name != ROOT and not is_called(blocks[name])):
                     before, after = partial(units.forward_begins, name), partial(units.forward_ends, name)
-                    self._handles += hook_forward(module, before, after)
+                    inside = None if is_block else units.running.runs_here_of(name)
+                    self._handles += hook_forward(module, before, after, inside=inside)
             if params:
                 loads = Hook(partial(units.before_loading, params))
                 self._handles.append(module.register_load_state_dict_pre_hook(loads))
@@ -182,7 +192,8 @@ class Hooks:
                 self._handles.append(register(hook))
 
     def _cast_inputs(self, module: nn.Module, dtype: torch.dtype) -> None:
-        self._handles.append(module.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True))
+        casts = module.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
+        self._handles.append(numbered_alike(module, casts))
 
     def _hook_gradient(self, number: int, leaf: nn.Parameter, start: int = 0) -> None:
         """Args: leaf: the parameter, or its tile whose first element is `start`."""

@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from offload import torch_private
+from offload.model.compiled import UNIT_OUTSIDE, USE_OUTSIDE, RunsHere, runs_as_it_is
 
 Kind = TypeVar("Kind")
 
@@ -197,7 +199,7 @@ def call_eagerly(call: Callable[..., Any], *args: Any) -> Any:
     return _outside_graphs(call, *args) if torch.compiler.is_compiling() else call(*args)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable(reason=USE_OUTSIDE)  # type: ignore[untyped-decorator]
 def _outside_graphs(call: Callable[..., Any], *args: Any) -> Any:
     return call(*args)
 
@@ -218,18 +220,29 @@ def call_alive(method: weakref.WeakMethod[Callable[[Any], None]], argument: Any,
 
 
 class Hook:
-    """A hook of a module. A copy or a pickle of the model takes along one that does nothing."""
+    """A hook of a module. A copy or a pickle of the model takes along one that does nothing.
 
-    def __init__(self, call: Callable[..., None] | None = None) -> None:
+    Args: call: what it does; inside: of a module inside of a unit, whether that runs. Then compiled code leaves the
+    hook out.
+    """
+
+    def __init__(self, call: Callable[..., None] | None = None, inside: RunsHere | None = None) -> None:
         self._call = call
+        self._inside = inside
 
     @property
     def is_active(self) -> bool:
         """False in a copy of the model."""
         return self._call is not None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model is cut in two here
     def __call__(self, *args: Any) -> None:
+        if self._inside is None or not torch.compiler.is_compiling() or not self._inside.now:
+            self._call_outside(*args)
+
+    runs_as_it_is(__call__)
+
+    @torch.compiler.disable(reason=UNIT_OUTSIDE)  # type: ignore[untyped-decorator]  # a compiled model is cut in two here
+    def _call_outside(self, *args: Any) -> None:
         if self._call is not None:
             self._call(*args)
 
@@ -237,13 +250,42 @@ class Hook:
         return type(self), ()
 
 
+HOOK_TABLES = tuple(
+    f"_forward_{name}"
+    for name in ("hooks", "hooks_with_kwargs", "hooks_always_called", "pre_hooks", "pre_hooks_with_kwargs")
+)
+"""Attributes of a module: dicts that say by number which hooks its forward has, and how they are called."""
+
+
+def numbered_alike(module: nn.Module, handle: RemovableHandle) -> RemovableHandle:
+    """Gives a hook of a module's forward another number: the first below 0 that is free there.
+
+    Torch numbers the hooks of all modules through. Compiled code asks for the number of a hook, and would be compiled
+    again for each of several modules that are alike.
+    """
+    tables: list[dict[int, Any]] = [getattr(module, name) for name in HOOK_TABLES]
+    number = next(number for number in count(-1, -1) if not any(number in table for table in tables))
+    for table in tables:
+        if handle.id in table:  # and keeps its place there
+            entries = [(number if key == handle.id else key, value) for key, value in table.items()]
+            table.clear()
+            table.update(entries)
+    handle.id = number
+    return handle
+
+
 def hook_forward(
-    module: nn.Module, before: Callable[[], None], after: Callable[[Any], None], kind: type[Hook] = Hook
+    module: nn.Module,
+    before: Callable[[], None],
+    after: Callable[[Any], None],
+    kind: type[Hook] = Hook,
+    inside: RunsHere | None = None,
 ) -> tuple[RemovableHandle, RemovableHandle]:
     """Calls `before` ahead of a module's forward and of its other hooks, and `after` with its output; with None if it
-    raised."""
-    begins, ends = kind(lambda *_: before()), Hook(lambda module, args, output: after(output))
+    raised. Args: inside: see `Hook`."""
+    begins = kind(lambda *_: before(), inside)
+    ends = Hook(lambda module, args, output: after(output), inside)
     return (
-        module.register_forward_pre_hook(begins, prepend=True),
-        module.register_forward_hook(ends, always_call=True),
+        numbered_alike(module, module.register_forward_pre_hook(begins, prepend=True)),
+        numbered_alike(module, module.register_forward_hook(ends, always_call=True)),
     )
