@@ -7,10 +7,13 @@ of it. No graph can fetch a unit. So the module of a unit is what compiles into 
 | code                                        | where `block.compile(fullgraph=True)` has it                  |
 |---------------------------------------------|---------------------------------------------------------------|
 | hooks of the unit's own module              | outside of the graph                                          |
-| hooks of modules inside of a unit that runs | in the graph, where they do nothing                           |
+| hooks of modules inside of a unit           | left out                                                      |
 | the stand-in of its forward (`Forward`)     | outside of the graph                                          |
 | its own forward, which the stand-in calls   | compiled, also when it is recomputed                          |
 | the same, where its weights have tiles      | run as it is: tiles come and go between its operations        |
+
+Where a unit does not run, its parameters are guarded, and the use of one ends the graph (guard.py). Torch runs that part
+of the code as it is, hooks included. So compiled code never needs the hooks that it leaves out.
 
 What compiles is a function that torch calls with each new frame of a thread. While a stand-in runs it is put aside, and
 it is there again for the forward that the stand-in calls (`Compiler`).
@@ -18,7 +21,6 @@ it is there again for the forward that the stand-in calls (`Compiler`).
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from functools import update_wrapper
@@ -38,13 +40,6 @@ USE_OUTSIDE = (
     "OffloadZero holds this tensor, a parameter or gradient, and fetches it for a use that is not in the forward of "
     "its own unit; leave out fullgraph=True where such a use is compiled"
 )
-
-
-class RunsHere(threading.local):
-    """Whether this thread runs a unit, for compiled code to ask. There is one for each unit, all alike, so that what is
-    compiled for one unit serves the others. Attribute: now."""
-
-    now = False
 
 
 class Compiler(NamedTuple):

@@ -183,8 +183,7 @@ class Hooks:
                 is_block = blocks.get(name) is module
                 if is_block or units.is_streamed or (name != ROOT and not is_called(blocks[name])):
                     before, after = partial(units.forward_begins, name), partial(units.forward_ends, name)
-                    inside = None if is_block else units.running.runs_here_of(name)
-                    self._handles += hook_forward(module, before, after, inside=inside)
+                    self._handles += hook_forward(module, before, after, is_inside=not is_block)
             if params:
                 loads = Hook(partial(units.before_loading, params))
                 self._handles.append(module.register_load_state_dict_pre_hook(loads))

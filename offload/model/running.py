@@ -9,7 +9,6 @@ from typing import Any
 from offload import torch_private
 from offload.entries import Entries, entry
 from offload.interrupts import uninterrupted
-from offload.model.compiled import RunsHere
 from offload.model.flat_param import FlatParameters
 
 
@@ -54,7 +53,6 @@ class RunningUnits:
                 self._tiled.update(flat.params)
             else:
                 self._numbers.setdefault(flat.unit, []).extend(flat.params)
-        self._runs_here: dict[str, RunsHere] = {}
         self._depth: dict[str, int] = {}  # in the order in which they were entered, by any thread
         self.here = Here()
 
@@ -70,7 +68,6 @@ class RunningUnits:
             self._parameters.watch(self._numbers.get(unit, ()))
         self._depth[unit] = depth + 1
         here.entered[unit] = here.entered.get(unit, 0) + 1
-        self.runs_here_of(unit).now = True
 
     @entry
     @uninterrupted
@@ -83,7 +80,6 @@ class RunningUnits:
             entered[unit] -= 1
         else:
             del entered[unit]
-            self.runs_here_of(unit).now = False
         if not entered:
             self._end_pass()
         if depth > 1:
@@ -103,10 +99,6 @@ class RunningUnits:
     def runs_here(self, unit: str) -> bool:
         """Whether this thread runs a forward of `unit`."""
         return unit in self.here.entered
-
-    def runs_here_of(self, unit: str) -> RunsHere:
-        """The same, for compiled code."""
-        return self._runs_here.setdefault(unit, RunsHere())
 
     def watches(self, unit: str, number: int) -> bool:
         """Whether parameter `number` of `unit` is plain now in the threads that run the unit."""
@@ -130,7 +122,5 @@ class RunningUnits:
             self._parameters.guard(self._numbers.get(unit, ()))
         self._depth.clear()
         if self.here.entered:
-            for unit in self.here.entered:
-                self.runs_here_of(unit).now = False
             self.here.entered.clear()
             self._end_pass()

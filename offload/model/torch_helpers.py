@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from offload import torch_private
-from offload.model.compiled import UNIT_OUTSIDE, USE_OUTSIDE, RunsHere, runs_as_it_is
+from offload.model.compiled import UNIT_OUTSIDE, USE_OUTSIDE, runs_as_it_is
 
 Kind = TypeVar("Kind")
 
@@ -222,13 +222,12 @@ def call_alive(method: weakref.WeakMethod[Callable[[Any], None]], argument: Any,
 class Hook:
     """A hook of a module. A copy or a pickle of the model takes along one that does nothing.
 
-    Args: call: what it does; inside: of a module inside of a unit, whether that runs. Then compiled code leaves the
-    hook out.
+    Args: call: what it does; is_inside: whether its module lies in that of a unit, so that compiled code leaves it out.
     """
 
-    def __init__(self, call: Callable[..., None] | None = None, inside: RunsHere | None = None) -> None:
+    def __init__(self, call: Callable[..., None] | None = None, is_inside: bool = False) -> None:
         self._call = call
-        self._inside = inside
+        self._is_inside = is_inside
 
     @property
     def is_active(self) -> bool:
@@ -236,7 +235,7 @@ class Hook:
         return self._call is not None
 
     def __call__(self, *args: Any) -> None:
-        if self._inside is None or not torch.compiler.is_compiling() or not self._inside.now:
+        if not (self._is_inside and torch.compiler.is_compiling()):
             self._call_outside(*args)
 
     runs_as_it_is(__call__)
@@ -279,12 +278,13 @@ def hook_forward(
     before: Callable[[], None],
     after: Callable[[Any], None],
     kind: type[Hook] = Hook,
-    inside: RunsHere | None = None,
+    *,
+    is_inside: bool = False,
 ) -> tuple[RemovableHandle, RemovableHandle]:
     """Calls `before` ahead of a module's forward and of its other hooks, and `after` with its output; with None if it
-    raised. Args: inside: see `Hook`."""
-    begins = kind(lambda *_: before(), inside)
-    ends = Hook(lambda module, args, output: after(output), inside)
+    raised. Args: is_inside: see `Hook`."""
+    begins = kind(lambda *_: before(), is_inside)
+    ends = Hook(lambda module, args, output: after(output), is_inside)
     return (
         numbered_alike(module, module.register_forward_pre_hook(begins, prepend=True)),
         numbered_alike(module, module.register_forward_hook(ends, always_call=True)),

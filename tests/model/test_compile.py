@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
-from offload import OffloadZero, Tuning
+from offload import OffloadZero, Tuning, torch_private
 from tests.oracle.models import TinyLm, token_batches, token_loss
-from tests.support.toy import Net, batch, squares, take_step
+from tests.support.toy import Mixed, Net, batch, squares, take_step
 
 PLACEMENTS = {
     "resident": {"tier": "cpu"},
@@ -173,6 +173,18 @@ def test_a_recomputed_block_runs_compiled(placement: str, tmp_path: Path) -> Non
         assert len(runs) == 3
         loss.backward()
     assert len(runs) == 6
+    assert torch_private.set_frame_callback(None) is None  # what follows is not compiled
+
+
+def test_modules_of_a_unit_without_a_forward_enter_it_in_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, entered = Mixed(), []  # its units are ModuleDicts
+    with OffloadZero(model, tier="cpu", param_tier="cpu", compute_dtype=torch.float32, commit_every=None) as optimizer:
+        x = torch.randn(4, 12)
+        expected, running = model(x), optimizer._held.units.running
+        enter = running.enter
+        monkeypatch.setattr(running, "enter", lambda unit: (entered.append(unit), enter(unit)))
+        assert torch.equal(torch.compile(model, backend="eager")(x), expected)
+    assert {"stages.0", "stages.3"} <= set(entered)
 
 
 @pytest.mark.parametrize("param_tier", ["device", "cpu"])
@@ -215,16 +227,3 @@ def test_a_use_outside_of_its_unit_in_one_graph_names_the_way_out() -> None:
         use = torch.compile(lambda x: x * model.norm.weight, backend="eager", fullgraph=True)
         with pytest.raises(Unsupported, match="leave out fullgraph=True where such a use is compiled"):
             use(torch.ones(8))
-
-
-def test_a_block_that_raises_leaves_its_unit_and_the_compiler_alone() -> None:
-    model = TinyLm()
-    options = dict(ONE_GRAPH["streamed, recomputed"])
-    with OffloadZero(model, compute_dtype=torch.float32, commit_every=None, **options):
-        compile_blocks(model, "eager", in_place=True)
-        tokens, targets = next(token_batches())
-        expected = token_loss(model, tokens, targets)
-        with pytest.raises((RuntimeError, TypeError)):
-            model.blocks[0](torch.ones(3, 5))
-        assert torch.equal(token_loss(model, tokens, targets), expected)
-        assert torch._C._dynamo.eval_frame.set_eval_frame(None) is None
