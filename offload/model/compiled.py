@@ -12,8 +12,8 @@ of it. No graph can fetch a unit. So the module of a unit is what compiles into 
 | its own forward, which the stand-in calls   | compiled, also when it is recomputed                          |
 | the same, where its weights have tiles      | run as it is: tiles come and go between its operations        |
 
-Where a unit does not run, its parameters are guarded, and the use of one ends the graph (guard.py). Torch runs that part
-of the code as it is, hooks included. So compiled code never needs the hooks that it leaves out.
+Where a unit does not run, its parameters are guarded, and the use of one ends the graph (guard.py). Torch runs that
+part of the code as it is, hooks included. So compiled code never needs the hooks that it leaves out.
 
 What compiles is a function that torch calls with each new frame of a thread. While a stand-in runs it is put aside, and
 it is there again for the forward that the stand-in calls (`Compiler`).
