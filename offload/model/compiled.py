@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from offload import torch_private
+from offload.model.plain_copy import LeftBehind, refuse_script
 
 UNIT_OUTSIDE = (
     "OffloadZero does what a unit of the model needs around its forward, outside of compiled code; compile the model "
@@ -64,9 +65,8 @@ def runs_as_it_is(function: Callable[..., Any]) -> None:
     torch_private.skip_frames(function.__code__)
 
 
-class Forward:
-    """Stands in for a module's `forward`, outside of compiled code. A copy or a pickle of the module has its own one
-    again.
+class Forward(LeftBehind):
+    """Stands in for a module's `forward`, outside of compiled code.
 
     Args: run: called with a compiler, the module's own forward and the arguments, while this is active. It has the
     compiler call the forward.
@@ -74,7 +74,7 @@ class Forward:
 
     def __init__(self, module: nn.Module, run: Callable[[Compiler, Callable[..., Any], Any, Any], Any]) -> None:
         self._module = weakref.ref(module)
-        self._own = module.__dict__.get("forward")
+        self.instead = module.__dict__.get("forward")
         self._run: Callable[..., Any] | None = run
         update_wrapper(self, module.forward)
         module.forward = self
@@ -99,19 +99,23 @@ class Forward:
         """Of the module's own forward: torch.export reads its arguments there."""
         return self.__wrapped__.__code__  # type: ignore[attr-defined, no-any-return]
 
+    @property
+    def __globals__(self) -> str:
+        return refuse_script()
+
     def remove(self) -> None:
         """Gives the module its own forward back. If somebody else has wrapped this one meanwhile, it stays inside that
         wrapper, and only calls the module's own."""
         self._run = None
         module = self._module()
         if module is not None and module.__dict__.get("forward") is self:
-            if self._own is None:
+            if self.instead is None:
                 del module.__dict__["forward"]
             else:
-                module.forward = self._own
+                module.forward = self.instead
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _own_forward, (self._module(), self._own)
+        return _own_forward, (self._module(), self.instead)
 
 
 def _own_forward(module: nn.Module, own: Any) -> Any:

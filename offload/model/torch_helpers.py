@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload import torch_private
 from offload.model.compiled import UNIT_OUTSIDE, USE_OUTSIDE, runs_as_it_is
+from offload.model.plain_copy import LeftBehind, refuse_script
 
 Kind = TypeVar("Kind")
 
@@ -219,8 +220,8 @@ def call_alive(method: weakref.WeakMethod[Callable[[Any], None]], argument: Any,
         call_hidden(alive, argument)
 
 
-class Hook:
-    """A hook of a module. A copy or a pickle of the model takes along one that does nothing.
+class Hook(LeftBehind):
+    """A hook of a module. Where the module itself says how it is copied, its copy takes along one that does nothing.
 
     Args: call: what it does; is_inside: whether its module lies in that of a unit, so that compiled code leaves it out.
     """
@@ -244,6 +245,10 @@ class Hook:
     def _call_outside(self, *args: Any) -> None:
         if self._call is not None:
             self._call(*args)
+
+    @property
+    def __name__(self) -> str:
+        return refuse_script()
 
     def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
         return type(self), ()
