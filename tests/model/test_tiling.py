@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from offload import BudgetError, ConfigError, OffloadZero, Tuning
 from offload.model.transfer import UnitState
 from offload.planner import least_cpu_memory
 from tests.support.late_copier import LateCopier
 from tests.support.streamed import Streams, Watched, finish, state_of, train
-from tests.support.toy import Checkpointed, Net, batch, squares
+from tests.support.toy import WIDTH, Checkpointed, Net, batch, squares
 
 TILE = 300
 """Bytes; the layers of Net have weights of 576, in tiles of 16 and 8 rows."""
@@ -347,3 +349,50 @@ def test_a_weight_is_gathered_and_written_while_its_tiles_are_on_their_way(strea
 def test_a_wrong_tile_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"Tuning\.tile='many'"):
         OffloadZero(Net(), tuning=Tuning(tile="many"))
+
+
+def _dual(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """A gradient of a forward derivative."""
+    leaf = x.clone().requires_grad_()
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(call(forward_ad.make_dual(leaf, torch.ones_like(x)))).tangent
+        return torch.autograd.grad(tangent.square().sum(), leaf)[0]
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
+    "grad": lambda call, x: torch.func.grad(lambda x: call(x).square().sum())(x),
+    "grad of grad": lambda call, x: torch.func.grad(lambda x: torch.func.grad(lambda x: call(x).pow(3).sum())(x).sum())(
+        x
+    ),
+    "jacrev": lambda call, x: torch.func.jacrev(lambda x: call(x).sum(0))(x),
+    "jacfwd": lambda call, x: torch.func.jacfwd(lambda x: call(x).sum(0))(x),
+    "hessian": lambda call, x: torch.func.hessian(lambda x: call(x).square().sum())(x),
+    "vmap": lambda call, x: torch.func.vmap(call)(x),
+    "vmap of grad": lambda call, x: torch.func.vmap(torch.func.grad(lambda x: call(x).square().sum()))(x),
+    "vjp": lambda call, x: torch.func.vjp(call, x)[1](torch.ones_like(call(x)))[0],
+    "jvp": lambda call, x: torch.func.jvp(call, (x,), (torch.ones_like(x),))[1],
+    "forward derivatives by hand": _dual,
+    "functional.jacobian": lambda call, x: torch.autograd.functional.jacobian(lambda x: call(x).sum(0), x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, at the first forward derivative
+@pytest.mark.parametrize("activation_tier", [None, "cpu"])
+@pytest.mark.parametrize("of", ["model", "block"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_of_tiles_are_those_of_whole_weights(transform: str, of: str, activation_tier: str | None) -> None:
+    plain, model = Net(), Net()
+    run, x = TRANSFORMS[transform], batch(0) if of == "model" else torch.randn(2, WIDTH)
+    options: Any = {"activation_tier": activation_tier, "compute_dtype": torch.float32, "tuning": Tuning(tile=128)}
+    with OffloadZero(model, tier="cpu", param_tier="cpu", **options) as optimizer:
+        assert optimizer._held.units.transfers.home_of("blocks.1.up.weight[0]") == "blocks.1.up.weight"
+        one, other = (model, plain) if of == "model" else (model.blocks[1], plain.blocks[1])
+        assert torch.allclose(run(one, x), run(other, x), atol=1e-5)
+
+
+def test_torch_func_sums_over_tiles_in_fp32_as_a_backward_does() -> None:
+    model, x = Net(), torch.randn(4, WIDTH, dtype=torch.bfloat16).requires_grad_()
+    with OffloadZero(model, tier="cpu", param_tier="cpu", tuning=Tuning(tile=64)):
+        (expected,) = torch.autograd.grad(model.blocks[1](x).square().sum(), x)
+        found = torch.func.grad(lambda x: model.blocks[1](x).square().sum())(x.detach())
+        assert torch.equal(found, expected)
