@@ -50,6 +50,10 @@ functorch_level: Any = _find("torch._C._functorch", "peek_interpreter_stack")
 """The innermost running transform of torch.func (grad, vmap, ...), or None."""
 without_functorch: Any = _find("torch._functorch.pyfunctorch", "temporarily_clear_interpreter_stack")
 """Context manager: no transform of torch.func is active inside."""
+is_transformed: Any = _find("torch._C._functorch", "is_functorch_wrapped_tensor")
+"""Whether a tensor is one that a transform of torch.func has made of another."""
+untransformed: Any = _find("torch._C._functorch", "get_unwrapped")
+"""That other tensor, which belongs to the next transform outside."""
 tracing_state: Any = _find("torch._C", "_get_tracing_state")
 """The trace that torch.jit.trace is recording, or None. Public, for whether there is one: `torch.jit.is_tracing`."""
 set_tracing_state: Any = _find("torch._C", "_set_tracing_state")

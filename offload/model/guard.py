@@ -51,6 +51,7 @@ from offload.model.torch_helpers import (
     METADATA,
     MOVES,
     call_eagerly,
+    graphs_of,
     instances_in,
     is_no_move,
     module_on_the_move,
@@ -522,8 +523,9 @@ class Guards:
             if not units or not torch.is_grad_enabled():  # asking a view that was written to for its node raises
                 continue
             with torch_private.DisableTorchFunctionSubclass():
-                node = tensor.grad_fn
-            if node is not None:
+                nodes = [one.grad_fn for one in graphs_of(tensor)]
+            for node in nodes:
+                assert node is not None
                 self._streamed.fetch_before(node, units)
 
     # Uses that need more than current values.

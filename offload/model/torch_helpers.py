@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
 from torch.utils.hooks import RemovableHandle
 
 from offload import torch_private
@@ -211,6 +212,21 @@ def _outside_graphs(call: Callable[..., Any], *args: Any) -> Any:
 def in_backward() -> bool:
     """Whether autograd is running on this thread: a forward inside is recomputation."""
     return bool(torch_private.graph_task_id() != -1)
+
+
+def graphs_of(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that gradients of a tensor, or of derivatives of it, arrive at: each has a node of its own."""
+    left: list[Tensor | None] = [tensor]
+    while left:
+        one = left.pop()
+        if one is None:
+            continue
+        if one.grad_fn is not None:
+            yield one
+        # A view that is changed in place gets another history, in which only its base has a position.
+        left += (one._base, unpack_dual(one).tangent)
+        if torch_private.is_transformed(one):
+            left.append(torch_private.untransformed(one))
 
 
 def call_alive(method: weakref.WeakMethod[Callable[[Any], None]], argument: Any, *_: Any) -> None:
