@@ -58,6 +58,7 @@ from offload.model.torch_helpers import (
     MOVES,
     call_eagerly,
     calls_that_save,
+    graphs_of,
     instances_in,
     is_no_move,
     module_on_the_move,
@@ -115,14 +116,18 @@ class _Held:
     @classmethod
     def guard(cls, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
         """What torch calls for an operation with a tensor that is guarded in this thread."""
+        return call_eagerly(cls._used, func, args, kwargs or {})
+
+    @classmethod
+    def _used(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if func not in _NEEDS_NO_VALUES:
             guards = cls._guards_ref.guards()
             if guards is not None:
-                return guards.call(func, args, kwargs or {})
+                return guards.call(func, args, kwargs)
             if cls._guards_ref.is_elsewhere:
                 _refuse(getattr(func, "__name__", str(func)))
         with torch_private.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
     @property
     def _is_plain(self) -> bool:
@@ -373,9 +378,6 @@ class Guards:
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """`func(*args, **kwargs)`, where some of the arguments are guarded."""
-        return call_eagerly(self._enter, func, args, kwargs)
-
-    def _enter(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if func in _RUNS_BACKWARD:
             return self._dispatch(func, args, kwargs)
         with self.entries.lock:
@@ -565,8 +567,9 @@ class Guards:
             if not units or not torch.is_grad_enabled():  # asking a view that was written to for its node raises
                 continue
             with torch_private.DisableTorchFunctionSubclass():
-                node = tensor.grad_fn
-            if node is not None:
+                nodes = [one.grad_fn for one in graphs_of(tensor)]
+            for node in nodes:
+                assert node is not None
                 self._streamed.fetch_before(node, units)
 
     # Uses that need more than current values.
@@ -633,7 +636,7 @@ class Guards:
 
 def _is_for_a_parameter() -> bool:
     """Whether the call comes from nn.Parameter(p). The frames in between are those of `__torch_function__`, `guard`,
-    `call`, `call_eagerly`, what a compiler adds to it, `_enter` and `_dispatch`."""
+    `call_eagerly`, what a compiler adds to it, `_used`, `call` and `_dispatch`."""
     frame = sys._getframe(1)
     for _ in range(10):
         if frame.f_code is _PARAMETER_NEW:

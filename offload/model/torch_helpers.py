@@ -16,15 +16,19 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from offload import torch_private
+from offload.model.compiled import UNIT_OUTSIDE, USE_OUTSIDE, runs_as_it_is
+from offload.model.plain_copy import LeftBehind, refuse_script
 
 Kind = TypeVar("Kind")
 
@@ -243,7 +247,7 @@ def call_eagerly(call: Callable[..., Any], *args: Any) -> Any:
     return _outside_graphs(call, *args) if torch.compiler.is_compiling() else call(*args)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable(reason=USE_OUTSIDE)  # type: ignore[untyped-decorator]
 def _outside_graphs(call: Callable[..., Any], *args: Any) -> Any:
     return call(*args)
 
@@ -256,6 +260,21 @@ def in_backward() -> bool:
     return bool(torch_private.graph_task_id() != -1)
 
 
+def graphs_of(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that gradients of a tensor, or of derivatives of it, arrive at: each has a node of its own."""
+    left: list[Tensor | None] = [tensor]
+    while left:
+        one = left.pop()
+        if one is None:
+            continue
+        if one.grad_fn is not None:
+            yield one
+        # A view that is changed in place gets another history, in which only its base has a position.
+        left += (one._base, unpack_dual(one).tangent)
+        if torch_private.is_transformed(one):
+            left.append(torch_private.untransformed(one))
+
+
 def call_alive(method: weakref.WeakMethod[Callable[[Any], None]], argument: Any, *_: Any) -> None:
     """Calls a method, `hidden`, if its object lives. A graph may outlive the optimizer, and must not keep it alive:
     Python's garbage collector cannot look into graphs."""
@@ -263,33 +282,77 @@ def call_alive(method: weakref.WeakMethod[Callable[[Any], None]], argument: Any,
         call_hidden(alive, argument)
 
 
-class Hook:
-    """A hook of a module. A copy or a pickle of the model takes along one that does nothing."""
+class Hook(LeftBehind):
+    """A hook of a module. Where the module itself says how it is copied, its copy takes along one that does nothing.
 
-    def __init__(self, call: Callable[..., None] | None = None) -> None:
+    Args: call: what it does; is_inside: whether its module lies in that of a unit, so that compiled code leaves it out.
+    """
+
+    def __init__(self, call: Callable[..., None] | None = None, is_inside: bool = False) -> None:
         self._call = call
+        self._is_inside = is_inside
 
     @property
     def is_active(self) -> bool:
         """False in a copy of the model."""
         return self._call is not None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model is cut in two here
     def __call__(self, *args: Any) -> None:
+        if not (self._is_inside and torch.compiler.is_compiling()):
+            self._call_outside(*args)
+
+    runs_as_it_is(__call__)
+
+    @torch.compiler.disable(reason=UNIT_OUTSIDE)  # type: ignore[untyped-decorator]  # a compiled model is cut in two here
+    def _call_outside(self, *args: Any) -> None:
         if self._call is not None:
             self._call(*args)
+
+    @property
+    def __name__(self) -> str:
+        return refuse_script()
 
     def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
         return type(self), ()
 
 
+HOOK_TABLES = tuple(
+    f"_forward_{name}"
+    for name in ("hooks", "hooks_with_kwargs", "hooks_always_called", "pre_hooks", "pre_hooks_with_kwargs")
+)
+"""Attributes of a module: dicts that say by number which hooks its forward has, and how they are called."""
+
+
+def numbered_alike(module: nn.Module, handle: RemovableHandle) -> RemovableHandle:
+    """Gives a hook of a module's forward another number: the first below 0 that is free there.
+
+    Torch numbers the hooks of all modules through. Compiled code asks for the number of a hook, and would be compiled
+    again for each of several modules that are alike.
+    """
+    tables: list[dict[int, Any]] = [getattr(module, name) for name in HOOK_TABLES]
+    number = next(number for number in count(-1, -1) if not any(number in table for table in tables))
+    for table in tables:
+        if handle.id in table:  # and keeps its place there
+            entries = [(number if key == handle.id else key, value) for key, value in table.items()]
+            table.clear()
+            table.update(entries)
+    handle.id = number
+    return handle
+
+
 def hook_forward(
-    module: nn.Module, before: Callable[[], None], after: Callable[[Any], None], kind: type[Hook] = Hook
+    module: nn.Module,
+    before: Callable[[], None],
+    after: Callable[[Any], None],
+    kind: type[Hook] = Hook,
+    *,
+    is_inside: bool = False,
 ) -> tuple[RemovableHandle, RemovableHandle]:
     """Calls `before` ahead of a module's forward and of its other hooks, and `after` with its output; with None if it
-    raised."""
-    begins, ends = kind(lambda *_: before()), Hook(lambda module, args, output: after(output))
+    raised. Args: is_inside: see `Hook`."""
+    begins = kind(lambda *_: before(), is_inside)
+    ends = Hook(lambda module, args, output: after(output), is_inside)
     return (
-        module.register_forward_pre_hook(begins, prepend=True),
-        module.register_forward_hook(ends, always_call=True),
+        numbered_alike(module, module.register_forward_pre_hook(begins, prepend=True)),
+        numbered_alike(module, module.register_forward_hook(ends, always_call=True)),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from offload import BudgetError, ConfigError, OffloadZero, Tuning
 from offload.model.transfer import UnitState
 from offload.planner import least_cpu_memory
 from tests.support.late_copier import LateCopier
 from tests.support.streamed import Streams, Watched, finish, state_of, train
-from tests.support.toy import Checkpointed, Net, batch, squares
+from tests.support.toy import WIDTH, Checkpointed, Net, batch, squares
 
 TILE = 300
 """Bytes; the layers of Net have weights of 576, in tiles of 16 and 8 rows."""
@@ -152,7 +154,8 @@ def test_a_tiled_layer_is_within_the_stated_bound_of_a_whole_one(bias: bool, dty
     assert (error <= bound).all()
 
 
-def test_the_gradient_of_the_input_is_summed_in_fp32() -> None:
+@pytest.mark.parametrize("of_torch_func", [False, True])
+def test_the_gradient_of_the_input_is_summed_in_fp32(of_torch_func: bool) -> None:
     """In bf16 each of 512 parts would vanish beside the first."""
     model = nn.Linear(64, 1024, bias=False)
     with torch.no_grad():
@@ -161,9 +164,11 @@ def test_the_gradient_of_the_input_is_summed_in_fp32() -> None:
         model.weight[-1, 0] = 1.0
     with OffloadZero(model, param_tier="cpu", tuning=tuning(0, 2 * 64 * 2)):
         x = torch.randn(1, 64).bfloat16().requires_grad_()
-        model(x).sum().backward()
-        assert x.grad is not None
-        assert x.grad[0, 0].item() == torch.tensor(1 + 1023 * 2.0**-9).bfloat16().item()
+        if of_torch_func:
+            grad = torch.func.grad(lambda x: model(x).sum())(x.detach())
+        else:
+            (grad,) = torch.autograd.grad(model(x).sum(), x)
+        assert grad[0, 0].item() == torch.tensor(1 + 1023 * 2.0**-9).bfloat16().item()
 
 
 def test_frozen_layers_stay_and_freezing_later_works(streams: Streams) -> None:
@@ -347,3 +352,52 @@ def test_a_weight_is_gathered_and_written_while_its_tiles_are_on_their_way(strea
 def test_a_wrong_tile_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"Tuning\.tile='many'"):
         OffloadZero(Net(), tuning=Tuning(tile="many"))
+
+
+def _dual(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """A gradient of a forward derivative."""
+    leaf = x.clone().requires_grad_()
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(call(forward_ad.make_dual(leaf, torch.ones_like(x)))).tangent
+        return torch.autograd.grad(tangent.square().sum(), leaf)[0]
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
+    "grad": lambda call, x: torch.func.grad(lambda x: call(x).square().sum())(x),
+    "grad of grad": lambda call, x: torch.func.grad(lambda x: torch.func.grad(lambda x: call(x).pow(3).sum())(x).sum())(
+        x
+    ),
+    "jacrev": lambda call, x: torch.func.jacrev(lambda x: call(x).sum(0))(x),
+    "jacfwd": lambda call, x: torch.func.jacfwd(lambda x: call(x).sum(0))(x),
+    "grad of jvp": lambda call, x: torch.func.grad(
+        lambda x: torch.func.jvp(call, (x,), (torch.ones_like(x),))[1].square().sum()
+    )(x),
+    "jacrev of jacfwd": lambda call, x: torch.func.jacrev(torch.func.jacfwd(lambda x: call(x).square().sum()))(x),
+    "hessian": lambda call, x: torch.func.hessian(lambda x: call(x).square().sum())(x),
+    "vmap": lambda call, x: torch.func.vmap(call)(x),
+    "vmap of grad": lambda call, x: torch.func.vmap(torch.func.grad(lambda x: call(x).square().sum()))(x),
+    "vjp": lambda call, x: torch.func.vjp(call, x)[1](torch.ones_like(call(x)))[0],
+    "jvp": lambda call, x: torch.func.jvp(call, (x,), (torch.ones_like(x),))[1],
+    "forward derivatives by hand": _dual,
+    "functional.jacobian": lambda call, x: torch.autograd.functional.jacobian(lambda x: call(x).sum(0), x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, at the first forward derivative
+@pytest.mark.parametrize("activation_tier", [None, "cpu"])
+@pytest.mark.parametrize("tile", [0, 128])
+@pytest.mark.parametrize("of", ["model", "block"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.one_in(2)
+def test_transforms_of_streamed_models_are_those_of_plain_ones(
+    transform: str, of: str, tile: int, activation_tier: str | None
+) -> None:
+    plain, model = Net(), Net()
+    run, x = TRANSFORMS[transform], batch(0)[:2] if of == "model" else torch.randn(2, WIDTH)
+    options: Any = {"activation_tier": activation_tier, "compute_dtype": torch.float32}
+    with OffloadZero(model, tier="cpu", param_tier="cpu", tuning=Tuning(tile=tile), **options) as optimizer:
+        assert any(unit.endswith("[1]") for unit in optimizer._held.units.transfers.units) == bool(tile)
+        one, other = (model, plain) if of == "model" else (model.blocks[1], plain.blocks[1])
+        found, expected = run(one, x), run(other, x)
+        # Gradients that enter a layer are sums over its tiles.
+        assert torch.allclose(found, expected, atol=1e-5) if tile else torch.equal(found, expected)
