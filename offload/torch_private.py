@@ -144,6 +144,15 @@ is_wrapper_subclass: Any = _find("torch.utils._python_dispatch", "is_traceable_w
 NormBase: Any = _find("torch.nn.modules.batchnorm", "_NormBase")
 """Base class of the modules that keep running statistics. Public: its subclasses, one by one."""
 
+parametrize: Any = import_module("torch.nn.utils.parametrize")
+_find("torch.nn.utils.parametrize", "_cache_enabled")
+
+
+def caches_parametrizations() -> bool:
+    """Whether this runs inside `torch.nn.utils.parametrize.cached()`."""
+    return bool(parametrize._cache_enabled)
+
+
 for _attribute in ("Tensor._version", "Tensor._base", "Tensor._grad", "UntypedStorage._cdata"):
     _find("torch", _attribute)
 

@@ -24,7 +24,8 @@ the store. A saved tensor that stays where it is has a version, as in torch: a c
 number. What went to the store was copied, and the original may be changed.
 
 A recomputation must do what the forward did. So it is refused if parameters, buffers or the mode of the unit have
-changed since. Units whose forward changes their buffers (batch norm) are not recomputed.
+changed since. Units whose forward changes their buffers (batch norm) are not recomputed, nor are units with
+parametrizations inside of `parametrize.cached()`.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -210,6 +212,10 @@ class _Unit:
     def _params(self) -> list[Tensor | None]:
         return [param for module in self._modules for param in module._parameters.values()]
 
+    def uses_cache(self) -> bool:
+        """Whether it may get a parametrized weight from a cache, which a recomputation would not find any more."""
+        return torch_private.caches_parametrizations() and any(map(is_parametrized, self._modules))
+
     def buffers(self) -> list[tuple[Tensor, int]]:
         """The buffers of the unit, each with its version."""
         found = [buffer for module in self._modules for buffer in module._buffers.values()]
@@ -308,7 +314,7 @@ class Activations:
         if outside[0] != self._hooks[0]:
             return forward(*args, **kwargs)  # in a checkpoint, or in another unit
         self._running = unit.name
-        if unit.recomputes:
+        if unit.recomputes and not unit.uses_cache():
             return self._run_checkpointed(unit, forward, args, kwargs)
         if unit.name == self._last:
             return forward(*args, **kwargs)

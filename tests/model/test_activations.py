@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from offload import BudgetError, ClosedError, ConfigError, OffloadZero, StaleActivationError, Tuning
@@ -499,6 +500,30 @@ def test_objects_that_a_forward_changes_are_changed_once(pair: Make) -> None:
     both.same(lambda model: squares(model).backward())
     assert len(both.model.cache.held) == 3
     del both.model.cache, both.plain.cache
+
+
+class Rows(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight / weight.norm(dim=1, keepdim=True)
+
+
+def test_parametrized_weights_from_a_cache(pair: Make) -> None:
+    """A recomputation after the cache has gone would save other tensors."""
+
+    def build() -> nn.Module:
+        net = Net()
+        for block in net.blocks:
+            parametrize.register_parametrization(block.up, "weight", Rows())
+        return net
+
+    def call(net: nn.Module) -> None:
+        with parametrize.cached():
+            loss = squares(net, rows(1)) + squares(net, rows(2))
+        loss.backward()
+
+    both = pair(build)
+    both.same(call)
+    both.same(call, seed=2)
 
 
 def test_a_held_model_is_exported_as_the_plain_one(pair: Make) -> None:
