@@ -36,6 +36,7 @@ from offload.layout import Layout
 from offload.model.fetch import HeldUnits
 from offload.model.flat_param import FlatParameters, flattened_like
 from offload.model.pending import PendingUpdates
+from offload.model.tiling import has_hooks
 from offload.model.torch_helpers import (
     METADATA,
     MOVES,
@@ -207,6 +208,11 @@ class Answers:
             param.grad = self._stand_ins[number]
             local = local_gradient(param, grad.detach())
             is_tile = leaf is not param
+            if is_tile and has_hooks(param):
+                raise ConfigError(
+                    f"{self._names[number]} runs in tiles, and got a hook for its gradient after its forward: register "
+                    "the hook before the forward, or give Tuning(tile=0)"
+                )
             values = flattened_like(leaf, local) if is_tile else self._parameters.flattened(number, local)
             self._gradients.accumulate(number, values, start)
 

@@ -3,7 +3,8 @@
 Its weight is never on the device as a whole. `F.linear` with it runs tile by tile. A *tile* is a run of output rows. It
 is a unit of its own, fetched and released as any other in forward and backward, and a leaf of autograd, so that its
 gradient leaves the device as it is made. The layer stays the module it is, and for any use but `F.linear` its weight is
-a guarded parameter (guard.py), which is in RAM as a whole.
+a guarded parameter (guard.py), which is in RAM as a whole. So it is where the weight has hooks, which want its whole
+gradient.
 
 The gradient of the input is a sum over tiles, taken in fp32 and rounded once: see docs/exactness.md.
 """
@@ -17,9 +18,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from offload import torch_private
 from offload.layout import Layout
 from offload.model.fetch import StreamedUnits
 from offload.model.flat_param import FlatParameters
+
+
+def has_hooks(weight: nn.Parameter) -> bool:
+    """Whether somebody has hooks on a tiled weight, beside the one that takes its gradient. They would not see the
+    gradients of its tiles."""
+    with torch_private.DisableTorchFunctionSubclass():
+        hooks: Any = weight._post_accumulate_grad_hooks
+        return bool(weight._backward_hooks) or len(hooks or ()) > 1
 
 
 class Tiling:
@@ -35,9 +45,14 @@ class Tiling:
             self._unit_of[weight] = flat.unit
             self._tiles.setdefault(weight, []).append((layout.slices[index].unit, leaf))
 
-    def has(self, weight: Any) -> bool:
-        """Whether `weight` is a parameter that has tiles."""
-        return isinstance(weight, nn.Parameter) and weight in self._tiles
+    def runs(self, weight: Any) -> bool:
+        """Whether `F.linear` with `weight` runs in tiles: it has some, and no hooks that want its whole gradient."""
+        return isinstance(weight, nn.Parameter) and weight in self._tiles and not has_hooks(weight)
+
+    def leaves_of(self, weight: Any) -> list[nn.Parameter]:
+        """The tiles of a parameter; empty if it has none."""
+        tiles = self._tiles.get(weight, ()) if isinstance(weight, nn.Parameter) else ()
+        return [leaf for _, leaf in tiles]
 
     def linear(self, inputs: Tensor, weight: nn.Parameter, bias: Tensor | None = None) -> Tensor:
         """`F.linear` with a tiled weight."""
