@@ -59,6 +59,8 @@ set_tracing_state: Any = _find("torch._C", "_set_tracing_state")
 
 graph_task_id: Any = _find("torch._C", "_current_graph_task_id")
 """Number of the backward pass that runs on this thread; -1: none."""
+will_run_node: Any = _find("torch._C", "_will_engine_execute_node")
+"""Whether the running backward pass gets to a node."""
 queue_callback: Any = _find("torch.autograd", "Variable._execution_engine.queue_callback")
 """Calls a function when the running backward pass ends."""
 saved_tensors_hooks: Any = _find("torch._C._autograd", "_top_saved_tensors_default_hooks")

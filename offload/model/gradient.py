@@ -36,7 +36,6 @@ from offload.layout import Layout
 from offload.model.fetch import HeldUnits
 from offload.model.flat_param import FlatParameters, flattened_like
 from offload.model.pending import PendingUpdates
-from offload.model.tiling import has_hooks
 from offload.model.torch_helpers import (
     METADATA,
     MOVES,
@@ -152,6 +151,7 @@ class Answers:
         self.entries = units.entries
         self._units = units
         self._names = [spec.name for spec in layout.specs]
+        self._tiled = {number for number, spec in enumerate(layout.specs) if spec.tile}
         self._ranks = layout.ranks
         self._parameters = parameters
         self._gradients = gradients
@@ -181,6 +181,8 @@ class Answers:
         self._require_home()
         with torch_private.DisableTorchFunctionSubclass():
             param = self._params[number]
+            if number in self._tiled and param.grad is not None and not self._is_own(param.grad, number):
+                self.take_changes([number])  # autograd adds to what the user assigned, but not that of a tile
             self._arriving()
             self._pending.require_applied(number)
             self._pending.before_gradients()
@@ -201,6 +203,8 @@ class Answers:
         with torch_private.DisableTorchFunctionSubclass():
             param = self._params[number]
             grad = leaf.grad
+            if number in self._tiled and leaf is param and (grad is None or self._is_own(grad, number)):
+                return  # the graph of its tiles gets here, too, without a gradient: see tiling.py
             if grad is None:
                 raise AssertionError("a gradient hook ran without a gradient")
             # First the stand-in: if the buffer raises, the gradient must not be taken for one that the user assigned.
@@ -208,11 +212,6 @@ class Answers:
             param.grad = self._stand_ins[number]
             local = local_gradient(param, grad.detach())
             is_tile = leaf is not param
-            if is_tile and has_hooks(param):
-                raise ConfigError(
-                    f"{self._names[number]} runs in tiles, and got a hook for its gradient after its forward: register "
-                    "the hook before the forward, or give Tuning(tile=0)"
-                )
             values = flattened_like(leaf, local) if is_tile else self._parameters.flattened(number, local)
             self._gradients.accumulate(number, values, start)
 

@@ -205,8 +205,8 @@ class Hooks:
         """
         answers = weakref.ref(self._answers)
 
-        def accumulation_begins(number: int, _: tuple[Tensor | None, ...]) -> None:
-            if (alive := answers()) is not None:
+        def accumulation_begins(number: int, grads: tuple[Tensor | None, ...]) -> None:
+            if grads[0] is not None and (alive := answers()) is not None:
                 alive.accumulation_begins(number)
 
         for _, handle in self._nodes:

@@ -12,6 +12,7 @@ The gradient of the input is a sum over tiles, taken in fp32 and rounded once: s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offload import torch_private
+from offload.errors import ConfigError
 from offload.layout import Layout
 from offload.model.fetch import StreamedUnits
 from offload.model.flat_param import FlatParameters
@@ -75,7 +77,45 @@ class Tiling:
             finally:
                 self._units.forward_ends(unit, output)
             outputs.append(output)
+        if torch.is_grad_enabled() and weight.requires_grad and torch_private.functorch_level() is None:
+            outputs[0] = _Anchor.apply(outputs[0], weight, tiles[0][1], self._unit_of[weight])  # type: ignore[no-untyped-call]
         return torch.cat(outputs, -1)
+
+
+class _Anchor(torch.autograd.Function):
+    """The output of the first tile of a layer. Its graph leads to the weight, too, which gets no gradient from here. So
+    a backward that asks for the weight, and would not get to its tiles, is seen; and so are hooks, which would get
+    nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, weight: nn.Parameter, tile: nn.Parameter, name: str) -> Tensor:
+        ctx.weight, ctx.tile, ctx.name = weight, tile, name
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if has_hooks(ctx.weight):
+            raise ConfigError(
+                f"{ctx.name} runs in tiles, and got a hook for its gradient after its forward: register the hook "
+                "before the forward, or give Tuning(tile=0)"
+            )
+        if _is_asked_for(ctx.weight) and not _is_asked_for(ctx.tile):
+            raise ConfigError(
+                f"backward(inputs=...) names {ctx.name}, which runs in tiles: leave inputs out, take the gradients "
+                "from torch.autograd.grad, or give Tuning(tile=0)"
+            )
+        return grad, None, None, None
+
+
+def _is_asked_for(leaf: nn.Parameter) -> bool:
+    """Whether the backward that runs accumulates a gradient of a leaf; False in `torch.autograd.grad`."""
+    with torch_private.DisableTorchFunctionSubclass():
+        if not leaf.requires_grad:
+            return False
+        node = torch.autograd.graph.get_gradient_edge(leaf).node
+    with suppress(RuntimeError):  # which torch.autograd.grad is answered with
+        return bool(torch_private.will_run_node(node))
+    return False
 
 
 class _Widen(torch.autograd.Function):

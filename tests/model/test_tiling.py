@@ -307,6 +307,37 @@ def test_a_hook_that_would_not_see_a_gradient_of_tiles_is_refused(streams: Strea
             loss.backward()
 
 
+def test_a_backward_for_some_tensors_is_refused_where_it_names_a_tiled_weight(streams: Streams) -> None:
+    model = Net()
+    with streams.optimizer(model, tuning=tuning(1), compute_dtype=torch.float32) as optimizer:
+        weight, bias = model.blocks[0].up.weight, model.blocks[0].up.bias
+        with pytest.raises(ConfigError, match=r"inputs=\.\.\.\) names blocks\.0\.up\.weight, which runs in tiles"):
+            squares(model, batch(0), 0).backward(inputs=[bias, weight])
+        optimizer.zero_grad()
+        squares(model, batch(0), 0).backward(inputs=[bias])
+        assert bias.grad is not None
+        assert weight.grad is None
+
+
+def test_what_was_assigned_to_the_gradient_of_a_tiled_weight_is_added_to(streams: Streams) -> None:
+    def body(model: Net, optimizer: Watched) -> None:
+        for param in model.parameters():
+            param.grad = torch.ones(param.shape)
+        squares(model, batch(0), 0).backward()
+        optimizer.losses.extend(optimizer.grad(param).sum().item() for param in model.parameters())
+
+    tiled, whole = (streams.run(body, Net, tuning=tuning(1, t), compute_dtype=torch.float32)[0] for t in (TILE, 0))
+    assert tiled == pytest.approx(whole, rel=1e-5)
+
+
+def test_the_output_of_a_tiled_layer_may_be_changed_in_place(streams: Streams) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 24), nn.ReLU(inplace=True), nn.Linear(24, 24), nn.ReLU(inplace=True))
+
+    tiled, whole = (streams.run(train(squares), build, tuning=tuning(1, t))[0] for t in (128, 0))
+    assert tiled == pytest.approx(whole, rel=1e-2)
+
+
 def optimizer_bias(optimizer: OffloadZero, model: Net) -> Tensor:
     with optimizer.gathered(model.blocks[0].up.bias):
         return model.blocks[0].up.bias.detach().clone()

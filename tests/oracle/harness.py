@@ -146,7 +146,7 @@ def idiom(
 class Run:
     """One run of an idiom. Args: options: of OffloadZero; None: plain torch; path: for swap files.
 
-    Attributes, once it is closed: tiled: parameters that had tiles; waiting_bytes: the most that activations took.
+    Attributes, once it is closed: tiles: of all layers; waiting_bytes: the most that activations took.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Run:
         self._logged: list[tuple[str, Tensor]] = []
         self._ending = ExitStack()
         self._held = 0
-        self.tiled = self.waiting_bytes = 0
+        self.tiles = self.waiting_bytes = 0
 
     def hold(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> Any:
         """The optimizer to train `model` with, in place of `optimizer` (None: AdamW with torch's defaults)."""
@@ -197,7 +197,7 @@ class Run:
         return held
 
     def _note_use(self, held: OffloadZero) -> None:
-        self.tiled += sum(spec.tile > 0 for spec in held._layout.specs)
+        self.tiles += len(held._parts.parameters.tiles)
         self.waiting_bytes += held.stats().get("peak_activation_bytes", 0)
 
     def gathered(self, optimizer: Any, model: nn.Module) -> AbstractContextManager[None]:
@@ -285,14 +285,14 @@ NOTHING_TO_TILE = frozenset(
         *("average_of_state_dict", "batch_normalization", "binary_weights", "bootstrap_your_own_latent"),
         *("cached_parametrization", "checkpointed_segments", "clamped_critic", "cosine_classifier"),
         *("dormant_neurons_reset", "exported_after_training", "functional_over_children", "fused_for_evaluation"),
-        *("low_rank_weights_merged", "lstm_cells_over_time", "max_norm_in_forward", "modulated_weights"),
+        *("lstm_cells_over_time", "max_norm_in_forward", "modulated_weights"),
         *("momentum_contrast", "noisy_layers", "orthogonal_parametrized", "r1_penalty", "slices_of_weights"),
         *("spectral_norm_by_hook", "spectral_norm_parametrized", "stacked_members", "stochastic_weight_averaging"),
         *("target_network", "tied_autoencoder", "vector_quantizer", "weight_norm_by_hook"),
         *("weight_norm_parametrized", "weights_as_arrays"),
     }
 )
-"""Idioms that have no linear layer with a trained weight of more than one tile."""
+"""Idioms that have no linear layer with a weight of more than one tile."""
 WITHOUT_UNITS = frozenset(
     {
         *("dropped_recurrent_weight", "functional_over_children", "gradients_of_reptile", "gru_in_both_directions"),
@@ -332,6 +332,6 @@ def check(idiom: Idiom, placement: str, path: Path, **how: Any) -> None:
     held = run(idiom, options, path, **how)
     held.assert_like(plain)
     if "tiles" in placement and placement in TIERED:
-        assert held.tiled or idiom.name in NOTHING_TO_TILE, "no layer of it ran in tiles"
+        assert held.tiles or idiom.name in NOTHING_TO_TILE, "no layer of it ran in tiles"
     if "activations" in placement and "units" not in placement and placement in TIERED:
         assert held.waiting_bytes or idiom.name in WITHOUT_UNITS, "no activation of it waited"
