@@ -110,10 +110,15 @@ class LocalGradients(GradientBuffer):
         all uses of a parameter. A tiled weight and its tiles are leaves of their own, so that theirs come one by one
         where the weight was also used as a whole."""
         self.drain()
-        values = self.values(param).clone()
-        start, stop = self._tiles[param][tile]
-        values[start:stop] += grad.to(values.device)
-        self.write(param, values)
+        if self._is_stored:
+            values = self.values(param)
+            start, stop = self._tiles[param][tile]
+            values[start:stop] += grad.to(values.device)
+            self.write(param, values)
+        else:
+            region = self._region(param, tile)
+            region += grad.to(region.device)
+            self._sum(param, tile, 0, region, self._generation[param][tile])
 
     def _region(self, param: int, tile: int) -> Tensor:
         flat, offset = self._layout.locations[param]
