@@ -6,12 +6,14 @@ import copy
 import gc
 import inspect
 import pickle
+import random
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -231,6 +233,31 @@ def test_multihead_attention_is_a_unit(pair: Make) -> None:
     made = pair(AttentionNet)
     for step in range(2):
         made.same(backward(step))
+
+
+class Chance(Block):
+    """Draws from Python's and NumPy's generators."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * random.random()) * np.random.uniform(0.5, 1.5)
+
+
+def test_python_and_numpy_draw_again_what_the_forward_drew(pair: Make) -> None:
+    def build() -> nn.Module:
+        net = Net()
+        net.blocks = nn.ModuleList(Chance() for _ in range(3))
+        return net
+
+    drawn: list[float] = []
+
+    def call(net: nn.Module) -> None:
+        random.seed(1)
+        np.random.seed(1)
+        squares(net, rows(1)).backward()
+        drawn.append(random.random() + np.random.uniform())
+
+    pair(build).same(call)
+    assert drawn[0] == drawn[1]
 
 
 def test_several_forwards_before_backward_and_no_grad_between(pair: Make) -> None:

@@ -3,11 +3,13 @@ heads, adapters that come and go, compiled blocks, averages of many weights at o
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -450,3 +452,26 @@ def generates_with_gathered_weights(run: Run) -> None:
         learn(optimizer, loss)
         run.log(loss, _generate(model, tokens[:1, :2], 4))
     run.log(model)
+
+
+class _SkippedBlock(Block):
+    """Runs by chance, and is louder where it does: stochastic depth with Python's and NumPy's random numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and random.random() < 0.3:
+            return x
+        out: Tensor = x + np.random.uniform(0.5, 1.5) * (super().forward(x) - x)
+        return out
+
+
+@idiom(
+    "blocks are skipped and scaled by Python's and NumPy's random numbers",
+    source="takedarts/DenseResNet src/models/modules/stochdepth.py:12",
+)
+def blocks_skipped_by_chance(run: Run) -> None:
+    random.seed(0)
+    np.random.seed(0)
+    model = TinyLm()
+    model.blocks = nn.ModuleList(_SkippedBlock() for _ in range(3))
+    train_tokens(run, model)
+    run.log(random.random(), np.random.uniform())
