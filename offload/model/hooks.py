@@ -192,7 +192,7 @@ class Hooks:
 
         def accumulation_ended(leaf: Tensor) -> None:
             if (alive := answers()) is not None:
-                alive.hand_over(number, leaf, start)
+                alive.accumulation_ended(number, leaf, start)
 
         self._leaves.append((number, leaf))
         self._handles.append(leaf.register_post_accumulate_grad_hook(accumulation_ended))
