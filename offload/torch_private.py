@@ -80,6 +80,8 @@ def count_compiled_frame() -> None:
 
 graph_task_id: Any = _find("torch._C", "_current_graph_task_id")
 """Number of the backward pass that runs on this thread; -1: none."""
+will_run_node: Any = _find("torch._C", "_will_engine_execute_node")
+"""Whether the running backward pass gets to a node."""
 queue_callback: Any = _find("torch.autograd", "Variable._execution_engine.queue_callback")
 """Calls a function when the running backward pass ends."""
 saved_tensors_hooks: Any = _find("torch._C._autograd", "_top_saved_tensors_default_hooks")
@@ -164,6 +166,15 @@ is_wrapper_subclass: Any = _find("torch.utils._python_dispatch", "is_traceable_w
 """Whether a tensor is made of other tensors, as quantised weights are."""
 NormBase: Any = _find("torch.nn.modules.batchnorm", "_NormBase")
 """Base class of the modules that keep running statistics. Public: its subclasses, one by one."""
+
+parametrize: Any = import_module("torch.nn.utils.parametrize")
+_find("torch.nn.utils.parametrize", "_cache_enabled")
+
+
+def caches_parametrizations() -> bool:
+    """Whether this runs inside `torch.nn.utils.parametrize.cached()`."""
+    return bool(parametrize._cache_enabled)
+
 
 for _attribute in ("Tensor._version", "Tensor._base", "Tensor._grad", "UntypedStorage._cdata"):
     _find("torch", _attribute)

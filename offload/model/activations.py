@@ -2,9 +2,9 @@
 
 [Note: activations]
 Each outermost unit is checkpointed in place, by torch.utils.checkpoint: autograd keeps what enters the unit, and the
-unit's forward runs again in its backward, with the random numbers and autocast that it had. What any checkpoint keeps,
-ours or one in the model's own code, goes through hooks for saved tensors, which lie around the forward of the whole
-model. They put it into the store, and take it from there when the backward asks.
+unit's forward runs again in its backward, with the random numbers (torch's, Python's and NumPy's) and autocast that it
+had. What any checkpoint keeps, ours or one in the model's own code, goes through hooks for saved tensors, which lie
+around the forward of the whole model. They put it into the store, and take it from there when the backward asks.
 
 | what is saved                           | by whom                     | where it waits                              |
 |-----------------------------------------|-----------------------------|---------------------------------------------|
@@ -24,23 +24,28 @@ the store. A saved tensor that stays where it is has a version, as in torch: a c
 number. What went to the store was copied, and the original may be changed.
 
 A recomputation must do what the forward did. So it is refused if parameters, buffers or the mode of the unit have
-changed since. Units whose forward changes their buffers (batch norm) are not recomputed.
+changed since. Units whose forward changes their buffers (batch norm) are not recomputed, nor are units with
+parametrizations inside of `parametrize.cached()`.
 """
 
 from __future__ import annotations
 
 import copy
+import pickle
+import random
 import sys
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from types import FrameType, FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -170,6 +175,10 @@ class _Unit:
     def _params(self) -> list[Tensor | None]:
         return [param for module in self._modules for param in module._parameters.values()]
 
+    def uses_cache(self) -> bool:
+        """Whether it may get a parametrized weight from a cache, which a recomputation would not find any more."""
+        return torch_private.caches_parametrizations() and any(map(is_parametrized, self._modules))
+
     def buffers(self) -> list[tuple[Tensor, int]]:
         """The buffers of the unit, each with its version."""
         found = [buffer for module in self._modules for buffer in module._buffers.values()]
@@ -268,7 +277,7 @@ class Activations:
         if outside[0] != self._hooks[0]:
             return compiler.call(forward, args, kwargs)  # in a checkpoint, or in another unit
         self._running = unit.name
-        if unit.recomputes:
+        if unit.recomputes and not unit.uses_cache():
             return self._run_checkpointed(unit, compiler, forward, args, kwargs)
         if unit.name == self._last:
             return compiler.call(forward, args, kwargs)
@@ -295,6 +304,7 @@ class Activations:
         # A recomputation would change it again.
         buffers = unit.buffers()
         result = torch_checkpoint.checkpoint(run, *tensors, use_reentrant=False)
+        again.forward_ended()
         if not _is_same(unit.buffers(), buffers):
             raise ConfigError(
                 f"the forward of {unit.name} changes a buffer, and would change it again when it is recomputed in the "
@@ -410,6 +420,12 @@ class _Again:
         # Those of the tensors that objects among the others hold too.
         self._inside = [(number_of[id(one)], one) for one in tensors_in(others) if id(one) in number_of]
         self._state = unit.state()
+        self._random: _RandomState | None = _RandomState()
+
+    def forward_ended(self) -> None:
+        """After the first forward. If it drew no random numbers, another thread may go on drawing meanwhile."""
+        if self._random is not None and self._random.is_same(_RandomState()):
+            self._random = None
 
     def __call__(self, entering: Sequence[Tensor]) -> Any:
         activations, unit = self._activations(), self._unit()
@@ -418,7 +434,31 @@ class _Again:
         others = iter(_copied(self._others, {id(one): entering[number] for number, one in self._inside}))
         leaves = [next(others) if number is None else entering[number] for number in self._numbers]
         args, kwargs = torch_private.tree_unflatten(leaves, self._tree)
-        return activations.recompute(unit, self._compiler, self._state, args, kwargs)
+        with nullcontext() if self._random is None else self._random:
+            return activations.recompute(unit, self._compiler, self._state, args, kwargs)
+
+
+class _RandomState:
+    """The state of Python's and NumPy's random numbers. As a context manager: they are drawn from it again inside.
+    torch.utils.checkpoint does this for torch's own."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy = np.random.get_state(legacy=False)
+
+    def is_same(self, other: _RandomState) -> bool:
+        return self._python == other._python and pickle.dumps(self._numpy) == pickle.dumps(other._numpy)
+
+    def __enter__(self) -> None:
+        self._outside = _RandomState()
+        self._set()
+
+    def __exit__(self, *_: object) -> None:
+        self._outside._set()
+
+    def _set(self) -> None:
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
 
 
 def _is_recorded() -> bool:

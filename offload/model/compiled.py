@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from offload import torch_private
-from offload.model.plain_copy import LeftBehind, refuse_script
+from offload.model.plain_copy import LeftBehind, left, refuse_script
 
 UNIT_OUTSIDE = (
     "OffloadZero does what a unit of the model needs around its forward, outside of compiled code; compile the model "
@@ -76,7 +76,7 @@ class Forward(LeftBehind):
         self._module = weakref.ref(module)
         self.instead = module.__dict__.get("forward")
         self._run: Callable[..., Any] | None = run
-        update_wrapper(self, module.forward)
+        update_wrapper(self, module.forward, updated=())  # which may be another of these, with a `_run` of its own
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -115,7 +115,7 @@ class Forward(LeftBehind):
                 module.forward = self.instead
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _own_forward, (self._module(), self.instead)
+        return _own_forward, (self._module(), left(self))
 
 
 def _own_forward(module: nn.Module, own: Any) -> Any:

@@ -152,6 +152,7 @@ class Answers:
         self.entries = units.entries
         self._units = units
         self._names = [spec.name for spec in layout.specs]
+        self._tiled = {number for number, spec in enumerate(layout.specs) if spec.tile}
         self._ranks = layout.ranks
         self._parameters = parameters
         self._gradients = gradients
@@ -177,10 +178,14 @@ class Answers:
     @entry
     def accumulation_begins(self, number: int) -> None:
         """Autograd is about to accumulate a gradient into `leaf.grad`."""
+        if not self._params[number].requires_grad:
+            return  # it was frozen since the forward, and autograd accumulates nothing
         self._units.backward_runs()
         self._require_home()
         with torch_private.DisableTorchFunctionSubclass():
             param = self._params[number]
+            if number in self._tiled and param.grad is not None and not self._is_own(param.grad, number):
+                self.take_changes([number])  # autograd adds to what the user assigned, but not that of a tile
             self._arriving()
             self._pending.require_applied(number)
             self._pending.before_gradients()
@@ -196,11 +201,21 @@ class Answers:
             self._zeroed.discard(number)
 
     @entry
+    def accumulation_ended(self, number: int, leaf: Tensor, start: int = 0) -> None:
+        """Autograd has accumulated a gradient of a leaf; see `hand_over`."""
+        if self._params[number].requires_grad:
+            self.hand_over(number, leaf, start)
+        elif leaf is not self._params[number]:
+            leaf.grad = None
+
+    @entry
     def hand_over(self, number: int, leaf: Tensor, start: int = 0) -> None:
         """Takes the gradient of a leaf, which is the parameter or its tile from element `start` on."""
         with torch_private.DisableTorchFunctionSubclass():
             param = self._params[number]
             grad = leaf.grad
+            if number in self._tiled and leaf is param and (grad is None or self._is_own(grad, number)):
+                return  # the graph of its tiles gets here, too, without a gradient: see tiling.py
             if grad is None:
                 raise AssertionError("a gradient hook ran without a gradient")
             # First the stand-in: if the buffer raises, the gradient must not be taken for one that the user assigned.

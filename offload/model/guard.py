@@ -410,7 +410,7 @@ class Guards:
         if func == _VERSION.__get__:
             return self._version_of(args[0])
         if func is torch.autograd.grad:  # it may run modules again, so their guards stay
-            return func(*_as_edges(args), **{key: _as_edges(value) for key, value in kwargs.items()})
+            return self._gradients(*args, **kwargs)
         if func in MOVES and self._is_ours(args[0]):
             if self._is_there(func, args, kwargs):
                 return args[0]
@@ -434,11 +434,41 @@ class Guards:
                 )
             if self._tiling is not None and func is F.linear:
                 given = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(kwargs)
-                if self._tiling.has(given.get("weight")):
+                if self._tiling.runs(given.get("weight")):
                     return self._tiling.linear(given["input"], given["weight"], given.get("bias"))
             if getattr(func, "__name__", "").startswith("_foreach_"):
                 return self._piece_by_piece(func, args, kwargs)
         return self._run(func, args, kwargs)
+
+    def _gradients(self, outputs: Any, inputs: Sequence[Any], **options: Any) -> tuple[Tensor | None, ...]:
+        """`torch.autograd.grad`, with which autograd gets a guarded parameter as the gradient edge of its leaf, or of
+        each of its leaves if it has tiles, too."""
+        allows, fills = options.pop("allow_unused", None), options.pop("materialize_grads", False)
+        if fills and allows is False:
+            raise ValueError("materialize_grads=True with allow_unused=False")  # as torch has it
+        leaves = [[one, *(() if self._tiling is None else self._tiling.leaves_of(one))] for one in inputs]
+        edges = _as_edges([leaf for several in leaves for leaf in several])
+        is_split = len(edges) > len(leaves)
+        found = iter(
+            torch.autograd.grad(
+                _as_edges(outputs), edges, allow_unused=bool(allows or fills or is_split), **_as_edges(options)
+            )
+        )
+        grads: list[Tensor | None] = []
+        for number, (one, *tiles) in enumerate(leaves):
+            grad, parts = next(found), [next(found) for _ in tiles]
+            if parts and parts[0] is not None:  # a use in tiles is one of all of them
+                joined = torch.cat(parts, dim=-2).to(one.device)
+                grad = joined if grad is None else grad + joined
+            if grad is None and fills:
+                grad = torch.zeros_like(one, requires_grad=options.get("create_graph", False))
+            if grad is None and not allows:
+                raise RuntimeError(
+                    f"The differentiated Tensor at index {number} appears to not have been used in the graph. Set "
+                    "allow_unused=True if this is the desired behavior."
+                )
+            grads.append(grad)
+        return tuple(grads)
 
     def _is_there(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a parameter is already on the device that a call moves it to. If the call moves the whole held model,
@@ -667,7 +697,9 @@ def _memory_of(tensor: Tensor) -> tuple[int, int, tuple[int, ...]]:
 
 
 def _as_edges(tree: Any) -> Any:
-    """`tree` (nested lists, tuples) with the gradient edge of each guarded leaf."""
+    """`tree` (nested lists, tuples, dicts) with the gradient edge of each guarded leaf."""
+    if type(tree) is dict:
+        return {key: _as_edges(value) for key, value in tree.items()}
     if isinstance(tree, _Held):
         with torch_private.DisableTorchFunctionSubclass():
             return torch.autograd.graph.get_gradient_edge(tree)  # type: ignore[arg-type]

@@ -225,7 +225,7 @@ class Hooks:
 
         def accumulation_ended(leaf: Tensor) -> None:
             if (alive := answers()) is not None:
-                alive.hand_over(number, leaf, start)
+                alive.accumulation_ended(number, leaf, start)
 
         self._leaves.append((number, leaf))
         self._handles.append(leaf.register_post_accumulate_grad_hook(accumulation_ended))
@@ -238,8 +238,8 @@ class Hooks:
         """
         answers = weakref.ref(self._answers)
 
-        def accumulation_begins(number: int, _: tuple[Tensor | None, ...]) -> None:
-            if (alive := answers()) is not None:
+        def accumulation_begins(number: int, grads: tuple[Tensor | None, ...]) -> None:
+            if grads[0] is not None and (alive := answers()) is not None:
                 alive.accumulation_begins(number)
 
         for _, handle in self._nodes:

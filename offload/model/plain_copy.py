@@ -22,9 +22,16 @@ class _NotScriptedError(ConfigError, AttributeError):
 
 
 class LeftBehind:
-    """What a held module has, and a copy of it has not. Attribute: instead: what the copy has; None: nothing."""
+    """What a held module has, and a copy of it has not. Attribute: instead: what it stands in for; None: nothing."""
 
     instead: Any = None
+
+
+def left(value: Any) -> Any:
+    """What a copy has of a value: None where it was left behind, and stood in for nothing."""
+    while isinstance(value, LeftBehind):
+        value = value.instead
+    return value
 
 
 def refuse_script(fault: str = "the module is held, and TorchScript cannot compile what was hooked into it") -> str:
@@ -75,10 +82,8 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
     for key, value in state.items():
         if key in tables and ours & value.keys():
             made[key] = type(value)((number, hook) for number, hook in value.items() if number not in ours)
-        elif not isinstance(value, LeftBehind):
-            made[key] = value
-        elif value.instead is not None:
-            made[key] = value.instead
+        elif not isinstance(value, LeftBehind) or left(value) is not None:
+            made[key] = left(value)
     return made
 
 

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from offload import torch_private
 from offload.entries import Entries, entry
 from offload.interrupts import uninterrupted
@@ -26,6 +28,8 @@ class _NotPlain:
     """The `__torch_function__` of tensors that are not plain in this thread. A thread overrides it."""
 
     def __get__(self, here: Here, kind: type[Here]) -> Any:
+        if torch.compiler.is_compiling():  # which cannot look at frames, and takes no fast path
+            return _guard
         return torch_private.disabled_torch_function if only_asks(sys._getframe(1)) else _guard
 
 

@@ -3,7 +3,8 @@
 Its weight is never on the device as a whole. `F.linear` with it runs tile by tile. A *tile* is a run of output rows. It
 is a unit of its own, fetched and released as any other in forward and backward, and a leaf of autograd, so that its
 gradient leaves the device as it is made. The layer stays the module it is, and for any use but `F.linear` its weight is
-a guarded parameter (guard.py), which is in RAM as a whole.
+a guarded parameter (guard.py), which is in RAM as a whole. So it is where the weight has hooks, which want its whole
+gradient.
 
 The gradient of the input is a sum over tiles, taken in fp32 and rounded once: see docs/exactness.md.
 """
@@ -11,6 +12,7 @@ The gradient of the input is a sum over tiles, taken in fp32 and rounded once: s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,10 +20,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offload import torch_private
+from offload.errors import ConfigError
 from offload.layout import Layout
 from offload.model.fetch import StreamedUnits
 from offload.model.flat_param import FlatParameters
 from offload.model.torch_helpers import call_hidden
+
+
+def has_hooks(weight: nn.Parameter) -> bool:
+    """Whether somebody has hooks on a tiled weight, beside the one that takes its gradient. They would not see the
+    gradients of its tiles."""
+    with torch_private.DisableTorchFunctionSubclass():
+        hooks: Any = weight._post_accumulate_grad_hooks
+        return bool(weight._backward_hooks) or len(hooks or ()) > 1
 
 
 class Tiling:
@@ -37,9 +48,14 @@ class Tiling:
             self._unit_of[weight] = flat.unit
             self._tiles.setdefault(weight, []).append((layout.slices[index].unit, leaf))
 
-    def has(self, weight: Any) -> bool:
-        """Whether `weight` is a parameter that has tiles."""
-        return isinstance(weight, nn.Parameter) and weight in self._tiles
+    def runs(self, weight: Any) -> bool:
+        """Whether `F.linear` with `weight` runs in tiles: it has some, and no hooks that want its whole gradient."""
+        return isinstance(weight, nn.Parameter) and weight in self._tiles and not has_hooks(weight)
+
+    def leaves_of(self, weight: Any) -> list[nn.Parameter]:
+        """The tiles of a parameter; empty if it has none."""
+        tiles = self._tiles.get(weight, ()) if isinstance(weight, nn.Parameter) else ()
+        return [leaf for _, leaf in tiles]
 
     def linear(self, inputs: Tensor, weight: nn.Parameter, bias: Tensor | None = None) -> Tensor:
         """`F.linear` with a tiled weight."""
@@ -64,6 +80,8 @@ class Tiling:
             finally:
                 self._units.forward_ends(unit, output)
             outputs.append(output)
+        if torch.is_grad_enabled() and weight.requires_grad and not _may_have_tangents(outputs[0]):
+            outputs[0] = _Anchor.apply(outputs[0], weight, tiles[0][1], self._unit_of[weight])  # type: ignore[no-untyped-call]
         return torch.cat(outputs, -1)
 
 
@@ -71,6 +89,42 @@ def _may_have_tangents(tensor: Tensor) -> bool:
     """Whether derivatives may be taken forwards."""
     is_dual = torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
     return is_dual or torch_private.functorch_level() is not None
+
+
+class _Anchor(torch.autograd.Function):
+    """The output of the first tile of a layer. Its graph leads to the weight, too, which gets no gradient from here. So
+    a backward that asks for the weight, and would not get to its tiles, is seen; and so are hooks, which would get
+    nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, weight: nn.Parameter, tile: nn.Parameter, name: str) -> Tensor:
+        ctx.weight, ctx.tile, ctx.name = weight, tile, name
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if has_hooks(ctx.weight):
+            raise ConfigError(
+                f"{ctx.name} runs in tiles, and got a hook for its gradient after its forward: register the hook "
+                "before the forward, or give Tuning(tile=0)"
+            )
+        if _is_asked_for(ctx.weight) and not _is_asked_for(ctx.tile):
+            raise ConfigError(
+                f"backward(inputs=...) names {ctx.name}, which runs in tiles: leave inputs out, take the gradients "
+                "from torch.autograd.grad, or give Tuning(tile=0)"
+            )
+        return grad, None, None, None
+
+
+def _is_asked_for(leaf: nn.Parameter) -> bool:
+    """Whether the backward that runs accumulates a gradient of a leaf; False in `torch.autograd.grad`."""
+    with torch_private.DisableTorchFunctionSubclass():
+        if not leaf.requires_grad:
+            return False
+        node = torch.autograd.graph.get_gradient_edge(leaf).node
+    with suppress(RuntimeError):  # which torch.autograd.grad is answered with
+        return bool(torch_private.will_run_node(node))
+    return False
 
 
 class _Widen(torch.autograd.Function):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadZero, Tuning
-from tests.oracle.harness import PLACEMENTS
+from tests.oracle.harness import TIERS
 
 WIDTH, LENGTH, VOCABULARY = 16, 6, 11
 
@@ -47,7 +47,7 @@ def tokens_and_padding() -> tuple[Tensor, Tensor]:
 
 
 def hold(model: nn.Module, placement: str, path: Path, units: Any = None) -> OffloadZero:
-    given: dict[str, Any] = {**PLACEMENTS[placement], "tuning": Tuning(chunk="256KiB", units=units, threads=1)}
+    given: dict[str, Any] = {**TIERS[placement], "tuning": Tuning(chunk="256KiB", units=units, threads=1)}
     if "nvme" in placement:
         given["path"] = path
     return OffloadZero(model, compute_dtype=torch.float32, commit_every=None, **given)
@@ -60,7 +60,7 @@ def observe(plain: Encoder, model: Encoder) -> None:
             layer.register_forward_hook(lambda *_: None)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", TIERS)
 @pytest.mark.parametrize("units", UNITS)
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "padded"])
 def test_an_encoder_evaluates_padded_batches_as_plain_torch(
@@ -110,7 +110,7 @@ PARTS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", TIERS)
 @pytest.mark.parametrize("units", ["layers", "the encoder", "one"])
 @pytest.mark.parametrize("part", PARTS)
 @torch.no_grad()

@@ -393,3 +393,30 @@ def test_a_grad_scaler_unscales_all_and_misses_none() -> None:
         scaler.scale(model(torch.ones(1, 4)).sum()).backward()
         with pytest.raises(ConfigError, match="but not that of bias"):
             scaler.unscale_(torch.optim.SGD([model.weight]))
+
+
+@pytest.mark.parametrize("way", [*WAYS, "tiles"])
+def test_what_is_frozen_between_forward_and_backward_gets_no_gradient(way: str, tmp_path: Path) -> None:
+    options = WAYS.get(way) or {"tier": "cpu", "param_tier": "cpu", "tuning": Tuning(chunk="4KiB", tile=256)}
+    if options["tier"] == "nvme":
+        options = options | {"path": tmp_path / "run"}
+    found = []
+    for holds in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        weight, other = model.blocks[1].up.weight, model.blocks[0].up.weight
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if holds:
+            optimizer = OffloadZero(model, optimizer, compute_dtype=torch.float32, **options)
+        for step in range(3):
+            loss = model(batch(step)).square().sum()
+            weight.requires_grad_(step != 1)
+            loss.backward()
+            assert (weight.grad is None) == (step == 1)
+            assert other.grad is not None
+            weight.requires_grad_(True)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+    optimizer.close()
+    assert found[3:] == pytest.approx(found[:3], rel=1e-5)

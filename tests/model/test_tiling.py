@@ -241,6 +241,108 @@ def test_access_to_a_tiled_weight(streams: Streams) -> None:
         assert not torch.equal(state, torch.full_like(state, 0.5))
 
 
+def decayed(model: Net, x: Tensor, count: int) -> Tensor:
+    """A loss that uses the weights of tiled layers as a whole, too."""
+    return squares(model, x, count) + 0.01 * sum(param.square().sum() for param in model.parameters())
+
+
+@pytest.mark.parametrize("grad_tier", ["cpu", "nvme"])
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_gradients_of_tiles_and_of_their_whole_weight_are_one(backwards: int, grad_tier: str, streams: Streams) -> None:
+    chunk = "256KiB" if grad_tier == "nvme" else "4KiB"
+    options: dict[str, Any] = {"grad_tier": grad_tier, "accumulation": backwards, "compute_dtype": torch.float32}
+    tiled, whole = (
+        streams.run(train(decayed, backwards=backwards), Net, tuning=tuning(1, tile, chunk), **options)
+        for tile in (TILE, 0)
+    )
+    assert tiled[0] == pytest.approx(whole[0], rel=1e-5)
+    for name, tensor in whole[1].items():
+        assert torch.allclose(tiled[1][name], tensor, rtol=1e-4, atol=1e-5), name
+
+
+def test_autograd_grad_joins_the_gradients_of_tiles(streams: Streams) -> None:
+    def body(model: Net, optimizer: Watched) -> None:
+        weight, other = model.blocks[0].up.weight, model.blocks[1].up.weight
+        for use in (squares, decayed):
+            loss = use(model, batch(0), 0)
+            found = torch.autograd.grad(loss, [weight, model.head.bias, other], create_graph=True)
+            assert [grad.shape for grad in found] == [weight.shape, model.head.bias.shape, other.shape]
+            (again,) = torch.autograd.grad(found[0].square().sum(), [weight])
+            optimizer.losses.extend(grad.square().sum().item() for grad in (*found, again))
+        y = model.blocks[0].up(torch.ones(2, 12))
+        (batched,) = torch.autograd.grad(
+            y.flatten(), [weight], torch.eye(y.numel()), is_grads_batched=True, retain_graph=True
+        )
+        assert batched.shape == (y.numel(), *weight.shape)
+        with pytest.raises(RuntimeError, match="at index 1 appears to not have been used in the graph"):
+            torch.autograd.grad(y.sum(), [weight, other], retain_graph=True)
+        _, unused = torch.autograd.grad(y.sum(), [weight, other], allow_unused=True, retain_graph=True)
+        assert unused is None
+        _, zeros = torch.autograd.grad(y.sum(), [weight, other], materialize_grads=True)
+        assert torch.equal(zeros, torch.zeros(other.shape))
+        optimizer.losses.append(batched.sum().item())
+
+    tiled, whole = (streams.run(body, Net, tuning=tuning(1, t), compute_dtype=torch.float32)[0] for t in (TILE, 0))
+    assert tiled == pytest.approx(whole, rel=1e-4)
+
+
+def test_hooks_on_a_tiled_weight_see_its_whole_gradient(streams: Streams) -> None:
+    shapes: list[torch.Size] = []
+
+    def body(model: Net, optimizer: Watched) -> None:
+        handle = model.blocks[0].up.weight.register_hook(lambda grad: 2 * grad)
+        model.blocks[1].up.weight.register_post_accumulate_grad_hook(lambda param: shapes.append(param.grad.shape))
+        train(squares, steps=2)(model, optimizer)
+        handle.remove()
+        train(squares, steps=1)(model, optimizer)
+
+    found = [streams.run(body, Net, tuning=tuning(1, tile), compute_dtype=torch.float32) for tile in (TILE, 0)]
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-4)
+    assert shapes == [(24, 12)] * 6
+
+
+def test_a_hook_that_would_not_see_a_gradient_of_tiles_is_refused(streams: Streams) -> None:
+    model = Net()
+    with streams.optimizer(model, tuning=tuning(1)):
+        loss = squares(model, batch(0), 0)
+        model.blocks[0].up.weight.register_hook(lambda grad: 2 * grad)
+        with pytest.raises(
+            ConfigError, match=r"blocks\.0\.up\.weight runs in tiles, and got a hook .* after its forward"
+        ):
+            loss.backward()
+
+
+def test_a_backward_for_some_tensors_is_refused_where_it_names_a_tiled_weight(streams: Streams) -> None:
+    model = Net()
+    with streams.optimizer(model, tuning=tuning(1), compute_dtype=torch.float32) as optimizer:
+        weight, bias = model.blocks[0].up.weight, model.blocks[0].up.bias
+        with pytest.raises(ConfigError, match=r"inputs=\.\.\.\) names blocks\.0\.up\.weight, which runs in tiles"):
+            squares(model, batch(0), 0).backward(inputs=[bias, weight])
+        optimizer.zero_grad()
+        squares(model, batch(0), 0).backward(inputs=[bias])
+        assert bias.grad is not None
+        assert weight.grad is None
+
+
+def test_what_was_assigned_to_the_gradient_of_a_tiled_weight_is_added_to(streams: Streams) -> None:
+    def body(model: Net, optimizer: Watched) -> None:
+        for param in model.parameters():
+            param.grad = torch.ones(param.shape)
+        squares(model, batch(0), 0).backward()
+        optimizer.losses.extend(optimizer.grad(param).sum().item() for param in model.parameters())
+
+    tiled, whole = (streams.run(body, Net, tuning=tuning(1, t), compute_dtype=torch.float32)[0] for t in (TILE, 0))
+    assert tiled == pytest.approx(whole, rel=1e-5)
+
+
+def test_the_output_of_a_tiled_layer_may_be_changed_in_place(streams: Streams) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 24), nn.ReLU(inplace=True), nn.Linear(24, 24), nn.ReLU(inplace=True))
+
+    tiled, whole = (streams.run(train(squares), build, tuning=tuning(1, t))[0] for t in (128, 0))
+    assert tiled == pytest.approx(whole, rel=1e-2)
+
+
 def optimizer_bias(optimizer: OffloadZero, model: Net) -> Tensor:
     with optimizer.gathered(model.blocks[0].up.bias):
         return model.blocks[0].up.bias.detach().clone()

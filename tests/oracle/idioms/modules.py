@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from tests.oracle.harness import STREAMED, Run, idiom
+from tests.oracle.harness import STREAMED, WRITTEN_AGAIN, Run, idiom
 from tests.oracle.models import (
     LENGTH,
     VOCABULARY,
@@ -755,6 +755,7 @@ def vector_quantizer(run: Run) -> None:
 @idiom(
     "an embedding bounds the norms of the rows it looks up, in place",
     source="pytorch/pytorch torch/nn/functional.py:2614",
+    refused={"own units, activations on nvme": WRITTEN_AGAIN},
 )
 def embedding_with_max_norm(run: Run) -> None:
     model = TinyLm(2)
