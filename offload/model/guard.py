@@ -40,6 +40,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -426,7 +427,10 @@ class Guards:
                 copies = [
                     self.plainly(one, lambda t: t.detach().clone()) if self._is_ours(one) else one for one in args
                 ]
-                return func(*copies, **kwargs)
+                made = func(*copies, **kwargs)
+                if isinstance(made, np.ndarray):
+                    made.flags.writeable = False  # a write would go into the copy, and be lost
+                return made
             if func in _CHANGES_MEMORY and self._has_streamed(args):
                 raise ReleasedParameterError(
                     f"{func.__name__} on a streamed parameter would take it from where it is streamed to: use "

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import ConfigError, ReleasedParameterError
+from offload import ConfigError, OffloadZero, ReleasedParameterError
 from tests.model.held import Held, saved
 from tests.support.toy import WIDTH, Net, batch
 
@@ -233,6 +233,33 @@ def test_moving_a_model_elsewhere_is_refused_and_changes_nothing(held: Held, mov
         move(held.model)
     held.same()
     held.step()
+
+
+@pytest.mark.parametrize("param_tier", ["device", "cpu", "nvme"])
+def test_numpy_says_that_a_write_to_a_copy_would_be_lost(param_tier: str, tmp_path: Path) -> None:
+    model = Net()
+    options = {"path": tmp_path, "param_tier": param_tier, "compute_dtype": torch.float32}
+    with OffloadZero(model, **options) as optimizer:
+        param, before = model.blocks[1].after, model.blocks[1].after.detach().clone()
+        torch.set_warn_always(True)  # not once a process
+        for array in (param.detach().numpy(), param.data.cpu().numpy(), numpy.asarray(param.detach())):
+            assert numpy.array_equal(array, before.numpy())
+            assert array.flags.writeable is (param_tier == "device")
+            if param_tier != "device":
+                with pytest.raises(ValueError, match="read-only"):
+                    array[0, 0] = 7.0
+                with pytest.warns(UserWarning, match="not writable"):  # torch's, as of any such array
+                    assert torch.equal(torch.from_numpy(array), before)
+        for own in (
+            param.detach().clone().numpy(),
+            model.state_dict()["head.bias"].numpy(),
+        ):
+            assert own.flags.writeable
+        assert torch.equal(torch.tensor(param.detach().numpy()), before)
+        with optimizer.gathered(param, writable=True):
+            param.detach().numpy()[0, 0] = 7.0
+        before[0, 0] = 7.0
+        assert torch.equal(param, before)
 
 
 def test_what_takes_streamed_memory_away_is_refused(held: Held) -> None:
