@@ -502,8 +502,7 @@ class Guards:
         if torch_private.saved_tensors_hooks(False) is None if has_node else self._streamed is None:
             return False  # there is no checkpoint; a function saves after its last operation
         is_saved = False
-        for call in calls_that_save(used):
-            args = call.f_locals["args"]
+        for call, args in calls_that_save(used):
             if call.f_code is not CHECKPOINT:
                 others = [one for one in args if isinstance(one, Tensor) and not self._is_ours(one)]
                 is_training = self._streamed is not None and self._streamed.is_training

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -32,7 +32,6 @@ from offload.model.plain_copy import LeftBehind, refuse_script
 
 Kind = TypeVar("Kind")
 
-_APPLY_FUNCTION = inspect.unwrap(torch.autograd.Function.apply).__code__
 CHECKPOINT = inspect.unwrap(torch_checkpoint.checkpoint).__code__
 
 # Which functions read no values.
@@ -110,18 +109,44 @@ def module_on_the_move() -> nn.Module | None:
     return found
 
 
-def calls_that_save(tensors: Sequence[Tensor]) -> Iterator[FrameType]:
-    """The calls around this function of an `autograd.Function` or a `torch.utils.checkpoint` that were given one of
-    `tensors`, and may save it for a backward. The innermost one first."""
+def calls_that_save(tensors: Sequence[Tensor]) -> Iterator[tuple[FrameType, list[Any]]]:
+    """The calls around this function, of forwards of an `autograd.Function` and of `torch.utils.checkpoint`, that were
+    given one of `tensors` and may save it for a backward; and what each was given. The innermost one first."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code in (_APPLY_FUNCTION, CHECKPOINT) and _is_one_of(frame.f_locals["args"], tensors):
-            yield frame
+        if frame.f_code is CHECKPOINT or _is_forward_of_a_function(frame.f_code):
+            given = _given(frame)
+            if any(one is tensor for one in given for tensor in tensors):
+                yield frame, given
         frame = frame.f_back
 
 
-def _is_one_of(given: Iterable[Any], tensors: Sequence[Tensor]) -> bool:
-    return any(one is tensor for one in given for tensor in tensors)
+def _given(frame: FrameType) -> list[Any]:
+    """The arguments of a function that runs, unless it has given their names to other values."""
+    code, values = frame.f_code, frame.f_locals
+    count = code.co_argcount + code.co_kwonlyargcount
+    given = [values[name] for name in code.co_varnames[:count] if name in values]
+    if code.co_flags & inspect.CO_VARARGS:
+        given += values.get(code.co_varnames[count], ())
+    return given
+
+
+_forwards: dict[int, tuple[CodeType, bool]] = {}
+"""By the id of a code: whether it is that of the forward of an `autograd.Function`."""
+
+
+def _is_forward_of_a_function(code: CodeType) -> bool:
+    found = _forwards.get(id(code))
+    if found is None:
+        left: list[Any] = [torch.autograd.Function]
+        codes: set[int] = set()
+        while left:
+            kind = left.pop()
+            left += kind.__subclasses__()
+            forward = inspect.unwrap(kind.forward)  # it may be decorated
+            codes.add(id(getattr(forward, "__code__", None)))
+        found = _forwards[id(code)] = (code, id(code) in codes)
+    return found[1]
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
