@@ -11,7 +11,7 @@ import torch
 
 from offload import torch_private
 from offload.entries import Entries, entry
-from offload.interrupts import uninterrupted
+from offload.interrupts import uninterrupted, uninterrupted_lookup
 from offload.model.flat_param import FlatParameters
 from offload.model.torch_helpers import only_asks
 
@@ -27,6 +27,7 @@ def _guard(func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Ma
 class _NotPlain:
     """The `__torch_function__` of tensors that are not plain in this thread. A thread overrides it."""
 
+    @uninterrupted_lookup
     def __get__(self, here: Here, kind: type[Here]) -> Any:
         if torch.compiler.is_compiling():  # which cannot look at frames, and takes no fast path
             return _guard
