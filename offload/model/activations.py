@@ -329,11 +329,13 @@ class Activations:
         finally:
             self._units.forward_ends(unit.name, None)
 
-    # Hooks for saved tensors.
+    # Hooks for saved tensors. They look at frames, which compiled code cannot.
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _pack_checkpoint(self, tensor: Tensor) -> Any:
         return call_hidden(self._put, tensor, True) if _is_from_checkpoint() else self._leave(tensor)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _pack(self, tensor: Tensor) -> Any:
         is_large = tensor.numel() * tensor.element_size() >= LEAST_BYTES
         is_entering = _is_from_checkpoint()
@@ -476,7 +478,7 @@ def _is_recorded() -> bool:
 def _is_from_checkpoint() -> bool:
     """Whether torch.utils.checkpoint saves the tensor that a hook is called with."""
     frame: FrameType | None = sys._getframe(2)
-    for _ in range(3):
+    for _ in range(4):
         if frame is not None:
             if frame.f_globals.get("__name__") == _CHECKPOINT:
                 return True
