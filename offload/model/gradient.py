@@ -547,15 +547,21 @@ class Answers:
         return True
 
     def _unscale(self, grads: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
-        """Answers a GradScaler, which has to unscale all gradients at once: there is one scale for all.
+        """Answers a GradScaler, which has to unscale all gradients at once: there is one scale for all. It asks once for
+        each device, and tiled weights are on the CPU beside a model on another one: that call changes nothing.
 
         Raises: ConfigError if one of a trained parameter is not among them.
         """
-        met = {id(grad) for grad in grads}
+        met, devices = {id(grad) for grad in grads}, {grad.device for grad in grads}
+        is_first = self._parameters.home in devices
         for name, param in zip(self._names, self._params, strict=True):
             with torch_private.DisableTorchFunctionSubclass():
                 grad = param.grad
-            if grad is not None and id(grad) not in met:
+            if grad is None:
+                continue
+            if not is_first and grad.device == self._parameters.home:
+                return
+            if grad.device in devices and id(grad) not in met:
                 raise ConfigError(
                     f"a GradScaler met gradients that OffloadZero has, but not that of {name}, which was assigned to "
                     "p.grad by hand, or is not in the optimizer it was given: give it all, as backward makes them"
