@@ -547,8 +547,8 @@ class Answers:
         return True
 
     def _unscale(self, grads: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
-        """Answers a GradScaler, which has to unscale all gradients at once: there is one scale for all. It asks once for
-        each device, and tiled weights are on the CPU beside a model on another one: that call changes nothing.
+        """Answers a GradScaler, which has to unscale all gradients at once: there is one scale for all. It asks once
+        for each device; tiled weights are on the CPU beside a model on another one, and that call changes nothing.
 
         Raises: ConfigError if one of a trained parameter is not among them.
         """
