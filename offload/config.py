@@ -306,7 +306,9 @@ def _refuse_together(config: Config, tuning: Tuning) -> None:
         ),
         (config.tier == "nvme" and not has_path, 'tier="nvme" needs path="...", the directory for its swap files'),
         (
-            "nvme" not in (config.tier, config.frozen_tier) and config.commit_every is None and has_path,
+            has_path
+            and config.commit_every is None
+            and "nvme" not in (config.tier, config.frozen_tier, config.activation_tier),
             f'path={[*map(str, config.paths)]} has no use with tier="{config.tier}" and no commits: drop it, drop '
             'commit_every=None, or choose tier="nvme"',
         ),

@@ -89,6 +89,11 @@ class Entries:
         """This thread trains the model from now on."""
         self._trainer = self.here()
 
+    @property
+    def has_trained(self) -> bool:
+        """Whether a forward with gradients has begun, in any thread."""
+        return self._trainer is not None
+
     def pass_begins(self) -> Thread:
         """A forward or a backward begins in this thread. Returns: whose it is, for `pass_ends`."""
         here = self.here()

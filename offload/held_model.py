@@ -205,10 +205,10 @@ class HeldModel:
         """Lets go of the model, after what is under way has ended."""
         self.units.close()
         self._parts.parameters.free_spares()
-        if self._hooks is not None:
-            self._hooks.remove()
         if self._activations is not None:
             self._activations.remove()
+        if self._hooks is not None:
+            self._hooks.remove()
         if self._guards is not None:
             self._guards.stop(are_here=self._is_resident)
 

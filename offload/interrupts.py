@@ -21,6 +21,9 @@ function of the user that is called there, can install another one; after a user
 - `__enter__` of a context manager is marked `uninterrupted_entry`: an exception at its end would leave it entered for
   ever. So is `__del__`, where Python drops what is raised. A signal that came meanwhile is handled at the end of the
   next marked call.
+- What torch calls while it looks at arguments is marked `uninterrupted_lookup`: torch drops an exception from there, or
+  takes it for a bug of its own. It is called with each operation, so this mark costs nothing. A signal that came
+  meanwhile is handled as for `__enter__`.
 - A handler that the user installs later replaces ours, until the next marked call puts another one in front of it.
   A user who restores what `signal.signal` returned restores ours, which passes signals on to the one before it.
 - Optimizers `hold()` the handlers. When the last has given them back, the users' own are installed again.
@@ -55,6 +58,7 @@ _seen: list[object] = []
 """The handlers of `_NUMBERS`, in front of all of which ours are. Only the main thread changes it."""
 _came: dict[int, Handler] = {}
 """Signals to be handled at the end of a call. Only the main thread changes it."""
+_lookups: list[CodeType] = []
 _holders = 0
 _counting = threading.Lock()
 
@@ -68,7 +72,7 @@ class Handler:
         self.before = before
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if _region(frame) is None:
+        if _region(frame) is None and not _is_looked_up(frame):
             self.pass_on(number, frame)
         else:
             _came[number] = self
@@ -93,6 +97,12 @@ def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
 def uninterrupted_entry(function: Callable[P, R]) -> Callable[P, R]:
     """For `__enter__`, `__del__`: as `uninterrupted`, but the signal is handled at the end of the next marked call."""
     return _marked(function, handles=False)
+
+
+def uninterrupted_lookup(function: Callable[P, R]) -> Callable[P, R]:
+    """For a property that torch asks for while it looks at arguments; see [Note: interrupts]."""
+    _lookups.append(function.__code__)
+    return function
 
 
 def _marked(function: Callable[P, R], *, handles: bool) -> Callable[P, R]:
@@ -213,6 +223,15 @@ def _region(frame: FrameType | None) -> FrameType | None:
             return frame
         frame = frame.f_back
     return None
+
+
+def _is_looked_up(frame: FrameType | None) -> bool:
+    """Whether `frame` is in a call that is marked `uninterrupted_lookup`."""
+    while frame is not None:
+        if any(frame.f_code is code for code in _lookups):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _handle_outside(own: FrameType) -> None:

@@ -28,7 +28,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Never, NoReturn, Self, overload
+from typing import Any, NamedTuple, Never, NoReturn, Self, overload
+from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
@@ -237,6 +238,7 @@ class OffloadZero(torch.optim.Optimizer):
         self._step = 0
         self._skipped = 0
         self._has_warned = self._has_told = False
+        self._first: _First | None = None
         self._adopted = False
         mesh = mesh_of(model.named_parameters()) if isinstance(model, nn.Module) else None
         self._comm = torch_distributed.connect(process_group, timeline=self._timeline, mesh=mesh)
@@ -405,6 +407,7 @@ class OffloadZero(torch.optim.Optimizer):
         factor = self._agreed_factor(active) if self._is_to_step(active) else None
         if factor is not None:
             self._held.take_outside_writes()
+            self._commit_first()
         self._advance(active, factor)
         self._held.step_ends()
 
@@ -895,7 +898,17 @@ class OffloadZero(torch.optim.Optimizer):
         if self._is_commit_due():
             self._commit(self._attached.carry_captured())
 
+    def _commit_first(self) -> None:
+        """Before the first step: makes the commit that state dicts of step 0 name."""
+        if self._first is not None:
+            if not self._commits.has(0):
+                self._commit(self._first.carries)
+            self._commits.name_last()
+            self._first = None
+
     def _commit(self, extra: object) -> None:
+        if self._first is not None:
+            extra = carried_in(extra)._replace(source=self._first.name)
         prepare = self._held.take_outside_writes
         try:
             with self._together():
@@ -1037,7 +1050,8 @@ class OffloadZero(torch.optim.Optimizer):
         """Param groups and step, and the name of a commit of this step, which has the tensors.
 
         The commit is made if there is none of this step. Before a later one replaces it, it is kept as a snapshot: the
-        newest `keep` of those that were named so. Over several ranks all call `consolidate_state_dict()` before.
+        newest `keep` of those that were named so. Over several ranks all call `consolidate_state_dict()` before. The
+        commit of step 0 is made before the first step.
         Raises: as `commit`; BudgetError if the disk has no space for the snapshot; ConfigError over several ranks if
         this step is not committed.
         """
@@ -1067,10 +1081,10 @@ class OffloadZero(torch.optim.Optimizer):
 
     def _name_commit(self) -> str | None:
         """Returns: what the commit of this step is called; None where there is nothing to resume from."""
-        if self._step == 0 or not self._adopted:
+        if not self._adopted:
             return None
         if self._config.commit_every is None:
-            if not self._has_warned:
+            if self._step and not self._has_warned:
                 self._has_warned = True
                 warnings.warn(
                     "this state dict has hyper-parameters only, and a run cannot be resumed from it: masters and "
@@ -1082,6 +1096,11 @@ class OffloadZero(torch.optim.Optimizer):
         if isinstance(self._failure, ClosedError):
             return self._commits.last_id if is_committed else None
         self._require_usable()
+        if not is_committed and self._step == 0:
+            # Frameworks ask for it before they train, and few of them come back: the commit is made when it is needed.
+            if self._first is None and self._everyone.size == 1:
+                self._first = _First(f"first-{uuid4().hex}", self._attached.carry(None))
+            return None if self._first is None else self._first.name
         if not is_committed:
             if self._everyone.size > 1:
                 raise ConfigError(
@@ -1132,14 +1151,22 @@ class OffloadZero(torch.optim.Optimizer):
             return self._go_back(step, commit)
         if is_committed:
             self._commits.name_last()
+        elif self._first is not None and not self.entries.has_trained:
+            self._first = None  # a framework has passed it through
         return None
 
     def _go_back(self, step: int, commit: object) -> Carried:
         self._require_usable()
         if commit is None or self._everyone.size > 1 or self._config.commit_every is None:
+            how = 'commit to a path, and give resume="auto", or the directories of a snapshot'
+            if self._config.commit_every is None:
+                how = (
+                    "give OffloadZero a path, so that state dicts name commits to go back to, or make a new one, of a "
+                )
+                how += "model with the values of then"
             raise ResumeError(
                 f"the state dict is of step {step}, this optimizer is at step {self._step}, and masters and moments "
-                'are not in a state dict: commit to a path, and give resume="auto", or the directories of a snapshot'
+                f"are not in a state dict: {how}"
             )
         if self._commits.has(step) and commit == self._commits.last_id:
             carried = self._roll_back()
@@ -1238,6 +1265,14 @@ class OffloadZero(torch.optim.Optimizer):
         except OffloadError as error:
             self._fail(error)
             raise
+
+
+class _First(NamedTuple):
+    """A commit of step 0 that a state dict names, and that is not made yet. Attributes: name: what state dicts call it;
+    carries: of attached objects."""
+
+    name: str
+    carries: object
 
 
 def _committed(found: RecoveryPlan | None) -> Committed:

@@ -9,6 +9,7 @@ from offload.errors import ConfigError
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
+TIB = 1 << 40
 
 PAGE_BYTES = 4096
 """Alignment of arena buffers, swap-file offsets and request lengths: a page, a multiple of every
@@ -59,3 +60,12 @@ def format_bytes(count: float) -> str:
 def round_up(count: int, multiple: int) -> int:
     """The least multiple of `multiple` that is not below `count`."""
     return -(-count // multiple) * multiple
+
+
+def option_bytes(nbytes: int) -> str:
+    """At least so many bytes, as an option takes them: "131.5GiB". At most a thousandth more."""
+    for name, size in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if nbytes >= size:
+            scale = 10 ** (4 - len(str(nbytes // size)))
+            return f"{-(-nbytes * scale // size) / scale:g}{name}"
+    return str(nbytes)

@@ -50,15 +50,38 @@ functorch_level: Any = _find("torch._C._functorch", "peek_interpreter_stack")
 """The innermost running transform of torch.func (grad, vmap, ...), or None."""
 without_functorch: Any = _find("torch._functorch.pyfunctorch", "temporarily_clear_interpreter_stack")
 """Context manager: no transform of torch.func is active inside."""
+is_transformed: Any = _find("torch._C._functorch", "is_functorch_wrapped_tensor")
+"""Whether a tensor is one that a transform of torch.func has made of another."""
+untransformed: Any = _find("torch._C._functorch", "get_unwrapped")
+"""That other tensor, which belongs to the next transform outside."""
 tracing_state: Any = _find("torch._C", "_get_tracing_state")
 """The trace that torch.jit.trace is recording, or None. Public, for whether there is one: `torch.jit.is_tracing`."""
 set_tracing_state: Any = _find("torch._C", "_set_tracing_state")
 """Makes another trace the one that is recorded; None: no trace."""
 
+# --- torch.compile ---
+
+set_frame_callback: Any = _find("torch._C._dynamo.eval_frame", "set_eval_frame")
+"""Replaces what torch calls with each frame that this thread runs, to compile it, and returns the one before. None:
+nothing is compiled. Public, for that: `torch.compiler.disable`."""
+skip_frames: Any = _find("torch._dynamo.eval_frame", "skip_code")
+"""Frames of a code object are not compiled; what they call is. Public, but refuses torch.export, and ends a graph where
+it is traced: `torch.compiler.disable(recursive=False)`."""
+_set_compiled_frames: Any = _find("torch._C._dynamo.eval_frame", "set_fullgraph_compiled_frame_count")
+
+
+def count_compiled_frame() -> None:
+    """What runs now counts as compiled: `fullgraph=True` ends in a RuntimeError where nothing was."""
+    count = _set_compiled_frames(-1)  # of the innermost call that is compiled so; -1: there is none
+    _set_compiled_frames(count + 1 if count >= 0 else count)
+
+
 # --- The autograd engine ---
 
 graph_task_id: Any = _find("torch._C", "_current_graph_task_id")
 """Number of the backward pass that runs on this thread; -1: none."""
+will_run_node: Any = _find("torch._C", "_will_engine_execute_node")
+"""Whether the running backward pass gets to a node."""
 queue_callback: Any = _find("torch.autograd", "Variable._execution_engine.queue_callback")
 """Calls a function when the running backward pass ends."""
 saved_tensors_hooks: Any = _find("torch._C._autograd", "_top_saved_tensors_default_hooks")
@@ -143,6 +166,15 @@ is_wrapper_subclass: Any = _find("torch.utils._python_dispatch", "is_traceable_w
 """Whether a tensor is made of other tensors, as quantised weights are."""
 NormBase: Any = _find("torch.nn.modules.batchnorm", "_NormBase")
 """Base class of the modules that keep running statistics. Public: its subclasses, one by one."""
+
+parametrize: Any = import_module("torch.nn.utils.parametrize")
+_find("torch.nn.utils.parametrize", "_cache_enabled")
+
+
+def caches_parametrizations() -> bool:
+    """Whether this runs inside `torch.nn.utils.parametrize.cached()`."""
+    return bool(parametrize._cache_enabled)
+
 
 for _attribute in ("Tensor._version", "Tensor._base", "Tensor._grad", "UntypedStorage._cdata"):
     _find("torch", _attribute)

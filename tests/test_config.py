@@ -155,10 +155,11 @@ def test_what_makes_no_sense_with_states_on_the_device_is_refused(options: dict[
     check(tier="device", param_tier="device", grad_tier="device", path=".")
 
 
-def test_a_path_has_no_use_with_the_cpu_tier_but_for_commits(tmp_path: Path) -> None:
+def test_a_path_has_no_use_with_the_cpu_tier_but_for_commits_and_activations(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no use"):
         check(tier="cpu", path=tmp_path, commit_every=None)
     assert check(tier="cpu", path=tmp_path).paths == (tmp_path,)
+    assert check(tier="cpu", path=tmp_path, commit_every=None, activation_tier="nvme").paths == (tmp_path,)
 
 
 def test_tuning_is_frozen_and_unknown_tuning_is_refused() -> None:

@@ -52,6 +52,26 @@ def raising(error: type[BaseException]) -> Callable[[int, FrameType | None], Non
     return handler
 
 
+def test_a_signal_in_a_lookup_waits_for_the_next_marked_call() -> None:
+    """Torch would drop what is raised there."""
+
+    @interrupts.uninterrupted_lookup
+    def looked_up() -> bool:
+        signal.raise_signal(signal.SIGINT)
+        return True
+
+    @uninterrupted
+    def next_one() -> None: ...
+
+    hold()
+    try:
+        assert looked_up()
+        with pytest.raises(KeyboardInterrupt):
+            next_one()
+    finally:
+        give_back()
+
+
 def test_a_signal_waits_for_the_end_of_the_call() -> None:
     done = []
 

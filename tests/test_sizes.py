@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import ConfigError
-from offload.sizes import GIB, KIB, MIB, format_bytes, parse_bytes, round_up
+from offload.sizes import GIB, KIB, MIB, format_bytes, option_bytes, parse_bytes, round_up
 
 
 @pytest.mark.parametrize(
@@ -64,3 +64,10 @@ def test_rounding_up_gives_the_least_multiple(count: int, multiple: int) -> None
     rounded = round_up(count, multiple)
     assert rounded % multiple == 0
     assert count <= rounded < count + multiple
+
+
+@given(st.integers(0, 1 << 50))
+def test_an_option_has_room_for_what_was_asked_and_little_more(size: int) -> None:
+    given_bytes = parse_bytes(int(text) if (text := option_bytes(size)).isdecimal() else text, "cpu_memory")
+    assert size <= given_bytes <= size + max(size // 1000, 1)
+    assert len(text) <= 10

@@ -411,8 +411,9 @@ class Commits:
             return reader
         steps = sorted(record.step for record in records_in(home, files).values())
         last = "nothing" if self.last is None else f"step {self.last.step}"
+        gone = "is gone" if step else "was never made, or is gone"
         raise ResumeError(
-            f"the commit of step {step} that this state dict names is gone: {home} holds {last}, and snapshots of "
+            f"the commit of step {step} that this state dict names {gone}: {home} holds {last}, and snapshots of "
             f"steps {', '.join(map(str, steps)) or '(none)'}; OffloadZero(keep=...) says how many stay"
         )
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Collection
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
 from offload.errors import OffloadError
+from offload.sizes import option_bytes
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count it
@@ -23,11 +26,33 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except OffloadError as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            command = self.commands.get(ctx.invoked_subcommand or "")
+            options = {name for param in getattr(command, "params", ()) for name in param.opts}
+            print(f"{type(error).__name__}: {in_options(str(error), options)}", file=sys.stderr)
             raise typer.Exit(EXIT_ERROR) from error
         except KeyboardInterrupt as error:
             print("interrupted", file=sys.stderr)
             raise typer.Exit(EXIT_INTERRUPTED) from error
+
+
+def in_options(message: str, options: Collection[str]) -> str:
+    """A message of the library with arguments of Python, such as `resume=True`, as options of a command. Args: options:
+    that the command has; other arguments stay as they are."""
+
+    def shown(found: re.Match[str]) -> str:
+        option, value = "--" + found[1].replace("_", "-"), found[2].strip("\"'")
+        if option not in options:
+            return found[0]
+        if value in ("True", "..."):
+            return option
+        is_size = option.endswith(("-memory", "chunk")) and value.isdecimal()
+        return f"{option} {option_bytes(int(value)) if is_size else value}"
+
+    value = r"""("[^"]*"|'[^']*'|\.\.\.|[\w.]+)"""
+    message = re.sub(rf"Tuning\((\w+)={value}\)", shown, message)
+    message = re.sub(rf"(?<![-\w])([a-z]\w*)={value}", shown, message)
+    names = {option[2:].replace("-", "_"): option for option in options}
+    return re.sub(r"(?<![-\w])[a-z]+(?:_[a-z]+)+\b", lambda found: names.get(found[0], found[0]), message)
 
 
 def print_json(values: dict[str, Any]) -> None:

@@ -58,7 +58,8 @@ class Measured:
     """What was measured in a run. Losses are in nats a byte, times in seconds.
 
     losses: of each step's batches, before its update; validation: (steps done, loss).
-    seconds: by phase: forward, backward, step, evaluate; begun: steps that an earlier process had done.
+    seconds: by phase: forward, backward, step, evaluate; begun: steps that an earlier process had done; committed: the
+    step of the last commit, None: there is none.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -66,6 +67,7 @@ class Measured:
     seconds: dict[str, float] = field(default_factory=dict)
     tokens: int = 0
     begun: int = 0
+    committed: int | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -178,12 +180,12 @@ def train_loop(
     options: TrainOptions,
     device: torch.device,
     tell: Tell,
-) -> Measured:
-    """Train for `options.steps`, validating before, after and now and then between.
+    measured: Measured,
+) -> None:
+    """Train for `options.steps`, validating before, after and now and then between. Fills in `measured`.
 
     Raises: SystemExit(143) on SIGTERM, where it commits: after the step it is in, and its commit.
     """
-    measured = Measured()
     clock = Clock(measured.seconds, device)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, options.steps))
     batches = Batches(text.train, options.batch, options.seq, options.seed, device)
@@ -228,9 +230,9 @@ def train_loop(
             if options.commit_every and (terminated or done == options.steps or done % options.commit_every == 0):
                 with clock("step"):
                     optimizer.commit({"scheduler": scheduler.state_dict(), "batches": batches.state()})
+                measured.committed = done
             if terminated:
                 sys.exit(EXIT_TERMINATED)
-    return measured
 
 
 def _continue(
@@ -315,8 +317,12 @@ def run(options: TrainOptions, *, as_json: bool) -> None:
         model = model.to(device)
     with contextlib.ExitStack() as stack:
         optimizer = _take(stack, model, options)
-        with progress(stderr, "step", options.steps) as tell:
-            measured = train_loop(model, optimizer, text, options, device, tell)
+        measured = Measured(committed=None if optimizer.resumed is None else optimizer.resumed.step)
+        if options.commit_every:
+            say = f"offload: {_times(options.commit_every)} and at the end the run is committed to {options.path}"
+            stderr.print(say, soft_wrap=True, highlight=False, markup=False)
+        with _saying_how_to_go_on(stderr, options, measured), progress(stderr, "step", options.steps) as tell:
+            train_loop(model, optimizer, text, options, device, tell, measured)
         stats = optimizer.stats()
         prompt, continuation = sample(model, text, options.sample_bytes, options.seed, device)
         kept = list(optimizer.files) if options.keep or options.commit_every else []
@@ -334,6 +340,24 @@ def run(options: TrainOptions, *, as_json: bool) -> None:
         print_json(summary)
     else:
         _show(Console(), summary, prompt)
+
+
+def _times(every: int) -> str:
+    return "after each step" if every == 1 else f"every {every} steps"
+
+
+@contextlib.contextmanager
+def _saying_how_to_go_on(stderr: Console, options: TrainOptions, measured: Measured) -> Iterator[None]:
+    """Says so where the run ends before its last step."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        if options.commit_every:
+            at = f"go on with --resume, from step {measured.committed}"
+            if measured.committed is None:
+                at = f"nothing was committed yet: that comes {_times(options.commit_every)}"
+            stderr.print(at, soft_wrap=True, highlight=False, markup=False)
+        raise
 
 
 def _take(stack: contextlib.ExitStack, model: GPT, options: TrainOptions) -> OffloadZero:

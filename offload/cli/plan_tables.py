@@ -11,7 +11,7 @@ from rich.table import Table
 from offload.cli.options import PlanOptions
 from offload.cli.plan_models import Sized
 from offload.planner.placement import TYPICAL_TBW
-from offload.sizes import format_bytes
+from offload.sizes import format_bytes, option_bytes
 
 KINDS = {
     "param": "what the model computes with",
@@ -76,7 +76,7 @@ def _verdict(summary: dict[str, Any], options: PlanOptions) -> Iterator[str]:
         yield f"A step takes at least {_seconds(summary['disk_seconds'])}, the disk's time ({disk_rate})."
     if summary["drive_life_steps"] is not None:
         full = summary.get("budgets", [{}])[-1].get("cpu_bytes")
-        way_out = "" if full is None else f"; with --cpu-memory {_option(full)} no states are written"
+        way_out = "" if full is None else f"; with --cpu-memory {option_bytes(full)} no states are written"
         yield (
             f"A drive warranted for {TYPICAL_TBW / 1e12:.0f} TB written lasts {summary['drive_life_steps']:,.0f} "
             f"steps{way_out}."
@@ -112,14 +112,6 @@ def _seconds(seconds: float) -> str:
 
 def _rate(number: float) -> str:
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
-
-
-def _option(nbytes: int) -> str:
-    """Bytes as an option takes them, rounded up to what can be read."""
-    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if nbytes >= size:
-            return f"{-(-10 * nbytes // size) / 10:g}{unit}"
-    return str(nbytes)
 
 
 def _placement_table(summary: dict[str, Any]) -> Table:

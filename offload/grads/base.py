@@ -109,6 +109,12 @@ class GradientBuffer(ABC):
         is_first = run.comm.tensor_parallel.rank == 0
         self._counts = [is_first or spec.shard_dim is not None for spec in run.layout.specs]
         self._shards = open_shards(run, store)
+        # On their way to a device of its own; see NewParameters in optim/adam.py.
+        is_bounce = not self._copier.direct and run.config.param_tier == "device"
+        self._is_written_over = [
+            is_bounce and self._shards.dtypes[run.layout.locations[param][0]] is spec.dtype
+            for param, spec in enumerate(run.layout.specs)
+        ]
 
     # As autograd makes them.
 
@@ -238,6 +244,11 @@ class GradientBuffer(ABC):
         self.factors.clear()
 
     # For the step.
+
+    def outlives_step(self, param: int) -> bool:
+        """Whether the gradient of `param`, which this rank has all of, stays where it is after the step has used it,
+        until the next one comes. Else new parameters take its memory, or its slots are let go of."""
+        return self.is_in_memory and self._layout.ranks == 1 and not self._is_written_over[param]
 
     def expect(self, chunks: Iterable[int]) -> None:
         """Announces the order in which the step reads the chunks."""

@@ -16,6 +16,7 @@ from queue import SimpleQueue
 
 from torch import Tensor
 
+from offload import torch_private
 from offload.config import SUM_BLOCK
 from offload.devices.copies import Copy
 from offload.grads import shards
@@ -58,6 +59,8 @@ class LocalGradients(GradientBuffer):
         # Counts all gradients that ever came; a sum of squares belongs to the gradient whose number `_squared` notes.
         self._generation = self._zeros()
         self._squared = self._zeros()
+        # The backward in which the last gradient of each tile came.
+        self._backward = self._zeros()
         self._under_way: list[tuple[int, Future[None]]] = []
         self._worker: Workers | None = None
         self._bounces: SimpleQueue[Tensor] = SimpleQueue()
@@ -77,7 +80,11 @@ class LocalGradients(GradientBuffer):
                 self._accumulate(param, tile, grad[first - start : stop - start])
 
     def _accumulate(self, param: int, tile: int, grad: Tensor) -> None:
-        count = self._count[param]
+        count, backward = self._count[param], torch_private.graph_task_id()
+        if len(count) > 1 and count[tile] and backward == self._backward[param][tile]:
+            self._add(param, tile, grad)
+            return
+        self._backward[param][tile] = backward
         if self.most is not None and count[tile] == self.most:
             raise too_often(self._layout.specs[param].name, self.most)
         is_first = count[tile] == 0
@@ -97,6 +104,21 @@ class LocalGradients(GradientBuffer):
                     self._update(chunk, piece, tile, grad, is_first=is_first)
             if region is not None and is_last:
                 self._then(param, lambda: self._sum(param, tile, 0, region, generation))
+
+    def _add(self, param: int, tile: int, grad: Tensor) -> None:
+        """Adds to a gradient of the same backward, in the dtype that it is held in, as autograd adds the gradients of
+        all uses of a parameter. A tiled weight and its tiles are leaves of their own, so that theirs come one by one
+        where the weight was also used as a whole."""
+        self.drain()
+        if self._is_stored:
+            values = self.values(param)
+            start, stop = self._tiles[param][tile]
+            values[start:stop] += grad.to(values.device)
+            self.write(param, values)
+        else:
+            region = self._region(param, tile)
+            region += grad.to(region.device)
+            self._sum(param, tile, 0, region, self._generation[param][tile])
 
     def _region(self, param: int, tile: int) -> Tensor:
         flat, offset = self._layout.locations[param]

@@ -2,9 +2,9 @@
 
 [Note: activations]
 Each outermost unit is checkpointed in place, by torch.utils.checkpoint: autograd keeps what enters the unit, and the
-unit's forward runs again in its backward, with the random numbers and autocast that it had. What any checkpoint keeps,
-ours or one in the model's own code, goes through hooks for saved tensors, which lie around the forward of the whole
-model. They put it into the store, and take it from there when the backward asks.
+unit's forward runs again in its backward, with the random numbers (torch's, Python's and NumPy's) and autocast that it
+had. What any checkpoint keeps, ours or one in the model's own code, goes through hooks for saved tensors, which lie
+around the forward of the whole model. They put it into the store, and take it from there when the backward asks.
 
 | what is saved                           | by whom                     | where it waits                              |
 |-----------------------------------------|-----------------------------|---------------------------------------------|
@@ -24,23 +24,28 @@ the store. A saved tensor that stays where it is has a version, as in torch: a c
 number. What went to the store was copied, and the original may be changed.
 
 A recomputation must do what the forward did. So it is refused if parameters, buffers or the mode of the unit have
-changed since. Units whose forward changes their buffers (batch norm) are not recomputed.
+changed since. Units whose forward changes their buffers (batch norm) are not recomputed, nor are units with
+parametrizations inside of `parametrize.cached()`.
 """
 
 from __future__ import annotations
 
 import copy
+import pickle
+import random
 import sys
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import suppress
-from functools import partial, update_wrapper
-from types import CodeType, FrameType, FunctionType, MethodType
+from contextlib import nullcontext, suppress
+from functools import partial
+from types import FrameType, FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -48,6 +53,7 @@ from offload import torch_private
 from offload.config import Config
 from offload.dist.tensor_parallel import like_of, local_of
 from offload.errors import ClosedError, ConfigError, StaleActivationError
+from offload.model.compiled import Compiler, Forward
 from offload.model.fetch import HeldUnits
 from offload.model.flat_param import is_dense
 from offload.model.partition import Partition, Partitions
@@ -73,47 +79,6 @@ LEAST_BYTES = 1024
 """A tensor smaller than this costs more on its way than it takes."""
 
 _CHECKPOINT = torch_checkpoint.__name__
-
-
-class _Forward:
-    """Stands in for a module's `forward`. A copy or a pickle of the module has its own one again.
-
-    Args: run: called with the module's own forward and the arguments, while this is active.
-    """
-
-    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
-        self._module = weakref.ref(module)
-        self._own = module.__dict__.get("forward")
-        self._run: Callable[..., Any] | None = run
-        update_wrapper(self, module.forward)
-        module.forward = self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self.__wrapped__  # type: ignore[attr-defined]
-        return forward(*args, **kwargs) if self._run is None else self._run(forward, args, kwargs)
-
-    @property
-    def __code__(self) -> CodeType:
-        """Of the module's own forward: torch.export reads its arguments there."""
-        return self.__wrapped__.__code__  # type: ignore[attr-defined, no-any-return]
-
-    def remove(self) -> None:
-        """Gives the module its own forward back. If somebody else has wrapped this one meanwhile, it stays inside that
-        wrapper, and only calls the module's own."""
-        self._run = None
-        module = self._module()
-        if module is not None and module.__dict__.get("forward") is self:
-            if self._own is None:
-                del module.__dict__["forward"]
-            else:
-                module.forward = self._own
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _own_forward, (self._module(), self._own)
-
-
-def _own_forward(module: nn.Module, own: Any) -> Any:
-    return MethodType(type(module).forward, module) if own is None else own
 
 
 class _InPlace:
@@ -210,6 +175,10 @@ class _Unit:
     def _params(self) -> list[Tensor | None]:
         return [param for module in self._modules for param in module._parameters.values()]
 
+    def uses_cache(self) -> bool:
+        """Whether it may get a parametrized weight from a cache, which a recomputation would not find any more."""
+        return torch_private.caches_parametrizations() and any(map(is_parametrized, self._modules))
+
     def buffers(self) -> list[tuple[Tensor, int]]:
         """The buffers of the unit, each with its version."""
         found = [buffer for module in self._modules for buffer in module._buffers.values()]
@@ -252,12 +221,12 @@ class Activations:
         self._running: str | None = None
         self._hooks = (self._pack_checkpoint, _unpack)
         self._outside: tuple[Callable[..., Any], Callable[..., Any]] | None = None
-        self._forwards = [_Forward(model, self._run_model)]
+        self._forwards = [Forward(model, self._run_model)]
         for name, module in blocks_of(model, config.units):
             if is_called(module):
                 recomputes = config.recompute and not any(map(has_statistics, module.modules()))
                 unit = _Unit(name, module, recomputes=recomputes)
-                self._forwards.append(_Forward(module, partial(self._run_unit, unit)))
+                self._forwards.append(Forward(module, partial(self._run_unit, unit)))
 
     def remove(self) -> None:
         """Gives the model and its units their own forwards back."""
@@ -266,15 +235,15 @@ class Activations:
 
     # Forwards.
 
-    def _run_model(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run_model(self, compiler: Compiler, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not _is_recorded():
-            return forward(*args, **kwargs)
+            return compiler.call(forward, args, kwargs)
         self._last, self._running = self._running, None
         before, self._outside = self._outside, torch_private.saved_tensors_hooks(False)
         self._pass_begins()
         try:
             with saved_tensors_hooks(*self._hooks):
-                return forward(*args, **kwargs)
+                return compiler.call(forward, args, kwargs)
         finally:
             self._outside = before
             self._pass_begins()
@@ -294,45 +263,48 @@ class Activations:
         in_store = 0 if self._store is None else self._store.peak_bytes
         return in_store or (0 if self._partitions is None else self._partitions.peak_bytes)
 
-    def _run_unit(self, unit: _Unit, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run_unit(self, unit: _Unit, compiler: Compiler, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not _is_recorded() or not unit.is_whole():
-            return forward(*args, **kwargs)
+            return compiler.call(forward, args, kwargs)
         outside = torch_private.saved_tensors_hooks(False)
         if outside is None:  # the unit was called by itself
             self._pass_begins()
             try:
                 with saved_tensors_hooks(*self._hooks):
-                    return self._run_unit(unit, forward, args, kwargs)
+                    return self._run_unit(unit, compiler, forward, args, kwargs)
             finally:
                 self._pass_begins()
         if outside[0] != self._hooks[0]:
-            return forward(*args, **kwargs)  # in a checkpoint, or in another unit
+            return compiler.call(forward, args, kwargs)  # in a checkpoint, or in another unit
         self._running = unit.name
-        if unit.recomputes:
-            return self._run_checkpointed(unit, forward, args, kwargs)
+        if unit.recomputes and not unit.uses_cache():
+            return self._run_checkpointed(unit, compiler, forward, args, kwargs)
         if unit.name == self._last:
-            return forward(*args, **kwargs)
+            return compiler.call(forward, args, kwargs)
         with saved_tensors_hooks(self._pack, _unpack):
-            return forward(*args, **kwargs)
+            return compiler.call(forward, args, kwargs)
 
-    def _run_checkpointed(self, unit: _Unit, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run_checkpointed(
+        self, unit: _Unit, compiler: Compiler, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         leaves, tree = torch_private.tree_flatten((args, kwargs), is_leaf=_is_leaf)
         if self._units is not None:
             self._units.make_current(unit.held)  # its tiles too: an update that is applied later moves their versions
         # Each enters once, however often it is given: a forward may ask whether two arguments are one.
         tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
-        again = _Again(self, unit, tree, leaves, tensors)
+        again = _Again(self, unit, compiler, tree, leaves, tensors)
         first = [(forward, args, kwargs)]
 
         def run(*entering: Tensor) -> Any:
             if not first:
                 return again(entering)
             call, positional, named = first.pop()
-            return call(*positional, **named)
+            return compiler.call(call, positional, named)
 
         # A recomputation would change it again.
         buffers = unit.buffers()
         result = torch_checkpoint.checkpoint(run, *tensors, use_reentrant=False)
+        again.forward_ended()
         if not _is_same(unit.buffers(), buffers):
             raise ConfigError(
                 f"the forward of {unit.name} changes a buffer, and would change it again when it is recomputed in the "
@@ -340,7 +312,9 @@ class Activations:
             )
         return result
 
-    def recompute(self, unit: _Unit, state: Sequence[tuple[Any, int]], args: Any, kwargs: Any) -> Any:
+    def recompute(
+        self, unit: _Unit, compiler: Compiler, state: Sequence[tuple[Any, int]], args: Any, kwargs: Any
+    ) -> Any:
         """Runs a unit's forward again. Raises: StaleActivationError."""
         assert self._units is not None
         self._units.forward_begins(unit.name)
@@ -351,15 +325,17 @@ class Activations:
                     "be recomputed: call backward() before step(), eval() and the like; where what changes them leaves "
                     "their values as they are, give Tuning(recompute=False)"
                 )
-            return unit.forward(*args, **kwargs)
+            return compiler.call(unit.forward, args, kwargs)
         finally:
             self._units.forward_ends(unit.name, None)
 
-    # Hooks for saved tensors.
+    # Hooks for saved tensors. They look at frames, which compiled code cannot.
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _pack_checkpoint(self, tensor: Tensor) -> Any:
         return call_hidden(self._put, tensor, True) if _is_from_checkpoint() else self._leave(tensor)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _pack(self, tensor: Tensor) -> Any:
         is_large = tensor.numel() * tensor.element_size() >= LEAST_BYTES
         is_entering = _is_from_checkpoint()
@@ -426,10 +402,17 @@ class _Again:
     """
 
     def __init__(
-        self, activations: Activations, unit: _Unit, tree: Any, leaves: Sequence[Any], tensors: Sequence[Tensor]
+        self,
+        activations: Activations,
+        unit: _Unit,
+        compiler: Compiler,
+        tree: Any,
+        leaves: Sequence[Any],
+        tensors: Sequence[Tensor],
     ) -> None:
         self._activations = weakref.ref(activations)
         self._unit = weakref.ref(unit)
+        self._compiler = compiler
         self._tree = tree
         number_of = {id(tensor): number for number, tensor in enumerate(tensors)}
         # Of each leaf: the number of the tensor, None of any other.
@@ -439,6 +422,12 @@ class _Again:
         # Those of the tensors that objects among the others hold too.
         self._inside = [(number_of[id(one)], one) for one in tensors_in(others) if id(one) in number_of]
         self._state = unit.state()
+        self._random: _RandomState | None = _RandomState()
+
+    def forward_ended(self) -> None:
+        """After the first forward. If it drew no random numbers, another thread may go on drawing meanwhile."""
+        if self._random is not None and self._random.is_same(_RandomState()):
+            self._random = None
 
     def __call__(self, entering: Sequence[Tensor]) -> Any:
         activations, unit = self._activations(), self._unit()
@@ -447,7 +436,31 @@ class _Again:
         others = iter(_copied(self._others, {id(one): entering[number] for number, one in self._inside}))
         leaves = [next(others) if number is None else entering[number] for number in self._numbers]
         args, kwargs = torch_private.tree_unflatten(leaves, self._tree)
-        return activations.recompute(unit, self._state, args, kwargs)
+        with nullcontext() if self._random is None else self._random:
+            return activations.recompute(unit, self._compiler, self._state, args, kwargs)
+
+
+class _RandomState:
+    """The state of Python's and NumPy's random numbers. As a context manager: they are drawn from it again inside.
+    torch.utils.checkpoint does this for torch's own."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy = np.random.get_state(legacy=False)
+
+    def is_same(self, other: _RandomState) -> bool:
+        return self._python == other._python and pickle.dumps(self._numpy) == pickle.dumps(other._numpy)
+
+    def __enter__(self) -> None:
+        self._outside = _RandomState()
+        self._set()
+
+    def __exit__(self, *_: object) -> None:
+        self._outside._set()
+
+    def _set(self) -> None:
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
 
 
 def _is_recorded() -> bool:
@@ -465,7 +478,7 @@ def _is_recorded() -> bool:
 def _is_from_checkpoint() -> bool:
     """Whether torch.utils.checkpoint saves the tensor that a hook is called with."""
     frame: FrameType | None = sys._getframe(2)
-    for _ in range(3):
+    for _ in range(4):
         if frame is not None:
             if frame.f_globals.get("__name__") == _CHECKPOINT:
                 return True

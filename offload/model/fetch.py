@@ -43,7 +43,7 @@ from offload.model.flat_param import FlatParameters
 from offload.model.master_weights import MasterWeights
 from offload.model.pending import PendingUpdates
 from offload.model.running import RunningUnits
-from offload.model.torch_helpers import call_alive, call_hidden, in_backward, tensors_in
+from offload.model.torch_helpers import call_alive, call_hidden, graphs_of, in_backward, tensors_in
 from offload.model.transfer import UnitState, UnitTransfers
 from offload.model.units import ROOT, encloses
 from offload.run import Owner, Run
@@ -331,10 +331,8 @@ class StreamedUnits(HeldUnits):
         self.running.leave(unit)
         begins = partial(call_alive, weakref.WeakMethod(self._backward_begins), (unit, self._position))
         for tensor in tensors_in(output):
-            # A view that is changed in place gets another history, in which only its base has a position.
-            for one in (tensor, tensor._base):
-                if one is not None and one.grad_fn is not None:
-                    one.register_hook(begins)
+            for one in graphs_of(tensor):
+                one.register_hook(begins)
 
     @entry
     def _backward_begins(self, at: tuple[str, int]) -> None:

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.model.torch_helpers import Hook
 
-CALLER = 7
+CALLER = 8
 """Frames from a forward pre-hook up to the line that calls the module: this library's and torch's."""
 _lock = threading.Lock()
 _is_registered = False

@@ -6,7 +6,8 @@
 | shape, dtype, device                  | the parameter's                                  | the same                |
 | 2-norms                               | from sums of squares taken on the way, in fp32   | the same                |
 | multiplied by a factor, in place      | the factor is recorded, and applied by the step  | GradientMovedError      |
-| values, and all other operations      | computed on a copy of the values                 | GradientMovedError      |
+| values, and all other operations      | computed on a copy of the values                 | the same, where the     |
+|                                       |                                                  | memory is not used anew |
 | any other change, also through a view | the copy is written back where the gradient is   | GradientMovedError      |
 | `zero_()`                             | the gradient is zeros, and counts                | the same                |
 
@@ -84,7 +85,7 @@ class StandIn(Tensor):
 
     def __repr__(self, **unused: Any) -> str:  # type: ignore[override]
         answers = self.answers()
-        if answers is None or not answers.is_live(self.number):
+        if answers is None or not answers.is_readable(self.number):
             return f"<the gradient of {self.parameter}, which the optimizer has used>"
         return repr(answers.read(self.number))
 
@@ -151,6 +152,7 @@ class Answers:
         self.entries = units.entries
         self._units = units
         self._names = [spec.name for spec in layout.specs]
+        self._tiled = {number for number, spec in enumerate(layout.specs) if spec.tile}
         self._ranks = layout.ranks
         self._parameters = parameters
         self._gradients = gradients
@@ -176,10 +178,14 @@ class Answers:
     @entry
     def accumulation_begins(self, number: int) -> None:
         """Autograd is about to accumulate a gradient into `leaf.grad`."""
+        if not self._params[number].requires_grad:
+            return  # it was frozen since the forward, and autograd accumulates nothing
         self._units.backward_runs()
         self._require_home()
         with torch_private.DisableTorchFunctionSubclass():
             param = self._params[number]
+            if number in self._tiled and param.grad is not None and not self._is_own(param.grad, number):
+                self.take_changes([number])  # autograd adds to what the user assigned, but not that of a tile
             self._arriving()
             self._pending.require_applied(number)
             self._pending.before_gradients()
@@ -195,11 +201,21 @@ class Answers:
             self._zeroed.discard(number)
 
     @entry
+    def accumulation_ended(self, number: int, leaf: Tensor, start: int = 0) -> None:
+        """Autograd has accumulated a gradient of a leaf; see `hand_over`."""
+        if self._params[number].requires_grad:
+            self.hand_over(number, leaf, start)
+        elif leaf is not self._params[number]:
+            leaf.grad = None
+
+    @entry
     def hand_over(self, number: int, leaf: Tensor, start: int = 0) -> None:
         """Takes the gradient of a leaf, which is the parameter or its tile from element `start` on."""
         with torch_private.DisableTorchFunctionSubclass():
             param = self._params[number]
             grad = leaf.grad
+            if number in self._tiled and leaf is param and (grad is None or self._is_own(grad, number)):
+                return  # the graph of its tiles gets here, too, without a gradient: see tiling.py
             if grad is None:
                 raise AssertionError("a gradient hook ran without a gradient")
             # First the stand-in: if the buffer raises, the gradient must not be taken for one that the user assigned.
@@ -257,6 +273,7 @@ class Answers:
                 with torch_private.DisableTorchFunctionSubclass():
                     param.grad = grad
                 self._gradients.clear(number)
+                self._used.pop(number, None)
                 self._zeroed.discard(number)
                 self.hand_over(number, param)
 
@@ -301,6 +318,10 @@ class Answers:
     def is_live(self, number: int) -> bool:
         """Whether there is a gradient that no step has used."""
         return not self._is_removed and (number in self._zeroed or self._gradients.has(number))
+
+    def is_readable(self, number: int) -> bool:
+        """Whether the values of a gradient can be read: a step may have used it."""
+        return self.is_live(number) or (number in self._used and self._gradients.outlives_step(number))
 
     def is_live_of(self, param: Tensor) -> bool:
         """Whether a tensor is a trained parameter that has a gradient which no step has used."""
@@ -360,7 +381,8 @@ class Answers:
         if number in self._zeroed:
             self.take_changes()
         self._gradients.finalize([number])
-        values, factor = self._gradients.values(number), self._gradients.factor_of(number)
+        values = self._gradients.values(number)
+        factor = self._gradients.factor_of(number) if self.is_live(number) else self._used[number]
         return values.clone() if factor == 1.0 else (values.float() * factor).to(values.dtype)
 
     def _is_there(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -376,6 +398,9 @@ class Answers:
         values = {n: self._copies[n][0] if n in self._copies else self.values_of(n) for n in numbers}
         versions = {n: one._version for n, one in values.items()}
         result = func(*_replaced(args, values), **_replaced(kwargs, values))
+        for n, one in values.items():
+            if one._version != versions[n] and not self.is_live(n):
+                raise self._used_up(n)
         number_at = {_storage_of(one): n for n, one in values.items()}
         plain = (t for t in tensors_in(result) if type(t) is Tensor or is_dtensor(t))
         views = [t for t in plain if _storage_of(t) in number_at]
@@ -413,16 +438,20 @@ class Answers:
         name = self._names[number]
         if os.getpid() != self._pid:
             raise ClosedError("this is a forked child: the gradients are in the process that made the optimizer")
-        if not self.is_live(number):
-            raise GradientMovedError(
-                f"the gradient of {name} was used by step(), or dropped, and its values are gone: read or change "
-                "p.grad between backward() and step()"
-            )
+        if not self.is_readable(number):
+            raise self._used_up(number)
         if self._ranks > 1:
             raise GradientMovedError(
                 f"the gradient of {name} is sharded over {self._ranks} ranks, and this one has not all values: call "
                 "optimizer.grad(p) on every rank to read it, optimizer.zero_grad() to drop it"
             )
+
+    def _used_up(self, number: int) -> GradientMovedError:
+        return GradientMovedError(
+            f"the gradient of {self._names[number]} was used by step(), or dropped, and its values are gone, or cannot "
+            "be changed any more: read or change p.grad between backward() and step(), and copy there what is to be "
+            "read later, {p: p.grad.clone() for p in params}"
+        )
 
     # Norms and factors.
 
@@ -438,6 +467,8 @@ class Answers:
         stand_ins: list[Any] = list(ones) if is_list else [ones]  # type: ignore[arg-type]
         if not all(isinstance(one, StandIn) for one in stand_ins):
             return None
+        if any(one.number in self._copies and not self.is_live(one.number) for one in stand_ins):
+            return None  # somebody has a view, and may have written to it
         order = 2.0 if order in (None, "fro") else order
         if isinstance(order, str) or (order != 2 and self._ranks == 1):
             return None
@@ -486,7 +517,7 @@ class Answers:
             return False
         for one in ones:
             if not self.is_live(one.number):
-                self._require_values(one.number)
+                raise self._used_up(one.number)
             self._write_back(one.number)
             if one.number in self._copies:
                 return False  # somebody has a view, which has to see the product
@@ -516,15 +547,21 @@ class Answers:
         return True
 
     def _unscale(self, grads: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
-        """Answers a GradScaler, which has to unscale all gradients at once: there is one scale for all.
+        """Answers a GradScaler, which has to unscale all gradients at once: there is one scale for all. It asks once
+        for each device; tiled weights are on the CPU beside a model on another one, and that call changes nothing.
 
         Raises: ConfigError if one of a trained parameter is not among them.
         """
-        met = {id(grad) for grad in grads}
+        met, devices = {id(grad) for grad in grads}, {grad.device for grad in grads}
+        is_first = self._parameters.home in devices
         for name, param in zip(self._names, self._params, strict=True):
             with torch_private.DisableTorchFunctionSubclass():
                 grad = param.grad
-            if grad is not None and id(grad) not in met:
+            if grad is None:
+                continue
+            if not is_first and grad.device == self._parameters.home:
+                return
+            if grad.device in devices and id(grad) not in met:
                 raise ConfigError(
                     f"a GradScaler met gradients that OffloadZero has, but not that of {name}, which was assigned to "
                     "p.grad by hand, or is not in the optimizer it was given: give it all, as backward makes them"

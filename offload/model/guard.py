@@ -19,6 +19,9 @@ opened parameter is guarded. So their use is an entry of its own, and waits for 
 entries.py). A class is the same for all threads; what differs is the `__torch_function__` that torch finds there
 (`Here`). Only a DTensor is plain for all threads inside its unit.
 
+Torch's transformer and attention take a faster path if no tensor has a `__torch_function__`. Where they ask for it,
+they find none (`only_asks`); the operation that they call next does.
+
 Torch runs operations of plain DTensors in C++, and of subclasses through Python. So a DTensor is plain inside its unit,
 where `p.data` of it is not seen.
 
@@ -37,6 +40,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -55,6 +59,7 @@ from offload.model.torch_helpers import (
     MOVES,
     call_eagerly,
     calls_that_save,
+    graphs_of,
     instances_in,
     is_no_move,
     module_on_the_move,
@@ -112,14 +117,18 @@ class _Held:
     @classmethod
     def guard(cls, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
         """What torch calls for an operation with a tensor that is guarded in this thread."""
+        return call_eagerly(cls._used, func, args, kwargs or {})
+
+    @classmethod
+    def _used(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if func not in _NEEDS_NO_VALUES:
             guards = cls._guards_ref.guards()
             if guards is not None:
-                return guards.call(func, args, kwargs or {})
+                return guards.call(func, args, kwargs)
             if cls._guards_ref.is_elsewhere:
                 _refuse(getattr(func, "__name__", str(func)))
         with torch_private.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
     @property
     def _is_plain(self) -> bool:
@@ -194,12 +203,6 @@ class _Guarded(_Held):
 
     __slots__ = ()
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return cls.guard(func, types, args, kwargs)
-
 
 class _Opened(_Held):
     """Base of the classes of tensors that are used now: the thread that uses them sees nothing."""
@@ -233,6 +236,10 @@ class _Watched(_Held):
             made = made.clone() if self._guards_ref.is_elsewhere else made
             made.__class__ = type(self)  # type: ignore[assignment]
         return made
+
+
+_ASKED: dict[type[_Held], str] = {_Guarded: "guarded", _Opened: "opened", _Watched: "watched"}
+"""By base: the attribute of `Here` with the `__torch_function__` of its classes."""
 
 
 class _Plain:
@@ -272,7 +279,7 @@ def _seen(method: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a method of a guarded class count as a use of the tensor, as an operation does."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return type(self).__torch_function__(method, (), (self, *args), kwargs)
+        return type(self).guard(method, (), (self, *args), kwargs)
 
     return call
 
@@ -360,13 +367,11 @@ class Guards:
                 names |= {name: _seen(getattr(kind, name)) for name in _PAST_TORCH_FUNCTION}
                 # `module.to()` swaps subclasses that can be taken apart for new tensors; this one has to stay.
                 names["__tensor_flatten__"] = property(_cannot)
-            meta: type[type] = type(kind)
+            # Torch asks the tensor, or its class. A property of a class is found in the class of that.
+            asked = property(partial(getattr, self.here, _ASKED[base]))
+            names["__torch_function__"] = asked
+            meta = type(type(kind).__name__, (type(kind),), {"__torch_function__": asked})
             name = f"{base.__name__[1:]}{kind.__name__}"
-            if base is not _Guarded:
-                # Torch asks the tensor, or its class. A property of a class is found in the class of that.
-                asked = property(partial(getattr, self.here, "watched" if base is _Watched else "opened"))
-                names["__torch_function__"] = asked
-                meta = type(meta.__name__, (meta,), {"__torch_function__": asked})
             if base is _Opened:  # torch prints the name
                 name = "tensor" if kind is Tensor else kind.__name__
             self._classes[key] = meta(name, (base, kind), names)
@@ -374,9 +379,6 @@ class Guards:
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """`func(*args, **kwargs)`, where some of the arguments are guarded."""
-        return call_eagerly(self._enter, func, args, kwargs)
-
-    def _enter(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if func in _RUNS_BACKWARD:
             return self._dispatch(func, args, kwargs)
         with self.entries.lock:
@@ -409,7 +411,7 @@ class Guards:
         if func == _VERSION.__get__:
             return self._version_of(args[0])
         if func is torch.autograd.grad:  # it may run modules again, so their guards stay
-            return func(*_as_edges(args), **{key: _as_edges(value) for key, value in kwargs.items()})
+            return self._gradients(*args, **kwargs)
         if func in MOVES and self._is_ours(args[0]):
             if self._is_there(func, args, kwargs):
                 return args[0]
@@ -425,7 +427,10 @@ class Guards:
                 copies = [
                     self.plainly(one, lambda t: t.detach().clone()) if self._is_ours(one) else one for one in args
                 ]
-                return func(*copies, **kwargs)
+                made = func(*copies, **kwargs)
+                if isinstance(made, np.ndarray):
+                    made.flags.writeable = False  # a write would go into the copy, and be lost
+                return made
             if func in _CHANGES_MEMORY and self._has_streamed(args):
                 raise ReleasedParameterError(
                     f"{func.__name__} on a streamed parameter would take it from where it is streamed to: use "
@@ -433,11 +438,41 @@ class Guards:
                 )
             if self._tiling is not None and func is F.linear:
                 given = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(kwargs)
-                if self._tiling.has(given.get("weight")):
+                if self._tiling.runs(given.get("weight")):
                     return self._tiling.linear(given["input"], given["weight"], given.get("bias"))
             if getattr(func, "__name__", "").startswith("_foreach_"):
                 return self._piece_by_piece(func, args, kwargs)
         return self._run(func, args, kwargs)
+
+    def _gradients(self, outputs: Any, inputs: Sequence[Any], **options: Any) -> tuple[Tensor | None, ...]:
+        """`torch.autograd.grad`, with which autograd gets a guarded parameter as the gradient edge of its leaf, or of
+        each of its leaves if it has tiles, too."""
+        allows, fills = options.pop("allow_unused", None), options.pop("materialize_grads", False)
+        if fills and allows is False:
+            raise ValueError("materialize_grads=True with allow_unused=False")  # as torch has it
+        leaves = [[one, *(() if self._tiling is None else self._tiling.leaves_of(one))] for one in inputs]
+        edges = _as_edges([leaf for several in leaves for leaf in several])
+        is_split = len(edges) > len(leaves)
+        found = iter(
+            torch.autograd.grad(
+                _as_edges(outputs), edges, allow_unused=bool(allows or fills or is_split), **_as_edges(options)
+            )
+        )
+        grads: list[Tensor | None] = []
+        for number, (one, *tiles) in enumerate(leaves):
+            grad, parts = next(found), [next(found) for _ in tiles]
+            if parts and parts[0] is not None:  # a use in tiles is one of all of them
+                joined = torch.cat(parts, dim=-2).to(one.device)
+                grad = joined if grad is None else grad + joined
+            if grad is None and fills:
+                grad = torch.zeros_like(one, requires_grad=options.get("create_graph", False))
+            if grad is None and not allows:
+                raise RuntimeError(
+                    f"The differentiated Tensor at index {number} appears to not have been used in the graph. Set "
+                    "allow_unused=True if this is the desired behavior."
+                )
+            grads.append(grad)
+        return tuple(grads)
 
     def _is_there(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a parameter is already on the device that a call moves it to. If the call moves the whole held model,
@@ -467,8 +502,7 @@ class Guards:
         if torch_private.saved_tensors_hooks(False) is None if has_node else self._streamed is None:
             return False  # there is no checkpoint; a function saves after its last operation
         is_saved = False
-        for call in calls_that_save(used):
-            args = call.f_locals["args"]
+        for call, args in calls_that_save(used):
             if call.f_code is not CHECKPOINT:
                 others = [one for one in args if isinstance(one, Tensor) and not self._is_ours(one)]
                 is_training = self._streamed is not None and self._streamed.is_training
@@ -566,8 +600,9 @@ class Guards:
             if not units or not torch.is_grad_enabled():  # asking a view that was written to for its node raises
                 continue
             with torch_private.DisableTorchFunctionSubclass():
-                node = tensor.grad_fn
-            if node is not None:
+                nodes = [one.grad_fn for one in graphs_of(tensor)]
+            for node in nodes:
+                assert node is not None
                 self._streamed.fetch_before(node, units)
 
     # Uses that need more than current values.
@@ -634,7 +669,7 @@ class Guards:
 
 def _is_for_a_parameter() -> bool:
     """Whether the call comes from nn.Parameter(p). The frames in between are those of `__torch_function__`, `guard`,
-    `call`, `call_eagerly`, what a compiler adds to it, `_enter` and `_dispatch`."""
+    `call_eagerly`, what a compiler adds to it, `_used`, `call` and `_dispatch`."""
     frame = sys._getframe(1)
     for _ in range(10):
         if frame.f_code is _PARAMETER_NEW:
@@ -665,7 +700,9 @@ def _memory_of(tensor: Tensor) -> tuple[int, int, tuple[int, ...]]:
 
 
 def _as_edges(tree: Any) -> Any:
-    """`tree` (nested lists, tuples) with the gradient edge of each guarded leaf."""
+    """`tree` (nested lists, tuples, dicts) with the gradient edge of each guarded leaf."""
+    if type(tree) is dict:
+        return {key: _as_edges(value) for key, value in tree.items()}
     if isinstance(tree, _Held):
         with torch_private.DisableTorchFunctionSubclass():
             return torch.autograd.graph.get_gradient_edge(tree)  # type: ignore[arg-type]

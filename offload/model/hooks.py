@@ -20,13 +20,15 @@ from torch.utils.hooks import RemovableHandle
 from offload import torch_private
 from offload.errors import ConfigError
 from offload.interrupts import uninterrupted
+from offload.model.compiled import Forward, run_uncompiled
 from offload.model.fetch import HeldUnits
 from offload.model.flat_param import FlatParameters
 from offload.model.gradient import Answers
 from offload.model.guard import is_held, is_released
+from offload.model.plain_copy import LeftBehind, PlainState, refuse_script
 from offload.model.state_dict import Access
-from offload.model.torch_helpers import Hook, hook_forward
-from offload.model.units import ROOT, NotToWrap, blocks_of, fp32_modules, is_called, require_unwrapped
+from offload.model.torch_helpers import Hook, hook_forward, numbered_alike
+from offload.model.units import ROOT, NotToWrap, blocks_of, encloses, fp32_modules, is_called, require_unwrapped
 from offload.run import Run
 
 
@@ -35,14 +37,29 @@ def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
     return torch_private.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
 
 
-def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """A forward pre-hook, which a copy of the model takes along."""
-    return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+class _Casts:
+    """A hook that casts what enters a module, or leaves it. A copy of the module takes it along."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    @property
+    def __name__(self) -> str:
+        return refuse_script("a copy of a model that trains in 16 bits casts what enters it, which no script can do")
 
 
-def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
-    """A forward hook, which a copy of the model takes along."""
-    return cast_floating(output, dtype)
+class _CastsInputs(_Casts):
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return cast_floating(args, self._dtype), cast_floating(kwargs, self._dtype)
+
+
+class _CastsOwnInputs(_CastsInputs, LeftBehind):
+    """That of a model in fp32. A copy has no need of it: it takes what the model took before it was held."""
+
+
+class _CastsOutputs(_Casts):
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return cast_floating(output, self._dtype)
 
 
 class _Held(Hook):
@@ -107,6 +124,8 @@ class Hooks:
         answers: Answers,
     ) -> None:
         self._handles: list[RemovableHandle] = []
+        self._forwards: list[Forward] = []
+        self._states: list[PlainState] = []
         self._nodes: list[tuple[torch.autograd.graph.Node, RemovableHandle]] = []
         self._leaves: list[tuple[int, nn.Parameter]] = []
         self._model = model
@@ -124,7 +143,8 @@ class Hooks:
         self, model: nn.Module, run: Run, parameters: FlatParameters, names: Mapping[Tensor, str], access: Access
     ) -> None:
         config, units = run.config, self._units
-        setattr(model, NotToWrap.NAME, NotToWrap())
+        setattr(model, NotToWrap.NAME, NotToWrap(self._ignored_by_ddp))
+        self._states += [PlainState(module) for module in model.modules() if PlainState.serves(module)]
         self._hook_units(model, run, parameters, names, access)
 
         def model_begins() -> None:
@@ -133,12 +153,16 @@ class Hooks:
 
         self._handles += hook_forward(model, model_begins, units.model_ends, _Held)
         in_fp32 = fp32_modules(model, config.keep_fp32)
-        if config.cast_forward_inputs:
-            self._cast_inputs(model, torch.float32 if model in in_fp32 else config.compute_dtype)
-        if config.compute_dtype is not torch.float32:
+        if config.compute_dtype is torch.float32:
+            if config.cast_forward_inputs:
+                self._cast_inputs(model, _CastsOwnInputs(torch.float32))
+        else:
+            if config.cast_forward_inputs:
+                self._cast_inputs(model, _CastsInputs(torch.float32 if model in in_fp32 else config.compute_dtype))
             for module in in_fp32:
-                self._cast_inputs(module, torch.float32)
-                self._handles.append(module.register_forward_hook(partial(_cast_outputs, config.compute_dtype)))
+                self._cast_inputs(module, _CastsInputs(torch.float32))
+                casts = module.register_forward_hook(_CastsOutputs(config.compute_dtype))
+                self._handles.append(numbered_alike(module, casts))
         for number, param in enumerate(parameters.params[: parameters.trained]):
             self._hook_gradient(number, param)
             for start, leaf in parameters.tiles_of(number):
@@ -149,6 +173,10 @@ class Hooks:
         """Takes all hooks away, and the stand-ins of gradients."""
         for handle in (*self._handles, *(handle for _, handle in self._nodes)):
             handle.remove()
+        for forward in self._forwards:
+            forward.remove()
+        for state in self._states:
+            state.remove()
         self._handles.clear()
         self._nodes.clear()
         if self._ignored_by_ddp is None:
@@ -165,6 +193,10 @@ class Hooks:
         # `F.linear` fetches a tiled weight, tile by tile.
         tiled = {spec.unit for spec in parameters.layout.specs if spec.tile}
         blocks = dict(blocks_of(model, run.config.units))
+        for name, module in model.named_modules():
+            is_in_block = any(encloses(block, name) for block in blocks)
+            if is_in_block and is_called(module) and any(encloses(name, unit) for unit in tiled):
+                self._forwards.append(Forward(module, run_uncompiled))
         for module in model.modules():
             params = list(module.parameters(recurse=False))
             own = {names[param] for param in params} - tiled
@@ -174,15 +206,16 @@ class Hooks:
                 is_block = blocks.get(name) is module
                 if is_block or units.is_streamed or (name != ROOT and not is_called(blocks[name])):
                     before, after = partial(units.forward_begins, name), partial(units.forward_ends, name)
-                    self._handles += hook_forward(module, before, after)
+                    self._handles += hook_forward(module, before, after, is_inside=not is_block)
             if params:
                 loads = Hook(partial(units.before_loading, params))
                 self._handles.append(module.register_load_state_dict_pre_hook(loads))
             for register, hook in access.hooks_of(module, ends=module is model or module in blocks.values()):
                 self._handles.append(register(hook))
 
-    def _cast_inputs(self, module: nn.Module, dtype: torch.dtype) -> None:
-        self._handles.append(module.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True))
+    def _cast_inputs(self, module: nn.Module, hook: _CastsInputs) -> None:
+        casts = module.register_forward_pre_hook(hook, with_kwargs=True)
+        self._handles.append(numbered_alike(module, casts))
 
     def _hook_gradient(self, number: int, leaf: nn.Parameter, start: int = 0) -> None:
         """Args: leaf: the parameter, or its tile whose first element is `start`."""
@@ -192,7 +225,7 @@ class Hooks:
 
         def accumulation_ended(leaf: Tensor) -> None:
             if (alive := answers()) is not None:
-                alive.hand_over(number, leaf, start)
+                alive.accumulation_ended(number, leaf, start)
 
         self._leaves.append((number, leaf))
         self._handles.append(leaf.register_post_accumulate_grad_hook(accumulation_ended))
@@ -205,8 +238,8 @@ class Hooks:
         """
         answers = weakref.ref(self._answers)
 
-        def accumulation_begins(number: int, _: tuple[Tensor | None, ...]) -> None:
-            if (alive := answers()) is not None:
+        def accumulation_begins(number: int, grads: tuple[Tensor | None, ...]) -> None:
+            if grads[0] is not None and (alive := answers()) is not None:
                 alive.accumulation_begins(number)
 
         for _, handle in self._nodes:

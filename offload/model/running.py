@@ -2,33 +2,50 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from offload import torch_private
 from offload.entries import Entries, entry
-from offload.interrupts import uninterrupted
+from offload.interrupts import uninterrupted, uninterrupted_lookup
 from offload.model.flat_param import FlatParameters
+from offload.model.torch_helpers import only_asks
 
 
 def _guard(func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
     """What torch calls for an operation with a tensor that is not plain in this thread; see guard.py."""
-    kind = next(kind for kind in types if hasattr(kind, "guard"))
-    return kind.guard(func, types, args, kwargs)
+    for kind in types:
+        if (guard := getattr(kind, "guard", None)) is not None:
+            return guard(func, types, args, kwargs)
+    raise AssertionError("none of the tensors is guarded")
+
+
+class _NotPlain:
+    """The `__torch_function__` of tensors that are not plain in this thread. A thread overrides it."""
+
+    @uninterrupted_lookup
+    def __get__(self, here: Here, kind: type[Here]) -> Any:
+        if torch.compiler.is_compiling():  # which cannot look at frames, and takes no fast path
+            return _guard
+        return torch_private.disabled_torch_function if only_asks(sys._getframe(1)) else _guard
 
 
 class Here(threading.local):
     """What is true of one thread.
 
-    Attributes: entered: how often it has entered each unit whose forward it runs; owner: whose pass that is; watched,
-    opened: the `__torch_function__` of classes of these names, see [Note: guarded parameters] in guard.py. Torch asks
-    for it with each operation, so it is looked up without any Python code.
+    Attributes: entered: how often it has entered each unit whose forward it runs; owner: whose pass that is; guarded,
+    watched, opened: the `__torch_function__` of classes of these names, see [Note: guarded parameters] in guard.py.
+    Torch asks for it with each operation, so where it is that of plain tensors it is looked up without any Python code.
     """
 
     owner: threading.Thread
-    watched: Any = staticmethod(_guard)
-    opened: Any = staticmethod(_guard)
+    guarded: Any = _NotPlain()
+    watched: Any = _NotPlain()
+    opened: Any = _NotPlain()
 
     def __init__(self) -> None:
         self.entered: dict[str, int] = {}

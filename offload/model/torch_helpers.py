@@ -1,5 +1,5 @@
-"""What the files of this folder need to know about torch: which functions read no values, how to stay out of the sight
-of modes, and hooks that a copy of the model does not take along.
+"""What the files of this folder need to know about torch: which functions read no values, which code only asks for a
+`__torch_function__`, how to stay out of the sight of modes, and hooks that a copy of the model does not take along.
 
 [Note: out of sight]
 A dispatch mode (FLOP counters, fake tensors), a torch function mode (a default device), a transform of torch.func, a
@@ -9,25 +9,29 @@ run inside of the user's forward.
 
 from __future__ import annotations
 
+import dis
 import inspect
 import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from types import FrameType
+from itertools import count
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from offload import torch_private
+from offload.model.compiled import UNIT_OUTSIDE, USE_OUTSIDE, runs_as_it_is
+from offload.model.plain_copy import LeftBehind, refuse_script
 
 Kind = TypeVar("Kind")
 
-_APPLY_FUNCTION = inspect.unwrap(torch.autograd.Function.apply).__code__
 CHECKPOINT = inspect.unwrap(torch_checkpoint.checkpoint).__code__
 
 # Which functions read no values.
@@ -105,18 +109,44 @@ def module_on_the_move() -> nn.Module | None:
     return found
 
 
-def calls_that_save(tensors: Sequence[Tensor]) -> Iterator[FrameType]:
-    """The calls around this function of an `autograd.Function` or a `torch.utils.checkpoint` that were given one of
-    `tensors`, and may save it for a backward. The innermost one first."""
+def calls_that_save(tensors: Sequence[Tensor]) -> Iterator[tuple[FrameType, list[Any]]]:
+    """The calls around this function, of forwards of an `autograd.Function` and of `torch.utils.checkpoint`, that were
+    given one of `tensors` and may save it for a backward; and what each was given. The innermost one first."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code in (_APPLY_FUNCTION, CHECKPOINT) and _is_one_of(frame.f_locals["args"], tensors):
-            yield frame
+        if frame.f_code is CHECKPOINT or _is_forward_of_a_function(frame.f_code):
+            given = _given(frame)
+            if any(one is tensor for one in given for tensor in tensors):
+                yield frame, given
         frame = frame.f_back
 
 
-def _is_one_of(given: Iterable[Any], tensors: Sequence[Tensor]) -> bool:
-    return any(one is tensor for one in given for tensor in tensors)
+def _given(frame: FrameType) -> list[Any]:
+    """The arguments of a function that runs, unless it has given their names to other values."""
+    code, values = frame.f_code, frame.f_locals
+    count = code.co_argcount + code.co_kwonlyargcount
+    given = [values[name] for name in code.co_varnames[:count] if name in values]
+    if code.co_flags & inspect.CO_VARARGS:
+        given += values.get(code.co_varnames[count], ())
+    return given
+
+
+_forwards: dict[int, tuple[CodeType, bool]] = {}
+"""By the id of a code: whether it is that of the forward of an `autograd.Function`."""
+
+
+def _is_forward_of_a_function(code: CodeType) -> bool:
+    found = _forwards.get(id(code))
+    if found is None:
+        left: list[Any] = [torch.autograd.Function]
+        codes: set[int] = set()
+        while left:
+            kind = left.pop()
+            left += kind.__subclasses__()
+            forward = inspect.unwrap(kind.forward)  # it may be decorated
+            codes.add(id(getattr(forward, "__code__", None)))
+        found = _forwards[id(code)] = (code, id(code) in codes)
+    return found[1]
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
@@ -163,6 +193,32 @@ def _inside(node: Any) -> Iterable[Any]:
         for name in (names,) if isinstance(names, str) else names:
             yield getattr(node, name, None)
     yield from getattr(node, "__dict__", {}).values()
+
+
+# Code that asks whether tensors are plain.
+
+
+def _lines_with(name: str, function: Callable[..., Any]) -> frozenset[int]:
+    """The lines in which a function uses the global or attribute `name`."""
+    uses = (one.positions for one in dis.get_instructions(function) if one.argval == name)
+    return frozenset(at.lineno for at in uses if at is not None and at.lineno is not None)
+
+
+_ASKING = tuple(
+    (kind.forward.__code__, _lines_with("has_torch_function", kind.forward))
+    for kind in (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+)
+"""The forwards that take another path, with other numbers, if one of their tensors has a `__torch_function__`, and the
+lines in which they ask that."""
+
+
+def only_asks(frame: FrameType) -> bool:
+    """Whether the code of a frame is asking for a `__torch_function__`, and not calling an operation."""
+    code = frame.f_code
+    for asking, lines in _ASKING:  # a code is slow to hash
+        if code is asking:
+            return frame.f_lineno in lines
+    return False
 
 
 # Out of sight.
@@ -216,7 +272,7 @@ def call_eagerly(call: Callable[..., Any], *args: Any) -> Any:
     return _outside_graphs(call, *args) if torch.compiler.is_compiling() else call(*args)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable(reason=USE_OUTSIDE)  # type: ignore[untyped-decorator]
 def _outside_graphs(call: Callable[..., Any], *args: Any) -> Any:
     return call(*args)
 
@@ -229,6 +285,21 @@ def in_backward() -> bool:
     return bool(torch_private.graph_task_id() != -1)
 
 
+def graphs_of(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that gradients of a tensor, or of derivatives of it, arrive at: each has a node of its own."""
+    left: list[Tensor | None] = [tensor]
+    while left:
+        one = left.pop()
+        if one is None:
+            continue
+        if one.grad_fn is not None:
+            yield one
+        # A view that is changed in place gets another history, in which only its base has a position.
+        left += (one._base, unpack_dual(one).tangent)
+        if torch_private.is_transformed(one):
+            left.append(torch_private.untransformed(one))
+
+
 def call_alive(method: weakref.WeakMethod[Callable[[Any], None]], argument: Any, *_: Any) -> None:
     """Calls a method, `hidden`, if its object lives. A graph may outlive the optimizer, and must not keep it alive:
     Python's garbage collector cannot look into graphs."""
@@ -236,33 +307,77 @@ def call_alive(method: weakref.WeakMethod[Callable[[Any], None]], argument: Any,
         call_hidden(alive, argument)
 
 
-class Hook:
-    """A hook of a module. A copy or a pickle of the model takes along one that does nothing."""
+class Hook(LeftBehind):
+    """A hook of a module. Where the module itself says how it is copied, its copy takes along one that does nothing.
 
-    def __init__(self, call: Callable[..., None] | None = None) -> None:
+    Args: call: what it does; is_inside: whether its module lies in that of a unit, so that compiled code leaves it out.
+    """
+
+    def __init__(self, call: Callable[..., None] | None = None, is_inside: bool = False) -> None:
         self._call = call
+        self._is_inside = is_inside
 
     @property
     def is_active(self) -> bool:
         """False in a copy of the model."""
         return self._call is not None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model is cut in two here
     def __call__(self, *args: Any) -> None:
+        if not (self._is_inside and torch.compiler.is_compiling()):
+            self._call_outside(*args)
+
+    runs_as_it_is(__call__)
+
+    @torch.compiler.disable(reason=UNIT_OUTSIDE)  # type: ignore[untyped-decorator]  # a compiled model is cut in two here
+    def _call_outside(self, *args: Any) -> None:
         if self._call is not None:
             self._call(*args)
+
+    @property
+    def __name__(self) -> str:
+        return refuse_script()
 
     def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
         return type(self), ()
 
 
+HOOK_TABLES = tuple(
+    f"_forward_{name}"
+    for name in ("hooks", "hooks_with_kwargs", "hooks_always_called", "pre_hooks", "pre_hooks_with_kwargs")
+)
+"""Attributes of a module: dicts that say by number which hooks its forward has, and how they are called."""
+
+
+def numbered_alike(module: nn.Module, handle: RemovableHandle) -> RemovableHandle:
+    """Gives a hook of a module's forward another number: the first below 0 that is free there.
+
+    Torch numbers the hooks of all modules through. Compiled code asks for the number of a hook, and would be compiled
+    again for each of several modules that are alike.
+    """
+    tables: list[dict[int, Any]] = [getattr(module, name) for name in HOOK_TABLES]
+    number = next(number for number in count(-1, -1) if not any(number in table for table in tables))
+    for table in tables:
+        if handle.id in table:  # and keeps its place there
+            entries = [(number if key == handle.id else key, value) for key, value in table.items()]
+            table.clear()
+            table.update(entries)
+    handle.id = number
+    return handle
+
+
 def hook_forward(
-    module: nn.Module, before: Callable[[], None], after: Callable[[Any], None], kind: type[Hook] = Hook
+    module: nn.Module,
+    before: Callable[[], None],
+    after: Callable[[Any], None],
+    kind: type[Hook] = Hook,
+    *,
+    is_inside: bool = False,
 ) -> tuple[RemovableHandle, RemovableHandle]:
     """Calls `before` ahead of a module's forward and of its other hooks, and `after` with its output; with None if it
-    raised."""
-    begins, ends = kind(lambda *_: before()), Hook(lambda module, args, output: after(output))
+    raised. Args: is_inside: see `Hook`."""
+    begins = kind(lambda *_: before(), is_inside)
+    ends = Hook(lambda module, args, output: after(output), is_inside)
     return (
-        module.register_forward_pre_hook(begins, prepend=True),
-        module.register_forward_hook(ends, always_call=True),
+        numbered_alike(module, module.register_forward_pre_hook(begins, prepend=True)),
+        numbered_alike(module, module.register_forward_hook(ends, always_call=True)),
     )

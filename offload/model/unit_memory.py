@@ -203,12 +203,12 @@ class UnitMemory:
 
 
 def strip(tensor: Tensor) -> None:
-    """Takes the memory of a tensor away. On the CPU its storage points to NaNs afterwards."""
+    """Takes the memory of a tensor away. On the CPU its storage points to NaNs afterwards, for who gets at them."""
     storage = tensor.untyped_storage()
     if nbytes := storage.nbytes():
         memory = poison(nbytes) if tensor.is_cpu else UntypedStorage(0, device=tensor.device)
         torch_private.swap_memory(storage, memory)
-        if torch_private.forbid_data_access is not None and not tensor.is_cpu:
+        if torch_private.forbid_data_access is not None:
             torch_private.forbid_data_access(storage._cdata, _REFUSED)
 
 

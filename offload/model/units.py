@@ -20,6 +20,7 @@ from offload.dist.tensor_parallel import is_dtensor, local_of, repoint, shard_di
 from offload.errors import ConfigError
 from offload.layout import ParamSpec
 from offload.model.aliases import extent_of, overlaps_itself
+from offload.model.plain_copy import LeftBehind
 
 ROOT = ""
 """The name of the root unit."""
@@ -268,13 +269,18 @@ def require_on_mesh(device: torch.device, specs: Sequence[ParamSpec], params: Se
             )
 
 
-class NotToWrap:
+class NotToWrap(LeftBehind):
     """An attribute of a held model that raises ConfigError when DistributedDataParallel reads it.
 
     DistributedDataParallel reads it first of all, for the names of parameters to ignore. A copy of the model may be
-    wrapped, so a copy of this is an empty tuple."""
+    wrapped, so a copy of this is an empty tuple.
+
+    Args: instead: what the model had there; None: nothing."""
 
     NAME = "_ddp_params_and_buffers_to_ignore"
+
+    def __init__(self, instead: Any) -> None:
+        self.instead = instead
 
     def __iter__(self) -> NoReturn:
         raise _wrapped_by_ddp()

@@ -30,6 +30,8 @@ from offload.planner.placement import Needs, Placement, Room, place
 _BYTES_OF_PARAM: dict[Tier, int] = {"device": 0, "cpu": 0, "nvme": 6}
 _BYTES_OF_GRAD: dict[Tier, int] = {"device": 0, "cpu": 0, "nvme": 4}
 
+_Refused = tuple[Config, Layout, BudgetError]
+
 MOST_HALVINGS = 8
 """Of the largest weight, until its tiles fit."""
 
@@ -106,7 +108,7 @@ def choose(
     """The fastest configuration that fits the budgets: fewest bytes over the disk first, then over the link.
 
     Args: layout_of: lays the model out for a configuration; direct: as in `place`.
-    Raises: BudgetError if nothing fits: that of the configuration which lacks least; ConfigError.
+    Raises: BudgetError if nothing fits, see `_refusal`; ConfigError.
     """
     chosen, layout, found = search(config, layout_of, direct=direct, room=room)
     if isinstance(found, BudgetError):
@@ -117,8 +119,8 @@ def choose(
 def search(
     config: Config, layout_of: Callable[[Config], Layout], *, direct: bool, room: Room
 ) -> tuple[Config, Layout, Placement | BudgetError]:
-    """As `choose`. If nothing fits, the configuration that lacks least, with its error."""
-    refused: list[tuple[Config, Layout, BudgetError]] = []
+    """As `choose`. If nothing fits, the configuration that lacks least, and the error; see `_refusal`."""
+    refused: list[_Refused] = []
     for tiers in _tiers(config, direct=direct):
         for candidate in _shapes(tiers, layout_of):
             layout = layout_of(candidate)
@@ -128,7 +130,33 @@ def search(
                 refused.append((candidate, layout, error))
                 if error.option != "device_memory":
                     break  # what saves memory on the device does not help
-    return min(refused, key=lambda one: one[2].needed - one[2].available)
+    return _refusal(refused, direct=direct, room=room)
+
+
+def _refusal(refused: Sequence[_Refused], *, direct: bool, room: Room) -> _Refused:
+    """Of configurations of which none fits: that which lacks least of one budget, if any lacks one only. If all lack
+    both, its error names both. With what the error says to give, it fits."""
+    one: list[_Refused] = []
+    both: list[tuple[_Refused, BudgetError]] = []
+    for config, layout, error in refused:
+        try:
+            if error.option == "device_memory":  # RAM comes after it
+                unbound = replace(config, device_memory=None)
+                place(layout, unbound, direct=direct, room=replace(room, available_bytes=None))
+            one.append((config, layout, error))
+        except BudgetError as other:
+            both.append(((config, layout, error), other))
+    if one:
+        return min(one, key=lambda refused: _lack(refused[2]))
+    (config, layout, first), second = min(both, key=lambda pair: _lack(pair[0][2]) + _lack(pair[1]))
+    error = BudgetError(
+        f"{first}. Besides, {second}", needed=first.needed, available=first.available, option=first.option
+    )
+    return config, layout, error
+
+
+def _lack(error: BudgetError) -> int:
+    return error.needed - error.available
 
 
 def _tiers(config: Config, *, direct: bool) -> Iterator[Config]:

@@ -60,13 +60,15 @@ class Row:
 class Planned:
     """A model and a configuration, for which nothing is allocated.
 
-    Attributes: direct: whether the model's device is the CPU, so that copies need no buffers; room: on the device.
+    Attributes: direct: whether the model's device is the CPU, so that copies need no buffers; room: on the device;
+    refusal: why neither this configuration fits nor another one that may be chosen.
     """
 
     layout: Layout
     config: Config
     direct: bool
     room: Room = field(default_factory=Room)
+    refusal: BudgetError | None = None
 
     @property
     def needs(self) -> Needs:
@@ -74,10 +76,12 @@ class Planned:
 
     def place(self) -> Placement:
         """Raises: BudgetError as `OffloadZero` does."""
+        if self.refusal is not None:
+            raise self.refusal
         return place(self.layout, self.config, direct=self.direct, room=self.room)
 
     def with_memory(self, cpu_memory: int) -> Planned:
-        return replace(self, config=replace(self.config, cpu_memory=cpu_memory))
+        return replace(self, config=replace(self.config, cpu_memory=cpu_memory), refusal=None)
 
     def least(self) -> int:
         """The least `cpu_memory` that works, in bytes. Raises: BudgetError if none does, for want of another memory."""
@@ -114,7 +118,7 @@ class Planned:
     def on(self, tier: Tier) -> Planned:
         """This plan with the optimizer states on another tier, which is not the device."""
         grads: Tier = "cpu" if self.config.grad_tier == "device" else self.config.grad_tier
-        return replace(self, config=replace(self.config, tier=tier, grad_tier=grads))
+        return replace(self, config=replace(self.config, tier=tier, grad_tier=grads), refusal=None)
 
     def _buffer_bytes(self) -> int:
         slot_arrays = self.needs.states
@@ -144,8 +148,8 @@ def plan_of(
     config = configuration.over_ranks(shape.config(config), ranks=ranks, ranks_on_node=1, slices=tensor_parallel)
     replicas = configuration.replicas_of(config, ranks=ranks, rows=1)
     layout_of = partial(shape.layout, ranks=ranks, replicas=replicas)
-    config, layout, _ = search(config, layout_of, direct=direct, room=room)  # what is refused, `place` raises again
-    return Planned(layout, config, direct, room)
+    config, layout, found = search(config, layout_of, direct=direct, room=room)
+    return Planned(layout, config, direct, room, found if isinstance(found, BudgetError) else None)
 
 
 def zero_r(planned: Planned, tensor_parallel: int, *, blocks: int, entering_bytes: int) -> dict[str, int]:

@@ -174,12 +174,8 @@ class Placement:
         moved = f"{format_bytes(self.read_bytes)} read and {format_bytes(self.written_bytes)} written a step, "
         if not (self.read_bytes or self.written_bytes):
             moved = "nothing moves in a step, "
-        if config.commit_every is None:
-            commits = "nothing is committed"
-        else:
-            commits = (
-                f"a commit every {config.commit_every} steps" if config.commit_every else "commits when you call it"
-            )
+        every = {None: "nothing is committed", 0: "a commit when commit() is called", 1: "a commit after each step"}
+        commits = every.get(config.commit_every, f"a commit every {config.commit_every} steps")
         paths = " and ".join(map(str, config.paths))
         return f"; {format_bytes(self.disk_bytes)} in {paths}: {moved}{commits}"
 
@@ -241,9 +237,12 @@ def peak_bytes(layout: Layout, config: Config) -> int:
 def streamed_bytes(layout: Layout, config: Config) -> int:
     """The most that streamed units take on the device at once: the root unit, the unit in use and the one around it,
     each with the units that enclose it, and the prefetched units."""
-    if not config.streams:
-        return 0
-    sizes = unit_bytes(layout, config)
+    return _at_once(unit_bytes(layout, config), config) if config.streams else 0
+
+
+def _at_once(unit_bytes: Mapping[str, int], config: Config) -> int:
+    """See streamed_bytes. Args: unit_bytes: what each unit takes."""
+    sizes = dict(unit_bytes)
     root = sizes.pop(ROOT, 0)
     inner: dict[str, list[str]] = {unit: [] for unit in (ROOT, *sizes)}
     for unit in sizes:
@@ -278,6 +277,16 @@ def unit_bytes(layout: Layout, config: Config) -> dict[str, int]:
     return {unit: starts_of(parts)[1] for unit, parts in sizes.items()}
 
 
+def _module_bytes(layout: Layout, config: Config) -> dict[str, dict[str, int]]:
+    """By unit: what the streamed parameters of each of its modules take, by the module's name. Without tiles."""
+    sizes: dict[str, dict[str, int]] = {}
+    for spec in layout.specs:
+        if not spec.tile and (config.param_tier != "device" or spec.is_frozen):
+            unit, module = sizes.setdefault(spec.unit, {}), spec.name.rpartition(".")[0]
+            unit[module] = unit.get(module, 0) + spec.numel * spec.dtype.itemsize
+    return sizes
+
+
 def _require_room(layout: Layout, config: Config, room: Room, slab_bytes: int) -> int:
     """The most bytes that the device holds. Raises: BudgetError if it has no room for them."""
     needed, limit = room.resident(config) + peak_bytes(layout, config) + slab_bytes, room.limit(config)
@@ -287,20 +296,35 @@ def _require_room(layout: Layout, config: Config, room: Room, slab_bytes: int) -
     if config.tier == "device" and not config.has_frozen:
         others = ', or choose tier="cpu", or "nvme" with a path'
     elif not config.streams:
-        others = ', or param_tier="cpu" or "nvme"'
+        others = "" if config.chooses_params else ', or param_tier="cpu" or "nvme"'  # else they were tried
     else:
-        sizes = unit_bytes(layout, config)
-        largest = max(sizes, key=lambda unit: sizes[unit])
-        others = (
-            f", or smaller units with Tuning(units=...): the largest, {largest or 'the root'}, takes "
-            f"{format_bytes(sizes[largest])}"
-        )
+        others = _smaller_units(layout, config, limit - needed + streamed_bytes(layout, config))
     raise BudgetError(
         f"{format_bytes(needed)} are needed on the device and {origin} {format_bytes(limit)}: "
         f"give device_memory={needed} or more{others}",
         needed=needed,
         available=limit,
         option="device_memory",
+    )
+
+
+def _smaller_units(layout: Layout, config: Config, limit: int) -> str:
+    """In words: whether smaller units would take at most `limit` bytes at once, and which is the largest."""
+    units = _module_bytes(layout, config)
+    smallest = {unit: size for unit, size in unit_bytes(layout, config).items() if unit not in units}  # the tiles
+    smallest |= {module: size for modules in units.values() for module, size in modules.items()}
+    if _at_once(smallest, config) > limit:
+        largest = max(smallest, key=lambda unit: smallest[unit])
+        tiles = ", and only weights of nn.Linear run in tiles (Tuning.tile)" if layout.ranks == 1 else ""
+        return (
+            f"; smaller units are not enough: {largest or 'the root'} takes {format_bytes(smallest[largest])} at once"
+            f"{tiles}"
+        )
+    parted = {unit: sum(modules.values()) for unit, modules in units.items() if len(modules) > 1}
+    largest = max(parted, key=lambda unit: parted[unit])
+    return (
+        f", or smaller units with Tuning(units=...): the largest, {largest or 'the root'}, takes "
+        f"{format_bytes(parted[largest])}"
     )
 
 
@@ -560,9 +584,9 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
     streams = config.tier == "nvme"
     given_region = 0 if needs.has_activations_on_device else needs.activation_bytes
     least = reserved + needs.least_bytes if streams else fixed + given_region + states
-    if least > budget:
-        other = 'or tier="nvme" with a path' if config.tier == "cpu" else "or a smaller Tuning(chunk=...)"
-        raise _too_small(least, budget, given, other)
+    if least > min(budget, free):
+        other = 'tier="nvme" with a path' if config.tier == "cpu" else "a smaller Tuning(chunk=...)"
+        raise _too_small(least, budget, given, free, other)
     activation_bytes, spill_bytes = needs.activation_bytes, 0
     share = max(min(budget, free) - least, 0) // ACTIVATION_SHARE // PAGE_BYTES * PAGE_BYTES
     if needs.has_activations_on_device:
@@ -625,12 +649,14 @@ def _within(room: int, sizes: Sequence[int], in_flight: int | None) -> Pool:
     return Pool(sizes, residents(range(len(sizes)), sizes, room - buffers * largest), buffers)
 
 
-def _too_small(needed: int, budget: int, given: int | None, other: str) -> BudgetError:
+def _too_small(needed: int, budget: int, given: int | None, free: int, other: str) -> BudgetError:
     origin = "cpu_memory allows" if given is not None else "half of the free RAM is"
+    has, how = f"{origin} {format_bytes(budget)}", f"give cpu_memory={needed} or more, or {other}"
+    if needed > free:  # whatever is given
+        has, how = f"{format_bytes(free)} are free", f"free some, or choose {other}"
     return BudgetError(
-        f"{format_bytes(needed)} of RAM are needed and {origin} {format_bytes(budget)}: "
-        f"give cpu_memory={needed} or more, {other}",
+        f"{format_bytes(needed)} of RAM are needed and {has}: {how}",
         needed=needed,
-        available=budget,
+        available=min(budget, free),
         option="cpu_memory",
     )

@@ -103,12 +103,63 @@ def test_the_last_commit_is_gone_back_to_without_a_snapshot(tmp_path: Path) -> N
     assert not list((tmp_path / "run").glob("snapshot*"))
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_loading_a_state_dict_of_step_0_goes_back_to_the_beginning(tmp_path: Path, place: str) -> None:
+    """As finders of learning rates and batch sizes do."""
+    paths: Any = [tmp_path / "a", tmp_path / "b"] if place == "two directories" else tmp_path / "run"
+    model = build()
+    with hold(model, paths, **PLACES[place]) as optimizer:
+        average = Average()
+        optimizer.attach(average=average)
+        saved, then = copy.deepcopy(optimizer.state_dict()), states(model, optimizer)
+        assert saved["step"] == 0
+        home = paths[0] if place == "two directories" else paths
+        assert not (home / "COMMIT").exists()
+        expected = train(model, optimizer, 3)
+        average.value.fill_(7.0)
+        optimizer.param_groups[0]["lr"] = 1.0
+        for _ in range(2):
+            optimizer.load_state_dict(saved)
+            assert optimizer.stats()["step"] == 0
+            assert optimizer.param_groups[0]["lr"] == 0.01
+            assert_same(states(model, optimizer), then)
+            assert average.value == 0
+            assert optimizer.state_dict()["commit"] == saved["commit"]
+            assert train(model, optimizer, 3) == expected
+        optimizer.commit()
+        optimizer.load_state_dict(saved)
+        assert_same(states(model, optimizer), then)
+
+
+def test_what_is_committed_at_step_0_is_what_a_state_dict_of_it_names(tmp_path: Path) -> None:
+    model = build()
+    with hold(model, tmp_path / "run") as optimizer:
+        saved, then = optimizer.state_dict(), states(model, optimizer)
+        optimizer.commit("mine")
+        train(model, optimizer, 1)
+        optimizer.commit()
+        optimizer.load_state_dict(saved)
+        assert_same(states(model, optimizer), then)
+
+
+def test_a_batch_that_fails_before_the_first_step_leaves_the_way_back(tmp_path: Path) -> None:
+    model = build()
+    with hold(model, tmp_path / "run") as optimizer:
+        saved, then = optimizer.state_dict(), states(model, optimizer)
+        model(torch.ones(5, 6)).sum().backward()  # and the next batch is too large for the memory
+        optimizer.zero_grad()
+        optimizer.load_state_dict(saved)
+        train(model, optimizer, 2)
+        optimizer.load_state_dict(saved)
+        assert_same(states(model, optimizer), then)
+
+
 def test_nothing_is_written_for_a_step_that_was_named_already_or_for_none(tmp_path: Path) -> None:
     model = build()
     with hold(model, tmp_path / "run") as optimizer:
         optimizer.load_state_dict(optimizer.state_dict())
-        assert not (tmp_path / "run" / "COMMIT").exists()
         train(model, optimizer, 1)
+        assert not (tmp_path / "run" / "COMMIT").exists()
         first = optimizer.state_dict()
         written = (tmp_path / "run" / "COMMIT").stat()
         assert optimizer.state_dict() == first
@@ -178,8 +229,12 @@ def test_another_way_from_the_same_step_is_another_commit(tmp_path: Path) -> Non
 def test_without_a_path_it_is_said_that_nothing_can_be_resumed() -> None:
     model = build()
     with hold(model, None) as optimizer:
-        optimizer.state_dict()
+        first = optimizer.state_dict()
         train(model, optimizer, 1)
+        with pytest.raises(
+            ResumeError, match=r"of step 0, this .* at step 1, .*: give OffloadZero a path, .*, or make"
+        ):
+            optimizer.load_state_dict(first)
         with pytest.warns(UserWarning, match="cannot be resumed from it: .*; give OffloadZero a path"):
             saved = optimizer.state_dict()
         optimizer.state_dict()  # said once

@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 import offload
-from offload.cli.console import Commands, print_json
+from offload.cli.console import Commands, in_options, print_json
 from offload.cli.main import app, run
 from offload.errors import BudgetError, OffloadError, TierIOError
 
@@ -74,6 +74,25 @@ def test_library_errors_are_one_message_and_exit_code_2(error: OffloadError, mes
     assert result.exit_code == 2
     assert result.stderr.startswith(message)
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("pass resume=True to go on", "pass --resume to go on"),
+        (
+            "cpu_memory allows 1 MiB: give cpu_memory=141107413504 or more",
+            "--cpu-memory allows 1 MiB: give --cpu-memory 131.5GiB or more",
+        ),
+        ('or tier="nvme" with a path', "or --tier nvme with a path"),
+        ("or a smaller Tuning(chunk=...)", "or a smaller --chunk"),
+        ("give Tuning(units=...) or keep_fp32=()", "give Tuning(units=...) or keep_fp32=()"),  # no options of it
+        ("grad_tier='nvme' and commit_every=20", "--grad-tier nvme and commit_every=20"),
+    ],
+)
+def test_errors_name_options_of_the_command(message: str, shown: str) -> None:
+    assert in_options(message, {"--resume", "--cpu-memory", "--tier", "--chunk", "--grad-tier"}) == shown
+    assert in_options(message, ()) == message
 
 
 def test_interrupt_is_exit_code_130() -> None:

@@ -21,7 +21,7 @@ from offload.models import GPT, PRESETS, GPTConfig
 from offload.planner import least_cpu_memory
 from offload.planner.explain import Planned, explain, plan_of
 from offload.planner.placement import IN_FLIGHT
-from offload.sizes import GIB, KIB, MIB, format_bytes
+from offload.sizes import GIB, KIB, MIB, format_bytes, option_bytes
 from tests.support.command import printed
 
 DEVICE = accelerator() or torch.device("cpu")
@@ -432,7 +432,12 @@ def test_what_does_not_fit_is_refused_as_by_a_run_and_what_would_fit_is_said(mon
     assert result.stderr.startswith("BudgetError: ")
     with pytest.raises(BudgetError) as refused:
         OffloadZero(GPT(PRESETS["1m"]), path="never-made", cpu_memory="1MiB")
-    assert result.stderr.strip() == f"BudgetError: {refused.value}"
+    needed = option_bytes(refused.value.needed)
+    assert result.stderr.splitlines() == [
+        f"BudgetError: {format_bytes(refused.value.needed)} of RAM are needed and --cpu-memory allows 1 MiB: give "
+        f"--cpu-memory {needed} or more, or a smaller --chunk"
+    ]
+    assert run("--cpu-memory", needed).exit_code == 0
     assert result.stdout.startswith(f"Fits: no. {format_bytes(refused.value.needed)} of RAM are needed.")
     assert "What --cpu-memory would do" in result.stdout
     with_free(monkeypatch, 4 * KIB)

@@ -5,11 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 import offload
+from offload.cli import loop
 from offload.cli.main import app
 
 
@@ -51,7 +53,27 @@ def test_a_resumed_run_has_the_losses_of_one_that_went_through() -> None:
     assert found["committed"]
     refused = CliRunner().invoke(app, [*base, *COMMITTING])
     assert refused.exit_code == 2
-    assert "resume=True" in refused.stderr
+    assert "--resume" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("at", "words"),
+    [(2, "nothing was committed yet: that comes every 2 steps"), (4, "go on with --resume, from step 2")],
+)
+def test_an_interrupted_run_says_how_to_go_on(at: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    take, steps = loop._accumulate, []
+
+    def interrupted(*args: Any) -> float:
+        steps.append(1)
+        if len(steps) == at:
+            raise KeyboardInterrupt
+        return take(*args)
+
+    monkeypatch.setattr(loop, "_accumulate", interrupted)
+    result = CliRunner().invoke(app, ["train", "--preset", "1m", "--steps", "6", *COMMITTING])
+    assert result.exit_code == 130
+    assert "offload: every 2 steps and at the end the run is committed to run" in result.stderr
+    assert words in result.stderr.splitlines()
 
 
 def start(*args: str, stop_after: int) -> int:

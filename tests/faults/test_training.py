@@ -133,10 +133,13 @@ def test_using_a_gradient_does_what_it_does_to_a_plain_one(use: str, make: Make)
         torch.testing.assert_close(param.grad.clone(), other.grad, rtol=1e-2, atol=0)
         torch.testing.assert_close(param.detach().clone(), other.detach(), rtol=1e-2, atol=1e-6)
     optimizer.step()
+    model.first.weight.grad.add(0)
+    grad = model.first.weight.grad
+    optimizer.zero_grad()
     with pytest.raises(
         GradientMovedError, match=r"first\.weight was used by step\(\).*between backward\(\) and step\(\)"
     ):
-        model.first.weight.grad.clone()
+        grad.clone()
 
 
 def test_a_gradient_can_be_shown_and_told_from_none(make: Make) -> None:
@@ -145,9 +148,10 @@ def test_a_gradient_can_be_shown_and_told_from_none(make: Make) -> None:
     backward(model)
     assert repr(model.first.weight.grad) == repr(model.first.weight.grad.clone())
     optimizer.step()
-    assert "the gradient of first.weight" in f"{model.first.weight.grad!r}"
-    assert model.first.weight.grad is not None
+    grad = model.first.weight.grad
+    assert grad is not None
     optimizer.zero_grad()
+    assert "the gradient of first.weight" in f"{grad!r}"
     assert model.first.weight.grad is None
 
 
@@ -387,7 +391,7 @@ def test_a_state_dict_of_another_step_is_refused(make: Make) -> None:
     saved = copy.deepcopy(optimizer.state_dict())
     optimizer.load_state_dict(saved)
     one_step(model, optimizer)
-    with pytest.raises(ResumeError, match="step 0, this optimizer is at step 1"):
+    with pytest.raises(ResumeError, match=r"step 0, this optimizer is at step 1|step 0 .* was never made, or is gone"):
         optimizer.load_state_dict(saved)
 
 

@@ -6,15 +6,18 @@ import copy
 import gc
 import inspect
 import pickle
+import random
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from offload import BudgetError, ClosedError, ConfigError, OffloadZero, StaleActivationError, Tuning
@@ -230,6 +233,31 @@ def test_multihead_attention_is_a_unit(pair: Make) -> None:
     made = pair(AttentionNet)
     for step in range(2):
         made.same(backward(step))
+
+
+class Chance(Block):
+    """Draws from Python's and NumPy's generators."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * random.random()) * np.random.uniform(0.5, 1.5)
+
+
+def test_python_and_numpy_draw_again_what_the_forward_drew(pair: Make) -> None:
+    def build() -> nn.Module:
+        net = Net()
+        net.blocks = nn.ModuleList(Chance() for _ in range(3))
+        return net
+
+    drawn: list[float] = []
+
+    def call(net: nn.Module) -> None:
+        random.seed(1)
+        np.random.seed(1)
+        squares(net, rows(1)).backward()
+        drawn.append(random.random() + np.random.uniform())
+
+    pair(build).same(call)
+    assert drawn[0] == drawn[1]
 
 
 def test_several_forwards_before_backward_and_no_grad_between(pair: Make) -> None:
@@ -499,6 +527,30 @@ def test_objects_that_a_forward_changes_are_changed_once(pair: Make) -> None:
     both.same(lambda model: squares(model).backward())
     assert len(both.model.cache.held) == 3
     del both.model.cache, both.plain.cache
+
+
+class Rows(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight / weight.norm(dim=1, keepdim=True)
+
+
+def test_parametrized_weights_from_a_cache(pair: Make) -> None:
+    """A recomputation after the cache has gone would save other tensors."""
+
+    def build() -> nn.Module:
+        net = Net()
+        for block in net.blocks:
+            parametrize.register_parametrization(block.up, "weight", Rows())
+        return net
+
+    def call(net: nn.Module) -> None:
+        with parametrize.cached():
+            loss = squares(net, rows(1)) + squares(net, rows(2))
+        loss.backward()
+
+    both = pair(build)
+    both.same(call)
+    both.same(call, seed=2)
 
 
 def test_a_held_model_is_exported_as_the_plain_one(pair: Make) -> None:

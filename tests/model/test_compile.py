@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch._dynamo.testing import CompileCounter
+from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
-from offload import OffloadZero, Tuning
+from offload import OffloadZero, Tuning, torch_private
 from tests.oracle.models import TinyLm, token_batches, token_loss
-from tests.support.toy import take_step
+from tests.support.toy import Mixed, Net, batch, squares, take_step
 
 PLACEMENTS = {
     "resident": {"tier": "cpu"},
@@ -26,7 +27,19 @@ ACTIVATIONS = {
     "recomputed": {"tier": "cpu", "activation_tier": "cpu"},
     "saved in a tier": {"tier": "nvme", "activation_tier": "nvme", "tuning": Tuning(recompute=False)},
 }
+ONE_GRAPH = {
+    **PLACEMENTS,
+    **ACTIVATIONS,
+    "on the device": {"tier": "device"},
+    "recomputed on the device": {"tier": "cpu", "activation_tier": "device"},
+    "streamed, recomputed": {"tier": "cpu", "param_tier": "cpu", "activation_tier": "cpu"},
+    "tiles": {"tier": "cpu", "param_tier": "cpu", "tuning": Tuning(tile=128)},
+    "tiles, recomputed": {"tier": "cpu", "param_tier": "cpu", "activation_tier": "cpu", "tuning": Tuning(tile=128)},
+}
 WARM_UP = 2
+
+
+Grads = list[Tensor | None]
 
 
 @pytest.fixture(autouse=True)
@@ -78,3 +91,139 @@ def test_a_compiled_model_learns_the_same_and_is_compiled_once(whole: bool, plac
     assert losses == pytest.approx(expected, abs=1e-5)
     assert compiled[0] > 0
     assert compiled[WARM_UP:] == [compiled[WARM_UP]] * (len(compiled) - WARM_UP)
+
+
+def compile_blocks(model: TinyLm, backend: Any, *, in_place: bool) -> None:
+    for number, block in enumerate(model.blocks):
+        if in_place:
+            block.compile(backend=backend, fullgraph=True)
+        else:
+            model.blocks[number] = torch.compile(block, backend=backend, fullgraph=True)  # type: ignore[assignment]
+
+
+def train_blocks(
+    backend: Any, options: dict[str, Any] | None, *, before: bool = True, in_place: bool = True
+) -> tuple[list[float], Grads]:
+    """Losses, and the gradients of the first step. Args: before: whether blocks are compiled before the model is held;
+    in_place: by `block.compile`, or replaced by what `torch.compile` returns."""
+    torch.manual_seed(0)
+    model = TinyLm()
+    if before:
+        compile_blocks(model, backend, in_place=in_place)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if options is not None:
+        optimizer = OffloadZero(model, optimizer, compute_dtype=torch.float32, commit_every=None, **options)
+    if not before:
+        compile_blocks(model, backend, in_place=in_place)
+    losses, grads = [], []
+    for tokens, targets in token_batches():
+        loss = token_loss(model, tokens, targets)
+        loss.backward()
+        grads = grads or [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        take_step(optimizer)
+        losses.append(loss.item())
+    if options is not None:
+        optimizer.close()
+    return losses, grads
+
+
+def in_folder(placement: str, folder: Path) -> dict[str, Any]:
+    options: dict[str, Any] = dict(ONE_GRAPH[placement])
+    return options | ({"path": folder / "run"} if options["tier"] == "nvme" else {})
+
+
+@pytest.mark.parametrize("placement", ONE_GRAPH)
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "replaced"])
+@pytest.mark.one_in(2)
+def test_blocks_of_one_graph_each_train_as_plain_ones(
+    in_place: bool, before: bool, placement: str, tmp_path: Path
+) -> None:
+    plain, plain_grads = train_blocks("aot_eager", None, in_place=in_place)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    losses, grads = train_blocks(counter, in_folder(placement, tmp_path), before=before, in_place=in_place)
+    has_tiles = "tiles" in placement
+    assert counter.frame_count == (0 if has_tiles else 1)  # one graph serves all blocks
+    assert len(grads) == len(plain_grads)
+    for grad, expected in zip(grads, plain_grads, strict=True):
+        assert grad is not None
+        assert expected is not None
+        # The gradient that enters a tiled weight's layer is a sum over tiles.
+        assert torch.allclose(grad, expected, atol=1e-7) if has_tiles else torch.equal(grad, expected)
+    assert losses == pytest.approx(plain, abs=1e-5)
+
+
+@pytest.mark.parametrize("placement", ["recomputed", "streamed, recomputed"])
+def test_a_recomputed_block_runs_compiled(placement: str, tmp_path: Path) -> None:
+    runs = []
+
+    def counting(graph: torch.fx.GraphModule, _: object) -> Any:
+        def run(*args: Any) -> Any:
+            runs.append(1)
+            return graph(*args)
+
+        return run
+
+    model = TinyLm()
+    compile_blocks(model, counting, in_place=True)
+    with OffloadZero(model, commit_every=None, **in_folder(placement, tmp_path)):
+        tokens, targets = next(token_batches())
+        loss = token_loss(model, tokens, targets)
+        assert len(runs) == 3
+        loss.backward()
+    assert len(runs) == 6
+    assert torch_private.set_frame_callback(None) is None  # what follows is not compiled
+
+
+def test_modules_of_a_unit_without_a_forward_enter_it_in_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, entered = Mixed(), []  # its units are ModuleDicts
+    with OffloadZero(model, tier="cpu", param_tier="cpu", compute_dtype=torch.float32, commit_every=None) as optimizer:
+        x = torch.randn(4, 12)
+        expected, running = model(x), optimizer._held.units.running
+        enter = running.enter
+        monkeypatch.setattr(running, "enter", lambda unit: (entered.append(unit), enter(unit)))
+        assert torch.equal(torch.compile(model, backend="eager")(x), expected)
+    assert {"stages.0", "stages.3"} <= set(entered)
+
+
+@pytest.mark.parametrize("param_tier", ["device", "cpu"])
+def test_blocks_with_modules_in_fp32_are_one_graph(param_tier: str) -> None:
+    model, counter = Net(12), CompileCounter()
+    for block in model.blocks:
+        block.compile(backend=counter, fullgraph=True)
+    options: dict[str, Any] = {"tier": "cpu", "param_tier": param_tier, "keep_fp32": [nn.LayerNorm]}
+    with OffloadZero(model, commit_every=None, **options) as optimizer:
+        take_step(optimizer, squares(model))
+        take_step(optimizer, squares(model))
+    assert counter.frame_count == 1
+
+
+def test_a_forward_that_was_compiled_in_its_unit_fetches_outside_of_it() -> None:
+    model, x = Net(), torch.randn(3, 12, generator=torch.Generator().manual_seed(0))
+    expected = model.blocks[1](x)
+    forward = torch.compile(model.blocks[1].forward, backend="eager")
+    for block in model.blocks:
+        block.compile(backend="eager", fullgraph=True)
+    with OffloadZero(model, tier="cpu", param_tier="cpu", compute_dtype=torch.float32, commit_every=None):
+        for _ in range(2):
+            model(batch(0))
+            assert torch.equal(forward(x), expected)
+
+
+@pytest.mark.parametrize("placement", ["streamed", "recomputed", "tiles"])
+def test_a_whole_model_in_one_graph_names_the_way_out(placement: str, tmp_path: Path) -> None:
+    model = TinyLm()
+    with OffloadZero(model, commit_every=None, **in_folder(placement, tmp_path)):
+        whole = torch.compile(model, backend="eager", fullgraph=True)
+        with pytest.raises(Unsupported, match=r"block\.compile\(fullgraph=True\)") as caught:
+            whole(next(token_batches())[0])
+        assert "give torch.compile(model) no fullgraph=True" in str(caught.value)
+
+
+def test_a_use_outside_of_its_unit_in_one_graph_names_the_way_out() -> None:
+    model = TinyLm()
+    with OffloadZero(model, tier="cpu", param_tier="cpu", commit_every=None):
+        use = torch.compile(lambda x: x * model.norm.weight, backend="eager", fullgraph=True)
+        with pytest.raises(Unsupported, match="leave out fullgraph=True where such a use is compiled"):
+            use(torch.ones(8))

@@ -50,6 +50,11 @@ class Made(NamedTuple):
         return self.plain.blocks[1].after.grad
 
     @property
+    def stays(self) -> bool:
+        """Whether the values can be read after the step."""
+        return self.optimizer.stats()["grad_tier"] != "nvme"
+
+    @property
     def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         return list(zip(self.model.parameters(), self.plain.parameters(), strict=True))
 
@@ -123,15 +128,39 @@ USES: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("use", USES.values(), ids=list(USES))
 @pytest.mark.one_in(3)
-def test_its_values_are_read_before_the_step_and_are_gone_after_it(made: Made, use: Callable[[Tensor], Any]) -> None:
+def test_its_values_are_read_before_the_step_and_after_it_where_they_stay(
+    made: Made, use: Callable[[Tensor], Any]
+) -> None:
     grad = made.grad
     assert alike(use(grad), use(made.plain_grad))
     made.same()
     made.optimizer.step()
+    if made.stays:
+        for _ in range(2):
+            assert alike(use(grad), use(made.plain_grad))
+        made.optimizer.zero_grad()
     with pytest.raises(
-        GradientMovedError, match=r"blocks\.1\.after was used by step\(\).*between backward\(\) and step\(\)"
+        GradientMovedError, match=r"blocks\.1\.after was used by step\(\).*between backward\(\) and step\(\).*clone\(\)"
     ):
         use(grad)
+
+
+def test_after_a_step_it_is_what_the_step_has_used_until_the_next_one_comes(made: Made) -> None:
+    for _ in range(3):
+        for model in (made.model, made.plain):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        made.optimizer.step()
+        for param, plain in made.pairs if made.stays else ():
+            torch.testing.assert_close(param.grad.clone(), plain.grad, rtol=2**-6, atol=0)
+            importance = (param * param.grad).abs()  # of the new weights, as AdaLoRA has it
+            torch.testing.assert_close(importance, (param.detach() * plain.grad).abs(), rtol=2**-6, atol=0)
+        made.plain.load_state_dict(made.model.state_dict())
+        for plain in made.plain.parameters():
+            plain.grad = None
+        # Nobody clears the gradients: those of the next step replace them.
+        made.model(batch(1)).float().square().sum().backward()
+        made.plain(batch(1).bfloat16()).float().square().sum().backward()
+        made.same()
 
 
 NORMS: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
@@ -224,8 +253,15 @@ def test_any_other_write_counts(made: Made, write: Callable[[Tensor], Any]) -> N
         made.same()
     grad = made.grad
     made.optimizer.step()
-    with pytest.raises(GradientMovedError):
+    try:
         write(grad)
+    except GradientMovedError:
+        return
+    # A view is one of a copy, which the gradient is from now on.
+    assert made.stays
+    write(made.plain_grad)
+    assert torch.equal(grad.clone(), made.plain_grad)
+    torch.testing.assert_close(grad.norm().float(), made.plain_grad.float().norm(), rtol=1e-2, atol=0)
 
 
 def test_a_view_that_is_kept_sees_and_makes_all_changes(made: Made) -> None:
@@ -307,10 +343,23 @@ def test_a_gradient_that_joins_a_multiplied_one_is_refused(made: Made) -> None:
         made.model(batch(0)).float().square().sum().backward()
 
 
+@pytest.mark.parametrize("write", ["add_", "fill_", "copy_"])
+def test_a_write_after_the_step_is_refused_and_changes_nothing(made: Made, write: str) -> None:
+    grad, other = made.grad, 2.0 if write != "copy_" else torch.ones(12, 12)
+    made.optimizer.step()
+    with pytest.raises(GradientMovedError, match="cannot be changed any more"):
+        getattr(grad, write)(other)
+    if made.stays:
+        assert torch.equal(grad.clone(), made.plain_grad)
+
+
 def test_a_consumed_one_moves_and_prints_without_harm(made: Made) -> None:
     grad = made.grad
     assert repr(grad) == repr(made.plain_grad)
     made.optimizer.step()
+    if made.stays:
+        assert repr(grad) == repr(made.plain_grad)
+        made.optimizer.zero_grad()
     assert repr(grad) == "<the gradient of blocks.1.after, which the optimizer has used>"
     assert made.model.cpu().to(torch.bfloat16) is made.model
     made.optimizer.close()
@@ -344,3 +393,30 @@ def test_a_grad_scaler_unscales_all_and_misses_none() -> None:
         scaler.scale(model(torch.ones(1, 4)).sum()).backward()
         with pytest.raises(ConfigError, match="but not that of bias"):
             scaler.unscale_(torch.optim.SGD([model.weight]))
+
+
+@pytest.mark.parametrize("way", [*WAYS, "tiles"])
+def test_what_is_frozen_between_forward_and_backward_gets_no_gradient(way: str, tmp_path: Path) -> None:
+    options = WAYS.get(way) or {"tier": "cpu", "param_tier": "cpu", "tuning": Tuning(chunk="4KiB", tile=256)}
+    if options["tier"] == "nvme":
+        options = options | {"path": tmp_path / "run"}
+    found = []
+    for holds in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        weight, other = model.blocks[1].up.weight, model.blocks[0].up.weight
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if holds:
+            optimizer = OffloadZero(model, optimizer, compute_dtype=torch.float32, **options)
+        for step in range(3):
+            loss = model(batch(step)).square().sum()
+            weight.requires_grad_(step != 1)
+            loss.backward()
+            assert (weight.grad is None) == (step == 1)
+            assert other.grad is not None
+            weight.requires_grad_(True)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+    optimizer.close()
+    assert found[3:] == pytest.approx(found[:3], rel=1e-5)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import ConfigError, ReleasedParameterError
+from offload import ConfigError, OffloadZero, ReleasedParameterError
 from tests.model.held import Held, saved
 from tests.support.toy import WIDTH, Net, batch
 
@@ -235,6 +235,33 @@ def test_moving_a_model_elsewhere_is_refused_and_changes_nothing(held: Held, mov
     held.step()
 
 
+@pytest.mark.parametrize("param_tier", ["device", "cpu", "nvme"])
+def test_numpy_says_that_a_write_to_a_copy_would_be_lost(param_tier: str, tmp_path: Path) -> None:
+    model = Net()
+    options = {"path": tmp_path, "param_tier": param_tier, "compute_dtype": torch.float32}
+    with OffloadZero(model, **options) as optimizer:
+        param, before = model.blocks[1].after, model.blocks[1].after.detach().clone()
+        torch.set_warn_always(True)  # not once a process
+        for array in (param.detach().numpy(), param.data.cpu().numpy(), numpy.asarray(param.detach())):
+            assert numpy.array_equal(array, before.numpy())
+            assert array.flags.writeable is (param_tier == "device")
+            if param_tier != "device":
+                with pytest.raises(ValueError, match="read-only"):
+                    array[0, 0] = 7.0
+                with pytest.warns(UserWarning, match="not writable"):  # torch's, as of any such array
+                    assert torch.equal(torch.from_numpy(array), before)
+        for own in (
+            param.detach().clone().numpy(),
+            model.state_dict()["head.bias"].numpy(),
+        ):
+            assert own.flags.writeable
+        assert torch.equal(torch.tensor(param.detach().numpy()), before)
+        with optimizer.gathered(param, writable=True):
+            param.detach().numpy()[0, 0] = 7.0
+        before[0, 0] = 7.0
+        assert torch.equal(param, before)
+
+
 def test_what_takes_streamed_memory_away_is_refused(held: Held) -> None:
     if not held.is_streamed:
         pytest.skip("resident parameters have memory of their own")
@@ -344,7 +371,11 @@ for use in sys.argv[1:]:
     else:
         if found is None:
             continue
-        found = found.float() if isinstance(found, torch.Tensor) else torch.tensor(found)
+        try:
+            found = found.float() if isinstance(found, torch.Tensor) else torch.tensor(found)
+        except RuntimeError as error:  # builds for CUDA
+            assert "not on the device now" in str(error)
+            continue
         with torch._C.DisableTorchFunctionSubclass():
             wanted = eval(use.replace("(p)", "(right)").replace("p,", "right,")).float()
             wrong = ~(found.isnan() | torch.isclose(found, wanted, rtol=1e-2))

@@ -2,14 +2,18 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from offload import OffloadZero, Tuning
+from offload.errors import ConfigError
 from offload.model.gradient import is_stand_in
 from offload.model.hooks import cast_floating
+from tests.support import toy
 
 
 class Net(nn.Module):
@@ -127,6 +131,97 @@ def test_a_copy_or_a_saved_model_casts_but_calls_nobody() -> None:
     model.double()
     for twin in twins:
         assert torch.equal(call(twin), expected)
+
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "resident": {},
+    "streamed": {"param_tier": "cpu"},
+    "recomputed": {"activation_tier": "cpu"},
+    "tiles, recomputed": {"param_tier": "cpu", "activation_tier": "cpu", "tuning": Tuning(tile=128, threads=1)},
+}
+
+
+class Custom(toy.Block):
+    """Says itself how it is copied, as some modules of other libraries do."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Custom:
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+
+def unused(*_: object) -> None:
+    """A hook of the user."""
+
+
+def pickled(module: nn.Module) -> nn.Module:
+    saved = io.BytesIO()
+    torch.save(module, saved)
+    made: nn.Module = torch.load(io.BytesIO(saved.getvalue()), weights_only=False)
+    return made
+
+
+def hooks_in(module: nn.Module) -> list[Any]:
+    tables = [value for key, value in vars(module).items() if "hooks" in key and isinstance(value, dict)]
+    return [hook for table in tables for hook in table.values()]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("of", ["model", "block"])
+def test_a_copy_is_a_plain_module(of: str, copied: Callable[[nn.Module], nn.Module], placement: str) -> None:
+    plain, model = toy.Net(), toy.Net()
+    handles = [one.blocks[0].register_forward_pre_hook(unused) for one in (plain, model)]
+    options = {"tier": "cpu", "compute_dtype": torch.float32} | PLACEMENTS[placement]
+    with OffloadZero(model, **options):
+        x = toy.batch(0) if of == "model" else torch.randn(3, toy.WIDTH)
+        one, expected = (model, plain) if of == "model" else (model.blocks[0], plain.blocks[0])
+        one(x).sum().backward()
+        twin = copied(one)
+        for made, module in zip(twin.modules(), expected.modules(), strict=True):
+            assert vars(made).keys() == vars(module).keys()
+            assert hooks_in(made) == hooks_in(module)
+        for param, other in zip(twin.parameters(), expected.parameters(), strict=True):
+            assert type(param) is nn.Parameter
+            assert torch.equal(param, other)
+        twin.zero_grad()
+        twin(x).sum().backward()
+        expected(x).sum().backward()
+        for param, other in zip(twin.parameters(), expected.parameters(), strict=True):
+            assert type(param.grad) is Tensor
+            assert torch.equal(param.grad, other.grad)  # type: ignore[arg-type]
+        for handle in handles:
+            handle.remove()
+        scripted = torch.jit.script(copied(one))
+        assert torch.equal(scripted(x), expected(x))
+
+
+def test_a_module_that_says_how_it_is_copied_takes_hooks_along_that_do_nothing() -> None:
+    model = toy.Net()
+    model.blocks[1] = Custom()
+    x = torch.randn(3, toy.WIDTH)
+    expected = model.blocks[1](x)
+    with OffloadZero(model, tier="cpu", param_tier="cpu", compute_dtype=torch.float32):
+        twin = copy.deepcopy(model)
+        model(toy.batch(0))
+        assert torch.equal(twin.blocks[1](x), expected)
+        with torch.no_grad():
+            twin.blocks[1].after.zero_()
+        for made in (copy.deepcopy(twin), pickled(twin)):
+            assert torch.equal(made.blocks[1](x), x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_script_of_a_held_model_names_the_way_out(placement: str) -> None:
+    model = toy.Net()
+    with OffloadZero(model, **({"tier": "cpu"} | PLACEMENTS[placement])):
+        with pytest.raises(ConfigError, match=r"the module is held.*torch\.jit\.script\(copy\.deepcopy\(module\)\)"):
+            torch.jit.script(model)
+        with pytest.raises(ConfigError, match=r"a copy of a model that trains in 16 bits.*compute_dtype="):
+            torch.jit.script(copy.deepcopy(model))
+    torch.jit.script(model)
 
 
 @pytest.mark.parametrize("tree", [[torch.ones(1)], (torch.ones(1), 3, None), {"a": {"b": torch.ones(1)}}, "text", 5])

@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from offload import torch_private
 from offload.devices.copies import HostCopier
 from offload.layout import ALIGN_BYTES
 from offload.model.unit_memory import UnitMemory, strip
+from tests.support.released import has_no_values
 
 CPU = torch.device("cpu")
 
@@ -32,8 +34,8 @@ def test_what_one_unit_leaves_the_next_one_of_its_size_gets() -> None:
     one.fill_(3)
     address = one.data_ptr()
     memory.take("one", [one])
-    assert one.isnan().all()
-    assert view.isnan().all()
+    assert has_no_values(one)
+    assert has_no_values(view)
     with pytest.raises(RuntimeError):
         view.fill_(1)
     assert memory.nbytes == 10
@@ -47,6 +49,21 @@ def test_what_one_unit_leaves_the_next_one_of_its_size_gets() -> None:
     assert view.tolist() == [1, 2]
     memory.take("one", [one])
     assert memory.nbytes == 22
+
+
+def test_access_to_released_memory_is_forbidden_where_torch_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Builds for CUDA have the two functions, for tensors on the CPU, too."""
+    forbidden: dict[int, str] = {}
+    monkeypatch.setattr(torch_private, "forbid_data_access", forbidden.__setitem__)
+    monkeypatch.setattr(torch_private, "allow_data_access", lambda storage: forbidden.pop(storage, None))
+    memory, one = memory_of(22), emptied(5)
+    for _ in range(2):
+        memory.give("one", [one])
+        assert not forbidden
+        memory.take("one", [one])
+        (words,) = forbidden.values()
+        assert "optimizer.gathered" in words
+        assert [*forbidden] == [one.untyped_storage()._cdata]
 
 
 def test_tensors_of_one_unit_lie_in_one_buffer() -> None:

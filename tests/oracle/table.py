@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+from offload import Tuning
 from tests.oracle import idioms
 from tests.oracle.harness import IDIOMS, PLACEMENTS
 
@@ -11,8 +13,32 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
 BEGIN, END = "<!-- begin of the table of idioms -->\n", "<!-- end of the table of idioms -->\n"
 
 
+def _options(placement: str) -> str:
+    """What a placement gives to `OffloadZero`, as a call has it."""
+    options = dict(PLACEMENTS[placement])
+    tuning = options.pop("tuning", Tuning())
+    tuned = ["recompute=False"] if not tuning.recompute else []
+    tuned += [f"tile={tuning.tile}"] if tuning.tile else []
+    if options.pop("units", None):
+        tuned.append('units=[..., "embedding", "head"]')
+    options.pop("activation_memory", None)
+    given = [f'{name}="{value}"' for name, value in options.items()] + (
+        [f"Tuning({', '.join(tuned)})"] if tuned else []
+    )
+    return f"`{', '.join(given)}`"
+
+
+def columns() -> Iterator[str]:
+    """In Markdown: a row a placement, with its options and how many idioms are equal and refused."""
+    yield "| column | options | equal | a typed error |"
+    yield "|---|---|---|---|"
+    for placement in PLACEMENTS:
+        refused = sum(placement in idiom.refused for idiom in IDIOMS.values())
+        yield f"| {placement} | {_options(placement)} | {len(IDIOMS) - refused} | {refused} |"
+
+
 def table() -> str:
-    """In Markdown: a row an idiom, a column a placement, and why what is refused is."""
+    """In Markdown: the columns, then a row an idiom, a column a placement, and why what is refused is."""
     assert idioms.__all__
     reasons: dict[str, int] = {}
     lines = ["| idiom | taken from | " + " | ".join(PLACEMENTS) + " |", "|---|---|" + "---|" * len(PLACEMENTS)]
@@ -20,13 +46,15 @@ def table() -> str:
         cells = []
         for placement in PLACEMENTS:
             reason = idiom.refused.get(placement)
-            cells.append("equal" if reason is None else f"error {reasons.setdefault(reason, len(reasons) + 1)}")
+            cells.append("=" if reason is None else f"error {reasons.setdefault(reason, len(reasons) + 1)}")
         lines.append(f"| {idiom.summary} | `{idiom.source}` | " + " | ".join(cells) + " |")
     cases = len(IDIOMS) * len(PLACEMENTS)
     refused = sum(len(idiom.refused) for idiom in IDIOMS.values())
-    head = f"{len(IDIOMS)} idioms in {len(PLACEMENTS)} placements: {cases - refused} equal, {refused} a typed error.\n"
+    head = (
+        f"{len(IDIOMS)} idioms in {len(PLACEMENTS)} placements: {cases - refused} equal (=), {refused} a typed error.\n"
+    )
     errors = [f"- error {number}: {reason}" for reason, number in reasons.items()]
-    return "\n".join([head, *lines, "", *errors, ""])
+    return "\n".join([head, *columns(), "", *lines, "", *errors, ""])
 
 
 def document(text: str, rows: str) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from offload import OffloadZero
-from tests.oracle.harness import PLACEMENTS, Idiom, Run, check
+from tests.oracle.harness import TIERS, Idiom, Run, check
 from tests.oracle.models import STEPS, TinyLm, token_loss
 from tests.peers import devices
 from tests.peers.devices import ON_CPU, alone
@@ -33,7 +33,7 @@ lightning = pytest.importorskip("lightning")
 peft = pytest.importorskip("peft")
 
 __all__ = ["alone"]
-HELD = [placement for placement in PLACEMENTS if placement != "device" or not ON_CPU]
+HELD = [placement for placement in TIERS if placement != "device" or not ON_CPU]
 EPS = 1e-5
 """Of AdamW. The gradient of a key's bias is 0 but for rounding, which AdamW's default would blow up to whole steps."""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from datetime import datetime
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +86,7 @@ def test_too_little_device_memory_is_refused_and_the_advice_works(param_tier: st
     error = caught.value
     assert (error.available, error.option) == (100, "device_memory")
     assert f"give device_memory={error.needed} or more" in str(error)
-    assert ("param_tier" if param_tier == "device" else "Tuning(units=...)") in str(error)
+    assert ("param_tier" if param_tier == "device" else "smaller units are not enough") in str(error)
     with pytest.raises(BudgetError):
         take(error.needed - 1)
     assert model.embed.weight.dtype is torch.float32
@@ -93,12 +95,86 @@ def test_too_little_device_memory_is_refused_and_the_advice_works(param_tier: st
         assert train(model, optimizer)["peak_device_bytes"] <= error.needed
 
 
-def test_a_unit_that_cannot_fit_is_named() -> None:
-    model = Net(3)
-    model.blocks[1].extra = nn.Linear(100, 100)
-    with pytest.raises(BudgetError, match=r"the largest, blocks.1, takes 22") as caught:
-        OffloadZero(model, device_memory="8KiB", tuning=Tuning(chunk="4KiB", tile=0))
+def test_a_unit_that_cannot_fit_is_named_and_smaller_units_help() -> None:
+    def take(**tuning: Any) -> None:
+        model = Net(3)
+        model.blocks[1].extra = nn.Linear(60, 50)
+        OffloadZero(model, device_memory="10KiB", tuning=Tuning(chunk="4KiB", tile=0, **tuning)).close()
+
+    with pytest.raises(BudgetError, match=r"Tuning\(units=...\): the largest, blocks.1, takes 7") as caught:
+        take()
     assert caught.value.option == "device_memory"
+    take(units=[nn.Linear])
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(8, 24, 24))
+        self.route = nn.Linear(24, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.einsum("bi,eio,be->bo", x, self.up, self.route(x).softmax(-1))
+        return out
+
+
+def test_smaller_units_are_no_advice_where_one_parameter_is_too_large() -> None:
+    model = nn.Sequential(*(Experts() for _ in range(3)))
+    experts = 2 * 8 * 24 * 24
+    with pytest.raises(BudgetError, match=r"smaller units are not enough: 0 takes 9 KiB at once") as caught:
+        OffloadZero(model, param_tier="cpu", device_memory=experts // 2, tuning=SMALL)
+    assert "units=" not in str(caught.value)
+    assert "only weights of nn.Linear run in tiles" in str(caught.value)
+    with OffloadZero(model, param_tier="cpu", device_memory=caught.value.needed, tuning=SMALL) as optimizer:
+        assert optimizer.stats()["param_tier"] == "cpu"
+
+
+@pytest.mark.parametrize("tier", ["device", "cpu", "nvme"])
+@pytest.mark.parametrize("param_tier", [None, "cpu", "nvme"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("kind", [Experts, lambda: nn.Linear(64, 48)], ids=["experts", "linear"])
+@pytest.mark.parametrize("direct", [True, False], ids=["on the CPU", "on a device"])
+@pytest.mark.one_in(3)
+def test_what_a_refusal_says_is_enough_when_it_is_followed_once(
+    tier: str, param_tier: str | None, frozen: bool, kind: Any, direct: bool
+) -> None:
+    tiers = ["device", "cpu", "nvme"]
+    if not frozen and param_tier is not None and tiers.index(param_tier) > tiers.index(tier):
+        pytest.skip("parameters on a slower tier than their states")
+    model = nn.Sequential(nn.Embedding(64, 24), nn.Sequential(*(kind() for _ in range(3))), nn.Linear(24, 256))
+    if frozen:
+        model[:2].requires_grad_(False)
+    path = {"path": "."} if "nvme" in (tier, param_tier) else {}
+
+    def refusal(**options: Any) -> BudgetError | None:
+        tuning = Tuning(chunk="256KiB")
+        config = configuration.check(
+            tier=tier, param_tier=param_tier, commit_every=None, tuning=tuning, **path, **options
+        )
+        groups = [{"params": [param for param in model.parameters() if param.requires_grad]}]
+        shape = ModelShape.of(model, groups, config)
+        try:
+            choose(shape.config(config), shape.layout, direct=direct, room=shape.room())
+        except BudgetError as error:
+            return error
+        return None
+
+    for device_memory, cpu_memory in product((1, 20_000, "1GiB"), (1, 200_000, "1GiB")):
+        given = {"device_memory": device_memory, "cpu_memory": cpu_memory}
+        error = refusal(**given)
+        if error is not None:
+            advised = dict(re.findall(r"give (\w+)=(\d+) or more", str(error)))
+            assert int(advised[error.option]) == error.needed
+            assert refusal(**{**given, **{option: int(most) for option, most in advised.items()}}) is None, error
+
+
+def test_more_than_the_machine_has_is_no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.planner.placement.free_memory", lambda: 1000)
+    for options in ({}, {"cpu_memory": 1}, {"cpu_memory": "1GiB"}):
+        with pytest.raises(BudgetError, match=r'are needed and 1000 B are free: .*tier="nvme"') as caught:
+            OffloadZero(Net(3), tuning=SMALL, **options)
+        assert caught.value.option == "cpu_memory"
+        assert "give cpu_memory" not in str(caught.value)
 
 
 def test_the_fastest_tiers_that_fit_are_chosen(tmp_path: Path) -> None:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.oracle.idioms import basics, gradients, loops, modules, reading, saving, writing
+from tests.oracle.idioms import basics, gradients, loops, modules, reading, saving, units, writing
 
-__all__ = ["basics", "gradients", "loops", "modules", "reading", "saving", "writing"]
+__all__ = ["basics", "gradients", "loops", "modules", "reading", "saving", "units", "writing"]

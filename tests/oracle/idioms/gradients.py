@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.oracle.harness import PLACEMENTS, STEPS, Run, idiom
+from tests.oracle.harness import STEPS, Run, idiom
 from tests.oracle.models import (
     LENGTH,
     VOCABULARY,
@@ -22,7 +22,7 @@ from tests.oracle.models import (
     vector_batches,
 )
 
-CONSUMED = "step() consumes the gradients: afterwards it answers their norms, not their values"
+CONSUMED = "gradients in slots are gone after step(), but for their norms"
 
 
 # Torch's own functions.
@@ -263,7 +263,7 @@ def norms_after_the_step(run: Run) -> None:
 @idiom(
     "logs the values of the gradients when the iteration is over, after the step",
     source="pytorch/ignite ignite/handlers/tensorboard_logger.py:709",
-    refused=dict.fromkeys(PLACEMENTS, CONSUMED),
+    refused={"nvme": CONSUMED},
 )
 def values_after_the_step(run: Run) -> None:
     model, optimizer = held_lm(run)
@@ -273,6 +273,27 @@ def values_after_the_step(run: Run) -> None:
         loss.backward()
         optimizer.step()
         run.log(loss, *[p.grad.mean() for p in model.parameters()])
+    run.log(model)
+
+
+@idiom(
+    "follows how important each weight is, by the new weight and the gradient that the step has used",
+    source="huggingface/peft src/peft/tuners/adalora/layer.py:243",
+    refused={"nvme": CONSUMED},
+)
+def importance_after_the_step(run: Run) -> None:
+    model, optimizer = held_lm(run)
+    importance = {name: torch.zeros_like(param, dtype=torch.float32) for name, param in model.named_parameters()}
+    for tokens, targets in token_batches():
+        loss = token_loss(model, tokens, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                importance[name].lerp_((param * param.grad).abs().detach().float(), 0.15)
+        optimizer.zero_grad()
+        run.log(loss, *importance.values())
     run.log(model)
 
 

@@ -810,7 +810,7 @@ def autocast_to_bf16(run: Run) -> None:
         loss.backward()
         optimizer.step()
         # Only roughly: a last bit of a weight may turn one of its bf16 value.
-        run.log(round(loss.item(), 3), logits.dtype is torch.bfloat16)
+        run.log(round(loss.item(), 2), logits.dtype is torch.bfloat16)
     run.log(torch.stack([p.detach().norm() for p in model.parameters()]).norm().round(decimals=2))
 
 

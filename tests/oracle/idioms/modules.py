@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from tests.oracle.harness import STREAMED, Run, idiom
+from tests.oracle.harness import STREAMED, WRITTEN_AGAIN, Run, idiom
 from tests.oracle.models import (
     LENGTH,
     VOCABULARY,
@@ -426,6 +426,37 @@ def transformer_with_fast_path(run: Run) -> None:
     run.log(model)
 
 
+class _PaddedAttention(_Attention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder.use_nested_tensor = True
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        padding = torch.zeros(tokens.shape, dtype=torch.bool, device=tokens.device)
+        padding[::2, LENGTH // 2 :] = True
+        out = self.encoder(self.embedding(tokens) + self.position, src_key_padding_mask=padding)
+        logits: Tensor = self.head(out)
+        return logits
+
+
+@idiom(
+    "torch's own transformer evaluates padded batches, whose padding becomes zeros then",
+    source="pytorch/pytorch torch/nn/modules/transformer.py:515",
+)
+def transformer_with_padding(run: Run) -> None:
+    model = _PaddedAttention()
+    optimizer = run.hold(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4))
+    for tokens, targets in token_batches():
+        loss = token_loss(model, tokens, targets)
+        learn(optimizer, loss)
+        model.eval()
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # nested tensors are a prototype
+            run.log(loss, model(tokens))
+        model.train()
+    run.log(model)
+
+
 class _FunctionalAttention(nn.Module):
     """Projections are children whose weights go to the functional form; the children are never called."""
 
@@ -724,6 +755,7 @@ def vector_quantizer(run: Run) -> None:
 @idiom(
     "an embedding bounds the norms of the rows it looks up, in place",
     source="pytorch/pytorch torch/nn/functional.py:2614",
+    refused={"own units, activations on nvme": WRITTEN_AGAIN},
 )
 def embedding_with_max_norm(run: Run) -> None:
     model = TinyLm(2)

@@ -574,10 +574,10 @@ def forward_hooks_read_weights(run: Run) -> None:
     optimizer = run.hold(model, adamw(model))
     late = model.head.register_forward_hook(note)
     for tokens, targets in token_batches():
-        loss = token_loss(model, tokens, targets)
-        learn(optimizer, loss)
-        run.log(loss, torch.stack(noted))
         noted.clear()
+        loss = token_loss(model, tokens, targets)
+        run.log(loss, torch.stack(noted))
+        learn(optimizer, loss)  # where units are recomputed, their hooks run again
     early.remove()
     late.remove()
     run.log(model)

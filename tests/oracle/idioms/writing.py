@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 
-from tests.oracle.harness import STREAMED, Run, idiom
+from tests.oracle.harness import RECOMPUTED, STREAMED, WRITTEN_AGAIN, Run, idiom
 from tests.oracle.models import (
     VOCABULARY,
     WIDTH,
@@ -95,6 +95,7 @@ class _ForcedNormLm(TinyLm):
 @idiom(
     "layers write their normalized weight back in their forward",
     source="lucidrains/denoising-diffusion-pytorch denoising_diffusion_pytorch/karras_unet.py:155",
+    refused=dict.fromkeys(RECOMPUTED, WRITTEN_AGAIN),
 )
 def weight_written_in_forward(run: Run) -> None:
     model = _ForcedNormLm()
