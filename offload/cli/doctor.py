@@ -63,16 +63,11 @@ def _size(key: str, item: str, value: int | None, absent: str) -> Row:
 
 def _software() -> list[Row]:
     import platform
-    from importlib.metadata import PackageNotFoundError, version
 
     import torch
 
+    from offload.cli.machine import package_version
     from offload.devices.copies import accelerator
-
-    try:
-        offload = version("offload")
-    except PackageNotFoundError:  # run from its folder
-        offload = "not installed"
 
     device = accelerator()
     pinning = device is not None
@@ -80,7 +75,7 @@ def _software() -> list[Row]:
     devices = [torch.get_device_module(device).get_device_name(index) for index in range(here)]
     return [
         _row("python", "Python", platform.python_version()),
-        _row("offload", "offload", offload),
+        _row("offload", "offload", package_version()),
         _row("torch", "torch", torch.__version__),
         _row("devices", "devices", [*devices, "cpu"]),
         Row("pinning", "pinned memory", pinning, "yes" if pinning else "no GPU that needs it"),

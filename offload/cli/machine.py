@@ -6,9 +6,18 @@ import contextlib
 import os
 import resource
 import secrets
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from offload.io.engine import open_file
+
+
+def package_version() -> str:
+    """Of this library, as it was installed."""
+    try:
+        return version("offload")
+    except PackageNotFoundError:  # run from its folder
+        return "not installed"
 
 
 def read_text(file: str | Path) -> str | None:

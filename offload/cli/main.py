@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from typing import Annotated
 
 import typer
 
@@ -18,12 +19,29 @@ from offload.cli.plan import plan
 from offload.cli.stored import export, inspect, remove, verify
 from offload.cli.train import train
 
-app = typer.Typer(
-    cls=Commands,
-    no_args_is_help=True,
-    add_completion=False,
-    help="Train models that do not fit: optimizer states in CPU memory or on NVMe.",
-)
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        from offload.cli.machine import package_version
+
+        print(f"offload {package_version()}, torch {version('torch')}")
+        raise typer.Exit
+
+
+app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False)
+
+
+@app.callback()
+def main(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version, and torch's.")
+    ] = False,
+) -> None:
+    """Train models that do not fit: optimizer states in CPU memory or on NVMe."""
+
+
 for command in (train, plan, doctor, convert, inspect, verify, export, remove):
     app.command()(command)
 

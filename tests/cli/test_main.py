@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -93,6 +95,11 @@ def test_library_errors_are_one_message_and_exit_code_2(error: OffloadError, mes
 def test_errors_name_options_of_the_command(message: str, shown: str) -> None:
     assert in_options(message, {"--resume", "--cpu-memory", "--tier", "--chunk", "--grad-tier"}) == shown
     assert in_options(message, ()) == message
+
+
+def test_the_version_is_that_of_the_package_and_of_torch() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"offload {version('offload')}, torch {torch.__version__}\n")
 
 
 def test_interrupt_is_exit_code_130() -> None:
