@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,21 @@ from typer.testing import CliRunner, Result
 from offload.cli.convert import ALSO_ALWAYS, SERVED
 from offload.cli.main import app
 from tests.support.command import printed
-from tests.test_docs import Model
+
+
+class Model(nn.Module):
+    """What a converted call names `model`: blocks, a head, and an output with a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return SimpleNamespace(loss=nn.functional.mse_loss(self.head(x).float(), y))
+
 
 BATCHES = 6
 ADAM = {"lr": 1e-2, "betas": [0.8, 0.95], "eps": 1e-7, "weight_decay": 0.1}
