@@ -1161,9 +1161,9 @@ class OffloadZero(torch.optim.Optimizer):
             how = 'commit to a path, and give resume="auto", or the directories of a snapshot'
             if self._config.commit_every is None:
                 how = (
-                    "give OffloadZero a path, so that state dicts name commits to go back to, or make a new one, of a "
+                    "give OffloadZero a path, where the commits lie that a state dict names, or make the model and the "
+                    "optimizer again"
                 )
-                how += "model with the values of then"
             raise ResumeError(
                 f"the state dict is of step {step}, this optimizer is at step {self._step}, and masters and moments "
                 f"are not in a state dict: {how}"

@@ -382,7 +382,7 @@ def _what_fits(planned: Planned, options: PlanOptions, model: Sized) -> dict[str
     if free is None:
         free = free_memory()
     on_disk = planned.on("nvme")
-    everything = planned.cpu_memory_for(1.0)
+    everything = on_disk.cpu_memory_for(1.0)
     budgets = []
     for share in SHARES:
         needed = on_disk.cpu_memory_for(share)

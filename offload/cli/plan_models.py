@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from offload.cli.options import PlanOptions
 from offload.errors import ConfigError
-from offload.model.units import blocks_of
+from offload.model.units import blocks_of, encloses
 from offload.models import GPT, PRESETS
 
 
@@ -99,7 +99,7 @@ class _Adapted(nn.Module):
 def _adapt(model: Sized, rank: int) -> None:
     """Freezes the model, and gives each linear layer of its blocks an adapter: peft's target_modules="all-linear"."""
     model.module.requires_grad_(False)
-    for _, block in blocks_of(model.module):
-        for name, layer in [*block.named_modules()]:
-            if isinstance(layer, nn.Linear):
-                block.set_submodule(name, _Adapted(layer, rank))
+    blocks = [name for name, _ in blocks_of(model.module)]
+    for name, layer in [*model.module.named_modules()]:
+        if isinstance(layer, nn.Linear) and any(encloses(block, name) for block in blocks):
+            model.module.set_submodule(name, _Adapted(layer, rank))

@@ -553,20 +553,20 @@ class Answers:
         Raises: ConfigError if one of a trained parameter is not among them.
         """
         met, devices = {id(grad) for grad in grads}, {grad.device for grad in grads}
-        is_first = self._parameters.home in devices
+        is_beside = False
         for name, param in zip(self._names, self._params, strict=True):
             with torch_private.DisableTorchFunctionSubclass():
                 grad = param.grad
             if grad is None:
                 continue
-            if not is_first and grad.device == self._parameters.home:
-                return
             if grad.device in devices and id(grad) not in met:
                 raise ConfigError(
                     f"a GradScaler met gradients that OffloadZero has, but not that of {name}, which was assigned to "
                     "p.grad by hand, or is not in the optimizer it was given: give it all, as backward makes them"
                 )
-        self._owner.unscale(found_inf, inverse)
+            is_beside = is_beside or grad.device == self._parameters.home not in devices
+        if not is_beside:
+            self._owner.unscale(found_inf, inverse)
 
     def _require_home(self) -> None:
         home = self._parameters.home

@@ -193,9 +193,9 @@ class Hooks:
         # `F.linear` fetches a tiled weight, tile by tile.
         tiled = {spec.unit for spec in parameters.layout.specs if spec.tile}
         blocks = dict(blocks_of(model, run.config.units))
-        for name, module in model.named_modules():
-            is_in_block = any(encloses(block, name) for block in blocks)
-            if is_in_block and is_called(module) and any(encloses(name, unit) for unit in tiled):
+        for name, module in model.named_modules() if tiled else ():
+            has_tiles = any(encloses(name, unit) for unit in tiled)
+            if has_tiles and is_called(module) and any(encloses(block, name) for block in blocks):
                 self._forwards.append(Forward(module, run_uncompiled))
         for module in model.modules():
             params = list(module.parameters(recurse=False))

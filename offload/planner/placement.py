@@ -313,14 +313,14 @@ def _smaller_units(layout: Layout, config: Config, limit: int) -> str:
     units = _module_bytes(layout, config)
     smallest = {unit: size for unit, size in unit_bytes(layout, config).items() if unit not in units}  # the tiles
     smallest |= {module: size for modules in units.values() for module, size in modules.items()}
-    if _at_once(smallest, config) > limit:
+    parted = {unit: sum(modules.values()) for unit, modules in units.items() if len(modules) > 1}
+    if not parted or _at_once(smallest, config) > limit:
         largest = max(smallest, key=lambda unit: smallest[unit])
         tiles = ", and only weights of nn.Linear run in tiles (Tuning.tile)" if layout.ranks == 1 else ""
         return (
             f"; smaller units are not enough: {largest or 'the root'} takes {format_bytes(smallest[largest])} at once"
             f"{tiles}"
         )
-    parted = {unit: sum(modules.values()) for unit, modules in units.items() if len(modules) > 1}
     largest = max(parted, key=lambda unit: parted[unit])
     return (
         f", or smaller units with Tuning(units=...): the largest, {largest or 'the root'}, takes "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from typer.testing import CliRunner, Result
 
 from offload import BudgetError, OffloadZero, Tuning
+from offload.cli import plan_models
 from offload.cli.main import app
 from offload.cli.plan import SHARES
 from offload.devices.copies import accelerator
@@ -352,6 +354,20 @@ def test_adapters_train_beside_a_frozen_model() -> None:
     found = run_json("--lora-rank", "8")
     assert found["parameters"] == sum(8 * (one.in_features + one.out_features) for one in layers)
     assert run("--lora-rank", "0").exit_code == 2
+
+
+def test_each_layer_gets_one_adapter_also_in_nested_blocks_and_where_it_is_a_block() -> None:
+    with torch.device("meta"):
+        experts = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+        layers = nn.ModuleList(
+            nn.ModuleDict({"experts": copy.deepcopy(experts), "up": nn.Linear(4, 4)}) for _ in range(2)
+        )
+        model = nn.ModuleDict({"layers": layers, "head": nn.Linear(4, 4)})
+    plan_models._adapt(plan_models.Sized(model, 2, 4, ()), rank=1)
+    adapters = [one for one in model.modules() if isinstance(one, plan_models._Adapted)]
+    assert len(adapters) == 2 * 4  # and none of the head
+    assert all(type(one.layer) is nn.Linear for one in adapters)
+    assert sum(param.numel() for param in model.parameters() if param.requires_grad) == 8 * (4 + 4)
 
 
 @pytest.mark.parametrize("share", SHARES)

@@ -308,6 +308,20 @@ def test_the_line_of_a_resumed_run_says_from_when_it_is(tmp_path: Path, capsys: 
     assert f"committed {datetime.fromtimestamp(86_400):%Y-%m-%d %H:%M}\n" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("tile", [0, None])
+def test_whatever_the_device_has_it_is_enough_or_refused(tile: int | None) -> None:
+    """Units that are single modules cannot be made smaller, and have gaps between their parameters."""
+    refused: list[tuple[int, BudgetError]] = []
+    for memory in range(32, 700, 4):
+        model = nn.Sequential(*(nn.Linear(7, 7) for _ in range(6)))
+        try:
+            OffloadZero(model, param_tier="cpu", device_memory=memory, tuning=Tuning(tile=tile)).close()
+        except BudgetError as error:
+            refused.append((memory, error))
+    assert 0 < len(refused) < 167
+    assert all(error.available == memory < error.needed for memory, error in refused)
+
+
 def test_a_wrong_size_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="device_memory='lots'"):
         OffloadZero(Net(), device_memory="lots")
