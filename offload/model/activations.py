@@ -31,7 +31,6 @@ parametrizations inside of `parametrize.cached()`.
 from __future__ import annotations
 
 import copy
-import pickle
 import random
 import sys
 import weakref
@@ -449,7 +448,7 @@ class _RandomState:
         self._numpy = np.random.get_state(legacy=False)
 
     def is_same(self, other: _RandomState) -> bool:
-        return self._python == other._python and pickle.dumps(self._numpy) == pickle.dumps(other._numpy)
+        return self._python == other._python and _are_equal(self._numpy, other._numpy)
 
     def __enter__(self) -> None:
         self._outside = _RandomState()
@@ -461,6 +460,13 @@ class _RandomState:
     def _set(self) -> None:
         random.setstate(self._python)
         np.random.set_state(self._numpy)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two states of NumPy's are equal: dicts with arrays in them."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_are_equal(one[key], other[key]) for key in one)
+    return bool(np.array_equal(one, other) if isinstance(one, np.ndarray) else one == other)
 
 
 def _is_recorded() -> bool:

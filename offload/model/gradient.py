@@ -178,8 +178,8 @@ class Answers:
     @entry
     def accumulation_begins(self, number: int) -> None:
         """Autograd is about to accumulate a gradient into `leaf.grad`."""
-        if not self._params[number].requires_grad:
-            return  # it was frozen since the forward, and autograd accumulates nothing
+        if self._is_frozen(number):
+            return  # since the forward, and autograd accumulates nothing
         self._units.backward_runs()
         self._require_home()
         with torch_private.DisableTorchFunctionSubclass():
@@ -200,13 +200,16 @@ class Answers:
             self._copies.pop(number, None)
             self._zeroed.discard(number)
 
-    @entry
     def accumulation_ended(self, number: int, leaf: Tensor, start: int = 0) -> None:
         """Autograd has accumulated a gradient of a leaf; see `hand_over`."""
-        if self._params[number].requires_grad:
+        if not self._is_frozen(number):
             self.hand_over(number, leaf, start)
         elif leaf is not self._params[number]:
             leaf.grad = None
+
+    def _is_frozen(self, number: int) -> bool:
+        with torch_private.DisableTorchFunctionSubclass():
+            return not self._params[number].requires_grad
 
     @entry
     def hand_over(self, number: int, leaf: Tensor, start: int = 0) -> None:

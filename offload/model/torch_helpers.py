@@ -112,9 +112,10 @@ def module_on_the_move() -> nn.Module | None:
 def calls_that_save(tensors: Sequence[Tensor]) -> Iterator[tuple[FrameType, list[Any]]]:
     """The calls around this function, of forwards of an `autograd.Function` and of `torch.utils.checkpoint`, that were
     given one of `tensors` and may save it for a backward; and what each was given. The innermost one first."""
-    frame: FrameType | None = sys._getframe()
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is CHECKPOINT or _is_forward_of_a_function(frame.f_code):
+        code = frame.f_code
+        if id(code) not in _saves_nothing and _may_save(code):
             given = _given(frame)
             if any(one is tensor for one in given for tensor in tensors):
                 yield frame, given
@@ -131,22 +132,22 @@ def _given(frame: FrameType) -> list[Any]:
     return given
 
 
-_forwards: dict[int, tuple[CodeType, bool]] = {}
-"""By the id of a code: whether it is that of the forward of an `autograd.Function`."""
+_saves_nothing: dict[int, CodeType] = {}
+_saves: dict[int, CodeType] = {id(CHECKPOINT): CHECKPOINT}
+"""By its id: code that was looked at, because a code is slow to hash."""
 
 
-def _is_forward_of_a_function(code: CodeType) -> bool:
-    found = _forwards.get(id(code))
-    if found is None:
+def _may_save(code: CodeType) -> bool:
+    """Whether code is that of `torch.utils.checkpoint`, or of the forward of an `autograd.Function`."""
+    if id(code) not in _saves:
         left: list[Any] = [torch.autograd.Function]
-        codes: set[int] = set()
+        forwards: set[int] = set()
         while left:
             kind = left.pop()
             left += kind.__subclasses__()
-            forward = inspect.unwrap(kind.forward)  # it may be decorated
-            codes.add(id(getattr(forward, "__code__", None)))
-        found = _forwards[id(code)] = (code, id(code) in codes)
-    return found[1]
+            forwards.add(id(getattr(inspect.unwrap(kind.forward), "__code__", None)))  # it may be decorated
+        (_saves if id(code) in forwards else _saves_nothing)[id(code)] = code
+    return id(code) in _saves
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
