@@ -453,6 +453,31 @@ def test_changes_of_a_unit_before_its_recomputation_are_refused(change: str, tmp
     both.optimizer.close()
 
 
+class Touches(nn.Module):
+    """Moves the version of a frozen weight and not its value, as adapters on parameters do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.base.add_(0)
+        return x @ self.base
+
+
+def test_a_unit_that_moves_the_version_of_a_weight_names_the_way_out(tmp_path: Path) -> None:
+    both = Pair(lambda: Norms(Touches), options_of("nvme", tmp_path / "one"))
+    with pytest.raises(StaleActivationError, match=r"give Tuning\(recompute=False\)"):
+        squares(both.model, rows(0)).backward()
+    both.optimizer.close()
+    both = Pair(lambda: Norms(Touches), options_of("all saved", tmp_path / "other"))
+    for model in (both.plain, both.model):
+        squares(model, rows(0)).backward()
+    for plain, param in zip(both.plain.parameters(), both.model.parameters(), strict=True):
+        assert plain.grad is None or torch.equal(plain.grad, both.optimizer.grad(param))
+    both.optimizer.close()
+
+
 class Norms(nn.Module):
     """Args: norm: the kind of module in each block that changes its buffers."""
 
