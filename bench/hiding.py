@@ -222,7 +222,7 @@ def main(
     }
     entries = [Entry(NVME, "offload", options), Entry(TORCH, "torch")]
     shapes = [shape_of(int(word)) for word in tokens.split(",")]
-    name = "hiding" if param_tier == "device" else "iterations"
+    name, moved = ("hiding", "states") if param_tier == "device" else ("iterations", "parameters")
     results: list[Result] = []
     pictures: dict[str, Callable[[Path], None]] = {}
     slot_bytes = 3 * chunk_bytes
@@ -244,7 +244,7 @@ def main(
             pictures[f"{name}-{done}.png"] = partial(timeline_picture, file, title=title)
         Report(
             name=name,
-            title="Hiding the disk behind compute",
+            title=f"Hiding the disk behind compute: {moved}",
             about=f"{count:,} parameters on {param_tier}, gradients on {grad_tier}, optimizer states on NVMe.\n{ABOUT}",
             tables=[Table(HEADINGS, [result.row() for result in results])],
             data={"parameters": count, "runs": [result.as_json() for result in results]},
