@@ -9,16 +9,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+import offload
 from offload import OffloadZero, Tuning, errors
 from tests.test_rooms import FLOORS, sources
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+RESULTS = sorted((ROOT / "bench" / "results").glob("*.md"))
+EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
 BLOCKS = re.compile(r"^(<!-- compiled only: [^\n]*-->\n)?```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -96,7 +101,20 @@ def test_every_error_is_named_once_as_in_its_module() -> None:
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == kinds[1:]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_every_public_name_is_in_the_reference() -> None:
+    """Errors are there as one module, and `entries` is for parts of this library."""
+    page = (ROOT / "docs" / "reference.md").read_text()
+    named = re.findall(r"^::: offload\.([\w.]+)$", page, re.MULTILINE)
+    members = {f"OffloadZero.{name}" for name in vars(OffloadZero) if not name.startswith("_")} - {
+        "OffloadZero.entries"
+    }
+    classes = {name for name in offload.__all__ if name not in vars(errors)}
+    frameworks = {name for name in named if name.startswith("integrations.")}
+    assert sorted(named) == sorted(members | classes | frameworks | {"errors"})
+    assert {name.split(".")[1] for name in frameworks} == {"transformers", "accelerate", "lightning"}
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, *RESULTS], ids=lambda path: path.stem)
 def test_links_lead_somewhere(document: Path) -> None:
     broken = []
     for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
@@ -109,10 +127,60 @@ def test_links_lead_somewhere(document: Path) -> None:
     assert not broken
 
 
+def test_every_page_has_a_link_in_the_text_of_another_page() -> None:
+    """Scripts among the examples are pages of the site, too."""
+    linked = {
+        (page.parent / target.partition("#")[0]).resolve()
+        for page in [*DOCUMENTS, *RESULTS]
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+        if (page.parent / target.partition("#")[0]).resolve() not in (page, page.parent)
+    }
+    pages = {*DOCUMENTS, *RESULTS, *EXAMPLES} - {ROOT / "README.md"}
+    assert not sorted(str(page.relative_to(ROOT)) for page in pages - linked)
+
+
+@pytest.fixture(scope="module")
+def site() -> ModuleType:
+    """What `make docs` adds to the pages."""
+    spec = spec_from_file_location("site_hook", ROOT / "docs" / "site.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
+def test_example_is_a_page_with_its_docstring_as_text_and_its_code_as_it_is(script: Path, site: ModuleType) -> None:
+    heading, *_ = page = site.example_page(script).splitlines()
+    source = script.read_text()
+    assert source.startswith(f'"""{heading.removeprefix("# ")}')
+    code = page[page.index("```python") + 1 : page.index("```")]
+    assert source.endswith("\n".join([*code, ""]))
+    text = ast.get_docstring(ast.parse(source))
+    assert text is not None
+    assert text in "\n".join(page)
+    assert text not in "\n".join(code)
+
+
+def test_links_to_examples_lead_to_their_pages_on_the_site(site: ModuleType) -> None:
+    assert site.fit_links("[it](docs/examples/lora.py)", "index.md") == "[it](examples/lora.md)"
+    assert site.fit_links("[it](examples/lora.py)", "commits.md") == "[it](examples/lora.md)"
+    assert site.fit_links("[step](step.md)", "bench/results/hiding.md") == "[step](../../bench/results/step.md)"
+    assert site.fit_links("[code](../offload/errors.py), [tests](../tests)", "errors.md") == "code, tests"
+
+
 def anchors(document: Path) -> set[str]:
     """The names that its headings have in links."""
     headings = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, *RESULTS], ids=lambda path: path.stem)
+def test_lists_begin_after_an_empty_line(document: Path) -> None:
+    """The site's parser takes them for lines of the paragraph above otherwise, as the repository's does not."""
+    text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert not re.findall(r"^(?!- |\d+\. |\s).+\n(?:- |\d+\. ).*", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
@@ -148,7 +216,7 @@ def functions(file: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "bench" / "results").glob("*.md")), ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", RESULTS, ids=lambda page: page.stem)
 def test_figures_are_of_a_script_that_exists_or_the_page_says_that_it_is_gone(page: Path) -> None:
     text = page.read_text()
     scripts = set(re.findall(r"`python (bench/\w+\.py)", text))

@@ -54,7 +54,8 @@ def table() -> str:
         f"{len(IDIOMS)} idioms in {len(PLACEMENTS)} placements: {cases - refused} equal (=), {refused} a typed error.\n"
     )
     errors = [f"- error {number}: {reason}" for reason, number in reasons.items()]
-    return "\n".join([head, *columns(), "", *lines, "", *errors, ""])
+    folded = ['<details class="idioms" markdown>', "<summary>The table</summary>", "", *lines, "", "</details>"]
+    return "\n".join([head, *columns(), "", *folded, "", *errors, ""])
 
 
 def document(text: str, rows: str) -> str:
