@@ -166,9 +166,15 @@ class OffloadZero(torch.optim.Optimizer):
             recomputed.
         tuning: options that only change speed.
 
-    Raises: ConfigError, BudgetError, PathError, PathInUseError, ResumeError, RankError. After these, after any other
-    exception, and after an interrupt the model is what it was. Parameters whose values nothing has any more are NaN
-    then, and a note on the error names them: docs/errors.md says when.
+    Raises:
+        ConfigError: an option, or a combination of options, cannot work with this model.
+        BudgetError: it does not fit in memory or on the disk.
+        PathError: a directory or a file cannot be used; PathInUseError if a live run holds it.
+        ResumeError: the run in `path` cannot be resumed, or would be overwritten.
+        RankError: another rank does not take part.
+
+    After these, after any other exception, and after an interrupt the model is what it was. Parameters whose values
+    nothing has any more are NaN then, and a note on the error names them: docs/errors.md says when.
 
     offload/optim/reference.py states the arithmetic of a step. The result has the same bits on every tier, with every
     budget and chunk size, on any number of threads and with any instruction set.
@@ -373,11 +379,20 @@ class OffloadZero(torch.optim.Optimizer):
         Called by a GradScaler (`scaler.step(optimizer)`), it skips a step whose gradients are not finite, whatever
         `nonfinite` says.
 
-        Args: closure: evaluates the model again and returns the loss.
-        Returns: what `closure` returns.
-        Raises: NonFiniteGradientError (nonfinite="raise"; the state is untouched); ConfigError (fp16 without a
-        GradScaler, or with one that is used in a wrong order; over several ranks, if they are about to step
-        differently; nothing is changed); TierIOError, CorruptionError, AccumulationError, RankError.
+        Args:
+            closure: evaluates the model again and returns the loss.
+
+        Returns:
+            What `closure` returns.
+
+        Raises:
+            NonFiniteGradientError: a gradient has NaN or Inf, and `nonfinite` is "raise"; the state is untouched.
+            ConfigError: fp16 without a GradScaler, or with one that is used in a wrong order; over several ranks, if
+                they are about to step differently. Nothing is changed.
+            AccumulationError: over several ranks, the gradients of some were dropped and those of others were not.
+            TierIOError: the disk failed.
+            CorruptionError: bytes that were read are not those that were written.
+            RankError: another rank does not take part.
         """
         self._watch.settle()
         if not self._is_loop_resumed:
@@ -461,9 +476,16 @@ class OffloadZero(torch.optim.Optimizer):
         torch's `min(1, max_norm / (norm + 1e-6))`, is applied in the step. A gradient that comes after this call
         raises AccumulationError.
 
-        Returns: the norm before clipping (and after unscaling), a 0-dim fp32 CPU tensor.
-        Raises: NonFiniteGradientError with nonfinite="raise", unless a GradScaler has unscaled the gradients, which
-        then skips the step; ConfigError for fp16 gradients that were not unscaled.
+        Args:
+            max_norm: the largest norm that gradients have afterwards.
+
+        Returns:
+            The norm before clipping (and after unscaling), a 0-dim fp32 CPU tensor.
+
+        Raises:
+            NonFiniteGradientError: a gradient has NaN or Inf, and `nonfinite` is "raise". Not where a GradScaler has
+                unscaled the gradients, which then skips the step.
+            ConfigError: fp16 gradients were not unscaled.
         """
         self._require_usable()
         if not float(max_norm) >= 0:
@@ -621,7 +643,9 @@ class OffloadZero(torch.optim.Optimizer):
         more than that number then raises AccumulationError. Over several ranks the number saves a message after each
         backward, and lets gradients of stage 1 leave in the last one. A fixed number stays what it is; setting a larger
         one is an error.
-        Raises: ConfigError.
+
+        Raises:
+            ConfigError: it is set to what it cannot become.
         """
         most = self._parts.gradients.most
         return "auto" if most is None else most
@@ -679,9 +703,18 @@ class OffloadZero(torch.optim.Optimizer):
         """The gradient of `param` as the next step will use it: summed over micro-batches, unscaled and clipped if
         `scaler.unscale_` and `clip_grad_norm_` were called. Before `unscale_` it is that of the scaled loss.
 
-        Returns: a copy, an fp32 CPU tensor of the parameter's shape; None without a gradient.
-        Raises: ConfigError for a tensor that is no trained parameter; over several ranks, which all have to call it,
-        AccumulationError, RankError.
+        Over several ranks all have to call it.
+
+        Args:
+            param: a trained parameter of the model.
+
+        Returns:
+            A copy, an fp32 CPU tensor of the parameter's shape; None without a gradient.
+
+        Raises:
+            ConfigError: the tensor is no trained parameter.
+            AccumulationError: over several ranks, the gradients of some were dropped and those of others were not.
+            RankError: another rank does not take part.
         """
         self._require_usable()
         number = self._number(param)
@@ -704,8 +737,12 @@ class OffloadZero(torch.optim.Optimizer):
     ) -> AbstractContextManager[None]:
         """`with optimizer.gathered(model.head):` keeps these parameters on the device, with their current values.
 
-        Args: writable: look for writes that bypass torch (NumPy), too, at the end; other writes count in any case.
-        Raises: ConfigError for a tensor that is no parameter of the model.
+        Args:
+            module_or_params: a module, for all its parameters, or parameters.
+            writable: look for writes that bypass torch (NumPy), too, at the end; other writes count in any case.
+
+        Raises:
+            ConfigError: a tensor is no parameter of the model.
         """
         self._require_usable()
         return self._held.access.gathered(module_or_params, writable=writable)
@@ -714,8 +751,14 @@ class OffloadZero(torch.optim.Optimizer):
     def state_of(self, param: Tensor) -> dict[str, Any]:
         """Copies of the states of a parameter.
 
-        Returns: {"master", "exp_avg", "exp_avg_sq": fp32 CPU tensors of the parameter's shape, "step": how often it was
-        stepped}. Over several ranks all have to call it.
+        Over several ranks all have to call it.
+
+        Args:
+            param: a trained parameter of the model.
+
+        Returns:
+            By name "master", "exp_avg" and "exp_avg_sq", fp32 CPU tensors of the parameter's shape, and "step", how
+            often it was stepped.
         """
         self._require_usable()
         number = self._number(param)
@@ -782,7 +825,13 @@ class OffloadZero(torch.optim.Optimizer):
 
         The file is in Chrome's trace format, for ui.perfetto.dev or chrome://tracing. It is written at the end, also
         when the body raises. Recording changes no bit. It keeps the first 100,000 events, in about 30 MB of RAM.
-        Raises: PathError before the body runs, or at its end if the disk fails; ConfigError if one is recording.
+
+        Args:
+            file: where it is written; an older file is replaced.
+
+        Raises:
+            PathError: the file cannot be written; before the body runs, or at its end if the disk fails.
+            ConfigError: a timeline is being recorded.
         """
         self._require_usable()
         return recorded(self._timeline, file, self._model, self._plan.held, self._config.units)
@@ -834,7 +883,9 @@ class OffloadZero(torch.optim.Optimizer):
         Args:
             rng: the global random number generators of Python, NumPy and torch, as `collect_rng()` gives them.
             objects: objects with `state_dict()` and `load_state_dict()`, or torch.Generators, by a name of your choice.
-        Raises: ConfigError if an object has no state, or one that cannot be stored; nothing is attached then.
+
+        Raises:
+            ConfigError: an object has no state, or one that cannot be stored. Nothing is attached then.
         """
         self._require_usable()
         if RNG in objects or not isinstance(rng, bool):
@@ -867,9 +918,15 @@ class OffloadZero(torch.optim.Optimizer):
 
         Over several ranks all have to call it, each with its own `extra`.
 
-        Args: extra: what else the loop needs to continue: plain values, containers and tensors, but no objects.
-        Raises: ConfigError (no path, or commit_every=None; extra cannot be stored; the step is committed already),
-        TierIOError, OtherRankError, RankError. The last commit stays what it was then.
+        Args:
+            extra: what else the loop needs to continue: plain values, containers and tensors, but no objects.
+
+        Raises:
+            ConfigError: there is no `path`, or commit_every=None; `extra` cannot be stored; the step is committed
+                already.
+            TierIOError: the disk failed. The last commit stays what it was, as after the next two.
+            OtherRankError: another rank's commit failed.
+            RankError: another rank does not take part.
         """
         is_committed = False
         while not is_committed:
@@ -936,12 +993,24 @@ class OffloadZero(torch.optim.Optimizer):
         `verify`, `export` and `remove` take them as they take those of any run. Where the file system can (XFS,
         Btrfs), a snapshot shares its blocks with the swap file. Over several ranks all have to call it.
 
-        Args: keep: how many snapshots of this run to keep, this one included; older ones are removed, but for those
-        that were made because a state dict names their commit. None: all.
-        Returns: the directories, one for each of this rank's in `path`.
-        Raises: ResumeError (nothing was committed), ConfigError (keep), BudgetError (disk space), PathError (something
-        else has its name), TierIOError, CorruptionError, OtherRankError, RankError. The run and its last commit stay
-        what they were.
+        Args:
+            keep: how many snapshots of this run to keep, this one included; older ones are removed, but for those that
+                were made because a state dict names their commit. None: all.
+
+        Returns:
+            The directories, one for each of this rank's in `path`.
+
+        Raises:
+            ResumeError: nothing was committed.
+            ConfigError: `keep` is no number of snapshots.
+            BudgetError: the disk has no space for it.
+            PathError: something else has its name.
+            TierIOError: the disk failed.
+            CorruptionError: bytes that were read are not those that were written.
+            OtherRankError: it failed on another rank.
+            RankError: another rank does not take part.
+
+        After any of these the run and its last commit are what they were.
         """
         self._require_usable()
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
@@ -955,8 +1024,14 @@ class OffloadZero(torch.optim.Optimizer):
         Gradients are dropped. What is attached gets its committed state, too; an iterator over a loader has to be made
         anew. Other schedulers and loaders, and frozen parameters that do not stream, are not changed. Over several
         ranks all have to call it; after an error that only some of them had, they have to be started again instead.
-        Raises: ResumeError if nothing was committed, or naming a frozen parameter that was first written to since then
-        (all else is restored); CorruptionError, TierIOError, OtherRankError, RankError.
+
+        Raises:
+            ResumeError: nothing was committed; or a frozen parameter, which it names, was first written to since then,
+                and all else is restored.
+            TierIOError: the disk failed.
+            CorruptionError: bytes that were read are not those that were written.
+            OtherRankError: it failed on another rank.
+            RankError: another rank does not take part.
         """
         self._attached.go_back(self._roll_back())
 
@@ -1001,8 +1076,20 @@ class OffloadZero(torch.optim.Optimizer):
         the first rank writes, into its `directory`, and what goes wrong there is raised on all.
         At stages 1 and 2 each rank that calls it exports by itself: one is enough. Where several give one directory,
         the first writes, and for the others it is done if they have the same values.
-        Returns: the files, none where another rank writes them. Raises: PathError, BudgetError (disk space, RAM),
-        ConfigError, TierIOError; where all ranks call it RankError, and OtherRankError where nothing was wrong.
+
+        Args:
+            directory: where to; it is made if its parent exists.
+
+        Returns:
+            The files, none where another rank writes them.
+
+        Raises:
+            PathError: it is no directory, or has an export already.
+            BudgetError: the disk lacks space, or RAM for the whole tensors.
+            ConfigError: safetensors cannot hold a name or a dtype.
+            TierIOError: the disk failed.
+            RankError: where all ranks call it, another one does not take part.
+            OtherRankError: where all ranks call it, another one failed, and this one did not.
         """
         self._require_usable()
         self._held.synchronize()
@@ -1052,8 +1139,11 @@ class OffloadZero(torch.optim.Optimizer):
         The commit is made if there is none of this step. Before a later one replaces it, it is kept as a snapshot: the
         newest `keep` of those that were named so. Over several ranks all call `consolidate_state_dict()` before. The
         commit of step 0 is made before the first step.
-        Raises: as `commit`; BudgetError if the disk has no space for the snapshot; ConfigError over several ranks if
-        this step is not committed.
+
+        Raises:
+            OffloadError: as `commit`.
+            BudgetError: the disk has no space for the snapshot.
+            ConfigError: over several ranks, this step is not committed.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -1073,7 +1163,11 @@ class OffloadZero(torch.optim.Optimizer):
         The name is that of torch's ZeroRedundancyOptimizer, so frameworks that know it call it by themselves. Nothing
         is done at step 0, without commits, and for a step that is committed.
 
-        Args: to: not used; any rank may call `state_dict()` afterwards. Raises: as `commit`.
+        Args:
+            to: not used; any rank may call `state_dict()` afterwards.
+
+        Raises:
+            OffloadError: as `commit`.
         """
         self._require_usable()
         if self._step and self._config.commit_every is not None and not self._commits.has(self._step):
@@ -1125,8 +1219,15 @@ class OffloadZero(torch.optim.Optimizer):
 
         At that step already, nothing else is changed. If it is of an earlier step, states and parameters become those
         of the commit that it names, also if the run has gone on; gradients are dropped.
-        Raises: ResumeError if that commit is gone, or the groups do not match; ConfigError for a value out of range;
-        over several ranks ResumeError for another step; CorruptionError, TierIOError.
+
+        Args:
+            state_dict: what `state_dict()` returned, in this process or in an earlier one.
+
+        Raises:
+            ResumeError: that commit is gone, the groups do not match, or, over several ranks, it is of another step.
+            ConfigError: a hyper-parameter is out of range.
+            TierIOError: the disk failed.
+            CorruptionError: bytes that were read are not those that were written.
         """
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():

@@ -346,7 +346,12 @@ def collect_rng() -> dict[str, object]:
 def restore_rng(state: object) -> None:
     """Puts back what `collect_rng` gave: all of it, or nothing.
 
-    Raises: ConfigError if it is something else, ResumeError if it is of more accelerators than there are.
+    Args:
+        state: what `collect_rng` gave.
+
+    Raises:
+        ConfigError: it is something else.
+        ResumeError: it is of more accelerators than there are.
     """
     if isinstance(state, dict) and "cuda" in state:  # as older versions called it
         state = {"accelerator" if name == "cuda" else name: value for name, value in state.items()}

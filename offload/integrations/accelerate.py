@@ -19,7 +19,13 @@ def register(accelerator: Any, model: nn.Module, optimizer: OffloadZero) -> None
     `save_state` commits on all ranks before it saves. An optimizer with accumulation="auto" gets the Accelerator's
     `gradient_accumulation_steps`, if that is more than 1.
 
-    Raises: ConfigError if the optimizer's `accumulation` is less than that.
+    Args:
+        accelerator: an accelerate.Accelerator.
+        model: the held model.
+        optimizer: its optimizer.
+
+    Raises:
+        ConfigError: the optimizer's `accumulation` is less than that.
     """
     accelerator.prepare_model(model, evaluation_mode=True)  # which wraps nothing; `prepare` then leaves it alone
     if accelerator.gradient_accumulation_steps > 1:  # a loop may accumulate without its help

@@ -17,7 +17,7 @@ class OffloadStrategy(DDPStrategy):  # type: ignore[misc]  # lightning is not th
 
     Where Trainer accumulates, an optimizer with accumulation="auto" gets its `accumulate_grad_batches`.
 
-    Args: those of DDPStrategy that are about processes. Those of DistributedDataParallel have no effect.
+    It takes the arguments of DDPStrategy that are about processes. Those of DistributedDataParallel have no effect.
     """
 
     def configure_ddp(self) -> None:
@@ -37,7 +37,7 @@ class OffloadPrecision(MixedPrecision):  # type: ignore[misc]
         trainer = Trainer(plugins=[OffloadPrecision("16-mixed", "cuda")], gradient_clip_val=1.0)
 
     Its own refuses that, because OffloadZero can divide out a loss scale by itself. Here it is divided out before
-    `on_before_optimizer_step`, as for other optimizers. Args: those of MixedPrecision.
+    `on_before_optimizer_step`, as for other optimizers. It takes the arguments of MixedPrecision.
     """
 
     def _after_closure(self, model: Any, optimizer: Any) -> None:

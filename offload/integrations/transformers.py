@@ -50,8 +50,13 @@ def from_pretrained(
         init_missing: whether weights that the files lack are made by the model's own initialisation.
         options: of OffloadZero, but for `init`.
 
-    Raises: ConfigError naming the weights that the files lack, or that cannot be converted, or to which `adapt` gave no
-    values; and as OffloadZero does.
+    Returns:
+        The model, which is held, and its optimizer.
+
+    Raises:
+        ConfigError: the files lack weights, weights cannot be converted, or `adapt` gave none to what it added; it
+            names them.
+        OffloadError: as OffloadZero.
     """
     path = Path(directory)
     try:
@@ -115,6 +120,9 @@ class Offload(transformers.TrainerCallback):  # type: ignore[misc]  # transforme
     Trainer gives the held model no DistributedDataParallel then: OffloadZero averages over the ranks. All ranks commit
     before rank 0 saves; at stage 3 they gather the whole model for that, which has to fit `device_memory`. An optimizer
     with accumulation="auto" gets Trainer's `gradient_accumulation_steps`.
+
+    Args:
+        optimizer: of the model that Trainer trains.
     """
 
     def __init__(self, optimizer: OffloadZero) -> None:
