@@ -15,7 +15,7 @@ RESULTS = ROOT / "bench" / "results"
 EXAMPLES = ROOT / "docs" / "examples"
 SHOWN = (".md", ".png", ".svg")
 
-BOOST = {"Start": 8, "How-to": 8, "Concepts": 4, "Reference": 2}
+BOOST = {"Start": 5, "How-to": 8, "Concepts": 4, "Reference": 2}
 """How much a page counts in the search, by its group: who asks wants to use the library first. Subgroups count 1."""
 
 
