@@ -72,6 +72,8 @@ class Copier(ABC):
 
     direct: bool
     """Whether device memory is host memory that kernels may write in place, without a copy."""
+    pins: bool = False
+    """Whether `pin` locks memory."""
 
     @abstractmethod
     def mark(self) -> DeviceEvent:
@@ -224,6 +226,7 @@ class DeviceCopier(Copier):
         # CUDA's and ROCm's. Others cannot lock memory that is there already.
         cudart = getattr(torch.get_device_module(device), "cudart", None)
         self._runtime: Any = None if cudart is None else cudart()
+        self.pins = self._runtime is not None
         self._process = os.getpid()
 
     def mark(self) -> DeviceEvent:
