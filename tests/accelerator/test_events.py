@@ -266,3 +266,26 @@ def test_the_device_waits_for_gradients_so_that_few_are_there(monkeypatch: pytes
     bounded = peak()
     monkeypatch.setattr("offload.grads.local.UNITS_LEAVING", 1000)
     assert bounded + 8 * 2 * WIDTH * WIDTH < peak()
+
+
+def norm_of_values(model: nn.Module) -> Tensor:
+    return torch.cat([param.grad.clone().cpu().float().flatten() for param in model.parameters()]).norm()
+
+
+@pytest.mark.parametrize("options", [RESIDENT, STREAMED, {"tier": "device"}], ids=["resident", "streamed", "device"])
+def test_torchs_clipping_makes_the_host_wait_twice(options: dict[str, Any]) -> None:
+    """Once for all norms to go to the device, and once for the factor that comes of them."""
+    training = Training(options)
+    with training.optimizer:
+        for _ in range(2):
+            training.forward().backward()
+            training.optimizer.synchronize()
+            torch.accelerator.synchronize()
+            expected = norm_of_values(training.model)
+            with accelerator.counted() as counts:
+                total = torch.nn.utils.clip_grad_norm_(training.model.parameters(), 1e-3)
+            assert counts["blocking_copies"] <= 2 + (options["tier"] == "device")  # of its sums of squares
+            assert total.item() == pytest.approx(expected.item(), rel=1e-5)
+            assert norm_of_values(training.model).item() == pytest.approx(1e-3, rel=1e-2)
+            training.optimizer.step()
+            training.optimizer.zero_grad()
