@@ -101,6 +101,11 @@ class Copier(ABC):
         """Memory free on the device; None: it is the host's."""
         return None
 
+    def return_freed(self) -> None:
+        """Gives memory of freed tensors back to the device, from an allocator that keeps it by the sizes that it had.
+        Waits for the device."""
+        return
+
     @abstractmethod
     def pin(self, memory: Tensor) -> None:
         """Page-locks host memory, where that makes copies faster. Raises: BudgetError if the driver refuses."""
@@ -262,9 +267,11 @@ class DeviceCopier(Copier):
                 torch.accelerator.set_stream(before)
 
     def free_bytes(self) -> int:
-        # What the caching allocator holds in pieces, and for other streams, cannot be given to anyone.
-        torch.accelerator.empty_cache()
+        self.return_freed()  # what the allocator holds in pieces, and for other streams, cannot be given to anyone
         return torch.accelerator.get_memory_info(self._device)[0]
+
+    def return_freed(self) -> None:
+        torch.accelerator.empty_cache()
 
     @uninterrupted
     def _copy(self, stream: Any, src: Tensor, dst: Tensor, after: DeviceEvent | None) -> Copy:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -289,3 +290,23 @@ def test_torchs_clipping_makes_the_host_wait_twice(options: dict[str, Any]) -> N
             assert norm_of_values(training.model).item() == pytest.approx(1e-3, rel=1e-2)
             training.optimizer.step()
             training.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("place", ["model on the device", "model on the CPU"])
+def test_memory_of_units_leaves_none_behind(place: str) -> None:
+    """Units of the first step had memory of their own sizes, and fp32 parameters were there before: the allocator
+    gives it back to the device, where something else may need it."""
+    torch.accelerator.empty_cache()
+    before = torch.accelerator.memory_reserved()
+    widths = [2300 + 100 * (n % 3) for n in range(7)]  # 10 to 12 MiB each, larger than what the allocator cuts up
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(a, b)) for a, b in pairwise(widths)))
+    model = model.to(DEVICE) if place == "model on the device" else model
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with OffloadZero(model, plain, tier="cpu", param_tier="cpu", device=DEVICE) as optimizer:
+        for _ in range(3):
+            model(torch.ones(1, 2300, device=DEVICE, dtype=torch.bfloat16)).float().sum().backward()
+            take_step(optimizer)
+            torch.accelerator.synchronize()
+        units = 2 * 2 * 2500**2  # of which two are there at once
+        gradients = units + 2 * 2500**2  # on their way
+        assert torch.accelerator.memory_reserved() - before < units + gradients + (8 << 20)
