@@ -177,7 +177,8 @@ def build(
     """
     config, layout, held = start.config, plan.layout, plan.held
     memory = _reserve(undo, replace(plan, config=config), placement, comm)
-    kernels = _kernels_for(undo, config, layout, memory)  # before there are files: it may be refused its threads
+    # Before there are files: it may be refused its threads.
+    kernels = _kernels_for(undo, config, layout, memory, direct=plan.copier.direct)
     slots, engine = _open_files(undo, config, held, placement, memory, start, timeline, comm.everyone.rank)
     run = Run(config, layout, memory, kernels, comm, timeline, Entries(comm.everyone.size))
     states = state_slot_arrays(layout, split_master=config.split_master)
@@ -239,21 +240,30 @@ def _free(comm: Communicator, arena: Arena | DeviceArena) -> None:
     arena.close()
 
 
-def _kernels_for(undo: ExitStack, config: Config, layout: Layout, memory: Memory) -> Kernels:
-    """The kernels that work where the states are."""
+def _kernels_for(undo: ExitStack, config: Config, layout: Layout, memory: Memory, *, direct: bool) -> Kernels:
+    """The kernels that work where the states are. Args: direct: whether the model's device is the CPU."""
     if isinstance(memory.states, DeviceArena):
         largest = max((spec.numel for spec in layout.specs), default=0)
         kernels = load_on(memory.states.carve(scratch_bytes(largest)))
     else:
-        kernels = load(kernel_threads(config.threads, ranks_on_node=config.ranks_on_node))
+        kernels = load(kernel_threads(config.threads, ranks_on_node=config.ranks_on_node, direct=direct))
     undo.callback(kernels.close)
     kernels.start()
     return kernels
 
 
-def kernel_threads(wanted: int | None, *, ranks_on_node: int) -> int:
-    """How many threads this rank's kernels take. Args: wanted: `Tuning.threads`; None: a share of the usable CPUs."""
-    return wanted or max(usable_cpus() // ranks_on_node, 1)
+LAUNCHING_THREADS = 2
+"""Of a model on a device: the one of the forward and autograd's own, which launch its kernels one after the other. One
+that has to wait for a CPU delays all that comes after it."""
+
+
+def kernel_threads(wanted: int | None, *, ranks_on_node: int, direct: bool) -> int:
+    """How many threads this rank's kernels take.
+
+    Args: wanted: `Tuning.threads`; None: a share of the usable CPUs, but for those of threads that launch kernels of a
+    device; direct: whether the model's device is the CPU, where kernels run while it waits.
+    """
+    return wanted or max(usable_cpus() // ranks_on_node - (0 if direct else LAUNCHING_THREADS), 1)
 
 
 def _state_store(

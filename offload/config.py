@@ -39,7 +39,8 @@ class Tuning:
             that fits the budget.
         prefetch_units: units of streamed parameters fetched ahead of the one in use; None: one, or none where only that
             fits the budgets.
-        threads: of the CPU kernels; None: the CPUs this process may use.
+        threads: of the CPU kernels; None: the CPUs this process may use, but for two where the model is on a device:
+            these launch its kernels.
         io_engine: "uring", "threads", "portable", or "auto": the fastest that works here, as measured by
             `offload bench io`.
         split_master: True: only the low half of a bf16 parameter's master is written to NVMe, 10 bytes a parameter

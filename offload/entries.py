@@ -36,7 +36,9 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-from offload.errors import ConfigError
+import torch
+
+from offload.errors import ConfigError, DeviceError
 from offload.interrupts import LET_IN_S, let_in, uninterrupted
 
 P = ParamSpec("P")
@@ -196,13 +198,21 @@ def _begin_in_child() -> None:
 os.register_at_fork(after_in_child=_begin_in_child)
 
 
+def _called(method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Raises: DeviceError instead of torch's error for a device that failed."""
+    try:
+        return method(*args, **kwargs)
+    except torch.AcceleratorError as error:
+        raise DeviceError.of(error) from error
+
+
 def entry(method: Callable[P, R]) -> Callable[P, R]:
     """Lets one thread at a time into a method of an object that has `entries`."""
 
     @wraps(method)
     def inside(*args: P.args, **kwargs: P.kwargs) -> R:
         with args[0].entries.lock:  # type: ignore[attr-defined]
-            return method(*args, **kwargs)
+            return _called(method, *args, **kwargs)
 
     return inside
 
@@ -219,7 +229,7 @@ def exclusive_entry(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             entries: Entries = args[0].entries  # type: ignore[attr-defined]
             with entries.lock:
                 entries.wait_for_turn(f"{name}() was called")
-                return method(*args, **kwargs)
+                return _called(method, *args, **kwargs)
 
         return inside
 
@@ -235,6 +245,6 @@ def training_entry(method: Callable[P, R]) -> Callable[P, R]:
         with entries.lock:
             entries.take_turn(waits=True)
             entries.trains()
-            return method(*args, **kwargs)
+            return _called(method, *args, **kwargs)
 
     return inside

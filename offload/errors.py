@@ -15,6 +15,7 @@ OffloadError
 ├── StaleActivationError   what a backward needs was changed in place, or its unit was, since the forward
 ├── ReleasedParameterError a streamed parameter was used where it cannot be fetched: says how to use it
 ├── InterruptedStepError   an exception that is none of these came inside a step: some parameters are a step further
+├── DeviceError            the device failed: its error, and how to go on (also a RuntimeError)
 ├── RankError              another rank is slow, stuck or dead: names the collective and the time waited
 ├── OtherRankError         a commit, rollback or export failed on another rank, whose own error says why
 ├── TorchVersionError      the installed torch lacks what this library needs of it (also an ImportError)
@@ -158,6 +159,19 @@ class InterruptedStepError(OffloadError, RuntimeError):
         """Args: what: happened; can_go_back: whether anything was committed."""
         how = "call rollback()" if can_go_back else "nothing was committed, so make a new OffloadZero, of a new model"
         return cls(f"{what}: {how}")
+
+
+class DeviceError(OffloadError, RuntimeError):
+    """A call of the device's driver failed. `__cause__` is torch's error."""
+
+    @classmethod
+    def of(cls, error: RuntimeError) -> DeviceError:
+        """Args: error: torch's."""
+        return cls(
+            f"the device failed: {str(error).strip().splitlines()[0]}. It may be of anything that was queued before; "
+            "CUDA_LAUNCH_BLOCKING=1 shows of what. Start the program again; a run with a path goes on from its last "
+            "commit with resume=True"
+        )
 
 
 class RankError(OffloadError, RuntimeError):

@@ -202,15 +202,16 @@ class HeldModel:
         return WrittenFrozen(self._model, specs, self._frozen_digests, self.units, self.access, budget_bytes)
 
     def remove(self) -> None:
-        """Lets go of the model, after what is under way has ended."""
-        self.units.close()
-        self._parts.parameters.free_spares()
-        if self._activations is not None:
-            self._activations.remove()
-        if self._hooks is not None:
-            self._hooks.remove()
-        if self._guards is not None:
-            self._guards.stop(are_here=self._is_resident)
+        """Lets go of the model, after what is under way has ended; also if it fails."""
+        with ExitStack() as last_first:
+            if self._guards is not None:
+                last_first.callback(self._guards.stop, are_here=self._is_resident)
+            if self._hooks is not None:
+                last_first.callback(self._hooks.remove)
+            if self._activations is not None:
+                last_first.callback(self._activations.remove)
+            last_first.callback(self._parts.parameters.free_spares)
+            last_first.callback(self.units.close)
 
     def _new_transfers(self, placement: Placement, owner: Owner) -> UnitTransfers | None:
         """None where all parameters are resident."""

@@ -20,7 +20,7 @@ TREE = [
 
 def test_the_docstring_shows_the_whole_tree() -> None:
     named = set(re.findall(r"\b(\w+Error)\b", (errors.__doc__ or "").split("A message says")[0]))
-    builtin = {"ValueError", "OSError", "ArithmeticError", "ImportError"}
+    builtin = {"ValueError", "OSError", "ArithmeticError", "ImportError", "RuntimeError"}
     assert named - builtin == {error.__name__ for error in TREE}
 
 
@@ -40,6 +40,7 @@ def test_every_error_is_public_and_caught_by_the_base(error: type[Exception]) ->
         ("PathInUseError", PathError),
         ("TierIOError", OSError),
         ("NonFiniteGradientError", ArithmeticError),
+        ("DeviceError", RuntimeError),
     ],
 )
 def test_who_catches_the_builtin_kind_catches_these(error: str, also: type[Exception]) -> None:

@@ -17,15 +17,16 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from offload.errors import BudgetError
+from offload.errors import BudgetError, DeviceError
 from offload.interrupts import uninterrupted, uninterrupted_entry
+from offload.native.memory import immortalise
 from offload.sizes import format_bytes
 
 
@@ -71,6 +72,8 @@ class Copier(ABC):
 
     direct: bool
     """Whether device memory is host memory that kernels may write in place, without a copy."""
+    pins: bool = False
+    """Whether `pin` locks memory."""
 
     @abstractmethod
     def mark(self) -> DeviceEvent:
@@ -97,6 +100,11 @@ class Copier(ABC):
     def free_bytes(self) -> int | None:
         """Memory free on the device; None: it is the host's."""
         return None
+
+    def return_freed(self) -> None:
+        """Gives memory of freed tensors back to the device, from an allocator that keeps it by the sizes that it had.
+        Waits for the device."""
+        return
 
     @abstractmethod
     def pin(self, memory: Tensor) -> None:
@@ -145,11 +153,27 @@ class HostCopier(Copier):
         return None
 
 
-class _StreamEvent(Copy):
-    """Args: event: recorded; current: returns the current stream; src: kept until then."""
+@contextmanager
+def _calling(device: torch.device) -> Iterator[None]:
+    """Inside, the driver is called for `device`, by whatever thread.
 
-    def __init__(self, event: Any, current: Callable[[], Any], src: Tensor | None) -> None:
+    A call that names no device is for the thread's current one. CUDA gives that a context, half a GiB of its memory, if
+    it has none: the events of a model on the second GPU would take memory of the first.
+    Raises: DeviceError if a call fails.
+    """
+    try:
+        with torch.accelerator.device_index(device.index):
+            yield
+    except torch.AcceleratorError as error:
+        raise DeviceError.of(error) from error
+
+
+class _StreamEvent(Copy):
+    """Args: event: recorded; device: its stream's; current: returns the current stream; src: kept until then."""
+
+    def __init__(self, event: Any, device: torch.device, current: Callable[[], Any], src: Tensor | None) -> None:
         self._event = event
+        self._device = device
         self._current = current
         # Keeps the source from the caching allocator until the copy has read it.
         self._src = src
@@ -157,22 +181,28 @@ class _StreamEvent(Copy):
 
     @uninterrupted_entry
     def __del__(self) -> None:
-        if self._src is not None and os.getpid() == self._process:
+        if os.getpid() != self._process:
+            immortalise(self._event)  # the driver does not work in the child of a fork, and torch's destructor calls it
+        elif self._src is not None:
             self.wait()
 
+    @uninterrupted
     def done(self) -> bool:
-        if self._event.query():
-            self._src = None
-            return True
-        return False
+        with _calling(self._device):
+            if not self._event.query():
+                return False
+        self._src = None
+        return True
 
     @uninterrupted
     def wait(self) -> None:
-        self._event.synchronize()
+        with _calling(self._device):
+            self._event.synchronize()
         self._src = None
 
     def wait_on_device(self) -> None:
-        self._event.wait(self._current())
+        with _calling(self._device):
+            self._event.wait(self._current())
         # Whoever gets its memory next uses it on this stream, after the copy.
         self._src = None
 
@@ -188,21 +218,25 @@ class DeviceCopier(Copier):
         # kernels. They must not be mixed with torch's general ones: neither checks what it is given, and each reads
         # the other's memory as its own.
         is_cuda = device.type == "cuda"
+        # What goes to the host, and an average before it, gets ahead of what computes, as the streams of torch's FSDP2.
+        first = {"priority": -1} if is_cuda else {}
         stream = torch.cuda.Stream if is_cuda else torch.Stream
         self._new_event: Callable[[], Any] = partial(torch.Event, device)
         self._current: Callable[[], Any] = partial(torch.accelerator.current_stream, device)
         if is_cuda:
             self._new_event = partial(torch.cuda.Event, blocking=True)
             self._current = partial(torch.cuda.current_stream, device)
-        self._down = stream(device)
+        self._down = stream(device, **first)
         self._up = stream(device)
         # CUDA's and ROCm's. Others cannot lock memory that is there already.
         cudart = getattr(torch.get_device_module(device), "cudart", None)
         self._runtime: Any = None if cudart is None else cudart()
+        self.pins = self._runtime is not None
         self._process = os.getpid()
 
     def mark(self) -> DeviceEvent:
-        return self._record(self._current())
+        with _calling(self._device):
+            return self._record(self._current())
 
     def to_host(self, src: Tensor, dst: Tensor, after: DeviceEvent | None = None) -> Copy:
         return self._copy(self._down, src, dst, after)
@@ -212,23 +246,37 @@ class DeviceCopier(Copier):
 
     @contextmanager
     def after_uploads(self) -> Iterator[None]:
-        with self._up:
+        with self._on(self._up):
             yield
 
     @contextmanager
     def ahead_of_downloads(self) -> Iterator[None]:
-        with self._down:
+        with self._on(self._down):
             yield
 
+    @contextmanager
+    def _on(self, stream: Any) -> Iterator[None]:
+        """Makes a stream this thread's current one. `with stream` keeps the one before in the stream itself: of two
+        threads inside each would leave with the other's."""
+        with _calling(self._device):
+            before = self._current()
+            torch.accelerator.set_stream(stream)
+            try:
+                yield
+            finally:
+                torch.accelerator.set_stream(before)
+
     def free_bytes(self) -> int:
-        # What the caching allocator holds in pieces, and for other streams, cannot be given to anyone.
-        torch.accelerator.empty_cache()
+        self.return_freed()  # what the allocator holds in pieces, and for other streams, cannot be given to anyone
         return torch.accelerator.get_memory_info(self._device)[0]
+
+    def return_freed(self) -> None:
+        torch.accelerator.empty_cache()
 
     @uninterrupted
     def _copy(self, stream: Any, src: Tensor, dst: Tensor, after: DeviceEvent | None) -> Copy:
         begins = after or self.mark()
-        with stream:
+        with self._on(stream):
             begins.wait_on_device()
             dst.copy_(src, non_blocking=True)
             return self._record(stream, src)
@@ -236,14 +284,15 @@ class DeviceCopier(Copier):
     def _record(self, stream: Any, src: Tensor | None = None) -> Copy:
         event = self._new_event()
         event.record(stream)
-        return _StreamEvent(event, self._current, src)
+        return _StreamEvent(event, self._device, self._current, src)
 
     def pin(self, memory: Tensor) -> None:
         if self._runtime is None:
             return
-        with torch.accelerator.device_index(self._device.index):
+        with _calling(self._device):
             error = int(self._runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
         if error:
+            self._forget_error()
             raise BudgetError(
                 f"{self._device} refuses to page-lock {format_bytes(memory.numel())} of RAM (error {error}): lower "
                 "cpu_memory",
@@ -256,7 +305,15 @@ class DeviceCopier(Copier):
         # The child of a fork has not locked it, and must not call the driver.
         if self._runtime is not None and os.getpid() == self._process:
             with torch.accelerator.device_index(self._device.index):
-                self._runtime.cudaHostUnregister(memory.data_ptr())
+                error = int(self._runtime.cudaHostUnregister(memory.data_ptr()))
+            if error:
+                self._forget_error()
+
+    def _forget_error(self) -> None:
+        """A refused call stays this thread's last error, which the next launch of a kernel takes for its own: here one
+        that nobody needs."""
+        with suppress(RuntimeError):
+            torch.ones(1, device=self._device)
 
 
 def copier_for(device: torch.device) -> Copier:

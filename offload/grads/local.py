@@ -65,6 +65,8 @@ class LocalGradients(GradientBuffer):
         self._worker: Workers | None = None
         self._bounces: SimpleQueue[Tensor] = SimpleQueue()
         self._leaving: dict[str, list[Copy]] = {}  # by unit, the first that left first
+        # Of these sums of squares. A new dict for each new sum: what is computed of older ones meanwhile goes with it.
+        self._norms: dict[tuple[int, ...], float] = {}
         if not self._copier.direct:
             self._worker = Workers(1, "offload-gradients")
             if self._is_summed or self._is_stored:
@@ -169,6 +171,14 @@ class LocalGradients(GradientBuffer):
                         self._sum(param, tile, 0, self.values(param)[start:stop], generation)
         return list(params)
 
+    def norm(self, params: Collection[int]) -> float:
+        if self._everyone.size > 1:  # tensor-parallel ranks ask each other, and have to do so alike
+            return super().norm(params)
+        norms, key = self._norms, tuple(params)
+        if key not in norms:
+            norms[key] = super().norm(params)
+        return norms[key]
+
     def drain(self) -> None:
         while self._under_way:
             # Removed only when it is done: a call that is interrupted here has to wait again.
@@ -203,6 +213,7 @@ class LocalGradients(GradientBuffer):
         blocks = self._shards.sums[param][tile][block : block + sum_blocks(first, values.numel())]
         with self._event(SUMS, "sum of squares", param):
             self._kernels.sum_squares(values, first, blocks)
+        self._norms = {}
         # Of an older generation, it says nothing about the gradient that has come since.
         self._squared[param][tile] = generation
 

@@ -42,6 +42,7 @@ from offload.model.torch_helpers import (
     MOVES,
     bits_of,
     call_eagerly,
+    in_backward,
     instances_in,
     is_no_move,
     moved_to,
@@ -137,6 +138,44 @@ def is_stand_in(grad: Tensor | None) -> bool:
     return type(grad) is StandIn
 
 
+class _Norms:
+    """The norms of gradients, by order and number, as long as these do not change."""
+
+    def __init__(self) -> None:
+        self._values: dict[float, dict[int, float]] = {}
+        self._tensors: dict[tuple[float, torch.device], dict[int, Tensor]] = {}
+
+    def missing(self, order: float, numbers: Sequence[int]) -> list[int]:
+        known = self._values.get(order, {})
+        return [number for number in numbers if number not in known]
+
+    def has(self, order: float, numbers: Sequence[int]) -> bool:
+        return not self.missing(order, numbers)
+
+    def learn(self, order: float, number: int, norm: float) -> None:
+        self._values.setdefault(order, {})[number] = norm
+
+    def tensor(self, order: float, number: int, device: torch.device) -> Tensor:
+        """A norm that is known, of shape () in fp32, the caller's own. All that are known go to a device at once: a
+        copy of its own for each of them would make the host wait as often."""
+        if device.type == "cpu":
+            return torch.tensor(self._values[order][number], dtype=torch.float32, device=device)
+        there = self._tensors.setdefault((order, device), {})
+        if number not in there:
+            known = self._values[order]
+            copied = torch.tensor(list(known.values()), dtype=torch.float32, device="cpu").to(device)
+            there.update(zip(known, copied.unbind(), strict=True))
+        return there[number].clone()
+
+    def forget(self, number: int) -> None:
+        for known in (*self._values.values(), *self._tensors.values()):
+            known.pop(number, None)  # type: ignore[attr-defined]
+
+    def clear(self) -> None:
+        self._values.clear()
+        self._tensors.clear()
+
+
 class Answers:
     """Hands gradients over to the gradient buffers as autograd makes them, and answers for them in `p.grad`."""
 
@@ -165,7 +204,9 @@ class Answers:
         # Copies of values of which somebody has a view, and their versions when they were last written back.
         self._copies: dict[int, tuple[Tensor, int]] = {}
         self._zeroed: set[int] = set()
-        self._norms: dict[Any, dict[int, float]] = {}
+        self._norms = _Norms()
+        # The last tensor that gradients were multiplied by, its version, and its value.
+        self._factor: tuple[Tensor, int, float] | None = None
         # By what the last step multiplied the gradients that it used.
         self._used: dict[int, float] = {}
 
@@ -189,7 +230,7 @@ class Answers:
             self._arriving()
             self._pending.require_applied(number)
             self._pending.before_gradients()
-            self._norms.clear()
+            self._forget_norm(number)
             self._used.pop(number, None)
             # With a stand-in there the gradient is added; without, the user dropped what was there.
             if self._is_own(param.grad, number):
@@ -221,6 +262,7 @@ class Answers:
                 return  # the graph of its tiles gets here, too, without a gradient: see tiling.py
             if grad is None:
                 raise AssertionError("a gradient hook ran without a gradient")
+            self._forget_norm(number)
             # First the stand-in: if the buffer raises, the gradient must not be taken for one that the user assigned.
             leaf.grad = None
             param.grad = self._stand_ins[number]
@@ -286,6 +328,7 @@ class Answers:
         self._copies.clear()
         self._zeroed.clear()
         self._norms.clear()
+        self._factor = None
 
     def become_zeros(self, params: Sequence[Tensor]) -> None:
         """Gives these parameters, which have no gradient, one of zeros."""
@@ -435,7 +478,7 @@ class Answers:
                 held = new
         self._gradients.write(number, held)
         self._gradients.set_factor(number, 1.0)
-        self._norms.clear()
+        self._forget_norm(number)
 
     def _require_values(self, number: int) -> None:
         name = self._names[number]
@@ -475,33 +518,42 @@ class Answers:
         order = 2.0 if order in (None, "fro") else order
         if isinstance(order, str) or (order != 2 and self._ranks == 1):
             return None
-        norms = self._norms_of([one.number for one in stand_ins], float(order))
-        made = [
-            torch.tensor(norm, dtype=torch.float32, device=one.device)
-            for norm, one in zip(norms, stand_ins, strict=True)
-        ]
+        self._learn_norms([one.number for one in stand_ins], float(order))
+        made = [self._norms.tensor(float(order), one.number, one.device) for one in stand_ins]
         return made if is_list else made[0]
 
-    def _norms_of(self, numbers: Sequence[int], order: float) -> list[float]:
+    def _learn_norms(self, numbers: Sequence[int], order: float) -> None:
+        """Makes sure that `_norms` has those of these gradients. Outside of a backward it gets all, as whoever asks for
+        one is likely to ask for the next: what they cost is a call of the device."""
         for number in numbers:
             if not self.is_live(number) and number not in self._used:
                 self._require_values(number)
-        known = self._norms.get(order, {})
-        if any(number not in known for number in numbers):
-            self.take_changes()
-            every = numbers
-            if self._ranks == 1:
-                self._gradients.finalize([n for n in numbers if self.is_live(n)])
-            elif any(map(self.is_live, range(len(self._names)))):
-                every = self._owner.collect()
-            else:
-                every = list(self._used)
-            held = self._gradients.norms(every, order)
-            known = self._norms.setdefault(order, {})  # `take_changes` may have cleared them
-            for number, norm in zip(every, held, strict=True):
-                factor = self._gradients.factor_of(number) if self.is_live(number) else self._used.get(number, 1.0)
-                known[number] = norm * abs(factor)
-        return [known[number] for number in numbers]
+        if self._norms.has(order, numbers):
+            return
+        self.take_changes()
+        every: Sequence[int] = numbers
+        if self._ranks == 1:
+            every = self._norms.missing(order, numbers if in_backward() else self._with_live(numbers))
+            self._gradients.finalize([n for n in every if self.is_live(n)])
+        elif any(map(self.is_live, range(len(self._names)))):
+            every = self._owner.collect()
+        else:
+            every = list(self._used)
+        for number, norm in zip(every, self._gradients.norms(every, order), strict=True):
+            factor = self._gradients.factor_of(number) if self.is_live(number) else self._used.get(number, 1.0)
+            self._norms.learn(order, number, norm * abs(factor))
+
+    def _with_live(self, numbers: Sequence[int]) -> list[int]:
+        """These, and all that are live."""
+        return list(dict.fromkeys([*numbers, *filter(self.is_live, range(len(self._names)))]))
+
+    def _forget_norm(self, number: int) -> None:
+        """A gradient changes. Over several ranks all norms are forgotten: on each rank it may be another gradient, and
+        all ranks have to ask for the same."""
+        if self._ranks == 1:
+            self._norms.forget(number)
+        else:
+            self._norms.clear()
 
     def _multiply(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Records an in-place product with numbers; False if the call is none."""
@@ -524,11 +576,20 @@ class Answers:
             self._write_back(one.number)
             if one.number in self._copies:
                 return False  # somebody has a view, which has to see the product
-        for one, by in zip(ones, map(float, factors), strict=True):
+        for one, by in zip(ones, map(self._value_of, factors), strict=True):
             by = (1.0 / by if by else math.copysign(math.inf, by)) if divides else by
             self._gradients.set_factor(one.number, self._gradients.factor_of(one.number) * by)
-        self._norms.clear()
+            self._forget_norm(one.number)
         return True
+
+    def _value_of(self, factor: Any) -> float:
+        """Of a number, or of a tensor that has one, which is read once for all gradients that it multiplies: the host
+        waits for its device."""
+        if not isinstance(factor, Tensor) or factor.is_inference():
+            return float(factor)
+        if self._factor is None or self._factor[0] is not factor or self._factor[1] != factor._version:
+            self._factor = factor, factor._version, float(factor)
+        return self._factor[2]
 
     def zero(self, number: int) -> None:
         """A gradient becomes zeros, to which the next ones are added. The step uses them, unlike None."""
@@ -538,7 +599,7 @@ class Answers:
         self._used.pop(number, None)
         self._gradients.set_factor(number, 1.0)
         self._zeroed.add(number)
-        self._norms.clear()
+        self._forget_norm(number)
 
     def _zero(self, tree: Any) -> bool:
         """Answers `zero_()`; False if some of the tensors are no stand-ins."""

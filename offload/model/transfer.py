@@ -499,8 +499,12 @@ class UnitTransfers:
         self._awaited_gathers.clear()
         self._all_gathers.clear()
         while self._uploads:
+            upload = self._uploads[0]
             with suppress(OffloadError):
-                self._finish_upload(self._uploads[0])
+                self._finish_upload(upload)
+            if upload in self._uploads:  # the device failed, and does nothing more
+                self._uploads.remove(upload)
+                upload.lease.close()
 
     def _on_device(self, one: FlatSlice, chunk: Chunk) -> Tensor:
         start = chunk.start - one.start

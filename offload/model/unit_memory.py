@@ -140,7 +140,9 @@ class UnitMemory:
             group.buffer = next((buffer for buffer in spare if buffer.nbytes == group.nbytes), None)
             if group.buffer is not None:
                 spare.remove(group.buffer)
-        spare.clear()  # before others are allocated
+        if spare:
+            spare.clear()
+            self._copier.return_freed()  # other sizes are allocated now, and once for all
         with suppress(torch.OutOfMemoryError):  # then units get memory as they come
             for group in groups:
                 buffer = group.buffer or self._allocate(group.nbytes, self._device)

@@ -94,6 +94,11 @@ def populate(memory: Tensor) -> bool:
     return bool(ctypes.CDLL(None).madvise(ctypes.c_void_p(memory.data_ptr()), size, _MADV_POPULATE_WRITE) == 0)
 
 
+def immortalise(thing: object) -> None:
+    """Keeps an object until the process ends, and beyond the end of Python: nothing is called to destroy it."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
 _PIECE = 2 << 20
 _MOST_PIECES = 4096
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000

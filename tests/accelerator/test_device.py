@@ -276,6 +276,9 @@ def test_registered_memory_is_pinned() -> None:
     assert runtime.cudaHostUnregister(here.data_ptr()) == 0
     assert not here.is_pinned()
     assert runtime.cudaHostUnregister(here.data_ptr()) == 713
+    with pytest.raises(RuntimeError, match="error 713, of an earlier call"):  # the next launch, as on CUDA
+        torch.ones(1, device=DEVICE)
+    torch.ones(1, device=DEVICE)
 
 
 def test_pinning_can_fail() -> None:
@@ -283,6 +286,8 @@ def test_pinning_can_fail() -> None:
     here = torch.zeros(N)
     accelerator.refuse_pinning(2)
     assert runtime.cudaHostRegister(here.data_ptr(), here.nbytes, 0) == 2
+    with pytest.raises(RuntimeError, match="error 2, of an earlier call"):
+        torch.ones(1, device=DEVICE)
     with pytest.raises(RuntimeError, match="page-locked"):
         torch.zeros(N, pin_memory=True)
     assert torch.zeros(N, pin_memory=True).is_pinned()

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -266,3 +267,46 @@ def test_the_device_waits_for_gradients_so_that_few_are_there(monkeypatch: pytes
     bounded = peak()
     monkeypatch.setattr("offload.grads.local.UNITS_LEAVING", 1000)
     assert bounded + 8 * 2 * WIDTH * WIDTH < peak()
+
+
+def norm_of_values(model: nn.Module) -> Tensor:
+    return torch.cat([param.grad.clone().cpu().float().flatten() for param in model.parameters()]).norm()
+
+
+@pytest.mark.parametrize("options", [RESIDENT, STREAMED, {"tier": "device"}], ids=["resident", "streamed", "device"])
+def test_torchs_clipping_makes_the_host_wait_twice(options: dict[str, Any]) -> None:
+    """Once for all norms to go to the device, and once for the factor that comes of them."""
+    training = Training(options)
+    with training.optimizer:
+        for _ in range(2):
+            training.forward().backward()
+            training.optimizer.synchronize()
+            torch.accelerator.synchronize()
+            expected = norm_of_values(training.model)
+            with accelerator.counted() as counts:
+                total = torch.nn.utils.clip_grad_norm_(training.model.parameters(), 1e-3)
+            assert counts["blocking_copies"] <= 2 + (options["tier"] == "device")  # of its sums of squares
+            assert total.item() == pytest.approx(expected.item(), rel=1e-5)
+            assert norm_of_values(training.model).item() == pytest.approx(1e-3, rel=1e-2)
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("place", ["model on the device", "model on the CPU"])
+def test_memory_of_units_leaves_none_behind(place: str) -> None:
+    """Units of the first step had memory of their own sizes, and fp32 parameters were there before: the allocator
+    gives it back to the device, where something else may need it."""
+    torch.accelerator.empty_cache()
+    before = torch.accelerator.memory_reserved()
+    widths = [2300 + 100 * (n % 3) for n in range(7)]  # 10 to 12 MiB each, larger than what the allocator cuts up
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(a, b)) for a, b in pairwise(widths)))
+    model = model.to(DEVICE) if place == "model on the device" else model
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with OffloadZero(model, plain, tier="cpu", param_tier="cpu", device=DEVICE) as optimizer:
+        for _ in range(3):
+            model(torch.ones(1, 2300, device=DEVICE, dtype=torch.bfloat16)).float().sum().backward()
+            take_step(optimizer)
+            torch.accelerator.synchronize()
+        units = 2 * 2 * 2500**2  # of which two are there at once
+        gradients = units + 2 * 2500**2  # on their way
+        assert torch.accelerator.memory_reserved() - before < units + gradients + (8 << 20)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -165,3 +166,31 @@ def test_no_copy_of_a_gradient_is_under_way_after(end: str) -> None:
     assert copier.copies == len(NUMELS)
     assert all(copy.done() for copy in copier._late)
     buffer.close()
+
+
+def test_a_norm_is_computed_once_and_again_when_a_gradient_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[int] = []
+    norm = GradientBuffer.norm
+    monkeypatch.setattr(GradientBuffer, "norm", lambda self, params: computed.append(1) or norm(self, params))
+    buffer, layout = buffer_of("local")
+    grads, params = gradients_of(layout, 1), list(range(len(NUMELS)))
+    for param in params:
+        buffer.accumulate(param, grads[param])
+    buffer.finalize(params)
+
+    def expected() -> float:
+        return float(np.linalg.norm(torch.cat(grads).double().numpy()))
+
+    for changed in [None, *params]:
+        if changed is not None:
+            grads[changed] = grads[changed] * 3
+            buffer.write(changed, grads[changed].clone())
+        assert [buffer.norm(params), buffer.norm(params)] == pytest.approx([expected()] * 2, rel=1e-12)
+        assert buffer.norm([0]) == pytest.approx(grads[0].double().norm().item(), rel=1e-12)
+    buffer.clear_all()
+    for param in params:
+        grads[param] = grads[param] + 1
+        buffer.accumulate(param, grads[param])
+    buffer.finalize(params)
+    assert buffer.norm(params) == pytest.approx(expected(), rel=1e-12)
+    assert len(computed) == 2 * (1 + len(params)) + 1

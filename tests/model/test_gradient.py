@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from offload import AccumulationError, GradientMovedError, OffloadZero, Tuning
@@ -420,3 +422,56 @@ def test_what_is_frozen_between_forward_and_backward_gets_no_gradient(way: str, 
             found.append(loss.item())
     optimizer.close()
     assert found[3:] == pytest.approx(found[:3], rel=1e-5)
+
+
+FACTOR = torch.tensor(1.0)
+
+
+def multiply_by_one_that_changes(param: nn.Parameter) -> None:
+    assert param.grad is not None
+    for factor in (0.5, 4.0):
+        param.grad.mul_(FACTOR.fill_(factor))
+
+
+CHANGES: dict[str, Callable[[nn.Parameter], object]] = {
+    "norm": lambda param: param.grad.norm(),  # type: ignore[union-attr]
+    "multiply": lambda param: param.grad.mul_(0.5),  # type: ignore[union-attr]
+    "by a tensor": lambda param: param.grad.mul_(torch.tensor(0.25)),  # type: ignore[union-attr]
+    "by one that changes": multiply_by_one_that_changes,
+    "write": lambda param: param.grad.fill_(2.0),  # type: ignore[union-attr]
+    "assign": lambda param: setattr(param, "grad", torch.full_like(param, 3.0)),
+    "assign its own": lambda param: setattr(param, "grad", param.grad.clone() * 2),  # type: ignore[union-attr]
+    "zero": lambda param: param.grad.zero_(),  # type: ignore[union-attr]
+}
+
+
+@settings(max_examples=60)
+@given(changes=st.lists(st.tuples(st.sampled_from(sorted(CHANGES)), st.integers(0, 3), st.booleans()), max_size=8))
+def test_norms_follow_each_change_of_a_gradient(changes: list[tuple[str, int, bool]]) -> None:
+    """Of one parameter, and of all. Powers of two round nothing."""
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    model = copy.deepcopy(plain)
+    x = torch.randn(2, 8)
+    with OffloadZero(model, tier="cpu", compute_dtype=torch.float32) as optimizer:
+        for one in (model, plain):
+            one(x).square().sum().backward()
+
+        def norms(one: nn.Module) -> list[float]:
+            return [param.grad.norm().item() for param in one.parameters()]  # type: ignore[union-attr]
+
+        def clipped(one: nn.Module) -> float:
+            return torch.nn.utils.clip_grad_norm_(one.parameters(), 1.0).item()
+
+        try:
+            for name, number, all_norms in changes:
+                for one in (model, plain):
+                    CHANGES[name](list(one.parameters())[number])
+                if all_norms:
+                    assert norms(model) == pytest.approx(norms(plain), rel=1e-6)
+            assert clipped(model) == pytest.approx(clipped(plain), rel=1e-6)
+            found = [optimizer.grad(param) for param in model.parameters()]
+        except AccumulationError:
+            reject()  # a gradient assigned beside one that was multiplied
+    for grad, expected in zip(found, plain.parameters(), strict=True):
+        torch.testing.assert_close(grad, expected.grad, rtol=1e-6, atol=0.0)

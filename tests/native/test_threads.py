@@ -357,9 +357,18 @@ def test_ranks_share_the_cpus_of_their_machine_once(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
     monkeypatch.setattr(threads, "_cgroup_quotas", lambda *_: [])
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert build.kernel_threads(None, ranks_on_node=8) == 8
-    assert build.kernel_threads(3, ranks_on_node=8) == 3
-    assert build.kernel_threads(None, ranks_on_node=100) == 1
+    assert build.kernel_threads(None, ranks_on_node=8, direct=True) == 8
+    assert build.kernel_threads(3, ranks_on_node=8, direct=True) == 3
+    assert build.kernel_threads(None, ranks_on_node=100, direct=True) == 1
+
+
+def test_threads_that_launch_kernels_of_a_device_keep_two_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
+    monkeypatch.setattr(threads, "_cgroup_quotas", lambda *_: [])
+    assert build.kernel_threads(None, ranks_on_node=1, direct=False) == 14
+    assert build.kernel_threads(None, ranks_on_node=2, direct=False) == 6
+    assert build.kernel_threads(None, ranks_on_node=16, direct=False) == 1
+    assert build.kernel_threads(16, ranks_on_node=1, direct=False) == 16
 
 
 def test_quota_of_cgroup_v2_is_read_up_to_the_root(tmp_path: Path) -> None:

@@ -113,3 +113,45 @@ def test_closing_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not arena._prefaulter.is_alive()
     assert len(pieces) <= 1
     assert not was_called
+
+
+class Locking(HostCopier):
+    """Notes what is there when it is told to lock memory."""
+
+    pins = True
+
+    def __init__(self) -> None:
+        self.resident: list[int] = []
+
+    def pin(self, memory: torch.Tensor) -> None:
+        self.resident.append(resident_bytes(memory.data_ptr()))
+
+
+@pytest.mark.parametrize("can_populate", [True, False])
+def test_all_pages_are_there_before_they_are_locked(can_populate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not can_populate:
+        monkeypatch.setattr("offload.storage.arena.populate", lambda piece: False)
+    copier, size = Locking(), 100 * MIB + PAGE_BYTES
+    arena = Arena(size, copier, at_once=False)
+    assert copier.resident[0] >= size
+    assert not arena.carve(size).any()
+    arena.close()
+
+
+def test_several_threads_get_the_pages_that_are_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    meet = threading.Barrier(3)
+    monkeypatch.setattr("offload.storage.arena.usable_cpus", lambda: 3)
+    monkeypatch.setattr("offload.storage.arena.populate", lambda piece: meet.wait(20) >= 0)
+    Arena(6 * 16 * MIB, Locking(), at_once=False).close()  # each piece waits for two others
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_NOHUGEPAGE"), reason="Linux")
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_huge_pages_that_come_slowly_are_done_without(is_slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_slow:
+        monkeypatch.setattr("offload.storage.arena._SLOW_S", -1.0)
+    arena = Arena(32 * MIB, Locking(), at_once=False)
+    flags = re.search(r"(?m)^VmFlags:(.*)$", region_of(arena.carve(32 * MIB).data_ptr()))[1].split()
+    assert ("nh" in flags) is is_slow
+    assert ("hg" in flags) is not is_slow
+    arena.close()

@@ -31,6 +31,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from offload import torch_private
+
 NAME = "simulated"
 HERE = Path(__file__).parent
 SOURCES = ("device.cpp", "kernels.cpp", "autocast.cpp")
@@ -117,6 +119,7 @@ def _run(command: list[str]) -> None:
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(build()))
     library.simulated_random_state.restype = ctypes.c_uint64
+    library.simulated_contexts.restype = ctypes.c_uint64
     library.simulated_host_s.restype = ctypes.c_double
     library.simulated_host_until.argtypes = [ctypes.c_int, ctypes.c_double]
     library.simulated_virtual_time.argtypes = [ctypes.c_double, ctypes.c_double]
@@ -125,11 +128,19 @@ def _library() -> ctypes.CDLL:
 
 @functools.cache
 def load() -> None:
-    """Makes the device known to torch. Before the first backward of the process."""
+    """Makes the device known to torch. Before the first backward of the process.
+
+    Memory that is not there raises when it is read, as in torch's builds for CUDA.
+    """
     torch.utils.rename_privateuse1_backend(NAME)
     library = _library()
     torch._register_device_module(NAME, _module(library))
     torch.utils.generate_methods_for_privateuse1_backend()
+    if torch_private.forbid_data_access is None and library.simulated_can_allow_access():
+        torch_private.forbid_data_access = lambda storage, message: library.simulated_forbid_access(
+            ctypes.c_void_p(storage), message.encode()
+        )
+        torch_private.allow_data_access = lambda storage: library.simulated_allow_access(ctypes.c_void_p(storage))
 
 
 def _module(library: ctypes.CDLL) -> types.ModuleType:
@@ -208,6 +219,22 @@ def races() -> list[str]:
     text = ctypes.create_string_buffer(1 << 16)
     _library().simulated_races(text, len(text))
     return text.value.decode().splitlines()
+
+
+def contexts() -> set[int]:
+    """The devices that something was done on. On a real one that takes half a GiB of its memory."""
+    found = _library().simulated_contexts()
+    return {device for device in range(_library().simulated_devices()) if found >> device & 1}
+
+
+@contextmanager
+def failing() -> Iterator[None]:
+    """In the block every call raises, as after an assertion in a kernel."""
+    _library().simulated_fail(1)
+    try:
+        yield
+    finally:
+        _library().simulated_fail(0)
 
 
 class Span(NamedTuple):

@@ -1,6 +1,8 @@
 #include "device.h"
 
+#include <c10/core/StorageImpl.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/util/Exception.h>
 #include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -19,6 +21,7 @@
 #include <string>
 #include <thread>
 #include <tuple>
+#include <utility>
 
 namespace simulated {
 
@@ -97,7 +100,22 @@ class Queue {
 // Never destroyed: threads of streams run until the process ends.
 auto& queues = *new std::array<Queue, kDevices * kStreams>;
 
+// What fails, and what it costs where nobody meant it.
+
+std::atomic<uint64_t> contexts{0};          // a bit a device that has one: half a GiB of a real one's memory
+std::atomic<bool> has_failed{false};        // every call raises, as after an assertion in a kernel
+thread_local int last_error = 0;            // of a call that returned it; the next launch raises it and forgets it
+
 thread_local int device_now = 0;
+
+/// A call of the driver that is for the thread's current device, or for `device`.
+void use(int device) { contexts |= uint64_t(1) << device; }
+
+void require_works() {
+  if (has_failed) // 710: cudaErrorAssert
+    throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, 710, "simulated accelerator: device-side assert triggered\nno call works");
+}
+
 thread_local std::array<int, kDevices> stream_now{};
 std::array<std::atomic<int>, kDevices> handed_out{};
 
@@ -674,6 +692,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Device getDevice() const override { return device(device_now); }
   void setDevice(c10::Device to) const override {
     TORCH_CHECK(index(to) < kDevices, "there is no device ", to);
+    if (index(to) != device_now) // CUDA makes a context here, unless it is the current device
+      use(index(to));
     device_now = index(to);
   }
   void uncheckedSetDevice(c10::Device to) const noexcept override { device_now = index(to); }
@@ -693,6 +713,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
     require_usable();
+    use(stream.device_index());
     if (*event == nullptr)
       *event = new Event;
     simulated::record(*static_cast<Event*>(*event), stream_index(stream));
@@ -704,6 +725,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override {
     require_usable();
+    use(device_now); // CUDA's looks at no device
     ++counters[kEventQueries];
     auto* one = static_cast<Event*>(event);
     if (one == nullptr || one->stream < 0)
@@ -720,6 +742,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* event) const override {
     require_usable();
+    use(device_now); // CUDA's looks at no device
     ++counters[kEventWaits];
     auto* one = static_cast<Event*>(event);
     if (one == nullptr || one->stream < 0)
@@ -727,7 +750,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     queues[one->stream].finish(one->task);
     host_knows(*one);
   }
-  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
+    if (event != nullptr && is_child) // CUDA's calls the driver, in a destructor
+      std::terminate();
+    delete static_cast<Event*>(event);
+  }
   bool queryStream(const c10::Stream& stream) const override {
     int index = stream_index(stream);
     Event event;
@@ -762,13 +789,19 @@ const int registered = register_allocator();
 
 void require_usable() {
   TORCH_CHECK(!is_child, "simulated accelerator: the child of a fork cannot use a device that its parent uses");
+  require_works();
 }
 
 int current_device() { return device_now; }
 int current_stream(int device) { return device * kStreams + stream_now[device]; }
 
 void launch(int stream, const char* name, const std::vector<Access>& accesses, std::function<void()> run) {
-  require_usable();
+  if (std::strcmp(name, "free") != 0) { // a destructor's: the allocator's books
+    require_usable();
+    use(stream / kStreams);
+    int error = std::exchange(last_error, 0);
+    TORCH_CHECK(error == 0, "simulated accelerator: error ", error, ", of an earlier call");
+  }
   Lock lock(mutex);
   join(clocks[stream], host_clock);
   ++clocks[stream][stream];
@@ -799,6 +832,7 @@ bool is_on_device(const void* address) {
 
 void* allocate(int device, size_t bytes) {
   require_usable();
+  use(device);
   Lock lock(mutex);
   return memories()[device].allocate(bytes, current_stream(device));
 }
@@ -844,6 +878,19 @@ void used_by(const void* address, int stream) {
 
 using namespace simulated;
 
+namespace {
+
+template <class Storage>
+concept Clears = requires(Storage* storage) { storage->clear_data_ptr_access_error_msg_(); }; // since torch 2.12
+
+template <class Storage>
+void allow_access(Storage* storage) {
+  if constexpr (Clears<Storage>)
+    storage->clear_data_ptr_access_error_msg_();
+}
+
+} // namespace
+
 extern "C" {
 void simulated_counters(uint64_t* into) { std::copy(counters.begin(), counters.end(), into); }
 
@@ -876,27 +923,42 @@ void simulated_fail_allocation(int device, int count) {
   memories()[device].fails_in = count;
 }
 
+/// Bits of the devices that have a context.
+uint64_t simulated_contexts() { return contexts; }
+
+/// Whether every call fails from now on.
+void simulated_fail(int fails) { has_failed = fails != 0; }
+
+// What CUDA builds of torch have under torch._C, and CPU builds have not.
+int simulated_can_allow_access() { return Clears<c10::StorageImpl>; }
+void simulated_forbid_access(void* storage, const char* message) {
+  static_cast<c10::StorageImpl*>(storage)->release_data_and_set_meta_custom_data_ptr_error_msg_(std::string(message));
+}
+void simulated_allow_access(void* storage) { allow_access(static_cast<c10::StorageImpl*>(storage)); }
+
 /// The next `times` calls that page-lock memory fail.
 void simulated_refuse_pinning(int times) { refusals = times; }
 
 int simulated_register(void* address, uint64_t bytes) {
+  use(device_now);
   if (refuses())
-    return 2; // out of memory
+    return last_error = 2; // out of memory
   Lock lock(mutex);
   auto start = reinterpret_cast<uintptr_t>(address);
   auto next = pinned.lower_bound(start);
   if (pinned_at(address) != pinned.end() || (next != pinned.end() && next->first < start + bytes))
-    return 712; // registered already
+    return last_error = 712; // registered already
   pinned[start] = {bytes, true};
   counters[kPinnedBytes] += bytes;
   return 0;
 }
 
 int simulated_unregister(void* address) {
+  use(device_now);
   Lock lock(mutex);
   auto found = pinned.find(reinterpret_cast<uintptr_t>(address));
   if (found == pinned.end() || !found->second.is_registered)
-    return 713; // not registered
+    return last_error = 713; // not registered
   counters[kPinnedBytes] -= found->second.bytes;
   pinned.erase(found);
   return 0;
