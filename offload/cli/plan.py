@@ -229,22 +229,42 @@ def computing_of(options: PlanOptions, model: Sized, waiting: Waiting | None) ->
     return None if waiting is None else Computing.of(waiting, config, model.blocks)
 
 
+def _beside(options: PlanOptions, model: Sized) -> dict[str, int]:
+    """Bytes of a GPU's memory that are neither the plan's nor a micro-batch's."""
+    from offload.cli.plan_models import trained_of_units
+    from offload.config import check
+    from offload.planner.verdict import COMMUNICATOR_BYTES, COMMUNICATORS, CONTEXT_BYTES, leaving_bytes
+
+    if not options.gpu:
+        return {"leaving_bytes": 0, "context_bytes": 0, "communication_bytes": 0}
+    itemsize = check(compute_dtype=options.compute_dtype).compute_dtype.itemsize
+    shared = options.tensor_parallel
+    units = [itemsize * numel // shared for numel in trained_of_units(model.module)]
+    alone = options.ranks == 1
+    # States on the device: what a backward makes is added to what waits there, and goes.
+    leaving = leaving_bytes(units, alone=alone and options.tier != "device")
+    communicators = 0 if alone and shared == 1 else COMMUNICATORS
+    return {
+        "leaving_bytes": leaving,
+        "context_bytes": CONTEXT_BYTES,
+        "communication_bytes": communicators * COMMUNICATOR_BYTES,
+    }
+
+
 def _device_memory(options: PlanOptions, model: Sized, waiting: Waiting | None) -> int | str | None:
     """What is given, or what activations leave of the GPU's memory. Raises: BudgetError if they leave nothing."""
-    from offload.planner.verdict import CONTEXT_BYTES
-
     if options.gpu_bytes is None or options.device_memory is not None:
         return options.device_memory
     computing = computing_of(options, model, waiting)
-    beside = CONTEXT_BYTES + (0 if computing is None else computing.nbytes)
+    beside = sum(_beside(options, model).values()) + (0 if computing is None else computing.nbytes)
     if beside < options.gpu_bytes:
         return options.gpu_bytes - beside
     way_out = "a smaller --batch or --seq, or --activation-tier cpu"
     if options.activation_tier is not None:
         way_out = "a smaller --batch or --seq"
     raise BudgetError(
-        f"{format_bytes(beside)} of the GPU's memory are for CUDA and the activations of {options.batch} x "
-        f"{options.seq} tokens, and --gpu-memory is {options.gpu_memory}: give {way_out}",
+        f"{format_bytes(beside)} of the GPU's memory are for CUDA, gradients on their way and the activations of "
+        f"{options.batch} x {options.seq} tokens, and --gpu-memory is {options.gpu_memory}: give {way_out}",
         needed=beside,
         available=options.gpu_bytes,
         option="gpu_memory",
@@ -258,7 +278,7 @@ def _figures(planned: Planned, options: PlanOptions, model: Sized, waiting: Wait
     saved = None if waiting is None else waiting.saved_bytes
     found = {"entering_bytes": entering, "saved_bytes": saved} | summarise(planned)
     found |= _zero_r(planned, options, model) | _speed(planned, options, model)
-    return found | _verdict(found, options, computing_of(options, model, waiting))
+    return found | _verdict(found, options, computing_of(options, model, waiting), _beside(options, model))
 
 
 def summarise(planned: Planned) -> dict[str, Any]:
@@ -349,14 +369,17 @@ def _speed(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, An
     }
 
 
-def _verdict(found: dict[str, Any], options: PlanOptions, computing: Computing | None) -> dict[str, Any]:
-    """Whether all of it fits. Args: found: figures; computing: None: what a batch takes is unknown, and not counted."""
+def _verdict(
+    found: dict[str, Any], options: PlanOptions, computing: Computing | None, beside: dict[str, int]
+) -> dict[str, Any]:
+    """Whether all of it fits.
+
+    Args: found: figures; computing: None: what a batch takes is unknown, and not counted; beside: what else a GPU has.
+    """
     from offload.planner.machine import free_memory
-    from offload.planner.verdict import CONTEXT_BYTES
 
     activations, outputs = (0, 0) if computing is None else (computing.activation_bytes, computing.output_bytes)
-    context = CONTEXT_BYTES if options.gpu else 0
-    on_device = found["device_bytes"] + activations + outputs + context
+    on_device = found["device_bytes"] + activations + outputs + sum(beside.values())
     free = free_memory() if options.free_cpu_bytes is None else options.free_cpu_bytes
     in_ram = found["peak_cpu_bytes"] + (on_device if found["device"] == "cpu" else 0)
     fits_device = options.gpu_bytes is None or on_device <= options.gpu_bytes
@@ -365,7 +388,7 @@ def _verdict(found: dict[str, Any], options: PlanOptions, computing: Computing |
         "fits_device": fits_device,
         "activation_bytes": None if computing is None else activations,
         "output_bytes": None if computing is None else outputs,
-        "context_bytes": context,
+        **beside,
         "device_total_bytes": on_device,
         "gpu_bytes": options.gpu_bytes,
         "cpu_total_bytes": in_ram,

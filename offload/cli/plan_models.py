@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from offload.cli.options import PlanOptions
 from offload.errors import ConfigError
-from offload.model.units import blocks_of, encloses
+from offload.model.units import ROOT, blocks_of, encloses
 from offload.models import GPT, PRESETS
 
 
@@ -71,6 +71,16 @@ def _configured(config: Path) -> Sized:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(found) if kind is None else kind(found)
     return Sized(model, len(blocks_of(model)), found.get_text_config().hidden_size, [model.get_input_embeddings()])
+
+
+def trained_of_units(model: nn.Module) -> list[int]:
+    """Elements of the parameters of each unit that are trained, the root's last."""
+    counts: dict[str, int] = {name: 0 for name, _ in blocks_of(model)} | {ROOT: 0}
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            inside = [unit for unit in counts if unit != ROOT and encloses(unit, name)]
+            counts[max(inside, key=len, default=ROOT)] += param.numel()
+    return list(counts.values())
 
 
 def _freeze(model: Sized, frozen: int) -> None:

@@ -125,7 +125,9 @@ def _placement_table(summary: dict[str, Any]) -> Table:
     beside = (
         ("activation_bytes", "activations: of a micro-batch, computed"),
         ("output_bytes", "logits: with their loss and gradients, computed"),
+        ("leaving_bytes", "grad: on the way to RAM, of a unit and of those before it"),
         ("context_bytes", "CUDA and its libraries, assumed"),
+        ("communication_bytes", "NCCL, assumed"),
     )
     for tier, total in (("device", "device_total_bytes"), ("cpu", "peak_cpu_bytes"), ("nvme", "disk_bytes")):
         rows = [

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil
 
 from offload.config import Config
+from offload.grads.local import UNITS_LEAVING
 from offload.planner.activations import Waiting
 from offload.planner.explain import Planned
 from offload.planner.placement import Placement
@@ -16,6 +19,20 @@ LOGIT_BYTES = 12
 in 16 bits (2 + 4 + 4 + 2)."""
 CONTEXT_BYTES = 600 * MIB
 """Of a card's memory that CUDA and the libraries of its kernels take before anything is computed. Assumed."""
+
+COMMUNICATOR_BYTES = 256 * MIB
+"""Of a card's memory that a communicator of NCCL takes. Assumed."""
+COMMUNICATORS = 2
+"""Of a run with several ranks: of those that share gradients, and of those that share parameters."""
+
+
+def leaving_bytes(unit_bytes: Iterable[int], *, alone: bool) -> int:
+    """Gradients on their way to RAM: of the unit whose backward runs, and of those before it that still leave.
+
+    Args: unit_bytes: of the gradients of each unit; alone: whether one rank trains the model; several have buffers for
+    it that the plan counts.
+    """
+    return sum(heapq.nlargest(1 + UNITS_LEAVING if alone else 1, unit_bytes))
 
 
 @dataclass(frozen=True)

@@ -279,10 +279,26 @@ def test_the_verdict_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["cpu_total_bytes"] == found["peak_cpu_bytes"] + found["device_total_bytes"] > 50 * MIB
 
 
+def test_a_gpu_has_room_for_gradients_on_their_way_and_communicators() -> None:
+    model = GPT(PRESETS["1m"], device="meta")
+    block, every = (sum(p.numel() for p in one.parameters()) for one in (model.blocks[0], model))
+    root = every - len(model.blocks) * block
+    found = run_json("--gpu")
+    assert found["leaving_bytes"] == 2 * sum(sorted([root, block, block, block])[-3:])
+    assert run_json()["leaving_bytes"] == 0
+    assert run_json("--gpu", "--tier", "device")["leaving_bytes"] == 2 * max(root, block)
+    several = run_json("--gpu", "--ranks", "2")
+    assert several["leaving_bytes"] == 2 * max(root, block)
+    assert several["communication_bytes"] == 512 * MIB
+    frozen = run_json("--gpu", "--frozen", str(len(model.blocks)))
+    assert 0 < frozen["leaving_bytes"] < 2 * root
+
+
 def test_a_gpu_has_room_for_what_activations_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     given = ("--ram", "64GiB", "--batch", "2", "--seq", "512")
     found = run_json("--gpu-memory", "2GiB", *given)
-    beside = found["activation_bytes"] + found["output_bytes"] + found["context_bytes"]
+    beside = found["activation_bytes"] + found["output_bytes"] + found["context_bytes"] + found["leaving_bytes"]
+    assert found["communication_bytes"] == 0
     assert found["device_budget_bytes"] == 2 * GIB - beside
     assert found["device_total_bytes"] == found["device_bytes"] + beside <= 2 * GIB
     assert found["output_bytes"] == 12 * 2 * 512 * 256  # logits
