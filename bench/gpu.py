@@ -44,6 +44,7 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ class Sizes:
 
 
 FULL = Sizes(
-    toy=(4, 256, 4, 64), chunk="512KiB",
+    toy=(8, 256, 4, 64), chunk="512KiB",
     copies=(8192, MIB, 32 * MIB, 512 * MIB), pinned=(GIB, 8 * GIB, 32 * GIB),
     adam=10**8, threads=(8, 14, 16),
     model=(20, 2048, 16, 1024),
@@ -102,7 +103,7 @@ FULL = Sizes(
         ("cpu", 4096), ("cpu", 16384), ("nvme", 4096), ("streamed-cpu", 4096), ("streamed-cpu", 16384),
         ("streamed-nvme", 4096), ("device", 4096), ("device", 16384),
     ),
-    at_last=(("cpu", 65536), ("streamed-cpu", 65536), ("device", 65536)),
+    at_last=(("nvme", 16384), ("cpu", 65536), ("streamed-cpu", 65536), ("device", 65536)),
     profiled=("cpu", "streamed-cpu"),
     wide=(4096, 32, 1024), layers=(8, 16, 25), device_gb=10,
     disk=2 * GIB,
@@ -579,11 +580,14 @@ class Call:
         log = self.scratch / "tests.log"
         marks = "not peers and not oracle and not slow"
         command = [sys.executable, "-m", "pytest", "-rfE", "--tb=short", "-p", "no:cacheprovider", "-m", marks]
-        several = ["-n", "4"] if _has("xdist") and not case.files[0].count("::") else []
-        environment = {"OFFLOAD_TEST_DEVICE": "cuda", **self.environment, "OMP_NUM_THREADS": "1"}
+        # No plugins but those that the tests need: others warn, and warnings are errors.
+        command += [f"-p{plugin}" for plugin in ("pytest_timeout", "xdist.plugin") if _has(plugin)]
+        command += ["-n", str(min(4, os.cpu_count() or 1))] if _has("xdist.plugin") else []
+        environment = {"OFFLOAD_TEST_DEVICE": "cuda", **self.environment}
+        environment |= {"OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         with open(log, "w") as words:
             child = subprocess.Popen(
-                [*command, *several, *case.files], env=environment, cwd=ROOT, process_group=0, stdin=subprocess.DEVNULL,
+                [*command, *case.files], env=environment, cwd=ROOT, process_group=0, stdin=subprocess.DEVNULL,
                 stdout=words, stderr=words, preexec_fn=end_with_parent,
             )  # fmt: skip
         try:
@@ -602,18 +606,19 @@ class Call:
 
 
 def _has(module: str) -> bool:
-    from importlib.util import find_spec
-
-    return find_spec(module) is not None
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 # What this folder needs to run as it is.
 
 
 def own_folder(where: Path | None) -> Path:
-    """A new folder for swap files and logs; None: on the disk with the most space. Those that killed calls left behind
-    are removed."""
-    places = [where] if where else [Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()]
+    """A new folder for swap files and logs. Args: where: None: the disk with the most space, of the usual places for
+    such files. Those that killed calls left there are removed."""
+    places = [where] if where else [Path(tempfile.gettempdir()), Path("/var/tmp"), Path.home()]
     usable = [place for place in places if place.is_dir() and os.access(place, os.W_OK)]
     if not usable:
         sys.exit(f"{where or places}: give a folder with --scratch that exists and can be written to")
@@ -692,7 +697,11 @@ def parse(arguments: Sequence[str]) -> Options:
     add("out", type=Path, help="folder of results")
     add("--minutes", type=float, default=8, help="after so long no case is begun, and the one that runs is stopped (8)")
     add("--results", type=Path, help="results of earlier calls (those in OUT and in bench/results/gpu)")
-    add("--scratch", type=Path, help="folder for what is removed at the end (the temporary ones' with the most space)")
+    add(
+        "--scratch",
+        type=Path,
+        help="folder for what is removed at the end (of /tmp, /var/tmp and the home, the one with the most space)",
+    )
     add("--wheels", type=Path, help="folder of wheels to import from, for what is not installed")
     add("--only", default="*", help="patterns of names of cases, with commas, such as 'toy-*,link'")
     add("--again", action="store_true", help="also cases that have run, and were not ok")

@@ -627,6 +627,8 @@ def train(context: Context, placement: str, tokens: int) -> dict[str, Any]:
         if placement in step_s:
             figures |= {"s a step": step_s[placement], "tokens/s": tokens / step_s[placement]}
             figures["x torch"] = step_s["torch"] / step_s[placement]
+            if moved := stats["nvme_read_bytes"] + stats["nvme_written_bytes"]:
+                figures["GB/s of NVMe"] = moved / stats["step"] / GB / step_s[placement]
         context.say(result)
     spread = ", ".join(f"{name} {min(values):.3f}-{max(values):.3f} s" for name, values in times.items())
     return {**result, "seconds of steps": times, "says": f"{figures['x torch']:.2f} x torch; {spread}"}

@@ -214,7 +214,7 @@ def test_a_folder_of_its_own_is_on_a_disk(tmp_path: Path, monkeypatch: pytest.Mo
     for folder in (in_ram, on_disk):
         folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(in_ram))
-    monkeypatch.chdir(on_disk)
+    monkeypatch.setenv("HOME", str(on_disk))
     kinds = {in_ram: "tmpfs rw", on_disk: "ext4 rw"}
     monkeypatch.setattr(gpu_machine, "mounts", lambda place: [kinds.get(place, "ramfs rw")])
     assert gpu.own_folder(None).parent == on_disk
