@@ -50,9 +50,9 @@ fuzz: $(VENV)/installed
 	$(PIP) -e '.[fuzz]'
 	$(BIN)/python -m tests.attacks.fuzz $(ARGS)
 
-# Everything that needs a GPU: call it again until no case is left. Needs no network once it is installed.
-gpu: $(VENV)/installed
-	$(BIN)/python bench/gpu.py $(or $(OUT),out/gpu) --minutes $(or $(MINUTES),8) $(ARGS)
+# Everything that needs a GPU, from this folder as it is: call it again until no case is left.
+gpu:
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) bench/gpu.py $(or $(OUT),out/gpu) --minutes $(or $(MINUTES),8) $(ARGS)
 
 test-peers: $(VENV)/installed
 	$(PIP) -e '.[peers]'

@@ -1,506 +1,797 @@
-"""Everything that needs a GPU: `make gpu OUT=DIR` (`MINUTES=8` a call). Call it again until no case is left.
+"""First contact with a GPU: `python3 bench/gpu.py OUT --minutes 8`, from a folder, without installing or a network.
 
-Cases run in order, each in a process of its own, without network, and write DIR/<case>.json as they end. A case whose
-file is there is not run again. At the end of a call DIR has a page, README.md, and pictures of what there is.
+Call it again until no case is left. It begins with what fails first: a matrix of small runs, each of which says whether
+its bits are those of tier="cpu". Then come the link and page-locking, Adam, a model of 1e9 parameters beside plain
+torch, the largest models, and at the end the tests that need a device.
 
-The tests on the device come first, then the link to host memory, whole training steps of a GPT beside plain torch's,
-the largest model that trains in a given amount of device memory, and a timeline with a trace of torch.profiler. With
-`--tiny` all sizes are small: a test runs it so on the simulated accelerator (`OFFLOAD_TEST_DEVICE=simulated`).
+[Note: what comes back]
+All results are in OUT/results.json, with a page beside it, report.md. Both are written, whole, after each case, and
+before one begins, so a call that is killed loses one case. At the start results are read again: from OUT, from
+bench/results/gpu/results.json of this folder (where OUT does not outlive a call, put the last one there), or from
+`--results FILE`. A case that has ended is not repeated. One that was killed, or that ran when its call was killed, is
+skipped, too, until `--again`. OUT gets eight files at most. All other files (swap files, logs) are in a folder that is
+removed at the end.
+
+[Note: processes]
+This process uses the standard library alone, and goes on whatever fails. Cases run in a worker (bench/gpu_cases.py),
+one after the other; it says on a pipe how a case ended, and what it found before that. A worker that ends, that takes
+too long, or whose device no longer answers is replaced by a new one. Tests run in processes of pytest's.
+
+With `--tiny` all sizes are small, for the simulated accelerator: `python tests/support/gpu_bench.py OUT --tiny`.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import ctypes
+import fnmatch
+import functools
+import hashlib
 import json
 import os
-import statistics
+import queue
+import re
+import shutil
+import signal
 import subprocess
 import sys
+import sysconfig
+import tempfile
+import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
-
-import torch
-import typer
-from torch import Tensor, nn
+from typing import Any
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).parents[1])
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.contest import parameters
-from bench.report import Report, Table, note, run, scratch
-from offload import OffloadZero
-from offload.cli.plots import new_figure
-from offload.cli.timeline_plot import timeline_picture
-from offload.devices.copies import accelerator, copier_for
-from offload.models.gpt import GPT, GPTConfig, initial_values
-from offload.sizes import MIB
-from offload.storage.arena import Arena
-from tests.support import accelerator as simulated
+from bench import gpu_machine
 
-ROOT = Path(__file__).parents[1]
-GB = 10**9
-PLACEMENTS: dict[str, dict[str, Any]] = {
-    "resident": {"tier": "device"},
-    "states on cpu": {"tier": "cpu"},
-    "states on nvme": {"tier": "nvme"},
-    "parameters from cpu": {"tier": "cpu", "param_tier": "cpu"},
-    "parameters from nvme": {"tier": "nvme", "param_tier": "nvme"},
-}
-PARITY = ("same_bits", "streaming", "not_blocking", "resumed", "loss_scale", "stored_gradients")
-SANITIZED = "tests/gpu/test_training.py::test_a_step_moves_two_bytes_a_parameter_each_way"
-"""Under torch's CUDA sanitizer, which finds uses of memory by two streams that nobody ordered."""
-SHORTEST_S = 20
-"""A case is not begun with less time than this."""
-ABOUT = """\
-- **GB/s**: 1e9 bytes a second between pinned host memory and the device; *both*: each direction, beside the other.
-- **tokens/s**: median over the steps of all rounds; **x torch**: by that of plain torch AdamW with resident fp32
-  masters in the same run, which takes turns with it.
-- **peak device**: the most that torch's allocator had lent; **pinned**: page-locked host memory of offload."""
+ROOT = Path(__file__).resolve().parents[1]
+COMMITTED = ROOT / "bench" / "results" / "gpu" / "results.json"
+LIBRARY = "liboffload_kernels.so"
+GB, MIB, GIB = 10**9, 1 << 20, 1 << 30
+START_LIMIT_S = 180
+"""Of a worker: it imports torch, and opens the device."""
+STARTS = 2
+"""Workers in a row that may fail to start."""
+LAST_CHARACTERS = 6000
+"""Of a log, in a result."""
+SCRATCH = "offload-gpu-"
+_NOTHING_CHOSEN = 5
+"""Pytest's exit code where no test of a file is chosen."""
+
+
+# What there is to run: plain data, so that it has names where torch cannot be imported.
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of what is measured. Attributes: tokens: of a step; seq: tokens of a sequence; layers: of the models that
-    are tried; in_gb: the device memory that they are tried in."""
+    """Attributes: toy, model: layers, width, heads and context of the small runs' model and of the one that is timed;
+    chunk: of the small runs; copies, pinned: bytes; adam: parameters; threads: of the CPU kernels; timed, at_last:
+    placements and tokens of a step; profiled: placements; wide: width, heads and context of the largest models; layers:
+    of each of them; device_gb: that they are tried in; disk: bytes of the test of the disk."""
 
-    model: GPTConfig
-    tokens: Sequence[int]
-    placements: Sequence[str]
-    steps: int
-    rounds: int
-    copy_bytes: int
-    wide: GPTConfig
+    toy: tuple[int, int, int, int]
+    chunk: str
+    copies: Sequence[int]
+    pinned: Sequence[int]
+    adam: int
+    threads: Sequence[int]
+    model: tuple[int, int, int, int]
+    timed: Sequence[tuple[str, int]]
+    at_last: Sequence[tuple[str, int]]
+    profiled: Sequence[str]
+    wide: tuple[int, int, int]
     layers: Sequence[int]
-    in_gb: Sequence[float]
+    device_gb: float
+    disk: int
 
 
 FULL = Sizes(
-    GPTConfig(layers=20, width=2048, heads=16), (4096, 16384, 65536), tuple(PLACEMENTS), 4, 2, 512 * MIB,
-    GPTConfig(layers=1, width=4096, heads=32), (8, 16, 32, 64, 128, 256), (10, 24),
+    toy=(8, 256, 4, 64), chunk="512KiB",
+    copies=(8192, MIB, 32 * MIB, 512 * MIB), pinned=(GIB, 8 * GIB, 32 * GIB),
+    adam=10**8, threads=(8, 14, 16),
+    model=(20, 2048, 16, 1024),
+    timed=(
+        ("cpu", 4096), ("cpu", 16384), ("nvme", 4096), ("streamed-cpu", 4096), ("streamed-cpu", 16384),
+        ("streamed-nvme", 4096), ("device", 4096), ("device", 16384),
+    ),
+    at_last=(("nvme", 16384), ("cpu", 65536), ("streamed-cpu", 65536), ("device", 65536)),
+    profiled=("cpu", "streamed-cpu"),
+    wide=(4096, 32, 1024), layers=(8, 16, 25), device_gb=10,
+    disk=2 * GIB,
 )  # fmt: skip
 TINY = Sizes(
-    GPTConfig(layers=3, width=32, heads=2, context=16), (32,), ("states on cpu", "parameters from nvme"), 2, 1, 1 * MIB,
-    GPTConfig(layers=1, width=64, heads=2, context=16), (2,), (0.1,),
+    toy=(3, 32, 2, 16), chunk="8KiB",
+    copies=(8192, MIB), pinned=(MIB,),
+    adam=10**5, threads=(1, 2),
+    model=(3, 32, 2, 16),
+    timed=(("cpu", 32), ("nvme", 32), ("device", 32)), at_last=(), profiled=("streamed-cpu",),
+    wide=(64, 2, 16), layers=(2,), device_gb=0.2,
+    disk=16 * MIB,
 )  # fmt: skip
 
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "cpu": {"tier": "cpu"},
+    "nvme": {"tier": "nvme"},
+    "device": {"tier": "device"},
+    "streamed-cpu": {"tier": "cpu", "param_tier": "cpu"},
+    "streamed-nvme": {"tier": "nvme", "param_tier": "nvme"},
+}
+"""Where NVMe is one of them, `cpu_memory` is the least."""
+TOYS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: ("", options) for name, options in PLACEMENTS.items()},
+    "activations-cpu": ("", {**PLACEMENTS["streamed-cpu"], "activation_tier": "cpu"}),
+    "activations-nvme": ("", {**PLACEMENTS["streamed-nvme"], "activation_tier": "nvme"}),
+    "split-master": ("", {**PLACEMENTS["streamed-cpu"], "split_master": True}),
+    "accumulation": ("accumulation", PLACEMENTS["streamed-nvme"]),
+    "fp16-scaler": ("fp16", PLACEMENTS["streamed-cpu"]),
+    "reentrant": ("reentrant", PLACEMENTS["streamed-cpu"]),
+    "torch-clip": ("torch-clip", PLACEMENTS["streamed-cpu"]),
+    "side-stream": ("side-stream", PLACEMENTS["streamed-cpu"]),
+    "parked": ("parked", PLACEMENTS["streamed-cpu"]),
+    "closed": ("closed", PLACEMENTS["streamed-cpu"]),
+    "resumed": ("resumed", PLACEMENTS["streamed-nvme"]),
+    "refused-pin": ("refused-pin", PLACEMENTS["cpu"]),
+    "out-of-memory": ("out-of-memory", PLACEMENTS["streamed-cpu"]),
+    "compiled": ("compiled", PLACEMENTS["streamed-cpu"]),
+}
+"""By name: what is special in the training, and the options of OffloadZero."""
 
-# The driver.
+PREDICTED: dict[str, dict[str, tuple[float, float]]] = {
+    "link": {
+        **{f"512 MiB {way}, GB/s": (50, 55) for way in ("up", "down")},
+        "512 MiB both, GB/s each": (42, 48),
+    },
+    "pin": {
+        **{f"{size} GiB empty, s a GiB": (0.4, 0.5) for size in (1, 8, 32)},
+        **{f"{size} GiB populated, s a GiB": (0.0, 0.1) for size in (1, 8, 32)},
+    },
+    "adam-cpu": {f"{threads} threads, GB/s": (110, 110) for threads in (14, 16)},
+    "train-cpu-4096": {"s a step": (0.36, 0.36), "x torch": (0.3, 0.3)},
+    "train-cpu-16384": {"s a step": (0.55, 0.55), "x torch": (0.65, 0.65)},
+    "train-cpu-65536": {"s a step": (1.39, 1.39), "x torch": (0.98, 0.98)},
+    "train-device-4096": {"x torch": (0.45, 0.45)},
+    "train-device-65536": {"x torch": (0.9, 0.9)},
+}
+"""Of the full sizes on an H100 with 16 cores, made before the first run: the least and the most of a figure."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A process to run. The result is its last line of output if it `measures`, else its exit status."""
+    """Attributes: function, arguments: of bench/gpu_cases.py, or None for `files`, which pytest runs; expects_s: about
+    how long it takes: it is not begun with less; limit_s: after which it is killed."""
 
     name: str
-    command: Sequence[str]
-    environment: Mapping[str, str]
-    measures: bool
-
-    def result(self, limit_s: float) -> dict[str, Any] | None:
-        """Runs the process, and returns the result; None if it ran past the limit."""
-        began = time.monotonic()
-        try:
-            done = subprocess.run(
-                self.command,
-                cwd=ROOT,
-                env=os.environ | self.environment,
-                capture_output=True,
-                text=True,
-                timeout=limit_s,
-            )
-        except subprocess.TimeoutExpired:
-            return None
-        found: dict[str, Any] = {"case": self.name, "seconds": time.monotonic() - began, "exit_code": done.returncode}
-        last = (done.stdout.strip().splitlines() or [""])[-1]
-        if self.measures and not done.returncode:
-            return {**found, **json.loads(last)}
-        return found | {"says": last, "errors": "" if not done.returncode else (done.stdout + done.stderr)[-4000:]}
+    function: str | None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    files: Sequence[str] = ()
+    expects_s: float = 20
+    limit_s: float = 100
 
 
-def cases(out: Path, tiny: bool) -> Iterator[Case]:
+def cases(tiny: bool) -> list[Case]:
     """All of them, in order."""
     sizes = TINY if tiny else FULL
-    device = os.environ.get("OFFLOAD_TEST_DEVICE", "cuda")
-    chosen = "not peers and not oracle and not slow"
-    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", chosen]
-    suites = {"sanitizer": [SANITIZED]}
-    if not tiny:
-        suites |= {name: [f"tests/gpu/test_{name}.py"] for name in ("training", "ranks")}
-        suites |= {name: [f"tests/parity/test_{name}.py"] for name in PARITY}
-    for name, files in suites.items():
-        environment = {"OFFLOAD_TEST_DEVICE": device}
-        if name == "sanitizer" and device == "cuda":
-            environment["TORCH_CUDA_SANITIZER"] = "1"
-        yield Case(f"tests-{name}", [*pytest, *files], environment, measures=False)
-    measured = ["link"]
-    measured += [f"train-{tokens}-{placement}" for placement in sizes.placements for tokens in sizes.tokens]
-    measured += [f"largest-{limit:g}-{layers}" for limit in sizes.in_gb for layers in sizes.layers]
-    for name in (*measured, "timeline"):
-        command = [sys.executable, __file__, str(out), "--case", name, *(["--tiny"] if tiny else [])]
-        yield Case(name.replace(" ", "-"), command, {}, measures=True)
+    found = []
+    for name, (special, options) in TOYS.items():
+        expects_s, limit_s = (60, 150) if special == "compiled" else (10, 75)
+        arguments = {"special": special, "options": options}
+        found.append(Case(f"toy-{name}", "toy", arguments, expects_s=expects_s, limit_s=limit_s))
+    found += [Case("link", "link"), Case("pin", "pin", expects_s=40)]
+    found += [Case("adam-cpu", "adam_cpu"), Case("adam-device", "adam_device")]
+    for placement, tokens in sizes.timed:
+        found.append(_timed(placement, tokens))
+        if placement in sizes.profiled and tokens == 4096:
+            found.append(Case(f"profile-{placement}", "profile", {"placement": placement}, expects_s=40, limit_s=150))
+    if tiny:
+        found += [Case(f"profile-{name}", "profile", {"placement": name}) for name in sizes.profiled]
+    found.append(Case("launch-blocking", "launch_blocking", expects_s=40, limit_s=120))
+    found.append(Case("memcheck", "memcheck", expects_s=90, limit_s=270))
+    for layers in sizes.layers:
+        found.append(Case(f"largest-{layers}", "largest", {"layers": layers}, expects_s=90, limit_s=270))
+    found += [_timed(placement, tokens) for placement, tokens in sizes.at_last]
+    for file in suites(tiny):
+        path = Path(file.partition("::")[0])
+        name = f"tests-{path.parent.name}-{path.stem.removeprefix('test_')}"
+        found.append(Case(name, None, files=[file], expects_s=60, limit_s=420))
+    return [replace(case, expects_s=2) for case in found] if tiny else found
 
 
-def go_on(out: Path, minutes: float, tiny: bool) -> int:
-    """Runs cases until the time is over; returns how many are left."""
-    end = time.monotonic() + 60 * minutes
-    left = [case for case in cases(out, tiny) if not (out / f"{case.name}.json").exists()]
-    for number, case in enumerate(left):
-        limit_s = end - time.monotonic()
-        if limit_s < min(SHORTEST_S, 30 * minutes):
-            return len(left) - number
-        if skipped := _is_too_large(out, case.name):
-            _write(out / f"{case.name}.json", {"case": case.name, "failed": skipped})
-            continue
-        note(f"{case.name} ...")
-        result = case.result(limit_s)
-        if result is None:
-            if number:
-                return len(left) - number  # it may have all of the next call
-            result = {"case": case.name, "failed": f"not finished in {minutes:g} minutes"}
-        _write(out / f"{case.name}.json", result)
-    return 0
+def _timed(placement: str, tokens: int) -> Case:
+    # Seconds of a step that reads and writes all states of 1e9 parameters, with a drive of 2 GB/s.
+    slow = 90 if "nvme" in placement else 0
+    arguments = {"placement": placement, "tokens": tokens}
+    return Case(f"train-{placement}-{tokens}", "train", arguments, expects_s=40 + slow, limit_s=180 + 2 * slow)
 
 
-def _is_too_large(out: Path, name: str) -> str:
-    """Why a model need not be tried: a smaller one failed. Empty if it has to be tried."""
-    kind, _, rest = name.partition("-")
-    if kind == "largest":
-        for file in out.glob(f"largest-{rest.rpartition('-')[0]}-*.json"):
-            found = json.loads(file.read_text())
-            if "failed" in found:
-                return f"a smaller one failed: {found['failed']}"
-    return ""
+def suites(tiny: bool) -> list[str]:
+    """What pytest runs, a case each."""
+    if tiny:
+        return ["tests/gpu/test_training.py::test_a_step_moves_two_bytes_a_parameter_each_way"]
+    folders = (ROOT / "tests" / name for name in ("gpu", "parity"))
+    return [str(file.relative_to(ROOT)) for folder in folders for file in sorted(folder.glob("test_*.py"))]
 
 
-def _write(file: Path, result: Mapping[str, Any]) -> None:
-    temporary = file.with_suffix(".partial")
-    temporary.write_text(json.dumps(result, indent=1, allow_nan=False))
+# Results.
+
+
+class Results:
+    """results.json and report.md. Args: known: from earlier calls.
+
+    `data`: "sizes"; "machines", those that cases ran on; "cases", by name. A case has a status (see below), "seconds",
+    "says" (its result in a line), the number of its machine, "figures" by name, and what else there is to know.
+
+    running   it has begun; no later call finds that, but `killed`
+    ok        it ended, and what it checks is right
+    differs   it ended, and its bits are others
+    failed    it raised; "traceback" is the end of that
+    killed    it took too long, its process ended, or its call was killed meanwhile; "threads" is where it was
+    cut       its call was over; the next call has it again
+    skipped   this machine has not what it needs
+    """
+
+    def __init__(self, out: Path, sizes: str, known: Mapping[str, Any]) -> None:
+        self._out = out
+        self.machine = 0
+        self.data: dict[str, Any] = {"sizes": sizes, "machines": [], "cases": {}, **known}
+        for one in self.cases.values():
+            if one["status"] == "running":
+                one |= {"status": "killed", "says": "its call was killed while it ran"}
+
+    @property
+    def cases(self) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = self.data["cases"]
+        return found
+
+    def use_machine(self, described: dict[str, Any]) -> None:
+        """Results from now on are from this one."""
+        self.machine = len(self.data["machines"])
+        self.data["machines"].append(described)
+        self.write()
+
+    def know_machine(self) -> bool:
+        """Whether results of this machine, since its last start, are here. They are from it from now on, then."""
+        boots = [one.get("boot") for one in self.data["machines"]]
+        found = gpu_machine.boot() in boots
+        if found:
+            self.machine = boots.index(gpu_machine.boot())
+        return found
+
+    def is_left(self, case: Case, again: bool) -> bool:
+        one = self.cases.get(case.name)
+        return one is None or one["status"] == "cut" or (again and one["status"] != "ok")
+
+    def begin(self, case: Case) -> None:
+        """Replaces the result of a case, which runs now."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        self.cases[case.name] = {"status": "running", "at": now, "machine": self.machine, "sources": sources()}
+        self.write()
+
+    def add(self, case: Case, values: Mapping[str, Any]) -> None:
+        """Adds to the result of a case that runs."""
+        self.cases[case.name] |= values
+        self.write()
+
+    def write(self) -> None:
+        _replace(self._out / "results.json", json.dumps(self.data, indent=1, allow_nan=False))
+        _replace(self._out / "report.md", report(self.data))
+
+
+def _replace(file: Path, text: str) -> None:
+    temporary = file.with_name(f".{file.name}.partial")
+    temporary.write_text(text)
     os.replace(temporary, file)
 
 
-# Measuring.
+def load(files: Sequence[Path], sizes: str, *, must: bool) -> dict[str, Any]:
+    """What earlier calls wrote, the newest result of each case. Args: must: whether each file has to be good.
 
-
-def the_device() -> torch.device:
-    """Raises: SystemExit without one."""
-    if simulated.is_wanted():
-        simulated.load()
-    found = accelerator()
-    if found is None:
-        sys.exit("there is no accelerator")
-    return torch.device(found.type, 0)
-
-
-def link(sizes: Sizes, device: torch.device) -> dict[str, Any]:
-    """GB/s in each direction alone and with the other, from the arena and from torch's own pinned memory."""
-    copier = copier_for(device)
-    nbytes, speeds = sizes.copy_bytes, {}
-    there = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    arena = Arena(2 * nbytes, copier)
-    own = [torch.zeros(nbytes, dtype=torch.uint8).pin_memory() for _ in range(2)]
-    with closing(arena):
-        for name, here in (("arena", [arena.carve(nbytes) for _ in range(2)]), ("torch", own)):
-            for direction in ("up", "down", "both"):
-                times = []
-                for _ in range(1 + 3 * sizes.rounds):
-                    torch.accelerator.synchronize()
-                    began = time.perf_counter()
-                    copies = [copier.to_device(here[0], there[0])] if direction != "down" else []
-                    copies += [copier.to_host(there[1], here[1])] if direction != "up" else []
-                    for copy in copies:
-                        copy.wait()
-                    times.append(time.perf_counter() - began)
-                speeds[f"{name}, {direction}"] = [nbytes / GB / seconds for seconds in times[1:]]
-    return {"gb_per_s": speeds}
-
-
-class Contestant(ABC):
-    """A model on the device and its optimizer."""
-
-    model: nn.Module
-
-    @abstractmethod
-    def step(self) -> None: ...
-
-    def close(self) -> None:  # noqa: B027
-        """Gives its memory back."""
-
-    def pinned_bytes(self) -> int:
-        return 0
-
-
-class Torch(Contestant):
-    """Plain AdamW on resident fp32 masters; the model computes in bf16."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.masters = [param.detach().float().clone().requires_grad_() for param in model.parameters()]
-        self.model = model.to(torch.bfloat16)
-        self.optimizer = torch.optim.AdamW(self.masters, lr=1e-4)
-
-    def step(self) -> None:
-        for master, param in zip(self.masters, self.model.parameters(), strict=True):
-            assert param.grad is not None
-            master.grad = param.grad.float()
-        self.optimizer.step()
-        with torch.no_grad():
-            for master, param in zip(self.masters, self.model.parameters(), strict=True):
-                param.copy_(master)
-                param.grad = master.grad = None
-
-
-class Offload(Contestant):
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        self.model = model
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        self.optimizer = OffloadZero(model, optimizer, commit_every=None, **options)
-
-    def step(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def close(self) -> None:
-        self.optimizer.close()
-
-    def pinned_bytes(self) -> int:
-        return int(self.optimizer.stats()["peak_cpu_bytes"])
-
-
-def new_gpt(config: GPTConfig, device: torch.device) -> GPT:
-    torch.manual_seed(0)
-    model = GPT(config, device="meta", checkpoint_activations=True).to_empty(device=device)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.normal_(std=0.02)
-    return model
-
-
-def batch(config: GPTConfig, tokens: int, device: torch.device) -> Tensor:
-    return torch.arange(tokens, device=device).mul(31).remainder(251).view(-1, config.context)
-
-
-def train_steps(contestant: Contestant, data: Tensor, steps: int) -> list[float]:
-    """Seconds of each step, after one that is not timed."""
-    times = []
-    for _ in range(1 + steps):
-        began = time.perf_counter()
-        contestant.model(data, data)[1].backward()
-        contestant.step()
-        torch.accelerator.synchronize()
-        times.append(time.perf_counter() - began)
-    return times[1:]
-
-
-def train(sizes: Sizes, device: torch.device, folder: Path, tokens: int, placement: str) -> dict[str, Any]:
-    """Tokens per second and peak memory of plain torch and of a placement, which run in turns."""
-    found: dict[str, dict[str, Any]] = {}
-    for number in range(sizes.rounds):
-        for name in ("torch", placement):
-            torch.accelerator.empty_cache()
-            torch.accelerator.reset_peak_memory_stats()
-            model = new_gpt(sizes.model, device)
-            options = dict(PLACEMENTS.get(name, {}))
-            if options.get("tier") == "nvme":
-                options["path"] = folder / f"run{number}"
-            contestant = Torch(model) if name == "torch" else Offload(model, **options)
-            torch.accelerator.reset_peak_memory_stats()
-            with closing(contestant):
-                times = train_steps(contestant, batch(sizes.model, tokens, device), sizes.steps)
-                one = found.setdefault(name, {"tokens_per_s": []})
-                one["tokens_per_s"] += [tokens / seconds for seconds in times]
-                one["peak_device_bytes"] = torch.accelerator.max_memory_allocated()
-                one["pinned_bytes"] = contestant.pinned_bytes()
-            del model, contestant
-    return {"tokens": tokens, "placement": placement, "parameters": parameters(sizes.model), "contestants": found}
-
-
-def largest(sizes: Sizes, device: torch.device, folder: Path, limit_gb: float, layers: int) -> dict[str, Any]:
-    """Whether a model of `layers` layers trains in `limit_gb` of device memory, half of which is for parameters."""
-    config = GPTConfig(layers, sizes.wide.width, sizes.wide.heads, sizes.wide.context)
-    limit = int(limit_gb * GB)
-    found: dict[str, Any] = {"limit_bytes": limit, "layers": layers, "parameters": parameters(config)}
-    with _allocator_limit(limit, device):
-        model = GPT(config, device="meta", checkpoint_activations=True)
-        try:
-            contestant = Offload(
-                model, tier="nvme", param_tier="nvme", grad_tier="nvme", path=folder / "run", device_memory=limit // 2,
-                device=device, init=initial_values(config, 0),
-            )  # fmt: skip
-            with closing(contestant):
-                times = train_steps(contestant, batch(config, 2 * config.context, device), 2)
-                found["peak_device_bytes"] = torch.accelerator.max_memory_allocated()
-        except (RuntimeError, OSError, ValueError) as error:  # out of memory, of the disk, or of the budget
-            return found | {"failed": f"{type(error).__name__}: {error}"}
-    return found | {"step_s": statistics.median(times)}
-
-
-@contextmanager
-def _allocator_limit(nbytes: int, device: torch.device) -> Iterator[None]:
-    if device.type == simulated.NAME:
-        with simulated.memory_limit(nbytes):
-            yield
-        return
-    total = torch.accelerator.get_memory_info(device)[1]
-    torch.cuda.set_per_process_memory_fraction(min(nbytes / total, 1.0), device)
-    yield
-
-
-def timeline(sizes: Sizes, device: torch.device, out: Path, folder: Path) -> dict[str, Any]:
-    """Records a few steps of streamed parameters, as this library and as torch.profiler see them."""
-    placement = sizes.placements[-2] if len(sizes.placements) > 2 else sizes.placements[-1]
-    options = dict(PLACEMENTS[placement])
-    if options["tier"] == "nvme":
-        options["path"] = folder / "run"
-    contestant = Offload(new_gpt(sizes.model, device), **options)
-    data = batch(sizes.model, sizes.tokens[0], device)
-    with closing(contestant):
-        train_steps(contestant, data, 1)
-        with contestant.optimizer.timeline(out / "timeline-events.json"):
-            train_steps(contestant, data, 1)
-        with torch.profiler.profile() as profile:
-            train_steps(contestant, data, 1)
-    profile.export_chrome_trace(str(out / "trace.json"))
-    events = json.loads((out / "trace.json").read_text())["traceEvents"]
-    return {"placement": placement, "tokens": sizes.tokens[0], "copies_under_compute": share_under_compute(events)}
-
-
-def share_under_compute(events: Sequence[Mapping[str, Any]]) -> float | None:
-    """The share of the time of copies between host and device in which a kernel ran. None: the trace has no copies.
-
-    Args: events: of torch.profiler's trace; `ts` and `dur` in microseconds.
+    Raises: SystemExit if one is not.
     """
-    kernels = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "kernel")
-    copies = [
-        (e["ts"], e["ts"] + e["dur"])
-        for e in events
-        if e.get("cat") == "gpu_memcpy" and "DtoD" not in str(e.get("name"))
-    ]
-    busy: list[list[float]] = []
-    for start, end in kernels:
-        if busy and start <= busy[-1][1]:
-            busy[-1][1] = max(busy[-1][1], end)
+    found: dict[str, Any] = {}
+    for file in files:
+        try:
+            data = json.loads(file.read_text())
+            if data["sizes"] != sizes:
+                raise ValueError(f"it is of {data['sizes']} sizes, and this call is of {sizes}")
+            newest = _merged(found, data) if found else data
+        except FileNotFoundError as error:
+            if must:
+                sys.exit(f"{file} cannot be read: {error}")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if must:
+                sys.exit(f"{file} cannot be read: {type(error).__name__}: {error}")
+            say(f"{file} is left out: {type(error).__name__}: {error}")
         else:
-            busy.append([start, end])
-    total = sum(end - start for start, end in copies)
-    under = sum(max(0.0, min(end, stop) - max(start, begin)) for start, end in copies for begin, stop in busy)
-    return under / total if total else None
+            found = newest
+    return found
 
 
-def measure(out: Path, name: str, tiny: bool) -> dict[str, Any]:
-    """Runs one case in this process."""
-    sizes, device = TINY if tiny else FULL, the_device()
-    kind, _, rest = name.partition("-")
-    with scratch(out) as folder:
-        if kind == "link":
-            return link(sizes, device)
-        if kind == "timeline":
-            return timeline(sizes, device, out, folder)
-        first, _, second = rest.partition("-")
-        if kind == "train":
-            return train(sizes, device, folder, int(first), second)
-        return largest(sizes, device, folder, float(first), int(second))
+def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Where both have a result, the later one."""
+    machines = [*one["machines"]]
+    cases = dict(one["cases"])
+    for name, result in other["cases"].items():
+        if name in cases and cases[name]["at"] >= result["at"]:
+            continue
+        machine = other["machines"][result["machine"]]
+        if machine not in machines:
+            machines.append(machine)
+        cases[name] = {**result, "machine": machines.index(machine)}
+    return {"sizes": one["sizes"], "machines": machines, "cases": cases}
+
+
+@functools.cache
+def sources() -> str:
+    """A digest of the library, its kernels and this benchmark: results of different ones are told apart."""
+    files = [*ROOT.glob("offload/**/*.py"), *ROOT.glob("kernels/*.[ch]"), *ROOT.glob("bench/gpu*.py")]
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:8]
 
 
 # The page.
 
 
-def report(out: Path, tiny: bool) -> Report:
-    """The report of all cases that have ended."""
-    found = []
-    for case in cases(out, tiny):
-        file = out / f"{case.name}.json"
-        if file.exists():
-            found.append(json.loads(file.read_text()))
-    tests = [one for one in found if "says" in one and "contestants" not in one]
-    tables = [
-        Table(
-            ("case", "s", "result"),
-            [(t["case"], f"{t['seconds']:.0f}", t["says"][:100]) for t in tests],
-            "Cases that only end",
-        )
+def report(data: Mapping[str, Any]) -> str:
+    """report.md."""
+    found: dict[str, dict[str, Any]] = data["cases"]
+    lines = ["# On a GPU", ""]
+    for number, machine in enumerate(data["machines"]):
+        lines += [f"- Machine {number}: {_in_a_line(machine)}"]
+    counts = {status: sum(one["status"] == status for one in found.values()) for status in _statuses(found)}
+    lines += ["", "Cases: " + (", ".join(f"{count} {status}" for status, count in counts.items()) or "none") + ".", ""]
+    figures = []
+    for name, one in found.items():
+        for figure, value in one.get("figures", {}).items():
+            least, most = PREDICTED.get(name, {}).get(figure, (None, None))
+            predicted = "" if least is None else f"{least:g}" if least == most else f"{least:g}-{most:g}"
+            measured = f"{value:,.4g}" if isinstance(value, int | float) else value
+            figures.append((name, figure, measured, predicted if data["sizes"] == "full" else ""))
+    rows = [
+        (name, one["status"], f"{one.get('seconds', 0):.1f}", str(one["machine"]), one["sources"], one.get("says", ""))
+        for name, one in found.items()
     ]
-    speeds = [
-        (name, f"{statistics.median(values):.1f}") for one in found for name, values in one.get("gb_per_s", {}).items()
+    lines += _table(("case", "result", "s", "machine", "sources", "in words"), rows)
+    if figures:
+        lines += ["## Figures", "", "Medians; *predicted* before the first run.", ""]
+        lines += _table(("case", "figure", "measured", "predicted"), figures)
+    for name, one in found.items():
+        if ends := one.get("traceback") or one.get("threads") or one.get("log"):
+            lines += [f"## {name}", "", "```", ends.replace("```", "'''").strip(), "```", ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _statuses(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    return sorted({str(one["status"]) for one in found.values()})
+
+
+def _in_a_line(machine: Mapping[str, Any]) -> str:
+    words = []
+    for one in machine.get("gpu", []):
+        link = f"PCIe {one['pcie.link.gen.max']} x{one['pcie.link.width.max']}"
+        words += [f"{one['name']}, {one['memory.total']}, {link}, driver {one['driver_version']}"]
+    words = words or ["no GPU"]
+    says = dict(line.split(":", 1) for line in str(machine.get("cpu")).splitlines() if ":" in line)
+    words += [f"{name} {says[name].strip()}" for name in ("Model name", "CPU(s)", "NUMA node(s)") if name in says]
+    words.append(f"RAM {machine.get('memory', {}).get('MemTotal', 'unknown')}")
+    pages = machine.get("proc", {}).get("/sys/kernel/mm/transparent_hugepage/enabled")
+    words += [f"huge pages {pages}"] if pages else []
+    disk = machine.get("disk", {})
+    words += [
+        f"disk {way} {disk[f'{way}_gb_per_s']:.2f} GB/s" for way in ("read", "write") if f"{way}_gb_per_s" in disk
     ]
-    tables.append(Table(("from", "GB/s"), speeds, "Link"))
-    trained = [one for one in found if "contestants" in one]
-    rows = [row for one in trained for row in _rows(one)]
-    tables.append(
-        Table(("placement", "tokens", "tokens/s", "x torch", "peak device GB", "pinned GB"), rows, "Training")
+    software = machine.get("software", {}).items()
+    words += [f"{name} {value.strip().splitlines()[-1]}" for name, value in software if str(value or "").strip()]
+    return "; ".join(words)
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    clean = [[cell.replace("|", "/").replace("\n", " ") for cell in row] for row in rows]
+    lines = [headings, ["---"] * len(headings), *clean]
+    return [*("| " + " | ".join(line) + " |" for line in lines), ""]
+
+
+# Processes.
+
+
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """In a child: it is killed when the thread that started it ends, so that nothing uses the device afterwards."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class WorkerEndedError(RuntimeError):
+    """A worker's process has ended."""
+
+
+class Worker:
+    """Runs cases in one process. Args: command: of it; folder: for its log, and for where its threads are."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], folder: Path) -> None:
+        self._log, self._threads = folder / "worker.log", folder / "threads.log"
+        self._answers: queue.Queue[str] = queue.Queue()
+        with open(self._log, "w") as log:
+            self._child = subprocess.Popen(
+                [*command, "--threads-log", str(self._threads)], env=environment, cwd=ROOT, text=True, process_group=0,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, preexec_fn=end_with_parent,
+            )  # fmt: skip
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._child.stdout is not None
+        for line in self._child.stdout:
+            self._answers.put(line)
+        self._answers.put("")
+
+    def start(self) -> dict[str, Any]:
+        """What it says of torch and the device. Raises: TimeoutError, WorkerEndedError."""
+        return self._answer(time.monotonic() + START_LIMIT_S)
+
+    def run(self, case: Case, limit_s: float, add: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
+        """A case's result. Args: add: gets what is found before. Raises: TimeoutError, WorkerEndedError."""
+        end = time.monotonic() + limit_s
+        assert self._child.stdin is not None
+        order = {"function": case.function, "arguments": case.arguments, "limit_s": limit_s}
+        try:
+            print(json.dumps(order), file=self._child.stdin, flush=True)
+        except BrokenPipeError as error:
+            raise WorkerEndedError("it had ended") from error
+        while True:
+            answer = self._answer(end)
+            if "status" in answer:
+                return answer
+            add(answer)
+
+    def _answer(self, end: float) -> dict[str, Any]:
+        try:
+            line = self._answers.get(timeout=max(0, end - time.monotonic()))
+        except queue.Empty:
+            raise TimeoutError from None
+        if not line:
+            code = self._child.wait()
+            raise WorkerEndedError(f"the process ended with {signal_name(code)}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def last_words(self) -> dict[str, str]:
+        """The end of its log, and where its threads were when they had taken long, or when it crashed."""
+        return {"log": last(self._log), "threads": last(self._threads)}
+
+    def close(self) -> None:
+        kill(self._child)
+
+
+def signal_name(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def last(file: Path) -> str:
+    """The end of a text file."""
+    try:
+        return file.read_text(errors="replace")[-LAST_CHARACTERS:]
+    except OSError:
+        return ""
+
+
+def kill(child: subprocess.Popen[Any]) -> None:
+    """A process and those that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+    child.wait()
+
+
+# A call.
+
+
+@dataclass
+class Call:
+    """One call: everything that runs until its time is over."""
+
+    results: Results
+    program: Sequence[str]
+    environment: Mapping[str, str]
+    scratch: Path
+    end: float
+    whole_s: float
+    worker: Worker | None = None
+
+    def go_on(self, chosen: Sequence[Case], again: bool) -> int:
+        """Runs what fits. Returns: how many cases are left."""
+        todo = [case for case in chosen if self.results.is_left(case, again=False)]
+        todo += [case for case in chosen if again and case not in todo and self.results.is_left(case, again=True)]
+        left, is_first = 0, True
+        for case in todo:
+            remaining = self.end - time.monotonic()
+            # The first case of a call has all of it, so that one which no call is long enough for is known.
+            if remaining < (min(case.expects_s, self.whole_s / 2) if is_first else case.expects_s):
+                left += 1
+                continue
+            self._one(case, min(case.limit_s, remaining), is_cut=remaining < case.limit_s and not is_first)
+            left += self.results.cases[case.name]["status"] == "cut"
+            is_first = False
+        return left
+
+    def _one(self, case: Case, limit_s: float, is_cut: bool) -> None:
+        """Runs a case. Args: is_cut: whether the end of its time is only the end of the call."""
+        if case.function is not None and self.worker is None:
+            self.start()
+        began = time.monotonic()
+        self.results.begin(case)
+        found: dict[str, Any] = {}
+        try:
+            found = self._tests(case, limit_s) if case.function is None else self._in_worker(case, limit_s)
+        except TimeoutError:
+            said = "the call was over" if is_cut else f"not finished in {limit_s:.0f} s"
+            found = {"status": "cut" if is_cut else "killed", "says": said, **self._replace_worker()}
+        except WorkerEndedError as error:
+            found = {"status": "killed", "says": str(error), **self._replace_worker()}
+        seconds = time.monotonic() - began
+        self.results.add(case, {**found, "seconds": seconds})
+        say(f"{case.name}: {found['status']}: {found.get('says', '')} ({seconds:.1f} s)")
+
+    def start(self) -> dict[str, Any]:
+        """A worker. Raises: SystemExit if none starts."""
+        for _ in range(STARTS):
+            self.worker = Worker([*self.program, "--worker"], self.environment, self.scratch)
+            try:
+                return self.worker.start()
+            except (TimeoutError, WorkerEndedError) as error:
+                words = {"error": f"no worker starts: {error or type(error).__name__}", **self._replace_worker()}
+        self.results.data["machines"][-1]["software"] = words
+        self.results.write()
+        sys.exit(f"{words['error']}\n{words['log']}")
+
+    def _replace_worker(self) -> dict[str, str]:
+        """Kills the worker. The next case starts another one. Returns: its last words."""
+        if self.worker is None:
+            return {}
+        words = self.worker.last_words()
+        self.worker.close()
+        self.worker = None
+        return words
+
+    def _in_worker(self, case: Case, limit_s: float) -> dict[str, Any]:
+        assert self.worker is not None
+        found = self.worker.run(case, limit_s, lambda values: self.results.add(case, values))
+        if not found.pop("answers"):
+            self._replace_worker()
+        return found
+
+    def _tests(self, case: Case, limit_s: float) -> dict[str, Any]:
+        """Runs pytest. Raises: TimeoutError."""
+        self._replace_worker()  # its memory is the tests', too
+        log = self.scratch / "tests.log"
+        marks = "not peers and not oracle and not slow"
+        command = [sys.executable, "-m", "pytest", "-rfE", "--tb=short", "-p", "no:cacheprovider", "-m", marks]
+        # No plugins but those that the tests need: others warn, and warnings are errors.
+        command += [f"-p{plugin}" for plugin in ("pytest_timeout", "xdist.plugin") if _has(plugin)]
+        command += ["-n", str(min(4, os.cpu_count() or 1))] if _has("xdist.plugin") else []
+        environment = {"OFFLOAD_TEST_DEVICE": "cuda", **self.environment}
+        environment |= {"OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        with open(log, "w") as words:
+            child = subprocess.Popen(
+                [*command, *case.files], env=environment, cwd=ROOT, process_group=0, stdin=subprocess.DEVNULL,
+                stdout=words, stderr=words, preexec_fn=end_with_parent,
+            )  # fmt: skip
+        try:
+            code = child.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            self.results.add(case, {"log": last(log)})
+            raise TimeoutError from None
+        finally:
+            kill(child)
+        lines = last(log).strip().splitlines() or [""]
+        if code == _NOTHING_CHOSEN:
+            return {"status": "skipped", "says": lines[-1]}
+        if code:
+            return {"status": "failed", "says": lines[-1], "log": last(log)}
+        return {"status": "ok", "says": lines[-1]}
+
+
+def _has(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+# What this folder needs to run as it is.
+
+
+def own_folder(where: Path | None) -> Path:
+    """A new folder for swap files and logs. Args: where: None: the disk with the most space, of the usual places for
+    such files. Those that killed calls left there are removed."""
+    places = [where] if where else [Path(tempfile.gettempdir()), Path("/var/tmp"), Path.home()]
+    usable = [place for place in places if place.is_dir() and os.access(place, os.W_OK)]
+    if not usable:
+        sys.exit(f"{where or places}: give a folder with --scratch that exists and can be written to")
+
+    def space(place: Path) -> tuple[bool, int]:
+        kind = (gpu_machine.mounts(place) or [""])[0].partition(" ")[0]
+        return kind not in ("tmpfs", "ramfs"), shutil.disk_usage(place).free
+
+    place = max(usable, key=space)
+    for old in place.glob(f"{SCRATCH}*"):
+        number = old.name.removeprefix(SCRATCH).partition("-")[0]
+        if number.isdigit() and not Path(f"/proc/{number}").exists() and old.stat().st_uid == os.getuid():
+            shutil.rmtree(old, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{os.getpid()}-", dir=place))
+
+
+def unpacked(wheels: Path, scratch: Path) -> Path:
+    """A folder to import from, with what the wheels in `wheels` hold; that folder itself if it has none."""
+    files = sorted(wheels.glob("*.whl"))
+    if not files:
+        say(f"{wheels} has no wheels: it is imported from as it is")
+        return wheels
+    for file in files:
+        with zipfile.ZipFile(file) as archive:
+            archive.extractall(scratch / "wheels")
+    return scratch / "wheels"
+
+
+def kernels(scratch: Path) -> tuple[dict[str, str], str]:
+    """The environment that names the kernels' library, and what it is: the one in the package, that of an installed
+    offload, or one that is built here."""
+    for folder in (ROOT / "offload", Path(sysconfig.get_path("platlib")) / "offload"):
+        if (folder / LIBRARY).is_file():
+            if _is_current(folder / LIBRARY):
+                return {}, str(folder / LIBRARY)
+            break  # the library would refuse it
+    build = scratch / "kernels"
+    # Also where it is a package of this Python, whose folder of programs nobody put on the path.
+    places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    cmake = shutil.which("cmake", path=places) or "cmake"
+    configured = [cmake, "-S", str(ROOT / "kernels"), "-B", str(build), "-DCMAKE_BUILD_TYPE=Release"]
+    said = gpu_machine.run(configured, 60) + "\n" + gpu_machine.run([cmake, "--build", str(build), "-j"], 120)
+    library = build / LIBRARY
+    if library.is_file():
+        return {"OFFLOAD_KERNEL_LIBRARY": str(library)}, "built here"
+    return {}, f"none, Adam runs through torch: {said.strip().splitlines()[-1]}"
+
+
+def _is_current(library: Path) -> bool:
+    """Whether a built library has the interface that the Python sources call."""
+    wanted = re.search(r"^ABI = (\d+)", gpu_machine.read(ROOT / "offload" / "native" / "library.py"), re.MULTILINE)
+    with contextlib.suppress(OSError, AttributeError):
+        return wanted is not None and ctypes.CDLL(str(library)).offload_abi() == int(wanted[1])
+    return False
+
+
+@dataclass(frozen=True)
+class Options:
+    out: Path
+    minutes: float
+    results: Path | None
+    scratch: Path | None
+    wheels: Path | None
+    only: str
+    again: bool
+    tiny: bool
+    worker: bool
+    threads_log: Path | None
+    one: str
+    draw: bool
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("out", type=Path, help="folder of results")
+    add("--minutes", type=float, default=8, help="after so long no case is begun, and the one that runs is stopped (8)")
+    add("--results", type=Path, help="results of earlier calls (those in OUT and in bench/results/gpu)")
+    add(
+        "--scratch",
+        type=Path,
+        help="folder for what is removed at the end (of /tmp, /var/tmp and the home, the one with the most space)",
     )
-    fits = []
-    for one in found:
-        if "limit_bytes" in one:
-            ended = one.get("failed", f"{one.get('step_s', 0):.1f} s a step")[:80]
-            fits.append((f"{one['limit_bytes'] / GB:g}", f"{one['parameters'] / GB:.1f}", ended))
-    tables.append(Table(("GB", "1e9 parameters", "two steps"), fits, "What trains in so much device memory"))
-    remarks = [f"{one['case']}: {one['failed']}" for one in found if "failed" in one]
-    remarks += [f"{one['case']} ended with exit code {one['exit_code']}" for one in found if one.get("exit_code")]
-    shares = [one["copies_under_compute"] for one in found if one.get("copies_under_compute") is not None]
-    remarks += [f"of the time of copies, {share:.0%} is under compute" for share in shares]
-    pictures: dict[str, Callable[[Path], None]] = {}
-    if trained:
-        pictures["training.png"] = lambda file: _draw(trained, file)
-    if (out / "timeline-events.json").exists():
-        pictures["timeline.png"] = lambda file: timeline_picture(
-            out / "timeline-events.json", file, "parameters stream; one step and the one before it"
-        )
-    device = str(torch.get_device_module(the_device()).get_device_name(0))
-    return Report("gpu", "On a GPU", ABOUT, tables, {"cases": found}, remarks, setup=device, pictures=pictures)
+    add("--wheels", type=Path, help="folder of wheels to import from, for what is not installed")
+    add("--only", default="*", help="patterns of names of cases, with commas, such as 'toy-*,link'")
+    add("--again", action="store_true", help="also cases that have run, and were not ok")
+    add("--tiny", action="store_true", help="small sizes")
+    for internal in ("--worker", "--draw"):
+        add(internal, action="store_true", help=argparse.SUPPRESS)
+    add("--threads-log", type=Path, help=argparse.SUPPRESS)
+    add("--one", default="", help=argparse.SUPPRESS)
+    return Options(**vars(parser.parse_args(arguments)))
 
 
-def _rows(one: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    medians = {name: statistics.median(found["tokens_per_s"]) for name, found in one["contestants"].items()}
-    for name, found in one["contestants"].items():
-        title = name if name != "torch" else f"torch, beside {one['placement']}"
-        speed, share = f"{medians[name]:,.0f}", f"{medians[name] / medians['torch']:.2f}"
-        peak, pinned = f"{found['peak_device_bytes'] / GB:.2f}", f"{found['pinned_bytes'] / GB:.2f}"
-        yield title, f"{one['tokens']:,}", speed, share, peak, pinned
-
-
-def _draw(trained: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Draws tokens per second as a share of plain torch's."""
-    figure = new_figure(7, 4)
-    axes = figure.add_subplot()
-    placements = list(dict.fromkeys(one["placement"] for one in trained))
-    for placement in placements:
-        ones = [one for one in trained if one["placement"] == placement]
-        shares = [
-            statistics.median(one["contestants"][placement]["tokens_per_s"])
-            / statistics.median(one["contestants"]["torch"]["tokens_per_s"])
-            for one in ones
-        ]
-        axes.plot([one["tokens"] for one in ones], shares, marker="o", label=placement)
-    axes.set(xscale="log", xlabel="tokens a step", ylabel="tokens/s, x plain torch", ylim=(0, None))
-    axes.legend()
-    figure.savefig(file)
-
-
-def main(
-    out: Annotated[Path, typer.Argument(help="Folder of results; also of swap files meanwhile.")],
-    minutes: Annotated[
-        float, typer.Option(help="After so long no case is begun, and the one that runs is stopped.")
-    ] = 8,
-    case: Annotated[str, typer.Option(help="Run this one in this process, and print its result.")] = "",
-    tiny: Annotated[bool, typer.Option(help="Small sizes.")] = False,
-) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Runs what is left of everything that needs a GPU."""
-    out = out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    if case:
-        print(json.dumps(measure(out, case, tiny), allow_nan=False))
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    if options.worker or options.one or options.draw:
+        from bench import gpu_cases
+
+        gpu_cases.run(options)
         return
-    the_device()
-    left = go_on(out, minutes, tiny)
-    made = report(out, tiny)
-    made.publish(out=out)
-    (out / "README.md").write_text(made.page())
-    _write(out / "results.json", made.data)
-    note(f"{left} cases are left: call again" if left else "all cases have run")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    began = time.monotonic()
+    out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    sizes = TINY if options.tiny else FULL
+    named = "tiny" if options.tiny else "full"
+    files = [options.results] if options.results else [COMMITTED, out / "results.json"]
+    results = Results(out, named, load(files, named, must=options.results is not None))
+    scratch = own_folder(options.scratch)
+    call = None
+    try:
+        if not results.know_machine():
+            results.use_machine(gpu_machine.describe(scratch, sizes.disk))
+        environment, library = _environment(options, scratch)
+        program = [sys.executable, str(Path(sys.argv[0]).resolve()), str(out), "--scratch", str(scratch)]
+        program += ["--tiny"] if options.tiny else []
+        whole_s = 60 * options.minutes
+        call = Call(results, program, environment, scratch, began + whole_s, whole_s)
+        results.data["machines"][results.machine]["software"] = {**call.start(), "kernel library": library}
+        results.write()
+        chosen = [case for case in cases(options.tiny) if _matches(case.name, options.only)]
+        left = call.go_on(chosen, options.again)
+        _draw(program, environment, results)
+    finally:
+        if call is not None and call.worker is not None:
+            call.worker.close()
+        shutil.rmtree(scratch, ignore_errors=True)
+    say(f"{left} cases are left: call again" if left else "all cases have run")
+
+
+def _environment(options: Options, scratch: Path) -> tuple[dict[str, str], str]:
+    """Of all processes, and what kernels they use."""
+    named, library = kernels(scratch)
+    folders = [str(unpacked(options.wheels.resolve(), scratch))] if options.wheels else []
+    folders += [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    caches = {
+        "HYPOTHESIS_STORAGE_DIRECTORY": "hypothesis",
+        "TMPDIR": "tmp",
+        "TORCHINDUCTOR_CACHE_DIR": "inductor",
+        "TRITON_CACHE_DIR": "triton",
+        "XDG_CACHE_HOME": "cache",
+    }
+    for name in caches.values():
+        (scratch / name).mkdir()
+    ours = {
+        "PYTHONPATH": os.pathsep.join(folders),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        # What older versions of torch ask of whoever wants the same bits again.
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        **{name: str(scratch / folder) for name, folder in caches.items()},
+        **named,
+    }
+    return os.environ | ours, library
+
+
+def _draw(program: Sequence[str], environment: Mapping[str, str], results: Results) -> None:
+    """Pictures, if they can be drawn: nothing depends on them."""
+    if any(name.startswith("train-") for name in results.cases):
+        try:
+            subprocess.run([*program, "--draw"], env=environment, cwd=ROOT, capture_output=True, timeout=60, check=True)
+        except (OSError, subprocess.SubprocessError) as error:
+            say(f"there are no pictures: {error}")
+
+
+def _matches(name: str, patterns: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern.strip()) for pattern in patterns.split(","))
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
 
 
 if __name__ == "__main__":
-    run(main)
+    main()

@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +22,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from offload import native
+from offload.cli.machine import package_version
 
 RESULTS = Path(__file__).parent / "results"
 WIDTH = 176
@@ -122,7 +122,7 @@ def machine() -> str:
     vectors = " ".join(flag for flag in VECTOR_FLAGS if flag in flags)
     return (
         f"{name} ({vectors}), {native.usable_cpus()} usable CPUs; Linux {platform.release()}; "
-        f"offload {metadata.version('offload')}, torch {torch.__version__}, Python {platform.python_version()}"
+        f"offload {package_version()}, torch {torch.__version__}, Python {platform.python_version()}"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import os
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -258,8 +259,11 @@ class Library:
 
 
 def library_path() -> Path | None:
-    """Where the C library lies: in the package (a wheel) or in the environment's `offload` folder
-    (an editable install); None if in neither."""
+    """Where the C library lies: where OFFLOAD_KERNEL_LIBRARY says, for those who run from a folder and build it
+    elsewhere; in the package (a wheel); or in the environment's `offload` folder (an editable install). None if in
+    none of them."""
+    if given := os.environ.get("OFFLOAD_KERNEL_LIBRARY"):
+        return Path(given)
     folders = (Path(__file__).parents[1], Path(sysconfig.get_path("platlib")) / "offload")
     paths = (folder / _LIBRARY_NAME for folder in folders)
     return next((path for path in paths if path.is_file()), None)

@@ -81,6 +81,27 @@ def test_without_the_library_torch_is_taken_and_it_is_said_once(
     ]
 
 
+@pytest.fixture
+def opened_anew() -> Iterator[None]:
+    library.open_library.cache_clear()
+    yield
+    library.open_library.cache_clear()
+
+
+@pytest.mark.skipif(native.library_path() is None, reason="no C library")
+def test_the_environment_says_where_a_library_is_that_was_built_elsewhere(
+    opened_anew: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "built.so"
+    shutil.copy(str(LIBRARY), elsewhere)
+    monkeypatch.setenv("OFFLOAD_KERNEL_LIBRARY", str(elsewhere))
+    assert library.open_library()[0]._name == str(elsewhere)
+    library.open_library.cache_clear()
+    monkeypatch.setenv("OFFLOAD_KERNEL_LIBRARY", str(tmp_path / "none.so"))
+    assert native.available_variants() == ("torch",)
+    assert str(tmp_path / "none.so") in str(native.fallback_reason())
+
+
 def test_a_broken_library_is_not_used(no_library: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "liboffload_kernels.so"
     broken.write_bytes(b"not a library")

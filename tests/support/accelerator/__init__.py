@@ -74,7 +74,7 @@ def build() -> Path:
     found = compiler()
     if found is None:
         raise RuntimeError("there is no C++ compiler")
-    torch_root = Path(torch.__file__).parent
+    torch_root = Path(torch.__file__).resolve().parent
     flags = [
         "-std=c++20",
         "-O1",
