@@ -12,7 +12,6 @@ import typer
 from typer.core import TyperGroup
 
 from offload.errors import OffloadError
-from offload.sizes import option_bytes
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count it
@@ -45,8 +44,7 @@ def in_options(message: str, options: Collection[str]) -> str:
             return found[0]
         if value in ("True", "..."):
             return option
-        is_size = option.endswith(("-memory", "chunk")) and value.isdecimal()
-        return f"{option} {option_bytes(int(value)) if is_size else value}"
+        return f"{option} {value}"
 
     value = r"""("[^"]*"|'[^']*'|\.\.\.|[\w.]+)"""
     message = re.sub(rf"Tuning\((\w+)={value}\)", shown, message)
