@@ -53,6 +53,11 @@ def in_options(message: str, options: Collection[str]) -> str:
     return re.sub(r"(?<![-\w])[a-z]+(?:_[a-z]+)+\b", lambda found: names.get(found[0], found[0]), message)
 
 
+def printable(text: str) -> str:
+    """`text` without what a terminal obeys or cannot show, as a file's name may have it: escaped as in Python."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
 def print_json(values: dict[str, Any]) -> None:
     """One object on stdout. Raises: ValueError for NaN and infinities, which JSON does not have."""
     print(json.dumps(values, indent=2, allow_nan=False))

@@ -31,6 +31,7 @@ OPTIONS = {
         "--dtype", "--gpu-memory", "--lora-rank", "--no-commits",
     },
     "doctor": {"--path", "--json"},
+    "list": {"directory", "--depth", "--json"},
     "inspect": {"paths", "--json"},
     "convert": {"file", "--json"},
     "verify": {"paths", "--threads", "--json"},
