@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offload.cli.console import EXIT_ERROR, print_json, printable
+from offload.cli.console import EXIT_ERROR, print_json, printable, say, show_table
 from offload.cli.options import Json
 from offload.errors import ConfigError
 from offload.sizes import format_bytes
@@ -28,8 +28,7 @@ def list_runs(
     depth: Annotated[int, typer.Option(help="Levels of directories below it.")] = DEPTH,
     json: Json = False,
 ) -> None:
-    """List the runs and snapshots in a directory and below: step, size, optimizer, time, and whether a process is
-    using it now.
+    """List the runs and snapshots in a directory and below, what they hold, and which are in use now.
 
     Only reads, and only what the records say: `offload verify` reads the states.
     """
@@ -49,13 +48,11 @@ def list_runs(
     rows = [_cells(row, directory) for row in found.rows]
     console = Console()
     if rows and console.is_terminal:
-        table = Table(Column("directory", overflow="fold"), "step", Column("on disk", no_wrap=True))
-        table.add_column("optimizer", min_width=9)
-        table.add_column("committed", width=10 if console.width < 100 else 16)  # the time below the date, or beside it
-        table.add_column("state", overflow="fold")
+        names = (Column("directory", overflow="fold"), "step", Column("on disk", no_wrap=True))
+        table = Table(*names, "optimizer", "committed", "state")
         for cells in rows:
             table.add_row(*map(Text, cells))
-        console.print(table)
+        show_table(console, table)
     else:
         for name, step, size, optimizer, committed, state in rows:
             facts = (step and f"step {step}", size, optimizer, committed and f"committed {committed}", state)
@@ -109,7 +106,6 @@ def inspect(paths: Paths, json: Json = False) -> None:
     """Show what run is committed here: its step, sizes and parameters."""
     from rich.console import Console
     from rich.markup import escape
-    from rich.measure import Measurement
     from rich.table import Column, Table
 
     from offload.checkpoint.reader import Reader
@@ -145,20 +141,17 @@ def inspect(paths: Paths, json: Json = False) -> None:
         return
     console = Console()
     what = "snapshot of run" if known["snapshot"] else "run"
-    console.print(
+    say(
+        console,
         f"{what} {known['run_id']}, step {known['step']}: {len(rows)} parameters, {format_bytes(known['bytes'])} of "
         f"states in {known['chunks']} chunks on {known['paths']} paths of {known['ranks']} ranks",
-        highlight=False,
-        soft_wrap=True,
     )
-    # Names in full: they differ at their ends. In a file or a pipe each has a line of its own.
+    # Names in full: they differ at their ends.
     table = Table(Column("parameter", overflow="fold"), "shape", "dtype", "steps", "states", "chunks")
     for row in rows:
         cells = (row["name"], row["shape"], row["dtype"], row["steps"])
         table.add_row(*(escape(str(cell)) for cell in cells), format_bytes(row["bytes"]), str(row["chunks"]))
-    if not console.is_terminal:
-        console.width = Measurement.get(console, console.options.update(width=10_000), table).maximum
-    console.print(table)
+    show_table(console, table)
 
 
 def verify(
