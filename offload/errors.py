@@ -185,7 +185,7 @@ class StateError(OffloadError, RuntimeError):
     """An internal mistake, such as a move of a chunk that its residency does not allow."""
 
 
-CLOSED = "the optimizer is closed: make a new one"
+CLOSED = "the optimizer was closed, by close() or at the end of its `with` block: make a new one"
 
 
 class ClosedError(OffloadError, RuntimeError):
