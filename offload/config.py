@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError, PathError
-from offload.sizes import PAGE_BYTES, parse_bytes
+from offload.sizes import PAGE_BYTES, option_bytes, parse_bytes
 
 Tier = Literal["device", "cpu", "nvme"]
 PathLike = str | os.PathLike[str]
@@ -244,7 +244,7 @@ def check(
         _not_whole("Tuning.threads", tuning.threads, 1),
         (
             chunk_bytes < least_chunk,
-            f"Tuning.chunk={tuning.chunk!r} is too small{where}: give at least {least_chunk} bytes",
+            f"Tuning.chunk={tuning.chunk!r} is too small{where}: give at least {option_bytes(least_chunk)}",
         ),
     )
     units, kinds = tuning.units, "a module's name nor a module class"
@@ -393,8 +393,8 @@ def over_ranks(config: Config, *, ranks: int, ranks_on_node: int, slices: int = 
     # All ranks have the same tiers, whatever each of them has free.
     if config.tile_bytes:
         raise ConfigError(
-            f"Tuning.tile={config.tile_bytes} with {ranks * slices} ranks: over several ranks every layer is "
-            "gathered as a whole; leave it out"
+            f"Tuning.tile={option_bytes(config.tile_bytes)} with {ranks * slices} ranks: over several ranks every "
+            "layer is gathered as a whole; leave it out"
         )
     config = replace(config, chooses_params=False, chooses_grads=False, tile_bytes=0)
     if ranks == 1:

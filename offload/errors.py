@@ -29,6 +29,8 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
+from pathlib import Path
 
 
 def _again(kind: type[OffloadError], args: tuple[object, ...], state: dict[str, object]) -> OffloadError:
@@ -45,6 +47,13 @@ FILE_TOO_LARGE = ": raise the limit of file sizes (ulimit -f), or choose a file 
 def explained(error: OSError) -> str:
     """What an error says, and what to do about it where its words do not tell."""
     return f"{error.strerror}{FILE_TOO_LARGE if error.errno == errno.EFBIG else ''}"
+
+
+def missing_parent(path: Path) -> str:
+    """Which of the directories above `path` is the first that is missing, and how to make all of them."""
+    missing = next((above for above in reversed(path.parents) if not above.exists()), path.parent)
+    command = f"mkdir -p {shlex.quote(str(path.parent))}"
+    return f"{missing} does not exist: make it first ({command}), or give another path"
 
 
 class OffloadError(Exception):
@@ -199,7 +208,7 @@ class StateError(OffloadError, RuntimeError):
     """An internal mistake, such as a move of a chunk that its residency does not allow."""
 
 
-CLOSED = "the optimizer is closed: make a new one"
+CLOSED = "the optimizer was closed, by close() or at the end of its `with` block: make a new one"
 
 
 class ClosedError(OffloadError, RuntimeError):

@@ -201,6 +201,11 @@ class HeldModel:
         specs = self._parts.parameters.layout.specs
         return WrittenFrozen(self._model, specs, self._frozen_digests, self.units, self.access, budget_bytes)
 
+    @property
+    def has_cast_inputs(self) -> bool:
+        """See `Hooks`."""
+        return self._hooks is not None and self._hooks.has_cast_inputs
+
     def remove(self) -> None:
         """Lets go of the model, after what is under way has ended; also if it fails."""
         with ExitStack() as last_first:

@@ -1130,6 +1130,7 @@ class OffloadZero(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises ConfigError: after construction the layout is fixed, and with it the memory and disk reserved."""
         if self._adopted:
+            self._require_open()
             raise ConfigError("parameters cannot be added after OffloadZero took the model: make a new OffloadZero")
         super().add_param_group(param_group)
 
@@ -1229,6 +1230,7 @@ class OffloadZero(torch.optim.Optimizer):
             TierIOError: the disk failed.
             CorruptionError: bytes that were read are not those that were written.
         """
+        self._require_open()
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
@@ -1296,15 +1298,30 @@ class OffloadZero(torch.optim.Optimizer):
     def close(self) -> None:
         """Ends the last step, unhooks the model, frees memory, files and their lock. May be called again.
 
-        The model keeps its parameters in the compute dtype, and gradients are dropped. Streamed parameters are fetched
-        for good, if all of them fit in `device_memory` and in half of what is free. If they do not, or if ranks share
-        them, they stay released, and any use of them raises ReleasedParameterError.
+        The model keeps its parameters in the compute dtype, and gradients are dropped. Inputs are not cast any more: if
+        any were, one line says so. Streamed parameters are fetched for good, if all of them fit in
+        `device_memory` and in half of what is free. If they do not, or if ranks share them, they stay released, and any
+        use of them raises ReleasedParameterError.
         """
-        if os.getpid() == self._pid:
-            self._close()
+        self._close(tells=True)
+
+    def _close(self, *, tells: bool) -> None:
+        if os.getpid() != self._pid:
+            return
+        tells = tells and self._held.has_cast_inputs and self._failure is None and self._everyone.rank == 0
+        self._close_here()
+        if tells:
+            dtype = self._config.compute_dtype
+            way_out = "" if dtype is torch.float32 else ", or call model.float()"
+            with suppress(OSError, ValueError):
+                print(
+                    f"offload: closed: the model stays in {dtype}, and its inputs are not cast any more: give it "
+                    f"{dtype}{way_out}",
+                    file=sys.stderr,
+                )
 
     @training_entry
-    def _close(self) -> None:
+    def _close_here(self) -> None:
         if isinstance(self._failure, ClosedError):
             self._end()  # a call that was interrupted left it to this one
             return
@@ -1328,6 +1345,7 @@ class OffloadZero(torch.optim.Optimizer):
         self._owner.let_go()
 
     def __enter__(self) -> Self:
+        self._require_open()
         return self
 
     def __exit__(
@@ -1337,7 +1355,7 @@ class OffloadZero(torch.optim.Optimizer):
             self._fail(error)  # the other ranks may be somewhere else: no collective is possible any more
         # What is being raised is the cause of any error of the ending.
         with suppress(OffloadError) if error is not None else nullcontext():
-            self.close()
+            self._close(tells=error is None)
 
     def __getstate__(self) -> NoReturn:
         raise ConfigError("OffloadZero cannot be copied or pickled: its states are in the tiers, not in it")
@@ -1345,6 +1363,10 @@ class OffloadZero(torch.optim.Optimizer):
     def _fail(self, error: BaseException) -> None:
         """Makes every later call raise this error: some parameters are a step further than others, or one rank is."""
         self._failure = self._failure or error
+
+    def _require_open(self) -> None:
+        if isinstance(self._failure, ClosedError):
+            raise self._failure
 
     @entry
     def _require_usable(self) -> None:

@@ -25,12 +25,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 import torch
 
 from offload.config import absolute
-from offload.errors import ConfigError, PathError, explained
+from offload.errors import ConfigError, PathError, explained, missing_parent
 from offload.interrupts import is_of_system
 from offload.torch_private import profiler_enabled
 
@@ -328,6 +329,8 @@ def _checked(file: str | os.PathLike[str]) -> str:
         raise
     except (OSError, ValueError) as error:
         code, why = (error.errno, error.strerror) if isinstance(error, OSError) else (errno.EINVAL, str(error))
+        if code == errno.ENOENT:
+            why = missing_parent(Path(path))
         raise PathError(code, f"the timeline cannot be written there: {why}", path) from error
     return path
 

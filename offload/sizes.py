@@ -62,10 +62,11 @@ def round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def option_bytes(nbytes: int) -> str:
-    """At least so many bytes, as an option takes them: "131.5GiB". At most a thousandth more."""
+def option_bytes(nbytes: int, *, at_most: bool = False) -> str:
+    """So many bytes as an option takes them, "131.5GiB": rounded up, or down if `at_most`, by a thousandth or less."""
     for name, size in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if nbytes >= size:
             scale = 10 ** (4 - len(str(nbytes // size)))
-            return f"{-(-nbytes * scale // size) / scale:g}{name}"
+            number = nbytes * scale // size if at_most else -(-nbytes * scale // size)
+            return f"{number / scale:g}{name}"
     return str(nbytes)

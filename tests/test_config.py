@@ -102,7 +102,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("zzz", 1, "the options are accumulation"),
 ]
 WRONG_TUNING: list[tuple[str, Any, str]] = [
-    ("chunk", 4095, "at least 4096"),
+    ("chunk", 4095, "at least 4KiB"),
     ("tile", -1, "negative"),
     ("tile", "large", '"48GiB"'),
     ("chunk", "64 MB/s", '"48GiB"'),

@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
+import shlex
+import subprocess
 import threading
 import time
 import tracemalloc
@@ -306,6 +309,19 @@ def test_bad_path_is_refused_before_anything_runs(place: str, model: nn.Module, 
         with optimizer.timeline(tmp_path / "folder" / "good.json"):
             pass
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_folder_that_is_missing_is_named_with_how_to_make_it(tmp_path: Path) -> None:
+    file = tmp_path / "missing" / "too" / "t.json"
+    with pytest.raises(PathError) as refused, Timeline().recorded(file):
+        pytest.fail("the body ran")
+    assert f"{tmp_path / 'missing'} does not exist" in str(refused.value)
+    command = re.search(r"make it first \((.*)\)", str(refused.value))
+    assert command is not None
+    subprocess.run(shlex.split(command[1]), check=True)
+    with Timeline().recorded(file):
+        pass
+    assert file.exists()
 
 
 def test_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gc
+import inspect
+import re
 import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import AccumulationError, ConfigError, OffloadZero, ResumeError, Tuning
+from offload import AccumulationError, ClosedError, ConfigError, OffloadZero, ResumeError, Tuning
 from offload.planner import least_cpu_memory
 from tests.support import models
 from tests.support.toy import take_step
@@ -382,6 +386,82 @@ def test_close_unhooks_the_model_and_may_be_called_twice() -> None:
     with OffloadZero(model) as again:
         backward(model)
         again.step()
+
+
+def test_closing_says_that_inputs_are_not_cast_any_more_if_any_were(capfd: pytest.CaptureFixture[str]) -> None:
+    x = torch.randn(2, 13)
+    line = "offload: closed: the model stays in torch.bfloat16, and its inputs are not cast any more"
+    optimizer = OffloadZero(model := mlp())
+    expected = model(x)
+    optimizer.close()
+    optimizer.close()
+    told = capfd.readouterr().err
+    assert told.count(line) == 1
+    assert told.endswith("give it torch.bfloat16, or call model.float()\n")
+    with pytest.raises(RuntimeError, match="dtype"):  # torch's, a line below ours
+        model(x)
+    assert torch.equal(model(x.bfloat16()), expected)  # what the line says
+    assert model.float()(x).dtype is torch.float32
+    with OffloadZero(model := mlp()):
+        model(x.bfloat16())
+    with OffloadZero(model := mlp(), cast_forward_inputs=False), suppress(RuntimeError):
+        model(x)
+    with pytest.raises(KeyError), OffloadZero(model := mlp()):
+        raise KeyError(model(x))  # which says what ended the run
+    assert "closed" not in capfd.readouterr().err
+
+
+def test_a_state_dict_of_something_else_is_refused_with_what_to_give() -> None:
+    other = nn.Linear(3, 3)
+    with OffloadZero(model := mlp()) as optimizer:
+        sizes = [len(list(model.parameters()))]
+        with pytest.raises(ResumeError, match=re.escape(f"groups have [2] parameters, and the optimizer's {sizes}")):
+            optimizer.load_state_dict(torch.optim.AdamW(other.parameters()).state_dict())
+        for wrong in (model.state_dict(), {}, {"param_groups": 3}, {"param_groups": [3]}, {"param_groups": [{}]}):
+            with pytest.raises(ResumeError, match=r"of no optimizer.*give what state_dict\(\) of an OffloadZero"):
+                optimizer.load_state_dict(wrong)
+
+
+CLOSED: dict[str, Callable[[OffloadZero, nn.Parameter], object]] = {
+    "step": lambda optimizer, _: optimizer.step(),
+    "clip_grad_norm_": lambda optimizer, _: optimizer.clip_grad_norm_(1.0),
+    "accumulation": lambda optimizer, _: setattr(optimizer, "accumulation", 2),
+    "state": lambda optimizer, param: optimizer.state[param]["exp_avg"].sum(),
+    "grad": lambda optimizer, param: optimizer.grad(param),
+    "gathered": lambda optimizer, param: optimizer.gathered([param]).__enter__(),
+    "state_of": lambda optimizer, param: optimizer.state_of(param),
+    "timeline": lambda optimizer, _: optimizer.timeline("t.json").__enter__(),
+    "attach": lambda optimizer, _: optimizer.attach(other=nn.Linear(1, 1)),
+    "commit": lambda optimizer, _: optimizer.commit(),
+    "snapshot": lambda optimizer, _: optimizer.snapshot(),
+    "rollback": lambda optimizer, _: optimizer.rollback(),
+    "export": lambda optimizer, _: optimizer.export("out"),
+    "add_param_group": lambda optimizer, param: optimizer.add_param_group({"params": [param]}),
+    "consolidate_state_dict": lambda optimizer, _: optimizer.consolidate_state_dict(),
+    "load_state_dict": lambda optimizer, _: optimizer.load_state_dict(optimizer.state_dict()),
+    "synchronize": lambda optimizer, _: optimizer.synchronize(),
+    "with": lambda optimizer, _: optimizer.__enter__(),
+}
+GO_ON = {"zero_grad", "stats", "state_dict", "close"}
+"""Methods that loops call at their end, and that say or do what is true of a closed optimizer, too."""
+
+
+@pytest.mark.filterwarnings("ignore:this state dict has hyper-parameters only")
+@pytest.mark.parametrize("name", CLOSED)
+def test_whatever_a_closed_optimizer_is_asked_for_the_error_names_close(name: str) -> None:
+    optimizer = OffloadZero(model := mlp())
+    backward(model)
+    optimizer.step()
+    optimizer.close()
+    with pytest.raises(ClosedError, match=r"was closed, by close\(\).*make a new one"):
+        CLOSED[name](optimizer, first(model))
+    for method in GO_ON:
+        getattr(optimizer, method)()
+
+
+def test_no_method_was_forgotten_there() -> None:
+    methods = {name for name, value in vars(OffloadZero).items() if name[0] != "_" and inspect.isfunction(value)}
+    assert methods <= CLOSED.keys() | GO_ON
 
 
 @pytest.mark.parametrize("adopted", [True, False], ids=["adopted", "its own"])

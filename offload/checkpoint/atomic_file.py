@@ -17,6 +17,7 @@ from offload.checkpoint.manifest import Digest
 from offload.errors import CorruptionError, PathError, TierIOError
 from offload.interrupts import is_of_system
 from offload.io.engine import IOFile
+from offload.sizes import format_bytes
 from offload.storage.files import TEMPORARY, Files
 
 
@@ -114,7 +115,7 @@ def read_whole(files: Files, path: Path, most: int) -> bytes | None:
             raise TierIOError("read", error.errno, str(path), 0, most) from error
         raise PathError(error.errno, f"cannot be read: {error.strerror}", str(path)) from error
     if len(data) > most:
-        raise CorruptionError(f"is longer than {most} bytes", file=str(path))
+        raise CorruptionError(f"is longer than {format_bytes(most)}", file=str(path))
     return data
 
 

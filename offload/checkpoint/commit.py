@@ -53,6 +53,7 @@ from offload.checkpoint.manifest import (
 )
 from offload.checkpoint.tensors import Entry, stream
 from offload.errors import ConfigError, CorruptionError, OffloadError, PathError, ResumeError
+from offload.sizes import format_bytes
 from offload.storage.files import COMMIT_NAME, LOCAL, NEW_SUFFIX, RECORD_START, TEMPORARY, Files, file_name
 from offload.storage.swap_format import RunId
 
@@ -94,7 +95,9 @@ def write_manifest(directory: Path, manifest: Manifest, extra: object = None, fi
     structure, tensors = extra_state.encode(extra)
     _check(replace(manifest, extra=structure, tensors=None))
     if sum(tensor.nbytes for tensor in tensors) > MAX_TENSORS_BYTES // 2:
-        raise ConfigError(f"the tensors in extra are larger than {MAX_TENSORS_BYTES // 2} bytes: save them elsewhere")
+        raise ConfigError(
+            f"the tensors in extra are larger than {format_bytes(MAX_TENSORS_BYTES // 2)}: save them elsewhere"
+        )
     found = None
     if tensors:
         path = directory / tensors_name(manifest, manifest.rank)
@@ -304,7 +307,7 @@ def _entry(number: int, tensor: Tensor) -> Entry:
 
 def _read_exactly(files: Files, path: Path, expected: Digest, limit: int) -> bytes:
     if expected.size > limit:
-        raise CorruptionError(f"{expected.size} bytes are too many, {limit} are allowed", file=str(path))
+        raise CorruptionError(f"is longer than the {format_bytes(limit)} that are allowed", file=str(path))
     data = read_whole(files, path, expected.size)
     if data is None:
         raise CorruptionError(

@@ -23,12 +23,12 @@ from offload.checkpoint.extra import memory_of
 from offload.checkpoint.manifest import ParameterFacts, canonical
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.tensors import DTYPES, Entry, aligned, stream
-from offload.errors import BudgetError, ConfigError, PathError
+from offload.errors import BudgetError, ConfigError, PathError, missing_parent
 from offload.interrupts import is_of_system
 from offload.io.engine import open_directory
 from offload.io.regular import require_regular
 from offload.sizes import GIB, MIB, format_bytes
-from offload.storage.files import LOCAL, Files, missing_parent, require_file_size
+from offload.storage.files import LOCAL, Files, require_file_size
 
 SHARD_BYTES = 5 * GIB
 METADATA = {"format": "pt"}

@@ -55,6 +55,7 @@ from msgspec import Meta
 
 from offload.errors import ConfigError, CorruptionError, ResumeError
 from offload.layout import Layout
+from offload.sizes import format_bytes
 from offload.storage.swap_format import (
     MAX_INT,
     MAX_NUMEL,
@@ -285,7 +286,7 @@ def decode(
     Raises: CorruptionError naming `file`; ResumeError if it is of a newer or older version of this library.
     """
     if len(data) > most:
-        raise CorruptionError(f"{len(data)} bytes are too many, {most} are allowed", file=file)
+        raise CorruptionError(f"is longer than the {format_bytes(most)} that are allowed", file=file)
     # Before parsing, which takes some 40 bytes of RAM a value.
     if data.count(b",") > MAX_COMMAS:
         raise CorruptionError(f"holds more than {MAX_COMMAS} values", file=file)

@@ -37,7 +37,7 @@ from offload.errors import ConfigError, CorruptionError, OffloadError, ResumeErr
 from offload.io.engine import aligned_memory
 from offload.io.threads import Workers
 from offload.native import Kernels, load
-from offload.sizes import MIB, PAGE_BYTES
+from offload.sizes import MIB, PAGE_BYTES, format_bytes
 from offload.storage.files import LOCAL, Files, swap_name
 from offload.storage.swap_file import CommittedFile
 from offload.storage.swap_format import STATE_KINDS, described_chunks, parse_header, superblock_padding_is_clean
@@ -127,7 +127,7 @@ class CommittedFiles:
         """Whether the file is long enough for a slot, before memory is taken: a manifest may say anything."""
         file = self._files[rank, slot.path]
         if file.size < slot.offset + slot.size:
-            _refuse(file, slot, f"the file ends before this slot of {slot.size} bytes does")
+            _refuse(file, slot, f"the file ends before this slot of {format_bytes(slot.size)} does")
 
     def check(self, rank: int, slot: Slot, buffer: Tensor) -> None:
         """Reads a slot through `buffer`, piece by piece if that is smaller. Raises: as `CommittedFiles`."""
@@ -139,7 +139,7 @@ class CommittedFiles:
         for start in range(0, slot.size, len(buffer)):
             data = memoryview(buffer[: min(len(buffer), slot.size - start)].numpy().data)
             if file.read(data, slot.offset + start) < len(data):
-                _refuse(file, slot, f"the file ends before this slot of {slot.size} bytes does")
+                _refuse(file, slot, f"the file ends before this slot of {format_bytes(slot.size)} does")
             if start == 0:
                 header = parse_header(data[:PAGE_BYTES], file.path, slot.offset, slot.chunk)
                 if problem := header.problem(manifest.run_id, slot.chunk, facts.step, facts.numel, facts.checksum):

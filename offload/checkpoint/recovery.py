@@ -80,6 +80,7 @@ from offload.interrupts import is_of_system
 from offload.layout import Layout
 from offload.model import written_frozen
 from offload.model.flat_param import is_dense
+from offload.sizes import format_bytes
 from offload.storage.files import COMMIT_NAME, LOCAL, Directories, Files, check_directory, holds_commit, swap_name
 from offload.storage.swap_file import new_run_id
 
@@ -403,7 +404,7 @@ class RecoveryPlan:
                     raise PathError(error.errno, f"cannot be opened: {error.strerror}", str(path)) from error
             if sizes[path] < slot.offset + slot.size:
                 raise CorruptionError(
-                    f"the file ends before this slot of {slot.size} bytes does",
+                    f"the file ends before this slot of {format_bytes(slot.size)} does",
                     chunk=slot.chunk,
                     file=str(path),
                     offset=slot.offset,

@@ -44,9 +44,13 @@ def name_of(commit: Commit) -> str:
     return f"snapshot-{commit.step}-{commit.run_id[:RUN_DIGITS]}"
 
 
+def is_snapshot_name(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None
+
+
 def snapshots_in(path: Path, files: Files) -> list[str]:
     """The directories with a snapshot's name in `path`."""
-    return [name for name in _names_in(path, files) if _NAME.fullmatch(name) and files.is_directory(path / name)]
+    return [name for name in _names_in(path, files) if is_snapshot_name(name) and files.is_directory(path / name)]
 
 
 def records_in(path: Path, files: Files) -> dict[str, Commit]:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from offload.cli.console import print_json
+from offload.cli.console import print_json, say, show_table
 from offload.cli.options import Json
 
 
@@ -31,7 +31,7 @@ def io(
     stderr, stdout = Console(stderr=True), Console()
     results = io_speed.measure_all(paths, size, rounds, quick=quick, console=stderr)
     for result in results:
-        stderr.print(io_speed.remember_settings(result), soft_wrap=True, highlight=False, markup=False)
+        say(stderr, io_speed.remember_settings(result), markup=False)
     if json:
         print_json({"drives": [result.as_json() for result in results]})
         return
@@ -39,5 +39,6 @@ def io(
         table = Table(*io_speed.HEADINGS, title=f"{result.path.resolve()}: {result.title}", title_justify="left")
         for row in result.rows():
             table.add_row(*row)
-        stdout.print(table)
-        stdout.print(*result.remarks(), sep="\n", soft_wrap=True, highlight=False, markup=False)
+        show_table(stdout, table)
+        for line in result.remarks():
+            say(stdout, line, markup=False)

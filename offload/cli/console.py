@@ -6,16 +6,24 @@ import json
 import re
 import sys
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperGroup
 
 from offload.errors import OffloadError
-from offload.sizes import option_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count it
+
+_UNBOUNDED = 10_000
+"""Columns of a terminal that no line fills."""
+_FOLDED = 24
+"""To so many columns paths and names are folded, if the terminal is narrow."""
 
 
 class Commands(TyperGroup):
@@ -45,14 +53,60 @@ def in_options(message: str, options: Collection[str]) -> str:
             return found[0]
         if value in ("True", "..."):
             return option
-        is_size = option.endswith(("-memory", "chunk")) and value.isdecimal()
-        return f"{option} {option_bytes(int(value)) if is_size else value}"
+        return f"{option} {value}"
 
     value = r"""("[^"]*"|'[^']*'|\.\.\.|[\w.]+)"""
     message = re.sub(rf"Tuning\((\w+)={value}\)", shown, message)
     message = re.sub(rf"(?<![-\w])([a-z]\w*)={value}", shown, message)
     names = {option[2:].replace("-", "_"): option for option in options}
     return re.sub(r"(?<![-\w])[a-z]+(?:_[a-z]+)+\b", lambda found: names.get(found[0], found[0]), message)
+
+
+def printable(text: str) -> str:
+    """`text` without what a terminal obeys or cannot show, as a file's name may have it: escaped as in Python."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
+def say(console: Console, line: str, *, markup: bool = True) -> None:
+    """Prints a sentence: wrapped between words at a terminal, in one line elsewhere."""
+    console.print(line, soft_wrap=not console.is_terminal, highlight=False, markup=markup)
+
+
+def show_table(console: Console, table: Table) -> None:
+    """Prints a table without cutting words: at a terminal that is too narrow for its lines, columns are narrowed to
+    their longest words, the widest first. Paths and names are folded, in columns that say so. Elsewhere each row has a
+    line of its own."""
+    from rich.measure import Measurement
+
+    width = Measurement.get(console, console.options.update(width=_UNBOUNDED), table).maximum
+    if not console.is_terminal:
+        console.width = max(console.width, width)
+    elif width > console.width:
+        _narrow(table, width - console.width)
+    console.print(table)
+
+
+def _narrow(table: Table, excess: int) -> None:
+    from rich.cells import cell_len
+    from rich.text import Text
+
+    widths, words, folded = [], [], []  # of a column: its longest line, its longest word, the least where it may fold
+    for column in table.columns:
+        cells = [Text.from_markup(one) if isinstance(one, str) else one for one in (column.header, *column.cells)]
+        texts = [cell for cell in cells if isinstance(cell, Text)]
+        widths.append(max((line.cell_len for text in texts for line in text.split()), default=0))
+        longest = max((cell_len(word) for text in texts for word in text.plain.split()), default=0)
+        words.append(widths[-1] if column.no_wrap else longest)
+        folded.append(min(words[-1], _FOLDED) if column.overflow == "fold" else words[-1])
+    for least in (folded, [min(width, _FOLDED // 2) for width in words]):
+        while excess > 0:
+            number = max(range(len(widths)), key=lambda one: (widths[one] > least[one], widths[one]))
+            if widths[number] <= least[number]:
+                break
+            widths[number] -= 1
+            excess -= 1
+    for column, width in zip(table.columns, widths, strict=True):
+        column.width, column.overflow = width, "fold"
 
 
 def print_json(values: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from offload.cli.console import print_json
+from offload.cli.console import print_json, say, show_table
 from offload.cli.options import Json
 from offload.config import absolute
 from offload.errors import ConfigError
@@ -176,8 +176,8 @@ def _show(rows: list[Row]) -> None:
     for row in rows:
         table.add_row(row.item, escape(row.shown), style="yellow" if row.hint else None)
     console = Console()
-    console.print(table)
+    show_table(console, table)
     slow = [row for row in rows if row.hint]
     verdict = "What slows this machine:" if slow else "Nothing slows this machine."
     for line in (verdict, *(f"- {row.item}: {row.shown}: {row.hint}" for row in slow)):
-        console.print(escape(line), soft_wrap=True, highlight=False)
+        say(console, escape(line))

@@ -33,7 +33,7 @@ from offload.io import io_uring
 from offload.io.engine import IOFuture, open_file
 from offload.io.select import ENGINES, Settings, remember
 from offload.io.threads import Workers
-from offload.sizes import GIB, KIB, MIB, format_bytes, parse_bytes
+from offload.sizes import GIB, KIB, MIB, format_bytes, option_bytes, parse_bytes
 from offload.storage.arena import Arena
 
 OPERATIONS = ("read", "write", "mixed")
@@ -321,8 +321,8 @@ def checked_size(path: Path, size: int | None, default: int) -> int:
     if size is None:
         size = min(default, max(free // 4, SMALLEST_BYTES))
     if size < SMALLEST_BYTES:
-        least = format_bytes(SMALLEST_BYTES)
-        raise ConfigError(f"--size={format_bytes(size)} is too small to measure: give at least {least}")
+        least = option_bytes(SMALLEST_BYTES)
+        raise ConfigError(f"--size {option_bytes(size)} is too small to measure: give at least {least}")
     if size > free:
         raise BudgetError(
             f"{path}: measuring needs {format_bytes(size)}, {format_bytes(free)} are free: lower --size, or make room",

@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 from offload import BudgetError, ConfigError, OffloadZero, Tuning
-from offload.cli.console import print_json
+from offload.cli.console import print_json, say, show_table
 from offload.cli.options import TrainOptions
 from offload.cli.plots import MISSING, can_draw, loss_curve
 from offload.cli.progress import Tell, progress, training_status
@@ -310,7 +310,7 @@ def run(options: TrainOptions, *, as_json: bool) -> None:
     if not draws:
         if options.timeline:
             raise ConfigError(f"--timeline cannot be drawn, because {MISSING}")
-        stderr.print(f"The loss will not be drawn: {MISSING}", soft_wrap=True, highlight=False, markup=False)
+        say(stderr, f"The loss will not be drawn: {MISSING}", markup=False)
     device = accelerator() or torch.device("cpu")
     model = build_model(config, options)
     if options.param_tier == "device":
@@ -319,8 +319,8 @@ def run(options: TrainOptions, *, as_json: bool) -> None:
         optimizer = _take(stack, model, options)
         measured = Measured(committed=None if optimizer.resumed is None else optimizer.resumed.step)
         if options.commit_every:
-            say = f"offload: {_times(options.commit_every)} and at the end the run is committed to {options.path}"
-            stderr.print(say, soft_wrap=True, highlight=False, markup=False)
+            promise = f"offload: {_times(options.commit_every)} and at the end the run is committed to {options.path}"
+            say(stderr, promise, markup=False)
         with _saying_how_to_go_on(stderr, options, measured), progress(stderr, "step", options.steps) as tell:
             train_loop(model, optimizer, text, options, device, tell, measured)
         stats = optimizer.stats()
@@ -356,7 +356,7 @@ def _saying_how_to_go_on(stderr: Console, options: TrainOptions, measured: Measu
             at = f"go on with --resume, from step {measured.committed}"
             if measured.committed is None:
                 at = f"nothing was committed yet: that comes {_times(options.commit_every)}"
-            stderr.print(at, soft_wrap=True, highlight=False, markup=False)
+            say(stderr, at, markup=False)
         raise
 
 
@@ -410,18 +410,18 @@ def _title(summary: dict[str, Any]) -> str:
 
 def _show(console: Console, summary: dict[str, Any], prompt: str) -> None:
     """Prints tables and a sample, and draws the picture."""
-    console.print(_table(summary))
+    show_table(console, _table(summary))
     console.print("\n[bold]After[/bold] (from the held-out text)")
     console.print(escape(_printable(prompt)), highlight=False)
     console.print("[bold]the model writes[/bold]")
     console.print(escape(_printable(summary["sample"])), highlight=False)
     if summary["picture"]:
-        console.print(f"\nLoss curve: {summary['picture']}", highlight=False, soft_wrap=True)
+        say(console, f"\nLoss curve: {summary['picture']}")
     if summary["timeline"]:
-        console.print("Timeline: {} (open it in ui.perfetto.dev), {}".format(*summary["timeline"]), soft_wrap=True)
+        say(console, "Timeline: {} (open it in ui.perfetto.dev), {}".format(*summary["timeline"]))
     for file in summary["files"]:
         fate = "committed: see offload inspect" if summary["committed"] else "not committed: it cannot be resumed from"
-        console.print(f"Kept: {file} ({fate})", soft_wrap=True)
+        say(console, f"Kept: {file} ({fate})")
 
 
 def _table(summary: dict[str, Any]) -> Table:

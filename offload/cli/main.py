@@ -1,4 +1,5 @@
-"""The command line: `offload train`, `plan`, `doctor`, `convert`, `inspect`, `verify`, `export`, `remove`, `bench io`.
+"""The command line: `offload train`, `plan`, `doctor`, `convert`, `list`, `inspect`, `verify`, `export`, `remove` and
+`bench io`.
 
 Commands import torch when they run, not when they are registered, so that `--help` is quick.
 """
@@ -16,7 +17,7 @@ from offload.cli.console import EXIT_INTERRUPTED, Commands
 from offload.cli.convert import convert
 from offload.cli.doctor import doctor
 from offload.cli.plan import plan
-from offload.cli.stored import export, inspect, remove, verify
+from offload.cli.stored import export, inspect, list_runs, remove, verify
 from offload.cli.train import train
 
 
@@ -42,8 +43,11 @@ def main(
     """Train models that do not fit: optimizer states in CPU memory or on NVMe."""
 
 
-for command in (train, plan, doctor, convert, inspect, verify, export, remove):
+for command in (train, plan, doctor, convert):
     app.command()(command)
+app.command("list")(list_runs)
+for reader in (inspect, verify, export, remove):
+    app.command()(reader)
 
 bench = typer.Typer(cls=Commands, no_args_is_help=True, help="Measure this machine.")
 bench.command()(io)

@@ -110,8 +110,7 @@ def plan(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show whether a run fits, how long a step takes, and what more or less RAM would do, before anything is
-    allocated."""
+    """Show, before anything is allocated, whether a run fits, how long a step takes, and what other budgets do."""
     options = PlanOptions(
         preset=preset, layers=layers, width=width, config=config, frozen=frozen, lora_rank=lora_rank, batch=batch,
         seq=seq, accumulation=_whole(accumulation), dtype=dtype, tier=tier, param_tier=param_tier, grad_tier=grad_tier,

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from offload.cli.console import say, show_table
 from offload.cli.options import PlanOptions
 from offload.cli.plan_models import Sized
 from offload.planner.placement import TYPICAL_TBW
@@ -34,24 +35,24 @@ WORDS = {"given": "given", "assumed": "assumed", "measured": "as offload bench i
 def show(console: Console, summary: dict[str, Any], options: PlanOptions, model: Sized) -> None:
     """The verdict first, then what lies where, then what other budgets would do."""
     for line in _verdict(summary, options):
-        console.print(line, soft_wrap=True, highlight=False)
+        say(console, line)
     console.print()
-    console.print(_placement_table(summary))
+    show_table(console, _placement_table(summary))
     if summary["ranks"] > 1:
-        console.print(_rank_table(summary))
+        show_table(console, _rank_table(summary))
     if "zero_r" in summary:
-        console.print(_zero_r_table(summary, model.blocks))
+        show_table(console, _zero_r_table(summary, model.blocks))
     for line in (*_lines(summary), _activation_line(summary, options, model)):
-        console.print(line, soft_wrap=True, highlight=False)
+        say(console, line)
     console.print()
     show_budgets(console, summary)
 
 
 def show_budgets(console: Console, summary: dict[str, Any]) -> None:
-    console.print(_budget_table(summary))
+    show_table(console, _budget_table(summary))
     share, free = summary["largest_share"], format_bytes(summary["free_cpu_bytes"])
     fits = "not even the least fits" if share is None else f"{share:.0%} of the states fit"
-    console.print(f"In {free} of free RAM, {fits}.", soft_wrap=True, highlight=False)
+    say(console, f"In {free} of free RAM, {fits}.")
 
 
 def _verdict(summary: dict[str, Any], options: PlanOptions) -> Iterator[str]:

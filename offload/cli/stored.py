@@ -1,28 +1,111 @@
-"""`offload inspect`, `verify`, `export` and `remove`: what lies in the directories of a run."""
+"""`offload list`, `inspect`, `verify`, `export` and `remove`: what lies in the directories of runs."""
 
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offload.cli.console import EXIT_ERROR, print_json
+from offload.cli.console import EXIT_ERROR, print_json, printable, say, show_table
 from offload.cli.options import Json
 from offload.errors import ConfigError
 from offload.sizes import format_bytes
 
+if TYPE_CHECKING:
+    from offload.checkpoint.listing import Listed
+
 EXIT_CORRUPT = 1
+DEPTH = 4
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 Paths = Annotated[list[Path], typer.Argument(help="The directory of a run, or all of them.")]
+
+
+def list_runs(
+    directory: Annotated[Path, typer.Argument(help="Where to look.")],
+    depth: Annotated[int, typer.Option(help="Levels of directories below it.")] = DEPTH,
+    json: Json = False,
+) -> None:
+    """List the runs and snapshots in a directory and below, what they hold, and which are in use now.
+
+    Only reads, and only what the records say: `offload verify` reads the states.
+    """
+    from rich.console import Console
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    from offload.checkpoint.listing import find
+
+    if depth < 0:
+        raise ConfigError(f"--depth {depth}: give a whole number, at least 0")
+    found = find(directory, depth=depth)
+    left_out = _left_out(found.too_deep, depth, is_cut=found.is_cut)
+    if json:
+        print_json({"runs": [_facts(row) for row in found.rows], "left_out": left_out})
+        return
+    rows = [_cells(row, directory) for row in found.rows]
+    console = Console()
+    if rows and console.is_terminal:
+        names = (Column("directory", overflow="fold"), "step", Column("on disk", no_wrap=True))
+        table = Table(*names, "optimizer", "committed", "state")
+        for cells in rows:
+            table.add_row(*map(Text, cells))
+        show_table(console, table)
+    else:
+        for name, step, size, optimizer, committed, state in rows:
+            facts = (step and f"step {step}", size, optimizer, committed and f"committed {committed}", state)
+            print(f"{name}: {', '.join(filter(None, facts))}")
+    if not rows:
+        print(f"no runs in {printable(str(directory))} and below")
+    if left_out:
+        print(left_out, file=sys.stderr)
+
+
+def _facts(row: Listed) -> dict[str, Any]:
+    return {
+        "path": str(row.path),
+        "directories": [str(path) for path in (row.path, *row.also)],
+        "run_id": row.run_id,
+        "snapshot": row.is_snapshot,
+        "step": row.step,
+        "bytes": row.nbytes,
+        "optimizers": row.optimizers,
+        "committed_s": row.committed_s,
+        "live": row.is_live,
+        "error": row.problem,
+    }
+
+
+def _cells(row: Listed, root: Path) -> tuple[str, ...]:
+    """Name, step, size, optimizer, time and state, empty where there is none."""
+    name = printable(str(row.path.relative_to(root)))
+    also = f" and {len(row.also)} more" if row.also else ""
+    committed = time.strftime("%Y-%m-%d %H:%M", time.localtime(row.committed_s)) if row.committed_s else ""
+    states = [
+        "snapshot" if row.is_snapshot else "",
+        "live" if row.is_live else "",
+        "a part of a run: its COMMIT is elsewhere" if row.is_part else "",
+        "no commit yet" if row.step is None and not row.is_part and row.problem is None else "",
+        f"cannot be read: {printable(row.problem)}" if row.problem else "",
+    ]
+    step = "" if row.step is None else str(row.step)
+    optimizers = ", ".join(row.optimizers)
+    return name + also, step, format_bytes(row.nbytes), optimizers, committed, ", ".join(filter(None, states))
+
+
+def _left_out(too_deep: int, depth: int, *, is_cut: bool) -> str:
+    """What was not looked at, or nothing."""
+    deeper = f"directories deeper than --depth {depth} were not looked at: {too_deep}" if too_deep else ""
+    cut = "there are too many directories to look at all of them: give one that is nearer to the runs" if is_cut else ""
+    return "; ".join(filter(None, (deeper, cut)))
 
 
 def inspect(paths: Paths, json: Json = False) -> None:
     """Show what run is committed here: its step, sizes and parameters."""
     from rich.console import Console
     from rich.markup import escape
-    from rich.measure import Measurement
     from rich.table import Column, Table
 
     from offload.checkpoint.reader import Reader
@@ -58,20 +141,17 @@ def inspect(paths: Paths, json: Json = False) -> None:
         return
     console = Console()
     what = "snapshot of run" if known["snapshot"] else "run"
-    console.print(
+    say(
+        console,
         f"{what} {known['run_id']}, step {known['step']}: {len(rows)} parameters, {format_bytes(known['bytes'])} of "
         f"states in {known['chunks']} chunks on {known['paths']} paths of {known['ranks']} ranks",
-        highlight=False,
-        soft_wrap=True,
     )
-    # Names in full: they differ at their ends. In a file or a pipe each has a line of its own.
+    # Names in full: they differ at their ends.
     table = Table(Column("parameter", overflow="fold"), "shape", "dtype", "steps", "states", "chunks")
     for row in rows:
         cells = (row["name"], row["shape"], row["dtype"], row["steps"])
         table.add_row(*(escape(str(cell)) for cell in cells), format_bytes(row["bytes"]), str(row["chunks"]))
-    if not console.is_terminal:
-        console.width = Measurement.get(console, console.options.update(width=10_000), table).maximum
-    console.print(table)
+    show_table(console, table)
 
 
 def verify(

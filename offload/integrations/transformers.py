@@ -34,7 +34,7 @@ def from_pretrained(
     """A pretrained model and its optimizer; each weight is read once, and goes straight to its tier.
 
         model, optimizer = from_pretrained(
-            AutoModelForCausalLM, "llama", partial(torch.optim.AdamW, lr=1e-5), path="/scratch/run", param_tier="nvme"
+            AutoModelForCausalLM, "llama", partial(torch.optim.AdamW, lr=1e-5), path="./run1", param_tier="nvme"
         )
 
     The model is what `kind.from_pretrained(directory)` gives, in evaluation mode too, but for what OffloadZero changes,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from offload.io.engine import IOFile, open_follow
+from offload.sizes import format_bytes
 
 _MOST_DIGITS = 400
 """Of a number: more than any double has."""
@@ -51,7 +52,7 @@ def read_file(path: Path, most: int) -> bytes:
     with open_follow(str(path)) as file:
         data = read_some(file, most)
     if len(data) > most:
-        raise ValueError(f"it is longer than {most} bytes")
+        raise ValueError(f"it is longer than {format_bytes(most)}")
     return data
 
 

@@ -32,16 +32,26 @@ from offload.model.units import ROOT, NotToWrap, blocks_of, encloses, fp32_modul
 from offload.run import Run
 
 
-def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
-    """`tree` (nested lists, tuples, dicts) with every floating tensor in `dtype`."""
-    return torch_private.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
-
-
 class _Casts:
-    """A hook that casts what enters a module, or leaves it. A copy of the module takes it along."""
+    """A hook that casts what enters a module, or leaves it. A copy of the module takes it along.
+
+    Attribute: has_cast: whether anything had another dtype; not known of code that torch has compiled.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
+        self.has_cast = False
+
+    def _cast(self, tree: Any) -> Any:
+        """`tree` (nested lists, tuples, dicts) with every floating tensor in the hook's dtype."""
+        return torch_private.tree_map_only(Tensor, self._cast_one, tree)
+
+    def _cast_one(self, x: Tensor) -> Tensor:
+        if not x.is_floating_point() or x.dtype is self._dtype:
+            return x
+        if not torch.compiler.is_compiling():
+            self.has_cast = True
+        return x.to(self._dtype)
 
     @property
     def __name__(self) -> str:
@@ -50,7 +60,7 @@ class _Casts:
 
 class _CastsInputs(_Casts):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return cast_floating(args, self._dtype), cast_floating(kwargs, self._dtype)
+        return self._cast(args), self._cast(kwargs)
 
 
 class _CastsOwnInputs(_CastsInputs, LeftBehind):
@@ -59,7 +69,7 @@ class _CastsOwnInputs(_CastsInputs, LeftBehind):
 
 class _CastsOutputs(_Casts):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return cast_floating(output, self._dtype)
+        return self._cast(output)
 
 
 class _Held(Hook):
@@ -131,6 +141,7 @@ class Hooks:
         self._model = model
         self._units = units
         self._answers = answers
+        self._inputs: _CastsInputs | None = None  # of the model
         self._ignored_by_ddp = getattr(model, NotToWrap.NAME, None)
         try:
             self._hook(model, run, parameters, names, access)
@@ -153,21 +164,25 @@ class Hooks:
 
         self._handles += hook_forward(model, model_begins, units.model_ends, _Held)
         in_fp32 = fp32_modules(model, config.keep_fp32)
-        if config.compute_dtype is torch.float32:
-            if config.cast_forward_inputs:
-                self._cast_inputs(model, _CastsOwnInputs(torch.float32))
-        else:
-            if config.cast_forward_inputs:
-                self._cast_inputs(model, _CastsInputs(torch.float32 if model in in_fp32 else config.compute_dtype))
-            for module in in_fp32:
-                self._cast_inputs(module, _CastsInputs(torch.float32))
-                casts = module.register_forward_hook(_CastsOutputs(config.compute_dtype))
-                self._handles.append(numbered_alike(module, casts))
+        is_fp32 = config.compute_dtype is torch.float32
+        if config.cast_forward_inputs:
+            dtype = torch.float32 if model in in_fp32 else config.compute_dtype
+            self._inputs = _CastsOwnInputs(dtype) if is_fp32 else _CastsInputs(dtype)
+            self._cast_inputs(model, self._inputs)
+        for module in () if is_fp32 else in_fp32:
+            self._cast_inputs(module, _CastsInputs(torch.float32))
+            casts = module.register_forward_hook(_CastsOutputs(config.compute_dtype))
+            self._handles.append(numbered_alike(module, casts))
         for number, param in enumerate(parameters.params[: parameters.trained]):
             self._hook_gradient(number, param)
             for start, leaf in parameters.tiles_of(number):
                 self._hook_gradient(number, leaf, start)
         self.hook_nodes()
+
+    @property
+    def has_cast_inputs(self) -> bool:
+        """Whether the model was called with inputs of another dtype than it computes with."""
+        return self._inputs is not None and self._inputs.has_cast
 
     def remove(self) -> None:
         """Takes all hooks away, and the stand-ins of gradients."""

@@ -192,12 +192,17 @@ def require_matching(groups: Sequence[dict[str, Any]], state_dict: Mapping[str, 
 
     Raises: ResumeError, ConfigError for a value out of range.
     """
-    theirs = state_dict["param_groups"]
-    sizes = [len(group["params"]) for group in groups]
-    if [len(group["params"]) for group in theirs] != sizes:
+    theirs = state_dict.get("param_groups")
+    if not isinstance(theirs, list | tuple) or not all(isinstance(one, Mapping) and "params" in one for one in theirs):
         raise ResumeError(
-            f"the state dict's groups do not match the {len(sizes)} groups of {sizes} parameters: give the state "
-            "dict of an optimizer of this model"
+            "the state dict is of no optimizer, for it has no param_groups: give what state_dict() of an OffloadZero "
+            "of this model returned; that of a model goes to model.load_state_dict()"
+        )
+    sizes, found = ([len(group["params"]) for group in those] for those in (groups, theirs))
+    if found != sizes:
+        raise ResumeError(
+            f"the state dict's groups have {found} parameters, and the optimizer's {sizes}: give the state dict of an "
+            "optimizer of this model"
         )
     step = state_dict.get("step")
     if not isinstance(step, int):

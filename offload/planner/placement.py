@@ -24,7 +24,7 @@ from offload.model.units import ROOT, encloses
 from offload.native.torch_kernels import scratch_bytes
 from offload.optim import adam
 from offload.planner.machine import free_memory
-from offload.sizes import MIB, PAGE_BYTES, format_bytes
+from offload.sizes import MIB, PAGE_BYTES, format_bytes, option_bytes
 from offload.storage.arena import carved_bytes
 from offload.storage.chunk_cache import residents
 from offload.storage.swap_format import (
@@ -301,7 +301,7 @@ def _require_room(layout: Layout, config: Config, room: Room, slab_bytes: int) -
         others = _smaller_units(layout, config, limit - needed + streamed_bytes(layout, config))
     raise BudgetError(
         f"{format_bytes(needed)} are needed on the device and {origin} {format_bytes(limit)}: "
-        f"give device_memory={needed} or more{others}",
+        f'give device_memory="{option_bytes(needed)}" or more{others}',
         needed=needed,
         available=limit,
         option="device_memory",
@@ -600,7 +600,7 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
         other = ', and tier="nvme" with a path' if config.tier == "cpu" else ""
         raise BudgetError(
             f"{format_bytes(arena_bytes)} of RAM would be used and {format_bytes(free)} are free: "
-            f"give cpu_memory={free} or less{other}",
+            f'give cpu_memory="{option_bytes(free, at_most=True)}" or less{other}',
             needed=arena_bytes,
             available=free,
             option="cpu_memory",
@@ -651,7 +651,7 @@ def _within(room: int, sizes: Sequence[int], in_flight: int | None) -> Pool:
 
 def _too_small(needed: int, budget: int, given: int | None, free: int, other: str) -> BudgetError:
     origin = "cpu_memory allows" if given is not None else "half of the free RAM is"
-    has, how = f"{origin} {format_bytes(budget)}", f"give cpu_memory={needed} or more, or {other}"
+    has, how = f"{origin} {format_bytes(budget)}", f'give cpu_memory="{option_bytes(needed)}" or more, or {other}'
     if needed > free:  # whatever is given
         has, how = f"{format_bytes(free)} are free", f"free some, or choose {other}"
     return BudgetError(

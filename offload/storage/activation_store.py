@@ -35,7 +35,7 @@ from offload.errors import BudgetError, ClosedError, CorruptionError, StaleActiv
 from offload.interrupts import is_of_system, uninterrupted, wait_for_all
 from offload.io.engine import IOEngine, IOFile, IOFuture, Transfer
 from offload.profiling import Event, Timeline, drive_lanes
-from offload.sizes import PAGE_BYTES, format_bytes, round_up
+from offload.sizes import PAGE_BYTES, format_bytes, option_bytes, round_up
 from offload.storage.files import require_file_size
 from offload.storage.swap_file import memory_of
 
@@ -535,7 +535,7 @@ class ActivationStore:
         files = "" if has_files else ", or a path for files"
         return BudgetError(
             f"{what} to wait for the backward, and activation_memory allows {format_bytes(len(self._memory))}{more}: "
-            f"give activation_memory={needed} or more, smaller batches{files}",
+            f'give activation_memory="{option_bytes(needed)}" or more, smaller batches{files}',
             needed=needed,
             available=len(self._memory) + (0 if beneath is None else len(beneath._memory)),
             option="activation_memory",

@@ -12,12 +12,11 @@ import errno
 import os
 import re
 import resource
-import shlex
 import stat
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from offload.errors import BudgetError, CorruptionError, PathError, ResumeError
+from offload.errors import BudgetError, CorruptionError, PathError, ResumeError, missing_parent
 from offload.interrupts import is_of_system
 from offload.io.engine import IOFile, open_directory, open_nofollow
 from offload.io.regular import read_some
@@ -289,13 +288,6 @@ def _copy_some(source: int, target: int, offset: int, length: int) -> int:
 
 
 LOCAL = Files()
-
-
-def missing_parent(path: Path) -> str:
-    """Which of the directories above `path` is the first that is missing, and how to make all of them."""
-    missing = next((above for above in reversed(path.parents) if not above.exists()), path.parent)
-    command = f"mkdir -p {shlex.quote(str(path.parent))}"
-    return f"{missing} does not exist: make it first ({command}), or give another path"
 
 
 def check_directory(path: Path, *, resumes: bool = False) -> None:

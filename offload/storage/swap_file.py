@@ -120,6 +120,27 @@ def lock(file: IOFile) -> None:
         raise PathInUseError(errno.EBUSY, "another run has just removed this file: try again", file.path)
 
 
+def is_held(path: Path, files: Files) -> bool:
+    """Whether a live run holds a swap file. To know it, takes a reader's lock and gives it back at once.
+
+    Raises: PathError if that cannot be told.
+    """
+    try:
+        file = files.open(path, os.O_RDONLY)
+    except OSError as error:
+        if not is_of_system(error):
+            raise
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):  # gone meanwhile, a link, a socket
+            return False
+        raise PathError(error.errno, f"cannot be opened: {error.strerror}", str(path)) from error
+    with file:
+        try:
+            _lock(file.fd, file.path, fcntl.LOCK_SH)
+        except PathInUseError:
+            return True
+        return False
+
+
 def open_locked(path: Path, files: Files) -> IOFile:
     """Opens and locks a swap file that is to be moved or removed. Raises: PathInUseError, PathError."""
     try:

@@ -102,7 +102,7 @@ TEXT = serialise(manifest_of())
         (TEXT.replace(b"[0,1000,1000,", b"[0,999,1001,"), "of flat 0: one begins at 999, before 1000"),
         (TEXT.replace(b"[0,1000,1000,", b"[0,1001,999,"), "none holds the elements 1000 to 1001"),
         (TEXT.replace(b'"offsets":[0,384,385]', b'"offsets":[0,300,385]'), "parameter 2 begins at 300, before 360"),
-        (b" " * (MAX_BYTES + 1), "bytes are too many"),
+        (b" " * (MAX_BYTES + 1), "is longer than the 128 MiB that are allowed"),
         (b"[" + b"0," * (MAX_COMMAS + 1) + b"0]", "more than 8388608 values"),
         (b"[" * 100_000, "is not the JSON that this library writes"),
     ],

@@ -91,7 +91,7 @@ def test_cache_that_cannot_be_written_is_said(drive: Path, tmp_path: Path, monke
     [
         (["missing"], "PathError", "give a directory"),
         (["file"], "PathError", "give a directory"),
-        ([".", "--size", "512"], "ConfigError", "--size=512 B is too small"),
+        ([".", "--size", "512"], "ConfigError", "--size 512 is too small to measure: give at least 16MiB"),
         ([".", "--size", "900TB"], "BudgetError", "lower --size"),
         ([".", "missing"], "PathError", "give a directory"),
     ],

@@ -31,6 +31,7 @@ OPTIONS = {
         "--dtype", "--gpu-memory", "--lora-rank", "--no-commits",
     },
     "doctor": {"--path", "--json"},
+    "list": {"directory", "--depth", "--json"},
     "inspect": {"paths", "--json"},
     "convert": {"file", "--json"},
     "verify": {"paths", "--threads", "--json"},
@@ -83,7 +84,7 @@ def test_library_errors_are_one_message_and_exit_code_2(error: OffloadError, mes
     [
         ("pass resume=True to go on", "pass --resume to go on"),
         (
-            "cpu_memory allows 1 MiB: give cpu_memory=141107413504 or more",
+            'cpu_memory allows 1 MiB: give cpu_memory="131.5GiB" or more',
             "--cpu-memory allows 1 MiB: give --cpu-memory 131.5GiB or more",
         ),
         ('or tier="nvme" with a path', "or --tier nvme with a path"),

@@ -655,7 +655,7 @@ def test_activations_beyond_the_region_are_refused_in_the_forward(tmp_path: Path
     options = options_of("nvme", tmp_path) | {"activation_tier": "cpu", "path": None, "commit_every": None}
     x = torch.randn(200, 5, generator=torch.Generator().manual_seed(1))
     both = Pair(Net, options | {"activation_memory": 3 * 12288})
-    with pytest.raises(BudgetError, match="activation_memory=49152"):
+    with pytest.raises(BudgetError, match='give activation_memory="48KiB" or more'):
         squares(both.model, x)
     both.optimizer.close()
     both = Pair(Net, options | {"activation_memory": 4 * 12288})

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from offload import OffloadZero, Tuning
 from offload.errors import ConfigError
 from offload.model.gradient import is_stand_in
-from offload.model.hooks import cast_floating
+from offload.model.hooks import _Casts
 from tests.support import toy
 
 
@@ -226,4 +226,5 @@ def test_a_script_of_a_held_model_names_the_way_out(placement: str) -> None:
 
 @pytest.mark.parametrize("tree", [[torch.ones(1)], (torch.ones(1), 3, None), {"a": {"b": torch.ones(1)}}, "text", 5])
 def test_casting_keeps_the_structure(tree: object) -> None:
-    assert str(cast_floating(cast_floating(tree, torch.bfloat16), torch.float32)) == str(tree)
+    down, up = _Casts(torch.bfloat16), _Casts(torch.float32)
+    assert str(up._cast(down._cast(tree))) == str(tree)

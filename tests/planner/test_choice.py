@@ -16,6 +16,7 @@ from torch import nn
 from offload import BudgetError, ConfigError, OffloadZero, Tuning
 from offload import config as configuration
 from offload.planner.choice import ModelShape, choose, least_cpu_memory
+from offload.sizes import option_bytes, parse_bytes
 from tests.support.late_copier import LateCopier
 from tests.support.streamed import finish
 from tests.support.toy import Block, Checkpointed, Net, batch, squares
@@ -85,7 +86,7 @@ def test_too_little_device_memory_is_refused_and_the_advice_works(param_tier: st
         take(100)
     error = caught.value
     assert (error.available, error.option) == (100, "device_memory")
-    assert f"give device_memory={error.needed} or more" in str(error)
+    assert f'give device_memory="{option_bytes(error.needed)}" or more' in str(error)
     assert ("param_tier" if param_tier == "device" else "smaller units are not enough") in str(error)
     with pytest.raises(BudgetError):
         take(error.needed - 1)
@@ -163,9 +164,9 @@ def test_what_a_refusal_says_is_enough_when_it_is_followed_once(
         given = {"device_memory": device_memory, "cpu_memory": cpu_memory}
         error = refusal(**given)
         if error is not None:
-            advised = dict(re.findall(r"give (\w+)=(\d+) or more", str(error)))
-            assert int(advised[error.option]) == error.needed
-            assert refusal(**{**given, **{option: int(most) for option, most in advised.items()}}) is None, error
+            advised = dict(re.findall(r'give (\w+)="([\w.]+)" or more', str(error)))
+            assert error.needed <= parse_bytes(advised[error.option], error.option) <= 1.001 * error.needed
+            assert refusal(**{**given, **advised}) is None, error
 
 
 def test_more_than_the_machine_has_is_no_advice(monkeypatch: pytest.MonkeyPatch) -> None:

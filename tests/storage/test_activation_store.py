@@ -257,7 +257,7 @@ def test_without_room_beneath_it_is_refused_and_the_error_says_how_much_would_do
     beneath = ActivationStore(region(2), HostCopier(), CPU, Timeline())
     store = ActivationStore(region(3), HostCopier(), CPU, Timeline(), beneath=beneath)
     waiting = [store.put(values(number, 2 * PAGE)) for number in range(2)]
-    with pytest.raises(BudgetError, match=r"activation_memory=24576 or more, .* a path for files") as caught:
+    with pytest.raises(BudgetError, match=r"activation_memory=\"24KiB\" or more, .* a path for files") as caught:
         store.put(values(2, 2 * PAGE))
     assert caught.value.needed == 6 * PAGE
     waiting.append(store.put(values(3, PAGE)))  # that fits, in what is left above

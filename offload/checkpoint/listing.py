@@ -1,0 +1,207 @@
+"""Lists the runs and snapshots below a directory: what their records say, without opening them as a resume does.
+
+A run is known by its COMMIT record, or, before its first commit, by the superblock of a swap file. A directory that has
+only swap files of a run whose record lies in another one, as a stripe or another rank's has, belongs to that one's row.
+Of the states nothing is read: `offload verify` does that.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from offload.checkpoint.commit import Commit, read_commit, read_manifest
+from offload.checkpoint.scan import swaps
+from offload.checkpoint.snapshot import is_snapshot_name
+from offload.errors import ConfigError, OffloadError, explained
+from offload.storage.files import COMMIT_NAME, LOCAL, RECORD_START, file_name
+from offload.storage.swap_file import is_held
+
+MOST_DIRECTORIES = 20_000
+"""That are looked at: `offload list /` ends, too."""
+_BLOCK_BYTES = 512
+"""What `st_blocks` counts, whatever the file system's blocks are."""
+_TRIES = 3
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A run or a snapshot, or a directory of which nobody can tell.
+
+    path: where its record is, or its first file; also: its other directories; run_id, step: None where no commit was
+    found; optimizers: of its param groups; nbytes: on disk, of this library's files; committed_s: when, in Unix time;
+    is_live: whether a process holds its files now; is_part: it is a directory of a run whose first one was not seen;
+    problem: why not all of this could be read, or None.
+    """
+
+    path: Path
+    also: tuple[Path, ...] = ()
+    run_id: str | None = None
+    step: int | None = None
+    is_snapshot: bool = False
+    optimizers: tuple[str, ...] = ()
+    nbytes: int = 0
+    committed_s: float | None = None
+    is_live: bool = False
+    is_part: bool = False
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Listing:
+    """rows: by path; too_deep: directories that lie deeper than was looked; is_cut: whether there were more than are
+    looked at."""
+
+    rows: list[Listed]
+    too_deep: int
+    is_cut: bool
+
+
+@dataclass
+class _Walk:
+    depth: int
+    too_deep: int = 0
+    is_cut: bool = False
+    rows: list[Listed] = field(default_factory=list)
+    parts: list[Listed] = field(default_factory=list)
+
+
+def find(root: Path, *, depth: int) -> Listing:
+    """The runs and snapshots in `root` and below. Changes nothing, follows no links.
+
+    Args: depth: levels of directories below `root` that are looked at; the nearest come first, up to MOST_DIRECTORIES.
+    Raises: ConfigError if `root` is no directory.
+    """
+    if not root.is_dir():
+        raise ConfigError(f"{root} is not a directory: give one that has runs in it or below")
+    walk = _Walk(depth)
+    for directory, names in _directories(root, walk):
+        own = [name for name in names if name == COMMIT_NAME or file_name(name) is not None]
+        if own:
+            _look(directory, own, walk)
+    rows = _joined(walk.rows, walk.parts)
+    return Listing(sorted(rows, key=lambda row: row.path), walk.too_deep, walk.is_cut)
+
+
+def _directories(root: Path, walk: _Walk) -> Iterator[tuple[Path, list[str]]]:
+    """Directories and the names of the files in them, breadth first. One that cannot be read becomes a row."""
+    waiting, seen = deque([(root, 0)]), 0
+    while waiting:
+        directory, level = waiting.popleft()
+        if seen == MOST_DIRECTORIES:
+            walk.is_cut = True
+            return
+        seen += 1
+        below: list[str] = []
+        names: list[str] = []
+        try:
+            with os.scandir(directory) as entries:
+                for entry in entries:
+                    (below if entry.is_dir(follow_symlinks=False) else names).append(entry.name)
+        except OSError as error:
+            # Who trains meanwhile removes directories of snapshots.
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR) or directory == root:
+                walk.rows.append(Listed(directory, problem=explained(error)))
+            continue
+        if level == walk.depth:
+            walk.too_deep += len(below)
+        else:
+            waiting.extend((directory / name, level + 1) for name in sorted(below))
+        yield directory, sorted(names)
+
+
+def _look(directory: Path, own: Sequence[str], walk: _Walk) -> None:
+    """Adds what a directory holds: a row if there is a record or a file that cannot be read, else a part of a run."""
+    row = replace(Listed(directory), nbytes=sum(_bytes_on_disk(directory / name) for name in own))
+    try:
+        row = replace(row, is_live=any(is_held(directory / name, LOCAL) for name in own if name.endswith(".swap")))
+        if COMMIT_NAME in own and (len(own) > 1 or _may_be_record(directory)):
+            walk.rows.append(_committed(row))
+            return
+        found = list(swaps(directory, LOCAL))
+        if blocks := [swap.block for swap in found if swap.block is not None]:
+            row = replace(row, run_id=blocks[0].run_id)
+            is_first = any(swap.rank == 0 and swap.block and swap.block.stripe[0] == 0 for swap in found)
+            walk.parts.append(replace(row, is_part=not is_first))
+        elif found and row.nbytes:
+            walk.rows.append(replace(row, problem=f"{found[0].path.name} is not a file of this library, or is damaged"))
+    except OffloadError as error:
+        walk.rows.append(replace(row, problem=_said(error, directory)))
+
+
+def _committed(row: Listed) -> Listed:
+    """`row` with what the record in its directory says, and the manifest of rank 0. Raises: OffloadError."""
+    commit: Commit | None = None
+    for _ in range(_TRIES):
+        # A live run may commit meanwhile, and clear away what the record named.
+        before, commit = commit, read_commit(row.path)
+        if commit is None:  # removed meanwhile
+            return row
+        known = replace(row, run_id=commit.run_id, step=commit.step, is_snapshot=commit.is_snapshot)
+        try:
+            known = replace(known, committed_s=(row.path / COMMIT_NAME).stat().st_mtime)
+            groups = read_manifest(row.path, commit, 0).groups
+        except (OSError, OffloadError) as error:
+            known = replace(known, problem=_said(error, row.path))
+        else:
+            return replace(known, optimizers=tuple(dict.fromkeys(map(_optimizer_of, groups))))
+        if commit == before:
+            break
+    return known
+
+
+def _joined(rows: Sequence[Listed], parts: Sequence[Listed]) -> list[Listed]:
+    """Each part in the row of its run, or of its snapshot; a row of its own where there is none."""
+    homes: dict[tuple[str | None, str | None], int] = {}
+    found = list(rows)
+    for number, row in enumerate(found):
+        if row.run_id is not None:
+            homes.setdefault((row.run_id, row.path.name if row.is_snapshot else None), number)
+    for part in sorted(parts, key=lambda part: (part.is_part, part.path)):
+        snapshot = part.path.name if is_snapshot_name(part.path.name) else None
+        home = homes.get((part.run_id, snapshot), homes.get((part.run_id, None)))
+        if home is None:
+            homes[part.run_id, snapshot] = len(found)
+            found.append(part)
+            continue
+        row = found[home]
+        found[home] = replace(
+            row,
+            also=(*row.also, part.path),
+            nbytes=row.nbytes + part.nbytes,
+            is_live=row.is_live or part.is_live,
+        )
+    return found
+
+
+def _may_be_record(directory: Path) -> bool:
+    """Whether a file called COMMIT, with nothing of this library beside it, is a record, or may be one for all that can
+    be read of it."""
+    try:
+        return LOCAL.read(directory / COMMIT_NAME, len(RECORD_START)).startswith(RECORD_START)
+    except OSError:
+        return True
+
+
+def _bytes_on_disk(path: Path) -> int:
+    try:
+        return path.lstat().st_blocks * _BLOCK_BYTES
+    except OSError:
+        return 0
+
+
+def _optimizer_of(group: object) -> str:
+    decoupled = group.get("decoupled_weight_decay") if isinstance(group, dict) else None
+    return {True: "AdamW", False: "Adam"}.get(decoupled, "not known")  # type: ignore[arg-type]
+
+
+def _said(error: BaseException, directory: Path) -> str:
+    """What an error about a file in `directory` says, in few words: it stands in a table."""
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{Path(error.filename).name}: {error.strerror}" if error.filename else error.strerror
+    return text.replace("cannot be read: ", "").replace(f"{directory}{os.sep}", "")
