@@ -9,16 +9,23 @@ from typing import Any
 # Before torch is imported, here and in processes that tests start. Models are tiny: threads of torch's wait for each
 # other longer than they work, the more so beside the kernels' own.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
 from hypothesis import settings
 
 from tests.support import accelerator
+from tests.support.device import DEVICE
 from tests.support.ranks import Worlds
 
 if accelerator.is_wanted():
     accelerator.load()  # before the first backward
+
+if DEVICE.startswith("cuda"):
+    # The same bits are promised "with torch's own determinism settings fixed": a convolution may add with atomics else.
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
 
 settings.register_profile("offload", deadline=None)  # machines are shared: how long an example takes says nothing
 settings.load_profile("offload")

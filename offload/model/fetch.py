@@ -5,8 +5,9 @@ A unit is entered by the forward of any of its modules, and by their backward, w
 Entering a unit releases the others, except: the root unit; units whose forward is running; the unit whose backward
 began last and those around it (recomputation inside of it enters others, and it goes on afterwards); what `gathered`
 holds. So the device holds at most the root unit, the unit in use, the units around it, and those that are prefetched.
-Whether a unit is available is a state, never a count: recomputation in backward runs some hooks twice and some not at
-all.
+Where units return tensors on the CPU beside those on a device, two threads of autograd run their backward, and each has
+a unit whose backward began last: one unit more. Whether a unit is available is a state, never a count: recomputation in
+backward runs some hooks twice and some not at all.
 
 [Note: prefetching]
 Which units are on their way to the device is decided here, and nowhere else; which chunks are read ahead from the disk
@@ -263,7 +264,8 @@ class StreamedUnits(HeldUnits):
         self.written_frozen: set[int] = set()
         self._kept: dict[str, None] = {}  # for nodes that announce nothing
         self._makes_graph = False
-        self._backward: str | None = None  # the unit whose backward began last
+        # The unit whose backward began last, by thread: nodes of tensors on the CPU run in another one than a device's.
+        self._backward: dict[int, str] = {}
 
     # Forward and backward.
 
@@ -340,7 +342,7 @@ class StreamedUnits(HeldUnits):
         unit, position = at
         self._autograd_runs()
         if unit != ROOT:
-            self._backward = unit
+            self._backward[threading.get_ident()] = unit
         self._backward_reaches(unit, position)
         self._enter(unit)
 
@@ -378,7 +380,7 @@ class StreamedUnits(HeldUnits):
         if self._backward_order is not None:
             self._gradients.backward_ends(self._backward_order.end(task), is_whole=not self._tasks)
         if not self._tasks:
-            self._backward = None
+            self._backward.clear()
             self._release_unused()
 
     def _begin_pass(self) -> None:
@@ -389,7 +391,7 @@ class StreamedUnits(HeldUnits):
     def _forget_calls(self) -> None:
         super()._forget_calls()
         self._used.clear()
-        self._backward = None
+        self._backward.clear()
         if self._backward_order is not None:
             self._backward_order.forget()
 
@@ -624,7 +626,7 @@ class StreamedUnits(HeldUnits):
         self.transfers.release(unit)
 
     def _is_in_use(self, unit: str) -> bool:
-        in_backward_of = self._backward is not None and encloses(unit, self._backward)
+        in_backward_of = any(encloses(unit, inner) for inner in self._backward.values())
         is_used = self.running.runs(unit) or unit in self._held or unit in self._used or unit in self._kept
         return in_backward_of or is_used
 

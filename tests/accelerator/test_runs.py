@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from offload import BudgetError, OffloadError, OffloadZero, ReleasedParameterError, Tuning
@@ -311,6 +312,60 @@ def test_a_step_waits_for_no_device_and_copies_from_page_locked_memory_only() ->
     losses("gpt", TIERS["streamed"], step=step)
     last = counted[-1]
     assert (last["device_waits"], last["pageable_non_blocking"], last["segment_frees"]) == (0, 0, 0)
+
+
+class Sees(TorchDispatchMode):
+    """Passes everything on, as a sanitizer or a counter of operations does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_run_inside_a_dispatch_mode_has_the_same_bits(tier: str) -> None:
+    expected = losses("gpt", TIERS[tier])
+    with Sees() as mode:
+        assert losses("gpt", TIERS[tier]) == expected
+    assert mode.seen > 100
+
+
+class Reports(nn.Module):
+    """A block that returns a tensor on the CPU, too, whose gradient is made by another thread than the block's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.tanh(self.layer(pair[0]))
+        return x, pair[1] + (x.float().cpu() ** 2).mean()
+
+
+@pytest.mark.parametrize("units", [3, 8])
+def test_units_whose_backward_runs_in_two_threads_have_the_same_bits(units: int) -> None:
+    def train(**options: Any) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Reports() for _ in range(units))).to(DEVICE)
+        x, found = torch.linspace(-1, 1, 64).view(4, 16).to(DEVICE), []
+        with OffloadZero(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options) as optimizer:
+            for _ in range(6):
+                last, total = model((x, torch.zeros(())))
+                loss = last.float().mean().cpu() + total
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+        return found
+
+    accelerator.set_delays(3, 2000)
+    expected = train(tier="cpu")
+    for _ in range(3):
+        assert train(tier="cpu", param_tier="cpu") == expected
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
