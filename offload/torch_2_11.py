@@ -1,4 +1,6 @@
-"""What torch 2.11 cannot do by a function of its own, done to the objects that it has.
+"""What torch 2.11 cannot do by a function of its own, done with what it has.
+
+`torch.distributed.new_group` sorts the ranks that it is given; from 2.12 on it can be told not to (`in_this_order`).
 
 A streamed parameter's storage keeps its identity and its views while its memory comes and goes. From 2.12 on
 `UntypedStorage._swap_data_ptr_` exchanges the memory of two storages. In 2.11 nothing does that Python can call. There
@@ -24,7 +26,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import UntypedStorage
@@ -35,6 +37,23 @@ _FORMAT = "=QQQbb6xq7BxQ"
 _FLAGS = 56
 _Flags = ctypes.c_uint8 * 7
 _CHECKED, _WRITING_RAISES, _READING_RAISES, _WRITING_WARNS = 3, 4, 5, 6
+
+
+class _Placed(int):
+    """A rank that sorts by its place in a list. Attribute: place."""
+
+    place: int
+
+    def __lt__(self, other: int) -> bool:
+        return self.place < other.place if isinstance(other, _Placed) else int(self) < other
+
+
+def in_this_order(ranks: Sequence[int]) -> list[int]:
+    """The ranks as numbers that stay in their order where they are sorted."""
+    placed = [_Placed(rank) for rank in ranks]
+    for place, rank in enumerate(placed):
+        rank.place = place
+    return list(placed)
 
 
 def exchange_memory(storage: UntypedStorage, other: UntypedStorage) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 
@@ -34,6 +35,18 @@ def exchange(request: pytest.FixtureRequest) -> Exchange:
 
 def test_the_fields_are_known() -> None:
     assert has_known_fields() or not torch.__version__.startswith("2.11.")
+
+
+@pytest.mark.parametrize("ranks", [[0, 2, 1, 3], [3, 2, 1, 0], [5]])
+def test_ranks_stay_in_order_and_are_numbers(ranks: list[int]) -> None:
+    found = torch_2_11.in_this_order(ranks)
+    assert sorted(found) == ranks
+    assert sorted(found[::-1]) == ranks
+    assert {rank: place for place, rank in enumerate(found)} == {rank: place for place, rank in enumerate(ranks)}
+    assert f"{found}" == f"{ranks}"
+    assert sorted([*found, 100]) == [*ranks, 100]
+    copied = pickle.loads(pickle.dumps(found))
+    assert sorted(copied) == ranks
 
 
 def state_of(storage: UntypedStorage) -> tuple[int, int, bool, torch.device]:

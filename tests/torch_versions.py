@@ -86,7 +86,7 @@ class Environment:
         pinned = (ROOT / "constraints.txt").read_text().splitlines()
         constraints = self.folder / "constraints.txt"
         constraints.write_text("\n".join(line for line in pinned if not line.startswith("torch==")))
-        pip = [self.python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-cache-dir"]
+        pip = [self.python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
         subprocess.run([*pip, "-c", str(constraints), f"torch=={torch}", *wanted], check=True)
         subprocess.run([*pip, "--no-deps", str(wheel)], check=True)
 
