@@ -199,7 +199,7 @@ def _require(missing: Sequence[str]) -> None:
     if missing:
         raise TorchVersionError(
             f"torch {torch.__version__} lacks {', '.join(missing)}: install a version that offload is tested with, "
-            f"torch {' or '.join(TESTED)}"
+            f"torch {TESTED[0]} to {TESTED[-1]}"
         )
 
 

@@ -41,7 +41,7 @@ def test_the_fields_are_known() -> None:
 def test_ranks_stay_in_order_and_are_numbers(ranks: list[int]) -> None:
     found = torch_2_11.in_this_order(ranks)
     assert sorted(found) == ranks
-    assert sorted(found[::-1]) == ranks
+    assert sorted(found, reverse=True) == ranks[::-1]
     assert {rank: place for place, rank in enumerate(found)} == {rank: place for place, rank in enumerate(ranks)}
     assert f"{found}" == f"{ranks}"
     assert sorted([*found, 100]) == [*ranks, 100]
