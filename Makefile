@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 SOURCES := pyproject.toml constraints.txt $(wildcard kernels/*.c kernels/*.h kernels/CMakeLists.txt) \
 	$(wildcard offload/__init__.py offload/*/__init__.py)
 
-.PHONY: train test lint types unit device test-device test-slow test-oracle test-faults test-gpu gpu test-peers docs fuzz bench-peers bench-peers-step clean
+.PHONY: train test lint types unit device test-device test-torch test-slow test-oracle test-faults test-gpu gpu test-peers docs fuzz bench-peers bench-peers-step clean
 
 train: $(VENV)/installed
 	$(BIN)/offload train $(ARGS)
@@ -31,6 +31,12 @@ device: $(VENV)/installed
 DEVICE_TESTS := tests/accelerator tests/gpu tests/parity tests/oracle tests/checkpoint/test_rng.py
 test-device: $(VENV)/installed
 	OFFLOAD_TEST_DEVICE=simulated $(BIN)/python -m pytest -n 2 -m "not peers and not oracle" $(DEVICE_TESTS) $(ARGS)
+
+# With other versions of torch, each in an environment of its own, which is deleted afterwards: a build for CUDA is 5 GB.
+# Writes a row of docs/development.md for each. PYTHON=python3.12 tests with that one.
+VERSIONS ?= 2.11.0 2.12.1 2.14.1 2.15.0
+test-torch: $(VENV)/installed
+	$(BIN)/python -m tests.torch_versions $(VERSIONS) --python $(PYTHON) $(ARGS)
 
 test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -15,20 +15,25 @@ from typing import Any
 
 import torch
 
+from offload import torch_2_11
 from offload.errors import TorchVersionError
 
-TESTED = ("2.13",)
+TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 """The versions of torch that the test suite runs with."""
 
+NAMES: list[tuple[str, str]] = []
+"""All that is looked up: a module of torch, and the path to an object in it."""
 _missing: list[str] = []
 
 
-def _find(module: str, path: str) -> Any:
-    """The object at `path` in a module of torch; None if it is not there, which is noted."""
+def _find(module: str, path: str, *, required: bool = True) -> Any:
+    """The object at `path` in a module of torch; None if it is not there, which is noted if it is required."""
+    NAMES.append((module, path))
     try:
         return reduce(getattr, path.split("."), import_module(module))
     except (ImportError, AttributeError):
-        _missing.append(f"{module}.{path}")
+        if required:
+            _missing.append(f"{module}.{path}")
         return None
 
 
@@ -67,11 +72,14 @@ nothing is compiled. Public, for that: `torch.compiler.disable`."""
 skip_frames: Any = _find("torch._dynamo.eval_frame", "skip_code")
 """Frames of a code object are not compiled; what they call is. Public, but refuses torch.export, and ends a graph where
 it is traced: `torch.compiler.disable(recursive=False)`."""
-_set_compiled_frames: Any = _find("torch._C._dynamo.eval_frame", "set_fullgraph_compiled_frame_count")
+_set_compiled_frames: Any = _find("torch._dynamo.eval_frame", "set_fullgraph_compiled_frame_count", required=False)
+"""None in a torch that does not count them."""
 
 
 def count_compiled_frame() -> None:
     """What runs now counts as compiled: `fullgraph=True` ends in a RuntimeError where nothing was."""
+    if _set_compiled_frames is None:
+        return
     count = _set_compiled_frames(-1)  # of the innermost call that is compiled so; -1: there is none
     _set_compiled_frames(count + 1 if count >= 0 else count)
 
@@ -99,8 +107,19 @@ profiler_enabled: Any = _find("torch.autograd", "_profiler_enabled")
 
 # --- The memory of tensors ---
 
-swap_memory: Any = _find("torch", "UntypedStorage._swap_data_ptr_")
+forbid_data_access: Any = _find("torch._C", "_set_storage_data_ptr_access_error_msg", required=False)
+"""Makes reading a storage (given as `_cdata`) raise with a message; None where torch is built without CUDA."""
+allow_data_access: Any = _find("torch._C", "_clear_storage_data_ptr_access_error_msg", required=False)
+"""Undoes `forbid_data_access`; None where torch is built without CUDA."""
+_has_fields = torch.__version__.startswith("2.11.") and torch_2_11.has_known_fields(forbid_data_access)
+swap_memory: Any = _find("torch", "UntypedStorage._swap_data_ptr_", required=not _has_fields)
 """Exchanges the memory of two storages; the tensors on them stay. Public, but copies: `UntypedStorage.resize_`."""
+if _has_fields:
+    swap_memory = swap_memory or torch_2_11.exchange_memory
+    allow_data_access = allow_data_access or torch_2_11.allow_data_access
+if forbid_data_access is None or allow_data_access is None:
+    # One without the other would forbid for good.
+    forbid_data_access = allow_data_access = None
 swap_implementations: Any = _find("torch._C", "_swap_tensor_impl")
 """Exchanges what two tensor objects are. Public, but exchanges their classes and attributes, too, and refuses weak
 references: `torch.utils.swap_tensors`."""
@@ -114,10 +133,6 @@ to_dlpack: Any = _find("torch._C", "_to_dlpack")
 """A DLPack capsule of a tensor. Public: `torch.to_dlpack`, which goes through `__torch_function__`."""
 from_dlpack: Any = _find("torch._C", "_from_dlpack")
 """A tensor from a DLPack capsule. Public: `torch.from_dlpack`, which goes through `__torch_function__`."""
-forbid_data_access: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
-"""Makes reading a storage (given as `_cdata`) raise with a message; None where torch is built without CUDA."""
-allow_data_access: Any = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
-"""Undoes `forbid_data_access`; None where torch is built without CUDA."""
 
 # --- Functions that a stand-in of a gradient answers ---
 
@@ -184,7 +199,7 @@ def _require(missing: Sequence[str]) -> None:
     if missing:
         raise TorchVersionError(
             f"torch {torch.__version__} lacks {', '.join(missing)}: install a version that offload is tested with, "
-            f"torch {' or '.join(TESTED)}"
+            f"torch {TESTED[0]} to {TESTED[-1]}"
         )
 
 

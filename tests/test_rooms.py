@@ -11,7 +11,7 @@ import offload
 ROOT = Path(offload.__file__).parent
 
 FLOORS = [
-    ["errors", "torch_private", "sizes", "interrupts"],
+    ["errors", "torch_2_11", "torch_private", "sizes", "interrupts"],
     ["config", "layout", "profiling", "entries"],
     ["native", "io"],
     ["devices", "storage", "dist"],
@@ -26,7 +26,7 @@ FLOORS = [
 """Files and folders of offload/, from the ground up: each may import lower ones, and those before it on its floor."""
 
 ONLY_USED_BY = {
-    "ctypes": {"native", "io"},
+    "ctypes": {"native", "io", "torch_2_11"},
     "torch.distributed": {"dist"},
     "torch.cuda": {"devices"},
     "aiofiles": {"io"},

@@ -532,7 +532,7 @@ def test_forked_child_that_leaves_the_body_writes_nothing(tmp_path: Path, monkey
 def test_a_torch_profiler_shows_ranges_of_a_step(tmp_path: Path) -> None:
     model = nn.Linear(8, 8)
     with OffloadZero(model, path=tmp_path / "run", commit_every=0) as optimizer:
-        with torch.profiler.profile() as profiler, optimizer.timeline(tmp_path / "trace.json"):
+        with torch.profiler.profile(acc_events=True) as profiler, optimizer.timeline(tmp_path / "trace.json"):
             model(torch.ones(2, 8)).sum().backward()
             optimizer.step()
             optimizer.synchronize()

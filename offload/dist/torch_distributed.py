@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import time
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from offload import torch_private
+from offload import torch_2_11, torch_private
 from offload.dist.communicator import (
     Communicator,
     SingleOfSlice,
@@ -391,7 +392,7 @@ def _connect_slice(
         )
     ordered = [rank for one in slices for rank in one]
     # Every process makes the group that it is in, and no other: other models may be trained beside this one.
-    everyone = across if ordered == peers else dist.new_group(ordered, use_local_synchronization=True, sort_ranks=False)
+    everyone = across if ordered == peers else _new_group(ordered)
     assert isinstance(everyone, dist.ProcessGroup)
     if len(ranks) == 1:
         whole = Group(everyone, timeout_s=timeout_s, timeline=timeline)
@@ -463,13 +464,20 @@ def require_backend(backends: str, device: torch.device, current: int | None) ->
         )
 
 
+def _new_group(ranks: list[int], **options: Any) -> object:
+    """A new group of `ranks`, in this order, which all of them make, and no others."""
+    if "sort_ranks" in inspect.signature(dist.new_group).parameters:
+        return dist.new_group(ranks, use_local_synchronization=True, sort_ranks=False, **options)
+    return dist.new_group(torch_2_11.in_this_order(ranks), use_local_synchronization=True, **options)
+
+
 def _another(ranks: list[int], backend: str, timeout_s: float) -> dist.ProcessGroup:
     """A new group of `ranks`, in this order, which all of them make."""
     timeout = timedelta(seconds=timeout_s)
     if ranks == list(range(dist.get_world_size())):
         made = dist.new_group(timeout=timeout, backend=backend)
     else:
-        made = dist.new_group(ranks, timeout, backend, use_local_synchronization=True, sort_ranks=False)
+        made = _new_group(ranks, timeout=timeout, backend=backend)
     assert isinstance(made, dist.ProcessGroup)
     return made
 

@@ -29,7 +29,7 @@ class Model(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
         for block in self.blocks:
             x = torch.relu(block(x))
-        return SimpleNamespace(loss=nn.functional.mse_loss(self.head(x).float(), y))
+        return SimpleNamespace(loss=nn.functional.mse_loss(self.head(x).float(), y.float()))
 
 
 BATCHES = 6

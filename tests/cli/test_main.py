@@ -100,7 +100,9 @@ def test_errors_name_options_of_the_command(message: str, shown: str) -> None:
 
 def test_the_version_is_that_of_the_package_and_of_torch() -> None:
     result = CliRunner().invoke(app, ["--version"])
-    assert (result.exit_code, result.stdout) == (0, f"offload {version('offload')}, torch {torch.__version__}\n")
+    installed = torch.__version__, torch.__version__.partition("+")[0]  # wheels may leave out what they are built for
+    assert result.exit_code == 0
+    assert result.stdout in [f"offload {version('offload')}, torch {one}\n" for one in installed]
 
 
 def test_interrupt_is_exit_code_130() -> None:

@@ -272,7 +272,7 @@ def test_autograd_grad_joins_the_gradients_of_tiles(streams: Streams) -> None:
             y.flatten(), [weight], torch.eye(y.numel()), is_grads_batched=True, retain_graph=True
         )
         assert batched.shape == (y.numel(), *weight.shape)
-        with pytest.raises(RuntimeError, match="at index 1 appears to not have been used in the graph"):
+        with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
             torch.autograd.grad(y.sum(), [weight, other], retain_graph=True)
         _, unused = torch.autograd.grad(y.sum(), [weight, other], allow_unused=True, retain_graph=True)
         assert unused is None

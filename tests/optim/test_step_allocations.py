@@ -41,7 +41,7 @@ def allocated_by_a_warm_step(width: int, tier: str, path: Path) -> tuple[int, in
         step()
         python_bytes = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        with torch.profiler.profile(profile_memory=True) as profile:
+        with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
             step()
     torch_bytes = sum(max(event.self_cpu_memory_usage, 0) for event in profile.events() or [])
     return python_bytes, torch_bytes

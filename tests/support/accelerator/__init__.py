@@ -166,6 +166,9 @@ def _module(library: ctypes.CDLL) -> types.ModuleType:
 
     module.is_available = lambda: True
     module.is_initialized = lambda: True
+    module._lazy_init = lambda: (
+        None
+    )  # before torch 2.13 a device without one is never initialized, and never waited for
     module.device_count = library.simulated_devices
     module.current_device = library.simulated_device
     module.set_device = lambda device: torch.accelerator.set_device_index(index(device))

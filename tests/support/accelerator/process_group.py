@@ -98,6 +98,9 @@ class StagedGroup(dist.ProcessGroup):
     def all_gather_single(self, received: Tensor, sent: Tensor, opts: Any = None) -> dist.Work:
         return self._run(received, sent, lambda group, out, own: group._allgather_base(out, own))
 
+    # Their names before torch 2.13.
+    alltoall_base, _allgather_base = all_to_all_single, all_gather_single
+
     def allgather(self, received: list[list[Tensor]], sent: list[Tensor], opts: Any = None) -> dist.Work:
         if sent[0].is_cpu:
             return self._of_host.allgather(received, sent)  # of objects
