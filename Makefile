@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
-SOURCES := pyproject.toml constraints.txt $(wildcard kernels/*.c kernels/*.h kernels/CMakeLists.txt) \
+SOURCES := pyproject.toml constraints.txt $(wildcard kernels/*.c kernels/*.h kernels/CMakeLists.txt offload/native/*.h) \
 	$(wildcard offload/__init__.py offload/*/__init__.py)
 
 .PHONY: train test lint types unit device test-device test-torch test-slow test-oracle test-faults test-gpu gpu test-peers docs fuzz bench-peers bench-peers-step clean

@@ -21,7 +21,7 @@ struct offload_adam_scalars {
 
 /* Of what this file and uring.h declare; counted up when a symbol, a structure or an order of sums changes. A library of
  * another number is refused (offload/native/library.py). */
-#define OFFLOAD_ABI 2
+#define OFFLOAD_ABI 3
 
 /* Elements that adam.c, adam_split.c and limit.c prefetch ahead, see offload_prefetch: one distance, so
  * that the limit is that of this traffic. It changes no bit. */

@@ -18,7 +18,7 @@ from torch import nn
 from offload import config as configuration
 from offload.checkpoint.recovery import Start
 from offload.config import Config
-from offload.devices.copies import Copier, HostCopier, accelerator, copier_for
+from offload.devices.copies import Copier, HostCopier, accelerator, copier_for, stream_handle
 from offload.dist.communicator import Communicator
 from offload.entries import Entries
 from offload.grads.base import GradientBuffer
@@ -244,7 +244,8 @@ def _kernels_for(undo: ExitStack, config: Config, layout: Layout, memory: Memory
     """The kernels that work where the states are. Args: direct: whether the model's device is the CPU."""
     if isinstance(memory.states, DeviceArena):
         largest = max((spec.numel for spec in layout.specs), default=0)
-        kernels = load_on(memory.states.carve(scratch_bytes(largest)))
+        scratch = memory.states.carve(scratch_bytes(largest))
+        kernels = load_on(scratch, partial(stream_handle, scratch.device))
     else:
         kernels = load(kernel_threads(config.threads, ranks_on_node=config.ranks_on_node, direct=direct))
     undo.callback(kernels.close)

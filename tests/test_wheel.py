@@ -43,7 +43,10 @@ def test_only_the_package_is_in_it(wheel: Path) -> None:
         about = next(name for name in file.namelist() if name.endswith("METADATA"))
         metadata = email.message_from_bytes(file.read(about))
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "offload").rglob("*.py")}
-    assert names - {"offload/liboffload_kernels.so"} == sources | {"offload/py.typed"}
+    assert names - {"offload/liboffload_kernels.so"} == sources | {
+        "offload/py.typed",
+        "offload/native/device_kernels.h",
+    }
     assert "Typing :: Typed" in metadata.get_all("Classifier", [])
     assert not [line for line in metadata.get_all("Requires-Dist", []) if "matplotlib" in line and "extra" not in line]
 

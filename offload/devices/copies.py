@@ -43,6 +43,13 @@ def finish_queue(device: torch.device) -> None:
         torch.accelerator.current_stream(device).synchronize()
 
 
+def stream_handle(device: torch.device) -> int:
+    """What the driver calls the device's current stream."""
+    if device.type == "cuda":
+        return int(torch.cuda.current_stream(device).cuda_stream)
+    return int(torch.accelerator.current_stream(device).stream_id)
+
+
 class DeviceEvent(ABC):
     """A point in what is queued on a device. See [Note: who waits]."""
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from offload.config import SUM_BLOCK
 from offload.errors import ClosedError, ConfigError
+from offload.native.compiled_kernels import CompiledKernels, device_kernels
 from offload.native.library import (
     AdamScalars,
     Library,
@@ -79,7 +80,7 @@ class Kernels:
     Every method raises ValueError for a tensor of a wrong dtype, shape or device, and ClosedError
     after `close()`. Zero elements are fine. Tensors written to get their version counter bumped.
 
-    Attributes: variant (one of VARIANTS, or "device"), threads (how many share a call, the caller among them).
+    Attributes: variant (one of VARIANTS, or as `load_on` says), threads (how many share a call, the caller among them).
     """
 
     def __init__(self, variant: str, threads: int, backend: Backend, device: torch.device | None = None) -> None:
@@ -389,12 +390,21 @@ def load(threads: int | None = None, variant: str | None = None) -> Kernels:
     return Kernels(chosen, usable_cpus() if threads is None else threads, backend)
 
 
-def load_on(scratch: Tensor) -> Kernels:
+def load_on(scratch: Tensor, stream: Callable[[], int] | None = None) -> Kernels:
     """Kernels for tensors on the device of `scratch`, which its current stream runs in their order; they split no
-    masters. Args: scratch: uint8, of `device.scratch_bytes(n)` for tensors of about n elements; larger ones take
-    several rounds.
+    masters.
+
+    Their variant is "device" where they are compiled for it, which is tried once a process and device, and
+    "device, by torch" where they are torch's operations.
+
+    Args:
+        scratch: uint8, of `torch_kernels.scratch_bytes(n)` for tensors of about n elements; larger ones take several
+            rounds.
+        stream: gives the driver's handle of the device's current stream; None: nothing is compiled.
     """
-    return Kernels("device", 1, DeviceKernels(scratch), scratch.device)
+    backend = device_kernels(scratch, stream)
+    variant = "device" if isinstance(backend, CompiledKernels) else "device, by torch"
+    return Kernels(variant, 1, backend, scratch.device)
 
 
 @functools.cache

@@ -112,11 +112,11 @@ def sum_blocks(first: int, numel: int) -> int:
 
 
 _LIBRARY_NAME = "liboffload_kernels.so"
-ABI = 2
+ABI = 3
 """kernels.h: OFFLOAD_ABI."""
 
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # kernels.h
-_NONE = 3
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # kernels.h
+NO_OUTPUT = 3
 
 
 class Library:
@@ -152,8 +152,8 @@ class Library:
     ) -> Callable[[AdamScalars], Work]:
         function = self._adam
         p, m, v, g = master.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), grad.data_ptr()
-        grad_type, grad_bytes = _TYPES[grad.dtype], grad.element_size()
-        o, out_type = (0, _NONE) if out is None else (out.data_ptr(), _TYPES[out.dtype])
+        grad_type, grad_bytes = TYPES[grad.dtype], grad.element_size()
+        o, out_type = (0, NO_OUTPUT) if out is None else (out.data_ptr(), TYPES[out.dtype])
 
         def bound(s: AdamScalars) -> Work:
             address = ctypes.addressof(s.packed)
@@ -180,7 +180,7 @@ class Library:
         function, struct = self._adam_split, s.packed
         address = ctypes.addressof(struct)
         p, w, m, v = param.data_ptr(), low.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr()
-        g, grad_type, grad_bytes, o = grad.data_ptr(), _TYPES[grad.dtype], grad.element_size(), out.data_ptr()
+        g, grad_type, grad_bytes, o = grad.data_ptr(), TYPES[grad.dtype], grad.element_size(), out.data_ptr()
 
         def work(a: int, b: int) -> None:
             h, f = 2 * a, 4 * a
@@ -210,7 +210,7 @@ class Library:
     def limit(self, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, out: Tensor | None) -> Work:
         """For the benchmark: adam's traffic without its arithmetic (kernels/limit.c)."""
         p, m, v, g = master.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), grad.data_ptr()
-        grad_type, grad_bytes = _TYPES[grad.dtype], grad.element_size()
+        grad_type, grad_bytes = TYPES[grad.dtype], grad.element_size()
         o = 0 if out is None else out.data_ptr()
 
         def work(low: int, high: int) -> None:
@@ -221,7 +221,7 @@ class Library:
 
     def sum_squares(self, x: Tensor, first: int, out: Tensor) -> Work:
         function, p, o = self._sum_squares, x.data_ptr(), out.data_ptr()
-        x_type, x_bytes = _TYPES[x.dtype], x.element_size()
+        x_type, x_bytes = TYPES[x.dtype], x.element_size()
         block = first // SUM_BLOCK
 
         def work(low: int, high: int) -> None:
@@ -232,7 +232,7 @@ class Library:
 
     def accumulate(self, acc: Tensor, x: Tensor) -> Work:
         function, a, p = self._accumulate, acc.data_ptr(), x.data_ptr()
-        x_type, x_bytes = _TYPES[x.dtype], x.element_size()
+        x_type, x_bytes = TYPES[x.dtype], x.element_size()
 
         def work(low: int, high: int) -> None:
             function(a + 4 * low, p + x_bytes * low, x_type, high - low)
@@ -241,8 +241,8 @@ class Library:
 
     def cast(self, src: Tensor, dst: Tensor) -> Work:
         function, s, d = self._cast, src.data_ptr(), dst.data_ptr()
-        src_type, src_bytes = _TYPES[src.dtype], src.element_size()
-        dst_type, dst_bytes = _TYPES[dst.dtype], dst.element_size()
+        src_type, src_bytes = TYPES[src.dtype], src.element_size()
+        dst_type, dst_bytes = TYPES[dst.dtype], dst.element_size()
 
         def work(low: int, high: int) -> None:
             function(s + src_bytes * low, src_type, d + dst_bytes * low, dst_type, high - low)

@@ -307,6 +307,14 @@ class DeviceKernels(_Operations):
         # By a number on the CPU torch's CUDA kernel would multiply with its inverse.
         return torch.full((), c.sqrt_bias_correction2, dtype=torch.float32, device=device)
 
+    def cast(self, src: Tensor, dst: Tensor) -> Work:
+        src, dst = src.detach(), dst.detach()
+
+        def work(low: int, high: int) -> None:  # needs no temporaries, so it is one launch
+            dst[low:high].copy_(src[low:high])
+
+        return work
+
     def sum_squares(self, x: Tensor, first: int, out: Tensor) -> Work:
         x, out = x.detach(), out.detach()
 

@@ -12,5 +12,6 @@ def _known_state() -> Iterator[None]:
     accelerator.races()
     accelerator.set_delays(0)
     yield
+    accelerator.refuse_launches(0)
     accelerator.refuse_pinning(0)
     accelerator.fail_allocation(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from offload import Tuning
-from offload.devices.copies import accelerator
+from offload.devices.copies import accelerator, stream_handle
 from offload.native import SUM_BLOCK, AdamScalars, load_on, sum_blocks
+from offload.native.device_program import LIBRARIES
 from offload.native.torch_kernels import scratch_bytes
 from offload.optim import reference
 from tests.support import models
@@ -76,12 +77,13 @@ def test_training_with_states_on_the_device_equals_training_in_ram(
 ) -> None:
     run = train(kind, accumulation=accumulation, device=DEVICE, tier="device", path=tmp_path / "run", commit_every=5)
     run.assert_same_bits(in_ram(kind, accumulation))
-    assert run.stats["kernel"] == "device"
+    assert (run.stats["kernel"] == "device") is (torch.device(DEVICE).type in LIBRARIES)
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("is_deterministic", [False, True])
 @pytest.mark.parametrize("n", [1, 4095, SUM_BLOCK + 1, 5 * SUM_BLOCK - 3])
-def test_a_devices_kernels_equal_the_reference(n: int, is_deterministic: bool) -> None:
+def test_a_devices_kernels_equal_the_reference(n: int, is_deterministic: bool, is_compiled: bool) -> None:
     torch.use_deterministic_algorithms(is_deterministic)
     rng = np.random.default_rng(n)
     p, m, v, g = (torch.from_numpy(rng.standard_normal(n).astype(np.float32)) for _ in range(4))
@@ -89,7 +91,9 @@ def test_a_devices_kernels_equal_the_reference(n: int, is_deterministic: bool) -
     hyper: dict[str, Any] = {"step": 3, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
     hyper |= {"decoupled": True, "scale": 0.37}
     wanted = reference.adam(p.numpy(), m.numpy(), v.numpy(), g.numpy(), **hyper)
-    kernels = load_on(torch.zeros(scratch_bytes(1), dtype=torch.uint8, device=DEVICE))
+    scratch = torch.zeros(scratch_bytes(1), dtype=torch.uint8, device=DEVICE)
+    kernels = load_on(scratch, partial(stream_handle, scratch.device) if is_compiled else None)
+    assert (kernels.variant == "device") is (is_compiled and scratch.device.type in LIBRARIES)
     states = [x.to(DEVICE) for x in (p, m, v)]
     kernels.adam(*states, g.to(DEVICE), None, AdamScalars.at(**hyper))
     for state, expected in zip(states, wanted, strict=True):

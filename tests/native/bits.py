@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from offload import native
+from offload.native.compiled_kernels import CompiledKernels
+from offload.native.library import open_library
 from offload.native.torch_kernels import scratch_bytes
 from offload.optim import reference
 
@@ -21,6 +27,25 @@ _SPECIAL_WORDS = """
 SPECIAL = np.array([int(word, 16) for word in _SPECIAL_WORDS.split()], dtype=np.uint32)
 SPECIAL = np.concatenate([SPECIAL, SPECIAL | np.uint32(0x80000000)])
 
+
+class HostProgram:
+    """`device_kernels.h` as the kernel library has it, on memory of the CPU.
+
+    Args: is_backwards: the last thread of a block runs first.
+    """
+
+    def __init__(self, is_backwards: bool = False) -> None:
+        library, reason = open_library()
+        assert library is not None, reason
+        self._launch = library.offload_device_launch
+        self._launch.argtypes = (ctypes.c_char_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p)
+        self._is_backwards = is_backwards
+
+    def launch(self, kernel: str, blocks: int, threads: int, arguments: Sequence[Any]) -> None:
+        addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        assert self._launch(kernel.encode(), blocks, self._is_backwards, addresses) == 0
+
+
 _loaded: dict[tuple[str, int], native.Kernels] = {}
 
 
@@ -28,9 +53,12 @@ def kernels(variant: str, threads: int = 1) -> native.Kernels:
     """One for all tests: each would start its own threads."""
     key = (variant, threads)
     if key not in _loaded:
+        # As small as may be: tensors of more than a block take several rounds.
+        scratch = torch.zeros(scratch_bytes(1), dtype=torch.uint8)
         if variant == "device":
-            # As small as may be: tensors of more than a block take several rounds.
-            _loaded[key] = native.load_on(torch.zeros(scratch_bytes(1), dtype=torch.uint8))
+            _loaded[key] = native.load_on(scratch)
+        elif variant == "compiled":
+            _loaded[key] = native.Kernels(variant, 1, CompiledKernels(scratch, HostProgram()))
         else:
             _loaded[key] = native.load(threads, variant)
     return _loaded[key]

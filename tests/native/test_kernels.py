@@ -30,7 +30,9 @@ USUAL: dict[str, Any] = {
     "scale": 0.37,
 }
 
-every_variant = pytest.mark.parametrize("variant", [*VARIANTS, "device"])
+COMPILED = [] if native.fallback_reason() else ["compiled"]
+"""The kernels that are compiled for a device, on the CPU: tests/native/bits.py."""
+every_variant = pytest.mark.parametrize("variant", [*VARIANTS, "device", *COMPILED])
 every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 every_half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 whole_inputs = settings(max_examples=100, deadline=None)

@@ -110,7 +110,7 @@ def test_training_with_states_on_the_device_equals_training_in_ram(
         monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(0))
     run = train(kind, accumulation=accumulation, tier="device", tuning=Tuning(chunk="4KiB"))
     run.assert_same_bits(in_ram(kind, accumulation))
-    assert (run.stats["kernel"] == "device") is (is_apart or DEVICE != "cpu")
+    assert run.stats["kernel"].startswith("device") is (is_apart or DEVICE != "cpu")
     assert run.stats["peak_cpu_bytes"] == 0
     assert run.stats["peak_device_bytes"] >= 16 * run.stats["parameters"]
 

@@ -32,10 +32,11 @@ import torch
 from torch import Tensor
 
 from offload import torch_private
+from offload.native import device_program
 
 NAME = "simulated"
 HERE = Path(__file__).parent
-SOURCES = ("device.cpp", "kernels.cpp", "autocast.cpp")
+SOURCES = ("device.cpp", "kernels.cpp", "autocast.cpp", "driver.cpp")
 COUNTERS = (
     "kernels",
     "to_device",
@@ -81,13 +82,15 @@ def build() -> Path:
         "-g0",
         "-fPIC",
         "-w",
+        "-ffp-contract=off",
         "-DAT_PER_OPERATOR_HEADERS",
+        f'-DKERNELS_SOURCE="{device_program.SOURCE}"',
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
     ]
-    includes = [f"-I{torch_root / 'include'}"]
+    includes = [f"-I{torch_root / 'include'}", f"-I{device_program.SOURCE.parent}"]
     digest = hashlib.sha256(repr((torch.__version__, str(torch_root), sys.platform, found, flags)).encode())
-    for source in (*SOURCES, "device.h"):
-        digest.update((HERE / source).read_bytes())
+    for source in (*(HERE / name for name in (*SOURCES, "device.h")), device_program.SOURCE):
+        digest.update(source.read_bytes())
     cache = Path(os.environ.get("OFFLOAD_TEST_CACHE", tempfile.gettempdir())) / f"offload-accelerator-{os.getuid()}"
     library = cache / f"{digest.hexdigest()[:16]}.so"
     if library.exists():
@@ -130,12 +133,13 @@ def _library() -> ctypes.CDLL:
 def load() -> None:
     """Makes the device known to torch. Before the first backward of the process.
 
-    Memory that is not there raises when it is read, as in torch's builds for CUDA.
+    Memory that is not there raises when it is read, as in torch's builds for CUDA, and kernels are compiled for it.
     """
     torch.utils.rename_privateuse1_backend(NAME)
     library = _library()
     torch._register_device_module(NAME, _module(library))
     torch.utils.generate_methods_for_privateuse1_backend()
+    device_program.LIBRARIES[NAME] = lambda: (library, library)
     if torch_private.forbid_data_access is None and library.simulated_can_allow_access():
         torch_private.forbid_data_access = lambda storage, message: library.simulated_forbid_access(
             ctypes.c_void_p(storage), message.encode()
@@ -304,6 +308,11 @@ def memory_limit(nbytes: int, device: int = 0) -> Iterator[None]:
 def fail_allocation(count: int, device: int = 0) -> None:
     """The allocation that is `count` calls from now runs out of memory; 0: none."""
     _library().simulated_fail_allocation(device, count)
+
+
+def refuse_launches(times: int) -> None:
+    """The driver refuses the next `times` kernels that it is given, torch's aside; 0: none."""
+    _library().simulated_refuse_launches(times)
 
 
 def refuse_pinning(times: int) -> None:

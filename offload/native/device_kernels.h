@@ -1,0 +1,156 @@
+/* Adam and the sum of squares for a device: one launch each, with the bits of adam.c and sum_squares.c in kernels/.
+ *
+ * One text for two compilers. NVRTC compiles it at run time as CUDA C++, without any header. The C compiler compiles it
+ * into the kernel library (kernels/device.c), where a loop runs one block after the other: so tests find wrong bits
+ * without a GPU.
+ *
+ * A kernel is a sequence of phases, EACH_THREAD(t, n) { ... }: n threads run the body, in any order, and the next phase
+ * begins when all have ended it. So a barrier cannot be forgotten. Neither break nor return may leave a phase. */
+#ifndef OFFLOAD_DEVICE_KERNELS_H
+#define OFFLOAD_DEVICE_KERNELS_H
+
+/* Element types; as in kernels.h. */
+enum { DEVICE_F32 = 0, DEVICE_BF16 = 1, DEVICE_F16 = 2, DEVICE_NONE = 3 };
+
+enum { DEVICE_ADAM_THREADS = 256, DEVICE_SUM_THREADS = 1024 };
+
+/* kernels.h: struct offload_adam_scalars */
+typedef struct {
+    float scale, weight_decay, decay, one_minus_beta1, beta2, one_minus_beta2;
+    float neg_step_size, sqrt_bias_correction2, eps;
+    int add_decay;
+} device_scalars;
+
+#ifdef __CUDACC__
+#define INSIDE static __device__ __forceinline__
+#define KERNEL(name, threads, ...) extern "C" __global__ void __launch_bounds__(threads) name(__VA_ARGS__)
+#define SHARED __shared__
+#define BLOCK ((long long)blockIdx.x)
+#define EACH_THREAD(t, threads) for (int t = (int)threadIdx.x, t##_runs = 1; t##_runs; t##_runs = 0, __syncthreads())
+#define EXACT_SQRT(x) __fsqrt_rn(x)
+#define EXACT_DIV(x, y) __fdiv_rn(x, y)
+#else
+/* Its first two arguments say which block runs, and whether its last thread comes first. */
+#define INSIDE static inline
+#define KERNEL(name, threads, ...) static void name(long long block, int is_backwards, __VA_ARGS__)
+#define SHARED
+#define BLOCK block
+#define EACH_THREAD(t, threads) \
+    for (int t##_at = 0, t = is_backwards ? (threads) - 1 : 0; t##_at < (threads); t##_at++, t += is_backwards ? -1 : 1)
+#define EXACT_SQRT(x) __builtin_sqrtf(x)
+#define EXACT_DIV(x, y) ((x) / (y))
+#endif
+
+/* ---- 16-bit numbers, in integer arithmetic: a device's headers and a CPU's instructions differ */
+
+typedef union {
+    float number;
+    unsigned bits;
+} device_word;
+
+INSIDE float device_float(unsigned bits) {
+    device_word word;
+    word.bits = bits;
+    return word.number;
+}
+
+INSIDE unsigned device_bits(float number) {
+    device_word word;
+    word.number = number;
+    return word.bits;
+}
+
+INSIDE float device_from_f16(unsigned x) {
+    unsigned sign = (x & 0x8000u) << 16, exponent = x >> 10 & 0x1fu, fraction = x & 0x3ffu;
+    if (exponent == 0) /* zero or denormal: fraction * 2^-24, a normal fp32 */
+        return device_float(device_bits((float)fraction * 5.9604644775390625e-8f) | sign);
+    if (exponent == 31) return device_float(sign | 0x7f800000u | fraction << 13);
+    return device_float(sign | (exponent + 112) << 23 | fraction << 13);
+}
+
+/* x shifted to the right by 1 to 31 bits, rounded to nearest even. */
+INSIDE unsigned device_shift(unsigned x, unsigned count) {
+    return (x + (1u << (count - 1)) - 1u + (x >> count & 1u)) >> count;
+}
+
+INSIDE unsigned device_to_f16(float number) {
+    unsigned bits = device_bits(number), sign = bits >> 16 & 0x8000u, x = bits & 0x7fffffffu;
+    if (x > 0x7f800000u) return sign | 0x7e00u;               /* NaN */
+    if (x >= 0x47800000u) return sign | 0x7c00u;              /* from 2^16 on: Inf */
+    if (x >= 0x38800000u) return sign | device_shift(x - (112u << 23), 13); /* rounds up to Inf, too */
+    if (x < 0x33000000u) return sign;                         /* below 2^-25: zero */
+    /* A denormal: so many of 2^-24. */
+    return sign | device_shift((x & 0x7fffffu) | 0x800000u, 126u - (x >> 23));
+}
+
+INSIDE unsigned device_to_bf16(float number) {
+    unsigned x = device_bits(number);
+    return (x & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : device_shift(x, 16);
+}
+
+INSIDE float device_load(const void *from, int type, long long i) {
+    if (type == DEVICE_F32) return ((const float *)from)[i];
+    if (type == DEVICE_BF16) return device_float((unsigned)((const unsigned short *)from)[i] << 16);
+    return device_from_f16(((const unsigned short *)from)[i]);
+}
+
+/* ---- kernels */
+
+/* n elements; as adam.c, and with the same arguments. `out` may be a 16-bit grad's memory. */
+KERNEL(offload_device_adam, DEVICE_ADAM_THREADS, float *master, float *exp_avg, float *exp_avg_sq, const void *grad,
+       int grad_type, void *out, int out_type, long long n, device_scalars c) {
+    EACH_THREAD(t, DEVICE_ADAM_THREADS) {
+        long long i = BLOCK * DEVICE_ADAM_THREADS + t;
+        if (i < n) {
+            float p = master[i], m = exp_avg[i], v = exp_avg_sq[i], g = device_load(grad, grad_type, i) * c.scale;
+            if (c.add_decay) g = g + c.weight_decay * p;
+            else p = p * c.decay;
+            m = m + c.one_minus_beta1 * (g - m);
+            v = v * c.beta2 + (c.one_minus_beta2 * g) * g;
+            p = p + EXACT_DIV(c.neg_step_size * m, EXACT_DIV(EXACT_SQRT(v), c.sqrt_bias_correction2) + c.eps);
+            master[i] = p;
+            exp_avg[i] = m;
+            exp_avg_sq[i] = v;
+            if (out_type == DEVICE_BF16) ((unsigned short *)out)[i] = (unsigned short)device_to_bf16(p);
+            if (out_type == DEVICE_F16) ((unsigned short *)out)[i] = (unsigned short)device_to_f16(p);
+        }
+    }
+}
+
+enum { DEVICE_SUM_BLOCK = 65536, DEVICE_SUM_GROUP = 1024, DEVICE_SUM_LANES = 32 };
+
+/* What lane `lane` of 2048 has of n elements from x on: element lane, lane + 32, ... of its group. */
+INSIDE double device_lane(const void *x, int type, long long first, long long n, int lane) {
+    int start = lane / DEVICE_SUM_LANES * DEVICE_SUM_GROUP + lane % DEVICE_SUM_LANES;
+    double sum = 0;
+    for (int i = start; i < start + DEVICE_SUM_GROUP; i += DEVICE_SUM_LANES) {
+        if (i < n) {
+            double wide = (double)device_load(x, type, first + i);
+            sum = sum + wide * wide;
+        }
+    }
+    return sum;
+}
+
+/* n elements at the positions first .. first+n; as sum_squares.c, and with the same arguments. A block of the launch
+ * takes a block of positions. */
+KERNEL(offload_device_sum_squares, DEVICE_SUM_THREADS, const void *x, int type, long long first, long long n,
+       double *out) {
+    SHARED double sums[DEVICE_SUM_THREADS];
+    long long low = BLOCK * DEVICE_SUM_BLOCK - first % DEVICE_SUM_BLOCK, high = low + DEVICE_SUM_BLOCK;
+    if (low < 0) low = 0;
+    if (high > n) high = n;
+    EACH_THREAD(t, DEVICE_SUM_THREADS) {
+        sums[t] = device_lane(x, type, low, high - low, t) + device_lane(x, type, low, high - low, t + DEVICE_SUM_THREADS);
+    }
+    for (int width = DEVICE_SUM_THREADS / 2; width > 0; width /= 2) {
+        EACH_THREAD(t, DEVICE_SUM_THREADS) {
+            if (t < width) sums[t] = sums[t] + sums[t + width];
+        }
+    }
+    EACH_THREAD(t, DEVICE_SUM_THREADS) {
+        if (t == 0) out[BLOCK] = sums[0];
+    }
+}
+
+#endif
