@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -76,6 +76,8 @@ class Tuning:
                 f"Tuning(prefetch={value!r}) has become two options: give prefetch_chunks={value!r} for chunks read "
                 f"ahead from NVMe, and prefetch_units={value!r} for units of streamed parameters fetched ahead"
             )
+        for name in options.keys() - cls.__dataclass_fields__.keys():
+            raise ConfigError(f"Tuning({name}={options[name]!r}): {_no_such(name, cls.__dataclass_fields__)}")
         return super().__new__(cls)
 
 
@@ -466,9 +468,13 @@ def _refuse_unknown(options: Mapping[str, object]) -> None:
             raise ConfigError(
                 f"{name}={value!r} is an option of Tuning: give OffloadZero(..., tuning=Tuning({name}={value!r}))"
             )
-        near = get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]}?" if near else f"the options are {', '.join(sorted(known))}"
-        raise ConfigError(f"{name}={value!r}: there is no such option; {hint}")
+        raise ConfigError(f"{name}={value!r}: {_no_such(name, known)}")
+
+
+def _no_such(name: str, known: Collection[str]) -> str:
+    near = get_close_matches(name, known, 1)
+    hint = f"did you mean {near[0]}?" if near else f"the options are {', '.join(sorted(known))}"
+    return f"there is no such option; {hint}"
 
 
 def absolute(path: PathLike) -> Path:

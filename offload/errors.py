@@ -52,6 +52,8 @@ def explained(error: OSError) -> str:
 def missing_parent(path: Path) -> str:
     """Which of the directories above `path` is the first that is missing, and how to make all of them."""
     missing = next((above for above in reversed(path.parents) if not above.exists()), path.parent)
+    if missing.name.startswith("~"):
+        return f"{missing} does not exist: ~ stands for a home directory in a shell only, give os.path.expanduser(...)"
     command = f"mkdir -p {shlex.quote(str(path.parent))}"
     return f"{missing} does not exist: make it first ({command}), or give another path"
 

@@ -854,6 +854,8 @@ class OffloadZero(torch.optim.Optimizer):
         return self._steps[number] if number is not None and number < len(self._steps) else 0
 
     def _number(self, param: Tensor) -> int:
+        if not isinstance(param, Tensor):
+            raise ConfigError(f"{param!r} is no tensor: give the parameter itself, as model.get_parameter(name) does")
         number = self._parts.parameters.index.get(param)  # type: ignore[call-overload]
         if number is None or number >= len(self._layout.specs):
             raise ConfigError(f"the tensor of shape {tuple(param.shape)} is no parameter that this optimizer trains")
@@ -866,7 +868,7 @@ class OffloadZero(torch.optim.Optimizer):
         """The step that this run was resumed at, and the extra committed with it; None if it began anew."""
         return self._resumed
 
-    def attach(self, *, rng: bool = False, **objects: object) -> None:
+    def attach(self, *unnamed: object, rng: bool = False, **objects: object) -> None:
         """Every commit carries the state of these objects from now on, automatic commits too.
 
         In a resumed run each object gets back the state that was committed under its name, if it is attached before the
@@ -885,9 +887,12 @@ class OffloadZero(torch.optim.Optimizer):
             objects: objects with `state_dict()` and `load_state_dict()`, or torch.Generators, by a name of your choice.
 
         Raises:
-            ConfigError: an object has no state, or one that cannot be stored. Nothing is attached then.
+            ConfigError: an object has no name, no state, or one that cannot be stored. Nothing is attached then.
         """
         self._require_usable()
+        if unnamed:
+            kind = type(unnamed[0]).__name__
+            raise ConfigError(f"attach({kind}): each object needs a name, as in attach(scheduler=scheduler)")
         if RNG in objects or not isinstance(rng, bool):
             raise ConfigError(f"attach(rng={rng!r}): give True or False; other generators take another name")
         given = {RNG: None, **objects} if rng else objects
@@ -1231,6 +1236,8 @@ class OffloadZero(torch.optim.Optimizer):
             CorruptionError: bytes that were read are not those that were written.
         """
         self._require_open()
+        if not isinstance(state_dict, Mapping):
+            raise ConfigError(f"load_state_dict({state_dict!r}): give what state_dict() returned, not a file of it")
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)

@@ -165,7 +165,7 @@ def test_a_path_has_no_use_with_the_cpu_tier_but_for_commits_and_activations(tmp
 def test_tuning_is_frozen_and_unknown_tuning_is_refused() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Tuning().chunk = 5  # type: ignore[misc]
-    with pytest.raises(TypeError, match="chunks"):
+    with pytest.raises(ConfigError, match=r"Tuning\(chunks=5\): there is no such option; did you mean chunk\?"):
         Tuning(chunks=5)  # type: ignore[call-arg]
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from offload import AccumulationError, ConfigError, OffloadZero
+from offload import AccumulationError, ConfigError, OffloadZero, PathError, ResumeError, Tuning
 from tests.support.toy import take_step
 
 
@@ -28,6 +29,93 @@ X = torch.ones(2, 3)
 def test_hyper_parameters_belong_to_the_optimizer() -> None:
     with pytest.raises(ConfigError, match=r"torch\.optim\.AdamW\(model\.parameters\(\), lr=0\.001\)"):
         OffloadZero(net(), lr=0.001)  # type: ignore[call-overload]
+
+
+class Given(NamedTuple):
+    """What a mistake may be made with."""
+
+    optimizer: OffloadZero
+    folder: Path
+
+
+MISTAKES: dict[str, tuple[Callable[[Given], object], type[Exception], str]] = {
+    "the class of an optimizer": (
+        lambda _: OffloadZero(net(), torch.optim.AdamW),  # type: ignore[call-overload]
+        ConfigError,
+        r"optimizer=AdamW is a class: make one of it, AdamW\(model\.parameters\(\)\)",
+    ),
+    "arguments in another order": (
+        lambda _: OffloadZero(torch.optim.AdamW(net().parameters()), net()),  # type: ignore[call-overload]
+        ConfigError,
+        r"the first argument is of type AdamW .* give OffloadZero\(model, optimizer\)$",
+    ),
+    "a wrong spelling of Tuning's": (
+        lambda _: Tuning(chunks="1MiB"),  # type: ignore[call-arg]
+        ConfigError,
+        r"Tuning\(chunks='1MiB'\): there is no such option; did you mean chunk\?",
+    ),
+    "a path in a file": (
+        lambda given: OffloadZero(net(), path=given.folder / "file" / "run"),
+        PathError,
+        r"/file is a file and no directory: give another path",
+    ),
+    "a path of a shell": (
+        lambda _: OffloadZero(net(), path="~/nowhere/run"),
+        PathError,
+        r"~ stands for a home directory in a shell only, give os\.path\.expanduser\(\.\.\.\)",
+    ),
+    "an object without a name": (
+        lambda given: given.optimizer.attach(torch.optim.lr_scheduler.StepLR(given.optimizer, 1)),
+        ConfigError,
+        r"attach\(StepLR\): each object needs a name, as in attach\(scheduler=scheduler\)",
+    ),
+    "a file of a state dict": (
+        lambda given: given.optimizer.load_state_dict("state.pt"),  # type: ignore[arg-type]
+        ConfigError,
+        r"load_state_dict\('state.pt'\): give what state_dict\(\) returned, not a file",
+    ),
+    "a state dict of plain torch": (
+        lambda given: given.optimizer.load_state_dict(torch.optim.AdamW(net().parameters()).state_dict()),
+        ResumeError,
+        r"it has no step: give what state_dict\(\) of an OffloadZero of this model returned",
+    ),
+    "a name for a parameter": (
+        lambda given: given.optimizer.grad("0.weight"),  # type: ignore[arg-type]
+        ConfigError,
+        r"'0\.weight' is no tensor: give the parameter itself, as model\.get_parameter\(name\) does",
+    ),
+    "a name to be gathered": (
+        lambda given: given.optimizer.gathered("0.weight"),  # type: ignore[arg-type]
+        ConfigError,
+        r"gathered\('0\.weight'\): give a module, a parameter",
+    ),
+    "a snapshot of nothing": (
+        lambda given: given.optimizer.snapshot(),
+        ResumeError,
+        r"nothing has been committed yet: call commit\(\) before",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_natural_mistakes_are_told_with_the_culprit_and_the_way_out(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    call, kind, message = MISTAKES[name]
+    with OffloadZero(net(), path=tmp_path / "run", commit_every=0) as optimizer, pytest.raises(kind, match=message):
+        call(Given(optimizer, tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
+
+
+def test_another_models_commit_says_what_to_give(tmp_path: Path) -> None:
+    model = net()
+    with OffloadZero(model, path=tmp_path / "run", commit_every=0) as optimizer:
+        take_step(optimizer, model(X).sum())
+        optimizer.commit()
+    with pytest.raises(
+        ResumeError, match=r"another model, optimizer or dtype: give those, or another path\. What"
+    ) as refused:
+        OffloadZero(nn.Linear(3, 3), path=tmp_path / "run", resume=True)
+    assert "weight is in the model, and was not committed" in str(refused.value)
 
 
 def test_an_undeclared_backward_says_how_to_declare_them_all() -> None:

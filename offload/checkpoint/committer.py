@@ -542,7 +542,7 @@ class Commits:
         self.learn_outcome()
         self._comm.check()
         if self.last is None:
-            raise ResumeError("nothing has been committed yet: there is nothing to go back to")
+            raise ResumeError("nothing has been committed yet: call commit() before, or let commit_every do it")
         return self.last
 
     def carried(self) -> Carried:

@@ -477,7 +477,10 @@ class Reader:
     def _find_commit(self) -> tuple[Path, Commit]:
         found = last_of(scan(self.paths, self._disk), self.paths)
         if found is None:
-            raise ResumeError(f"no commit in {listed(self.paths)}: name all directories of a run that has committed")
+            raise ResumeError(
+                f"no commit in {listed(self.paths)}: name all directories of a run that has committed; "
+                "`offload list DIR` shows the runs below a directory"
+            )
         return found
 
     def _look(self) -> tuple[Path, Commit, tuple[Manifest, ...]]:

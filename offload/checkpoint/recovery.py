@@ -621,7 +621,11 @@ def _require_this_model(
         found = differences(first, wanted, unfrozen=written_frozen.was_frozen(state), frozen=frozen)
     if found:
         more = f"\n... and {len(found) - SHOWN} more differences" if len(found) > SHOWN else ""
-        raise ResumeError(f"{home} holds a commit of something else:\n" + "\n".join(found[:SHOWN]) + more)
+        raise ResumeError(
+            f"{home} holds a commit of another model, optimizer or dtype: give those, or another path. What differs:\n"
+            + "\n".join(found[:SHOWN])
+            + more
+        )
     return first
 
 

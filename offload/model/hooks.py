@@ -85,7 +85,10 @@ def require_free(model: nn.Module) -> None:
     """Raises: ConfigError if there is nothing to train in `model`, if another optimizer holds it or a part of it, and
     if it has parts that cannot be hooked."""
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model={model!r} is not an nn.Module")
+        raise ConfigError(
+            f"the first argument is of type {type(model).__name__} and is not an nn.Module: give "
+            "OffloadZero(model, optimizer)"
+        )
     if is_hooked(model):
         raise ConfigError("the model is held by another OffloadZero: close() that one first")
     for name, module in model.named_modules():

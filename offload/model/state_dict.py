@@ -164,6 +164,8 @@ class Access:
         else:
             found = [target] if isinstance(target, Tensor) else target
         for param in found:
+            if not isinstance(param, Tensor):
+                raise ConfigError(f"gathered({target!r}): give a module, a parameter, or several of these parameters")
             if param not in self._names:
                 raise ConfigError(
                     f"gathered() was given a tensor of shape {tuple(param.shape)} that is no parameter of the model"

@@ -71,6 +71,9 @@ def require_adoptable(optimizer: torch.optim.Optimizer) -> None:
 
 def _why_not(optimizer: object) -> str:
     """Why an optimizer that is no Adam or AdamW is refused."""
+    if isinstance(optimizer, type):
+        name = optimizer.__name__
+        return f"optimizer={name} is a class: make one of it, {name}(model.parameters())"
     kind = type(optimizer).__name__
     inside = [
         (name, one)
@@ -187,6 +190,9 @@ def groups_state(
     }
 
 
+_GIVE = "give what state_dict() of an OffloadZero of this model returned"
+
+
 def require_matching(groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]) -> tuple[int, object]:
     """Whether a state dict is of an optimizer with these groups. Returns: its step, and the commit that it names.
 
@@ -195,8 +201,8 @@ def require_matching(groups: Sequence[dict[str, Any]], state_dict: Mapping[str, 
     theirs = state_dict.get("param_groups")
     if not isinstance(theirs, list | tuple) or not all(isinstance(one, Mapping) and "params" in one for one in theirs):
         raise ResumeError(
-            "the state dict is of no optimizer, for it has no param_groups: give what state_dict() of an OffloadZero "
-            "of this model returned; that of a model goes to model.load_state_dict()"
+            f"the state dict is of no optimizer, for it has no param_groups: {_GIVE}; that of a model goes to "
+            "model.load_state_dict()"
         )
     sizes, found = ([len(group["params"]) for group in those] for those in (groups, theirs))
     if found != sizes:
@@ -206,7 +212,7 @@ def require_matching(groups: Sequence[dict[str, Any]], state_dict: Mapping[str, 
         )
     step = state_dict.get("step")
     if not isinstance(step, int):
-        raise ResumeError("the state dict is not of an OffloadZero: it has no step")
+        raise ResumeError(f"the state dict is not of an OffloadZero, for it has no step: {_GIVE}")
     for number, (group, other) in enumerate(zip(groups, theirs, strict=True)):
         kind = "decoupled_weight_decay"
         if other.get(kind, group[kind]) != group[kind]:

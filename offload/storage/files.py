@@ -309,7 +309,11 @@ def check_directory(path: Path, *, resumes: bool = False) -> None:
     except OSError as error:
         if not is_of_system(error):
             raise
-        raise PathError(error.errno, f"cannot be looked at: {error.strerror}", str(path)) from error
+        why = f"cannot be looked at: {error.strerror}"
+        if isinstance(error, NotADirectoryError):
+            file = next(above for above in reversed(path.parents) if not above.is_dir())
+            why = f"{file} is a file and no directory: give another path"
+        raise PathError(error.errno, why, str(path)) from error
     if stat.S_ISLNK(mode):
         raise PathError(errno.ELOOP, f"is a symlink: give the directory itself, {os.path.realpath(path)}", str(path))
     if not stat.S_ISDIR(mode):
