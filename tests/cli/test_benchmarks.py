@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from bench import adam, chunks, gpu, guards, hiding, peers, prefetch, report, step
+from bench import adam, chunks, gpu_cases, guards, hiding, peers, prefetch, report, step
 from bench.contest import ContestError, Entry, parameters, started
 from bench.limits import Disk
 from offload.models.gpt import GPT, GPTConfig
@@ -296,5 +296,5 @@ def test_the_share_of_copies_under_compute_is_of_their_time() -> None:
     kernels = [event("kernel", 0, 10), event("kernel", 5, 10), event("kernel", 20, 5)]  # 0-15 and 20-25
     copies = [event("gpu_memcpy", 10, 10, "Memcpy HtoD"), event("gpu_memcpy", 22, 6, "Memcpy DtoH")]
     others = [event("gpu_memcpy", 0, 100, "Memcpy DtoD"), event("cpu_op", 0, 100)]
-    assert gpu.share_under_compute([*kernels, *copies, *others]) == (5 + 3) / 16
-    assert gpu.share_under_compute(kernels) is None
+    assert gpu_cases.share_under_compute([*kernels, *copies, *others]) == (5 + 3) / 16
+    assert gpu_cases.share_under_compute(kernels) is None

@@ -103,5 +103,5 @@ def test_a_device_that_holds_its_parameters_needs_gradients_in_ram(
 
 
 def test_chunks_too_small_for_a_sum_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="at least 262144 bytes"):
+    with pytest.raises(ConfigError, match="at least 256KiB"):
         OffloadZero(Wide(), path=tmp_path / "run", grad_tier="nvme", tuning=Tuning(chunk="128KiB"))

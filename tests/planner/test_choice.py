@@ -236,7 +236,7 @@ def test_what_was_chosen_is_printed_once(capsys: pytest.CaptureFixture[str], tmp
     with OffloadZero(model, path=tmp_path / "run", device_memory=memory, tuning=SMALL) as optimizer:
         train(model, optimizer)
         peak = optimizer._placement.device_bytes
-    printed = capsys.readouterr().err
+        printed = capsys.readouterr().err
     assert printed.count("offload:") == 1
     assert "parameters in bf16 (given in fp32), streamed from RAM; peak on the device" in printed
     assert f"; peak on the device {peak / 1024:.4g} KiB of 5.859 KiB allowed; peak RAM" in printed
