@@ -37,13 +37,20 @@ def parse_bytes(value: int | str, option: str) -> int:
     match = _PATTERN.fullmatch(value)
     unit = None if match is None else _UNITS.get(match[2])
     if match is None or unit is None:
-        raise ConfigError(f"{option}={value!r} is not a size: give {allowed}")
+        raise ConfigError(f"{option}={value!r} is not a size: give {allowed}{_hint(match)}")
     whole = float(match[1]) * unit
     if "." not in match[1]:
         return int(match[1]) * unit
     if not whole.is_integer() and unit == 1:
         raise ConfigError(f"{option}={value!r} is a fraction of a byte: give {allowed}")
     return int(whole)
+
+
+def _hint(match: re.Match[str] | None) -> str:
+    """Of a unit that is written otherwise: "48gib", "48 G"."""
+    number, unit = ("", "") if match is None else (match[1], match[2].lower())
+    near = next((one for one in _UNITS if unit and one.lower() in (unit, f"{unit}ib")), None)
+    return "" if near is None else f"; did you mean {number + near!r}?"
 
 
 def format_bytes(count: float) -> str:

@@ -78,3 +78,9 @@ def test_an_option_at_most_takes_no_more_than_there_is_and_little_less(size: int
     text = option_bytes(size, at_most=True)
     assert size - max(size // 1000, 1) <= parse_bytes(text, "cpu_memory") <= size
     assert len(text) <= 10
+
+
+@pytest.mark.parametrize(("text", "near"), [("48gib", "48GiB"), ("1gb", "1GB"), ("48 G", "48GiB"), ("2.5m", "2.5MiB")])
+def test_a_unit_that_is_written_otherwise_is_named(text: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean '{near}'"):
+        parse_bytes(text, "cpu_memory")

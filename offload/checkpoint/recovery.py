@@ -12,6 +12,7 @@ is in it, one rank after the other.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import sys
@@ -75,14 +76,14 @@ from offload.config import Config
 from offload.dist.agreement import agree_on_error, all_gather_object
 from offload.dist.communicator import Communicator
 from offload.dist.tensor_parallel import local_of
-from offload.errors import CorruptionError, OffloadError, PathError, ResumeError
+from offload.errors import CorruptionError, OffloadError, PathError, PathInUseError, ResumeError
 from offload.interrupts import is_of_system
 from offload.layout import Layout
 from offload.model import written_frozen
 from offload.model.flat_param import is_dense
 from offload.sizes import format_bytes
 from offload.storage.files import COMMIT_NAME, LOCAL, Directories, Files, check_directory, holds_commit, swap_name
-from offload.storage.swap_file import new_run_id
+from offload.storage.swap_file import IN_USE, is_held, new_run_id
 
 _Identity = tuple[str, int, int]
 """Of a directory: the machine, the device and the number on it."""
@@ -508,6 +509,7 @@ def find_together(
         if config.resume == "auto":
             _forget_begun(seen, directories, comm, files)
             return Start(config, None, run_id, held)
+        _require_idle(config.paths, files)  # a run there may commit any moment
         where = listed(directories.runs + directories.named)
         raise ResumeError(f'{where}: no commit to resume from: give resume="auto" to begin anew where none is')
     every = range(len(target.last[1].manifests))
@@ -564,10 +566,19 @@ def _require_uncommitted(config: Config, directories: RunDirectories, comm: Comm
         is_committed = any(not runs & seen.runs.begun for _, runs in seen.runs.held)
     if is_committed:
         with agree_on_error(comm):
+            _require_idle(config.paths, files)
             for path in config.paths:
                 check_directory(path)
     else:
         _forget_begun(seen, directories, comm, files)
+
+
+def _require_idle(paths: Sequence[Path], files: Files) -> None:
+    """Raises: PathInUseError if a live run holds files in one of these directories; PathError, TierIOError."""
+    for path in paths:
+        names = names_in(path, files) if path.is_dir() else ()
+        if any(name.endswith(".swap") and is_held(path / name, files) for name in names):
+            raise PathInUseError(errno.EBUSY, IN_USE, str(path))
 
 
 def _forget_begun(seen: Scans, directories: RunDirectories, comm: Communicator, files: Files) -> None:

@@ -66,6 +66,14 @@ def find(directories: Sequence[Path]) -> Files:
     return Files(own, tuple((path, why) for path, why in unknown.items() if path not in by_run))
 
 
+def require_idle(files: Sequence[Path]) -> None:
+    """Raises: PathInUseError if a live run holds one of `files`; PathError."""
+    with ExitStack() as stack:
+        for path in files:
+            if _is_swap(path):
+                stack.callback(open_locked(path, LOCAL).close)
+
+
 def remove(files: Sequence[Path]) -> None:
     """Deletes `files`, from `find`, and their directories if nothing else is in them.
 

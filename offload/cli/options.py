@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from offload.errors import ConfigError
-from offload.sizes import parse_bytes
+from offload.sizes import KIB, parse_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -90,8 +90,11 @@ class RunOptions:
     def _require_sizes(self, *options: str) -> None:
         for option in options:
             value = getattr(self, option)
-            if value is not None:
-                parse_bytes(_number(value), f"--{_name(option)}")
+            if value is None:
+                continue
+            size = parse_bytes(_number(value), f"--{_name(option)}")
+            if 0 < size < KIB and "B" not in str(value):  # nobody means so few bytes
+                raise ConfigError(f"--{_name(option)} {value}: {size} bytes; did you mean {value}GiB?")
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -140,7 +143,7 @@ class PlanOptions(RunOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require_least(1, "ranks", "tensor_parallel", "layers", "width", "lora_rank")
-        self._require_sizes("gpu_memory", *(() if self.cpu_memory == LEAST else ("cpu_memory",)))
+        self._require_sizes("gpu_memory", "ram", *(() if self.cpu_memory == LEAST else ("cpu_memory",)))
         if self.no_commits and self.commit_every is not None:
             raise ConfigError(f"--no-commits and --commit-every {self.commit_every}: give one of the two")
         if self.partition_activations and self.tensor_parallel == 1:

@@ -228,11 +228,12 @@ def remove(
 
     Exit status 2 if a COMMIT stays that is somebody else's, or too damaged to be told from that.
     """
-    from offload.checkpoint.remove import find
+    from offload.checkpoint.remove import find, require_idle
     from offload.checkpoint.remove import remove as delete
 
     found = find(paths)
     files = found.own
+    require_idle(files)  # before it asks
     size = sum(file.stat().st_size for file in files)
     if files and not yes:
         if json:

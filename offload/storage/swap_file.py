@@ -99,6 +99,9 @@ def _lives(pid: int) -> bool:
     return state not in "ZX"
 
 
+IN_USE = "a live run holds this path: close it, or give each run a path of its own"
+
+
 def _lock(fd: int, path: str, how: int) -> None:
     """Raises: PathInUseError if another process holds it, PathError."""
     try:
@@ -108,9 +111,7 @@ def _lock(fd: int, path: str, how: int) -> None:
             raise
         if error.errno not in BUSY:
             raise PathError(error.errno, f"cannot be locked: {error.strerror}", path) from error
-        raise PathInUseError(
-            errno.EBUSY, "a live run holds this path: close it, or give each run a path of its own", path
-        ) from error
+        raise PathInUseError(errno.EBUSY, IN_USE, path) from error
 
 
 def lock(file: IOFile) -> None:

@@ -279,6 +279,13 @@ def test_the_verdict_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["cpu_total_bytes"] == found["peak_cpu_bytes"] + found["device_total_bytes"] > 50 * MIB
 
 
+@pytest.mark.parametrize("option", ["--gpu-memory", "--ram", "--cpu-memory", "--device-memory"])
+def test_a_size_without_its_unit_is_named(option: str) -> None:
+    refused = run("--gpu", option, "24")
+    assert refused.exit_code == 2
+    assert f"{option} 24: 24 bytes; did you mean 24GiB?" in " ".join(refused.stderr.split())
+
+
 def test_a_gpu_has_room_for_gradients_on_their_way_and_communicators() -> None:
     model = GPT(PRESETS["1m"], device="meta")
     block, every = (sum(p.numel() for p in one.parameters()) for one in (model.blocks[0], model))

@@ -245,6 +245,21 @@ def test_a_locked_path_is_refused_until_its_run_ends(model: Tiny, make: Make, pa
     one_step(other, make(other))
 
 
+@pytest.mark.parametrize("has_commit", [False, True])
+@pytest.mark.parametrize("resume", [False, True, "auto"])
+def test_a_live_run_is_what_is_said_whatever_it_has_committed(
+    has_commit: bool, resume: bool | str, model: Tiny, make: Make, path: Path
+) -> None:
+    """And not to resume it, or to remove it."""
+    first = make(model)
+    if has_commit:
+        one_step(model, first)
+        first.commit()
+    with pytest.raises(PathInUseError, match="a live run holds this path"):
+        make(Tiny(), resume=resume)
+    first.close()
+
+
 RUN = """
 import os, sys, time, torch
 from torch import nn
