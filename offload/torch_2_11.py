@@ -18,8 +18,9 @@ in bytes:
         writing raises; reading raises; writing warns
     64  allocator
 
-No patch release of 2.11 can move them: extensions that were compiled for one have these offsets in their code. From
-2.13 on they lie elsewhere. `has_known_fields` looks at storages whose values are known before anything is written.
+No patch release of 2.11 can move them: extensions that were compiled for one have these offsets in their code. 2.12
+has the same, and from 2.13 on they lie elsewhere. `has_known_fields` looks at storages whose values are known before
+anything is written.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def written(page: str, new: str) -> str:
 
 def _key(line: str) -> tuple[Any, ...]:
     torch, python, build = (cell.strip() for cell in line.split("|")[1:4])
-    return *([int(part) for part in version.split(".")] for version in (torch, python)), build
+    return *(tuple(map(int, version.split("."))) for version in (torch, python)), build
 
 
 def main() -> None:
