@@ -19,7 +19,7 @@ from offload.checkpoint.scan import swaps
 from offload.checkpoint.snapshot import is_snapshot_name
 from offload.errors import ConfigError, OffloadError, explained
 from offload.storage.files import COMMIT_NAME, LOCAL, RECORD_START, file_name
-from offload.storage.swap_file import is_held
+from offload.storage.swap_file import any_is_held
 
 MOST_DIRECTORIES = 20_000
 """That are looked at: `offload list /` ends, too."""
@@ -118,7 +118,7 @@ def _look(directory: Path, own: Sequence[str], walk: _Walk) -> None:
     """Adds what a directory holds: a row if there is a record or a file that cannot be read, else a part of a run."""
     row = replace(Listed(directory), nbytes=sum(_bytes_on_disk(directory / name) for name in own))
     try:
-        row = replace(row, is_live=any(is_held(directory / name, LOCAL) for name in own if name.endswith(".swap")))
+        row = replace(row, is_live=any_is_held(directory, own, LOCAL))
         if COMMIT_NAME in own and (len(own) > 1 or _may_be_record(directory)):
             walk.rows.append(_committed(row))
             return

@@ -83,7 +83,7 @@ from offload.model import written_frozen
 from offload.model.flat_param import is_dense
 from offload.sizes import format_bytes
 from offload.storage.files import COMMIT_NAME, LOCAL, Directories, Files, check_directory, holds_commit, swap_name
-from offload.storage.swap_file import IN_USE, is_held, new_run_id
+from offload.storage.swap_file import IN_USE, any_is_held, new_run_id
 
 _Identity = tuple[str, int, int]
 """Of a directory: the machine, the device and the number on it."""
@@ -577,7 +577,7 @@ def _require_idle(paths: Sequence[Path], files: Files) -> None:
     """Raises: PathInUseError if a live run holds files in one of these directories; PathError, TierIOError."""
     for path in paths:
         names = names_in(path, files) if path.is_dir() else ()
-        if any(name.endswith(".swap") and is_held(path / name, files) for name in names):
+        if any_is_held(path, names, files):
             raise PathInUseError(errno.EBUSY, IN_USE, str(path))
 
 

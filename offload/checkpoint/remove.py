@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,10 +68,18 @@ def find(directories: Sequence[Path]) -> Files:
 
 def require_idle(files: Sequence[Path]) -> None:
     """Raises: PathInUseError if a live run holds one of `files`; PathError."""
+    with _locked(files):
+        pass
+
+
+@contextmanager
+def _locked(files: Sequence[Path]) -> Iterator[None]:
+    """Inside, no run can take one of these swap files. Raises: PathInUseError, PathError."""
     with ExitStack() as stack:
         for path in files:
             if _is_swap(path):
                 stack.callback(open_locked(path, LOCAL).close)
+        yield
 
 
 def remove(files: Sequence[Path]) -> None:
@@ -79,10 +87,7 @@ def remove(files: Sequence[Path]) -> None:
 
     Raises: PathInUseError (a live run holds one), before anything is deleted; PathError, TierIOError.
     """
-    with ExitStack() as stack:
-        for path in files:
-            if _is_swap(path):
-                stack.callback(open_locked(path, LOCAL).close)
+    with _locked(files):
         records = [path for path in files if path.name == COMMIT_NAME]
         # First the records, of all directories: without them the other files mean nothing.
         for those in (records, [path for path in files if path.name != COMMIT_NAME]):

@@ -12,7 +12,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,6 +140,11 @@ def is_held(path: Path, files: Files) -> bool:
         except PathInUseError:
             return True
         return False
+
+
+def any_is_held(directory: Path, names: Iterable[str], files: Files) -> bool:
+    """Whether a live run holds a swap file among the files of a directory. Raises: PathError."""
+    return any(is_held(directory / name, files) for name in names if name.endswith(".swap"))
 
 
 def open_locked(path: Path, files: Files) -> IOFile:
