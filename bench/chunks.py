@@ -25,12 +25,12 @@ from bench.limits import BETAS, EPS, LR, WEIGHT_DECAY
 from bench.report import Folder, Json, Out, Report, Rounds, Save, Table, judged, note, run, scratch
 from offload import config, native
 from offload.devices.copies import HostCopier
-from offload.dist.communicator import SingleProcess
 from offload.grads.local import LocalGradients
 from offload.io.select import open_engine
 from offload.layout import ParamSpec, build
 from offload.optim.adam import NewParameters, Step
 from offload.profiling import Timeline
+from offload.ranks.communicator import SingleProcess
 from offload.run import Memory, Run
 from offload.sizes import MIB
 from offload.storage.arena import Arena

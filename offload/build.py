@@ -19,7 +19,6 @@ from offload import config as configuration
 from offload.checkpoint.recovery import Start
 from offload.config import Config
 from offload.devices.copies import Copier, HostCopier, accelerator, copier_for, stream_handle
-from offload.dist.communicator import Communicator
 from offload.entries import Entries
 from offload.grads.base import GradientBuffer
 from offload.grads.local import LocalGradients
@@ -42,6 +41,7 @@ from offload.planner.choice import ModelShape, choose
 from offload.planner.machine import free_memory
 from offload.planner.placement import Placement, Pool, Room, all_slot_arrays, committed_slots
 from offload.profiling import Timeline
+from offload.ranks.communicator import Communicator
 from offload.run import Memory, Run, Stores
 from offload.storage.activation_store import ActivationStore
 from offload.storage.arena import Arena, Lender

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from offload.build import Parts
-from offload.dist.agreement import broadcast_from_first
-from offload.dist.tensor_parallel import local_of, shard_dim_of
 from offload.interrupts import uninterrupted
 from offload.model.activations import Activations
 from offload.model.fetch import HeldUnits, StreamedUnits
@@ -30,6 +28,8 @@ from offload.model.units import compute_dtypes, dtype_of, move_buffers, move_par
 from offload.model.written_frozen import WrittenFrozen, digest_of, require_same
 from offload.native.memory import return_freed
 from offload.planner.placement import Placement
+from offload.ranks.agreement import broadcast_from_first
+from offload.ranks.tensor_parallel import local_of, shard_dim_of
 from offload.run import Owner
 from offload.sizes import MIB
 

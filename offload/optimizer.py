@@ -46,9 +46,6 @@ from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.recovery import RecoveryPlan, Resumed
 from offload.checkpoint.tensors import Entry
 from offload.config import PathLike, Tuning
-from offload.dist import torch_distributed
-from offload.dist.agreement import agree_on_error, all_gather_shards, require_alike
-from offload.dist.tensor_parallel import is_dtensor, local_of, mesh_of, whole_of
 from offload.entries import Entries, entry, exclusive_entry, training_entry
 from offload.errors import (
     CLOSED,
@@ -89,6 +86,9 @@ from offload.optim.adopt import unwrapped as unwrapped_optimizer
 from offload.optim.frameworks import is_loading_a_checkpoint, warn_of_new_loop
 from offload.planner.placement import place
 from offload.profiling import PHASES, Timeline
+from offload.ranks import torch_distributed
+from offload.ranks.agreement import agree_on_error, all_gather_shards, require_alike
+from offload.ranks.tensor_parallel import is_dtensor, local_of, mesh_of, whole_of
 from offload.run import Owner
 from offload.sizes import format_bytes
 from offload.torch_private import DisableTorchFunctionSubclass

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from offload.config import Config
 from offload.devices.copies import Copier
-from offload.dist.communicator import Communicator
 from offload.entries import Entries
 from offload.errors import CLOSED, ClosedError
 from offload.layout import Layout
 from offload.native import Kernels
 from offload.profiling import Timeline
+from offload.ranks.communicator import Communicator
 from offload.storage.arena import Arena, Lender
 from offload.storage.chunk_cache import Store
 

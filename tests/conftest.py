@@ -16,12 +16,12 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.support import accelerator
+from tests import simulated_device
 from tests.support.device import DEVICE
 from tests.support.ranks import Worlds
 
-if accelerator.is_wanted():
-    accelerator.load()  # before the first backward
+if simulated_device.is_wanted():
+    simulated_device.load()  # before the first backward
 
 if DEVICE.startswith("cuda"):
     # The same bits are promised "with torch's own determinism settings fixed": a convolution may add with atomics else.
@@ -94,8 +94,8 @@ def _leaves_torch_as_it_was() -> Iterator[None]:
 def _orders_its_streams() -> Iterator[None]:
     """On the simulated accelerator: each two uses of memory by different streams have an order."""
     yield
-    if accelerator.is_wanted():
-        found = accelerator.races()
+    if simulated_device.is_wanted():
+        found = simulated_device.races()
         assert not found, "\n".join(found[:10])
 
 

@@ -14,7 +14,7 @@ FLOORS = [
     ["errors", "torch_2_11", "torch_private", "sizes", "interrupts"],
     ["config", "layout", "profiling", "entries"],
     ["native", "io"],
-    ["devices", "storage", "dist"],
+    ["devices", "storage", "ranks"],
     ["run"],
     ["grads", "optim"],
     ["model"],
@@ -27,7 +27,7 @@ FLOORS = [
 
 ONLY_USED_BY = {
     "ctypes": {"native", "io", "torch_2_11"},
-    "torch.distributed": {"dist"},
+    "torch.distributed": {"ranks"},
     "torch.cuda": {"devices"},
     "aiofiles": {"io"},
 }

@@ -57,7 +57,6 @@ from offload.checkpoint.snapshot import (
     records_in,
     require_space,
 )
-from offload.dist.agreement import agree_on_error, all_gather_object
 from offload.errors import (
     ConfigError,
     InterruptedStepError,
@@ -71,6 +70,7 @@ from offload.interrupts import is_of_system
 from offload.model.master_weights import MasterWeights
 from offload.optim.adam import NewParameters
 from offload.optim.adopt import require_sound
+from offload.ranks.agreement import agree_on_error, all_gather_object
 from offload.run import Run, Stores
 from offload.storage.chunk_cache import Store, Version
 from offload.storage.files import Files

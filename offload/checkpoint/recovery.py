@@ -73,14 +73,14 @@ from offload.checkpoint.scan import (
     uncommitted,
 )
 from offload.config import Config
-from offload.dist.agreement import agree_on_error, all_gather_object
-from offload.dist.communicator import Communicator
-from offload.dist.tensor_parallel import local_of
 from offload.errors import CorruptionError, OffloadError, PathError, PathInUseError, ResumeError
 from offload.interrupts import is_of_system
 from offload.layout import Layout
 from offload.model import written_frozen
 from offload.model.flat_param import is_dense
+from offload.ranks.agreement import agree_on_error, all_gather_object
+from offload.ranks.communicator import Communicator
+from offload.ranks.tensor_parallel import local_of
 from offload.sizes import format_bytes
 from offload.storage.files import COMMIT_NAME, LOCAL, Directories, Files, check_directory, holds_commit, swap_name
 from offload.storage.swap_file import IN_USE, any_is_held, new_run_id

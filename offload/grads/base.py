@@ -82,7 +82,7 @@ UNIT_SCALE = GradientScale()
 class GradientBuffer(ABC):
     """Holds the gradients of one step. Parameters are named by their index in `layout.specs`.
 
-    Norms and the check for NaN and Inf are of the whole model: [Note: tensor parallelism] in dist/tensor_parallel.py.
+    Norms and the check for NaN and Inf are of the whole model: [Note: tensor parallelism] in ranks/tensor_parallel.py.
 
     Args: store: of the gradients, with `grad_tier="nvme"`; None: they are in RAM (or on the device, with the states).
     Attributes: most: micro-batches a step at most, None: any number; expected: how many there may be; scale: the

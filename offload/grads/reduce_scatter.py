@@ -2,7 +2,7 @@
 
 [Note: averaging gradients over ranks]
 A rank keeps the gradients of its own shards only. When the gradients of all parameters in a bucket are there
-(dist/buckets.py), they are copied into a communication buffer of constant size and sent. What comes back is the
+(ranks/buckets.py), they are copied into a communication buffer of constant size and sent. What comes back is the
 average over the ranks of the bucket's part of this rank's shard, which goes to where gradients wait (shards.py). Until
 a bucket is sent, its gradients stay where autograd made them. On a device with memory of its own they are sent and
 averaged there, and the averages are copied to RAM. All of this is queued at once, and the device puts it in order: the
@@ -35,13 +35,13 @@ import torch
 from torch import Tensor
 
 from offload.devices.copies import Copy
-from offload.dist.buckets import Bucket, Buckets
-from offload.dist.communicator import Work
 from offload.errors import AccumulationError, OffloadError
 from offload.grads.base import GradientBuffer, too_often
 from offload.grads.reduction_plan import ReductionPlan
 from offload.layout import Layout
 from offload.profiling import GRADIENTS, SUMS, TO_HOST, Event
+from offload.ranks.buckets import Bucket, Buckets
+from offload.ranks.communicator import Work
 from offload.run import Memory, Run
 from offload.storage.chunk_cache import Store
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from offload.config import Config
-from offload.dist.buckets import cut_buckets
 from offload.grads import shards
 from offload.layout import Layout
+from offload.ranks.buckets import cut_buckets
 from offload.storage.arena import carved_bytes
 
 BUFFERS = 3

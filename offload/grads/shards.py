@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from offload.config import SUM_BLOCK
-from offload.dist.buckets import Bucket
 from offload.layout import Chunk, Layout
 from offload.native import sum_blocks
+from offload.ranks.buckets import Bucket
 from offload.run import Run
 from offload.sizes import round_up
 from offload.storage.arena import carved_bytes

@@ -50,7 +50,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload import torch_private
 from offload.config import Config
-from offload.dist.tensor_parallel import like_of, local_of
 from offload.errors import ClosedError, ConfigError, StaleActivationError
 from offload.model.compiled import Compiler, Forward
 from offload.model.fetch import HeldUnits
@@ -58,6 +57,7 @@ from offload.model.flat_param import is_dense
 from offload.model.partition import Partition, Partitions
 from offload.model.torch_helpers import call_hidden, in_backward, tensors_in
 from offload.model.units import blocks_of, has_statistics, is_called
+from offload.ranks.tensor_parallel import like_of, local_of
 from offload.storage.activation_store import ActivationStore, Stored
 
 _UNCHANGING = (

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from offload import torch_private
-from offload.dist.tensor_parallel import is_dtensor, local_of
 from offload.errors import ConfigError
+from offload.ranks.tensor_parallel import is_dtensor, local_of
 
 _OF_TORCH = frozenset({"_parameters", "_modules"})
 """Attributes of every module whose tensors are parameters."""

@@ -34,12 +34,12 @@ from torch import Tensor, nn
 
 from offload import torch_private
 from offload.devices.copies import Copier, DeviceEvent, finish_queue
-from offload.dist.tensor_parallel import is_dtensor, local_of, repoint
 from offload.errors import ConfigError, ReleasedParameterError
 from offload.interrupts import uninterrupted
 from offload.layout import Layout
 from offload.model.unit_memory import UnitMemory, strip
 from offload.native.memory import discard
+from offload.ranks.tensor_parallel import is_dtensor, local_of, repoint
 
 NO_VERSION = 1 << 31
 """The version of a parameter whose memory is elsewhere. No graph has saved it. So autograd, which knows nothing of

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from offload import torch_private
-from offload.dist.tensor_parallel import is_dtensor, local_gradient, local_of, whole_like
 from offload.entries import entry
 from offload.errors import AccumulationError, ClosedError, ConfigError, GradientMovedError
 from offload.grads.base import UNIT_SCALE, GradientBuffer
@@ -49,6 +48,7 @@ from offload.model.torch_helpers import (
     tensors_in,
     torch_functions,
 )
+from offload.ranks.tensor_parallel import is_dtensor, local_gradient, local_of, whole_like
 from offload.run import Owner
 
 _DTYPE: Any = Tensor.dtype

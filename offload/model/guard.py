@@ -46,7 +46,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offload import torch_private
-from offload.dist.tensor_parallel import is_dtensor, local_of
 from offload.entries import entry
 from offload.errors import ConfigError, ReleasedParameterError
 from offload.interrupts import uninterrupted, uninterrupted_entry
@@ -67,6 +66,7 @@ from offload.model.torch_helpers import (
     tensors_in,
     torch_functions,
 )
+from offload.ranks.tensor_parallel import is_dtensor, local_of
 
 _GRAD: Any = Tensor.grad
 _REQUIRES_GRAD: Any = Tensor.requires_grad

@@ -30,13 +30,13 @@ import torch
 from torch import Tensor, nn
 
 from offload import torch_private
-from offload.dist.tensor_parallel import local_of, repoint
 from offload.interrupts import uninterrupted_entry
 from offload.model.aliases import Alias
 from offload.model.flat_param import FlatParameters, flattened
 from offload.model.master_weights import MasterWeights
 from offload.model.meta_init import become
 from offload.native.memory import return_freed
+from offload.ranks.tensor_parallel import local_of, repoint
 
 _DATA: Any = Tensor.data  # as torch has it, without guards
 

@@ -22,8 +22,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from offload.dist.communicator import Communicator, Work
 from offload.errors import StaleActivationError
+from offload.ranks.communicator import Communicator, Work
 from offload.sizes import round_up
 from offload.storage.activation_store import ActivationStore, Stored
 

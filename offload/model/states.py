@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from offload import torch_private
-from offload.dist.tensor_parallel import local_of
 from offload.errors import ClosedError, ConfigError
 from offload.model.torch_helpers import METADATA, MOVES, bits_of, call_eagerly, is_no_move, torch_functions
+from offload.ranks.tensor_parallel import local_of
 
 KINDS = ("step", "exp_avg", "exp_avg_sq")
 """In torch's order."""

@@ -33,12 +33,12 @@ import torch
 from torch import Tensor
 
 from offload.devices.copies import DONE, Copy, DeviceEvent
-from offload.dist.communicator import Work
 from offload.errors import OffloadError, StateError
 from offload.interrupts import uninterrupted
 from offload.layout import Chunk, FlatSlice, starts_of
 from offload.model.flat_param import FlatParameters
 from offload.profiling import TO_DEVICE
+from offload.ranks.communicator import Work
 from offload.run import Owner, Run
 from offload.storage.chunk_cache import Lease, Store
 

@@ -16,11 +16,11 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from offload import torch_private
 from offload.devices.copies import accelerator, finish_queue
-from offload.dist.tensor_parallel import is_dtensor, local_of, repoint, shard_dim_of
 from offload.errors import ConfigError
 from offload.layout import ParamSpec
 from offload.model.aliases import extent_of, overlaps_itself
 from offload.model.plain_copy import LeftBehind
+from offload.ranks.tensor_parallel import is_dtensor, local_of, repoint, shard_dim_of
 
 ROOT = ""
 """The name of the root unit."""

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from offload.devices.copies import DONE, Copy, DeviceEvent
-from offload.dist.exchange import Exchange, FlatGather, ReplicaExchange
 from offload.errors import OffloadError
 from offload.grads.base import GradientBuffer
 from offload.interrupts import wait_for_all
@@ -35,6 +34,7 @@ from offload.io.threads import Workers
 from offload.layout import Chunk, Layout, Segment, segments
 from offload.native import AdamScalars, Task
 from offload.profiling import ADAM, TO_DEVICE, Event
+from offload.ranks.exchange import Exchange, FlatGather, ReplicaExchange
 from offload.run import Run
 from offload.sizes import MIB
 from offload.storage.arena import carved_bytes

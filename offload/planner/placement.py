@@ -14,7 +14,6 @@ from functools import cached_property
 import torch
 
 from offload.config import LEAST_IN_FLIGHT, MASTER_ITEM_BYTES, Config
-from offload.dist import exchange
 from offload.errors import BudgetError, ConfigError
 from offload.grads import local as gradients
 from offload.grads.reduction_plan import ReductionPlan
@@ -24,6 +23,7 @@ from offload.model.units import ROOT, encloses
 from offload.native.torch_kernels import scratch_bytes
 from offload.optim import adam
 from offload.planner.machine import free_memory
+from offload.ranks import exchange
 from offload.sizes import MIB, PAGE_BYTES, format_bytes, option_bytes
 from offload.storage.arena import carved_bytes
 from offload.storage.chunk_cache import residents

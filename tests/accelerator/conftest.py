@@ -4,14 +4,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support import accelerator
+from tests import simulated_device
 
 
 @pytest.fixture(autouse=True)
 def _known_state() -> Iterator[None]:
-    accelerator.races()
-    accelerator.set_delays(0)
+    simulated_device.races()
+    simulated_device.set_delays(0)
     yield
-    accelerator.refuse_launches(0)
-    accelerator.refuse_pinning(0)
-    accelerator.fail_allocation(0)
+    simulated_device.refuse_launches(0)
+    simulated_device.refuse_pinning(0)
+    simulated_device.fail_allocation(0)

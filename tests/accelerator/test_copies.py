@@ -16,16 +16,17 @@ import torch
 from offload import BudgetError, DeviceError, OffloadZero, Tuning
 from offload.devices.copies import DeviceCopier
 from offload.model.transfer import UnitTransfers
-from tests.support import accelerator, models
+from tests import simulated_device
+from tests.support import models
 
 pytestmark = [
     pytest.mark.device,
     pytest.mark.skipif(
-        not accelerator.is_wanted(), reason="needs a process of its own (make test-device) and a C++ compiler"
+        not simulated_device.is_wanted(), reason="needs a process of its own (make test-device) and a C++ compiler"
     ),
 ]
 
-DEVICE = torch.device("simulated:0") if accelerator.is_wanted() else torch.device("cpu")
+DEVICE = torch.device("simulated:0") if simulated_device.is_wanted() else torch.device("cpu")
 
 
 def test_threads_that_share_a_copier_keep_the_streams_that_they_had() -> None:
@@ -55,14 +56,15 @@ def test_threads_that_share_a_copier_keep_the_streams_that_they_had() -> None:
     finally:
         sys.setswitchinterval(before)
     assert left_with == [True, True]
-    accelerator.races()  # they wrote each other's order away: each has its own memory
+    simulated_device.races()  # they wrote each other's order away: each has its own memory
 
 
 SECOND = """
 import sys
 import torch
-from tests.support import accelerator, models
-accelerator.load()
+from tests import simulated_device
+from tests.support import models
+simulated_device.load()
 from offload import OffloadZero
 model = models.build("gpt").to("simulated:1")
 options = {"path": sys.argv[2]} if len(sys.argv) > 2 else {}
@@ -74,7 +76,7 @@ with OffloadZero(model, tier=sys.argv[1].split()[0], param_tier=sys.argv[1].spli
         optimizer.step()
         optimizer.zero_grad()
 del optimizer, model, batches
-print(sorted(accelerator.contexts()))
+print(sorted(simulated_device.contexts()))
 """
 
 
@@ -90,7 +92,7 @@ def test_a_model_on_the_second_device_leaves_the_first_alone(tiers: str, tmp_pat
 def test_what_is_computed_after_a_refused_pin_is_right() -> None:
     """And after memory that was not locked is unlocked."""
     copier, memory = DeviceCopier(DEVICE), torch.zeros(4096, dtype=torch.uint8)
-    accelerator.refuse_pinning(1)
+    simulated_device.refuse_pinning(1)
     with pytest.raises(BudgetError):
         copier.pin(memory)
     assert torch.ones(3, device=DEVICE).cpu().tolist() == [1, 1, 1]
@@ -116,7 +118,7 @@ def test_a_device_that_fails_lets_go_of_the_model(options: dict[str, Any], when:
         optimizer.zero_grad()
     if when == "after a backward":
         next(batches)().backward()
-    with accelerator.failing():
+    with simulated_device.failing():
         if when == "after a backward":
             with pytest.raises(DeviceError, match=r"device failed: .*device-side assert triggered\. .*resume=True"):
                 optimizer.step()
@@ -125,13 +127,13 @@ def test_a_device_that_fails_lets_go_of_the_model(options: dict[str, Any], when:
         optimizer.close()
     assert [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()] == hooks
     assert [type(param) for param in model.parameters()] == kinds or options.get("param_tier")
-    accelerator.races()
+    simulated_device.races()
 
 
 def test_the_first_error_of_a_device_is_raised_and_not_that_of_the_closing() -> None:
     model = models.build("mlp").to(DEVICE)
     optimizer = OffloadZero(model, tier="cpu", param_tier="cpu")
-    with accelerator.failing(), pytest.raises(ZeroDivisionError), optimizer:
+    with simulated_device.failing(), pytest.raises(ZeroDivisionError), optimizer:
         raise ZeroDivisionError
     assert not any(module._forward_pre_hooks for module in model.modules())
 
@@ -147,7 +149,7 @@ def test_each_call_of_a_copier_says_that_the_device_failed() -> None:
         copy.wait,
         waits.wait_on_device,
     ]
-    with accelerator.failing():
+    with simulated_device.failing():
         for call in calls:
             with pytest.raises(DeviceError) as raised:
                 call()

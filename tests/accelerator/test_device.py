@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support import accelerator
+from tests import simulated_device
 
 pytestmark = [
     pytest.mark.device,
     pytest.mark.skipif(
-        not accelerator.is_wanted(), reason="needs a process of its own (make test-device) and a C++ compiler"
+        not simulated_device.is_wanted(), reason="needs a process of its own (make test-device) and a C++ compiler"
     ),
 ]
 
@@ -39,7 +39,7 @@ def values(device: Tensor) -> Tensor:
 
 
 def test_a_pinned_copy_reads_its_source_late() -> None:
-    accelerator.set_delays(1, longest_us=2_000_000)
+    simulated_device.set_delays(1, longest_us=2_000_000)
     seen = set()
     for _ in range(12):
         source = pinned(1.0)
@@ -60,7 +60,7 @@ def test_blocking_and_pageable_copies_take_their_source_at_once() -> None:
 
 
 def test_a_pinned_copy_to_the_host_comes_late_and_by_its_event() -> None:
-    accelerator.set_delays(1, longest_us=2_000_000)
+    simulated_device.set_delays(1, longest_us=2_000_000)
     there = torch.full((N,), 3.0, device=DEVICE)
     was_late = False
     for _ in range(12):
@@ -76,7 +76,7 @@ def test_a_pinned_copy_to_the_host_comes_late_and_by_its_event() -> None:
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_stream_that_does_not_wait_sees_old_values(waits: bool) -> None:
-    accelerator.set_delays(1, longest_us=2_000_000)
+    simulated_device.set_delays(1, longest_us=2_000_000)
     copies = torch.Stream(DEVICE)
     wrong = 0
     for _ in range(12):
@@ -90,7 +90,7 @@ def test_a_stream_that_does_not_wait_sees_old_values(waits: bool) -> None:
         wrong += int(not values(there + 0).eq(1.0).all())
         torch.accelerator.synchronize()
     assert (wrong == 0) is waits
-    assert (not accelerator.races()) is waits
+    assert (not simulated_device.races()) is waits
 
 
 # Races, by vector clocks: without delays, so that values are right.
@@ -98,17 +98,17 @@ def test_a_stream_that_does_not_wait_sees_old_values(waits: bool) -> None:
 
 def on_streams(order: bool, first: Any, second: Any) -> list[str]:
     """What is found when `first` runs on one stream and `second` on another."""
-    accelerator.set_delays(0, longest_us=0)
+    simulated_device.set_delays(0, longest_us=0)
     one, two = torch.Stream(DEVICE), torch.Stream(DEVICE)
     torch.accelerator.synchronize()
-    accelerator.races()
+    simulated_device.races()
     with one:
         first()
     if order:
         two.wait_event(one.record_event())
     with two:
         second()
-    found = accelerator.races()
+    found = simulated_device.races()
     torch.accelerator.synchronize()
     return found
 
@@ -136,7 +136,7 @@ def test_parts_of_one_tensor_do_not_race() -> None:
 
 @pytest.mark.parametrize("recorded", [False, True])
 def test_memory_freed_while_another_stream_uses_it_is_a_race(recorded: bool) -> None:
-    accelerator.set_delays(0, longest_us=0)
+    simulated_device.set_delays(0, longest_us=0)
     side = torch.Stream(DEVICE)
     shared = torch.ones(N, device=DEVICE)
     side.wait_stream(torch.accelerator.current_stream())
@@ -146,7 +146,7 @@ def test_memory_freed_while_another_stream_uses_it_is_a_race(recorded: bool) -> 
         shared.record_stream(side)
     del shared
     torch.ones(N, device=DEVICE)
-    assert bool(accelerator.races()) is not recorded
+    assert bool(simulated_device.races()) is not recorded
 
 
 def test_what_the_host_waited_for_is_in_order() -> None:
@@ -158,7 +158,7 @@ def test_what_the_host_waited_for_is_in_order() -> None:
     one.record_event().synchronize()
     with two:
         shared.add_(1)
-    assert not accelerator.races()
+    assert not simulated_device.races()
     two.synchronize()
 
 
@@ -189,7 +189,7 @@ def test_each_stream_has_its_own_pool() -> None:
 
 
 def test_record_stream_keeps_memory_from_being_reused() -> None:
-    accelerator.set_delays(1, longest_us=2_000_000)
+    simulated_device.set_delays(1, longest_us=2_000_000)
     side = torch.Stream(DEVICE)
     source = torch.ones(N, device=DEVICE)
     here = pinned(0.0)
@@ -202,14 +202,14 @@ def test_record_stream_keeps_memory_from_being_reused() -> None:
     side.synchronize()
     assert here.eq(1.0).all()
     assert values(junk[0]).eq(0.0).all()
-    assert not accelerator.races()
+    assert not simulated_device.races()
 
 
 def test_out_of_memory_is_torchs_error_and_passes() -> None:
     torch.accelerator.synchronize()
     torch.accelerator.empty_cache()
     used = torch.accelerator.memory_allocated()
-    with accelerator.memory_limit(used + (64 << 20)):
+    with simulated_device.memory_limit(used + (64 << 20)):
         there = torch.empty(40 << 20, dtype=torch.uint8, device=DEVICE)
         with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
             torch.empty(40 << 20, dtype=torch.uint8, device=DEVICE)
@@ -237,7 +237,7 @@ def test_storages_are_resized() -> None:
 
 
 def test_the_host_cannot_read_it() -> None:
-    script = "import ctypes, torch; from tests.support import accelerator; accelerator.load(); "
+    script = "import ctypes, torch; from tests import simulated_device; simulated_device.load(); "
     script += (
         "x = torch.ones(9, device='simulated'); print(x.sum().item(), flush=True); ctypes.string_at(x.data_ptr(), 1)"
     )
@@ -251,8 +251,8 @@ def test_the_host_cannot_read_it() -> None:
 def test_the_child_of_a_fork_cannot_use_it() -> None:
     torch.ones(9, device=DEVICE)
     script = (
-        "import os, torch; from tests.support import accelerator\n"
-        "accelerator.load(); x = torch.ones(9, device='simulated')\n"
+        "import os, torch; from tests import simulated_device\n"
+        "simulated_device.load(); x = torch.ones(9, device='simulated')\n"
         "pid = os.fork()\n"
         "if pid: print(os.waitpid(pid, 0)[1])\n"
         "else:\n"
@@ -284,7 +284,7 @@ def test_registered_memory_is_pinned() -> None:
 def test_pinning_can_fail() -> None:
     runtime: Any = torch.get_device_module(DEVICE).cudart()
     here = torch.zeros(N)
-    accelerator.refuse_pinning(2)
+    simulated_device.refuse_pinning(2)
     assert runtime.cudaHostRegister(here.data_ptr(), here.nbytes, 0) == 2
     with pytest.raises(RuntimeError, match="error 2, of an earlier call"):
         torch.ones(1, device=DEVICE)
@@ -294,7 +294,7 @@ def test_pinning_can_fail() -> None:
 
 
 def test_pinned_memory_is_rounded_up_to_powers_of_two() -> None:
-    with accelerator.counted() as counts:
+    with simulated_device.counted() as counts:
         here = torch.empty(5 << 20, dtype=torch.uint8, pin_memory=True)
     assert counts["pinned_bytes"] == 8 << 20
     assert here.is_pinned()
@@ -305,7 +305,7 @@ def test_pinned_memory_is_rounded_up_to_powers_of_two() -> None:
 
 def test_counters() -> None:
     here, there = pinned(1.0), torch.zeros(N, device=DEVICE)
-    with accelerator.counted() as counts:
+    with simulated_device.counted() as counts:
         there.copy_(here, non_blocking=True)
         there.copy_(torch.ones(N), non_blocking=True)
         torch.Event(DEVICE).record()
@@ -349,7 +349,7 @@ def test_forward_and_backward_have_the_bits_of_the_cpu(module: torch.nn.Module, 
         found.append([out, y.grad, *(p.grad for p in copy.parameters())])
     for here, there in zip(*found, strict=True):
         assert torch.equal(here, there.cpu())
-    assert not accelerator.races()
+    assert not simulated_device.races()
 
 
 def test_tensors_of_the_cpu_are_refused_beside_those_of_the_device() -> None:

@@ -20,13 +20,13 @@ from offload.grads.local import LocalGradients
 from offload.model.transfer import UnitTransfers
 from offload.model.unit_memory import UnitMemory
 from offload.optim.adam import NewParameters
-from tests.support import accelerator
+from tests import simulated_device
 from tests.support.toy import Mixed, take_step
 
 pytestmark = [
     pytest.mark.device,
     pytest.mark.skipif(
-        not accelerator.is_wanted(), reason="needs a process of its own (make test-device) and a C++ compiler"
+        not simulated_device.is_wanted(), reason="needs a process of its own (make test-device) and a C++ compiler"
     ),
 ]
 
@@ -121,7 +121,7 @@ MISSING: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Any]] = {
 @pytest.mark.parametrize("options", [RESIDENT, STREAMED], ids=["resident", "streamed"])
 def test_with_all_events_nothing_races(options: dict[str, Any]) -> None:
     Training(options).run()
-    assert not accelerator.races()
+    assert not simulated_device.races()
 
 
 @pytest.mark.parametrize("missing", MISSING, ids=lambda missing: missing.__name__)
@@ -133,7 +133,7 @@ def test_a_missing_event_is_a_race(
     with contextlib.suppress(NonFiniteGradientError):  # of memory that nobody has written yet
         training.run()
     torch.accelerator.synchronize()
-    assert accelerator.races()
+    assert simulated_device.races()
 
 
 # What a step costs the host.
@@ -145,8 +145,8 @@ def test_a_forward_waits_for_no_device(options: dict[str, Any]) -> None:
     with training.optimizer:
         for _ in range(3):
             training.step()
-        with accelerator.counted() as step:
-            with accelerator.counted() as forward:
+        with simulated_device.counted() as step:
+            with simulated_device.counted() as forward:
                 loss = training.forward()
             loss.backward()
             training.optimizer.step()
@@ -198,7 +198,7 @@ def test_units_of_many_sizes_are_allocated_once(name: str, monkeypatch: pytest.M
             losses += [step(model, optimizer) for _ in range(2)]
             made.clear()
             for _ in range(3):
-                with accelerator.counted() as counts:
+                with simulated_device.counted() as counts:
                     losses.append(step(model, optimizer))
                     torch.accelerator.synchronize()
                 assert counts["segment_allocations"] == counts["segment_frees"] == 0
@@ -226,7 +226,7 @@ def test_activations_that_wait_allocate_nothing(
         training, found = Training(RESIDENT | {"tuning": Tuning(recompute=recompute)} | options), []
         with training.optimizer:
             for _ in range(5):
-                with accelerator.counted() as counts:
+                with simulated_device.counted() as counts:
                     training.step()
                     torch.accelerator.synchronize()
                 found.append(counts["allocations"])
@@ -283,7 +283,7 @@ def test_torchs_clipping_makes_the_host_wait_twice(options: dict[str, Any]) -> N
             training.optimizer.synchronize()
             torch.accelerator.synchronize()
             expected = norm_of_values(training.model)
-            with accelerator.counted() as counts:
+            with simulated_device.counted() as counts:
                 total = torch.nn.utils.clip_grad_norm_(training.model.parameters(), 1e-3)
             assert counts["blocking_copies"] <= 2 + (options["tier"] == "device")  # of its sums of squares
             assert total.item() == pytest.approx(expected.item(), rel=1e-5)

@@ -25,12 +25,12 @@ import torch
 
 from bench import gpu, gpu_cases
 from offload.native import library_path
-from tests.support import accelerator
+from tests import simulated_device
 
 pytestmark = [
     pytest.mark.device,
     pytest.mark.skipif(
-        not accelerator.is_wanted(), reason="needs a process of its own (make test-device) and a C++ compiler"
+        not simulated_device.is_wanted(), reason="needs a process of its own (make test-device) and a C++ compiler"
     ),
     pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="needs a Python in which this library is not installed"),
 ]
@@ -197,7 +197,7 @@ def test_after_some_calls_each_case_has_run_once(machine: Machine) -> None:
 
 
 def run_toy(tmp_path: Path, name: str, expected: dict[str, gpu_cases.Bits]) -> dict[str, Any]:
-    device = torch.device(accelerator.NAME, 0)
+    device = torch.device(simulated_device.NAME, 0)
     context = gpu_cases.Context(device, gpu.TINY, tmp_path / "case", tmp_path, [], lambda values: None, expected)
     special, options = gpu.TOYS[name]
     return gpu_cases.result_of(context, "toy", {"special": special, "options": options})

@@ -19,18 +19,18 @@ import torch.distributed as dist
 from torch import nn
 
 from offload import OffloadZero, Tuning
-from offload.dist.torch_distributed import _GroupWork
 from offload.grads.local import LocalGradients
 from offload.io.threads import Workers
 from offload.optim.adam import Step
-from tests.support import accelerator
-from tests.support.accelerator import process_group
+from offload.ranks.torch_distributed import _GroupWork
+from tests import simulated_device
+from tests.simulated_device import process_group
 from tests.support.ranks import World
 
 pytestmark = [
     pytest.mark.device,
     pytest.mark.skipif(
-        not accelerator.is_wanted(), reason="needs a process of its own (make test-device) and a C++ compiler"
+        not simulated_device.is_wanted(), reason="needs a process of its own (make test-device) and a C++ compiler"
     ),
 ]
 
@@ -49,15 +49,15 @@ def workers_have_clocks() -> Iterator[None]:
     ends: dict[Future[Any], float] = {}
 
     def submit_clocked(self: Workers, work: Callable[..., Any], *args: Any) -> Future[Any]:
-        began = accelerator.host_s()
+        began = simulated_device.host_s()
         future: Future[Any] = Future()
 
         def task() -> Any:
             clock = CLOCKS.get(threading.current_thread().name.rpartition("_")[0], 0)
-            accelerator.use_clock(clock)
-            accelerator.host_until(began, clock)
+            simulated_device.use_clock(clock)
+            simulated_device.host_until(began, clock)
             result = work(*args)
-            ends[future] = accelerator.host_s(clock)
+            ends[future] = simulated_device.host_s(clock)
             return result
 
         self.put(future, task)
@@ -66,15 +66,15 @@ def workers_have_clocks() -> Iterator[None]:
     def run_clocked(self: Step, work: Any) -> None:
         run(self, work)
         clock = CLOCKS["offload-step"]
-        accelerator.host_until(accelerator.host_s(clock) + ADAM_S, clock)
+        simulated_device.host_until(simulated_device.host_s(clock) + ADAM_S, clock)
 
     def wait_for_clocked(self: Step, done: Future[None], chunk: Any) -> None:
         wait_for(self, done, chunk)
-        accelerator.host_until(ends[done])
+        simulated_device.host_until(ends[done])
 
     def drain_clocked(self: LocalGradients) -> None:
         drain(self)
-        accelerator.host_until(accelerator.host_s(CLOCKS["offload-gradients"]))
+        simulated_device.host_until(simulated_device.host_s(CLOCKS["offload-gradients"]))
 
     def arrives_clocked(self: _GroupWork, deadline: float) -> bool:
         if not isinstance(self._call, process_group.StagedWork):
@@ -94,21 +94,21 @@ def workers_have_clocks() -> Iterator[None]:
 
 def measured(
     options: dict[str, Any], device: str = "simulated:0", copy_s: float = COPY_S, rows: int = 4
-) -> tuple[float, list[accelerator.Span]]:
+) -> tuple[float, list[simulated_device.Span]]:
     """Virtual seconds from one step() to the next, and what ran in them. Args: copy_s: of a whole unit."""
     torch.manual_seed(4)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(UNITS))).to(device)
     nbytes = 2 * (WIDTH * WIDTH + WIDTH)
     x = torch.ones(rows, WIDTH, dtype=torch.bfloat16, device=device)
-    with workers_have_clocks(), accelerator.virtual_time(nbytes / copy_s, PRODUCT_S):
+    with workers_have_clocks(), simulated_device.virtual_time(nbytes / copy_s, PRODUCT_S):
         with OffloadZero(model, tier="cpu", tuning=Tuning(chunk="8KiB"), **options) as optimizer:
             ends = []
             for _ in range(4):
                 model(x).float().square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                ends.append(accelerator.host_s())
-        return ends[-1] - ends[-2], [one for one in accelerator.spans() if ends[-2] < one.end_s <= ends[-1]]
+                ends.append(simulated_device.host_s())
+        return ends[-1] - ends[-2], [one for one in simulated_device.spans() if ends[-2] < one.end_s <= ends[-1]]
 
 
 def ideal(*, streams: bool) -> float:
@@ -165,7 +165,7 @@ def ideal_of_two(*, streams: bool) -> float:
     return before + (3 * UNITS - 1) * PRODUCT_S + reduce + half
 
 
-def measured_with_another(options: dict[str, Any]) -> tuple[float, list[accelerator.Span]]:
+def measured_with_another(options: dict[str, Any]) -> tuple[float, list[simulated_device.Span]]:
     process_group.register()
     group = dist.new_group(backend=process_group.BACKEND)
     torch.accelerator.set_device_index(dist.get_rank())
@@ -210,7 +210,7 @@ def test_a_units_parameters_travel_while_the_one_before_it_computes() -> None:
     assert sum(under) > 0.8 * len(under)
 
 
-def draw(file: Path, runs: dict[str, list[accelerator.Span]]) -> None:
+def draw(file: Path, runs: dict[str, list[simulated_device.Span]]) -> None:
     """One row a stream, of each run."""
     from offload.cli.plots import new_figure
 

@@ -16,18 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from offload import ConfigError, GradientMovedError, OffloadZero, ReleasedParameterError, Tuning
-from tests.support import accelerator, models
+from tests import simulated_device
+from tests.support import models
 from tests.support.streamed import state_of
 from tests.support.toy import Net, batch, squares, take_step
 
 pytestmark = [
     pytest.mark.device,
     pytest.mark.skipif(
-        not accelerator.is_wanted(), reason="needs a process of its own (make test-device) and a C++ compiler"
+        not simulated_device.is_wanted(), reason="needs a process of its own (make test-device) and a C++ compiler"
     ),
 ]
 
-DEVICE = torch.device("simulated:0") if accelerator.is_wanted() else torch.device("cpu")
+DEVICE = torch.device("simulated:0") if simulated_device.is_wanted() else torch.device("cpu")
 CPU = torch.device("cpu")
 TUNING = Tuning(chunk="4KiB", prefetch_units=1)
 PLACES: dict[str, dict[str, Any]] = {
@@ -158,7 +159,7 @@ def test_a_model_that_is_larger_than_the_device_streams_to_it() -> None:
     model = Wide(512)
     torch.accelerator.empty_cache()
     with (
-        accelerator.memory_limit(torch.accelerator.memory_reserved() + (10 << 20)),
+        simulated_device.memory_limit(torch.accelerator.memory_reserved() + (10 << 20)),
         taken(model, {}, device=DEVICE) as it,
     ):
         assert it.stats()["param_tier"] == "cpu"  # 6 MiB, and half of the free memory is less
@@ -180,7 +181,7 @@ def test_moving_it_to_where_it_trains_does_nothing(place: str, tmp_path: Path) -
         squares(model, batch(1).to(DEVICE)).backward()
         with optimizer.gathered(model.embed):
             pass
-        with accelerator.counted() as counts:
+        with simulated_device.counted() as counts:
             for move in moves(DEVICE) + moves("simulated"):
                 assert move(model) is model
         assert counts["to_device_bytes"] + counts["to_host_bytes"] + counts["allocations"] == 0
@@ -311,7 +312,7 @@ def test_a_device_without_room_for_a_parked_model_leaves_it_parked(place: str, t
         losses = [step(model, optimizer, count) for count in range(2)]
         model.cpu()
         if place != "streamed":  # whose parameters take no memory until they are used
-            accelerator.fail_allocation(1)
+            simulated_device.fail_allocation(1)
             with pytest.raises(torch.OutOfMemoryError):
                 model.to(DEVICE)
             assert model.head.weight.device == CPU

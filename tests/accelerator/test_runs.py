@@ -22,18 +22,19 @@ from offload.model.unit_memory import UnitMemory
 from offload.native import AdamScalars, Kernels, device_program, load_on, sum_blocks
 from offload.native.torch_kernels import scratch_bytes
 from offload.storage.device_store import DeviceArena
-from tests.support import accelerator, models
+from tests import simulated_device
+from tests.support import models
 from tests.support.interrupted import interrupted_at
 from tests.support.training import train
 
 pytestmark = [
     pytest.mark.device,
     pytest.mark.skipif(
-        not accelerator.is_wanted(), reason="needs a process of its own (make test-device) and a C++ compiler"
+        not simulated_device.is_wanted(), reason="needs a process of its own (make test-device) and a C++ compiler"
     ),
 ]
 
-DEVICE = torch.device("simulated:0") if accelerator.is_wanted() else torch.device("cpu")
+DEVICE = torch.device("simulated:0") if simulated_device.is_wanted() else torch.device("cpu")
 TIERS: dict[str, dict[str, Any]] = {
     "cpu": {"tier": "cpu"},
     "streamed": {"tier": "cpu", "param_tier": "cpu"},
@@ -72,7 +73,7 @@ def losses(
 @pytest.mark.parametrize("tier", ["cpu", "streamed"])
 def test_split_masters_have_the_bits_of_whole_ones(tier: str) -> None:
     """Their other half is read from the device, which may be late."""
-    accelerator.set_delays(1)
+    simulated_device.set_delays(1)
     assert losses("mlp", TIERS[tier] | {"tuning": Tuning(split_master=True)}) == losses("mlp", TIERS[tier])
 
 
@@ -101,7 +102,7 @@ def test_deterministic_algorithms_cost_no_launches() -> None:
     launched = []
     for is_deterministic in (False, True):
         torch.use_deterministic_algorithms(is_deterministic)
-        with accelerator.counted() as counts:
+        with simulated_device.counted() as counts:
             kernels.sum_squares(x, 0, out)
         assert torch.are_deterministic_algorithms_enabled() is is_deterministic
         launched.append(counts["kernels"] + counts["on_device"])
@@ -130,7 +131,7 @@ def test_compiled_kernels_take_less_than_four_launches_a_parameter_and_step(dtyp
     n, first = 3 * 65536 + 77, 12345
     kernels, (p, m, v, grad), out = compiled_kernels(1), operands(n), torch.zeros(n, dtype=dtype, device=DEVICE)
     sums = torch.zeros(sum_blocks(first, n), dtype=torch.float64, device=DEVICE)
-    with accelerator.counted() as counts:
+    with simulated_device.counted() as counts:
         kernels.sum_squares(grad, first, sums)
         kernels.adam(p, m, v, grad, out, SCALARS)
     assert 2 <= counts["kernels"] + counts["on_device"] < 4
@@ -150,7 +151,7 @@ def test_a_compiled_kernel_that_does_not_wait_for_another_stream_is_a_race(kerne
             kernels.adam(tensors[0], tensors[1], tensors[2], tensors[3], None, SCALARS)
         else:
             kernels.sum_squares(tensors[3], 0, sums)
-    races = accelerator.races()
+    races = simulated_device.races()
     assert (not races) is waits, races
     assert all(race.startswith(f"{kernel} on stream") for race in races)
     torch.accelerator.synchronize()  # before its memory is freed
@@ -163,9 +164,9 @@ def test_what_uses_a_compiled_kernels_results_on_another_stream_has_to_wait() ->
     with torch.Stream(DEVICE):
         for tensor in tensors[:3]:
             tensor.add_(1)
-            assert "what adam on stream 0 writes" in accelerator.races()[0]
+            assert "what adam on stream 0 writes" in simulated_device.races()[0]
         tensors[3].add_(1)
-        assert "what adam on stream 0 reads" in accelerator.races()[0]
+        assert "what adam on stream 0 reads" in simulated_device.races()[0]
     torch.accelerator.synchronize()
 
 
@@ -174,14 +175,14 @@ def test_what_uses_a_compiled_kernels_results_on_another_stream_has_to_wait() ->
 def test_training_with_compiled_kernels_has_the_bits_of_torchs_operations(
     kind: str, accumulation: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    accelerator.set_delays(accumulation)
+    simulated_device.set_delays(accumulation)
     options: dict[str, Any] = {"accumulation": accumulation, "device": str(DEVICE), "tier": "device"}
-    with accelerator.counted() as compiled_counts:
+    with simulated_device.counted() as compiled_counts:
         run = train(kind, **options)
     assert run.stats["kernel"] == "device"
-    assert not accelerator.races()
-    monkeypatch.delitem(device_program.LIBRARIES, accelerator.NAME)
-    with accelerator.counted() as counts:
+    assert not simulated_device.races()
+    monkeypatch.delitem(device_program.LIBRARIES, simulated_device.NAME)
+    with simulated_device.counted() as counts:
         other = train(kind, **options)
     assert other.stats["kernel"] == "device, by torch"
     run.assert_same_bits(other)
@@ -196,12 +197,12 @@ def test_a_refused_launch_changes_no_bit_of_a_training(refused_after: int) -> No
     def step(model: nn.Module, optimizer: OffloadZero, draw: Callable[[], torch.Tensor]) -> float:
         nonlocal done
         if done == refused_after:
-            accelerator.refuse_launches(1)
+            simulated_device.refuse_launches(1)
         done += 1
         return plain_step(model, optimizer, draw)
 
     assert losses("mlp", TIERS["device"], step=step) == expected
-    assert not accelerator.races()
+    assert not simulated_device.races()
 
 
 @pytest.mark.parametrize(
@@ -227,7 +228,7 @@ def test_what_does_not_compile_is_logged_and_trains_with_the_same_bits(
 def test_memory_that_cannot_be_page_locked_is_a_budget_error() -> None:
     model = models.build("mlp").to(DEVICE)
     before = [param.detach().cpu() for param in model.parameters()]
-    accelerator.refuse_pinning(1)
+    simulated_device.refuse_pinning(1)
     with pytest.raises(BudgetError, match=r"refuses to page-lock .* of RAM .*: lower cpu_memory") as raised:
         OffloadZero(model, tier="cpu")
     assert raised.value.option == "cpu_memory"
@@ -236,11 +237,11 @@ def test_memory_that_cannot_be_page_locked_is_a_budget_error() -> None:
 
 
 def test_memory_is_unlocked_at_the_end() -> None:
-    before = accelerator.counters()["pinned_bytes"]
+    before = simulated_device.counters()["pinned_bytes"]
     model = models.build("mlp").to(DEVICE)
     with OffloadZero(model, tier="cpu"):
-        assert accelerator.counters()["pinned_bytes"] > before
-    assert accelerator.counters()["pinned_bytes"] == before
+        assert simulated_device.counters()["pinned_bytes"] > before
+    assert simulated_device.counters()["pinned_bytes"] == before
 
 
 def trained(tier: str, steps: int) -> tuple[nn.Module, OffloadZero]:
@@ -266,9 +267,9 @@ def test_closing_after_an_interrupted_use_ends_copies_before_their_memory_is_unl
         model, optimizer = trained(tier, steps)
         optimizer.close()
         known.append([param.detach().cpu() for param in model.parameters()])
-    before = accelerator.counters()["pinned_bytes"]
-    accelerator.set_delays(1, 2000)
-    accelerator.races()
+    before = simulated_device.counters()["pinned_bytes"]
+    simulated_device.set_delays(1, 2000)
+    simulated_device.races()
     instruction, is_over, read = 1, False, 0
     while not is_over:
         model, optimizer = trained(tier, 2)
@@ -276,13 +277,13 @@ def test_closing_after_an_interrupted_use_ends_copies_before_their_memory_is_unl
             model(torch.ones(2, 64, device=DEVICE))
         with contextlib.suppress(OffloadError):
             optimizer.close()
-        assert accelerator.counters()["pinned_bytes"] == before
+        assert simulated_device.counters()["pinned_bytes"] == before
         for param, old, new in zip(model.parameters(), *known, strict=True):
             with contextlib.suppress(ReleasedParameterError):
                 found = param.detach().cpu()
                 assert (found.eq(old) | found.eq(new)).all()
                 read += 1
-        assert not accelerator.races()
+        assert not simulated_device.races()
         is_over = left[0] > 0
         instruction += 97
     assert read > 8
@@ -293,14 +294,14 @@ def test_an_error_of_the_device_that_is_not_out_of_memory_stays_what_it_is() -> 
     with pytest.raises(RuntimeError, match="there is no device"):
         DeviceArena(4096, torch.device("simulated:7"))
     torch.accelerator.empty_cache()
-    with accelerator.memory_limit(torch.accelerator.memory_reserved() + (8 << 20)), pytest.raises(BudgetError):
+    with simulated_device.memory_limit(torch.accelerator.memory_reserved() + (8 << 20)), pytest.raises(BudgetError):
         DeviceArena(64 << 20, DEVICE)
 
 
 def test_free_memory_is_what_can_be_allocated() -> None:
     torch.accelerator.empty_cache()
     copier = copier_for(DEVICE)
-    with accelerator.memory_limit(torch.accelerator.memory_reserved() + (64 << 20)):
+    with simulated_device.memory_limit(torch.accelerator.memory_reserved() + (64 << 20)):
         pieces = [torch.empty(512 << 10, dtype=torch.uint8, device=DEVICE) for _ in range(40)]
         del pieces[1::2], pieces[0]  # half of the memory is in holes
         free = copier.free_bytes()
@@ -312,8 +313,9 @@ def test_free_memory_is_what_can_be_allocated() -> None:
 FORKED = """
 import gc, os, sys
 import torch
-from tests.support import accelerator, models
-accelerator.load()
+from tests import simulated_device
+from tests.support import models
+simulated_device.load()
 from offload import ClosedError, OffloadZero
 model = models.build("mlp").to("simulated")
 optimizer = OffloadZero(model, tier="cpu", param_tier=sys.argv[1])
@@ -355,20 +357,20 @@ def test_the_child_of_a_fork_touches_no_device(param_tier: str) -> None:
 @pytest.mark.parametrize("tier", TIERS)
 def test_out_of_memory_in_a_step_and_going_on_has_the_same_bits(tier: str) -> None:
     """Somewhere in a forward, a backward or a step; then the step is done again."""
-    with accelerator.counted() as counts:
+    with simulated_device.counted() as counts:
         expected = losses("gpt", TIERS[tier])
     step_allocations = counts["allocations"] // 6  # one for the construction
     fails = iter([1 + step_allocations * tenth // 10 for tenth in (0, 2, 4, 7, 9)])
     raised = []
 
     def step(model: nn.Module, optimizer: OffloadZero, draw: Callable[[], torch.Tensor]) -> float:
-        accelerator.fail_allocation(next(fails))
+        simulated_device.fail_allocation(next(fails))
         try:
             return plain_step(model, optimizer, draw)
         except torch.OutOfMemoryError as error:
             raised.append(error)
         finally:
-            accelerator.fail_allocation(0)
+            simulated_device.fail_allocation(0)
         optimizer.zero_grad()
         return plain_step(model, optimizer, draw)
 
@@ -388,7 +390,7 @@ def test_out_of_memory_for_a_units_parameters_and_going_on_has_the_same_bits(
 
     def give_or_fail(self: UnitMemory, *args: Any, **options: Any) -> Any:
         nonlocal calls
-        accelerator.fail_allocation(int(calls == number))
+        simulated_device.fail_allocation(int(calls == number))
         calls += 1
         return give(self, *args, **options)
 
@@ -412,7 +414,7 @@ def test_where_memory_cannot_be_registered_training_has_the_same_bits(monkeypatc
     """As on XPU: copies are from and to memory that is not page-locked."""
     expected = losses("mlp", TIERS["streamed"])
     monkeypatch.delattr(torch.get_device_module(DEVICE), "cudart")
-    with accelerator.counted() as counts:
+    with simulated_device.counted() as counts:
         assert losses("mlp", TIERS["streamed"]) == expected
     assert counts["pageable_non_blocking"] > 0
 
@@ -421,7 +423,7 @@ def test_a_step_waits_for_no_device_and_copies_from_page_locked_memory_only() ->
     counted: list[dict[str, int]] = []
 
     def step(model: nn.Module, optimizer: OffloadZero, draw: Callable[[], torch.Tensor]) -> float:
-        with accelerator.counted() as counts:
+        with simulated_device.counted() as counts:
             loss = plain_step(model, optimizer, draw)
         counted.append(counts)
         return loss
@@ -479,7 +481,7 @@ def test_units_whose_backward_runs_in_two_threads_have_the_same_bits(units: int)
                 found.append(loss.item())
         return found
 
-    accelerator.set_delays(3, 2000)
+    simulated_device.set_delays(3, 2000)
     expected = train(tier="cpu")
     for _ in range(3):
         assert train(tier="cpu", param_tier="cpu") == expected
@@ -572,9 +574,9 @@ def test_activations_beyond_the_devices_memory_go_on_to_slower_tiers(
         found.update(optimizer.stats())
         return loss
 
-    accelerator.set_delays(1)
+    simulated_device.set_delays(1)
     assert losses("gpt", options, step=step) == expected
-    assert accelerator.races() == []
+    assert simulated_device.races() == []
     assert found["activation_bytes"] == 2 * region
     assert found["peak_activation_bytes"] > region * (2 if has_path else 1)
     assert (found["activation_read_bytes"] > 0) is has_path

@@ -19,11 +19,11 @@ from offload.checkpoint import commit as records
 from offload.checkpoint.commit import Commit, manifest_name, read_commit, write_commit, write_manifest
 from offload.checkpoint.manifest import ChunkFacts, Manifest, committed_slots
 from offload.checkpoint.recovery import RecoveryPlan, describe, find_together
-from offload.dist.communicator import Communicator
 from offload.errors import ConfigError, CorruptionError, OffloadError, ResumeError
 from offload.io.engine import IOFile
 from offload.layout import Layout, build
 from offload.model.units import specs_of
+from offload.ranks.communicator import Communicator
 from offload.storage.files import Files, swap_name
 from tests.support.committed import RUN, STEP, superblock
 from tests.support.threads import Threads

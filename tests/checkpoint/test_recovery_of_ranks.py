@@ -20,8 +20,8 @@ from offload.checkpoint.recovery import (
     read_together,
     scan_together,
 )
-from offload.dist.agreement import all_gather_object
-from offload.dist.communicator import Communicator
+from offload.ranks.agreement import all_gather_object
+from offload.ranks.communicator import Communicator
 from offload.storage.files import LOCAL
 from tests.support.committed import RUN, STEP, manifest_of
 from tests.support.threads import Threads

@@ -15,8 +15,8 @@ from offload.checkpoint import recovery
 from offload.checkpoint.commit import Commit
 from offload.checkpoint.manifest import Digest, Manifest
 from offload.checkpoint.scan import hidden_ranks, ranks_in
-from offload.dist.communicator import SingleProcess
 from offload.errors import CorruptionError
+from offload.ranks.communicator import SingleProcess
 from offload.storage import swap_file
 from offload.storage.files import LOCAL
 from tests.support.committed import RUN, manifest_of, superblock

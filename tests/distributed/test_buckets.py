@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from offload.dist import torch_distributed as comm
+from offload.ranks import torch_distributed as comm
 from tests.support.communicators import Delayed
 from tests.support.ranks import Worlds
 

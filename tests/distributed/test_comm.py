@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from offload.dist import torch_distributed as comm
-from offload.dist.communicator import Communicator
 from offload.errors import ConfigError, RankError
 from offload.profiling import Timeline
+from offload.ranks import torch_distributed as comm
+from offload.ranks.communicator import Communicator
 from tests.native.bits import assert_same_bits, narrowed, widened
 from tests.support.communicators import Delayed, Late
 from tests.support.ranks import World, Worlds

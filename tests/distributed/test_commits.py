@@ -23,10 +23,10 @@ from offload import OffloadZero, Tuning
 from offload.checkpoint import recovery
 from offload.checkpoint.commit import read_commit
 from offload.checkpoint.reader import Reader
-from offload.dist import torch_distributed as comm
 from offload.errors import ConfigError, InterruptedStepError, OffloadError, RankError, ResumeError, TierIOError
 from offload.io.engine import IOFile
 from offload.planner import least_cpu_memory
+from offload.ranks import torch_distributed as comm
 from offload.storage.files import Files
 from tests.support import models
 from tests.support.machines import RUN, on

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.dist.communicator import Communicator, SingleProcess, Work
-from offload.dist.exchange import FlatGather, ReplicaExchange, arena_bytes
 from offload.errors import RankError
 from offload.layout import Chunk, Layout, ParamSpec, build
+from offload.ranks.communicator import Communicator, SingleProcess, Work
+from offload.ranks.exchange import FlatGather, ReplicaExchange, arena_bytes
 from offload.storage.swap_format import param_slot_arrays
 from tests.support.communicators import GoneWork, PendingWork
 from tests.support.runs import run_of, store_in_ram

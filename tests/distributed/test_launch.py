@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from offload.dist.launch import launched, rank_on_node
 from offload.errors import ConfigError
+from offload.ranks.launch import launched, rank_on_node
 
 
 @pytest.mark.parametrize(

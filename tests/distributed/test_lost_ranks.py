@@ -17,8 +17,6 @@ import torch.distributed as dist
 from torch import nn
 
 from offload import OffloadZero, Tuning
-from offload.dist import torch_distributed as comm
-from offload.dist.communicator import Communicator, Work
 from offload.errors import (
     AccumulationError,
     BudgetError,
@@ -27,6 +25,8 @@ from offload.errors import (
     OffloadError,
     RankError,
 )
+from offload.ranks import torch_distributed as comm
+from offload.ranks.communicator import Communicator, Work
 from tests.support import models, sharded
 from tests.support.communicators import Late
 from tests.support.ranks import World, Worlds

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offload import OffloadZero, Tuning
-from offload.dist import torch_distributed as comm
+from offload.ranks import torch_distributed as comm
 from tests.support import models, sharded
 from tests.support.communicators import Awaited, DifferentOrderError, Ordered
 from tests.support.ranks import Worlds

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.dist import torch_distributed as comm
-from offload.dist.communicator import SingleProcess, _exact_terms, average
 from offload.errors import ConfigError
+from offload.ranks import torch_distributed as comm
+from offload.ranks.communicator import SingleProcess, _exact_terms, average
 from tests.support.communicators import Late
 
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from offload import NonFiniteGradientError, OffloadZero, Tuning
 from offload.devices.copies import DeviceCopier, accelerator
-from offload.dist.torch_distributed import _GroupWork
 from offload.model.unit_memory import UnitMemory
-from tests.support import accelerator as simulated
+from offload.ranks.torch_distributed import _GroupWork
+from tests import simulated_device as simulated
+from tests.simulated_device import process_group
 from tests.support import models
-from tests.support.accelerator import process_group
 from tests.support.ranks import RanksFailedError, Worlds
 from tests.support.toy import WIDTH, Mixed, take_step
 from tests.support.training import CLIP

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from offload import Tuning
-from offload.dist.communicator import Communicator
 from offload.errors import AccumulationError
 from offload.grads.reduce_scatter import ReducedGradients
 from offload.layout import ParamSpec, build
 from offload.optim import reference
+from offload.ranks.communicator import Communicator
 from tests.support.late_copier import LateCopier
 from tests.support.runs import layout_of, run_of
 from tests.support.threads import Threads

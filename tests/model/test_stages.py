@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.dist.buckets import Buckets, cut_buckets
 from offload.errors import StateError
 from offload.layout import ALIGN_NUMEL, Layout, ParamSpec, build, pieces_between
+from offload.ranks.buckets import Buckets, cut_buckets
 from tests.test_layout import specs
 
 ranks_st = st.integers(1, 5)

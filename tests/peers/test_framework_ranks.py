@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from offload import ConfigError, OffloadZero, Tuning
+from tests import simulated_device as simulated
 from tests.oracle.models import token_loss
 from tests.peers import devices
 from tests.peers.devices import ON_CPU
 from tests.peers.test_frameworks import SmallLm, adamw, tokens
 from tests.peers.test_transformers import gpt2
-from tests.support import accelerator as simulated
-from tests.support.accelerator import process_group
+from tests.simulated_device import process_group
 from tests.support.ranks import RanksFailedError, World, Worlds
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]

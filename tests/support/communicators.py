@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.devices.copies import Copy
-from offload.dist.communicator import Communicator, Work
 from offload.errors import RankError
 from offload.profiling import COLLECTIVES, Timeline
+from offload.ranks.communicator import Communicator, Work
 
 
 class _Around(Communicator):

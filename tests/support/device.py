@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from tests.support import accelerator
+from tests import simulated_device
 
 _WANTED = os.environ.get("OFFLOAD_TEST_DEVICE", "cpu")
-DEVICE = "cpu" if _WANTED == accelerator.NAME and not accelerator.is_wanted() else _WANTED
+DEVICE = "cpu" if _WANTED == simulated_device.NAME and not simulated_device.is_wanted() else _WANTED
 """The simulated one needs a C++ compiler; others, such as "cuda", are for bench/gpu.py."""

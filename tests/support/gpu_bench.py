@@ -21,15 +21,15 @@ def load_device() -> None:
     """The simulated one, with what bench/gpu.py asks of CUDA's beside what the library does."""
     import torch
 
-    from tests.support import accelerator
+    from tests import simulated_device
 
-    accelerator.load()
-    module: Any = torch.get_device_module(accelerator.NAME)
+    simulated_device.load()
+    module: Any = torch.get_device_module(simulated_device.NAME)
     limit = ExitStack()
 
     def set_fraction(fraction: float, device: Any = None) -> None:
         limit.close()
-        limit.enter_context(accelerator.memory_limit(int(fraction * torch.accelerator.get_memory_info(0)[1])))
+        limit.enter_context(simulated_device.memory_limit(int(fraction * torch.accelerator.get_memory_info(0)[1])))
 
     module.set_per_process_memory_fraction = set_fraction
 

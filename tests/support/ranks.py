@@ -151,10 +151,10 @@ def _serve(rank: int, size: int, group_timeout_s: float, folder: str, pipe: Conn
     import torch
     import torch.distributed as dist
 
-    from tests.support import accelerator
+    from tests import simulated_device
 
-    if accelerator.is_wanted():
-        accelerator.load()
+    if simulated_device.is_wanted():
+        simulated_device.load()
 
     torch.set_num_threads(1)
     # A rank alone on its node would look for the name of the machine, which need not resolve.

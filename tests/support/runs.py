@@ -11,9 +11,9 @@ from torch import Tensor
 from offload import config as configuration
 from offload import native
 from offload.devices.copies import Copier, HostCopier
-from offload.dist.communicator import Communicator, SingleProcess, Work, average
 from offload.layout import Layout, ParamSpec, build
 from offload.profiling import Timeline
+from offload.ranks.communicator import Communicator, SingleProcess, Work, average
 from offload.run import Memory, Run
 from offload.sizes import MIB
 from offload.storage.arena import Arena

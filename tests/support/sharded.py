@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from offload import OffloadZero
-from offload.dist import torch_distributed as comm
-from offload.dist.communicator import Communicator
 from offload.layout import Layout
 from offload.model.flat_param import flattened_like
 from offload.optim import reference
 from offload.planner import least_cpu_memory
+from offload.ranks import torch_distributed as comm
+from offload.ranks.communicator import Communicator
 from tests.support import models
 from tests.support.communicators import Awaited, Late, Ordered
 from tests.support.late_copier import LateCopier

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.dist.communicator import Communicator, Work, average
+from offload.ranks.communicator import Communicator, Work, average
 from tests.support.runs import Done
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from offload.config import Config
-from offload.dist.communicator import Communicator
 from offload.errors import ConfigError, OffloadError
 from offload.layout import Layout
+from offload.ranks.communicator import Communicator
 
 T = TypeVar("T")
 

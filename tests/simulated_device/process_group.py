@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support import accelerator
+from tests import simulated_device
 
 CLOCKS = itertools.cycle(range(3, 8))
 """Of the host's, in virtual time: a thread of the backend, of each group, has its own."""
@@ -74,11 +74,11 @@ class StagedGroup(dist.ProcessGroup):
             return exchange(self._of_host, received, sent)
         device = received.device
         self._stream = stream = self._stream or torch.Stream(device)
-        queued, began = torch.accelerator.current_stream(device).record_event(), accelerator.host_s()
+        queued, began = torch.accelerator.current_stream(device).record_event(), simulated_device.host_s()
 
         def run() -> torch.Event:
-            accelerator.use_clock(self._clock)
-            accelerator.host_until(began, self._clock)
+            simulated_device.use_clock(self._clock)
+            simulated_device.host_until(began, self._clock)
             torch.accelerator.set_device_index(device)
             stream.wait_event(queued)
             with stream:

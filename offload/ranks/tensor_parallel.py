@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from offload import torch_private
-from offload.dist.communicator import Communicator
 from offload.errors import ConfigError
+from offload.ranks.communicator import Communicator
 
 
 def is_dtensor(tensor: Any) -> bool:

@@ -7,9 +7,9 @@ from contextlib import suppress
 
 from torch import Tensor
 
-from offload.dist.communicator import Communicator, Work
 from offload.errors import RankError
 from offload.layout import Chunk, Layout
+from offload.ranks.communicator import Communicator, Work
 from offload.storage.arena import Lender, carved_bytes
 from offload.storage.chunk_cache import Store
 

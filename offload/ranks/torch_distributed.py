@@ -17,7 +17,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from offload import torch_2_11, torch_private
-from offload.dist.communicator import (
+from offload.errors import ConfigError, RankError
+from offload.interrupts import uninterrupted
+from offload.profiling import COLLECTIVES, Event, Timeline
+from offload.ranks.communicator import (
     Communicator,
     SingleOfSlice,
     SingleProcess,
@@ -28,10 +31,7 @@ from offload.dist.communicator import (
     check_source,
     describe,
 )
-from offload.dist.launch import launched, rank_on_node
-from offload.errors import ConfigError, RankError
-from offload.interrupts import uninterrupted
-from offload.profiling import COLLECTIVES, Event, Timeline
+from offload.ranks.launch import launched, rank_on_node
 
 TIMEOUT_S = 600.0
 """Seconds after which a collective counts as failed."""
