@@ -94,6 +94,7 @@ bench-peers-step: $(VENV)/installed .venv-peers/installed
 # requirements installs again.
 $(VENV)/installed: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing torch and the rest into $(VENV), which takes some minutes where they have to be downloaded"
 	$(PIP) -e '.[dev]'
 	touch $@
 

@@ -430,6 +430,20 @@ def replicas_of(config: Config, *, ranks: int, rows: int) -> int:
 HYPER_PARAMETERS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "fused", "capturable")
 """What users give to Adam or AdamW, and not to OffloadZero."""
 
+_STATES, _PARAMS = 'tier="cpu", or "nvme" with a path', 'param_tier="cpu" or "nvme"'
+_DTYPE, _CLIPPING = "compute_dtype=torch.bfloat16 or torch.float16", "optimizer.clip_grad_norm_(...) before step()"
+OF_OTHERS = {
+    **dict.fromkeys(("cpu_offload", "offload", "offload_optimizer", "offload_optimizer_device"), _STATES),
+    "offload_policy": f"{_STATES}, and {_PARAMS}",
+    **dict.fromkeys(("offload_param", "offload_params", "offload_param_device"), _PARAMS),
+    **dict.fromkeys(("offload_activations", "activation_checkpointing", "gradient_checkpointing"), "activation_tier"),
+    **dict.fromkeys(("bf16", "fp16", "dtype", "torch_dtype", "mixed_precision", "mp_policy"), _DTYPE),
+    **dict.fromkeys(("gradient_clipping", "max_grad_norm", "clip_grad", "max_norm"), _CLIPPING),
+    **dict.fromkeys(("nvme_path", "offload_dir", "offload_folder"), "path"),
+    **dict.fromkeys(("zero_stage", "sharding_strategy"), "stage=1, 2 or 3"),
+}
+"""Options that other libraries have, and what says the same here."""
+
 
 Fault = tuple[bool, str]
 """Whether it is there, and what to say then."""
@@ -468,6 +482,8 @@ def _refuse_unknown(options: Mapping[str, object]) -> None:
             raise ConfigError(
                 f"{name}={value!r} is an option of Tuning: give OffloadZero(..., tuning=Tuning({name}={value!r}))"
             )
+        if name in OF_OTHERS:
+            raise ConfigError(f"{name}={value!r}: there is no such option here; give {OF_OTHERS[name]}")
         raise ConfigError(f"{name}={value!r}: {_no_such(name, known)}")
 
 

@@ -1306,26 +1306,34 @@ class OffloadZero(torch.optim.Optimizer):
         """Ends the last step, unhooks the model, frees memory, files and their lock. May be called again.
 
         The model keeps its parameters in the compute dtype, and gradients are dropped. Inputs are not cast any more: if
-        any were, one line says so. Streamed parameters are fetched for good, if all of them fit in
-        `device_memory` and in half of what is free. If they do not, or if ranks share them, they stay released, and any
-        use of them raises ReleasedParameterError.
+        any were, one line says so. Another one says so where a resumed run made no step. Streamed parameters are
+        fetched for good, if all of them fit in `device_memory` and in half of what is free. If they do not, or if ranks
+        share them, they stay released, and any use of them raises ReleasedParameterError.
         """
         self._close(tells=True)
 
     def _close(self, *, tells: bool) -> None:
         if os.getpid() != self._pid:
             return
-        tells = tells and self._held.has_cast_inputs and self._failure is None and self._everyone.rank == 0
+        lines = self._last_words() if tells and self._failure is None and self._everyone.rank == 0 else []
         self._close_here()
-        if tells:
+        with suppress(OSError, ValueError):
+            for line in lines:
+                print(f"offload: closed: {line}", file=sys.stderr)
+
+    def _last_words(self) -> list[str]:
+        """What a user would be surprised by later, a line each."""
+        lines = []
+        if self._resumed and self._step == self._resumed.step and self._attached.has_loader:
+            lines.append(
+                f"resumed at step {self._step}, and no step was made since then: a loader that was committed at its "
+                "end gives nothing more"
+            )
+        if self._held.has_cast_inputs:
             dtype = self._config.compute_dtype
             way_out = "" if dtype is torch.float32 else ", or call model.float()"
-            with suppress(OSError, ValueError):
-                print(
-                    f"offload: closed: the model stays in {dtype}, and its inputs are not cast any more: give it "
-                    f"{dtype}{way_out}",
-                    file=sys.stderr,
-                )
+            lines.append(f"the model stays in {dtype}, and its inputs are not cast any more: give it {dtype}{way_out}")
+        return lines
 
     @training_entry
     def _close_here(self) -> None:

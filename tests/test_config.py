@@ -169,6 +169,22 @@ def test_tuning_is_frozen_and_unknown_tuning_is_refused() -> None:
         Tuning(chunks=5)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize(
+    ("name", "same"),
+    [
+        ("cpu_offload", 'tier="cpu"'),
+        ("offload_param_device", 'param_tier="cpu"'),
+        ("bf16", "compute_dtype=torch.bfloat16"),
+        ("gradient_checkpointing", "activation_tier"),
+        ("max_grad_norm", r"optimizer.clip_grad_norm_\("),
+        ("nvme_path", "path"),
+    ],
+)
+def test_an_option_of_other_libraries_is_answered_with_the_one_that_says_the_same(name: str, same: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}=True: there is no such option here; give {same}"):
+        OffloadZero(nn.Linear(2, 2), **{name: True})
+
+
 def _over_ranks(ranks: int = 2, **options: Any) -> Config:
     return over_ranks(check(**options), ranks=ranks, ranks_on_node=2)
 

@@ -623,6 +623,12 @@ def test_an_unknown_device_is_a_config_error() -> None:
         OffloadZero(mlp(), device="gpu")
 
 
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for CUDA")
+def test_a_device_that_torch_was_not_built_for_is_told_in_torchs_words() -> None:
+    with pytest.raises(ConfigError, match=r"no device of this machine \(Torch not compiled with CUDA enabled\)"):
+        OffloadZero(mlp(), device="cuda")
+
+
 @pytest.mark.parametrize("variant", ["torch", None])
 def test_default_dtype_and_device_change_nothing(variant: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if variant is not None:

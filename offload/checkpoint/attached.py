@@ -14,6 +14,7 @@ due to be committed:
 from __future__ import annotations
 
 import copy
+import reprlib
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -71,6 +72,11 @@ class Attached:
     def committed_names(self) -> Collection[str]:
         """Of the states that the commit carries from which the run resumes."""
         return self._committed.carried.attached.keys()
+
+    @property
+    def has_loader(self) -> bool:
+        """Whether something is attached that batches are drawn from."""
+        return any(accessor.is_drawn and not accessor.is_rng for accessor in self._accessors.values())
 
     def __bool__(self) -> bool:
         return bool(self._accessors)
@@ -202,6 +208,8 @@ def _accessor_of(name: str, value: Any) -> _Accessor:
     hint = ""
     if isinstance(value, torch.utils.data.DataLoader):
         hint = "; torch's DataLoader keeps no position, torchdata's StatefulDataLoader does"
+    elif isinstance(value, Mapping):
+        hint = "; give the object itself, not a state that it had"
     raise ConfigError(
-        f"attach({name}={value!r:.80}): nothing to commit, it has no state_dict() and load_state_dict(){hint}"
+        f"attach({name}={reprlib.repr(value)}): nothing to commit, it has no state_dict() and load_state_dict(){hint}"
     )

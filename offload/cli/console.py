@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Collection
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -28,6 +29,17 @@ _FOLDED = 24
 
 class Commands(TyperGroup):
     """A group of commands that print errors of this library as one message, without a traceback."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options | {"suggest_commands": False})
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        # Typer's own hint takes `resume` for `remove`.
+        if args and not args[0].startswith("-") and args[0] not in self.commands:
+            near = get_close_matches(args[0], self.commands, 1, cutoff=0.75)
+            hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(self.commands)}"
+            ctx.fail(f"No such command {args[0]!r}; {hint}")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         # Here and not in `run`, so that commands called by a test's runner end the same way.

@@ -39,9 +39,10 @@ def progress(console: Console, title: str, steps: int) -> Iterator[Tell]:
 def training_status(loss: float, tokens_per_s: float, stats: Mapping[str, Any]) -> str:
     """A line with the loss, the speed, and the bytes moved so far to and from each tier. Args: stats: of the
     optimizer."""
-    tiers = {
-        "nvme": stats["nvme_read_bytes"] + stats["nvme_written_bytes"],
+    ways = {
+        "disk": stats["nvme_read_bytes"] + stats["nvme_written_bytes"],
         "device": stats["device_to_host_bytes"] + stats["host_to_device_bytes"],
     }
-    moved = ", ".join(f"{tier} {format_bytes(count)}" for tier, count in tiers.items() if count) or "all in RAM"
+    moved = ", ".join(f"{format_bytes(count)} ({way})" for way, count in ways.items() if count)
+    moved = f"moved {moved}" if moved else "all in RAM"
     return f"loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s  {moved}"

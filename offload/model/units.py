@@ -458,7 +458,10 @@ def device_for(given: torch.device | str | None, own: torch.device) -> torch.dev
     try:
         wanted = own if given is None else torch.empty(0, device=given).device
     except (RuntimeError, TypeError, AssertionError) as error:
-        raise ConfigError(f"device={given!r} is no device of this machine: leave it out, or give {own}") from error
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise ConfigError(
+            f"device={given!r} is no device of this machine ({reason}): leave it out, or give {own}"
+        ) from error
     if wanted.type == own.type == "meta":
         return torch.device("cpu")
     if wanted.type == own.type == "cpu":  # "cpu:0" is "cpu"

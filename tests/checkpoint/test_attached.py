@@ -262,6 +262,7 @@ def test_a_scheduler_that_begins_anew_is_warned_of(tmp_path: Path) -> None:
     [
         ({"loader": torch.utils.data.DataLoader([1, 2])}, "StatefulDataLoader"),
         ({"position": 3}, "position=3"),
+        ({"scheduler": {"last_epoch": 3, "_get_lr_called_within_step": False}}, r"\}\): .* give the object itself"),
         ({"rng": torch.Generator()}, "rng="),
     ],
 )
@@ -269,6 +270,35 @@ def test_what_has_no_state_is_refused(objects: dict[str, Any], message: str) -> 
     optimizer = hold(build(), None)
     with optimizer, pytest.raises(ConfigError, match=message):
         optimizer.attach(**objects)
+
+
+class Ended(Loader):
+    """Has nothing more to give."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(())
+
+
+@pytest.mark.parametrize(("attached", "told"), [({}, 0), ({"average": 1}, 0), ({"loader": 1}, 1)], ids=str)
+def test_closing_tells_that_a_resumed_run_with_a_loader_made_no_step(
+    attached: dict[str, int], told: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    objects = {name: Ended() if name == "loader" else Average() for name in attached}
+    line = "offload: closed: resumed at step 2, and no step was made since then: a loader that was committed at its end"
+
+    def run(resume: bool, steps: int) -> int:
+        with hold(model := build(), tmp_path / "run", commit_every=0, resume=resume) as optimizer:
+            optimizer.attach(**objects)
+            for _ in range(steps):
+                model(torch.ones(4, 6)).sum().backward()
+                optimizer.step()
+            if not resume:
+                optimizer.commit()
+        return capfd.readouterr().err.count(line)
+
+    assert run(resume=False, steps=2) == 0
+    assert run(resume=True, steps=0) == told
+    assert run(resume=True, steps=1) == 0
 
 
 def test_a_state_that_cannot_be_stored_is_refused_by_name(tmp_path: Path) -> None:

@@ -98,6 +98,17 @@ def test_errors_name_options_of_the_command(message: str, shown: str) -> None:
     assert in_options(message, ()) == message
 
 
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [("inspct", "did you mean inspect?"), ("resume", "the commands are train, plan"), ("info", "the commands are")],
+)
+def test_an_unknown_command_is_answered_with_the_near_one_or_with_all(given: str, hint: str) -> None:
+    result = CliRunner().invoke(app, [given], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert f"No such command '{given}'; {hint}" in result.output
+    assert "remove?" not in result.output  # which deletes
+
+
 def test_the_version_is_that_of_the_package_and_of_torch() -> None:
     result = CliRunner().invoke(app, ["--version"])
     installed = torch.__version__, torch.__version__.partition("+")[0]  # wheels may leave out what they are built for

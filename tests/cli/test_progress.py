@@ -26,8 +26,8 @@ def shown(steps: int, **options: Any) -> str:
 @pytest.mark.parametrize(
     ("more", "moved"),
     [
-        ({}, "nvme 2 GiB"),
-        ({"device_to_host_bytes": 1000, "host_to_device_bytes": 24}, "nvme 2 GiB, device 1 KiB"),
+        ({}, "moved 2 GiB (disk)"),
+        ({"device_to_host_bytes": 1000, "host_to_device_bytes": 24}, "moved 2 GiB (disk), 1 KiB (device)"),
         (dict.fromkeys(STATS, 0), "all in RAM"),
     ],
 )
@@ -37,7 +37,7 @@ def test_tiers_that_moved_are_named(more: dict[str, int], moved: str) -> None:
 
 def test_a_terminal_gets_a_bar_that_fits_80_columns() -> None:
     written = shown(3, force_terminal=True, width=80, color_system=None)
-    assert "loss 2.500  1,234 tokens/s  nvme 2 GiB" in written
+    assert "loss 2.500  1,234 tokens/s  moved 2 GiB (disk)" in written
     assert "3/3" in written
     assert "…" not in written
 
@@ -46,7 +46,7 @@ def test_a_terminal_gets_a_bar_that_fits_80_columns() -> None:
 def test_elsewhere_there_are_about_20_plain_lines_with_the_first_and_last_step(steps: int, lines: int) -> None:
     written = shown(steps, width=40).splitlines()  # narrow: lines are not wrapped
     assert len(written) == lines
-    assert written[0] == f"step 1/{steps}  loss 2.500  1,234 tokens/s  nvme 2 GiB"
+    assert written[0] == f"step 1/{steps}  loss 2.500  1,234 tokens/s  moved 2 GiB (disk)"
     assert written[-1].startswith(f"step {steps}/{steps} ")
 
 
