@@ -47,8 +47,11 @@ ADAPTED = {"": (), ", LoRA": ("--lora-rank", "16")}
 WORDS = {"device": "device", "cpu": "RAM", "nvme": "NVMe"}
 BEGINS, ENDS = "<!-- docs/what_fits.py writes this table -->", "<!-- until here -->"
 HEAD = """\
-| model | card | parameters, gradients | on the card | RAM | disk | disk moves | a step | drive lasts | options |
-|---|---|---|---:|---:|---:|---:|---:|---:|---|"""
+| model | card | parameters, gradients | on the card | RAM | disk | disk moves | a step | drive lasts |
+|---|---|---|---:|---:|---:|---:|---:|---:|"""
+
+INTRODUCTION = """\
+Row by row; [docs/what_fits.py](docs/what_fits.py) writes such a `config.json` into a directory for each model:"""
 
 
 def options(card: int, adapted: str) -> list[str]:
@@ -90,12 +93,12 @@ def table() -> str:
             for adapted in ADAPTED:
                 for card in CARDS:
                     plan = planned(directory, options(card, adapted))
-                    rows.setdefault((adapted, f"{model}{adapted}", *cells(plan)), []).append(card)
-    lines = []
-    for (adapted, name, *rest), cards in rows.items():
-        given = " ".join([f"--gpu-memory {cards[0]}GiB", *ADAPTED[adapted]])
-        lines.append(f"| {name} | {', '.join(map(str, cards))} GB | {' | '.join(rest)} | `{given}` |")
-    return "\n".join([HEAD, *lines])
+                    rows.setdefault((model, adapted, *cells(plan)), []).append(card)
+    lines, commands = [], []
+    for (model, adapted, *rest), cards in rows.items():
+        lines.append(f"| {model}{adapted} | {', '.join(map(str, cards))} GB | {' | '.join(rest)} |")
+        commands.append(" ".join(["offload plan --config", f"llama-{model}", *options(cards[0], adapted)]))
+    return "\n".join([HEAD, *lines, "", INTRODUCTION, "", "```", *commands, "```"])
 
 
 def written(page: str, table: str) -> str:
