@@ -3,7 +3,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from hypothesis import settings
 
 from tests import simulated_device
+from tests.support.cases import covering
 from tests.support.device import DEVICE
 from tests.support.ranks import Worlds
 
@@ -33,7 +33,8 @@ settings.load_profile("offload")
 
 OF_RANKS = ("tests/distributed/", "tests/checkpoint/test_stored_runs_of_ranks.py")
 """What uses `worlds`."""
-THINNED = (
+PRODUCTS = (
+    "tests/accelerator/",
     "tests/cli/",
     "tests/distributed/",
     "tests/faults/",
@@ -41,9 +42,9 @@ THINNED = (
     "tests/native/",
     "tests/oracle/",
     "tests/parity/",
+    "tests/planner/",
 )
-"""Where only every second of the cases that `one_in` leaves runs in make test: they take most of its time."""
-GOLDEN = 0.6180339887498949
+"""Where not all combinations of values run in make test: see `covering`."""
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background jobs ignore it, and so would all processes that tests start and interrupt.
@@ -101,13 +102,25 @@ def _orders_its_streams() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the cases that `one_in` leaves to make test-slow, before `-m` chooses."""
-    seen: Counter[str] = Counter()
+    """Before `-m` chooses: a test of all combinations of several lists of values runs them all in make test-slow. In
+    make test it runs as few of them as have each value of each list."""
+    tests: dict[str, list[pytest.Function]] = {}
     for item in items:
         name = item.nodeid.partition("[")[0]
-        marker = item.get_closest_marker("one_in")
-        count, left_out = divmod(seen[name], 1 if marker is None else marker.args[0])
-        # The golden ratio picks every second one, and not always the same value of the last parameter.
-        if left_out or (name.startswith(THINNED) and count * GOLDEN % 1 >= 0.5):
-            item.add_marker("slow")
-        seen[name] += 1
+        if name.startswith(PRODUCTS) and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            tests.setdefault(name, []).append(item)
+    for cases in tests.values():
+        often = [item for item in cases if not any(map(item.get_closest_marker, ("slow", "oracle")))]
+        chosen = covering([_values(item) for item in often])
+        for number, item in enumerate(often):
+            if number not in chosen:
+                item.add_marker("slow")
+
+
+def _values(item: pytest.Function) -> list[tuple[int, ...]]:
+    """What a case has of each list that its test is parametrized with."""
+    params = dict(item.callspec.params)
+    lists = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    names = [one.replace(",", " ").split() if isinstance(one, str) else one for one in lists]
+    values = [tuple(id(params.pop(name)) for name in each if name in params) for each in names]
+    return [*values, *((id(value),) for value in params.values())]  # the rest are those of fixtures

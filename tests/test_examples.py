@@ -30,7 +30,6 @@ def output_of(script: Path, *options: str) -> str:
     return done.stdout
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("script", PLAIN, ids=lambda path: path.stem)
 def test_example_runs(script: Path) -> None:
     output_of(script, "-W", "error")

@@ -102,7 +102,6 @@ def allocated() -> Callable[[str], int]:
     return lambda when: torch.accelerator.memory_stats()[f"allocated_bytes.all.{when}"] - before
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_model_on_the_cpu_trains_on_the_device_with_the_bits_of_one_that_is_there(place: str, tmp_path: Path) -> None:
     expected = trained(place, tmp_path)
@@ -171,7 +170,6 @@ def moves(device: str | torch.device) -> list[Callable[[nn.Module], object]]:
     return [lambda model: model.to(device), lambda model: model.to(device, torch.float32)]
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("place", PLACES)
 def test_moving_it_to_where_it_trains_does_nothing(place: str, tmp_path: Path) -> None:
     model = Mixed()
@@ -188,7 +186,6 @@ def test_moving_it_to_where_it_trains_does_nothing(place: str, tmp_path: Path) -
         optimizer.step()
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_model_that_is_parked_frees_the_device_and_goes_on_with_the_same_bits(
     place: str, tmp_path: Path, allocated: Callable[[str], int]
@@ -214,7 +211,6 @@ def test_a_model_that_is_parked_frees_the_device_and_goes_on_with_the_same_bits(
         torch.testing.assert_close(value, torch.zeros_like(value), rtol=0, atol=1e-5)
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("place", PLACES)
 def test_gradients_wait_while_a_model_is_parked(place: str, tmp_path: Path) -> None:
     losses = []
@@ -243,7 +239,6 @@ def test_gradients_wait_while_a_model_is_parked(place: str, tmp_path: Path) -> N
     assert losses[0] == losses[1]
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("place", PLACES)
 def test_what_is_written_while_it_is_parked_counts(place: str, tmp_path: Path) -> None:
     """As Lightning ends: a step without zero_grad, `.cpu()`; then a state_dict is loaded."""
@@ -271,7 +266,6 @@ def test_what_is_written_while_it_is_parked_counts(place: str, tmp_path: Path) -
         step(model, optimizer, 1)
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_parked_model_commits_and_is_closed_on_the_cpu(place: str, tmp_path: Path) -> None:
     model = Mixed()

@@ -344,7 +344,6 @@ print("went on")
 """
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("param_tier", ["cpu", "device"])
 def test_the_child_of_a_fork_touches_no_device(param_tier: str) -> None:
     root = Path(__file__).parents[2]

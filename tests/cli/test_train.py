@@ -302,7 +302,6 @@ def wait_for_line(process: subprocess.Popen[str], start: str) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.one_in(2)
 def test_interrupted_run_leaves_no_file(folder: Path, number: signal.Signals, code: int) -> None:
     command = "from offload.cli.main import run; run()"
     source = str(Path(offload.__file__).parents[1])

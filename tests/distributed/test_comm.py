@@ -70,7 +70,6 @@ def _reduced(kind: str, numel: int, bucket: int, wire: torch.dtype, out_dtype: t
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("wire", WIRES, ids=str)
-@pytest.mark.one_in(3)
 def test_reduction_equals_numpys_sum_in_rank_order(worlds: Worlds, size: int, wire: torch.dtype) -> None:
     for numel, out in ((1, torch.float32), (300_007, torch.float32), (300_007, wire)):
         parts = worlds(size).run(_reduced, "plain", numel, numel, wire, out)

@@ -38,19 +38,19 @@ TIMEOUT_S = 2.0
 STEPS, AT, MORE = 7, 3, 2
 """Steps of a training; the one that is committed, and how many follow before it ends without another commit."""
 SPLIT = {"split_master": True}
-PLACES: list[tuple[int, int, str, dict[str, Any]]] = [
-    (2, 1, "late", {"cpu_memory": "least"}),
+PLACES: list[Any] = [
+    pytest.param(2, 1, "late", {"cpu_memory": "least"}, marks=pytest.mark.slow),
     (3, 2, "plain", {"tier": "cpu", "accumulation": 2}),
-    (2, 2, "late", {"cpu_memory": "least", "tuning": SPLIT}),
-    (3, 3, "late", {"param_tier": "cpu", "cpu_memory": "least"}),
+    pytest.param(2, 2, "late", {"cpu_memory": "least", "tuning": SPLIT}, marks=pytest.mark.slow),
+    pytest.param(3, 3, "late", {"param_tier": "cpu", "cpu_memory": "least"}, marks=pytest.mark.slow),
     (2, 1, "plain", {"param_tier": "cpu", "cpu_memory": "least", "mesh": (2, 1)}),
-    (2, 2, "late", {"param_tier": "nvme", "cpu_memory": "least", "tuning": SPLIT}),
+    pytest.param(2, 2, "late", {"param_tier": "nvme", "cpu_memory": "least", "tuning": SPLIT}, marks=pytest.mark.slow),
     (2, 3, "plain", {"param_tier": "nvme", "cpu_memory": "least", "tuning": SPLIT, "accumulation": 2}),
     pytest.param(4, 3, "late", {"tuning": SPLIT}, marks=pytest.mark.slow),
-    (4, 3, "late", {"mesh": (2, 2)}),
+    pytest.param(4, 3, "late", {"mesh": (2, 2)}, marks=pytest.mark.slow),
     (2, 3, "plain", {"tier": "device"}),
     (2, 2, "late", {"tier": "device", "apart": True, "accumulation": 2}),
-    (2, 2, "late", {"apart": True, "tuning": SPLIT}),
+    pytest.param(2, 2, "late", {"apart": True, "tuning": SPLIT}, marks=pytest.mark.slow),
 ]
 pytestmark = pytest.mark.timeout(120)
 
@@ -144,7 +144,6 @@ def _interrupted(base: str, options: dict[str, Any], wire: str) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "stage", "wire", "options"), PLACES)
-@pytest.mark.one_in(5)
 def test_resumed_ranks_have_the_bits_of_ranks_that_never_stopped(
     worlds: Worlds, tmp_path: Path, ranks: int, stage: int, wire: str, options: dict[str, Any]
 ) -> None:

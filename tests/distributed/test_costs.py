@@ -63,7 +63,6 @@ def _padded(layout: Layout) -> tuple[int, int]:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize(("stage", "param_tier"), [(1, None), (2, None), (1, "cpu"), (2, "cpu"), (3, None)])
-@pytest.mark.one_in(5)
 def test_elements_sent_are_those_of_the_papers(worlds: Worlds, stage: int, param_tier: str | None, ranks: int) -> None:
     """2 psi (N-1)/N at stages 1 and 2, wherever parameters live: gradients and parameters; 3 psi (N-1)/N at stage 3, of
     which it saves what it still has when backward begins: the root unit, and the last block."""
@@ -102,7 +101,6 @@ def test_replicas_send_as_much_as_hybrid_sharding(worlds: Worlds) -> None:
 
 @pytest.mark.parametrize(("stage", "param_tier"), [(1, None), (2, None), (1, "cpu"), (2, "cpu"), (3, None)])
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.one_in(5)
 def test_a_plan_says_what_a_rank_holds_and_sends(
     worlds: Worlds, stage: int, param_tier: str | None, accumulation: int
 ) -> None:

@@ -66,7 +66,6 @@ def _train(kind: str, options: dict[str, Any]) -> Run:
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.one_in(2)
 def test_every_stage_has_the_bits_of_one_process(worlds: Worlds, stage: int, accumulation: int) -> None:
     trained(worlds, "mlp", stage=stage, accumulation=accumulation)
 
@@ -78,14 +77,12 @@ def test_devices_with_memory_of_their_own(worlds: Worlds, tier: str) -> None:
 
 
 @pytest.mark.parametrize("wire", ["plain", "late"])
-@pytest.mark.one_in(2)
 def test_streamed_from_disk(worlds: Worlds, tmp_path: Path, wire: str) -> None:
     options: dict[str, Any] = {"tier": "nvme", "param_tier": "nvme", "path": str(tmp_path), "cpu_memory": "least"}
     trained(worlds, "gpt", stage=3, accumulation=2, wire=wire, **options)
 
 
 @pytest.mark.parametrize(("stage", "accumulation"), [(1, 1), (2, 2), (3, 2)])
-@pytest.mark.one_in(3)
 def test_gradients_on_disk(worlds: Worlds, tmp_path: Path, stage: int, accumulation: int) -> None:
     tuning = Tuning(chunk="256KiB", threads=1, bucket=4096)
     options: dict[str, Any] = {"grad_tier": "nvme", "path": str(tmp_path), "tuning": tuning}

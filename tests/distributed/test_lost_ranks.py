@@ -353,7 +353,6 @@ def _drop_on_some(stage: int, accumulation: int, way: str | None) -> tuple[list[
 
 @pytest.mark.parametrize("way", ["only one had any", "other dropped"])
 @pytest.mark.parametrize(("stage", "accumulation"), [(1, 1), (1, 2), (2, 1), (2, 2)])
-@pytest.mark.one_in(5)
 def test_gradients_dropped_on_some_ranks_are_an_error_on_all_and_they_go_on(
     worlds: Worlds, stage: int, accumulation: int, way: str
 ) -> None:

@@ -42,7 +42,6 @@ def _train_without_clipping(path: str, options: dict[str, Any]) -> None:
                 optimizer.zero_grad()
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "options",
     [STREAMED, STREAMED | {"accumulation": 2}, STREAMED | {"apart": True}, {"stage": 2, "tier": "cpu"}],

@@ -70,7 +70,6 @@ def _goes_on(base: str, number: int, options: dict[str, Any]) -> tuple[list[floa
     ],
     ids=["4, 2, 1", "1, 3, 2", "2 whole, 2 partitioned, 3 whole, 2 whole"],
 )
-@pytest.mark.one_in(3)
 def test_a_run_goes_on_over_another_number_of_ranks(
     worlds: Worlds, tmp_path: Path, worlds_of: list[tuple[int, dict[str, Any]]]
 ) -> None:

@@ -89,7 +89,6 @@ def require_same_bits(worlds: Worlds, tmp_path: Path, ranks: int, *args: Any, **
 
 @pytest.mark.parametrize("bucket", BUCKETS)
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.one_in(2)
 def test_gradients_in_slots_have_the_bits_of_those_in_ram(
     worlds: Worlds, tmp_path: Path, accumulation: int, bucket: int | str
 ) -> None:
@@ -99,7 +98,6 @@ def test_gradients_in_slots_have_the_bits_of_those_in_ram(
 @pytest.mark.parametrize(
     ("ranks", "stage", "tier"), [(1, None, "device"), (3, 2, "device"), (2, 2, "nvme"), (3, 3, "nvme"), (2, 3, "cpu")]
 )
-@pytest.mark.one_in(2)
 def test_on_every_number_of_ranks_and_at_every_stage(
     worlds: Worlds, tmp_path: Path, ranks: int, stage: int | None, tier: str
 ) -> None:

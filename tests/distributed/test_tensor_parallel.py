@@ -23,6 +23,7 @@ from offload.checkpoint.reader import Reader
 from offload.errors import ConfigError, StaleActivationError
 from tests.support import sharded
 from tests.support import tensor_parallel as tp
+from tests.support.cases import often
 from tests.support.ranks import RanksFailedError, Worlds
 
 STEPS = 3
@@ -56,7 +57,6 @@ def same(ones: list[tp.Trained], others: list[tp.Trained]) -> bool:
 
 @pytest.mark.parametrize("plan", tp.PLANS)
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.one_in(2)
 def test_losses_are_those_of_torchs_own(worlds: Worlds, ranks: int, plan: str) -> None:
     wanted = worlds(ranks).run(tp.train_by_torch, STEPS, plan)
     found = worlds(ranks).run(tp.train, STEPS, plan)
@@ -74,9 +74,8 @@ def test_losses_are_those_of_torchs_own(worlds: Worlds, ranks: int, plan: str) -
     assert (stats["tensor_parallel_rank"], stats["tensor_parallel_ranks"], stats["ranks"]) == (1, 2, ranks // 2)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", often(PLACES, "device", "all on nvme, stage 3"))
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.one_in(3)
 def test_tiers_and_stages_change_no_bit(worlds: Worlds, tmp_path: Path, ranks: int, place: str) -> None:
     for plan in tp.PLANS:
         wanted = worlds(ranks).run(tp.train, STEPS, plan)
@@ -259,8 +258,10 @@ COMMITS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", COMMITS)
-@pytest.mark.parametrize(("before", "after"), [(4, 4), (2, 2), (4, 2), (2, 4)])
-@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [pytest.param(4, 4, marks=pytest.mark.slow), pytest.param(2, 2, marks=pytest.mark.slow), (4, 2), (2, 4)],
+)
 def test_a_commit_resumes_on_any_number_of_data_parallel_ranks(
     worlds: Worlds, tmp_path: Path, before: int, after: int, kind: str
 ) -> None:
@@ -363,7 +364,6 @@ LARGE = 64
 
 @pytest.mark.parametrize("kind", KEPT)
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.one_in(2)
 def test_partitioned_checkpoints_change_no_bit_and_take_a_part(
     worlds: Worlds, tmp_path: Path, ranks: int, kind: str
 ) -> None:
@@ -514,7 +514,6 @@ def _apart(plan: str, wire: str, options: dict[str, Any]) -> tp.Trained:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.one_in(2)
 def test_devices_with_memory_of_their_own(worlds: Worlds, stage: int) -> None:
     """Every copy at the last moment that is allowed, and every collective of the data-parallel ranks."""
     for plan in tp.PLANS:
@@ -596,6 +595,5 @@ def _over_replicas(stage: int) -> tp.Trained:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.one_in(2)
 def test_replicas_of_shards_beside_tensor_parallel_ranks(worlds: Worlds, stage: int) -> None:
     assert same(worlds(4).run(_over_replicas, stage), worlds(4).run(tp.train, STEPS))

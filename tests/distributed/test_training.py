@@ -55,14 +55,12 @@ def _train(kind: str, steps: int, idle: bool, options: dict[str, Any]) -> Run:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.one_in(2)
 def test_every_stage_has_the_bits_of_one_process(worlds: Worlds, ranks: int, stage: int) -> None:
     trained(worlds, "mlp", ranks, 4, stage=stage)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["gpt", "conv"])
-@pytest.mark.one_in(3)
 def test_every_kind_of_model(worlds: Worlds, kind: str, stage: int) -> None:
     """Tied weights, channels-last weights, modules kept in fp32: flats of two dtypes."""
     trained(worlds, kind, 2, 4, stage=stage)
@@ -70,7 +68,6 @@ def test_every_kind_of_model(worlds: Worlds, kind: str, stage: int) -> None:
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.one_in(3)
 def test_every_kind_of_model_whose_ranks_stream_all_parameters(worlds: Worlds, kind: str, accumulation: int) -> None:
     """Of 4 ranks some have nothing of a small unit, and of a large one several chunks."""
     for stage in (1, 2):
@@ -113,7 +110,6 @@ def test_gaps_between_parameters_stay_zero(worlds: Worlds, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("idle", [False, True])
-@pytest.mark.one_in(2)
 def test_accumulation(worlds: Worlds, stage: int, idle: bool) -> None:
     """At stage 1 micro-batches are added before they travel, at 2 and 3 after."""
     trained(worlds, "mlp", 2, 4, accumulation=3, stage=stage, idle=idle)
@@ -122,7 +118,6 @@ def test_accumulation(worlds: Worlds, stage: int, idle: bool) -> None:
 @pytest.mark.parametrize("wire", ["late", "ordered"])
 @pytest.mark.parametrize("idle", [False, True])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.one_in(3)
 def test_accumulation_that_nobody_declared(worlds: Worlds, stage: int, idle: bool, wire: str) -> None:
     """A rank that is idle has no backward where the other one has three."""
     trained(worlds, "mlp", 2, 4, accumulation=3, declares=False, stage=stage, idle=idle, wire=wire)
@@ -203,14 +198,12 @@ def test_a_commit_may_come_when_not_all_ranks_have_sent_as_much(worlds: Worlds, 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.one_in(3)
 def test_collectives_at_the_last_moment_give_the_same_bits(worlds: Worlds, stage: int, accumulation: int) -> None:
     trained(worlds, "gpt", 2, 3, stage=stage, accumulation=accumulation, wire="late")
 
 
 @pytest.mark.parametrize("bucket", [4096, "32MiB"])
 @pytest.mark.parametrize("split_master", [False, True])
-@pytest.mark.one_in(2)
 def test_bucket_size_and_split_masters_change_no_bit(worlds: Worlds, bucket: int | str, split_master: bool) -> None:
     for stage, param_tier in ((2, None), (2, "cpu"), (3, None)):
         tuning = Tuning(chunk=8192, threads=1, bucket=bucket, split_master=split_master)
@@ -245,7 +238,6 @@ def _on(tier: str, path: Path, stage: int, ranks: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.one_in(5)
 def test_every_tier(worlds: Worlds, tmp_path: Path, stage: int, tier: str) -> None:
     path = tmp_path / "run"
     runs = trained(worlds, "mlp", 2, 3, **_on(tier, path, stage, 2))
@@ -276,7 +268,6 @@ def test_replicas_of_shards_have_the_bits_of_as_many_ranks(
 
 @pytest.mark.parametrize("mesh", [(4, 1), (1, 4), (2, 2)])
 @pytest.mark.parametrize("kind", ["gpt", "mlp"])
-@pytest.mark.one_in(2)
 def test_meshes_of_every_shape(worlds: Worlds, kind: str, mesh: tuple[int, int]) -> None:
     """Tied weights; a parameter that gets a gradient in turn, frozen ones, partitions that are empty."""
     trained(worlds, kind, 4, 3, mesh=mesh, stage=3, accumulation=2)
@@ -294,7 +285,6 @@ def test_a_data_parallel_group_inside_a_larger_mesh(worlds: Worlds, along: str, 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("tier", APART)
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.one_in(5)
 def test_devices_with_memory_of_their_own(
     worlds: Worlds, tmp_path: Path, stage: int, tier: str, accumulation: int
 ) -> None:
@@ -320,7 +310,6 @@ def test_split_masters_and_idle_ranks_on_devices_with_memory_of_their_own(worlds
 
 
 @pytest.mark.parametrize("kind", ["gpt", "conv", "sums"])
-@pytest.mark.one_in(3)
 def test_every_kind_of_model_on_devices_with_memory_of_their_own(worlds: Worlds, kind: str) -> None:
     for stage, param_tier, mesh in ((2, "cpu", None), (3, None, (2, 2))):
         options = {"param_tier": param_tier, "mesh": mesh, "apart": True, "accumulation": 2}
@@ -329,7 +318,6 @@ def test_every_kind_of_model_on_devices_with_memory_of_their_own(worlds: Worlds,
 
 @pytest.mark.parametrize("param_tier", ["cpu", "nvme"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.one_in(3)
 def test_frozen_parameters_stream_on_every_rank(worlds: Worlds, tmp_path: Path, stage: int, param_tier: str) -> None:
     """Stage 3 shards them, stages 1 and 2 keep all of them on each rank, and what is trained stays on the device."""
     options: dict[str, Any] = {"stage": stage, "param_tier": param_tier, "tier": "cpu", "wire": "late"}

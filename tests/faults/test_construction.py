@@ -720,7 +720,6 @@ def test_a_disk_that_fails_while_masters_are_written_leaves_nothing_held(
 @pytest.mark.parametrize(
     "culprit", ["_kernels_for", "LocalGradients", "Store", "FlatParameters", "MasterWeights", "Step"]
 )
-@pytest.mark.one_in(3)
 def test_whatever_fails_half_way_leaves_nothing(
     culprit: str, model: Tiny, unchanged: None, make: Make, monkeypatch: pytest.MonkeyPatch, path: Path
 ) -> None:

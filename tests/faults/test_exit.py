@@ -27,7 +27,6 @@ optimizer.step()
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("engine", ["threads", "portable"])
-@pytest.mark.one_in(2)
 def test_close_at_exit_ends_the_step_under_way_and_commits_it(tmp_path: Path, engine: str) -> None:
     path = tmp_path / "run"
     run = start_python(SCRIPT, str(path), engine)

@@ -24,6 +24,7 @@ from offload.model.master_weights import MasterWeights
 from offload.planner.placement import Placement
 from offload.storage.chunk_cache import Store
 from tests.support.before import Before
+from tests.support.cases import often
 from tests.support.interrupted import interrupted_at
 from tests.support.processes import arena_bytes, open_files
 
@@ -158,7 +159,6 @@ def require_trainable(model: nn.Module, given: torch.optim.Optimizer, options: d
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("phase", LATE)
-@pytest.mark.one_in(3)
 def test_a_construction_that_fails_late_gives_the_model_back(
     phase: str, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,8 +364,7 @@ def interrupted_at_places(placement: str, path: Path, apart: int) -> None:
         instruction += apart
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.one_in(3)
+@pytest.mark.parametrize("placement", often(PLACEMENTS, "split", "streamed from nvme"))
 def test_ctrl_c_anywhere_in_a_construction_gives_the_model_back(placement: str, tmp_path: Path) -> None:
     interrupted_at_places(placement, tmp_path, FAR_APART)
 

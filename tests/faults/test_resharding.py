@@ -94,7 +94,6 @@ def resume_in(folder: Path, path: list[str], tuning: Tuning, **more: Any) -> tup
 
 
 @pytest.mark.parametrize(("before", "after"), [("a", "a"), ("a", "ab"), ("ab", "b"), ("ab", "ba")])
-@pytest.mark.one_in(3)
 def test_cut_off_at_any_operation_one_of_the_two_commits_is_there(
     before: str, after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

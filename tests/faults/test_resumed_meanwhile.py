@@ -54,7 +54,6 @@ MOMENTS = [
 @pytest.mark.parametrize(("owner", "name", "after"), MOMENTS, ids=[name for _, name, _ in MOMENTS])
 @pytest.mark.parametrize("other", [SMALL, LARGER], ids=["same chunks", "other chunks"])
 @pytest.mark.parametrize("own", [SMALL, LARGER], ids=["used where it lies", "read"])
-@pytest.mark.one_in(5)
 def test_what_another_run_commits_meanwhile_is_not_touched(
     make: Make,
     path: Path,

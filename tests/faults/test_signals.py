@@ -19,6 +19,7 @@ from offload import InterruptedStepError, OffloadZero, Tuning
 from offload.checkpoint.reader import Reader
 from tests.faults.test_interrupted_calls import Values, require_same, values
 from tests.faults.test_interrupted_steps import train
+from tests.support.cases import each_value_often
 from tests.support.interrupted import by_signal, interrupted_at, timeout_thrown_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:module forward hook with")
@@ -192,7 +193,7 @@ STEPPED = [(placement, "step", when) for placement in PLACEMENTS for when in WHE
 COMMITTED = [(placement, "commit", when) for placement in ("nvme", "streamed") for when in WHENS[:2]]
 
 
-@pytest.mark.parametrize(("placement", "what", "when"), STEPPED + COMMITTED)
+@pytest.mark.parametrize(("placement", "what", "when"), each_value_often(STEPPED + COMMITTED))
 def test_a_handler_that_raises_is_heard_once_and_changes_nothing(
     placement: str, what: str, when: str, tmp_path: Path
 ) -> None:

@@ -208,7 +208,6 @@ _first: dict[int, dict[str, Tensor]] = {}
 _first_losses: list[list[float]] = []
 
 
-@pytest.mark.one_in(9)
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize(("stage", "accumulation"), [(1, 1), (2, 1), (3, 1), (2, 2), (3, 2)])
 def test_every_stage_and_tier_has_the_same_bits(

@@ -40,7 +40,6 @@ def in_ram(kind: str, accumulation: int) -> Run:
     return train(kind, accumulation=accumulation, device=DEVICE, tier="cpu")
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("kind", models.KINDS)
 def test_training_equals_the_numpy_reference(kind: str, accumulation: int) -> None:
@@ -50,7 +49,6 @@ def test_training_equals_the_numpy_reference(kind: str, accumulation: int) -> No
     run.assert_same_bits(in_ram(kind, accumulation))
 
 
-@pytest.mark.one_in(5)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("chunk", ["4KiB", "8KiB"])
 @pytest.mark.parametrize("kind", models.KINDS)
@@ -69,7 +67,6 @@ def test_training_from_disk_equals_training_in_ram(kind: str, chunk: str, accumu
     assert run.stats["peak_cpu_bytes"] <= run.stats["cpu_budget_bytes"]
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("kind", models.KINDS)
 def test_training_with_states_on_the_device_equals_training_in_ram(
@@ -104,7 +101,6 @@ def test_a_devices_kernels_equal_the_reference(n: int, is_deterministic: bool, i
         assert torch.equal(sums.cpu(), torch.from_numpy(reference.sum_squares(g.numpy(), first)))
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_training_in_fp16_with_a_loss_scale(accumulation: int, tmp_path: Path) -> None:
     """It overflows once, and grows."""

@@ -158,7 +158,6 @@ def test_outside_everything_is_readable_and_afterwards_training_goes_on(streams:
 
 
 @pytest.mark.parametrize("failing", range(8))
-@pytest.mark.one_in(5)
 def test_what_could_not_be_gathered_or_let_go_of_is_not_held_for_good(streams: Streams, failing: int) -> None:
     model = Net()
     with streams.optimizer(model) as optimizer:

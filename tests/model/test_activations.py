@@ -21,10 +21,9 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from offload import BudgetError, ClosedError, ConfigError, OffloadZero, StaleActivationError, Tuning
+from tests.support.cases import often
 from tests.support.late_copier import LateCopier
 from tests.support.toy import Block, Checkpointed, Net, batch, squares, take_step
-
-pytestmark = pytest.mark.one_in(3)
 
 WIDTH, HEADS = 32, 4
 ROWS = 16
@@ -102,7 +101,7 @@ WHERES = [
 ]
 
 
-@pytest.fixture(params=WHERES)
+@pytest.fixture(params=often(WHERES, "small, streamed", "all saved, streamed, late copies"))
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if "late copies" in request.param:
         monkeypatch.setattr("offload.build.copier_for", lambda device: LateCopier(1))

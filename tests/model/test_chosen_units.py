@@ -26,7 +26,6 @@ CHOICES: dict[str, Any] = {
 
 @pytest.mark.parametrize("build", [Net, Checkpointed])
 @pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.one_in(5)
 def test_no_bit_depends_on_what_the_units_are(streams: Streams, choice: str, build: Callable[[], nn.Module]) -> None:
     losses, expected = streams.run(train(squares), build, param_tier="device")
     for prefetch in (0, 3):

@@ -81,7 +81,6 @@ def train(whole: bool, counter: Any, options: dict[str, Any] | None) -> tuple[li
     "placement", [*PLACEMENTS, *(pytest.param(name, marks=pytest.mark.slow) for name in ACTIVATIONS)]
 )
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "by block"])
-@pytest.mark.one_in(2)
 def test_a_compiled_model_learns_the_same_and_is_compiled_once(whole: bool, placement: str, tmp_path: Path) -> None:
     options: dict[str, Any] = dict((PLACEMENTS | ACTIVATIONS)[placement])
     if options["tier"] == "nvme":
@@ -135,7 +134,6 @@ def in_folder(placement: str, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("placement", ONE_GRAPH)
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "replaced"])
-@pytest.mark.one_in(2)
 def test_blocks_of_one_graph_each_train_as_plain_ones(
     in_place: bool, before: bool, placement: str, tmp_path: Path
 ) -> None:

@@ -129,7 +129,6 @@ USES: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=list(USES))
-@pytest.mark.one_in(3)
 def test_its_values_are_read_before_the_step_and_after_it_where_they_stay(
     made: Made, use: Callable[[Tensor], Any]
 ) -> None:
@@ -175,7 +174,6 @@ NORMS: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
 
 
 @pytest.mark.parametrize("norms", NORMS.values(), ids=list(NORMS))
-@pytest.mark.one_in(3)
 def test_norms_are_in_fp32_and_also_there_after_the_step(
     made: Made, norms: Callable[[list[Tensor]], list[Tensor]]
 ) -> None:
@@ -212,7 +210,6 @@ FACTORS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("multiply", FACTORS.values(), ids=list(FACTORS))
-@pytest.mark.one_in(3)
 def test_a_factor_counts_and_costs_no_copy(made: Made, multiply: Callable[[Tensor], Any]) -> None:
     for _ in range(2):
         multiply(made.grad)
@@ -247,7 +244,6 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=list(WRITES))
-@pytest.mark.one_in(3)
 def test_any_other_write_counts(made: Made, write: Callable[[Tensor], Any]) -> None:
     for _ in range(2):
         write(made.grad)

@@ -77,7 +77,6 @@ USES: dict[str, Callable[[nn.Parameter], Any]] = {
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=list(USES))
-@pytest.mark.one_in(5)
 def test_a_use_gets_what_it_gets_of_a_plain_parameter(held: Held, use: Callable[[nn.Parameter], Any]) -> None:
     with torch.no_grad():
         assert alike(use(held.param), use(held.plain_param))
@@ -163,7 +162,6 @@ WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=list(WRITES))
-@pytest.mark.one_in(4)
 def test_a_write_counts(held: Held, write: Callable[[nn.Parameter], Any]) -> None:
     if held.is_streamed and write is WRITES["vectors"]:
         with pytest.raises(ReleasedParameterError, match=r"blocks\.1\.after is streamed"):

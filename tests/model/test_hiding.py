@@ -68,7 +68,6 @@ def watchers() -> dict[str, Callable[[], AbstractContextManager[Any]]]:
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning")
 @pytest.mark.parametrize("watch", watchers().values(), ids=list(watchers()))
-@pytest.mark.one_in(2)
 def test_a_forward_inside_gives_the_same_and_lands_all(
     held: Held, watch: Callable[[], AbstractContextManager[Any]]
 ) -> None:

@@ -37,7 +37,6 @@ from tests.support.toy import WIDTH, Block, Checkpointed, Net, batch, squares
 @pytest.mark.parametrize("nested", [False, True], ids=["", "nested"])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["saved", "reentrant"])
 @pytest.mark.parametrize("groups", [(1, 1, 1, 1), (1, 3)], ids=str)
-@pytest.mark.one_in(5)
 def test_checkpoints(streams: Streams, groups: tuple[int, ...], reentrant: bool, nested: bool) -> None:
     streams.assert_same_bits(train(squares), lambda: Checkpointed(groups, reentrant, nested))
 
@@ -251,7 +250,6 @@ SHAPES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.one_in(5)
 def test_outputs_and_inputs_of_any_structure(streams: Streams, shape: str) -> None:
     pack, unpack = SHAPES[shape]
 
@@ -544,7 +542,6 @@ class Failing(Checkpointed):
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["", "saved", "reentrant"])
-@pytest.mark.one_in(5)
 def test_exceptions_of_the_user(streams: Streams, reentrant: bool | None) -> None:
     def body(model: Failing, optimizer: Watched) -> None:
         for phase in ("forward", "backward", "recomputation"):
@@ -575,7 +572,6 @@ class Interrupted:
 
 
 @pytest.mark.parametrize("at", [1, 2, 4, 6])
-@pytest.mark.one_in(5)
 def test_an_interrupt_while_a_unit_comes(streams: Streams, at: int) -> None:
     def body(model: Net, optimizer: Watched) -> None:
         train(squares, steps=2)(model, optimizer)
@@ -810,7 +806,6 @@ class Gauge:
 @pytest.mark.parametrize("prefetch", [0, 3])
 @pytest.mark.parametrize("checkpoints", [None, False, True], ids=["", "saved", "reentrant"])
 @pytest.mark.parametrize("blocks", [12])
-@pytest.mark.one_in(3)
 def test_memory_on_the_device_does_not_grow_with_depth(
     streams: Streams, checkpoints: bool | None, blocks: int, prefetch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,7 +37,6 @@ BUILDS = {"": Net, "saved": Checkpointed, "reentrant": lambda: Checkpointed(reen
     [("", 1), ("", 2), *(pytest.param(kind, 2, marks=pytest.mark.slow) for kind in BUILDS if kind)]
     + [(kind, 1) for kind in BUILDS if kind],
 )
-@pytest.mark.one_in(5)
 def test_tiled_runs_have_the_same_bits_on_every_tier(
     streams: Streams, build: str, accumulation: int, tmp_path: Path
 ) -> None:
@@ -488,7 +487,6 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = 
 @pytest.mark.parametrize("tile", [0, 128])
 @pytest.mark.parametrize("of", ["model", "block"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.one_in(2)
 def test_transforms_of_streamed_models_are_those_of_plain_ones(
     transform: str, of: str, tile: int, activation_tier: str | None
 ) -> None:

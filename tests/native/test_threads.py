@@ -332,7 +332,6 @@ sys.exit(os.waitstatus_to_exitcode(status) or (0 if (x.numpy() == 10).all() else
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.parametrize("variant", [VARIANTS[0], "torch"])
-@pytest.mark.one_in(2)
 def test_a_forked_child_can_call_and_does_not_hang(variant: str) -> None:
     root = Path(native.__file__).parents[2]
     # Python warns of forks beside threads from 3.12 on; this one is meant.

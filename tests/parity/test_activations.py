@@ -31,7 +31,6 @@ def where_they_are(kind: str, accumulation: int) -> Run:
 @pytest.mark.parametrize("recompute", [True, False], ids=["recomputed", "all saved"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("kind", models.KINDS)
-@pytest.mark.one_in(7)
 def test_activations_in_a_tier_change_no_bit(
     kind: str, accumulation: int, recompute: bool, place: str, tmp_path: Path
 ) -> None:

@@ -59,7 +59,6 @@ TIERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize(("kind", "accumulation"), [("gpt", 2), ("mlp", 1)])
-@pytest.mark.one_in(3)
 def test_every_tier_has_the_bits_of_ram(kind: str, tier: str, accumulation: int, tmp_path: Path) -> None:
     options = {"path": tmp_path / "swap", "cpu_memory": "least", "tuning": Tuning(chunk="4KiB")} | TIERS[tier]
     run = fp16(kind, accumulation, tier="nvme", **options)

@@ -85,7 +85,6 @@ def resumed(model: nn.Module, **options: Any) -> OffloadZero:
 
 @pytest.mark.parametrize("order", [ORDER, ORDER[::-1], ["conv", "one", "wide", "tall", "norm"]], ids=str)
 @pytest.mark.parametrize("chunk", ["4KiB", "12KiB"])
-@pytest.mark.one_in(5)
 def test_parameters_may_be_in_another_order(tmp_path: Path, order: list[str], chunk: str) -> None:
     """With so little RAM that a chunk may have to go to the disk before all of it has come."""
     expected = committed(tmp_path)
@@ -128,7 +127,6 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.one_in(5)
 def test_a_run_resumed_in_another_layout_has_the_bits_of_one_that_never_stopped(
     change: str, split: bool, tmp_path: Path
 ) -> None:

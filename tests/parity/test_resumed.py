@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from offload import OffloadZero, Tuning
-from tests.support import models, training
+from tests.support import models
+from tests.support.cases import often, training
 from tests.support.device import DEVICE
 from tests.support.late_copier import LateCopier
 from tests.support.training import LR, Run, train
@@ -34,6 +35,8 @@ PLACES: dict[str, dict[str, Any]] = {
     "split, parameters on disk": {"cpu_memory": "least", "param_tier": "nvme", "tuning": SPLIT},
 }
 
+OFTEN = ("all through the disk", "parameters on disk", "split, all in RAM", "split, parameters on disk")
+
 
 @pytest.fixture(autouse=True)
 def _a_device_of_its_own(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,9 +55,8 @@ def commit_at(step: int, optimizer: OffloadZero) -> None:
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", often(PLACES, *OFTEN))
 @pytest.mark.parametrize("kind", ["gpt", "conv"])
-@pytest.mark.one_in(5)
 def test_resumed_training_has_the_bits_of_training_that_never_stopped(
     kind: str, place: str, accumulation: int, tmp_path: Path
 ) -> None:
@@ -101,8 +103,7 @@ def resume(kind: str, accumulation: int, **options: Any) -> Run:
     return run
 
 
-@pytest.mark.parametrize("place", [*PLACES, "gradients on disk"])
-@pytest.mark.one_in(5)
+@pytest.mark.parametrize("place", often([*PLACES, "gradients on disk"], *OFTEN, "gradients on disk"))
 def test_steps_taken_back_and_taken_again_change_no_bit(place: str, tmp_path: Path) -> None:
     """After every third step: two steps of nonsense, and back."""
     options = {"tuning": FOUR_KIB} | PLACES.get(place, {"grad_tier": "nvme", "tuning": Tuning(chunk="256KiB")})

@@ -43,7 +43,6 @@ def test_plain_adam_equals_the_numpy_reference_too() -> None:
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("chunk", ["4KiB", "8KiB"])
 @pytest.mark.parametrize("kind", models.KINDS)
-@pytest.mark.one_in(5)
 def test_training_from_disk_equals_training_in_ram(kind: str, chunk: str, accumulation: int, tmp_path: Path) -> None:
     run = train(
         kind,
@@ -84,7 +83,6 @@ def test_instruction_set_and_threads_change_no_bit(variant: str, threads: int, m
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("kind", models.KINDS)
-@pytest.mark.one_in(5)
 def test_late_copies_in_any_order_change_no_bit(
     kind: str, accumulation: int, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,6 @@ def resident(kind: str, accumulation: int) -> Run:
 @pytest.mark.parametrize("param_tier", ["cpu", "nvme"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("kind", models.KINDS)
-@pytest.mark.one_in(7)
 def test_streamed_parameters_change_no_bit(
     kind: str, accumulation: int, param_tier: str, prefetch: int, tmp_path: Path
 ) -> None:

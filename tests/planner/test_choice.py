@@ -40,7 +40,6 @@ UNITS = {"blocks": None, "nested": (Block, nn.Linear), "all": ()}
 @pytest.mark.parametrize("units", UNITS)
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["", "saved", "reentrant"])
-@pytest.mark.one_in(5)
 def test_the_device_holds_what_the_plan_said(
     reentrant: bool | None, prefetch: int, units: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -135,7 +134,6 @@ def test_smaller_units_are_no_advice_where_one_parameter_is_too_large() -> None:
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("kind", [Experts, lambda: nn.Linear(64, 48)], ids=["experts", "linear"])
 @pytest.mark.parametrize("direct", [True, False], ids=["on the CPU", "on a device"])
-@pytest.mark.one_in(3)
 def test_what_a_refusal_says_is_enough_when_it_is_followed_once(
     tier: str, param_tier: str | None, frozen: bool, kind: Any, direct: bool
 ) -> None:

@@ -153,7 +153,6 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.one_in(12)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("source", ["meta", "init", "cpu"])
 @pytest.mark.parametrize("tensor_mib", [1, 6, 40])

@@ -79,7 +79,6 @@ def test_ranges_never_overlap_and_none_is_lost(size: int, moves: list[tuple[bool
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.one_in(2)
 def test_everything_comes_back_in_any_order(seed: int, engine: FaultyEngine, tmp_path: Path) -> None:
     """Forwards and backwards, more than one under way, in a region that holds a fraction."""
     store, rng = store_with_files(engine, tmp_path, 12, files=1 + seed % 2), random.Random(seed)

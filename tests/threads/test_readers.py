@@ -14,6 +14,7 @@ from torch import nn
 
 from offload import OffloadZero
 from tests.support.beside import PLACEMENTS, Expected, Model, Reader, Readers, Values, hold, often_switching, train
+from tests.support.cases import each_value_often
 
 
 def state_dicts(model: nn.Module, optimizer: OffloadZero) -> Values:
@@ -118,7 +119,7 @@ LIVE = {("resident", "state_dict"), ("states on nvme", "state_dict")}
 CASES = [(p, r) for p, r in itertools.product(PLACEMENTS, READERS) if (p, r) not in LIVE]
 
 
-@pytest.mark.parametrize(("placement", "reader"), CASES)
+@pytest.mark.parametrize(("placement", "reader"), each_value_often(CASES))
 def test_a_reader_sees_values_of_one_step_and_the_training_its_own(
     placement: str, reader: str, tmp_path: Path, base: Path
 ) -> None:
