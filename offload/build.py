@@ -50,6 +50,7 @@ from offload.storage.device_store import DeviceArena, DeviceStore
 from offload.storage.files import replaceable_in
 from offload.storage.swap_file import RunFiles, Stripes
 from offload.storage.swap_format import SlotArrays, frozen_slot_arrays, param_slot_arrays, state_slot_arrays
+from offload.tiers import DEVICE
 
 # Deciding.
 
@@ -189,7 +190,7 @@ def build(
     grads = _pool_store(undo, run, placement.grads, grad_arrays, slots, first_of_gradients)
     gradients: GradientBuffer = LocalGradients(run, grads) if comm.size == 1 else ReducedGradients(run, grads)
     undo.callback(gradients.close)
-    trained_streams, first_frozen = config.param_tier != "device", len(layout.flats)
+    trained_streams, first_frozen = config.param_tier > DEVICE, len(layout.flats)
     streamed_flats = range(0 if trained_streams else first_frozen, len(held.flats))
     limit = placement.streamed_bytes
     parameters = FlatParameters(held, plan.params, plan.device, plan.copier, streamed=streamed_flats, limit=limit)
@@ -213,7 +214,7 @@ def _reserve(undo: ExitStack, plan: Plan, placement: Placement, comm: Communicat
     """RAM, whose pages are there when it is prefaulted, and memory of the model's device. Raises: BudgetError."""
     ram = Arena(placement.arena_bytes, plan.copier, at_once=False)
     undo.callback(_free, comm, ram)
-    is_on_device = plan.config.tier == "device"
+    is_on_device = plan.config.tier == DEVICE
     if not is_on_device and not placement.slab_bytes:
         return Memory(ram, None, ram, ram, plan.copier)
     if plan.copier.direct:
@@ -225,7 +226,7 @@ def _reserve(undo: ExitStack, plan: Plan, placement: Placement, comm: Communicat
         slab.prefault(lambda: None)
     if is_on_device:
         # Nothing leaves it in a step. Frozen parameters may come from RAM.
-        link = plan.copier if plan.config.param_tier == "device" and plan.config.frozen_tier != "device" else None
+        link = plan.copier if plan.config.param_tier == DEVICE and plan.config.frozen_tier > DEVICE else None
         return Memory(ram, slab, slab, slab, HostCopier(), link)
     return Memory(ram, slab, ram, slab, plan.copier)
 
@@ -306,7 +307,7 @@ def _activation_store(
 ) -> ActivationStore | None:
     """Where activations wait; None: where they are made."""
     memory, nbytes, store = run.memory, placement.activation_bytes, None
-    is_on_device = run.config.activation_tier == "device" and not plan.copier.direct
+    is_on_device = run.config.activation_tier == DEVICE and not plan.copier.direct
     in_ram = placement.activation_spill_bytes if is_on_device else nbytes
     if in_ram:
         paths = () if engine is None else run.config.paths

@@ -14,15 +14,14 @@ from torch import nn
 
 from offload.errors import ConfigError, PathError
 from offload.sizes import PAGE_BYTES, option_bytes, parse_bytes
+from offload.tiers import CPU, DEVICE, NVME, TIERS, Tier
 
-Tier = Literal["device", "cpu", "nvme"]
 PathLike = str | os.PathLike[str]
 
 MASTER_ITEM_BYTES = 4
 SUM_BLOCK = 65536
 """Elements whose squares are summed together (kernels.h: OFFLOAD_SUM_BLOCK)."""
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-TIERS: dict[str, Tier] = {"device": "device", "cpu": "cpu", "nvme": "nvme"}
 COMMIT_EVERY = 100
 """Steps between commits where a path is given and nothing is said about them."""
 LEAST_IN_FLIGHT = 3
@@ -109,15 +108,15 @@ class Config:
     threads: int | None
     io_engine: str
     split_master: bool
-    param_tier: Tier = "device"
-    frozen_tier: Tier = "device"
+    param_tier: Tier = DEVICE
+    frozen_tier: Tier = DEVICE
     has_frozen: bool = False
     keeps_trained: bool = False
     prefetch_units: int = 1
     stage: int | None = None
     bucket_bytes: int = 32 << 20
     ranks_on_node: int = 1
-    grad_tier: Tier = "cpu"
+    grad_tier: Tier = CPU
     commit_every: int | None = None
     resume: bool | Literal["auto"] = False
     units: tuple[str | type[nn.Module], ...] | None = None
@@ -148,19 +147,19 @@ class Config:
     @property
     def streams(self) -> bool:
         """Whether parameters stream, trained or frozen."""
-        return (self.param_tier, self.frozen_tier) != ("device", "device")
+        return max(self.param_tier, self.frozen_tier) > DEVICE
 
     @property
     def stores_gradients_of_device(self) -> bool:
         """Whether gradients of parameters that stay on the device are on NVMe. A device with memory of its own cannot:
         new parameters are kept in the memory of their gradients until they are applied."""
-        return self.grad_tier == "nvme" and self.param_tier == "device"
+        return self.grad_tier.is_durable and self.param_tier == DEVICE
 
     def with_params_on(self, tier: Tier) -> Config:
         """Parameters stream from `tier`: the frozen ones, and the trained ones unless they are so few that they stay,
         or from a faster tier if their states are on one."""
-        trained: Tier = "device" if self.keeps_trained else min(tier, self.tier, key=[*TIERS].index)
-        return replace(self, param_tier=trained, frozen_tier=tier if self.has_frozen else "device")
+        trained = DEVICE if self.keeps_trained else min(tier, self.tier)
+        return replace(self, param_tier=trained, frozen_tier=tier if self.has_frozen else DEVICE)
 
     @property
     def declared(self) -> int | str:
@@ -205,19 +204,19 @@ def check(
     _refuse_unknown(unknown)
     paths = _paths("path", path)
     commits = (COMMIT_EVERY if paths else None) if commit_every == "auto" else commit_every
-    states = ("nvme" if paths else "cpu") if tier is None else tier
-    params = "device" if param_tier is None else param_tier
-    grads = ("device" if states == "device" else "cpu") if grad_tier is None else grad_tier
+    states = (NVME.name if paths else CPU.name) if tier is None else tier
+    params = DEVICE.name if param_tier is None else param_tier
+    grads = (DEVICE.name if states == DEVICE.name else CPU.name) if grad_tier is None else grad_tier
     chunk_bytes = parse_bytes(tuning.chunk, "Tuning.chunk")
     # With gradients in slots a block whose squares are summed has to lie in one chunk.
     least_chunk, where = PAGE_BYTES, ""
-    if grads == "nvme":
+    if grads == NVME.name:
         least_chunk, where = MASTER_ITEM_BYTES * SUM_BLOCK, ' with grad_tier="nvme"'
     is_elsewhere = isinstance(resume, os.PathLike | list | tuple)
     _refuse(
         _none_of("tier", states, *TIERS),
         _none_of("param_tier", params, *TIERS),
-        _none_of("grad_tier", grads, *(TIERS if states == "device" else ("cpu", "nvme"))),
+        _none_of("grad_tier", grads, *(TIERS if states == DEVICE.name else (CPU.name, NVME.name))),
         _none_of("activation_tier", activation_tier, None, *TIERS),
         _none_of("partition_activations", partition_activations, True, False),
         _none_of("Tuning.recompute", tuning.recompute, True, False),
@@ -269,7 +268,7 @@ def check(
         io_engine=tuning.io_engine,
         # Only a bf16 copy is the upper half of its master.
         split_master=bool(tuning.split_master) and compute_dtype is torch.bfloat16,
-        param_tier=min(TIERS[params], TIERS[states], key=[*TIERS].index),
+        param_tier=min(TIERS[params], TIERS[states]),
         frozen_tier=TIERS[params],
         prefetch_units=1 if tuning.prefetch_units is None else tuning.prefetch_units,
         chooses_prefetch=tuning.prefetch_units is None,
@@ -288,8 +287,8 @@ def check(
         partition_activations=partition_activations,
         recompute=tuning.recompute,
         takes_any=accumulation == "auto",
-        chooses_params=param_tier is None and states != "device",
-        chooses_grads=grad_tier is None and states != "device",
+        chooses_params=param_tier is None and states != DEVICE.name,
+        chooses_grads=grad_tier is None and states != DEVICE.name,
     )
     _refuse_together(config, tuning)
     return config
@@ -307,16 +306,16 @@ def _refuse_together(config: Config, tuning: Tuning) -> None:
             bool(config.resume) and not has_path and not config.origins,
             f"resume={config.resume!r} needs path, where the run lies, or its directories: resume=[...]",
         ),
-        (config.tier == "nvme" and not has_path, 'tier="nvme" needs path="...", the directory for its swap files'),
+        (config.tier.is_durable and not has_path, 'tier="nvme" needs path="...", the directory for its swap files'),
         (
             has_path
             and config.commit_every is None
-            and "nvme" not in (config.tier, config.frozen_tier, config.activation_tier),
+            and NVME not in (config.tier, config.frozen_tier, config.activation_tier),
             f'path={[*map(str, config.paths)]} has no use with tier="{config.tier}" and no commits: drop it, drop '
             'commit_every=None, or choose tier="nvme"',
         ),
         (
-            config.activation_tier == "nvme" and not has_path,
+            config.activation_tier == NVME and not has_path,
             'activation_tier="nvme" needs path="...", the directory for what waits there',
         ),
         (
@@ -330,16 +329,16 @@ def _refuse_together(config: Config, tuning: Tuning) -> None:
             '"device", "cpu" or "nvme"',
         ),
         (
-            config.grad_tier != "device" and config.tier == "device",
+            config.grad_tier > DEVICE and config.tier == DEVICE,
             f'grad_tier="{config.grad_tier}" with tier="device": gradients wait beside the states that they change; '
             "leave grad_tier out",
         ),
         (
-            config.grad_tier == "nvme" and config.tier == "cpu",
+            config.grad_tier.is_durable and config.tier == CPU,
             'grad_tier="nvme" needs tier="nvme" and path="...", the directory for the swap files',
         ),
         (
-            config.frozen_tier == "nvme" and not has_path,
+            config.frozen_tier.is_durable and not has_path,
             'param_tier="nvme" needs path="...", the directory for its swap files',
         ),
         (
@@ -348,7 +347,7 @@ def _refuse_together(config: Config, tuning: Tuning) -> None:
             "master; leave split_master out, or choose torch.bfloat16",
         ),
         (
-            bool(tuning.split_master) and config.tier == "device",
+            bool(tuning.split_master) and config.tier == DEVICE,
             'Tuning.split_master=True with tier="device": it saves bytes of a step over the disk, and there are none; '
             "leave it out",
         ),
@@ -364,10 +363,10 @@ def for_model(config: Config, *, trained_bytes: int, frozen_bytes: int) -> Confi
 
     Raises: ConfigError for a `param_tier` that only frozen parameters can have.
     """
-    if config.frozen_tier != "device" and not frozen_bytes:
+    if config.frozen_tier > DEVICE and not frozen_bytes:
         _refuse(
             (
-                config.tier == "device",
+                config.tier == DEVICE,
                 f'param_tier="{config.frozen_tier}" with tier="device", and no parameter is frozen: states take six '
                 "times what parameters take, and would stay there; leave param_tier out, or choose "
                 'tier="cpu" or "nvme"',
@@ -403,15 +402,15 @@ def over_ranks(config: Config, *, ranks: int, ranks_on_node: int, slices: int = 
         return config
     streams = config.streams
     stage = config.stage or (3 if streams else 2)
-    if config.grad_tier == "nvme" and stage == 1 and config.accumulation > 1:
+    if config.grad_tier.is_durable and stage == 1 and config.accumulation > 1:
         raise ConfigError(
             f'grad_tier="nvme" with stage=1 and accumulation={config.declared!r}: at stage 1 each rank sums whole '
             "gradients in RAM; choose stage=2, or leave grad_tier out"
         )
     # A rank's shards of the parameters rest where its gradients wait, and come to the device around their use.
     if stage == 3:
-        trained: Tier = "cpu" if config.param_tier == "device" else config.param_tier
-        frozen: Tier = "cpu" if config.has_frozen and not streams else config.frozen_tier
+        trained = max(CPU, config.param_tier)
+        frozen = CPU if config.has_frozen and not streams else config.frozen_tier
         config = replace(config, param_tier=trained, frozen_tier=frozen)
     return replace(config, stage=stage)
 
@@ -424,7 +423,7 @@ def replicas_of(config: Config, *, ranks: int, rows: int) -> int:
     """
     if config.stage == 3:
         return rows
-    return 1 if config.param_tier == "device" else ranks
+    return 1 if config.param_tier == DEVICE else ranks
 
 
 HYPER_PARAMETERS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "fused", "capturable")

@@ -32,6 +32,7 @@ from offload.ranks.agreement import broadcast_from_first
 from offload.ranks.tensor_parallel import local_of, shard_dim_of
 from offload.run import Owner
 from offload.sizes import MIB
+from offload.tiers import NVME
 
 FREED_BYTES = 16 * MIB
 """What may lie free in the heap of the values that were taken, before it is given back."""
@@ -105,7 +106,7 @@ class HeldModel:
         self._guards.guard_aliases({tensor: number for tensor, number in numbers if number is not None})
         # An update that waits for nothing but kernels, which write into the model, is applied inside `step()`. Measured
         # 5 to 24 % faster than between layers; from a disk it would cost 16 to 29 %.
-        uses_disk = placement.states.streamed or "nvme" in (run.config.param_tier, run.config.grad_tier)
+        uses_disk = placement.states.streamed or NVME in (run.config.param_tier, run.config.grad_tier)
         self._applies_in_step = run.memory.copier.direct and not uses_disk
         self._launches_in_step = run.layout.ranks > 1 and parts.streamed is None
 

@@ -17,7 +17,7 @@ from offload.sizes import GIB, MIB
 
 def test_the_defaults_are_those_of_the_design() -> None:
     config = check()
-    assert (config.tier, config.paths, config.cpu_memory) == ("cpu", (), None)
+    assert (config.tier.name, config.paths, config.cpu_memory) == ("cpu", (), None)
     assert config.compute_dtype is torch.bfloat16
     assert (config.accumulation, config.skip_nonfinite, config.keep_fp32) == (1, False, ())
     assert (config.chunk_numel, config.in_flight, config.threads) == (16 * MIB, None, None)
@@ -36,7 +36,7 @@ def test_where_there_is_a_path_every_hundredth_step_is_committed(tmp_path: Path)
 
 def test_a_path_means_the_nvme_tier(tmp_path: Path) -> None:
     for path in (tmp_path, str(tmp_path), [tmp_path], (str(tmp_path),)):
-        assert (check(path=path).tier, check(path=path).paths) == ("nvme", (tmp_path,))
+        assert (check(path=path).tier.name, check(path=path).paths) == ("nvme", (tmp_path,))
 
 
 def test_a_chunk_is_whole_pages() -> None:
@@ -176,11 +176,11 @@ def _over_ranks(ranks: int = 2, **options: Any) -> Config:
 def test_the_stage_follows_from_where_parameters_live() -> None:
     assert _over_ranks().stage == 2
     assert _over_ranks(param_tier="cpu").stage == 3
-    assert _over_ranks(stage=1).param_tier == "device"
+    assert _over_ranks(stage=1).param_tier.name == "device"
     for stage in (1, 2, 3):
-        assert _over_ranks(stage=stage, param_tier="cpu").param_tier == "cpu"
+        assert _over_ranks(stage=stage, param_tier="cpu").param_tier.name == "cpu"
     # A partition of the parameters rests in RAM.
-    assert _over_ranks(stage=3).param_tier == "cpu"
+    assert _over_ranks(stage=3).param_tier.name == "cpu"
     alone = check(stage=3)
     assert dataclasses.replace(_over_ranks(ranks=1, stage=3), ranks_on_node=1) == alone
 

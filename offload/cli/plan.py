@@ -275,43 +275,45 @@ def _figures(planned: Planned, options: PlanOptions, model: Sized, waiting: Wait
     `OffloadZero`."""
     entering = model.blocks * options.entering_bytes(model.width) if waiting is None else waiting.entering_bytes
     saved = None if waiting is None else waiting.saved_bytes
-    found = {"entering_bytes": entering, "saved_bytes": saved} | summarise(planned)
+    found = {"entering_bytes": entering, "saved_bytes": saved} | summarise(planned, options)
     found |= _zero_r(planned, options, model) | _speed(planned, options, model)
     return found | _verdict(found, options, computing_of(options, model, waiting), _beside(options, model))
 
 
-def summarise(planned: Planned) -> dict[str, Any]:
+def summarise(planned: Planned, options: PlanOptions) -> dict[str, Any]:
     """What lies where, and what a step moves. Raises: BudgetError."""
-    from dataclasses import asdict
-
     from offload.devices.copies import accelerator
     from offload.planner import explain
+    from offload.tiers import DEVICE
 
     device = accelerator()
     placement = planned.place()
     return {
-        "tier": planned.config.tier,
-        "param_tier": planned.config.param_tier,
-        "grad_tier": planned.config.grad_tier,
+        "tier": planned.config.tier.name,
+        "param_tier": planned.config.param_tier.name,
+        "grad_tier": planned.config.grad_tier.name,
         "device": "cpu" if planned.direct else device.type if device is not None else "gpu",
         "accumulation": planned.config.declared,
         "split_master": planned.config.split_master,
         "commit_every": planned.config.commit_every,
-        "activation_tier": planned.config.activation_tier,
+        "activation_tier": options.activation_tier,
         "parameters": planned.layout.trained.numel,
-        "frozen_tier": planned.config.frozen_tier,
+        "frozen_tier": planned.config.frozen_tier.name,
         "chunks": len(planned.layout.chunks),
         "kept_chunks": len(placement.states.resident),
         "kept_share": placement.states.resident_bytes / planned.needs.state_bytes,
         "buffers": placement.states.in_flight,
         "arena_utilisation": placement.states.utilisation,
-        "rows": [asdict(row) for row in explain.explain(placement, planned)],
+        "rows": [
+            {"kind": row.kind, "tier": row.tier.name, "nbytes": row.nbytes}
+            for row in explain.explain(placement, planned)
+        ],
         "device_bytes": placement.device_bytes,
         "device_budget_bytes": placement.device_budget_bytes,
         "peak_cpu_bytes": placement.arena_bytes,
         "cpu_budget_bytes": placement.budget_bytes,
         "least_cpu_bytes": planned.least(),
-        "build_bytes": 4 * planned.layout.numel if planned.config.param_tier == "device" else 0,
+        "build_bytes": 4 * planned.layout.numel if planned.config.param_tier == DEVICE else 0,
         "disk_bytes": placement.disk_bytes,
         "read_bytes": placement.read_bytes,
         "written_bytes": placement.written_bytes,
@@ -399,11 +401,12 @@ def _what_fits(planned: Planned, options: PlanOptions, model: Sized) -> dict[str
     """What other budgets of RAM would do with the states on NVMe, and which of them this machine has; empty where the
     device lacks memory."""
     from offload.planner.machine import free_memory
+    from offload.tiers import NVME
 
     free = planned.room.free_cpu_bytes
     if free is None:
         free = free_memory()
-    on_disk = planned.on("nvme")
+    on_disk = planned.on(NVME)
     everything = on_disk.cpu_memory_for(1.0)
     budgets = []
     for share in SHARES:

@@ -29,6 +29,7 @@ from offload.grads.shards import ShardsInMemory, open_shards
 from offload.layout import Chunk
 from offload.run import Run
 from offload.storage.chunk_cache import Store
+from offload.tiers import DEVICE
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class GradientBuffer(ABC):
         self._counts = [is_first or spec.shard_dim is not None for spec in run.layout.specs]
         self._shards = open_shards(run, store)
         # On their way to a device of its own; see NewParameters in optim/adam.py.
-        is_bounce = not self._copier.direct and run.config.param_tier == "device"
+        is_bounce = not self._copier.direct and run.config.param_tier == DEVICE
         self._is_written_over = [
             is_bounce and self._shards.dtypes[run.layout.locations[param][0]] is spec.dtype
             for param, spec in enumerate(run.layout.specs)

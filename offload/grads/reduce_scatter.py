@@ -44,6 +44,7 @@ from offload.ranks.buckets import Bucket, Buckets
 from offload.ranks.communicator import Work
 from offload.run import Memory, Run
 from offload.storage.chunk_cache import Store
+from offload.tiers import DEVICE
 
 
 @dataclass
@@ -98,7 +99,7 @@ class ReducedGradients(GradientBuffer):
         self._reducing: deque[_Reduction] = deque()
         self._round = 0
         # Where ranks share parameters and fetch them, gradients take turns with these: see [Note: taking turns].
-        self._takes_turns = run.layout.shard_group_size > 1 and run.config.param_tier != "device"
+        self._takes_turns = run.layout.shard_group_size > 1 and run.config.param_tier > DEVICE
         self._left: set[str] = set()
         self._alone: str | None = None
         self._came = False  # in the backward under way

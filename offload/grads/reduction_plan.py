@@ -30,7 +30,7 @@ class ReductionPlan:
     """
 
     def __init__(self, layout: Layout, config: Config, *, direct: bool) -> None:
-        stage, accumulation, stored = config.stage, config.accumulation, config.grad_tier == "nvme"
+        stage, accumulation, stored = config.stage, config.accumulation, config.grad_tier.is_durable
         assert stage is not None
         self.sums_locally = stage == 1 and accumulation > 1
         self.rounds = 1 if self.sums_locally else accumulation

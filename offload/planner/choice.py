@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from offload import config as configuration
-from offload.config import SUM_BLOCK, Config, Tier
+from offload.config import SUM_BLOCK, Config
 from offload.errors import BudgetError, ConfigError
 from offload.layout import Layout, ParamSpec, build, tiled
 from offload.model.units import (
@@ -25,10 +25,11 @@ from offload.model.units import (
     untrained_bytes,
 )
 from offload.planner.placement import Needs, Placement, Room, place
+from offload.tiers import CPU, DEVICE, NVME
 
 # Read and written a parameter and step by streamed 16-bit parameters, and by gradients in slots.
-_BYTES_OF_PARAM: dict[Tier, int] = {"device": 0, "cpu": 0, "nvme": 6}
-_BYTES_OF_GRAD: dict[Tier, int] = {"device": 0, "cpu": 0, "nvme": 4}
+_BYTES_OF_PARAM = {DEVICE: 0, CPU: 0, NVME: 6}
+_BYTES_OF_GRAD = {DEVICE: 0, CPU: 0, NVME: 4}
 
 _Refused = tuple[Config, Layout, BudgetError]
 
@@ -92,10 +93,10 @@ class ModelShape:
     def layout(self, config: Config, *, ranks: int = 1, rank: int = 0, replicas: int = 1) -> Layout:
         """The layout of what is trained, and of frozen parameters if they stream. Args: replicas: how many groups of
         ranks each keep all trained parameters."""
-        streams = {False: config.param_tier != "device", True: config.frozen_tier != "device"}
+        streams = {False: config.param_tier > DEVICE, True: config.frozen_tier > DEVICE}
         rows = {number: row for number, row in self.rows.items() if streams[self.specs[number].is_frozen]}
         specs = tiled(self.specs, rows, config.tile_bytes or 0)
-        if config.frozen_tier == "device":
+        if config.frozen_tier == DEVICE:
             specs = [spec for spec in specs if not spec.is_frozen]
             return build(specs, config.chunk_numel, ranks=ranks, rank=rank, replicas=replicas)
         kept = replicas if config.stage == 3 else ranks
@@ -161,13 +162,13 @@ def _lack(error: BudgetError) -> int:
 
 def _tiers(config: Config, *, direct: bool) -> Iterator[Config]:
     wanted = config.frozen_tier if config.has_frozen else config.param_tier
-    params: list[Tier] = [wanted]
-    grads: list[Tier] = [config.grad_tier]
+    params = [wanted]
+    grads = [config.grad_tier]
     if config.chooses_params:
-        has_nvme = config.tier == "nvme" or (config.has_frozen and config.paths)
-        params = ["device", "cpu", "nvme"] if has_nvme else ["device", "cpu"]
-    if config.chooses_grads and config.tier == "nvme" and config.chunk_numel >= SUM_BLOCK:
-        grads = ["cpu", "nvme"]
+        has_nvme = config.tier.is_durable or (config.has_frozen and config.paths)
+        params = [DEVICE, CPU, NVME] if has_nvme else [DEVICE, CPU]
+    if config.chooses_grads and config.tier.is_durable and config.chunk_numel >= SUM_BLOCK:
+        grads = [CPU, NVME]
     pairs = sorted(product(params, grads), key=lambda pair: _BYTES_OF_PARAM[pair[0]] + _BYTES_OF_GRAD[pair[1]])
     chosen = [
         replace(config.with_params_on(param) if config.chooses_params else config, grad_tier=grad)
@@ -216,8 +217,8 @@ def least_cpu_memory(
     config = configuration.over_ranks(shape.config(config), ranks=ranks, ranks_on_node=1)
     copies = configuration.replicas_of(config, ranks=ranks, rows=replicas)
     direct = device_for(device, shape.params[0].device).type == "cpu"
-    if config.chooses_params and config.grad_tier == "nvme" and not direct:
-        config = config.with_params_on("nvme")  # the least of those that `place` takes
+    if config.chooses_params and config.grad_tier.is_durable and not direct:
+        config = config.with_params_on(NVME)  # the least of those that `place` takes
     tiles = config if config.streams else replace(config, tile_bytes=0)
     layouts = (shape.layout(tiles, ranks=ranks, rank=rank, replicas=copies) for rank in range(ranks))
     return max(Needs(layout, config, direct).least_bytes for layout in layouts)

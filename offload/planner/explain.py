@@ -26,7 +26,7 @@ from typing import Any
 from torch import nn
 
 from offload import config as configuration
-from offload.config import Config, Tier
+from offload.config import Config
 from offload.errors import BudgetError
 from offload.grads.shards import gradient_slot_arrays
 from offload.layout import Layout
@@ -45,6 +45,7 @@ from offload.planner.placement import (
     state_slots,
 )
 from offload.storage.swap_format import STATE_KINDS, SlotArrays, frozen_slot_arrays, param_slot_arrays
+from offload.tiers import CPU, DEVICE, NVME, Tier
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class Planned:
     def largest_share(self, cpu_memory: int) -> float | None:
         """The share of the states that `cpu_memory` keeps in RAM with tier="nvme"; None if it is less than the least
         that works."""
-        if cpu_memory < self.on("nvme").least():
+        if cpu_memory < self.on(NVME).least():
             return None
         if cpu_memory >= self._all_in_ram():
             return 1.0
@@ -112,12 +113,12 @@ class Planned:
         return max(0.0, min(1.0, room / self.needs.state_bytes))
 
     def _all_in_ram(self) -> int:
-        in_ram = self.on("cpu")
+        in_ram = self.on(CPU)
         return replace(in_ram, config=replace(in_ram.config, paths=())).least()
 
     def on(self, tier: Tier) -> Planned:
         """This plan with the optimizer states on another tier, which is not the device."""
-        grads: Tier = "cpu" if self.config.grad_tier == "device" else self.config.grad_tier
+        grads = max(CPU, self.config.grad_tier)
         return replace(self, config=replace(self.config, tier=tier, grad_tier=grads), refusal=None)
 
     def _buffer_bytes(self) -> int:
@@ -202,8 +203,8 @@ def sent_numel(planned: Planned) -> dict[str, int]:
 def explain(placement: Placement, planned: Planned) -> list[Row]:
     """Every byte of `placement`, by state kind and tier; see [Note: rows]. Rows without bytes are left out."""
     rows = [
-        Row("param", "device", placement.device_bytes - placement.slab_bytes - placement.resident_bytes),
-        Row("frozen", "device", placement.resident_bytes),
+        Row("param", DEVICE, placement.device_bytes - placement.slab_bytes - placement.resident_bytes),
+        Row("frozen", DEVICE, placement.resident_bytes),
         *_in_memory(placement, planned),
         *_on_disk(placement, planned),
     ]
@@ -212,8 +213,8 @@ def explain(placement: Placement, planned: Planned) -> list[Row]:
 
 def _in_memory(placement: Placement, planned: Planned) -> Iterator[Row]:
     """The rows of what is in RAM, or, with tier="device", on the device."""
-    where: Tier = "device" if planned.config.tier == "device" else "cpu"
-    total = placement.slab_bytes if where == "device" else placement.arena_bytes
+    where = DEVICE if planned.config.tier == DEVICE else CPU
+    total = placement.slab_bytes if where == DEVICE else placement.arena_bytes
     states, slot_arrays = placement.states, planned.needs.states
     frozen, is_beside = placement.frozen or Pool((), frozenset(), 0), planned.needs.frozen_beside_slab
     rows = [
@@ -224,19 +225,19 @@ def _in_memory(placement: Placement, planned: Planned) -> Iterator[Row]:
         Row("buffers", where, states.buffer_bytes + _param_buffers(placement, planned)),
     ]
     is_apart = planned.needs.has_activations_on_device
-    activations = Row("activation", "device" if is_apart else "cpu", placement.activation_bytes)
-    spilled = Row("activation", "cpu", placement.activation_spill_bytes)
+    activations = Row("activation", DEVICE if is_apart else CPU, placement.activation_bytes)
+    spilled = Row("activation", CPU, placement.activation_spill_bytes)
     rows += [row for row in (activations, spilled) if row.tier == where]
     yield from (row for row in (activations, spilled) if row.tier != where)
     yield from rows
     yield Row("rest", where, total - sum(row.nbytes for row in rows))
     if is_beside:
-        yield Row("frozen", "cpu", frozen.resident_bytes)
-        yield Row("buffers", "cpu", frozen.buffer_bytes)
+        yield Row("frozen", CPU, frozen.resident_bytes)
+        yield Row("buffers", CPU, frozen.buffer_bytes)
     if placement.staged is not None:
-        yield Row("buffers", "cpu", placement.staged.nbytes)
-    if where == "cpu":
-        yield Row("buffers", "device", placement.slab_bytes - (placement.activation_bytes if is_apart else 0))
+        yield Row("buffers", CPU, placement.staged.nbytes)
+    if where == CPU:
+        yield Row("buffers", DEVICE, placement.slab_bytes - (placement.activation_bytes if is_apart else 0))
 
 
 def _param_buffers(placement: Placement, planned: Planned) -> int:
@@ -250,27 +251,27 @@ def _on_disk(placement: Placement, planned: Planned) -> Iterator[Row]:
     if not placement.disk_bytes:
         return
     slot_arrays, config = planned.needs.states, planned.config
-    frozen = frozen_slot_arrays(planned.layout) if config.frozen_tier == "nvme" else []
-    params = param_slot_arrays(planned.layout) if config.param_tier == "nvme" else []
-    grads = gradient_slot_arrays(planned.layout, config.accumulation) if config.grad_tier == "nvme" else []
+    frozen = frozen_slot_arrays(planned.layout) if config.frozen_tier.is_durable else []
+    params = param_slot_arrays(planned.layout) if config.param_tier.is_durable else []
+    grads = gradient_slot_arrays(planned.layout, config.accumulation) if config.grad_tier.is_durable else []
     resident = placement.states.resident
     unwritten = [slot_arrays[chunk] for chunk in resident] if state_slots(planned.layout, config) else []
     rows = [
-        *_states([slot for chunk, slot in enumerate(slot_arrays) if chunk not in resident], "nvme"),
-        Row("param", "nvme", sum(slot.numel * slot.itemsizes[0] for slot in params)),
-        Row("frozen", "nvme", sum(slot.numel * slot.itemsizes[0] for slot in frozen)),
-        Row("grad", "nvme", sum(slot.numel * slot.itemsizes[0] for slot in grads)),
-        Row("slots", "nvme", sum(slot.nbytes for slot in unwritten) + _second_slots(planned)),
+        *_states([slot for chunk, slot in enumerate(slot_arrays) if chunk not in resident], NVME),
+        Row("param", NVME, sum(slot.numel * slot.itemsizes[0] for slot in params)),
+        Row("frozen", NVME, sum(slot.numel * slot.itemsizes[0] for slot in frozen)),
+        Row("grad", NVME, sum(slot.numel * slot.itemsizes[0] for slot in grads)),
+        Row("slots", NVME, sum(slot.nbytes for slot in unwritten) + _second_slots(planned)),
     ]
     yield from rows
-    yield Row("rest", "nvme", placement.disk_bytes - sum(row.nbytes for row in rows))
+    yield Row("rest", NVME, placement.disk_bytes - sum(row.nbytes for row in rows))
 
 
 def _second_slots(planned: Planned) -> int:
     """Bytes that commits take on the disk beside the first slot of each chunk."""
     config, layout = planned.config, planned.layout
     slot_arrays = all_slot_arrays(layout, config)[: committed_slots(layout, config)]
-    elsewhere = config.commits_parameters and config.param_tier != "nvme"
+    elsewhere = config.commits_parameters and not config.param_tier.is_durable
     once = sum(slot.nbytes for slot in slot_arrays[len(layout.chunks) :]) if elsewhere else 0
     return (config.slots_per_chunk - 1) * sum(slot.nbytes for slot in slot_arrays) + once
 

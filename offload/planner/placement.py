@@ -35,6 +35,7 @@ from offload.storage.swap_format import (
     param_slot_arrays,
     state_slot_arrays,
 )
+from offload.tiers import CPU, DEVICE, TIERS
 
 IN_FLIGHT = 4
 """Buffers for streamed chunks if the budget allows: one more than the least, so that a late write delays no read."""
@@ -50,7 +51,6 @@ UNITS_ON_THE_WAY = 4
 TYPICAL_TBW = 600e12
 """Bytes a common 1 TB consumer drive is warranted for."""
 
-_SHOWN = {"device": "the device", "cpu": "RAM", "nvme": "NVMe"}
 _MASTERS_OF_HALF = ", whose values fp32 masters begin with"
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -142,16 +142,14 @@ class Placement:
         if others := [name for one, name in _DTYPES.items() if one in given and one is not config.compute_dtype]:
             dtype += f" (given in {' and '.join(others)}{_MASTERS_OF_HALF if torch.float16 in given else ''})"
         at_most = f" of {format_bytes(config.device_memory)} allowed" if config.device_memory is not None else ""
-        where = "" if config.param_tier == "device" else f", streamed from {_SHOWN[config.param_tier]}"
-        if config.tier == "device" and where:
+        where = "" if config.param_tier == DEVICE else f", streamed from {config.param_tier.words}"
+        if config.tier == DEVICE and where:
             where = ", gathered from the ranks"
         tiled = sum(spec.tile > 0 for spec in layout.specs)
         where += f", {tiled} layers run in tiles of {format_bytes(config.tile_bytes or 0)}" if tiled else ""
-        where += f", gradients on {_SHOWN[config.grad_tier]}" if config.grad_tier == "nvme" else ""
+        where += f", gradients {config.grad_tier.where}" if config.grad_tier.is_durable else ""
         if config.activation_tier:
-            where += (
-                f", activations {'in' if config.activation_tier == 'cpu' else 'on'} {_SHOWN[config.activation_tier]}"
-            )
+            where += f", activations {config.activation_tier.where}"
         return (
             f"offload: {layout.trained.numel:,} parameters in {dtype}{where}; "
             f"{self._frozen(layout, config)}peak on the device {format_bytes(self.device_bytes)}{at_most}; "
@@ -164,7 +162,7 @@ class Placement:
         chunks = len(self.states.sizes)
         if self.states.streamed:
             return f"{len(self.states.streamed)} of {chunks} chunks of optimizer states stream from NVMe"
-        where = "on the device" if config.tier == "device" else "in RAM"
+        where = DEVICE.where if config.tier == DEVICE else CPU.where
         return f"optimizer states stay {where} ({chunks} {'chunk' if chunks == 1 else 'chunks'})"
 
     def _files(self, config: Config) -> str:
@@ -186,13 +184,11 @@ class Placement:
             return stays if config.has_frozen else ""
         frozen = [spec for spec in layout.specs if spec.is_frozen]
         nbytes = sum(spec.numel * spec.dtype.itemsize for spec in frozen)
-        kept = trained_bytes(layout) if config.param_tier == "device" else 0
+        kept = trained_bytes(layout) if config.param_tier == DEVICE else 0
         also = f"{format_bytes(kept)} of trained parameters and " if kept else ""
-        in_ram = self.frozen.resident_bytes if self.frozen is not None and config.frozen_tier == "nvme" else 0
+        in_ram = self.frozen.resident_bytes if self.frozen is not None and config.frozen_tier.is_durable else 0
         cached = f" ({format_bytes(in_ram)} stay in RAM)" if in_ram else ""
-        return (
-            f"{format_bytes(nbytes)} of frozen ones streamed from {_SHOWN[config.frozen_tier]}{cached}, {also}{stays}"
-        )
+        return f"{format_bytes(nbytes)} of frozen ones streamed from {config.frozen_tier.words}{cached}, {also}{stays}"
 
 
 def activation_memory(tier: str | None, units: int, nbytes: int) -> int | None:
@@ -200,7 +196,7 @@ def activation_memory(tier: str | None, units: int, nbytes: int) -> int | None:
     files have room for it, and the memory is for what is on its way to and from them. None without a tier."""
     if tier is None:
         return None
-    return carved_bytes(nbytes) * (min(units, UNITS_ON_THE_WAY) if tier == "nvme" else units)
+    return carved_bytes(nbytes) * (min(units, UNITS_ON_THE_WAY) if TIERS[tier].is_durable else units)
 
 
 # What the device needs.
@@ -222,7 +218,7 @@ class Room:
 
     def resident(self, config: Config) -> int:
         """Bytes that are on the device at all times."""
-        return self.resident_bytes + (self.frozen_bytes if config.frozen_tier == "device" else 0)
+        return self.resident_bytes + (self.frozen_bytes if config.frozen_tier == DEVICE else 0)
 
     def limit(self, config: Config) -> int | None:
         return self.available_bytes if config.device_memory is None else config.device_memory
@@ -230,7 +226,7 @@ class Room:
 
 def peak_bytes(layout: Layout, config: Config) -> int:
     """The most that trained parameters, and frozen ones that stream, take on the device at once."""
-    resident = trained_bytes(layout) if config.param_tier == "device" else 0
+    resident = trained_bytes(layout) if config.param_tier == DEVICE else 0
     return resident + streamed_bytes(layout, config)
 
 
@@ -270,7 +266,7 @@ def unit_bytes(layout: Layout, config: Config) -> dict[str, int]:
     """Bytes that the streamed parameters of each unit take on the device, in the order of the layout."""
     sizes: dict[str, list[int]] = {}
     for one in layout.slices:
-        if config.param_tier == "device" and not layout.flats[one.flat].is_frozen:
+        if config.param_tier == DEVICE and not layout.flats[one.flat].is_frozen:
             continue
         if one.is_tile or not layout.tile_of(one.flat):  # what has tiles is never there as a whole
             sizes.setdefault(one.unit, []).append(one.numel * layout.flats[one.flat].dtype.itemsize)
@@ -281,7 +277,7 @@ def _module_bytes(layout: Layout, config: Config) -> dict[str, dict[str, int]]:
     """By unit: what the streamed parameters of each of its modules take, by the module's name. Without tiles."""
     sizes: dict[str, dict[str, int]] = {}
     for spec in layout.specs:
-        if not spec.tile and (config.param_tier != "device" or spec.is_frozen):
+        if not spec.tile and (config.param_tier > DEVICE or spec.is_frozen):
             unit, module = sizes.setdefault(spec.unit, {}), spec.name.rpartition(".")[0]
             unit[module] = unit.get(module, 0) + spec.numel * spec.dtype.itemsize
     return sizes
@@ -293,7 +289,7 @@ def _require_room(layout: Layout, config: Config, room: Room, slab_bytes: int) -
     if limit is None or needed <= limit:
         return needed
     origin = "half of what is free on the device allows" if config.device_memory is None else "device_memory allows"
-    if config.tier == "device" and not config.has_frozen:
+    if config.tier == DEVICE and not config.has_frozen:
         others = ', or choose tier="cpu", or "nvme" with a path'
     elif not config.streams:
         others = "" if config.chooses_params else ', or param_tier="cpu" or "nvme"'  # else they were tried
@@ -334,15 +330,15 @@ def _smaller_units(layout: Layout, config: Config, limit: int) -> str:
 def all_slot_arrays(layout: Layout, config: Config) -> list[SlotArrays]:
     """What all slots of a run hold, in this order: the states of each chunk; then parameters, gradients and frozen
     parameters, if they have slots."""
-    params = param_slot_arrays(layout) if config.param_tier == "nvme" or config.commits_parameters else []
-    grads = gradient_slot_arrays(layout, config.accumulation) if config.grad_tier == "nvme" else []
-    frozen = frozen_slot_arrays(layout) if config.frozen_tier == "nvme" else []
+    params = param_slot_arrays(layout) if config.param_tier.is_durable or config.commits_parameters else []
+    grads = gradient_slot_arrays(layout, config.accumulation) if config.grad_tier.is_durable else []
+    frozen = frozen_slot_arrays(layout) if config.frozen_tier.is_durable else []
     return state_slots(layout, config) + params + grads + frozen
 
 
 def state_slots(layout: Layout, config: Config) -> list[SlotArrays]:
     """The first ones of `all_slot_arrays`, which hold states."""
-    is_there = config.tier == "nvme" or config.commit_every is not None
+    is_there = config.tier.is_durable or config.commit_every is not None
     return state_slot_arrays(layout, split_master=config.split_master) if is_there else []
 
 
@@ -371,7 +367,7 @@ class Needs:
     @property
     def in_place(self) -> bool:
         """Whether the kernels read gradients and write parameters where the model has them."""
-        return self.direct or self.config.tier == "device"
+        return self.direct or self.config.tier == DEVICE
 
     @cached_property
     def states(self) -> list[SlotArrays]:
@@ -387,9 +383,9 @@ class Needs:
         """The pool of streamed parameters: all in RAM, or the fewest that work, because RAM for states saves as many
         bytes of the disk. None if no trained parameters stream."""
         sizes = [slot.nbytes for slot in param_slot_arrays(self.layout)]
-        if self.config.param_tier == "nvme":
+        if self.config.param_tier.is_durable:
             return self._few(sizes)
-        if self.config.param_tier == "cpu":
+        if self.config.param_tier > DEVICE:
             return _resident(sizes)
         if not self.config.commits_parameters:
             return None
@@ -399,14 +395,14 @@ class Needs:
     @cached_property
     def grads(self) -> Pool | None:
         """The pool of gradients in slots; None if they are not in slots."""
-        if self.config.grad_tier != "nvme":
+        if not self.config.grad_tier.is_durable:
             return None
         return self._few([slot.nbytes for slot in gradient_slot_arrays(self.layout, self.config.accumulation)])
 
     @cached_property
     def staged(self) -> Pool | None:
         """The pool of buffers through which commits of states on the device go; None if there are no such commits."""
-        is_staged = self.config.tier == "device" and self.config.paths
+        is_staged = self.config.tier == DEVICE and self.config.paths
         return self._few([slot.nbytes for slot in self.states]) if is_staged else None
 
     @cached_property
@@ -420,29 +416,29 @@ class Needs:
         device."""
         if not self.frozen_chunks:
             return None
-        return self._few(self.frozen_chunks) if self.config.frozen_tier == "nvme" else _resident(self.frozen_chunks)
+        return self._few(self.frozen_chunks) if self.config.frozen_tier.is_durable else _resident(self.frozen_chunks)
 
     def frozen_with(self, spare_bytes: int) -> Pool | None:
         """The same pool, if RAM has `spare_bytes` more for those on NVMe."""
-        if self.frozen is None or self.config.frozen_tier != "nvme" or self._has_frozen_in_slab:
+        if self.frozen is None or not self.config.frozen_tier.is_durable or self._has_frozen_in_slab:
             return self.frozen
         return _within(self.frozen.nbytes + max(spare_bytes, 0), self.frozen_chunks, self.frozen.in_flight)
 
     def frozen_read_bytes(self, frozen: Pool | None) -> int:
         """Bytes of frozen parameters read from the disk in a step: each forward and each backward reads all that are
         not resident in the pool `frozen`."""
-        if frozen is None or self.config.frozen_tier != "nvme":
+        if frozen is None or not self.config.frozen_tier.is_durable:
             return 0
         return 2 * self.config.accumulation * sum(frozen.streamed)
 
     @property
     def frozen_beside_slab(self) -> bool:
         """Whether frozen parameters are in RAM or on NVMe, and all else is on the device."""
-        return self.config.tier == "device" and self.config.param_tier == "device"
+        return self.config.tier == DEVICE and self.config.param_tier == DEVICE
 
     @property
     def _has_frozen_in_slab(self) -> bool:
-        return self.config.tier == "device" and not self.frozen_beside_slab
+        return self.config.tier == DEVICE and not self.frozen_beside_slab
 
     def _few(self, sizes: list[int]) -> Pool:
         return Pool(sizes, frozenset(), min(self.config.in_flight or IN_FLIGHT, len(sizes)))
@@ -457,7 +453,7 @@ class Needs:
         """Bytes of the gradient buffer, in the memory where states are."""
         if self.reduction is not None:
             return self.reduction.arena_bytes + (self.reduction.communication_bytes if self.in_place else 0)
-        stored = self.config.grad_tier == "nvme"
+        stored = self.config.grad_tier.is_durable
         return gradients.arena_bytes(self.layout, self.config.accumulation, direct=self.in_place, stored=stored)
 
     @property
@@ -472,20 +468,20 @@ class Needs:
         config = self.config
         if config.activation_memory is not None:
             return carved_bytes(config.activation_memory)
-        is_there = config.activation_tier in (None, "device") or (self.direct and config.activation_tier == "cpu")
+        is_there = config.activation_tier in (None, DEVICE) or (self.direct and config.activation_tier == CPU)
         return 0 if is_there else LEAST_ACTIVATION_BYTES
 
     @property
     def has_activations_on_device(self) -> bool:
         """Whether that region is in memory of a device of its own."""
-        return self.config.activation_tier == "device" and not self.direct
+        return self.config.activation_tier == DEVICE and not self.direct
 
     @property
     def fixed_bytes(self) -> int:
         """Bytes of everything but the states and the buffers of their commits."""
         frozen = None if self.frozen_beside_slab else self.frozen
         pools = sum(pool.nbytes for pool in (self.params, self.grads, frozen) if pool is not None)
-        is_direct = self.in_place or self.config.param_tier != "device"
+        is_direct = self.in_place or self.config.param_tier > DEVICE
         new_params = adam.arena_bytes(
             self.layout, self.config.accumulation, direct=is_direct, split_master=self.config.split_master
         )
@@ -495,7 +491,7 @@ class Needs:
     def slab_bytes(self) -> int:
         """Bytes of the device's memory that are reserved, beside parameters and buffers of the model."""
         activations = self.activation_bytes if self.has_activations_on_device else 0
-        if self.config.tier != "device":
+        if self.config.tier != DEVICE:
             if self.direct or self.reduction is None:
                 return activations
             return activations + self.reduction.communication_bytes + exchange.arena_bytes(self.layout)
@@ -531,7 +527,7 @@ class Needs:
         params = grads = 0
         for flat in layout.flats:
             shard, whole = layout.shard_numel(flat.index), layout.padded_numel(flat.index)
-            params += (layout.replicas * shard if config.param_tier != "device" else whole) * flat.dtype.itemsize
+            params += (layout.replicas * shard if config.param_tier > DEVICE else whole) * flat.dtype.itemsize
             sums_locally = self.reduction is not None and self.reduction.sums_locally
             grads += (whole if sums_locally else shard) * (4 if config.accumulation > 1 else flat.dtype.itemsize)
         states = sum(chunk.numel for chunk in layout.chunks) * MASTER_ITEM_BYTES
@@ -547,11 +543,11 @@ class Needs:
         """
         passes = self.config.accumulation
         params = tiled = grads = 0
-        if self.config.param_tier == "nvme":
+        if self.config.param_tier.is_durable:
             for chunk, slot in zip(self.layout.param_chunks, param_slot_arrays(self.layout), strict=True):
                 params += slot.nbytes
                 tiled += slot.nbytes if self.layout.tile_of(chunk.flat) else 0
-        if self.config.grad_tier == "nvme":
+        if self.config.grad_tier.is_durable:
             grads = passes * sum(slot.nbytes for slot in gradient_slot_arrays(self.layout, passes))
         return (2 * passes - 1) * params + tiled + grads, params + grads
 
@@ -577,15 +573,15 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
     free = free_memory() if room.free_cpu_bytes is None else room.free_cpu_bytes
     budget = free // 2 // config.ranks_on_node if given is None else given
     sizes = [slot.nbytes for slot in needs.states]
-    is_on_device = config.tier == "device"
+    is_on_device = config.tier == DEVICE
     beside = (needs.staged, needs.frozen if needs.frozen_beside_slab else None)
     fixed = reserved + (0 if is_on_device else needs.fixed_bytes) + sum(pool.nbytes for pool in beside if pool)
     states = 0 if is_on_device else needs.state_bytes
-    streams = config.tier == "nvme"
+    streams = config.tier.is_durable
     given_region = 0 if needs.has_activations_on_device else needs.activation_bytes
     least = reserved + needs.least_bytes if streams else fixed + given_region + states
     if least > min(budget, free):
-        other = 'tier="nvme" with a path' if config.tier == "cpu" else "a smaller Tuning(chunk=...)"
+        other = 'tier="nvme" with a path' if config.tier == CPU else "a smaller Tuning(chunk=...)"
         raise _too_small(least, budget, given, free, other)
     activation_bytes, spill_bytes = needs.activation_bytes, 0
     share = max(min(budget, free) - least, 0) // ACTIVATION_SHARE // PAGE_BYTES * PAGE_BYTES
@@ -597,7 +593,7 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
     pool = _within(budget - fixed, sizes, config.in_flight) if streams else _resident(sizes)
     arena_bytes = fixed - reserved + (0 if is_on_device else pool.nbytes)
     if given is not None and arena_bytes + reserved > free:
-        other = ', and tier="nvme" with a path' if config.tier == "cpu" else ""
+        other = ', and tier="nvme" with a path' if config.tier == CPU else ""
         raise BudgetError(
             f"{format_bytes(arena_bytes)} of RAM would be used and {format_bytes(free)} are free: "
             f'give cpu_memory="{option_bytes(free, at_most=True)}" or less{other}',

@@ -90,8 +90,8 @@ def require_alike(comm: Communicator, layout: Layout, config: Config) -> None:
 
     Raises: ConfigError if their models, or the options that decide what they send, differ; RankError.
     """
-    options = (config.stage, config.declared, config.param_tier, config.bucket_bytes)
-    activations = (config.activation_tier, config.partition_activations, config.recompute)
+    options = (config.stage, config.declared, str(config.param_tier), config.bucket_bytes)
+    activations = (str(config.activation_tier), config.partition_activations, config.recompute)
     commits = (config.commit_every, config.resume, config.split_master)
     if not comm.all_equal(repr((layout.specs, layout.flats, layout.ranks, layout.replicas, options, commits))):
         raise ConfigError(
