@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from offload import config as configuration
 from offload.checkpoint.recovery import Start
@@ -35,22 +35,35 @@ from offload.model.units import device_for, require_movable, require_on_mesh, re
 from offload.native import Kernels, load, load_on
 from offload.native.memory import return_large_blocks
 from offload.native.threads import usable_cpus
-from offload.native.torch_kernels import scratch_bytes
 from offload.optim.adam import NewParameters, Step
 from offload.planner.choice import ModelShape, choose
 from offload.planner.machine import free_memory
-from offload.planner.placement import Placement, Pool, Room, all_slot_arrays, committed_slots
+from offload.planner.placement import (
+    ACTIVATIONS,
+    FROZEN,
+    GRADS,
+    PARAMS,
+    SCRATCH,
+    SPILLED,
+    STAGED,
+    STATES,
+    Placement,
+    Room,
+    all_slot_arrays,
+    committed_slots,
+)
 from offload.profiling import Timeline
 from offload.ranks.communicator import Communicator
 from offload.run import Memory, Run, Stores
 from offload.storage.activation_store import ActivationStore
-from offload.storage.arena import Arena, Lender
+from offload.storage.arena import Arena, Reserved
 from offload.storage.chunk_cache import Store
 from offload.storage.device_store import DeviceArena, DeviceStore
 from offload.storage.files import replaceable_in
+from offload.storage.pool import Pool, in_flight, resident
 from offload.storage.swap_file import RunFiles, Stripes
 from offload.storage.swap_format import SlotArrays, frozen_slot_arrays, param_slot_arrays, state_slot_arrays
-from offload.tiers import DEVICE
+from offload.tiers import CPU, DEVICE
 
 # Deciding.
 
@@ -179,7 +192,7 @@ def build(
     config, layout, held = start.config, plan.layout, plan.held
     memory = _reserve(undo, replace(plan, config=config), placement, comm)
     # Before there are files: it may be refused its threads.
-    kernels = _kernels_for(undo, config, layout, memory, direct=plan.copier.direct)
+    kernels = _kernels_for(undo, config, memory, direct=plan.copier.direct)
     slots, engine = _open_files(undo, config, held, placement, memory, start, timeline, comm.everyone.rank)
     run = Run(config, layout, memory, kernels, comm, timeline, Entries(comm.everyone.size))
     states = state_slot_arrays(layout, split_master=config.split_master)
@@ -187,17 +200,16 @@ def build(
     store = _state_store(undo, run, placement, slots, states)
     first_of_gradients = len(all_slot_arrays(layout, config)) - len(layout.chunks)
     grad_arrays = gradient_slot_arrays(layout, config.accumulation)
-    grads = _pool_store(undo, run, placement.grads, grad_arrays, slots, first_of_gradients)
+    grads = _pool_store(undo, run, GRADS, placement.grads, grad_arrays, slots, first_of_gradients)
     gradients: GradientBuffer = LocalGradients(run, grads) if comm.size == 1 else ReducedGradients(run, grads)
     undo.callback(gradients.close)
     trained_streams, first_frozen = config.param_tier > DEVICE, len(layout.flats)
     streamed_flats = range(0 if trained_streams else first_frozen, len(held.flats))
     limit = placement.streamed_bytes
     parameters = FlatParameters(held, plan.params, plan.device, plan.copier, streamed=streamed_flats, limit=limit)
-    params = _pool_store(undo, run, placement.params, param_slot_arrays(layout), slots, len(states))
-    beside = memory.states if memory.link is None else memory.ram
+    params = _pool_store(undo, run, PARAMS, placement.params, param_slot_arrays(layout), slots, len(states))
     frozen_arrays, first_slot = frozen_slot_arrays(held), len(all_slot_arrays(layout, config))
-    frozen = _pool_store(undo, run, placement.frozen, frozen_arrays, slots, first_slot, beside)
+    frozen = _pool_store(undo, run, FROZEN, placement.frozen, frozen_arrays, slots, first_slot)
     streamed = params if trained_streams else None
     if config.streams:
         return_large_blocks()  # units come and go: without it RSS would grow with depth
@@ -206,7 +218,8 @@ def build(
     undo.callback(step.close)
     stores = Stores(store, params, grads, frozen)
     masters = MasterWeights(run, parameters, stores, streamed)
-    activations = _activation_store(undo, plan, run, placement, engine, start)
+    activations = _activation_store(undo, plan, run, engine, start)
+    assert not memory.reserved.left, memory.reserved.left
     return Parts(run, stores, streamed, parameters, masters, gradients, new_params, step, slots, engine, activations)
 
 
@@ -216,7 +229,7 @@ def _reserve(undo: ExitStack, plan: Plan, placement: Placement, comm: Communicat
     undo.callback(_free, comm, ram)
     is_on_device = plan.config.tier == DEVICE
     if not is_on_device and not placement.slab_bytes:
-        return Memory(ram, None, ram, ram, plan.copier)
+        return Memory(ram, None, Reserved(placement.regions, {CPU: ram}), plan.copier)
     if plan.copier.direct:
         slab: Arena | DeviceArena = Arena(placement.slab_bytes, plan.copier, at_once=False)
     else:
@@ -224,11 +237,12 @@ def _reserve(undo: ExitStack, plan: Plan, placement: Placement, comm: Communicat
     undo.callback(_free, comm, slab)
     if isinstance(slab, Arena):
         slab.prefault(lambda: None)
+    reserved = Reserved(placement.regions, {CPU: ram, DEVICE: slab})
     if is_on_device:
         # Nothing leaves it in a step. Frozen parameters may come from RAM.
         link = plan.copier if plan.config.param_tier == DEVICE and plan.config.frozen_tier > DEVICE else None
-        return Memory(ram, slab, slab, slab, HostCopier(), link)
-    return Memory(ram, slab, ram, slab, plan.copier)
+        return Memory(ram, slab, reserved, HostCopier(), link)
+    return Memory(ram, slab, reserved, plan.copier)
 
 
 _abandoned: list[Arena | DeviceArena] = []
@@ -241,11 +255,10 @@ def _free(comm: Communicator, arena: Arena | DeviceArena) -> None:
     arena.close()
 
 
-def _kernels_for(undo: ExitStack, config: Config, layout: Layout, memory: Memory, *, direct: bool) -> Kernels:
+def _kernels_for(undo: ExitStack, config: Config, memory: Memory, *, direct: bool) -> Kernels:
     """The kernels that work where the states are. Args: direct: whether the model's device is the CPU."""
-    if isinstance(memory.states, DeviceArena):
-        largest = max((spec.numel for spec in layout.specs), default=0)
-        scratch = memory.states.carve(scratch_bytes(largest))
+    if config.tier == DEVICE and not direct:
+        (scratch,) = memory.take(SCRATCH)
         kernels = load_on(scratch, partial(stream_handle, scratch.device))
     else:
         kernels = load(kernel_threads(config.threads, ranks_on_node=config.ranks_on_node, direct=direct))
@@ -272,13 +285,14 @@ def _state_store(
     undo: ExitStack, run: Run, placement: Placement, slots: Stripes | None, slot_arrays: Sequence[SlotArrays]
 ) -> Store:
     """The store of the states; on a device it has one in RAM beneath it, through which commits go."""
-    memory, timeline, pool = run.memory, run.timeline, placement.states
-    if memory.states is memory.ram:
-        is_due = run.config.is_due
-        store = Store(slot_arrays, pool.resident, pool.in_flight, memory.ram, slots, timeline, is_due=is_due)
+    memory, timeline = run.memory, run.timeline
+    resident, buffers = _memory_of(STATES, placement.states, memory)
+    if run.config.tier > DEVICE:
+        store = Store(slot_arrays, resident, buffers, slots, timeline, is_due=run.config.is_due)
     else:
-        beneath = _pool_store(undo, run, placement.staged, slot_arrays, slots, 0, memory.ram)
-        store = DeviceStore(slot_arrays, memory.states, beneath, timeline)
+        assert memory.device is not None
+        beneath = _pool_store(undo, run, STAGED, placement.staged, slot_arrays, slots, 0)
+        store = DeviceStore(slot_arrays, resident, memory.device, beneath, timeline)
     undo.callback(store.close)
     return store
 
@@ -286,37 +300,38 @@ def _state_store(
 def _pool_store(
     undo: ExitStack,
     run: Run,
+    name: str,
     pool: Pool | None,
     slot_arrays: Sequence[SlotArrays],
     slots: Stripes | None,
     first: int,
-    memory: Lender | None = None,
 ) -> Store | None:
-    """A store with the buffers of a pool; None without one. Args: first: slot of its first chunk."""
+    """A store with the memory of a pool; None without one. Args: name: of its regions; first: slot of its first
+    chunk."""
     if pool is None:
         return None
-    memory = run.memory.states if memory is None else memory
     held = None if slots is None else slots.starting_at(first)
-    store = Store(slot_arrays, pool.resident, pool.in_flight, memory, held, run.timeline)
+    store = Store(slot_arrays, *_memory_of(name, pool, run.memory), held, run.timeline)
     undo.callback(store.close)
     return store
 
 
+def _memory_of(name: str, pool: Pool, memory: Memory) -> tuple[dict[int, Tensor], list[Tensor]]:
+    """Of each resident chunk of a pool, and of its buffers. Args: name: of its regions."""
+    return dict(zip(sorted(pool.resident), memory.take(resident(name)), strict=True)), memory.take(in_flight(name))
+
+
 def _activation_store(
-    undo: ExitStack, plan: Plan, run: Run, placement: Placement, engine: IOEngine | None, start: Start
+    undo: ExitStack, plan: Plan, run: Run, engine: IOEngine | None, start: Start
 ) -> ActivationStore | None:
     """Where activations wait; None: where they are made."""
-    memory, nbytes, store = run.memory, placement.activation_bytes, None
-    is_on_device = run.config.activation_tier == DEVICE and not plan.copier.direct
-    in_ram = placement.activation_spill_bytes if is_on_device else nbytes
-    if in_ram:
+    store, is_on_device = None, run.config.activation_tier == DEVICE and not plan.copier.direct
+    for region in run.memory.take(SPILLED if is_on_device else ACTIVATIONS):
         paths = () if engine is None else run.config.paths
         files = [engine.adopt(open_nameless(str(path), start.held.hold(path))) for path in paths if engine is not None]
-        store = ActivationStore(memory.ram.carve(in_ram), plan.copier, plan.device, run.timeline, engine, files)
-    if is_on_device and nbytes:
-        assert memory.device is not None
+        store = ActivationStore(region, plan.copier, plan.device, run.timeline, engine, files)
+    for region in run.memory.take(ACTIVATIONS):
         # What stays on the device is copied there, in the order of its own work.
-        region = memory.device.carve(nbytes)
         store = ActivationStore(region, HostCopier(), plan.device, run.timeline, beneath=store)
     if store is not None:
         undo.callback(store.close)

@@ -807,7 +807,7 @@ class OffloadZero(torch.optim.Optimizer):
             "threads": parts.run.kernels.threads,
             "io_engine": None if parts.engine is None else parts.engine.name,
             "activation_tier": None if (tier := self._config.activation_tier) is None else tier.name,
-            "activation_bytes": placement.activation_bytes + placement.activation_spill_bytes,
+            "activation_bytes": placement.activation_bytes,
             "peak_activation_bytes": self._held.peak_activation_bytes,
             "activation_read_bytes": counted("activation_read_bytes"),
             "activation_written_bytes": counted("activation_written_bytes"),

@@ -16,7 +16,7 @@ from offload.layout import Layout
 from offload.native import Kernels
 from offload.profiling import Timeline
 from offload.ranks.communicator import Communicator
-from offload.storage.arena import Arena, Lender
+from offload.storage.arena import Arena, Lender, Reserved
 from offload.storage.chunk_cache import Store
 
 
@@ -27,18 +27,20 @@ class Memory:
     Attributes:
         ram: the arena in RAM; also holds the buffers of transfers from and to swap files.
         device: memory of the model's device, None if none is reserved.
-        states: where states and gradients wait for the step: `ram` or `device`.
-        communication: for buffers of collectives: in device memory if the model is on a device of its own.
-        copier: copies between the model and `states`.
+        reserved: the pieces of both that the parts of the run get.
+        copier: copies between the model and the memory where states and gradients wait for the step.
         link: copies between the model and `ram`, where `copier` does not make them and frozen parameters are there.
     """
 
     ram: Arena
     device: Lender | None
-    states: Lender
-    communication: Lender
+    reserved: Reserved
     copier: Copier
     link: Copier | None = None
+
+    def take(self, what: str) -> list[Tensor]:
+        """See `Reserved`."""
+        return self.reserved.take(what)
 
     @property
     def device_bytes(self) -> int:

@@ -30,6 +30,11 @@ class Tier:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def memory(self) -> Tier:
+        """The tier in whose memory its chunks are while they are used."""
+        return CPU if self.is_durable else self
+
     def __lt__(self, other: Tier) -> bool:
         return self.rank < other.rank
 

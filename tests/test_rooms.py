@@ -11,7 +11,7 @@ import offload
 ROOT = Path(offload.__file__).parent
 
 FLOORS = [
-    ["errors", "torch_2_11", "torch_private", "sizes", "interrupts", "tiers"],
+    ["errors", "torch_2_11", "torch_private", "sizes", "interrupts", "tiers", "regions"],
     ["config", "layout", "profiling", "entries"],
     ["native", "io"],
     ["devices", "storage", "ranks"],

@@ -26,25 +26,32 @@ from offload.io.threads import Workers
 from offload.layout import Chunk, Layout, Piece
 from offload.native import sum_blocks
 from offload.profiling import GRADIENTS, SUMS, TO_HOST
+from offload.regions import Region
 from offload.run import Run
-from offload.storage.arena import carved_bytes
 from offload.storage.chunk_cache import Store
+from offload.tiers import Tier
 
 BOUNCES = 2
 UNITS_LEAVING = 2
 """Units whose gradients are on their way to RAM, and take memory of the device, beside the one whose backward runs."""
 
 
-def _bounce_bytes(layout: Layout) -> int:
-    return max((layout.flats[c.flat].dtype.itemsize * c.numel for c in layout.chunks), default=0)
+BOUNCE = "gradients on their way from the device"
 
 
-def arena_bytes(layout: Layout, accumulation: int, *, direct: bool, stored: bool = False) -> int:
-    """What a buffer takes from the arena: gradients, unless they are `stored`, their sums of squares, and bounces where
-    copies need them. Args: direct: whether the model's device is the CPU."""
-    needs_bounces = not direct and (accumulation > 1 or stored)
-    bounces = BOUNCES * carved_bytes(_bounce_bytes(layout)) if needs_bounces else 0
-    return bounces + shards.arena_bytes(layout, accumulation, stored=stored)
+def regions(layout: Layout, accumulation: int, tier: Tier, *, in_place: bool) -> list[Region]:
+    """What LocalGradients takes: gradients, unless they are in slots, their sums of squares, and bounces where what is
+    copied has to be summed or stored.
+
+    Args:
+        tier: of the gradients.
+        in_place: whether kernels read gradients where autograd makes them.
+    """
+    found = shards.regions(layout, accumulation, tier)
+    if not in_place and (accumulation > 1 or tier.is_durable):
+        nbytes = max((layout.flats[c.flat].dtype.itemsize * c.numel for c in layout.chunks), default=0)
+        found.append(Region(tier.memory, BOUNCE, nbytes, BOUNCES, "grad"))
+    return found
 
 
 class LocalGradients(GradientBuffer):
@@ -69,9 +76,8 @@ class LocalGradients(GradientBuffer):
         self._norms: dict[tuple[int, ...], float] = {}
         if not self._copier.direct:
             self._worker = Workers(1, "offload-gradients")
-            if self._is_summed or self._is_stored:
-                for _ in range(BOUNCES):
-                    self._bounces.put(run.memory.states.carve(_bounce_bytes(run.layout)))
+            for memory in run.memory.take(BOUNCE):
+                self._bounces.put(memory)
 
     def _zeros(self) -> list[list[int]]:
         return [[0] * len(tiles) for tiles in self._tiles]

@@ -37,12 +37,12 @@ from torch import Tensor
 from offload.devices.copies import Copy
 from offload.errors import AccumulationError, OffloadError
 from offload.grads.base import GradientBuffer, too_often
-from offload.grads.reduction_plan import ReductionPlan
+from offload.grads.reduction_plan import AVERAGES, COPIED, RECEIVED, SENT, WHOLE, ReductionPlan
 from offload.layout import Layout
 from offload.profiling import GRADIENTS, SUMS, TO_HOST, Event
 from offload.ranks.buckets import Bucket, Buckets
 from offload.ranks.communicator import Work
-from offload.run import Memory, Run
+from offload.run import Run
 from offload.storage.chunk_cache import Store
 from offload.tiers import DEVICE
 
@@ -88,8 +88,9 @@ class ReducedGradients(GradientBuffer):
     def __init__(self, run: Run, store: Store | None = None) -> None:
         super().__init__(run, store)
         self._plan = ReductionPlan(run.layout, run.config, direct=self._copier.direct)
-        self._whole = [run.memory.communication.carve(n).view(torch.float32) for n in self._plan.whole_bytes]
-        self._free = [self._new_buffer(run.memory) for _ in range(self._plan.buffers)]
+        self._whole = [memory.view(torch.float32) for memory in run.memory.take(WHOLE)]
+        pieces = map(run.memory.take, (SENT, RECEIVED, AVERAGES, COPIED))
+        self._free = [_Buffer(*one) for one in zip(*pieces, strict=True)]
         self._buckets = Buckets(self._plan.buckets, _order(run.layout, self._plan.buckets))
         self._buckets_of = Counter(param for bucket in self._plan.buckets for param in bucket.params)
         self._count = [0] * len(run.layout.specs)
@@ -106,11 +107,6 @@ class ReducedGradients(GradientBuffer):
         # What `finalize` returned, once it has been called.
         self._active: list[int] | None = None
         self._norms: dict[tuple[int, ...], float] = {}
-
-    def _new_buffer(self, memory: Memory) -> _Buffer:
-        plan, carve = self._plan, memory.communication.carve
-        full, scratch, average = carve(plan.full_bytes), carve(plan.full_bytes), carve(plan.average_bytes)
-        return _Buffer(full, scratch, average, memory.states.carve(plan.copied_bytes))
 
     def accumulate(self, param: int, grad: Tensor, start: int = 0) -> None:
         assert start == 0  # there are no tiles over several ranks

@@ -8,10 +8,16 @@ from offload.config import Config
 from offload.grads import shards
 from offload.layout import Layout
 from offload.ranks.buckets import cut_buckets
-from offload.storage.arena import carved_bytes
+from offload.regions import Region
+from offload.tiers import Tier
 
 BUFFERS = 3
 """Buckets under way at a time: one is filled while one travels and one is averaged."""
+
+SENT, RECEIVED, AVERAGES = "buckets that are sent", "buckets that are received", "averages of buckets"
+COPIED, WHOLE = "averages from the device", "sums of whole gradients"
+TRAVELLING = (SENT, RECEIVED, AVERAGES, WHOLE)
+"""The regions in which gradients travel."""
 
 
 class ReductionPlan:
@@ -44,15 +50,15 @@ class ReductionPlan:
         self.average_bytes = max(averages, default=0) if is_added or not direct else 0
         self.copied_bytes = self.average_bytes if is_added and not direct else 0
         self.whole_bytes = [4 * flat.numel for flat in layout.flats] if self.sums_locally else []
-        self._shard_bytes = shards.arena_bytes(layout, accumulation, stored=stored)
+        self._shards = shards.regions(layout, accumulation, config.grad_tier)
+        self._memory = config.grad_tier.memory
 
-    @property
-    def arena_bytes(self) -> int:
-        """What a buffer takes where gradients wait."""
-        return self._shard_bytes + self.buffers * carved_bytes(self.copied_bytes)
-
-    @property
-    def communication_bytes(self) -> int:
-        """What it takes of the memory from which gradients are sent, which may be the same."""
-        buffer = 2 * carved_bytes(self.full_bytes) + carved_bytes(self.average_bytes)
-        return sum(map(carved_bytes, self.whole_bytes)) + self.buffers * buffer
+    def regions(self, communication: Tier) -> list[Region]:
+        """What ReducedGradients takes. Args: communication: in whose memory gradients travel."""
+        of_buckets = ((SENT, self.full_bytes), (RECEIVED, self.full_bytes), (AVERAGES, self.average_bytes))
+        return [
+            *self._shards,
+            *(Region(communication, WHOLE, nbytes, kind="grad") for nbytes in self.whole_bytes),
+            *(Region(communication, what, nbytes, self.buffers, "grad") for what, nbytes in of_buckets),
+            Region(self._memory, COPIED, self.copied_bytes, self.buffers, "grad"),
+        ]

@@ -26,11 +26,12 @@ from offload.config import SUM_BLOCK
 from offload.layout import Chunk, Layout
 from offload.native import sum_blocks
 from offload.ranks.buckets import Bucket
+from offload.regions import Region
 from offload.run import Run
 from offload.sizes import round_up
-from offload.storage.arena import carved_bytes
 from offload.storage.chunk_cache import Store
 from offload.storage.swap_format import SlotArrays
+from offload.tiers import Tier
 
 
 def dtypes_of(layout: Layout, accumulation: int) -> list[torch.dtype]:
@@ -44,14 +45,17 @@ def gradient_slot_arrays(layout: Layout, accumulation: int) -> list[SlotArrays]:
     return [SlotArrays(chunk.numel, (dtypes[chunk.flat].itemsize,)) for chunk in layout.chunks]
 
 
-def arena_bytes(layout: Layout, accumulation: int, *, stored: bool) -> int:
-    """What `open_shards` takes from the arena. Args: stored: whether the gradients are in slots."""
-    dtypes = dtypes_of(layout, accumulation)
-    sums = carved_bytes(8 * sum(chain.from_iterable(_sum_sizes(layout))))
-    if stored:
-        return sums + carved_bytes(_carried_bytes(layout, dtypes))
-    shards = (layout.shard_numel(flat.index) * dtypes[flat.index].itemsize for flat in layout.flats)
-    return sums + sum(map(carved_bytes, shards))
+SUMS, GRADIENTS, CARRIED = "sums of squares", "gradients", "gradients of a block that is not whole"
+
+
+def regions(layout: Layout, accumulation: int, tier: Tier) -> list[Region]:
+    """What `open_shards` takes. Args: tier: of the gradients."""
+    dtypes, memory = dtypes_of(layout, accumulation), tier.memory
+    sums = Region(memory, SUMS, 8 * sum(chain.from_iterable(_sum_sizes(layout))), kind="grad")
+    if tier.is_durable:
+        return [sums, Region(memory, CARRIED, _carried_bytes(layout, dtypes), kind="grad")]
+    sizes = [layout.shard_numel(flat.index) * dtypes[flat.index].itemsize for flat in layout.flats]
+    return [sums, *(Region(memory, GRADIENTS, size, kind="grad") for size in sizes)]
 
 
 def _sum_sizes(layout: Layout) -> list[list[int]]:
@@ -80,8 +84,8 @@ class GradShards(ABC):
         self._kernels = run.kernels
         self.dtypes = dtypes_of(run.layout, run.config.accumulation)
         self._sizes = _sum_sizes(run.layout)
-        total = sum(chain.from_iterable(self._sizes))
-        self._all_sums = run.memory.states.carve(8 * total).view(torch.float64)
+        (sums,) = run.memory.take(SUMS)
+        self._all_sums = sums.view(torch.float64)
         self.sums = self._split(self._all_sums)
 
     def _split(self, sums: Tensor) -> list[list[Tensor]]:
@@ -154,9 +158,8 @@ class ShardsInMemory(GradShards):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        sizes = (run.layout.shard_numel(flat.index) * self.dtypes[flat.index].itemsize for flat in run.layout.flats)
-        memory = (run.memory.states.carve(size) for size in sizes)
-        self._flats = [shard.view(dtype) for shard, dtype in zip(memory, self.dtypes, strict=True)]
+        shards = run.memory.take(GRADIENTS)
+        self._flats = [shard.view(dtype) for shard, dtype in zip(shards, self.dtypes, strict=True)]
         starts = [chunk.start - run.layout.shard_range(chunk.flat)[0] for chunk in run.layout.chunks]
         self._chunks = [
             self.region(chunk.flat, start, chunk.numel) for chunk, start in zip(run.layout.chunks, starts, strict=True)
@@ -212,7 +215,7 @@ class ShardsInSlots(GradShards):
     def __init__(self, run: Run, store: Store) -> None:
         super().__init__(run)
         self._store = store
-        self._memory = run.memory.states.carve(_carried_bytes(run.layout, self.dtypes))
+        (self._memory,) = run.memory.take(CARRIED)
         self._carried: _Carried | None = None
         self._chunks: dict[int, list[Chunk]] = {flat.index: [] for flat in run.layout.flats}
         for chunk in reversed(run.layout.chunks):

@@ -18,7 +18,8 @@ With `tier="device"` all of this is on the device, and only the buffers of commi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -34,18 +35,22 @@ from offload.model.partition import partition_bytes
 from offload.model.units import ROOT
 from offload.planner.choice import ModelShape, search
 from offload.planner.placement import (
+    ACTIVATIONS,
     IN_FLIGHT,
     Needs,
     Placement,
-    Pool,
     Room,
     all_slot_arrays,
     committed_slots,
     place,
     state_slots,
 )
+from offload.regions import REST, Region, total_of
 from offload.storage.swap_format import STATE_KINDS, SlotArrays, frozen_slot_arrays, param_slot_arrays
 from offload.tiers import CPU, DEVICE, NVME, Tier
+
+KINDS = ("grad", *STATE_KINDS, "param", "frozen", "buffers", "activation", REST)
+"""Of rows, in their order."""
 
 
 @dataclass(frozen=True)
@@ -167,14 +172,14 @@ def zero_r(planned: Planned, tensor_parallel: int, *, blocks: int, entering_byte
         region_bytes: memory reserved for activations in one piece (M_D).
     Raises: BudgetError as `Planned.place`.
     """
-    partition, reduction = partition_bytes(entering_bytes, tensor_parallel), planned.needs.reduction
+    partition = partition_bytes(entering_bytes, tensor_parallel)
     return {
         "checkpoint_bytes": blocks * entering_bytes,
         "part_bytes": blocks * partition,
         "device_bytes": min(blocks, 2) * tensor_parallel * partition,
         "gathered_elements": blocks * (tensor_parallel - 1) * partition // planned.config.compute_dtype.itemsize,
-        "buffer_bytes": 0 if reduction is None else reduction.communication_bytes,
-        "region_bytes": planned.place().activation_bytes,
+        "buffer_bytes": planned.needs.communication_bytes,
+        "region_bytes": total_of(planned.place().regions, (ACTIVATIONS,)),
     }
 
 
@@ -202,49 +207,23 @@ def sent_numel(planned: Planned) -> dict[str, int]:
 
 def explain(placement: Placement, planned: Planned) -> list[Row]:
     """Every byte of `placement`, by state kind and tier; see [Note: rows]. Rows without bytes are left out."""
+    in_model = placement.device_bytes - placement.slab_bytes - placement.resident_bytes
     rows = [
-        Row("param", DEVICE, placement.device_bytes - placement.slab_bytes - placement.resident_bytes),
+        Row("param", DEVICE, in_model),
         Row("frozen", DEVICE, placement.resident_bytes),
-        *_in_memory(placement, planned),
+        *_in_memory(placement.regions),
         *_on_disk(placement, planned),
     ]
     return [row for row in rows if row.nbytes]
 
 
-def _in_memory(placement: Placement, planned: Planned) -> Iterator[Row]:
-    """The rows of what is in RAM, or, with tier="device", on the device."""
-    where = DEVICE if planned.config.tier == DEVICE else CPU
-    total = placement.slab_bytes if where == DEVICE else placement.arena_bytes
-    states, slot_arrays = placement.states, planned.needs.states
-    frozen, is_beside = placement.frozen or Pool((), frozenset(), 0), planned.needs.frozen_beside_slab
-    rows = [
-        Row("grad", where, planned.needs.gradient_bytes),
-        *_states([slot_arrays[chunk] for chunk in states.resident], where),
-        Row("param", where, placement.params.resident_bytes if placement.params else 0),
-        Row("frozen", where, 0 if is_beside else frozen.resident_bytes),
-        Row("buffers", where, states.buffer_bytes + _param_buffers(placement, planned)),
-    ]
-    is_apart = planned.needs.has_activations_on_device
-    activations = Row("activation", DEVICE if is_apart else CPU, placement.activation_bytes)
-    spilled = Row("activation", CPU, placement.activation_spill_bytes)
-    rows += [row for row in (activations, spilled) if row.tier == where]
-    yield from (row for row in (activations, spilled) if row.tier != where)
-    yield from rows
-    yield Row("rest", where, total - sum(row.nbytes for row in rows))
-    if is_beside:
-        yield Row("frozen", CPU, frozen.resident_bytes)
-        yield Row("buffers", CPU, frozen.buffer_bytes)
-    if placement.staged is not None:
-        yield Row("buffers", CPU, placement.staged.nbytes)
-    if where == CPU:
-        yield Row("buffers", DEVICE, placement.slab_bytes - (placement.activation_bytes if is_apart else 0))
-
-
-def _param_buffers(placement: Placement, planned: Planned) -> int:
-    """Buffers that streamed parameters and gradients pass through."""
-    frozen = None if planned.needs.frozen_beside_slab else placement.frozen
-    pools = sum(pool.buffer_bytes for pool in (placement.params, placement.grads, frozen) if pool)
-    return pools + planned.needs.exchange_bytes
+def _in_memory(regions: Iterable[Region]) -> Iterator[Row]:
+    """A row for each kind and tier, the kinds in the order of `KINDS`."""
+    found = Counter[tuple[Tier, str]]()
+    for region in regions:
+        for kind, nbytes in region.rows():
+            found[region.tier, kind] += nbytes
+    yield from (Row(kind, tier, found[tier, kind]) for tier in (DEVICE, CPU) for kind in KINDS)
 
 
 def _on_disk(placement: Placement, planned: Planned) -> Iterator[Row]:

@@ -16,7 +16,7 @@ import torch
 from offload.config import LEAST_IN_FLIGHT, MASTER_ITEM_BYTES, Config
 from offload.errors import BudgetError, ConfigError
 from offload.grads import local as gradients
-from offload.grads.reduction_plan import ReductionPlan
+from offload.grads.reduction_plan import TRAVELLING, ReductionPlan
 from offload.grads.shards import gradient_slot_arrays
 from offload.layout import Layout, starts_of
 from offload.model.units import ROOT, encloses
@@ -24,9 +24,10 @@ from offload.native.torch_kernels import scratch_bytes
 from offload.optim import adam
 from offload.planner.machine import free_memory
 from offload.ranks import exchange
-from offload.sizes import MIB, PAGE_BYTES, format_bytes, option_bytes
-from offload.storage.arena import carved_bytes
+from offload.regions import REST, Region, total_bytes, total_of
+from offload.sizes import MIB, PAGE_BYTES, format_bytes, option_bytes, round_up
 from offload.storage.chunk_cache import residents
+from offload.storage.pool import BUFFERS, Pool, kinds_held
 from offload.storage.swap_format import (
     STATE_KINDS,
     SlotArrays,
@@ -35,7 +36,7 @@ from offload.storage.swap_format import (
     param_slot_arrays,
     state_slot_arrays,
 )
-from offload.tiers import CPU, DEVICE, TIERS
+from offload.tiers import CPU, DEVICE, TIERS, Tier
 
 IN_FLIGHT = 4
 """Buffers for streamed chunks if the budget allows: one more than the least, so that a late write delays no read."""
@@ -51,43 +52,13 @@ UNITS_ON_THE_WAY = 4
 TYPICAL_TBW = 600e12
 """Bytes a common 1 TB consumer drive is warranted for."""
 
+STATES, PARAMS, GRADS, FROZEN, STAGED = "states", "parameters", "stored gradients", "frozen parameters", "commits"
+"""Of the names of pools' regions."""
+ACTIVATIONS, SPILLED = "activations", "activations that the device has no room for"
+SCRATCH = "temporaries of kernels"
+
 _MASTERS_OF_HALF = ", whose values fp32 masters begin with"
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-
-
-@dataclass(frozen=True)
-class Pool:
-    """The memory of one kind of chunks: some stay in it, the others pass through buffers.
-
-    Attributes: sizes: bytes of each chunk; resident: the chunks that stay; in_flight: how many buffers.
-    """
-
-    sizes: Sequence[int]
-    resident: frozenset[int]
-    in_flight: int
-
-    @cached_property
-    def streamed(self) -> list[int]:
-        """Bytes of each chunk that does not stay."""
-        return [size for chunk, size in enumerate(self.sizes) if chunk not in self.resident]
-
-    @property
-    def resident_bytes(self) -> int:
-        return sum(self.sizes) - sum(self.streamed)
-
-    @property
-    def buffer_bytes(self) -> int:
-        return self.in_flight * max(self.streamed, default=0)
-
-    @property
-    def nbytes(self) -> int:
-        return self.resident_bytes + self.buffer_bytes
-
-    @property
-    def utilisation(self) -> float:
-        """The share of the pool's memory that chunks fill: a buffer is as large as the largest chunk."""
-        in_buffers = self.in_flight * sum(self.streamed) / len(self.streamed) if self.streamed else 0
-        return (self.resident_bytes + in_buffers) / max(self.nbytes, 1)
 
 
 @dataclass(frozen=True)
@@ -107,8 +78,7 @@ class Placement:
             device. frozen: of frozen parameters; None: likewise.
         grads: of gradients in slots; staged: of states that are on the device, for commits.
         held_bytes: what this rank holds of each state kind, on any tier, gaps between parameters included.
-        activation_bytes: of the region in which activations wait, a part of arena_bytes or of slab_bytes;
-            activation_spill_bytes: of the one in RAM for what a region on the device lacks room for.
+        regions: what parts reserve in RAM and on the device; together arena_bytes and slab_bytes.
     """
 
     states: Pool
@@ -127,8 +97,12 @@ class Placement:
     slab_bytes: int = 0
     staged: Pool | None = None
     frozen: Pool | None = None
-    activation_bytes: int = 0
-    activation_spill_bytes: int = 0
+    regions: Sequence[Region] = ()
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes reserved for activations, on all tiers."""
+        return total_of(self.regions, (ACTIVATIONS, SPILLED))
 
     @property
     def drive_life_steps(self) -> float | None:
@@ -196,7 +170,7 @@ def activation_memory(tier: str | None, units: int, nbytes: int) -> int | None:
     files have room for it, and the memory is for what is on its way to and from them. None without a tier."""
     if tier is None:
         return None
-    return carved_bytes(nbytes) * (min(units, UNITS_ON_THE_WAY) if TIERS[tier].is_durable else units)
+    return round_up(nbytes, PAGE_BYTES) * (min(units, UNITS_ON_THE_WAY) if TIERS[tier].is_durable else units)
 
 
 # What the device needs.
@@ -449,17 +423,61 @@ class Needs:
         return ReductionPlan(self.layout, self.config, direct=self.in_place) if self.layout.ranks > 1 else None
 
     @property
-    def gradient_bytes(self) -> int:
-        """Bytes of the gradient buffer, in the memory where states are."""
-        if self.reduction is not None:
-            return self.reduction.arena_bytes + (self.reduction.communication_bytes if self.in_place else 0)
-        stored = self.config.grad_tier.is_durable
-        return gradients.arena_bytes(self.layout, self.config.accumulation, direct=self.in_place, stored=stored)
+    def memory(self) -> Tier:
+        """In whose memory states and gradients are when they are stepped."""
+        return self.config.tier.memory
 
     @property
-    def exchange_bytes(self) -> int:
-        """Bytes of the buffers through which replicas exchange new parameters, in the memory where states are."""
-        return exchange.arena_bytes(self.layout) if self.in_place else 0
+    def communication(self) -> Tier:
+        """In whose memory the buffers of collectives are."""
+        return CPU if self.direct and self.config.tier > DEVICE else DEVICE
+
+    @cached_property
+    def regions(self) -> list[Region]:
+        """What everything takes but the states, the buffers of their commits, and activations; without those of RAM
+        where more of it is to spare."""
+        config, memory, bounces = self.config, self.memory, self.config.accumulation > 1 or self.config.split_master
+        found = self._gradients + exchange.regions(self.layout, self.communication)
+        is_in_model = self.in_place or config.param_tier > DEVICE
+        found += adam.regions(self.layout, memory, bounces=bounces and not is_in_model)
+        if self.params is not None:
+            found += self.params.regions(memory, PARAMS, "param")
+        if self.grads is not None:
+            found += self.grads.regions(memory, GRADS, "grad")
+        if config.tier == DEVICE and not self.direct:
+            largest = max((spec.numel for spec in self.layout.specs), default=0)
+            found.append(Region(DEVICE, SCRATCH, scratch_bytes(largest)))
+        return found
+
+    @property
+    def _gradients(self) -> list[Region]:
+        if self.reduction is not None:
+            return self.reduction.regions(self.communication)
+        return gradients.regions(self.layout, self.config.accumulation, self.config.grad_tier, in_place=self.in_place)
+
+    def of_frozen(self, frozen: Pool | None) -> list[Region]:
+        """What the pool of frozen parameters takes."""
+        if frozen is None:
+            return []
+        return list(frozen.regions(CPU if self.frozen_beside_slab else self.memory, FROZEN, "frozen"))
+
+    def of_states(self, states: Pool) -> list[Region]:
+        """What the states take, and the buffers of their commits."""
+        holds = [kinds_held(slot, STATE_KINDS) for slot in self.states]
+        staged = [] if self.staged is None else self.staged.regions(CPU, STAGED, BUFFERS)
+        return [*states.regions(self.memory, STATES, REST, holds), *staged]
+
+    def of_activations(self, nbytes: int, spill_bytes: int) -> list[Region]:
+        """Args: nbytes: of the region in which activations wait; spill_bytes: of the one in RAM for what a region on
+        the device lacks room for."""
+        where = DEVICE if self.has_activations_on_device else CPU
+        both = (where, ACTIVATIONS, nbytes), (CPU, SPILLED, spill_bytes)
+        return [Region(tier, what, size, kind="activation") for tier, what, size in both if size]
+
+    @property
+    def communication_bytes(self) -> int:
+        """Bytes of the buffers in which gradients travel."""
+        return total_of(self.regions, TRAVELLING)
 
     @property
     def activation_bytes(self) -> int:
@@ -467,7 +485,7 @@ class Needs:
         the device where they are made have a region only if one is given."""
         config = self.config
         if config.activation_memory is not None:
-            return carved_bytes(config.activation_memory)
+            return round_up(config.activation_memory, PAGE_BYTES)
         is_there = config.activation_tier in (None, DEVICE) or (self.direct and config.activation_tier == CPU)
         return 0 if is_there else LEAST_ACTIVATION_BYTES
 
@@ -477,39 +495,12 @@ class Needs:
         return self.config.activation_tier == DEVICE and not self.direct
 
     @property
-    def fixed_bytes(self) -> int:
-        """Bytes of everything but the states and the buffers of their commits."""
-        frozen = None if self.frozen_beside_slab else self.frozen
-        pools = sum(pool.nbytes for pool in (self.params, self.grads, frozen) if pool is not None)
-        is_direct = self.in_place or self.config.param_tier > DEVICE
-        new_params = adam.arena_bytes(
-            self.layout, self.config.accumulation, direct=is_direct, split_master=self.config.split_master
-        )
-        return self.gradient_bytes + self.exchange_bytes + new_params + pools
-
-    @property
-    def slab_bytes(self) -> int:
-        """Bytes of the device's memory that are reserved, beside parameters and buffers of the model."""
-        activations = self.activation_bytes if self.has_activations_on_device else 0
-        if self.config.tier != DEVICE:
-            if self.direct or self.reduction is None:
-                return activations
-            return activations + self.reduction.communication_bytes + exchange.arena_bytes(self.layout)
-        largest = max((spec.numel for spec in self.layout.specs), default=0)
-        return (
-            activations
-            + self.fixed_bytes
-            + self.state_bytes
-            + (0 if self.direct else carved_bytes(scratch_bytes(largest)))
-        )
-
-    @property
     def least_bytes(self) -> int:
         """The least RAM, in bytes, with states on NVMe: all but the states, and the fewest buffers that these can
         stream through."""
         largest = max((slot.nbytes for slot in self.states), default=0)
-        activations = 0 if self.has_activations_on_device else self.activation_bytes
-        return self.fixed_bytes + activations + min(LEAST_IN_FLIGHT * largest, self.state_bytes)
+        fixed = [*self.regions, *self.of_frozen(self.frozen), *self.of_activations(self.activation_bytes, 0)]
+        return total_bytes(fixed, CPU) + min(LEAST_IN_FLIGHT * largest, self.state_bytes)
 
     @property
     def disk_bytes(self) -> int:
@@ -568,18 +559,18 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
         raise ConfigError(f'grad_tier="nvme": {few if config.keeps_trained else others}')
     room = Room() if room is None else room
     needs = Needs(layout, config, direct)
-    device_bytes = _require_room(layout, config, room, needs.slab_bytes)
+    sizes, is_on_device, streams = [slot.nbytes for slot in needs.states], config.tier == DEVICE, config.tier.is_durable
+    activations = needs.of_activations(needs.activation_bytes, 0)
+    fixed = [*needs.regions, *needs.of_frozen(needs.frozen)]
+    on_device = [*fixed, *(needs.of_states(_resident(sizes)) if is_on_device else ()), *activations]
+    device_bytes = _require_room(layout, config, room, total_bytes(on_device, DEVICE))
     given = config.cpu_memory
     free = free_memory() if room.free_cpu_bytes is None else room.free_cpu_bytes
     budget = free // 2 // config.ranks_on_node if given is None else given
-    sizes = [slot.nbytes for slot in needs.states]
-    is_on_device = config.tier == DEVICE
-    beside = (needs.staged, needs.frozen if needs.frozen_beside_slab else None)
-    fixed = reserved + (0 if is_on_device else needs.fixed_bytes) + sum(pool.nbytes for pool in beside if pool)
-    states = 0 if is_on_device else needs.state_bytes
-    streams = config.tier.is_durable
-    given_region = 0 if needs.has_activations_on_device else needs.activation_bytes
-    least = reserved + needs.least_bytes if streams else fixed + given_region + states
+    # Of RAM: all but the states.
+    beside = total_bytes([*fixed, *needs.of_states(NO_POOL)], CPU)
+    all_states = 0 if is_on_device else needs.state_bytes
+    least = reserved + (needs.least_bytes if streams else beside + all_states + total_bytes(activations, CPU))
     if least > min(budget, free):
         other = 'tier="nvme" with a path' if config.tier == CPU else "a smaller Tuning(chunk=...)"
         raise _too_small(least, budget, given, free, other)
@@ -589,26 +580,27 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
         spill_bytes = min(activation_bytes, share)
     elif activation_bytes and config.activation_memory is None:
         activation_bytes = max(activation_bytes, share)
-    fixed += spill_bytes if needs.has_activations_on_device else activation_bytes
-    pool = _within(budget - fixed, sizes, config.in_flight) if streams else _resident(sizes)
-    arena_bytes = fixed - reserved + (0 if is_on_device else pool.nbytes)
-    if given is not None and arena_bytes + reserved > free:
+    activations = needs.of_activations(activation_bytes, spill_bytes)
+    fixed_bytes = reserved + beside + total_bytes(activations, CPU)
+    pool = _within(budget - fixed_bytes, sizes, config.in_flight) if streams else _resident(sizes)
+    used = fixed_bytes + (0 if is_on_device else pool.nbytes)
+    if given is not None and used > free:
         other = ', and tier="nvme" with a path' if config.tier == CPU else ""
         raise BudgetError(
-            f"{format_bytes(arena_bytes)} of RAM would be used and {format_bytes(free)} are free: "
+            f"{format_bytes(used - reserved)} of RAM would be used and {format_bytes(free)} are free: "
             f'give cpu_memory="{option_bytes(free, at_most=True)}" or less{other}',
-            needed=arena_bytes,
+            needed=used - reserved,
             available=free,
             option="cpu_memory",
         )
     # States come first: they would be written as well.
-    frozen = needs.frozen_with(min(budget, free) - reserved - arena_bytes)
-    if frozen is not None and needs.frozen is not None:
-        arena_bytes += frozen.nbytes - needs.frozen.nbytes
+    frozen = needs.frozen_with(min(budget, free) - used)
+    # The states' memory comes first: a resume reads into it while the rest is made.
+    regions = [*needs.of_states(pool), *needs.regions, *needs.of_frozen(frozen), *activations]
     read, written = needs.moved_bytes
     return Placement(
         states=pool,
-        arena_bytes=arena_bytes,
+        arena_bytes=total_bytes(regions, CPU),
         budget_bytes=budget,
         read_bytes=sum(pool.streamed) + read + needs.frozen_read_bytes(frozen),
         written_bytes=sum(pool.streamed) + written,
@@ -620,12 +612,14 @@ def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = N
         params=needs.params,
         grads=needs.grads,
         held_bytes=needs.held_bytes,
-        slab_bytes=needs.slab_bytes,
+        slab_bytes=total_bytes(regions, DEVICE),
         staged=needs.staged,
         frozen=frozen,
-        activation_bytes=activation_bytes,
-        activation_spill_bytes=spill_bytes,
+        regions=regions,
     )
+
+
+NO_POOL = Pool((), frozenset(), 0)
 
 
 def _resident(sizes: Sequence[int]) -> Pool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,13 +13,15 @@ from offload import config as configuration
 from offload import native
 from offload.devices.copies import Copier, HostCopier
 from offload.layout import Layout, ParamSpec, build
+from offload.planner.placement import Needs
 from offload.profiling import Timeline
 from offload.ranks.communicator import Communicator, SingleProcess, Work, average
 from offload.run import Memory, Run
 from offload.sizes import MIB
-from offload.storage.arena import Arena
+from offload.storage.arena import Arena, Reserved
 from offload.storage.chunk_cache import Store
 from offload.storage.swap_format import SlotArrays
+from offload.tiers import CPU
 
 
 class Done(Work):
@@ -69,11 +72,15 @@ def layout_of(
 def run_of(layout: Layout, comm: Communicator | None = None, copier: Copier | None = None, **options: Any) -> Run:
     """Args: options: of `OffloadZero`."""
     comm, copier = comm or SingleProcess(), copier or HostCopier()
-    config = configuration.over_ranks(configuration.check(**options), ranks=comm.size, ranks_on_node=1)
+    config = configuration.over_ranks(configuration.check(**options), ranks=layout.ranks, ranks_on_node=1)
     arena = Arena(64 * MIB, copier, at_once=False)
-    return Run(config, layout, Memory(arena, None, arena, arena, copier), native.load(1), comm, Timeline())
+    regions = (replace(region, tier=CPU) for region in Needs(layout, config, copier.direct).regions)
+    return Run(
+        config, layout, Memory(arena, None, Reserved(regions, {CPU: arena}), copier), native.load(1), comm, Timeline()
+    )
 
 
 def store_in_ram(run: Run, slot_arrays: Sequence[SlotArrays]) -> Store:
     """All chunks are kept, so it has no swap file."""
-    return Store(slot_arrays, frozenset(range(len(slot_arrays))), 0, run.memory.ram, None, run.timeline)
+    memory = {number: run.memory.ram.carve(slot.nbytes) for number, slot in enumerate(slot_arrays)}
+    return Store(slot_arrays, memory, (), None, run.timeline)
