@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from torch import Tensor
 
-from offload.config import Config
+from offload.choices import CommitChoice
 from offload.devices.copies import Copier
 from offload.entries import Entries
 from offload.errors import CLOSED, ClosedError
@@ -50,9 +51,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class Run:
-    """What the parts of one run are built from: each takes this instead of its pieces."""
+    """What the parts of one run are built from: each takes this instead of its pieces.
 
-    config: Config
+    Attributes: paths: the directories of its files, in their order.
+    """
+
+    commits: CommitChoice
+    paths: tuple[Path, ...]
     layout: Layout
     memory: Memory
     kernels: Kernels

@@ -167,13 +167,11 @@ def waiting_of(options: PlanOptions, model: Sized) -> Waiting | None:
     there."""
     import torch
 
-    from offload import config as configuration
     from offload.planner.activations import measure
 
     tokens = torch.empty(options.batch, options.seq, dtype=torch.long, device="meta")
-    config = configuration.check(compute_dtype=options.compute_dtype, activation_tier="cpu")
     try:
-        return measure(model.module, config, lambda module: module(tokens), fused=options.gpu)
+        return measure(model.module, options.compute_dtype, lambda module: module(tokens), fused=options.gpu)
     except Exception:  # whatever a model does not like: the formula is left
         return None
 
@@ -221,22 +219,20 @@ def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> P
 
 def computing_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> Computing | None:
     """What a micro-batch takes on the device beside the plan; None if that is unknown."""
-    from offload import config as configuration
     from offload.planner.verdict import Computing
 
-    config = configuration.check(activation_tier=options.activation_tier, path=".")
-    return None if waiting is None else Computing.of(waiting, config, model.blocks)
+    has_tier = options.activation_tier is not None
+    return None if waiting is None else Computing.of(waiting, model.blocks, has_tier=has_tier)
 
 
 def _beside(options: PlanOptions, model: Sized) -> dict[str, int]:
     """Bytes of a GPU's memory that are neither the plan's nor a micro-batch's."""
     from offload.cli.plan_models import trained_of_units
-    from offload.config import check
     from offload.planner.verdict import COMMUNICATOR_BYTES, COMMUNICATORS, CONTEXT_BYTES, leaving_bytes
 
     if not options.gpu:
         return {"leaving_bytes": 0, "context_bytes": 0, "communication_bytes": 0}
-    itemsize = check(compute_dtype=options.compute_dtype).compute_dtype.itemsize
+    itemsize = options.compute_dtype.itemsize
     shared = options.tensor_parallel
     units = [itemsize * numel // shared for numel in trained_of_units(model.module)]
     alone = options.ranks == 1
@@ -289,16 +285,16 @@ def summarise(planned: Planned, options: PlanOptions) -> dict[str, Any]:
     device = accelerator()
     placement = planned.place()
     return {
-        "tier": planned.config.tier.name,
-        "param_tier": planned.config.param_tier.name,
-        "grad_tier": planned.config.grad_tier.name,
+        "tier": planned.choice.states.tier.name,
+        "param_tier": planned.choice.params.tier.name,
+        "grad_tier": planned.choice.grads.tier.name,
         "device": "cpu" if planned.direct else device.type if device is not None else "gpu",
-        "accumulation": planned.config.declared,
-        "split_master": planned.config.split_master,
-        "commit_every": planned.config.commit_every,
+        "accumulation": planned.choice.grads.declared,
+        "split_master": planned.choice.states.split_master,
+        "commit_every": planned.choice.commits.every,
         "activation_tier": options.activation_tier,
         "parameters": planned.layout.trained.numel,
-        "frozen_tier": planned.config.frozen_tier.name,
+        "frozen_tier": planned.choice.params.frozen_tier.name,
         "chunks": len(planned.layout.chunks),
         "kept_chunks": len(placement.states.resident),
         "kept_share": placement.states.resident_bytes / planned.needs.state_bytes,
@@ -313,14 +309,14 @@ def summarise(planned: Planned, options: PlanOptions) -> dict[str, Any]:
         "peak_cpu_bytes": placement.arena_bytes,
         "cpu_budget_bytes": placement.budget_bytes,
         "least_cpu_bytes": planned.least(),
-        "build_bytes": 4 * planned.layout.numel if planned.config.param_tier == DEVICE else 0,
+        "build_bytes": 4 * planned.layout.numel if planned.choice.params.tier == DEVICE else 0,
         "disk_bytes": placement.disk_bytes,
         "read_bytes": placement.read_bytes,
         "written_bytes": placement.written_bytes,
         "bytes_per_param": explain.bytes_per_param(placement, planned.layout),
         "drive_life_steps": placement.drive_life_steps,
         "ranks": planned.layout.ranks,
-        "stage": planned.config.stage,
+        "stage": planned.choice.grads.stage,
         "held_bytes": dict(placement.held_bytes),
         "sent_elements": explain.sent_numel(planned),
     }
@@ -331,7 +327,7 @@ def _zero_r(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, A
     from offload.planner.explain import zero_r
 
     ranks, entering_bytes = options.tensor_parallel, options.entering_bytes(model.width)
-    found = {"tensor_parallel": ranks, "partition_activations": planned.config.partition_activations}
+    found = {"tensor_parallel": ranks, "partition_activations": planned.choice.activations.partitioned}
     if ranks == 1:
         return found
     return found | {"zero_r": zero_r(planned, ranks, blocks=model.blocks, entering_bytes=entering_bytes)}
@@ -353,10 +349,10 @@ def _speed(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, An
     if flops is None:
         flops, flops_from = (ASSUMED_FLOPS, "assumed") if options.gpu else (None, "unknown")
     tokens, trained = options.batch * options.seq, planned.layout.trained.numel
-    recomputes = planned.config.activation_tier is not None and planned.config.recompute
+    recomputes = options.activation_tier is not None and planned.choice.activations.recompute
     work = Work(trained, max(model.numel // options.tensor_parallel - trained, 0), tokens, recomputes)
     time = step_time(planned, work, flops=flops, disk_bytes_per_s=1e9 * disk)
-    of_step = tokens * planned.config.accumulation
+    of_step = tokens * planned.choice.grads.passes
     found = {"flops": flops, "flops_from": flops_from, "disk_gb_per_s": disk, "disk_from": disk_from}
     found |= {"tokens_per_step": of_step, "disk_seconds": time.disk}
     if flops is None:
@@ -414,7 +410,8 @@ def _what_fits(planned: Planned, options: PlanOptions, model: Sized) -> dict[str
         # With so few chunks, buffers for the others would take as much as all.
         if needed == everything and share < 1:
             continue
-        ample = replace(on_disk.with_memory(needed), room=replace(on_disk.room, free_cpu_bytes=max(needed, free)))
+        ample = on_disk.with_memory(needed)
+        ample = replace(ample, room=replace(ample.room, free_cpu_bytes=max(needed, free)))
         placed = ample.place()
         speed = _speed(ample, options, model)
         budgets.append(

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from torch import Tensor
 
 from offload import torch_private
-from offload.config import SUM_BLOCK
+from offload.choices import GradChoice
 from offload.devices.copies import Copy
 from offload.grads import shards
 from offload.grads.base import GradientBuffer, too_often
@@ -28,8 +28,8 @@ from offload.native import sum_blocks
 from offload.profiling import GRADIENTS, SUMS, TO_HOST
 from offload.regions import Region
 from offload.run import Run
+from offload.sizes import SUM_BLOCK
 from offload.storage.chunk_cache import Store
-from offload.tiers import Tier
 
 BOUNCES = 2
 UNITS_LEAVING = 2
@@ -39,16 +39,15 @@ UNITS_LEAVING = 2
 BOUNCE = "gradients on their way from the device"
 
 
-def regions(layout: Layout, accumulation: int, tier: Tier, *, in_place: bool) -> list[Region]:
+def regions(layout: Layout, choice: GradChoice, *, in_place: bool) -> list[Region]:
     """What LocalGradients takes: gradients, unless they are in slots, their sums of squares, and bounces where what is
     copied has to be summed or stored.
 
-    Args:
-        tier: of the gradients.
-        in_place: whether kernels read gradients where autograd makes them.
+    Args: in_place: whether kernels read gradients where autograd makes them.
     """
-    found = shards.regions(layout, accumulation, tier)
-    if not in_place and (accumulation > 1 or tier.is_durable):
+    tier = choice.tier
+    found = shards.regions(layout, choice)
+    if not in_place and (choice.passes > 1 or tier.is_durable):
         nbytes = max((layout.flats[c.flat].dtype.itemsize * c.numel for c in layout.chunks), default=0)
         found.append(Region(tier.memory, BOUNCE, nbytes, BOUNCES, "grad"))
     return found
@@ -57,8 +56,8 @@ def regions(layout: Layout, accumulation: int, tier: Tier, *, in_place: bool) ->
 class LocalGradients(GradientBuffer):
     """All gradients of a model, on one rank."""
 
-    def __init__(self, run: Run, store: Store | None = None) -> None:
-        super().__init__(run, store)
+    def __init__(self, run: Run, choice: GradChoice, store: Store | None = None) -> None:
+        super().__init__(run, choice, store)
         self._is_stored = store is not None
         # By parameter, of each of its tiles; a parameter without tiles is one.
         self._tiles = [run.layout.tiles_of(param) for param in range(len(run.layout.specs))]

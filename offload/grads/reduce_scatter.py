@@ -34,6 +34,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from offload.choices import GradChoice
 from offload.devices.copies import Copy
 from offload.errors import AccumulationError, OffloadError
 from offload.grads.base import GradientBuffer, too_often
@@ -44,7 +45,6 @@ from offload.ranks.buckets import Bucket, Buckets
 from offload.ranks.communicator import Work
 from offload.run import Run
 from offload.storage.chunk_cache import Store
-from offload.tiers import DEVICE
 
 
 @dataclass
@@ -85,9 +85,9 @@ _abandoned: list[Copy] = []
 class ReducedGradients(GradientBuffer):
     """The averages over all ranks of the gradients of this rank's shards."""
 
-    def __init__(self, run: Run, store: Store | None = None) -> None:
-        super().__init__(run, store)
-        self._plan = ReductionPlan(run.layout, run.config, direct=self._copier.direct)
+    def __init__(self, run: Run, choice: GradChoice, store: Store | None = None) -> None:
+        super().__init__(run, choice, store)
+        self._plan = ReductionPlan(run.layout, choice, direct=self._copier.direct)
         self._whole = [memory.view(torch.float32) for memory in run.memory.take(WHOLE)]
         pieces = map(run.memory.take, (SENT, RECEIVED, AVERAGES, COPIED))
         self._free = [_Buffer(*one) for one in zip(*pieces, strict=True)]
@@ -100,7 +100,7 @@ class ReducedGradients(GradientBuffer):
         self._reducing: deque[_Reduction] = deque()
         self._round = 0
         # Where ranks share parameters and fetch them, gradients take turns with these: see [Note: taking turns].
-        self._takes_turns = run.layout.shard_group_size > 1 and run.config.param_tier > DEVICE
+        self._takes_turns = run.layout.shard_group_size > 1 and not choice.params_stay
         self._left: set[str] = set()
         self._alone: str | None = None
         self._came = False  # in the backward under way

@@ -22,16 +22,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offload.config import SUM_BLOCK
+from offload.choices import GradChoice
 from offload.layout import Chunk, Layout
 from offload.native import sum_blocks
 from offload.ranks.buckets import Bucket
 from offload.regions import Region
 from offload.run import Run
-from offload.sizes import round_up
+from offload.sizes import SUM_BLOCK, round_up
 from offload.storage.chunk_cache import Store
 from offload.storage.swap_format import SlotArrays
-from offload.tiers import Tier
 
 
 def dtypes_of(layout: Layout, accumulation: int) -> list[torch.dtype]:
@@ -48,11 +47,11 @@ def gradient_slot_arrays(layout: Layout, accumulation: int) -> list[SlotArrays]:
 SUMS, GRADIENTS, CARRIED = "sums of squares", "gradients", "gradients of a block that is not whole"
 
 
-def regions(layout: Layout, accumulation: int, tier: Tier) -> list[Region]:
-    """What `open_shards` takes. Args: tier: of the gradients."""
-    dtypes, memory = dtypes_of(layout, accumulation), tier.memory
+def regions(layout: Layout, choice: GradChoice) -> list[Region]:
+    """What `open_shards` takes."""
+    dtypes, memory = dtypes_of(layout, choice.passes), choice.tier.memory
     sums = Region(memory, SUMS, 8 * sum(chain.from_iterable(_sum_sizes(layout))), kind="grad")
-    if tier.is_durable:
+    if choice.tier.is_durable:
         return [sums, Region(memory, CARRIED, _carried_bytes(layout, dtypes), kind="grad")]
     sizes = [layout.shard_numel(flat.index) * dtypes[flat.index].itemsize for flat in layout.flats]
     return [sums, *(Region(memory, GRADIENTS, size, kind="grad") for size in sizes)]
@@ -75,14 +74,15 @@ def _carried_bytes(layout: Layout, dtypes: list[torch.dtype]) -> int:
 class GradShards(ABC):
     """The gradients of this rank's shards.
 
+    Args: passes: micro-batches of a step at most.
     Attributes: dtypes: by flat; sums: by parameter and tile (a parameter without tiles is one), the fp64 sums of
     squares of its blocks.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, passes: int) -> None:
         self._layout = run.layout
         self._kernels = run.kernels
-        self.dtypes = dtypes_of(run.layout, run.config.accumulation)
+        self.dtypes = dtypes_of(run.layout, passes)
         self._sizes = _sum_sizes(run.layout)
         (sums,) = run.memory.take(SUMS)
         self._all_sums = sums.view(torch.float64)
@@ -156,8 +156,8 @@ class GradShards(ABC):
 class ShardsInMemory(GradShards):
     """All gradients, in RAM or where the states are."""
 
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
+    def __init__(self, run: Run, passes: int) -> None:
+        super().__init__(run, passes)
         shards = run.memory.take(GRADIENTS)
         self._flats = [shard.view(dtype) for shard, dtype in zip(shards, self.dtypes, strict=True)]
         starts = [chunk.start - run.layout.shard_range(chunk.flat)[0] for chunk in run.layout.chunks]
@@ -212,8 +212,8 @@ class _Carried(NamedTuple):
 class ShardsInSlots(GradShards):
     """See [Note: gradients in slots]."""
 
-    def __init__(self, run: Run, store: Store) -> None:
-        super().__init__(run)
+    def __init__(self, run: Run, passes: int, store: Store) -> None:
+        super().__init__(run, passes)
         self._store = store
         (self._memory,) = run.memory.take(CARRIED)
         self._carried: _Carried | None = None
@@ -320,6 +320,6 @@ class ShardsInSlots(GradShards):
         self._store.expect(chunks)
 
 
-def open_shards(run: Run, store: Store | None) -> GradShards:
-    """Args: store: of the gradients, None if they are in memory."""
-    return ShardsInMemory(run) if store is None else ShardsInSlots(run, store)
+def open_shards(run: Run, passes: int, store: Store | None) -> GradShards:
+    """Args: passes: micro-batches of a step at most; store: of the gradients, None if they are in memory."""
+    return ShardsInMemory(run, passes) if store is None else ShardsInSlots(run, passes, store)

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.choices import StateChoice
 from offload.devices.copies import DONE, Copy, DeviceEvent
 from offload.errors import OffloadError
 from offload.grads.base import GradientBuffer
@@ -272,11 +273,13 @@ class _Work:
 class Step:
     """Runs Adam over the chunks of a layout; see [Note: a step does not block]. Args: store: of the states."""
 
-    def __init__(self, run: Run, store: Store, gradients: GradientBuffer, params: NewParameters) -> None:
+    def __init__(
+        self, run: Run, choice: StateChoice, store: Store, gradients: GradientBuffer, params: NewParameters
+    ) -> None:
         self._layout = run.layout
         self._kernels = run.kernels
         self._timeline = run.timeline
-        self._split_master = run.config.split_master
+        self._split_master = choice.split_master
         self._store = store
         self._gradients = gradients
         self._params = params

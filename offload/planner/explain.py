@@ -26,14 +26,15 @@ from typing import Any
 
 from torch import nn
 
-from offload import config as configuration
-from offload.config import Config
+from offload.choices import Choice
 from offload.errors import BudgetError
 from offload.grads.shards import gradient_slot_arrays
 from offload.layout import Layout
 from offload.model.partition import partition_bytes
 from offload.model.units import ROOT
+from offload.options import Options
 from offload.planner.choice import ModelShape, search
+from offload.planner.decide import decide, replicas_of
 from offload.planner.placement import (
     ACTIVATIONS,
     IN_FLIGHT,
@@ -64,30 +65,30 @@ class Row:
 
 @dataclass(frozen=True)
 class Planned:
-    """A model and a configuration, for which nothing is allocated.
+    """A model and what was decided for it, for which nothing is allocated.
 
     Attributes: direct: whether the model's device is the CPU, so that copies need no buffers; room: on the device;
-    refusal: why neither this configuration fits nor another one that may be chosen.
+    refusal: why neither this choice fits nor another one that may be made.
     """
 
     layout: Layout
-    config: Config
+    choice: Choice
     direct: bool
     room: Room = field(default_factory=Room)
     refusal: BudgetError | None = None
 
     @property
     def needs(self) -> Needs:
-        return Needs(self.layout, self.config, self.direct)
+        return Needs(self.layout, self.choice, self.direct)
 
     def place(self) -> Placement:
         """Raises: BudgetError as `OffloadZero` does."""
         if self.refusal is not None:
             raise self.refusal
-        return place(self.layout, self.config, direct=self.direct, room=self.room)
+        return place(self.layout, self.choice, direct=self.direct, room=self.room)
 
     def with_memory(self, cpu_memory: int) -> Planned:
-        return replace(self, config=replace(self.config, cpu_memory=cpu_memory), refusal=None)
+        return replace(self, room=replace(self.room, cpu_memory=cpu_memory), refusal=None)
 
     def least(self) -> int:
         """The least `cpu_memory` that works, in bytes. Raises: BudgetError if none does, for want of another memory."""
@@ -118,17 +119,15 @@ class Planned:
         return max(0.0, min(1.0, room / self.needs.state_bytes))
 
     def _all_in_ram(self) -> int:
-        in_ram = self.on(CPU)
-        return replace(in_ram, config=replace(in_ram.config, paths=())).least()
+        return self.on(CPU).least()
 
     def on(self, tier: Tier) -> Planned:
         """This plan with the optimizer states on another tier, which is not the device."""
-        grads = max(CPU, self.config.grad_tier)
-        return replace(self, config=replace(self.config, tier=tier, grad_tier=grads), refusal=None)
+        return replace(self, choice=self.choice.with_states_on(tier), refusal=None)
 
     def _buffer_bytes(self) -> int:
         slot_arrays = self.needs.states
-        buffers = min(self.config.in_flight or IN_FLIGHT, len(slot_arrays))
+        buffers = min(self.choice.states.in_flight or IN_FLIGHT, len(slot_arrays))
         return buffers * max((slot.nbytes for slot in slot_arrays), default=0)
 
 
@@ -147,15 +146,15 @@ def plan_of(
     tensor_parallel: ranks that share the matrices of blocks; free_cpu_bytes: free RAM, None: what is free here.
     Raises: ConfigError as `OffloadZero` does.
     """
-    config = configuration.check(**options)
-    shape = ModelShape.of(model, [{"params": list(model.parameters())}], config)
+    given = Options(**options)
+    shape = ModelShape.of(model, [{"params": list(model.parameters())}], given)
     shape = shape.cut(tensor_parallel) if tensor_parallel > 1 else shape
-    room = replace(shape.room(), free_cpu_bytes=free_cpu_bytes)
-    config = configuration.over_ranks(shape.config(config), ranks=ranks, ranks_on_node=1, slices=tensor_parallel)
-    replicas = configuration.replicas_of(config, ranks=ranks, rows=1)
+    room = replace(shape.room(given), free_cpu_bytes=free_cpu_bytes)
+    situation = shape.situation(ranks=ranks, slices=tensor_parallel)
+    replicas = replicas_of(decide(given, situation), ranks=ranks, rows=1)
     layout_of = partial(shape.layout, ranks=ranks, replicas=replicas)
-    config, layout, found = search(config, layout_of, direct=direct, room=room)
-    return Planned(layout, config, direct, room, found if isinstance(found, BudgetError) else None)
+    choice, layout, found = search(given, situation, layout_of, direct=direct, room=room)
+    return Planned(layout, choice, direct, room, found if isinstance(found, BudgetError) else None)
 
 
 def zero_r(planned: Planned, tensor_parallel: int, *, blocks: int, entering_bytes: int) -> dict[str, int]:
@@ -177,7 +176,7 @@ def zero_r(planned: Planned, tensor_parallel: int, *, blocks: int, entering_byte
         "checkpoint_bytes": blocks * entering_bytes,
         "part_bytes": blocks * partition,
         "device_bytes": min(blocks, 2) * tensor_parallel * partition,
-        "gathered_elements": blocks * (tensor_parallel - 1) * partition // planned.config.compute_dtype.itemsize,
+        "gathered_elements": blocks * (tensor_parallel - 1) * partition // planned.choice.model.compute_dtype.itemsize,
         "buffer_bytes": planned.needs.communication_bytes,
         "region_bytes": total_of(planned.place().regions, (ACTIVATIONS,)),
     }
@@ -189,7 +188,7 @@ def sent_numel(planned: Planned) -> dict[str, int]:
     At stage 3 every micro-batch gathers all units for its forward, and for its backward all but those that are still
     there: the root and the last block, if blocks run in the order of the model.
     """
-    layout, config = planned.layout.trained, planned.config
+    layout, choice = planned.layout.trained, planned.choice
     reduction = planned.needs.reduction
     if reduction is None:
         return {"gradients": 0, "parameters": 0}
@@ -197,10 +196,10 @@ def sent_numel(planned: Planned) -> dict[str, int]:
     for flat in layout.flats:
         shards[flat.unit] += layout.shard_numel(flat.index)
     gathered = sum(shards.values())
-    if config.stage == 3:
+    if choice.grads.stage == 3:
         last = next((unit for unit in reversed(shards) if unit != ROOT), ROOT)
         kept = sum(shards[unit] for unit in {ROOT, last} if unit in shards)
-        gathered = config.accumulation * (2 * gathered - kept)
+        gathered = choice.grads.passes * (2 * gathered - kept)
     others = layout.ranks - 1
     return {"gradients": others * reduction.rounds * sum(shards.values()), "parameters": others * gathered}
 
@@ -229,12 +228,12 @@ def _in_memory(regions: Iterable[Region]) -> Iterator[Row]:
 def _on_disk(placement: Placement, planned: Planned) -> Iterator[Row]:
     if not placement.disk_bytes:
         return
-    slot_arrays, config = planned.needs.states, planned.config
-    frozen = frozen_slot_arrays(planned.layout) if config.frozen_tier.is_durable else []
-    params = param_slot_arrays(planned.layout) if config.param_tier.is_durable else []
-    grads = gradient_slot_arrays(planned.layout, config.accumulation) if config.grad_tier.is_durable else []
+    slot_arrays, choice = planned.needs.states, planned.choice
+    frozen = frozen_slot_arrays(planned.layout) if choice.params.frozen_tier.is_durable else []
+    params = param_slot_arrays(planned.layout) if choice.params.tier.is_durable else []
+    grads = gradient_slot_arrays(planned.layout, choice.grads.passes) if choice.grads.tier.is_durable else []
     resident = placement.states.resident
-    unwritten = [slot_arrays[chunk] for chunk in resident] if state_slots(planned.layout, config) else []
+    unwritten = [slot_arrays[chunk] for chunk in resident] if state_slots(planned.layout, choice) else []
     rows = [
         *_states([slot for chunk, slot in enumerate(slot_arrays) if chunk not in resident], NVME),
         Row("param", NVME, sum(slot.numel * slot.itemsizes[0] for slot in params)),
@@ -248,11 +247,11 @@ def _on_disk(placement: Placement, planned: Planned) -> Iterator[Row]:
 
 def _second_slots(planned: Planned) -> int:
     """Bytes that commits take on the disk beside the first slot of each chunk."""
-    config, layout = planned.config, planned.layout
-    slot_arrays = all_slot_arrays(layout, config)[: committed_slots(layout, config)]
-    elsewhere = config.commits_parameters and not config.param_tier.is_durable
+    choice, layout = planned.choice, planned.layout
+    slot_arrays = all_slot_arrays(layout, choice)[: committed_slots(layout, choice)]
+    elsewhere = choice.commits.holds_params and not choice.params.tier.is_durable
     once = sum(slot.nbytes for slot in slot_arrays[len(layout.chunks) :]) if elsewhere else 0
-    return (config.slots_per_chunk - 1) * sum(slot.nbytes for slot in slot_arrays) + once
+    return (choice.commits.slots_per_chunk - 1) * sum(slot.nbytes for slot in slot_arrays) + once
 
 
 def _states(slot_arrays: list[SlotArrays], tier: Tier) -> Iterator[Row]:

@@ -46,11 +46,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offload.config import LEAST_IN_FLIGHT
 from offload.errors import CLOSED, ClosedError, InterruptedStepError, OffloadError, StateError
 from offload.interrupts import uninterrupted, uninterrupted_entry, wait_until
 from offload.io.engine import IOFuture
 from offload.profiling import Timeline
+from offload.storage.pool import LEAST_IN_FLIGHT
 from offload.storage.swap_file import Slots, memory_of
 from offload.storage.swap_format import STATE_KINDS, SlotArrays
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from offload import OffloadZero, Tuning, config
+from offload import OffloadZero, Tuning
 from offload.errors import ConfigError
+from offload.planner import decide
 from offload.planner.explain import explain, plan_of
 from offload.planner.placement import Placement
 from tests.support.streamed import in_little_memory
@@ -183,7 +184,7 @@ def test_few_trained_parameters_stay_while_others_stream(tmp_path: Path) -> None
 
 def test_trained_parameters_that_stay_are_written_pointed_and_saved_as_in_plain_torch(tmp_path: Path) -> None:
     model, plain = adapted(), adapted()
-    with patch.object(config, "SMALL", 1.0):
+    with patch.object(decide, "SMALL", 1.0):
         optimizer = in_little_memory(model, torch.optim.AdamW(trained(model)), **options("cpu", "nvme", tmp_path))
     assert optimizer.stats()["param_tier"] == "device"
     for one, other in ((model, optimizer), (plain, torch.optim.AdamW(trained(plain)))):
