@@ -300,10 +300,7 @@ def summarise(planned: Planned, options: PlanOptions) -> dict[str, Any]:
         "kept_share": placement.states.resident_bytes / planned.needs.state_bytes,
         "buffers": placement.states.in_flight,
         "arena_utilisation": placement.states.utilisation,
-        "rows": [
-            {"kind": row.kind, "tier": row.tier.name, "nbytes": row.nbytes}
-            for row in explain.explain(placement, planned)
-        ],
+        "rows": [{"kind": row.kind, "tier": row.tier.name, "nbytes": row.nbytes} for row in explain.explain(placement)],
         "device_bytes": placement.device_bytes,
         "device_budget_bytes": placement.device_budget_bytes,
         "peak_cpu_bytes": placement.arena_bytes,

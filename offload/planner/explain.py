@@ -19,7 +19,6 @@ With `tier="device"` all of this is on the device, and only the buffers of commi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -28,7 +27,6 @@ from torch import nn
 
 from offload.choices import Choice
 from offload.errors import BudgetError
-from offload.grads.shards import gradient_slot_arrays
 from offload.layout import Layout
 from offload.model.partition import partition_bytes
 from offload.model.units import ROOT
@@ -38,19 +36,17 @@ from offload.planner.decide import decide, replicas_of
 from offload.planner.placement import (
     ACTIVATIONS,
     IN_FLIGHT,
+    SLOTS,
     Needs,
     Placement,
     Room,
-    all_slot_arrays,
-    committed_slots,
     place,
-    state_slots,
 )
-from offload.regions import REST, Region, total_of
-from offload.storage.swap_format import STATE_KINDS, SlotArrays, frozen_slot_arrays, param_slot_arrays
-from offload.tiers import CPU, DEVICE, NVME, Tier
+from offload.regions import REST, total_of
+from offload.storage.swap_format import STATE_KINDS
+from offload.tiers import CPU, DEVICE, NVME, TIERS, Tier
 
-KINDS = ("grad", *STATE_KINDS, "param", "frozen", "buffers", "activation", REST)
+KINDS = ("grad", *STATE_KINDS, "param", "frozen", "buffers", "activation", SLOTS, REST)
 """Of rows, in their order."""
 
 
@@ -204,61 +200,20 @@ def sent_numel(planned: Planned) -> dict[str, int]:
     return {"gradients": others * reduction.rounds * sum(shards.values()), "parameters": others * gathered}
 
 
-def explain(placement: Placement, planned: Planned) -> list[Row]:
-    """Every byte of `placement`, by state kind and tier; see [Note: rows]. Rows without bytes are left out."""
+def explain(placement: Placement) -> list[Row]:
+    """Every byte of `placement`, by kind and tier, in the order of `TIERS` and `KINDS`; see [Note: rows]. Rows without
+    bytes are left out."""
     in_model = placement.device_bytes - placement.slab_bytes - placement.resident_bytes
     rows = [
         Row("param", DEVICE, in_model),
         Row("frozen", DEVICE, placement.resident_bytes),
-        *_in_memory(placement.regions),
-        *_on_disk(placement, planned),
     ]
-    return [row for row in rows if row.nbytes]
-
-
-def _in_memory(regions: Iterable[Region]) -> Iterator[Row]:
-    """A row for each kind and tier, the kinds in the order of `KINDS`."""
     found = Counter[tuple[Tier, str]]()
-    for region in regions:
+    for region in placement.regions:
         for kind, nbytes in region.rows():
             found[region.tier, kind] += nbytes
-    yield from (Row(kind, tier, found[tier, kind]) for tier in (DEVICE, CPU) for kind in KINDS)
-
-
-def _on_disk(placement: Placement, planned: Planned) -> Iterator[Row]:
-    if not placement.disk_bytes:
-        return
-    slot_arrays, choice = planned.needs.states, planned.choice
-    frozen = frozen_slot_arrays(planned.layout) if choice.params.frozen_tier.is_durable else []
-    params = param_slot_arrays(planned.layout) if choice.params.tier.is_durable else []
-    grads = gradient_slot_arrays(planned.layout, choice.grads.passes) if choice.grads.tier.is_durable else []
-    resident = placement.states.resident
-    unwritten = [slot_arrays[chunk] for chunk in resident] if state_slots(planned.layout, choice) else []
-    rows = [
-        *_states([slot for chunk, slot in enumerate(slot_arrays) if chunk not in resident], NVME),
-        Row("param", NVME, sum(slot.numel * slot.itemsizes[0] for slot in params)),
-        Row("frozen", NVME, sum(slot.numel * slot.itemsizes[0] for slot in frozen)),
-        Row("grad", NVME, sum(slot.numel * slot.itemsizes[0] for slot in grads)),
-        Row("slots", NVME, sum(slot.nbytes for slot in unwritten) + _second_slots(planned)),
-    ]
-    yield from rows
-    yield Row("rest", NVME, placement.disk_bytes - sum(row.nbytes for row in rows))
-
-
-def _second_slots(planned: Planned) -> int:
-    """Bytes that commits take on the disk beside the first slot of each chunk."""
-    choice, layout = planned.choice, planned.layout
-    slot_arrays = all_slot_arrays(layout, choice)[: committed_slots(layout, choice)]
-    elsewhere = choice.commits.holds_params and not choice.params.tier.is_durable
-    once = sum(slot.nbytes for slot in slot_arrays[len(layout.chunks) :]) if elsewhere else 0
-    return (choice.commits.slots_per_chunk - 1) * sum(slot.nbytes for slot in slot_arrays) + once
-
-
-def _states(slot_arrays: list[SlotArrays], tier: Tier) -> Iterator[Row]:
-    """The rows of the optimizer states, without headers and padding. A split master is half as wide, because its upper
-    half is the parameter."""
-    for number, kind in enumerate(STATE_KINDS):
-        yield Row(kind, tier, sum(slot.itemsizes[number] * slot.numel for slot in slot_arrays))
+    rows += [Row(kind, tier, found[tier, kind]) for tier in TIERS.values() for kind in KINDS]
+    return [row for row in rows if row.nbytes]
 
 
 def bytes_per_param(placement: Placement, layout: Layout) -> float:

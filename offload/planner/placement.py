@@ -32,12 +32,11 @@ from offload.storage.pool import BUFFERS, LEAST_IN_FLIGHT, Pool, kinds_held
 from offload.storage.swap_format import (
     STATE_KINDS,
     SlotArrays,
-    file_bytes,
     frozen_slot_arrays,
     param_slot_arrays,
     state_slot_arrays,
 )
-from offload.tiers import CPU, DEVICE, TIERS, Tier
+from offload.tiers import CPU, DEVICE, NVME, TIERS, Tier
 
 IN_FLIGHT = 4
 """Buffers for streamed chunks if the budget allows: one more than the least, so that a late write delays no read."""
@@ -57,6 +56,9 @@ STATES, PARAMS, GRADS, FROZEN, STAGED = "states", "parameters", "stored gradient
 """Of the names of pools' regions."""
 ACTIVATIONS, SPILLED = "activations", "activations that the device has no room for"
 SCRATCH = "temporaries of kernels"
+SUPERBLOCK, SECOND = "superblock", "second slots, for commits"
+SLOTS = "slots"
+"""Kind of slots that no step writes."""
 
 _MASTERS_OF_HALF = ", whose values fp32 masters begin with"
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -79,7 +81,8 @@ class Placement:
             device. frozen: of frozen parameters; None: likewise.
         grads: of gradients in slots; staged: of states that are on the device, for commits.
         held_bytes: what this rank holds of each state kind, on any tier, gaps between parameters included.
-        regions: what parts reserve in RAM and on the device; together arena_bytes and slab_bytes.
+        regions: what parts reserve in RAM, on the device and on the disk; together arena_bytes, slab_bytes and
+            disk_bytes.
         choice: for which it is; device_memory: that was given.
     """
 
@@ -517,14 +520,23 @@ class Needs:
         fixed = [*self.regions, *self.of_frozen(self.frozen), *self.of_activations(self.activation_bytes, 0)]
         return total_bytes(fixed, CPU) + min(LEAST_IN_FLIGHT * largest, self.state_bytes)
 
-    @property
-    def disk_bytes(self) -> int:
-        """Bytes of this rank's swap files. Each file after the first takes a page more."""
+    def of_files(self, states: Pool) -> list[Region]:
+        """What this rank's swap files take: the slots. Each file after the first takes a page more."""
         layout, choice = self.layout, self.choice
         if not choice.commits.paths:
-            return 0
-        committed = committed_slots(layout, choice)
-        return file_bytes(all_slot_arrays(self.held, choice), choice.commits.slots_per_chunk, committed)
+            return []
+        found = [Region(NVME, SUPERBLOCK, PAGE_BYTES)]
+        for chunk, slot in enumerate(state_slots(layout, choice)):
+            found.append(_slot(STATES, slot, STATE_KINDS, is_moved=chunk not in states.resident))
+        every = all_slot_arrays(self.held, choice)
+        others = iter(every[len(found) - 1 :])
+        params, moves_params = len(layout.param_chunks), choice.params.tier.is_durable
+        kinds = [("param", moves_params)] * (params if moves_params or choice.commits.holds_params else 0)
+        kinds += [("grad", True)] * (len(layout.chunks) if choice.grads.tier.is_durable else 0)
+        kinds += [("frozen", True)] * (len(self.held.frozen) if choice.params.frozen_tier.is_durable else 0)
+        found += [_slot(kind, slot, (kind,), is_moved=moves) for (kind, moves), slot in zip(kinds, others, strict=True)]
+        second = every[: committed_slots(layout, choice)] * (choice.commits.slots_per_chunk - 1)
+        return found + [Region(NVME, SECOND, slot.nbytes, kind=SLOTS) for slot in second]
 
     @property
     def held_bytes(self) -> dict[str, int]:
@@ -557,6 +569,14 @@ class Needs:
         if self.choice.grads.tier.is_durable:
             grads = passes * sum(slot.nbytes for slot in gradient_slot_arrays(self.layout, passes))
         return (2 * passes - 1) * params + tiled + grads, params + grads
+
+
+def _slot(name: str, slot: SlotArrays, kinds: Sequence[str], *, is_moved: bool) -> Region:
+    """A chunk's first slot. Args: kinds: of its arrays; is_moved: whether steps read and write it."""
+    what = f"slots of {name}"
+    if not is_moved:
+        return Region(NVME, what, slot.nbytes, kind=SLOTS)
+    return Region(NVME, what, slot.nbytes, holds=kinds_held(slot, kinds))
 
 
 # Where the states go.
@@ -613,7 +633,7 @@ def place(layout: Layout, choice: Choice, *, direct: bool, room: Room | None = N
     # States come first: they would be written as well.
     frozen = needs.frozen_with(min(budget, free) - used)
     # The states' memory comes first: a resume reads into it while the rest is made.
-    regions = [*needs.of_states(pool), *needs.regions, *needs.of_frozen(frozen), *activations]
+    regions = [*needs.of_states(pool), *needs.regions, *needs.of_frozen(frozen), *activations, *needs.of_files(pool)]
     read, written = needs.moved_bytes
     return Placement(
         choice=choice,
@@ -623,7 +643,7 @@ def place(layout: Layout, choice: Choice, *, direct: bool, room: Room | None = N
         budget_bytes=budget,
         read_bytes=sum(pool.streamed) + read + needs.frozen_read_bytes(frozen),
         written_bytes=sum(pool.streamed) + written,
-        disk_bytes=needs.disk_bytes,
+        disk_bytes=total_bytes(regions, NVME),
         device_bytes=device_bytes,
         streamed_bytes=streamed_bytes(layout, choice),
         device_budget_bytes=room.limit,

@@ -70,11 +70,11 @@ class Lender:
 
 
 class Reserved:
-    """The pieces of all regions, by name. Args: regions: in the order of their memory; lenders: by tier."""
+    """The pieces of all regions in memory, by name. Args: regions: in the order of their memory; lenders: by tier."""
 
     def __init__(self, regions: Iterable[Region], lenders: Mapping[Tier, Lender]) -> None:
         self._pieces: dict[str, list[Tensor]] = {}
-        for region in regions:
+        for region in (one for one in regions if one.tier in lenders):
             pieces = [lenders[region.tier].carve(region.nbytes) for _ in range(region.count)]
             self._pieces.setdefault(region.what, []).extend(pieces)
 

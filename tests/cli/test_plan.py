@@ -111,7 +111,7 @@ def test_rows_of_a_tier_add_up_to_what_is_placed_there(
     planned = planned_of(direct, accumulation=accumulation, split_master=split_master, **options)
     planned = planned.with_memory(planned.cpu_memory_for(share))
     placed = planned.place()
-    rows = explain(placed, planned)
+    rows = explain(placed)
     totals = {"device": placed.device_bytes, "cpu": placed.arena_bytes, "nvme": placed.disk_bytes}
     assert {tier: sum(row.nbytes for row in rows if row.tier.name == tier) for tier in totals} == totals
     assert all(row.nbytes > 0 for row in rows)
@@ -133,7 +133,7 @@ def test_rows_of_states_on_the_device_add_up(direct: bool, commit_every: int | N
     path = None if commit_every is None else "."
     planned = planned_of(direct, tier="device", commit_every=commit_every, path=path)
     placed = planned.place()
-    rows = explain(placed, planned)
+    rows = explain(placed)
     totals = {"device": placed.device_bytes, "cpu": placed.arena_bytes, "nvme": placed.disk_bytes}
     assert {tier: sum(row.nbytes for row in rows if row.tier.name == tier) for tier in totals} == totals
     by_kind = {row.kind: row.nbytes for row in rows if row.tier.name == "device"}
@@ -216,7 +216,7 @@ def test_rows_of_a_rank_add_up_too() -> None:
     for stage, param_tier in ((1, None), (2, None), (1, "cpu"), (2, "nvme"), (3, "cpu"), (3, "nvme")):
         planned = planned_of(True, ranks=3, stage=stage, param_tier=param_tier, path=".")
         placed = planned.with_memory(planned.least()).place()
-        rows = explain(placed, planned)
+        rows = explain(placed)
         totals = {"device": placed.device_bytes, "cpu": placed.arena_bytes, "nvme": placed.disk_bytes}
         assert {tier: sum(row.nbytes for row in rows if row.tier.name == tier) for tier in totals} == totals
         assert all(row.nbytes > 0 for row in rows)
@@ -417,7 +417,7 @@ def test_a_folder_without_a_configuration_is_refused_at_once(tmp_path: Path) -> 
 def test_activations_are_a_row_of_their_own(direct: bool, tier: str) -> None:
     planned = planned_of(direct, path=".", activation_tier=tier, activation_memory="3MiB")
     placed = planned.place()
-    rows = explain(placed, planned)
+    rows = explain(placed)
     totals = {"device": placed.device_bytes, "cpu": placed.arena_bytes, "nvme": placed.disk_bytes}
     assert {tier: sum(row.nbytes for row in rows if row.tier.name == tier) for tier in totals} == totals
     is_apart = tier == "device" and not direct

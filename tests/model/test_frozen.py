@@ -210,7 +210,7 @@ def test_the_first_line_and_the_plan_count_what_streams(tmp_path: Path, capsys: 
     given = options("cpu", "nvme", tmp_path)
     planned = plan_of(model, direct=True, **given)
     placement = planned.place()
-    rows = {(row.kind, row.tier.name): row.nbytes for row in explain(placement, planned)}
+    rows = {(row.kind, row.tier.name): row.nbytes for row in explain(placement)}
     gaps = 4 * 64 * len(list(model.parameters()))  # at most, by which parameters are aligned
     assert frozen_bytes <= rows["frozen", "nvme"] <= frozen_bytes + gaps
     OffloadZero(model, **given).close()
