@@ -339,7 +339,7 @@ def committed_slots(layout: Layout, choice: Choice) -> int:
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that a configuration needs.
+    """What a choice needs.
 
     Args: held: the layout of all parameters that are trained or stream; direct: whether the model's device is the
     CPU.
