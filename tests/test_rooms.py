@@ -138,3 +138,16 @@ def test_nobody_below_the_planner_sees_what_the_user_said() -> None:
         if name.startswith("offload.options") and room not in above and name != "offload.options.absolute"
     ]
     assert not wrong
+
+
+def test_choices_are_made_in_one_place() -> None:
+    """But for those with which activations are measured, before anything is decided."""
+    makers = {"planner/decide.py", "planner/activations.py", "choices.py"}
+    wrong = [
+        f"{path.relative_to(ROOT)} makes a {node.func.id}"
+        for _, path in sources()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and re.fullmatch(r"\w*Choice", node.func.id)
+        if str(path.relative_to(ROOT)) not in makers
+    ]
+    assert not wrong
