@@ -203,9 +203,8 @@ def sent_numel(planned: Planned) -> dict[str, int]:
 def explain(placement: Placement) -> list[Row]:
     """Every byte of `placement`, by kind and tier, in the order of `TIERS` and `KINDS`; see [Note: rows]. Rows without
     bytes are left out."""
-    in_model = placement.device_bytes - placement.slab_bytes - placement.resident_bytes
     rows = [
-        Row("param", DEVICE, in_model),
+        Row("param", DEVICE, placement.model_bytes - placement.resident_bytes),
         Row("frozen", DEVICE, placement.resident_bytes),
     ]
     found = Counter[tuple[Tier, str]]()

@@ -8,7 +8,7 @@ would be in RAM is on the device, and in RAM are only the buffers through which 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -69,42 +69,59 @@ class Placement:
     """Bytes by tier, fixed before the first step.
 
     Attributes:
-        states: of the states, where they wait for the step.
-        arena_bytes: all that this library holds in RAM; budget_bytes: what it may hold.
-        read_bytes, written_bytes: of the disk, a step; disk_bytes: the swap files.
-        device_bytes: the most that parameters and buffers take on the model's device at once; resident_bytes: of these,
-            frozen parameters that stay there, and buffers; streamed_bytes: of these, units that come and go;
-            device_budget_bytes: what all may take, None: anything.
-        slab_bytes: of device_bytes, with tier="device" those of states, gradients and what works on them; else those of
-            communication buffers, if the device has memory of its own.
-        params: of trained 16-bit parameters that are streamed, or copied to RAM for commits; None: they stay on the
-            device. frozen: of frozen parameters; None: likewise.
-        grads: of gradients in slots; staged: of states that are on the device, for commits.
+        choice: for which it is.
+        regions: what parts reserve in RAM, on the device and on the disk.
+        states: the pool of the states, where they wait for the step.
+        params: that of trained parameters that stream, or are copied to RAM for commits; None: they stay on the device.
+        grads: that of gradients in slots; None: they are in memory.
+        staged: that of states on the device, on their way to the disk; None: there are no commits of these.
+        frozen: that of frozen parameters; None: they stay on the device.
+        budget_bytes: what may be held in RAM.
+        device_budget_bytes: what the device may hold; None: anything. device_memory: if that was given.
+        model_bytes: the most that parameters and buffers of the model take on the device at once.
+        resident_bytes: of these, frozen parameters that stay there, and buffers.
+        streamed_bytes: of these, units that come and go.
+        read_bytes, written_bytes: of the disk, a step.
         held_bytes: what this rank holds of each state kind, on any tier, gaps between parameters included.
-        regions: what parts reserve in RAM, on the device and on the disk; together arena_bytes, slab_bytes and
-            disk_bytes.
-        choice: for which it is; device_memory: that was given.
     """
 
     choice: Choice
+    regions: Sequence[Region]
     states: Pool
-    arena_bytes: int
+    params: Pool | None
+    grads: Pool | None
+    frozen: Pool | None
+    staged: Pool | None
     budget_bytes: int
+    device_budget_bytes: int | None
+    device_memory: int | None
+    model_bytes: int
+    resident_bytes: int
+    streamed_bytes: int
     read_bytes: int
     written_bytes: int
-    disk_bytes: int
-    device_bytes: int
-    params: Pool | None = None
-    grads: Pool | None = None
-    held_bytes: Mapping[str, int] = field(default_factory=dict)
-    device_budget_bytes: int | None = None
-    device_memory: int | None = None
-    resident_bytes: int = 0
-    streamed_bytes: int = 0
-    slab_bytes: int = 0
-    staged: Pool | None = None
-    frozen: Pool | None = None
-    regions: Sequence[Region] = ()
+    held_bytes: Mapping[str, int]
+
+    @cached_property
+    def arena_bytes(self) -> int:
+        """All that this library holds in RAM."""
+        return total_bytes(self.regions, CPU)
+
+    @cached_property
+    def slab_bytes(self) -> int:
+        """What it reserves on the device: with tier="device" states, gradients and what works on them; else buffers of
+        collectives and activations, if the device has memory of its own."""
+        return total_bytes(self.regions, DEVICE)
+
+    @cached_property
+    def disk_bytes(self) -> int:
+        """The swap files."""
+        return total_bytes(self.regions, NVME)
+
+    @property
+    def device_bytes(self) -> int:
+        """The most that the device holds at once, but for what batches add."""
+        return self.model_bytes + self.slab_bytes
 
     @property
     def activation_bytes(self) -> int:
@@ -274,10 +291,11 @@ def _module_bytes(layout: Layout, choice: Choice) -> dict[str, dict[str, int]]:
 
 
 def _require_room(layout: Layout, choice: Choice, room: Room, slab_bytes: int) -> int:
-    """The most bytes that the device holds. Raises: BudgetError if it has no room for them."""
-    needed, limit = room.resident(choice) + peak_bytes(layout, choice) + slab_bytes, room.limit
+    """The most bytes that the model takes on the device. Raises: BudgetError if it has no room for them."""
+    model_bytes, limit = room.resident(choice) + peak_bytes(layout, choice), room.limit
+    needed = model_bytes + slab_bytes
     if limit is None or needed <= limit:
-        return needed
+        return model_bytes
     origin = "half of what is free on the device allows" if room.device_memory is None else "device_memory allows"
     if choice.states.tier == DEVICE and not choice.params.has_frozen:
         others = ', or choose tier="cpu", or "nvme" with a path'
@@ -600,7 +618,7 @@ def place(layout: Layout, choice: Choice, *, direct: bool, room: Room | None = N
     activations = needs.of_activations(needs.activation_bytes, 0)
     fixed = [*needs.regions, *needs.of_frozen(needs.frozen)]
     on_device = [*fixed, *(needs.of_states(_resident(sizes)) if is_on_device else ()), *activations]
-    device_bytes = _require_room(layout, choice, room, total_bytes(on_device, DEVICE))
+    model_bytes = _require_room(layout, choice, room, total_bytes(on_device, DEVICE))
     given = room.cpu_memory
     free = free_memory() if room.free_cpu_bytes is None else room.free_cpu_bytes
     budget = free // 2 // room.ranks_on_node if given is None else given
@@ -636,25 +654,22 @@ def place(layout: Layout, choice: Choice, *, direct: bool, room: Room | None = N
     regions = [*needs.of_states(pool), *needs.regions, *needs.of_frozen(frozen), *activations, *needs.of_files(pool)]
     read, written = needs.moved_bytes
     return Placement(
-        choice=choice,
-        device_memory=room.device_memory,
+        choice,
+        regions,
         states=pool,
-        arena_bytes=total_bytes(regions, CPU),
-        budget_bytes=budget,
-        read_bytes=sum(pool.streamed) + read + needs.frozen_read_bytes(frozen),
-        written_bytes=sum(pool.streamed) + written,
-        disk_bytes=total_bytes(regions, NVME),
-        device_bytes=device_bytes,
-        streamed_bytes=streamed_bytes(layout, choice),
-        device_budget_bytes=room.limit,
-        resident_bytes=room.resident(choice),
         params=needs.params,
         grads=needs.grads,
-        held_bytes=needs.held_bytes,
-        slab_bytes=total_bytes(regions, DEVICE),
-        staged=needs.staged,
         frozen=frozen,
-        regions=regions,
+        staged=needs.staged,
+        budget_bytes=budget,
+        device_budget_bytes=room.limit,
+        device_memory=room.device_memory,
+        model_bytes=model_bytes,
+        resident_bytes=room.resident(choice),
+        streamed_bytes=streamed_bytes(layout, choice),
+        read_bytes=sum(pool.streamed) + read + needs.frozen_read_bytes(frozen),
+        written_bytes=sum(pool.streamed) + written,
+        held_bytes=needs.held_bytes,
     )
 
 
