@@ -529,7 +529,7 @@ def test_sizes_of_its_own_cost_no_memory(monkeypatch: pytest.MonkeyPatch) -> Non
         (["--gpu-memory", "much"], "--gpu-memory='much'"),
         (["--tier", "ram"], "--tier ram: choose one of nvme, cpu"),
         (["--cpu-memory", "lots"], "--cpu-memory='lots'"),
-        (["--chunk", "1KiB"], "Tuning.chunk='1KiB' is too small"),
+        (["--chunk", "1KiB"], "--chunk 1KiB is too small"),
     ],
 )
 def test_wrong_options_are_one_line(options: list[str], message: str) -> None:
