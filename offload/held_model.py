@@ -50,6 +50,14 @@ class Values(NamedTuple):
     frozen: object = None
 
 
+def _left_free(nbytes: int) -> int:
+    """What lies free in the heap after this, of `nbytes` that were freed: from FREED_BYTES on all goes back."""
+    if nbytes < FREED_BYTES:
+        return nbytes
+    return_freed()
+    return 0
+
+
 class HeldModel:
     """One optimizer's hold on its model.
 
@@ -354,12 +362,12 @@ class HeldModel:
             for flat in list(left):
                 if not any(params[number].is_meta for number in layout.flats[flat].params):
                     left.remove(flat)
-                    freed += sum(params[number].nbytes for number in layout.flats[flat].params)
+                    nbytes = sum(params[number].nbytes for number in layout.flats[flat].params)
                     yield flat
-                    if freed >= FREED_BYTES:
-                        return_freed()
-                        freed = 0
+                    freed = _left_free(freed + nbytes)
             if module is not None:
                 for param in module.parameters(recurse=False):
                     if param in others and self._original.was_meta(param):
+                        nbytes = param.nbytes
                         self._move_other(param, others[param])
+                        freed = _left_free(freed + nbytes)
