@@ -23,20 +23,23 @@ if __name__ == "__main__":
 
 from bench.limits import BETAS, EPS, LR, WEIGHT_DECAY
 from bench.report import Folder, Json, Out, Report, Rounds, Save, Table, judged, note, run, scratch
-from offload import config, native
+from offload import native
 from offload.devices.copies import HostCopier
-from offload.grads.local import LocalGradients
+from offload.grads.local import LocalGradients, regions
 from offload.io.select import open_engine
 from offload.layout import ParamSpec, build
 from offload.optim.adam import NewParameters, Step
+from offload.options import Options
+from offload.planner.decide import Situation, decide
 from offload.profiling import Timeline
 from offload.ranks.communicator import SingleProcess
+from offload.regions import total_bytes
 from offload.run import Memory, Run
-from offload.sizes import MIB
-from offload.storage.arena import Arena
+from offload.storage.arena import Arena, Reserved
 from offload.storage.chunk_cache import Store
 from offload.storage.swap_file import Stripes
 from offload.storage.swap_format import state_slot_arrays
+from offload.tiers import CPU
 
 NUMEL = 64
 """Parameters of a chunk."""
@@ -76,24 +79,28 @@ def step_over(count: int, folder: Path | None) -> Iterator[Step]:
     """A step over `count` chunks. Args: folder: where all states are streamed from; None: they are in RAM."""
     layout = build([ParamSpec("p", count * NUMEL, "", torch.bfloat16, 0)], NUMEL)
     slot_arrays = state_slot_arrays(layout, split_master=False)
+    choice = decide(Options(tier="cpu"), Situation(layout.numel, 0))
     with ExitStack() as stack:
         copier = HostCopier()
         kept = count if folder is None else BUFFERS
-        arena = stack.enter_context(closing(Arena(kept * slot_arrays[0].nbytes + count * 4 * NUMEL + MIB, copier)))
+        gradients_of = regions(layout, choice.grads, in_place=True)
+        size = kept * slot_arrays[0].nbytes + total_bytes(gradients_of, CPU)
+        arena = stack.enter_context(closing(Arena(size, copier)))
+        buffers = [arena.carve(slot_arrays[0].nbytes) for _ in range(kept)]
         kernels = stack.enter_context(closing(native.load(1)))
-        options = config.over_ranks(config.check(tier="cpu"), ranks=1, ranks_on_node=1)
-        memory = Memory(arena, None, arena, arena, copier)
-        work = Run(options, layout, memory, kernels, SingleProcess(), Timeline())
+        memory = Memory(arena, None, Reserved(gradients_of, {CPU: arena}), copier)
+        work = Run(choice.commits, (), layout, memory, kernels, SingleProcess(), Timeline())
         slots = None
         if folder is not None:
             engine = stack.enter_context(closing(open_engine("auto", [folder])))
             engine.register(arena.memory)
             slots = stack.enter_context(closing(Stripes(engine, [folder / "swap"], [1.0], slot_arrays)))
-        resident = frozenset(range(count)) if folder is None else frozenset()
-        store = stack.enter_context(closing(Store(slot_arrays, resident, BUFFERS, arena, slots, work.timeline)))
-        gradients = stack.enter_context(closing(LocalGradients(work)))
+        resident, passing = (dict(enumerate(buffers)), []) if folder is None else ({}, buffers)
+        store = stack.enter_context(closing(Store(slot_arrays, resident, passing, slots, work.timeline)))
+        gradients = stack.enter_context(closing(LocalGradients(work, choice.grads)))
         flats = [torch.zeros(flat.numel, dtype=flat.dtype) for flat in layout.flats]
-        yield stack.enter_context(closing(Step(work, store, gradients, NewParameters(work, flats, gradients))))
+        new_params = NewParameters(work, flats, gradients)
+        yield stack.enter_context(closing(Step(work, choice.states, store, gradients, new_params)))
 
 
 def measure(name: str, count: int, folder: Path | None, rounds: int) -> Result:

@@ -32,14 +32,14 @@ from offload.errors import (
 
 if TYPE_CHECKING:
     from offload.checkpoint.extra import collect_rng, restore_rng
-    from offload.config import Tuning
     from offload.optimizer import OffloadZero
+    from offload.options import Tuning
 
 __version__ = "0.1.0"
 
 _WITH_TORCH = {
     "OffloadZero": "offload.optimizer",
-    "Tuning": "offload.config",
+    "Tuning": "offload.options",
     "collect_rng": "offload.checkpoint.extra",
     "restore_rng": "offload.checkpoint.extra",
 }

@@ -8,16 +8,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from offload import config as configuration
 from offload.checkpoint.recovery import Start
-from offload.config import Config
+from offload.choices import Choice
 from offload.devices.copies import Copier, HostCopier, accelerator, copier_for, stream_handle
 from offload.entries import Entries
 from offload.grads.base import GradientBuffer
@@ -35,21 +34,37 @@ from offload.model.units import device_for, require_movable, require_on_mesh, re
 from offload.native import Kernels, load, load_on
 from offload.native.memory import return_large_blocks
 from offload.native.threads import usable_cpus
-from offload.native.torch_kernels import scratch_bytes
 from offload.optim.adam import NewParameters, Step
+from offload.options import Options
 from offload.planner.choice import ModelShape, choose
+from offload.planner.decide import decide, replicas_of
 from offload.planner.machine import free_memory
-from offload.planner.placement import Placement, Pool, Room, all_slot_arrays, committed_slots
+from offload.planner.placement import (
+    ACTIVATIONS,
+    FROZEN,
+    GRADS,
+    PARAMS,
+    SCRATCH,
+    SPILLED,
+    STAGED,
+    STATES,
+    Placement,
+    Room,
+    all_slot_arrays,
+    committed_slots,
+)
 from offload.profiling import Timeline
 from offload.ranks.communicator import Communicator
 from offload.run import Memory, Run, Stores
 from offload.storage.activation_store import ActivationStore
-from offload.storage.arena import Arena, Lender
+from offload.storage.arena import Arena, Reserved
 from offload.storage.chunk_cache import Store
 from offload.storage.device_store import DeviceArena, DeviceStore
 from offload.storage.files import replaceable_in
+from offload.storage.pool import Pool, in_flight, resident
 from offload.storage.swap_file import RunFiles, Stripes
 from offload.storage.swap_format import SlotArrays, frozen_slot_arrays, param_slot_arrays, state_slot_arrays
+from offload.tiers import CPU, DEVICE
 
 # Deciding.
 
@@ -58,18 +73,25 @@ from offload.storage.swap_format import SlotArrays, frozen_slot_arrays, param_sl
 class Plan:
     """What is decided before anything is allocated.
 
-    Attributes: config: with the tiers chosen; held: the layout of all that is trained or streams; params: in the order
-    of `held.specs`; moved: the names of parameters that get other memory when the model is taken; room: on the model's
-    device.
+    Attributes:
+        choice: what was decided.
+        held: the layout of all that is trained or streams.
+        params: in the order of `held.specs`.
+        moved: the names of parameters that get other memory when the model is taken.
+        device, copier: to train on, and between it and RAM.
+        room: what there is room for.
+        threads, io_engine: see `Tuning`.
     """
 
-    config: Config
+    choice: Choice
     held: Layout
     params: Sequence[nn.Parameter]
     moved: Mapping[nn.Parameter, str]
     device: torch.device
     copier: Copier
     room: Room
+    threads: int | None
+    io_engine: str
 
     @property
     def layout(self) -> Layout:
@@ -79,7 +101,7 @@ class Plan:
     def room_at_end(self, placement: Placement, is_parked: bool) -> int:
         """Bytes on the device for parameters that were streamed: half of what is free, and within their budget. Of a
         model that is parked, in RAM."""
-        free = _free_on_device(HostCopier() if is_parked else self.copier, self.config) // 2
+        free = _free_on_device(HostCopier() if is_parked else self.copier, self.room.ranks_on_node) // 2
         limit = None if is_parked else placement.device_budget_bytes
         return free if limit is None else min(free, limit - placement.resident_bytes)
 
@@ -87,54 +109,54 @@ class Plan:
 def plan_run(
     model: nn.Module,
     groups: Sequence[Mapping[str, Any]],
-    config: Config,
+    options: Options,
     comm: Communicator,
-    device: torch.device | str | None,
 ) -> Plan:
-    """Decides what is where. Args: groups: the optimizer's param_groups; device: see OffloadZero.
+    """Decides what is where. Args: groups: the optimizer's param_groups.
 
     Raises: ConfigError, BudgetError. Warns of an accelerator that nobody asked for, and of a path that others can
     change.
     """
-    found = accelerator()
+    found, device = accelerator(), options.device
     if device is None and found is not None and is_meta(model):
         warnings.warn(
             "the model has no device yet, and is going to be trained on the CPU, beside an accelerator: give "
             f'OffloadZero device="{found.type}", or device="cpu" if that is meant',
             stacklevel=4,
         )
-    for directory in dict.fromkeys(filter(None, map(replaceable_in, config.paths))):
+    for directory in dict.fromkeys(filter(None, map(replaceable_in, options.paths))):
         warnings.warn(
             f"{directory} is another user's, and every user may write to it: others can replace the files of this run; "
             f"give a path in a directory of your own, or have the sticky bit set on this one (chmod +t {directory})",
             stacklevel=4,
         )
-    shape = ModelShape.of(model, groups, config, planned=is_meta(model))
-    config = shape.config(config)
+    shape = ModelShape.of(model, groups, options, planned=is_meta(model))
+    nodes = comm.ranks_on_node
+    situation = shape.situation(ranks=comm.size, ranks_on_node=nodes, slices=comm.tensor_parallel.size)
+    first_choice = decide(options, situation)
     on = device_for(device, shape.params[0].device)
     require_on_mesh(on, shape.specs, shape.params)
     comm.require_device(on)
-    slices = comm.tensor_parallel.size
-    config = configuration.over_ranks(config, ranks=comm.size, ranks_on_node=comm.ranks_on_node, slices=slices)
-    replicas = configuration.replicas_of(config, ranks=comm.size, rows=comm.replicate_group.size)
+    replicas = replicas_of(first_choice, ranks=comm.size, rows=comm.replicate_group.size)
     copier = copier_for(on)
     own = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()) if t.device == on)
-    available = own + _free_on_device(copier, config) // 2
-    room = shape.room(available)
+    available = own + _free_on_device(copier, nodes) // 2
+    room = shape.room(options, available, ranks_on_node=nodes)
     layout_of = partial(shape.layout, ranks=comm.size, rank=comm.rank, replicas=replicas)
-    config, held, _ = choose(config, layout_of, direct=copier.direct, room=room)
+    held, placed = choose(options, situation, layout_of, direct=copier.direct, room=room)
     first, every = len(held.trained.specs), len(held.specs)
     require_streamable(held.specs[first:], shape.params[first:every])
     pairs = enumerate(zip(shape.specs, shape.params, strict=True))
     moved = {p: s.name for n, (s, p) in pairs if n < every or (p.dtype, p.device) != (s.dtype, on)}
     require_movable(moved)
     aliases_of(model, moved)
-    return Plan(config, held, shape.params[:every], moved, on, copier, room)
+    tuning, params = options.tuned, shape.params[:every]
+    return Plan(placed.choice, held, params, moved, on, copier, room, tuning.threads, tuning.io_engine)
 
 
-def _free_on_device(copier: Copier, config: Config) -> int:
+def _free_on_device(copier: Copier, ranks_on_node: int) -> int:
     free = copier.free_bytes()
-    return free_memory() // config.ranks_on_node if free is None else free
+    return free_memory() // ranks_on_node if free is None else free
 
 
 # Building.
@@ -175,37 +197,37 @@ def build(
     Args: undo: gets what closes them, to be called in reverse order; start: what is resumed, or that a run begins anew.
     Raises: BudgetError, PathError, PathInUseError, ResumeError, ConfigError; the model is not touched.
     """
-    config, layout, held = start.config, plan.layout, plan.held
-    memory = _reserve(undo, replace(plan, config=config), placement, comm)
+    choice, layout, held = plan.choice, plan.layout, plan.held
+    memory = _reserve(undo, plan, placement, comm)
     # Before there are files: it may be refused its threads.
-    kernels = _kernels_for(undo, config, layout, memory, direct=plan.copier.direct)
-    slots, engine = _open_files(undo, config, held, placement, memory, start, timeline, comm.everyone.rank)
-    run = Run(config, layout, memory, kernels, comm, timeline, Entries(comm.everyone.size))
-    states = state_slot_arrays(layout, split_master=config.split_master)
+    kernels = _kernels_for(undo, plan, memory)
+    slots, engine = _open_files(undo, plan, placement, memory, start, timeline, comm.everyone.rank)
+    run = Run(choice.commits, start.paths, layout, memory, kernels, comm, timeline, Entries(comm.everyone.size))
+    states = state_slot_arrays(layout, split_master=choice.states.split_master)
     # First of all in memory: a resume reads into it while the rest is made.
     store = _state_store(undo, run, placement, slots, states)
-    first_of_gradients = len(all_slot_arrays(layout, config)) - len(layout.chunks)
-    grad_arrays = gradient_slot_arrays(layout, config.accumulation)
-    grads = _pool_store(undo, run, placement.grads, grad_arrays, slots, first_of_gradients)
-    gradients: GradientBuffer = LocalGradients(run, grads) if comm.size == 1 else ReducedGradients(run, grads)
+    first_of_gradients = len(all_slot_arrays(layout, choice)) - len(layout.chunks)
+    grad_arrays = gradient_slot_arrays(layout, choice.grads.passes)
+    grads = _pool_store(undo, run, GRADS, placement.grads, grad_arrays, slots, first_of_gradients)
+    gradients: GradientBuffer = (LocalGradients if comm.size == 1 else ReducedGradients)(run, choice.grads, grads)
     undo.callback(gradients.close)
-    trained_streams, first_frozen = config.param_tier != "device", len(layout.flats)
+    trained_streams, first_frozen = choice.params.tier > DEVICE, len(layout.flats)
     streamed_flats = range(0 if trained_streams else first_frozen, len(held.flats))
     limit = placement.streamed_bytes
     parameters = FlatParameters(held, plan.params, plan.device, plan.copier, streamed=streamed_flats, limit=limit)
-    params = _pool_store(undo, run, placement.params, param_slot_arrays(layout), slots, len(states))
-    beside = memory.states if memory.link is None else memory.ram
-    frozen_arrays, first_slot = frozen_slot_arrays(held), len(all_slot_arrays(layout, config))
-    frozen = _pool_store(undo, run, placement.frozen, frozen_arrays, slots, first_slot, beside)
+    params = _pool_store(undo, run, PARAMS, placement.params, param_slot_arrays(layout), slots, len(states))
+    frozen_arrays, first_slot = frozen_slot_arrays(held), len(all_slot_arrays(layout, choice))
+    frozen = _pool_store(undo, run, FROZEN, placement.frozen, frozen_arrays, slots, first_slot)
     streamed = params if trained_streams else None
-    if config.streams:
+    if choice.params.streams:
         return_large_blocks()  # units come and go: without it RSS would grow with depth
     new_params = NewParameters(run, parameters.flats, gradients, streamed)
-    step = Step(run, store, gradients, new_params)
+    step = Step(run, choice.states, store, gradients, new_params)
     undo.callback(step.close)
     stores = Stores(store, params, grads, frozen)
-    masters = MasterWeights(run, parameters, stores, streamed)
-    activations = _activation_store(undo, plan, run, placement, engine, start)
+    masters = MasterWeights(run, choice.states, parameters, stores, streamed)
+    activations = _activation_store(undo, plan, run, engine, start)
+    assert not memory.reserved.left, memory.reserved.left
     return Parts(run, stores, streamed, parameters, masters, gradients, new_params, step, slots, engine, activations)
 
 
@@ -213,9 +235,9 @@ def _reserve(undo: ExitStack, plan: Plan, placement: Placement, comm: Communicat
     """RAM, whose pages are there when it is prefaulted, and memory of the model's device. Raises: BudgetError."""
     ram = Arena(placement.arena_bytes, plan.copier, at_once=False)
     undo.callback(_free, comm, ram)
-    is_on_device = plan.config.tier == "device"
+    is_on_device = plan.choice.states.tier == DEVICE
     if not is_on_device and not placement.slab_bytes:
-        return Memory(ram, None, ram, ram, plan.copier)
+        return Memory(ram, None, Reserved(placement.regions, {CPU: ram}), plan.copier)
     if plan.copier.direct:
         slab: Arena | DeviceArena = Arena(placement.slab_bytes, plan.copier, at_once=False)
     else:
@@ -223,11 +245,12 @@ def _reserve(undo: ExitStack, plan: Plan, placement: Placement, comm: Communicat
     undo.callback(_free, comm, slab)
     if isinstance(slab, Arena):
         slab.prefault(lambda: None)
+    reserved = Reserved(placement.regions, {CPU: ram, DEVICE: slab})
     if is_on_device:
         # Nothing leaves it in a step. Frozen parameters may come from RAM.
-        link = plan.copier if plan.config.param_tier == "device" and plan.config.frozen_tier != "device" else None
-        return Memory(ram, slab, slab, slab, HostCopier(), link)
-    return Memory(ram, slab, ram, slab, plan.copier)
+        link = plan.copier if plan.choice.params.tier == DEVICE and plan.choice.params.frozen_tier > DEVICE else None
+        return Memory(ram, slab, reserved, HostCopier(), link)
+    return Memory(ram, slab, reserved, plan.copier)
 
 
 _abandoned: list[Arena | DeviceArena] = []
@@ -240,14 +263,14 @@ def _free(comm: Communicator, arena: Arena | DeviceArena) -> None:
     arena.close()
 
 
-def _kernels_for(undo: ExitStack, config: Config, layout: Layout, memory: Memory, *, direct: bool) -> Kernels:
-    """The kernels that work where the states are. Args: direct: whether the model's device is the CPU."""
-    if isinstance(memory.states, DeviceArena):
-        largest = max((spec.numel for spec in layout.specs), default=0)
-        scratch = memory.states.carve(scratch_bytes(largest))
+def _kernels_for(undo: ExitStack, plan: Plan, memory: Memory) -> Kernels:
+    """The kernels that work where the states are."""
+    direct = plan.copier.direct
+    if plan.choice.states.tier == DEVICE and not direct:
+        (scratch,) = memory.take(SCRATCH)
         kernels = load_on(scratch, partial(stream_handle, scratch.device))
     else:
-        kernels = load(kernel_threads(config.threads, ranks_on_node=config.ranks_on_node, direct=direct))
+        kernels = load(kernel_threads(plan.threads, ranks_on_node=plan.room.ranks_on_node, direct=direct))
     undo.callback(kernels.close)
     kernels.start()
     return kernels
@@ -271,13 +294,14 @@ def _state_store(
     undo: ExitStack, run: Run, placement: Placement, slots: Stripes | None, slot_arrays: Sequence[SlotArrays]
 ) -> Store:
     """The store of the states; on a device it has one in RAM beneath it, through which commits go."""
-    memory, timeline, pool = run.memory, run.timeline, placement.states
-    if memory.states is memory.ram:
-        is_due = run.config.is_due
-        store = Store(slot_arrays, pool.resident, pool.in_flight, memory.ram, slots, timeline, is_due=is_due)
+    memory, timeline = run.memory, run.timeline
+    resident, buffers = _memory_of(STATES, placement.states, memory)
+    if placement.choice.states.tier > DEVICE:
+        store = Store(slot_arrays, resident, buffers, slots, timeline, is_due=run.commits.is_due)
     else:
-        beneath = _pool_store(undo, run, placement.staged, slot_arrays, slots, 0, memory.ram)
-        store = DeviceStore(slot_arrays, memory.states, beneath, timeline)
+        assert memory.device is not None
+        beneath = _pool_store(undo, run, STAGED, placement.staged, slot_arrays, slots, 0)
+        store = DeviceStore(slot_arrays, resident, memory.device, beneath, timeline)
     undo.callback(store.close)
     return store
 
@@ -285,37 +309,38 @@ def _state_store(
 def _pool_store(
     undo: ExitStack,
     run: Run,
+    name: str,
     pool: Pool | None,
     slot_arrays: Sequence[SlotArrays],
     slots: Stripes | None,
     first: int,
-    memory: Lender | None = None,
 ) -> Store | None:
-    """A store with the buffers of a pool; None without one. Args: first: slot of its first chunk."""
+    """A store with the memory of a pool; None without one. Args: name: of its regions; first: slot of its first
+    chunk."""
     if pool is None:
         return None
-    memory = run.memory.states if memory is None else memory
     held = None if slots is None else slots.starting_at(first)
-    store = Store(slot_arrays, pool.resident, pool.in_flight, memory, held, run.timeline)
+    store = Store(slot_arrays, *_memory_of(name, pool, run.memory), held, run.timeline)
     undo.callback(store.close)
     return store
 
 
+def _memory_of(name: str, pool: Pool, memory: Memory) -> tuple[dict[int, Tensor], list[Tensor]]:
+    """Of each resident chunk of a pool, and of its buffers. Args: name: of its regions."""
+    return dict(zip(sorted(pool.resident), memory.take(resident(name)), strict=True)), memory.take(in_flight(name))
+
+
 def _activation_store(
-    undo: ExitStack, plan: Plan, run: Run, placement: Placement, engine: IOEngine | None, start: Start
+    undo: ExitStack, plan: Plan, run: Run, engine: IOEngine | None, start: Start
 ) -> ActivationStore | None:
     """Where activations wait; None: where they are made."""
-    memory, nbytes, store = run.memory, placement.activation_bytes, None
-    is_on_device = run.config.activation_tier == "device" and not plan.copier.direct
-    in_ram = placement.activation_spill_bytes if is_on_device else nbytes
-    if in_ram:
-        paths = () if engine is None else run.config.paths
+    store, is_on_device = None, plan.choice.activations.tier == DEVICE and not plan.copier.direct
+    for region in run.memory.take(SPILLED if is_on_device else ACTIVATIONS):
+        paths = () if engine is None else run.paths
         files = [engine.adopt(open_nameless(str(path), start.held.hold(path))) for path in paths if engine is not None]
-        store = ActivationStore(memory.ram.carve(in_ram), plan.copier, plan.device, run.timeline, engine, files)
-    if is_on_device and nbytes:
-        assert memory.device is not None
+        store = ActivationStore(region, plan.copier, plan.device, run.timeline, engine, files)
+    for region in run.memory.take(ACTIVATIONS):
         # What stays on the device is copied there, in the order of its own work.
-        region = memory.device.carve(nbytes)
         store = ActivationStore(region, HostCopier(), plan.device, run.timeline, beneath=store)
     if store is not None:
         undo.callback(store.close)
@@ -324,8 +349,7 @@ def _activation_store(
 
 def _open_files(
     undo: ExitStack,
-    config: Config,
-    layout: Layout,
+    plan: Plan,
     placement: Placement,
     memory: Memory,
     start: Start,
@@ -333,17 +357,18 @@ def _open_files(
     rank: int,
 ) -> tuple[Stripes | None, IOEngine | None]:
     """The swap files and their engine, if there are any. Args: rank: among all that train the model."""
-    if not config.paths:
+    paths, commits, choice = start.paths, plan.choice.commits, plan.choice
+    if not paths:
         memory.ram.prefault(lambda: None)
         return None, None
-    engine = open_engine(config.io_engine, config.paths)
+    engine = open_engine(plan.io_engine, paths)
     undo.callback(engine.close)
     undo.callback(memory.ram.join)
     memory.ram.prefault(partial(engine.register, memory.ram.memory))
     resumed = None if start.found is None else start.found.slots
     files = RunFiles(
-        slots_per_chunk=config.slots_per_chunk,
-        committed=None if config.commit_every is None else committed_slots(layout, config),
+        slots_per_chunk=commits.slots_per_chunk,
+        committed=None if commits.every is None else committed_slots(plan.held, choice),
         resumed=None if resumed is None else resumed[1],
         is_temporary=start.found is not None and resumed is None,
         is_known=True,
@@ -352,8 +377,8 @@ def _open_files(
         directories=start.held,
     )
     # With commits, another budget has to find the same order of slots.
-    resident = placement.states.resident if config.commit_every is None else ()
-    slot_arrays, speeds = all_slot_arrays(layout, config), weights(config.paths)
-    slots = Stripes(engine, config.paths, speeds, slot_arrays, files, timeline=timeline, resident=resident)
+    resident = placement.states.resident if commits.every is None else ()
+    slot_arrays, speeds = all_slot_arrays(plan.held, choice), weights(paths)
+    slots = Stripes(engine, paths, speeds, slot_arrays, files, timeline=timeline, resident=resident)
     undo.callback(slots.close)
     return slots, engine

@@ -32,6 +32,7 @@ from offload.ranks.agreement import broadcast_from_first
 from offload.ranks.tensor_parallel import local_of, shard_dim_of
 from offload.run import Owner
 from offload.sizes import MIB
+from offload.tiers import NVME
 
 FREED_BYTES = 16 * MIB
 """What may lie free in the heap of the values that were taken, before it is given back."""
@@ -47,6 +48,14 @@ class Values(NamedTuple):
     source: Source
     committed: Collection[str] = ()
     frozen: object = None
+
+
+def _left_free(nbytes: int) -> int:
+    """What lies free in the heap after this, of `nbytes` that were freed: from FREED_BYTES on all goes back."""
+    if nbytes < FREED_BYTES:
+        return nbytes
+    return_freed()
+    return 0
 
 
 class HeldModel:
@@ -74,7 +83,8 @@ class HeldModel:
         self._hooks: Hooks | None = None
         self._activations: Activations | None = None
         self._guards: Guards | None = None
-        run = self._run = parts.run
+        run, choice = parts.run, placement.choice
+        self._run, self._choice = run, choice
         self._is_resident = parts.streamed is None and parts.stores.frozen is None
         parameters = parts.parameters
         transfers = self._new_transfers(placement, owner)
@@ -92,20 +102,20 @@ class HeldModel:
         self.initial_bytes = run.timeline.counted("nvme_written_bytes")
         parameters.remember(model)
         self.answers = Answers(run.layout, parameters, parts.gradients, self.pending, self.units, owner)
-        names = units_of(model, run.config.units)
+        names = units_of(model, choice.model.units)
         names |= {param: spec.unit for param, spec in zip(parameters.params, parameters.layout.specs, strict=True)}
         self.access = Access(parameters, names, self.units, placement.budget_bytes, owner)
-        self._hooks = Hooks(model, run, parameters, names, self.units, self.access, self.answers)
-        if run.config.activation_tier is not None:
-            partitions = Partitions(run.comm, parts.activations) if run.config.partition_activations else None
-            self._activations = Activations(model, run.config, self.units, parts.activations, partitions)
+        self._hooks = Hooks(model, choice.model, parameters, names, self.units, self.access, self.answers)
+        if choice.activations.tier is not None:
+            partitions = Partitions(run.comm, parts.activations) if choice.activations.partitioned else None
+            self._activations = Activations(model, choice.activations, self.units, parts.activations, partitions)
         self._guards = Guards(parameters, self.units, self.moves)
         parameters.guard_with(self._guards.class_for)
         numbers = ((alias.tensor, parameters.number_of(alias.param)) for alias in original.aliases)
         self._guards.guard_aliases({tensor: number for tensor, number in numbers if number is not None})
         # An update that waits for nothing but kernels, which write into the model, is applied inside `step()`. Measured
         # 5 to 24 % faster than between layers; from a disk it would cost 16 to 29 %.
-        uses_disk = placement.states.streamed or "nvme" in (run.config.param_tier, run.config.grad_tier)
+        uses_disk = placement.states.streamed or NVME in (choice.params.tier, choice.grads.tier)
         self._applies_in_step = run.memory.copier.direct and not uses_disk
         self._launches_in_step = run.layout.ranks > 1 and parts.streamed is None
 
@@ -233,6 +243,7 @@ class HeldModel:
             stores,
             owner,
             leases=min(leases, default=len(layout.param_chunks)),
+            ahead=self._choice.params.prefetch_units,
             limit=None if limit is None else limit - placement.device_bytes + placement.streamed_bytes,
         )
         if trained is not None:
@@ -244,7 +255,7 @@ class HeldModel:
     def _take_model(self, values: Values, transfers: UnitTransfers | None) -> None:
         """Makes the masters, casts the held parameters, and moves them to the device to train on, a flat parameter at a
         time."""
-        parts, config, layout = self._parts, self._run.config, self._parts.parameters.layout
+        parts, layout = self._parts, self._parts.parameters.layout
         moves = parts.parameters.params[0].device != parts.parameters.device
         owned: set[Tensor] = set()
         for flat in self._complete_flats(values.source, owned):
@@ -271,7 +282,7 @@ class HeldModel:
                 if (number_of := parts.parameters.number_of(alias.param)) in info.params:
                     assert number_of is not None
                     alias.follow(parts.parameters.data_of(number_of))
-            if info.is_frozen and config.commit_every is not None:
+            if info.is_frozen and self._choice.commits.every is not None:
                 self._frozen_digests |= self._digests_of(flat)
             if streams and has_values and transfers is not None:
                 transfers.store_and_free(flat)
@@ -309,8 +320,8 @@ class HeldModel:
 
     def _others(self) -> dict[nn.Parameter, torch.dtype]:
         """The parameters that are not held, and the dtype that each of them has on the device."""
-        config, held = self._run.config, self._parts.parameters.index
-        dtypes = compute_dtypes(self._model, config.keep_fp32, config.compute_dtype)
+        held, choice = self._parts.parameters.index, self._choice.model
+        dtypes = compute_dtypes(self._model, choice.keep_fp32, choice.compute_dtype)
         return {param: dtype_of(param, dtypes[param]) for param in self._model.parameters() if param not in held}
 
     def _move_other(self, param: nn.Parameter, dtype: torch.dtype) -> None:
@@ -351,12 +362,12 @@ class HeldModel:
             for flat in list(left):
                 if not any(params[number].is_meta for number in layout.flats[flat].params):
                     left.remove(flat)
-                    freed += sum(params[number].nbytes for number in layout.flats[flat].params)
+                    nbytes = sum(params[number].nbytes for number in layout.flats[flat].params)
                     yield flat
-                    if freed >= FREED_BYTES:
-                        return_freed()
-                        freed = 0
+                    freed = _left_free(freed + nbytes)
             if module is not None:
                 for param in module.parameters(recurse=False):
                     if param in others and self._original.was_meta(param):
+                        nbytes = param.nbytes
                         self._move_other(param, others[param])
+                        freed = _left_free(freed + nbytes)

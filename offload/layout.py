@@ -35,8 +35,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from offload.config import SUM_BLOCK
-from offload.sizes import round_up
+from offload.sizes import SUM_BLOCK, round_up
 
 ALIGN_NUMEL = 64
 """Elements: a cache line or more in every dtype, so that matrix kernels find parameters as aligned as torch's

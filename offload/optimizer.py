@@ -34,7 +34,6 @@ from uuid import uuid4
 import torch
 from torch import Tensor, nn
 
-from offload import config as configuration
 from offload import interrupts
 from offload.build import build, plan_run
 from offload.checkpoint import recovery
@@ -45,7 +44,6 @@ from offload.checkpoint.extra import Carried, carried_in, memory_of, stored
 from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.recovery import RecoveryPlan, Resumed
 from offload.checkpoint.tensors import Entry
-from offload.config import PathLike, Tuning
 from offload.entries import Entries, entry, exclusive_entry, training_entry
 from offload.errors import (
     CLOSED,
@@ -84,6 +82,7 @@ from offload.optim.adopt import (
 )
 from offload.optim.adopt import unwrapped as unwrapped_optimizer
 from offload.optim.frameworks import is_loading_a_checkpoint, warn_of_new_loop
+from offload.options import Options, PathLike, Tuning
 from offload.planner.placement import place
 from offload.profiling import PHASES, Timeline
 from offload.ranks import torch_distributed
@@ -214,28 +213,7 @@ class OffloadZero(torch.optim.Optimizer):
         tuning: Tuning | None = None,
         **unknown: Never,
     ) -> None:
-        self._config = configuration.check(
-            tier=tier,
-            path=path,
-            cpu_memory=cpu_memory,
-            compute_dtype=compute_dtype,
-            keep_fp32=keep_fp32,
-            accumulation=accumulation,
-            nonfinite=nonfinite,
-            param_tier=param_tier,
-            grad_tier=grad_tier,
-            tuning=tuning,
-            device_memory=device_memory,
-            commit_every=commit_every,
-            resume=resume,
-            stage=stage,
-            cast_forward_inputs=cast_forward_inputs,
-            keep=keep,
-            activation_tier=activation_tier,
-            activation_memory=activation_memory,
-            partition_activations=partition_activations,
-            **unknown,
-        )
+        options = Options.of(locals())  # each argument has the name of its option
         wrapper, model = model, unwrapped(model)
         self._model = model
         self._pid = os.getpid()
@@ -243,12 +221,13 @@ class OffloadZero(torch.optim.Optimizer):
         self._failure: BaseException | None = None
         self._step = 0
         self._skipped = 0
+        self._skips_nonfinite = options.nonfinite == "skip"
         self._has_warned = self._has_told = False
         self._first: _First | None = None
         self._adopted = False
         mesh = mesh_of(model.named_parameters()) if isinstance(model, nn.Module) else None
-        self._comm = torch_distributed.connect(process_group, timeline=self._timeline, mesh=mesh)
-        if self._config.partition_activations and self._comm.tensor_parallel.size == 1:
+        self._comm = torch_distributed.connect(options.process_group, timeline=self._timeline, mesh=mesh)
+        if options.partition_activations and self._comm.tensor_parallel.size == 1:
             raise ConfigError(
                 "partition_activations=True, and no parameter is a DTensor that several ranks share: shard the model "
                 "with torch's parallelize_module before, or leave it out"
@@ -257,7 +236,7 @@ class OffloadZero(torch.optim.Optimizer):
         self._everyone = self._comm.everyone
         self._undo = undo = ExitStack()
         try:
-            given, source, found = self._reserve(undo, unwrapped_optimizer(optimizer), device, init, init_missing)
+            given, source, found = self._reserve(undo, unwrapped_optimizer(optimizer), options)
             super().__init__(given.param_groups, dict(given.defaults))
             move_hooks(given, self)
             self._adopted = True
@@ -269,7 +248,7 @@ class OffloadZero(torch.optim.Optimizer):
             stop_reducing(wrapper, undo)
             undo.enter_context(retired(given))
             with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
-                print(self._placement.describe(self._plan.held, self._config, self._given), file=sys.stderr)
+                print(self._placement.describe(self._plan.held, self._parts.run.paths, self._given), file=sys.stderr)
                 if found is not None:
                     print(f"offload: resumed at step {self._step}, committed {found.committed_at}", file=sys.stderr)
             self._held.take_others()
@@ -282,9 +261,7 @@ class OffloadZero(torch.optim.Optimizer):
         self,
         undo: ExitStack,
         given: torch.optim.Optimizer | None,
-        device: torch.device | str | None,
-        init: Init,
-        init_missing: bool,
+        options: Options,
     ) -> tuple[torch.optim.Optimizer, Source, RecoveryPlan | None]:
         """Decides what is where, finds the commit to resume, and gets memory and files. The model stays as it is.
 
@@ -296,26 +273,26 @@ class OffloadZero(torch.optim.Optimizer):
             given = torch.optim.AdamW(model.parameters()) if given is None else given
             require_adoptable(given)
             kinds = [{"decoupled_weight_decay": group["decoupled_weight_decay"]} for group in given.param_groups]
-            if self._config.commit_every is not None:
+            if options.every is not None:
                 stored(given.param_groups)
-            source = source_of(init, init_missing=init_missing)
+            source = source_of(options.init, init_missing=options.init_missing)
             source.check(model)
-            self._plan = plan_run(model, given.param_groups, self._config, self._comm, device)
-            self._layout = self._plan.layout
+            self._plan = plan_run(model, given.param_groups, options, self._comm)
+            self._choice, self._layout = self._plan.choice, self._plan.layout
             params = self._plan.params[: len(self._layout.specs)]
             self._given = {param.dtype for param in params}
             frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
-            wanted = recovery.describe(self._plan.config, self._layout, params, kinds, self._comm)
+            wanted = recovery.describe(self._choice, self._layout, params, kinds, self._comm)
         interrupts.hold()
         undo.callback(interrupts.give_back)  # last: an interrupt in what is undone before is deferred
         undo.callback(self._comm.close)
-        require_alike(self._comm, self._plan.held, self._plan.config)
-        start = recovery.find_together(undo, self._plan.config, self._everyone, self._layout, wanted, frozen)
-        self._config, found = start.config, start.found
+        require_alike(self._comm, self._plan.held, self._choice)
+        start = recovery.find_together(undo, self._choice.commits, self._everyone, self._layout, wanted, frozen)
+        found = start.found
         with agree_on_error(self._everyone):
             direct, room = self._plan.copier.direct, self._plan.room
             reading_bytes = 0 if found is None else found.buffer_bytes
-            self._placement = place(self._plan.held, self._config, direct=direct, room=room, reserved=reading_bytes)
+            self._placement = place(self._plan.held, self._choice, direct=direct, room=room, reserved=reading_bytes)
             self._parts = parts = build(undo, self._plan, self._placement, start, self._comm, self._timeline)
             self._commits = Commits(
                 parts.run, parts.slots, parts.stores, parts.masters, parts.new_params, wanted, found
@@ -355,7 +332,7 @@ class OffloadZero(torch.optim.Optimizer):
         if found is not None:
             self._resumed = Resumed(found.commit.step, found.extra.extra)
             self._begin_at(found)
-        streams = self._plan.held.frozen and self._config.commit_every is not None
+        streams = self._plan.held.frozen and self._choice.commits.every is not None
         if streams or written_frozen.NAME in self._attached.committed_names:
             carries = self._held.written_frozen(self._placement.budget_bytes)
             self._attach({written_frozen.NAME: carries}, undo)
@@ -492,7 +469,7 @@ class OffloadZero(torch.optim.Optimizer):
             raise ConfigError(f"max_norm={max_norm!r}: give a number, at least 0")
         gradients, active = self._parts.gradients, self._finalize_gradients()
         if gradients.scale.unscaled is None:
-            if active and self._config.compute_dtype is torch.float16:
+            if active and self._choice.model.compute_dtype is torch.float16:
                 raise ConfigError(
                     "clip_grad_norm_() of fp16 gradients that are not unscaled yet: call scaler.unscale_(optimizer) of "
                     "a torch.amp.GradScaler before, on every rank, after a backward of scaler.scale(loss)"
@@ -553,7 +530,7 @@ class OffloadZero(torch.optim.Optimizer):
         gradients = self._parts.gradients
         bad = gradients.not_finite(active)
         bad = bad or [number for number in active if not math.isfinite(gradients.factor_of(number))]
-        if bad and not self._config.skip_nonfinite:
+        if bad and not self._skips_nonfinite:
             name = self._layout.specs[bad[0]].name
             others = f" and in {len(bad) - 1} more parameters" if len(bad) > 1 else ""
             # Of a released parameter, what reads past torch's functions sees NaN.
@@ -574,7 +551,7 @@ class OffloadZero(torch.optim.Optimizer):
         fault: ConfigError | None = None
         try:
             require_sound(self.param_groups)
-            if self._config.commit_every is not None:
+            if self._choice.commits.every is not None:
                 stored(self.param_groups)  # now, and not when the commit is due
             factor = self._factor(active)
         except ConfigError as error:
@@ -627,7 +604,7 @@ class OffloadZero(torch.optim.Optimizer):
                 "the gradients of this step are not those that scaler.unscale_(optimizer) has met: call it after the "
                 "last backward of a step, on every rank, and scaler.update() before the next; nothing was changed"
             )
-        if active and scale.unscaled is None and self._config.compute_dtype is torch.float16:
+        if active and scale.unscaled is None and self._choice.model.compute_dtype is torch.float16:
             raise ConfigError(
                 "fp16 gradients need a loss scale: run backward on scaler.scale(loss) of a torch.amp.GradScaler, then "
                 "scaler.step(optimizer) and scaler.update(), or choose compute_dtype=torch.bfloat16; where no scale is "
@@ -658,12 +635,12 @@ class OffloadZero(torch.optim.Optimizer):
         if not is_number and passes != "auto":
             raise ConfigError(f'accumulation={passes!r}: give a whole number, at least 1, or "auto"')
         most = passes if isinstance(passes, int) else None
-        if not self._config.takes_any:
-            if most is None or most > self._config.accumulation:
+        if not self._choice.grads.takes_any:
+            if most is None or most > self._choice.grads.passes:
                 many = "any number of" if most is None else most
                 other = "" if most is None else ', or "auto"'
                 raise ConfigError(
-                    f"accumulation={self._config.accumulation}, and {many} backward passes are to come before each "
+                    f"accumulation={self._choice.grads.passes}, and {many} backward passes are to come before each "
                     f"step: give OffloadZero accumulation={passes!r}{other}"
                 )
             return
@@ -786,8 +763,8 @@ class OffloadZero(torch.optim.Optimizer):
             "step": self._step,
             "skipped_steps": self._skipped,
             "parameters": self._layout.numel,
-            "param_tier": self._config.param_tier,
-            "grad_tier": self._config.grad_tier,
+            "param_tier": self._choice.params.tier.name,
+            "grad_tier": self._choice.grads.tier.name,
             "chunks": len(placement.states.sizes),
             "streamed_chunks": len(placement.states.streamed),
             "nvme_init_bytes": initial,
@@ -806,8 +783,8 @@ class OffloadZero(torch.optim.Optimizer):
             "kernel": parts.run.kernels.variant,
             "threads": parts.run.kernels.threads,
             "io_engine": None if parts.engine is None else parts.engine.name,
-            "activation_tier": self._config.activation_tier,
-            "activation_bytes": placement.activation_bytes + placement.activation_spill_bytes,
+            "activation_tier": None if (tier := self._choice.activations.tier) is None else tier.name,
+            "activation_bytes": placement.activation_bytes,
             "peak_activation_bytes": self._held.peak_activation_bytes,
             "activation_read_bytes": counted("activation_read_bytes"),
             "activation_written_bytes": counted("activation_written_bytes"),
@@ -815,7 +792,7 @@ class OffloadZero(torch.optim.Optimizer):
             "ranks": self._comm.size,
             "tensor_parallel_rank": self._comm.tensor_parallel.rank,
             "tensor_parallel_ranks": self._comm.tensor_parallel.size,
-            "stage": self._config.stage,
+            "stage": self._choice.grads.stage,
             **{f"held_{kind}_bytes": nbytes for kind, nbytes in placement.held_bytes.items()},
             **self._comm.stats(),
         }
@@ -834,7 +811,7 @@ class OffloadZero(torch.optim.Optimizer):
             ConfigError: a timeline is being recorded.
         """
         self._require_usable()
-        return recorded(self._timeline, file, self._model, self._plan.held, self._config.units)
+        return recorded(self._timeline, file, self._model, self._plan.held, self._choice.model.units)
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -1101,7 +1078,7 @@ class OffloadZero(torch.optim.Optimizer):
         state = self._model.state_dict()
         tensors = {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
         ranks = self._everyone
-        together = self._config.stage == 3 or self._comm.tensor_parallel.size > 1
+        together = self._choice.grads.stage == 3 or self._comm.tensor_parallel.size > 1
         writes = ranks.rank == 0 or not together
         elsewhere = OtherRankError("another rank could not export: its own error says why")
         agreed = partial(agree_on_error, ranks, elsewhere) if together else nullcontext
@@ -1161,7 +1138,7 @@ class OffloadZero(torch.optim.Optimizer):
 
     @exclusive_entry("state_dict")
     def _state(self) -> dict[str, Any]:
-        return groups_state(self.param_groups, self._step, self._config.paths, self._name_commit())
+        return groups_state(self.param_groups, self._step, self._parts.run.paths, self._name_commit())
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Commits this step, so that `state_dict()` can name it: before some ranks call that, all have to call this.
@@ -1176,14 +1153,14 @@ class OffloadZero(torch.optim.Optimizer):
             OffloadError: as `commit`.
         """
         self._require_usable()
-        if self._step and self._config.commit_every is not None and not self._commits.has(self._step):
+        if self._step and self._choice.commits.every is not None and not self._commits.has(self._step):
             self.commit()
 
     def _name_commit(self) -> str | None:
         """Returns: what the commit of this step is called; None where there is nothing to resume from."""
         if not self._adopted:
             return None
-        if self._config.commit_every is None:
+        if self._choice.commits.every is None:
             if self._step and not self._has_warned:
                 self._has_warned = True
                 warnings.warn(
@@ -1215,7 +1192,7 @@ class OffloadZero(torch.optim.Optimizer):
             with suppress(OSError, ValueError):
                 print(
                     f"offload: a state dict names the commit of step {self._step}; of the commits named so the newest "
-                    f"{self._config.keep} stay as snapshots, of up to {format_bytes(nbytes)} each",
+                    f"{self._choice.commits.keep} stay as snapshots, of up to {format_bytes(nbytes)} each",
                     file=sys.stderr,
                 )
         return self._commits.last_id
@@ -1267,9 +1244,9 @@ class OffloadZero(torch.optim.Optimizer):
 
     def _go_back(self, step: int, commit: object) -> Carried:
         self._require_usable()
-        if commit is None or self._everyone.size > 1 or self._config.commit_every is None:
+        if commit is None or self._everyone.size > 1 or self._choice.commits.every is None:
             how = 'commit to a path, and give resume="auto", or the directories of a snapshot'
-            if self._config.commit_every is None:
+            if self._choice.commits.every is None:
                 how = (
                     "give OffloadZero a path, where the commits lie that a state dict names, or make the model and the "
                     "optimizer again"
@@ -1330,7 +1307,7 @@ class OffloadZero(torch.optim.Optimizer):
                 "end gives nothing more"
             )
         if self._held.has_cast_inputs:
-            dtype = self._config.compute_dtype
+            dtype = self._choice.model.compute_dtype
             way_out = "" if dtype is torch.float32 else ", or call model.float()"
             lines.append(f"the model stays in {dtype}, and its inputs are not cast any more: give it {dtype}{way_out}")
         return lines

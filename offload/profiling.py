@@ -30,9 +30,9 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
-from offload.config import absolute
 from offload.errors import ConfigError, PathError, explained, missing_parent
 from offload.interrupts import is_of_system
+from offload.options import absolute
 from offload.torch_private import profiler_enabled
 
 MOST_EVENTS = 100_000

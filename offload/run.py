@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from torch import Tensor
 
-from offload.config import Config
+from offload.choices import CommitChoice
 from offload.devices.copies import Copier
 from offload.entries import Entries
 from offload.errors import CLOSED, ClosedError
@@ -16,7 +17,7 @@ from offload.layout import Layout
 from offload.native import Kernels
 from offload.profiling import Timeline
 from offload.ranks.communicator import Communicator
-from offload.storage.arena import Arena, Lender
+from offload.storage.arena import Arena, Lender, Reserved
 from offload.storage.chunk_cache import Store
 
 
@@ -27,18 +28,20 @@ class Memory:
     Attributes:
         ram: the arena in RAM; also holds the buffers of transfers from and to swap files.
         device: memory of the model's device, None if none is reserved.
-        states: where states and gradients wait for the step: `ram` or `device`.
-        communication: for buffers of collectives: in device memory if the model is on a device of its own.
-        copier: copies between the model and `states`.
+        reserved: the pieces of both that the parts of the run get.
+        copier: copies between the model and the memory where states and gradients wait for the step.
         link: copies between the model and `ram`, where `copier` does not make them and frozen parameters are there.
     """
 
     ram: Arena
     device: Lender | None
-    states: Lender
-    communication: Lender
+    reserved: Reserved
     copier: Copier
     link: Copier | None = None
+
+    def take(self, what: str) -> list[Tensor]:
+        """See `Reserved`."""
+        return self.reserved.take(what)
 
     @property
     def device_bytes(self) -> int:
@@ -48,9 +51,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class Run:
-    """What the parts of one run are built from: each takes this instead of its pieces."""
+    """What the parts of one run are built from: each takes this instead of its pieces.
 
-    config: Config
+    Attributes: paths: the directories of its files, in their order.
+    """
+
+    commits: CommitChoice
+    paths: tuple[Path, ...]
     layout: Layout
     memory: Memory
     kernels: Kernels

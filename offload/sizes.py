@@ -15,6 +15,11 @@ PAGE_BYTES = 4096
 """Alignment of arena buffers, swap-file offsets and request lengths: a page, a multiple of every
 logical block size (512 or 4096) that O_DIRECT asks for."""
 
+MASTER_ITEM_BYTES = 4
+"""Of an element of the fp32 masters."""
+SUM_BLOCK = 65536
+"""Elements whose squares are summed together (kernels.h: OFFLOAD_SUM_BLOCK)."""
+
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{letter}iB": 1 << (10 * (i + 1)) for i, letter in enumerate("KMGT")}
 _UNITS |= {f"{letter}B": 1000 ** (i + 1) for i, letter in enumerate("KMGT")}

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.config import SUM_BLOCK
 from offload.layout import ALIGN_NUMEL, Layout, ParamSpec, build, segments
+from offload.sizes import SUM_BLOCK
 
 DTYPES = (torch.bfloat16, torch.float32)
 

@@ -11,8 +11,8 @@ import offload
 ROOT = Path(offload.__file__).parent
 
 FLOORS = [
-    ["errors", "torch_2_11", "torch_private", "sizes", "interrupts"],
-    ["config", "layout", "profiling", "entries"],
+    ["errors", "torch_2_11", "torch_private", "sizes", "interrupts", "tiers", "regions"],
+    ["options", "choices", "layout", "profiling", "entries"],
     ["native", "io"],
     ["devices", "storage", "ranks"],
     ["run"],
@@ -106,5 +106,48 @@ def test_only_torch_private_touches_what_torch_keeps_to_itself() -> None:
         for room, path in sources()
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if room != "torch_private" and private.search(line)
+    ]
+    assert not wrong
+
+
+MOST_ARGUMENTS = 7
+"""Of a constructor. OffloadZero has one for each option."""
+
+
+def test_no_constructor_takes_many_arguments() -> None:
+    wrong = []
+    for _, path in sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ClassDef) or node.name == "OffloadZero":
+                continue
+            for made in node.body:
+                if isinstance(made, ast.FunctionDef) and made.name == "__init__":
+                    given = made.args.posonlyargs + made.args.args + made.args.kwonlyargs
+                    if len(given) - 1 > MOST_ARGUMENTS:
+                        wrong.append(f"{path.relative_to(ROOT)}: {node.name}")
+    assert not wrong
+
+
+def test_nobody_below_the_planner_sees_what_the_user_said() -> None:
+    """They get choices. Who shares the file of the options for a path or for `Tuning` names that alone."""
+    above = {"planner", "build", "optimizer", "cli"}
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for room, path in sources()
+        for name in imports(path)
+        if name.startswith("offload.options") and room not in above and name != "offload.options.absolute"
+    ]
+    assert not wrong
+
+
+def test_choices_are_made_in_one_place() -> None:
+    """But for those with which activations are measured, before anything is decided."""
+    makers = {"planner/decide.py", "planner/activations.py", "choices.py"}
+    wrong = [
+        f"{path.relative_to(ROOT)} makes a {node.func.id}"
+        for _, path in sources()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and re.fullmatch(r"\w*Choice", node.func.id)
+        if str(path.relative_to(ROOT)) not in makers
     ]
     assert not wrong

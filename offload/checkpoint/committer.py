@@ -113,7 +113,7 @@ class Commits:
         wanted: Manifest,
         found: RecoveryPlan | None,
     ) -> None:
-        self._config = run.config
+        self._choice, self._paths = run.commits, run.paths
         self._layout = run.layout
         self._comm = run.comm.everyone
         self._slots = slots
@@ -151,7 +151,7 @@ class Commits:
     def is_due(self, step: int) -> bool:
         """Whether `commit_every` wants a commit of `step`, and it is not there. Raises: as `learn_outcome`."""
         self.learn_outcome()
-        return self._config.is_due(step) and not self.has(step)
+        return self._choice.is_due(step) and not self.has(step)
 
     def has(self, step: int) -> bool:
         """Whether the last commit is of `step`."""
@@ -188,7 +188,7 @@ class Commits:
         manifest, versions, digest = written
         commit = Commit(manifest.run_id, step, self._digests(digest), self._replaces)
         self._decide(_Attempt(manifest, versions, commit, carried_in(extra).source))
-        for path in self._config.paths:
+        for path in self._paths:
             with suppress(TierIOError):  # they are cleared away next time
                 remove_superseded(path, commit, self._comm.rank, self._files)
 
@@ -258,14 +258,14 @@ class Commits:
     @property
     def _home(self) -> Path:
         """The directory of the COMMIT record."""
-        return self._config.paths[0]
+        return self._paths[0]
 
     def _write(
         self, step: int, param_steps: Sequence[int], groups: Sequence[Mapping[str, Any]], extra: object
     ) -> tuple[Manifest, list[dict[int, Version]], Digest] | None:
         """This rank's part before the decision, durable: what is in the slots. None: all of it is committed already."""
         slots = self._slots
-        if self._config.commit_every is None or slots is None:
+        if self._choice.every is None or slots is None:
             raise ConfigError("commit() needs a path, and commit_every: 0 for commit() alone, or a number of steps")
         require_sound(groups)
         stored(groups)
@@ -280,10 +280,10 @@ class Commits:
         manifest = self._manifest(step, param_steps, groups, versions)
         self._final_if_ambiguous(slots.sync)
         if self.last is None:
-            for path in self._config.paths:
+            for path in self._paths:
                 sync_directory(self._files, path.parent)  # the directory itself may be new
         carried = carried_in(extra)._replace(named=self._named)
-        digests = [write_manifest(path, manifest, carried, self._files) for path in self._config.paths]
+        digests = [write_manifest(path, manifest, carried, self._files) for path in self._paths]
         slots.require_here()
         slots.make_permanent()
         return manifest, versions, digests[0]
@@ -329,7 +329,7 @@ class Commits:
         assert reader is not None
         self._take_values(reader)
         slots = self._slots
-        if self._config.commit_every is not None and slots is not None:
+        if self._choice.every is not None and slots is not None:
             self._replaces = found.commit.run_id
             source = _id_of(found.commit, found.extra.source)
             self.commit(_nothing, step, param_steps, groups, found.extra._replace(source=source))
@@ -366,7 +366,7 @@ class Commits:
             name = found or snapshot.name
             self._named = *(one for one in self._named if one != name), name
             # One with this name already is of the same step, taken before the run went back to an earlier one.
-            gone = {*self._named[: -self._config.keep], snapshot.name} - {found}
+            gone = {*self._named[: -self._choice.keep], snapshot.name} - {found}
             self._remove(snapshot, lambda held: snapshot.free(gone, held))
             if found is None:
                 self._complete(snapshot)
@@ -405,7 +405,7 @@ class Commits:
         """
         home, files = self._home, self._files
         if (directory := self._snapshot_called(step, name)) is not None:
-            reader = Reader([path / directory for path in self._config.paths], files)
+            reader = Reader([path / directory for path in self._paths], files)
             if found := differences(reader.manifests[0], self._wanted):
                 raise ResumeError(f"{home / directory} is of another model:\n" + "\n".join(found))
             return reader
@@ -444,7 +444,7 @@ class Commits:
         manifest, slots = self.require_last(), self._slots
         assert slots is not None
         assert self._record is not None
-        return Snapshot(self._record, manifest, self._config.paths, slots.paths, self._files)
+        return Snapshot(self._record, manifest, self._paths, slots.paths, self._files)
 
     def snapshot(self, keep: int | None) -> tuple[Path, ...]:
         """Copies the last commit, which the next one would replace; see [Note: snapshots] in snapshot.py.
@@ -571,7 +571,7 @@ class Commits:
             self._new_params.all_gather(flat.index, step)
         for store in self._all_stores.all:
             # Not for what is read ahead for the next step: a chunk that was needed here has been checked already.
-            if store is not self._all_stores.states or self._config.split_master:
+            if store is not self._all_stores.states or self._wanted.split_master:
                 store.drain()
 
     def read_ahead(self) -> None:
@@ -603,13 +603,13 @@ class Commits:
     def _stores(self) -> list[Store]:
         """What is committed: the states, and with a split master the parameters, which are their other halves."""
         params = self._all_stores.params
-        assert params is not None or not self._config.commits_parameters
-        return [self._all_stores.states] + ([params] if params is not None and self._config.commits_parameters else [])
+        assert params is not None or not self._choice.holds_params
+        return [self._all_stores.states] + ([params] if params is not None and self._choice.holds_params else [])
 
     def _flush(self) -> list[dict[int, Version]]:
         """Writes what only RAM, or the device, has newer. Returns: what is in the slots, for each of `_stores`."""
         versions = [self._all_stores.states.flush()]
-        if self._config.commits_parameters:
+        if self._choice.holds_params:
             before = self._versions[0] if self._versions else {}
             changed = {chunk: at.step for chunk, at in versions[0].items() if before.get(chunk) != at}
             self._masters.store_parameters(changed)

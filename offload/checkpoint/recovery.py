@@ -72,7 +72,7 @@ from offload.checkpoint.scan import (
     swaps,
     uncommitted,
 )
-from offload.config import Config
+from offload.choices import Choice, CommitChoice
 from offload.errors import CorruptionError, OffloadError, PathError, PathInUseError, ResumeError
 from offload.interrupts import is_of_system
 from offload.layout import Layout
@@ -116,7 +116,7 @@ class Scans(NamedTuple):
 
 
 class _Told(NamedTuple):
-    """What a rank tells the others of its directories. paths, origins: as in its config, each with its identity."""
+    """What a rank tells the others of its directories. paths, origins: as it was given them, each with its identity."""
 
     run_id: str
     paths: tuple[Path, ...]
@@ -125,15 +125,15 @@ class _Told(NamedTuple):
     origin_identities: tuple[_Identity, ...]
 
 
-def meet(config: Config, comm: Communicator) -> tuple[RunDirectories, bytes]:
+def meet(choice: CommitChoice, comm: Communicator) -> tuple[RunDirectories, bytes]:
     """What ranks have to know of each other before they look for a commit: all directories, and the id of a new run.
 
     Returns: also 16 bytes, of rank 0. Raises: RankError.
     """
-    path_identities, origin_identities = (tuple(map(_identity, paths)) for paths in (config.paths, config.origins))
-    own = _Told(new_run_id().hex(), config.paths, config.origins, path_identities, origin_identities)
+    path_identities, origin_identities = (tuple(map(_identity, paths)) for paths in (choice.paths, choice.origins))
+    own = _Told(new_run_id().hex(), choice.paths, choice.origins, path_identities, origin_identities)
     told = all_gather_object(comm, own, _Told)
-    known = {os.path.realpath(path) for path in config.paths}
+    known = {os.path.realpath(path) for path in choice.paths}
     found: list[tuple[Path, ...]] = []
     for given in ([one.paths for one in told], [one.origins for one in told]):
         new = dict.fromkeys(path for paths in given for path in paths if os.path.realpath(path) not in known)
@@ -141,9 +141,9 @@ def meet(config: Config, comm: Communicator) -> tuple[RunDirectories, bytes]:
         found.append(tuple(new))
     others, named = found
     everywhere = [one.path_identities + one.origin_identities for one in told]
-    shares = _shares(config.origins, origin_identities, everywhere, comm.rank)
-    shares |= _shares(config.paths, path_identities, [one.path_identities for one in told], comm.rank)
-    return RunDirectories(config.paths, others, named, config.origins, shares), bytes.fromhex(told[0].run_id)
+    shares = _shares(choice.origins, origin_identities, everywhere, comm.rank)
+    shares |= _shares(choice.paths, path_identities, [one.path_identities for one in told], comm.rank)
+    return RunDirectories(choice.paths, others, named, choice.origins, shares), bytes.fromhex(told[0].run_id)
 
 
 def _shares(
@@ -418,7 +418,7 @@ class RecoveryPlan:
 
 
 def describe(
-    config: Config,
+    choice: Choice,
     layout: Layout,
     params: Sequence[nn.Parameter],
     groups: Sequence[Mapping[str, Option]],
@@ -441,29 +441,29 @@ def describe(
         rank=slice_number * layout.ranks + layout.rank,
         world=slices * layout.ranks,
         slices=slices,
-        paths=max(len(config.paths), 1),
-        places=config.slots_per_chunk,
-        compute_dtype=str(config.compute_dtype).removeprefix("torch."),
-        split_master=config.split_master,
+        paths=max(len(choice.commits.paths), 1),
+        places=choice.commits.slots_per_chunk,
+        compute_dtype=str(choice.model.compute_dtype).removeprefix("torch."),
+        split_master=choice.states.split_master,
         groups=tuple(dict(group) for group in groups),
         parameters=parameters_of(layout, shapes, strides, [0] * len(params)),
         flats=flats_of(layout, [layout.shard_range(flat.index) for flat in layout.flats]),
         chunks=(),
     )
-    if config.commit_every is not None:
-        require_room(manifest, len(layout.chunks) * (2 if config.commits_parameters else 1))
+    if choice.commits.every is not None:
+        require_room(manifest, len(layout.chunks) * (2 if choice.commits.holds_params else 1))
     return manifest
 
 
 class Start(NamedTuple):
     """What a run begins with.
 
-    config: with the directories in the order of their files; found: the commit that all ranks resume, locked as far as
+    paths: the directories in the order of their files; found: the commit that all ranks resume, locked as far as
     it is only read, None: the run begins anew; run_id: 16 bytes, of a new run; held: this rank's directories, as far as
     they are there.
     """
 
-    config: Config
+    paths: tuple[Path, ...]
     found: RecoveryPlan | None
     run_id: bytes
     held: Directories
@@ -471,7 +471,7 @@ class Start(NamedTuple):
 
 def find_together(
     undo: ExitStack,
-    config: Config,
+    choice: CommitChoice,
     comm: Communicator,
     layout: Layout,
     wanted: Manifest,
@@ -485,31 +485,31 @@ def find_together(
     what it needs of it), CorruptionError, PathError, TierIOError, PathInUseError, before anything is changed but
     leftovers; on ranks where nothing was wrong ConfigError; RankError.
     """
-    directories, run_id = meet(config, comm)
+    directories, run_id = meet(choice, comm)
     own = directories.own + directories.origins
     held = Directories()
     undo.callback(held.close)
     with agree_on_error(comm):
-        for path in config.paths:
+        for path in choice.paths:
             check_directory(path, resumes=True)
         for path in own:
             if path.is_dir():
                 held.hold(path)
         files = FILES.within(held)
-        before = _records_in(own, files) if config.resume else ()
-        is_held = not config.resume and any(holds_commit(path, files) for path in config.paths)
-    if not config.resume:
+        before = _records_in(own, files) if choice.resume else ()
+        is_held = not choice.resume and any(holds_commit(path, files) for path in choice.paths)
+    if not choice.resume:
         if comm.all_reduce_any(is_held):
-            _require_uncommitted(config, directories, comm, files)
-        return Start(config, None, run_id, held)
+            _require_uncommitted(choice, directories, comm, files)
+        return Start(choice.paths, None, run_id, held)
     seen = scan_together(directories, comm, files)
     with agree_on_error(comm):
         target = _target_of(seen, directories)
     if target is None:
-        if config.resume == "auto":
+        if choice.resume == "auto":
             _forget_begun(seen, directories, comm, files)
-            return Start(config, None, run_id, held)
-        _require_idle(config.paths, files)  # a run there may commit any moment
+            return Start(choice.paths, None, run_id, held)
+        _require_idle(choice.paths, files)  # a run there may commit any moment
         where = listed(directories.runs + directories.named)
         raise ResumeError(f'{where}: no commit to resume from: give resume="auto" to begin anew where none is')
     every = range(len(target.last[1].manifests))
@@ -526,15 +526,15 @@ def find_together(
     manifests = read({0, _first_rank(wanted, len(every)), comm.rank} & {*every})
     with agree_on_error(comm):
         first = _require_this_model(target, manifests, wanted, files, frozen)
-        require_no_other(config.paths, target.last[1], wanted.rank, files)
+        require_no_other(choice.paths, target.last[1], wanted.rank, files)
         replaced = frozenset(record.replaces for _, record in seen.runs.records + seen.named.records)
         records = Records(own, replaced, _records_in(own, files, replaced))
         manifest = None if target.is_elsewhere else _own_of(manifests, wanted)
-        paths = None if manifest is None else _directories_in_order(config, layout, wanted, manifest, files)
+        paths = None if manifest is None else _directories_in_order(choice, layout, wanted, manifest, files)
         if paths is None:
             # The record stays where it is, if it can: then replacing it is one rename.
             homes = {directory for directory, record in records.found if record == target.here}
-            manifest, paths = None, tuple(sorted(config.paths, key=lambda path: path not in homes))
+            manifest, paths = None, tuple(sorted(choice.paths, key=lambda path: path not in homes))
         found = RecoveryPlan(paths, first, manifest, target, records, held)
     # Used where it lies by all ranks, or by none.
     if comm.all_reduce_any(found.manifest is None):
@@ -549,25 +549,25 @@ def find_together(
     found.clear_up(comm)
     with agree_on_error(comm):
         found.lock(alone=comm.size == 1)
-    return Start(replace(config, paths=found.paths), found, run_id, held)
+    return Start(found.paths, found, run_id, held)
 
 
-def _require_uncommitted(config: Config, directories: RunDirectories, comm: Communicator, files: Files) -> None:
+def _require_uncommitted(choice: CommitChoice, directories: RunDirectories, comm: Communicator, files: Files) -> None:
     """Whether what lies in the directories of all ranks is of runs that were cut off before they first committed.
 
     One directory alone cannot tell: the record of a run of several is in the first. What such runs left is removed.
     Raises: as `check_directory` if something is committed; as `scan_together` and `forget`.
     """
     with agree_on_error(comm):
-        has_record = any(COMMIT_NAME in names_in(path, files) for path in config.paths)
+        has_record = any(COMMIT_NAME in names_in(path, files) for path in choice.paths)
     is_committed = comm.all_reduce_any(has_record)
     if not is_committed:
         seen = scan_together(directories, comm, files)
         is_committed = any(not runs & seen.runs.begun for _, runs in seen.runs.held)
     if is_committed:
         with agree_on_error(comm):
-            _require_idle(config.paths, files)
-            for path in config.paths:
+            _require_idle(choice.paths, files)
+            for path in choice.paths:
                 check_directory(path)
     else:
         _forget_begun(seen, directories, comm, files)
@@ -698,10 +698,10 @@ def _require_seen(reader: Reader, layout: Layout, wanted: Manifest, files: Files
 
 
 def _directories_in_order(
-    config: Config, layout: Layout, wanted: Manifest, manifest: Manifest, files: Files
+    choice: CommitChoice, layout: Layout, wanted: Manifest, manifest: Manifest, files: Files
 ) -> tuple[Path, ...] | None:
     """The directories by the number of the file in them, if the slots can be used where they lie; None if not."""
-    if config.commit_every is None:
+    if choice.every is None:
         return None
     chunks = [(chunk.flat, chunk.start, chunk.numel) for chunk in layout.chunks]
     known = (manifest.paths, manifest.places, manifest.split_master, manifest.flats)
@@ -711,5 +711,5 @@ def _directories_in_order(
         or [param.name for param in manifest.parameters] != [param.name for param in wanted.parameters]
     ):
         return None
-    lying = directories_of(manifest.run_id, wanted.rank, config.paths, files)
+    lying = directories_of(manifest.run_id, wanted.rank, choice.paths, files)
     return tuple(lying[number] for number in range(wanted.paths)) if len(lying) == wanted.paths else None

@@ -69,7 +69,7 @@ def in_options(message: str, options: Collection[str]) -> str:
 
     value = r"""("[^"]*"|'[^']*'|\.\.\.|[\w.]+)"""
     message = re.sub(rf"Tuning\((\w+)={value}\)", shown, message)
-    message = re.sub(rf"(?<![-\w])([a-z]\w*)={value}", shown, message)
+    message = re.sub(rf"(?:\bTuning\.)?(?<![-\w])([a-z]\w*)={value}", shown, message)
     names = {option[2:].replace("-", "_"): option for option in options}
     return re.sub(r"(?<![-\w])[a-z]+(?:_[a-z]+)+\b", lambda found: names.get(found[0], found[0]), message)
 

@@ -11,8 +11,8 @@ import typer
 
 from offload.cli.console import print_json, say, show_table
 from offload.cli.options import Json
-from offload.config import absolute
 from offload.errors import ConfigError
+from offload.options import absolute
 from offload.sizes import format_bytes
 
 BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")

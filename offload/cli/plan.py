@@ -167,13 +167,11 @@ def waiting_of(options: PlanOptions, model: Sized) -> Waiting | None:
     there."""
     import torch
 
-    from offload import config as configuration
     from offload.planner.activations import measure
 
     tokens = torch.empty(options.batch, options.seq, dtype=torch.long, device="meta")
-    config = configuration.check(compute_dtype=options.compute_dtype, activation_tier="cpu")
     try:
-        return measure(model.module, config, lambda module: module(tokens), fused=options.gpu)
+        return measure(model.module, options.compute_dtype, lambda module: module(tokens), fused=options.gpu)
     except Exception:  # whatever a model does not like: the formula is left
         return None
 
@@ -221,22 +219,20 @@ def planned_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> P
 
 def computing_of(options: PlanOptions, model: Sized, waiting: Waiting | None) -> Computing | None:
     """What a micro-batch takes on the device beside the plan; None if that is unknown."""
-    from offload import config as configuration
     from offload.planner.verdict import Computing
 
-    config = configuration.check(activation_tier=options.activation_tier, path=".")
-    return None if waiting is None else Computing.of(waiting, config, model.blocks)
+    has_tier = options.activation_tier is not None
+    return None if waiting is None else Computing.of(waiting, model.blocks, has_tier=has_tier)
 
 
 def _beside(options: PlanOptions, model: Sized) -> dict[str, int]:
     """Bytes of a GPU's memory that are neither the plan's nor a micro-batch's."""
     from offload.cli.plan_models import trained_of_units
-    from offload.config import check
     from offload.planner.verdict import COMMUNICATOR_BYTES, COMMUNICATORS, CONTEXT_BYTES, leaving_bytes
 
     if not options.gpu:
         return {"leaving_bytes": 0, "context_bytes": 0, "communication_bytes": 0}
-    itemsize = check(compute_dtype=options.compute_dtype).compute_dtype.itemsize
+    itemsize = options.compute_dtype.itemsize
     shared = options.tensor_parallel
     units = [itemsize * numel // shared for numel in trained_of_units(model.module)]
     alone = options.ranks == 1
@@ -275,50 +271,49 @@ def _figures(planned: Planned, options: PlanOptions, model: Sized, waiting: Wait
     `OffloadZero`."""
     entering = model.blocks * options.entering_bytes(model.width) if waiting is None else waiting.entering_bytes
     saved = None if waiting is None else waiting.saved_bytes
-    found = {"entering_bytes": entering, "saved_bytes": saved} | summarise(planned)
+    found = {"entering_bytes": entering, "saved_bytes": saved} | summarise(planned, options)
     found |= _zero_r(planned, options, model) | _speed(planned, options, model)
     return found | _verdict(found, options, computing_of(options, model, waiting), _beside(options, model))
 
 
-def summarise(planned: Planned) -> dict[str, Any]:
+def summarise(planned: Planned, options: PlanOptions) -> dict[str, Any]:
     """What lies where, and what a step moves. Raises: BudgetError."""
-    from dataclasses import asdict
-
     from offload.devices.copies import accelerator
     from offload.planner import explain
+    from offload.tiers import DEVICE
 
     device = accelerator()
     placement = planned.place()
     return {
-        "tier": planned.config.tier,
-        "param_tier": planned.config.param_tier,
-        "grad_tier": planned.config.grad_tier,
+        "tier": planned.choice.states.tier.name,
+        "param_tier": planned.choice.params.tier.name,
+        "grad_tier": planned.choice.grads.tier.name,
         "device": "cpu" if planned.direct else device.type if device is not None else "gpu",
-        "accumulation": planned.config.declared,
-        "split_master": planned.config.split_master,
-        "commit_every": planned.config.commit_every,
-        "activation_tier": planned.config.activation_tier,
+        "accumulation": planned.choice.grads.declared,
+        "split_master": planned.choice.states.split_master,
+        "commit_every": planned.choice.commits.every,
+        "activation_tier": options.activation_tier,
         "parameters": planned.layout.trained.numel,
-        "frozen_tier": planned.config.frozen_tier,
+        "frozen_tier": planned.choice.params.frozen_tier.name,
         "chunks": len(planned.layout.chunks),
         "kept_chunks": len(placement.states.resident),
         "kept_share": placement.states.resident_bytes / planned.needs.state_bytes,
         "buffers": placement.states.in_flight,
         "arena_utilisation": placement.states.utilisation,
-        "rows": [asdict(row) for row in explain.explain(placement, planned)],
+        "rows": [{"kind": row.kind, "tier": row.tier.name, "nbytes": row.nbytes} for row in explain.explain(placement)],
         "device_bytes": placement.device_bytes,
         "device_budget_bytes": placement.device_budget_bytes,
         "peak_cpu_bytes": placement.arena_bytes,
         "cpu_budget_bytes": placement.budget_bytes,
         "least_cpu_bytes": planned.least(),
-        "build_bytes": 4 * planned.layout.numel if planned.config.param_tier == "device" else 0,
+        "build_bytes": 4 * planned.layout.numel if planned.choice.params.tier == DEVICE else 0,
         "disk_bytes": placement.disk_bytes,
         "read_bytes": placement.read_bytes,
         "written_bytes": placement.written_bytes,
         "bytes_per_param": explain.bytes_per_param(placement, planned.layout),
         "drive_life_steps": placement.drive_life_steps,
         "ranks": planned.layout.ranks,
-        "stage": planned.config.stage,
+        "stage": planned.choice.grads.stage,
         "held_bytes": dict(placement.held_bytes),
         "sent_elements": explain.sent_numel(planned),
     }
@@ -329,7 +324,7 @@ def _zero_r(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, A
     from offload.planner.explain import zero_r
 
     ranks, entering_bytes = options.tensor_parallel, options.entering_bytes(model.width)
-    found = {"tensor_parallel": ranks, "partition_activations": planned.config.partition_activations}
+    found = {"tensor_parallel": ranks, "partition_activations": planned.choice.activations.partitioned}
     if ranks == 1:
         return found
     return found | {"zero_r": zero_r(planned, ranks, blocks=model.blocks, entering_bytes=entering_bytes)}
@@ -351,10 +346,10 @@ def _speed(planned: Planned, options: PlanOptions, model: Sized) -> dict[str, An
     if flops is None:
         flops, flops_from = (ASSUMED_FLOPS, "assumed") if options.gpu else (None, "unknown")
     tokens, trained = options.batch * options.seq, planned.layout.trained.numel
-    recomputes = planned.config.activation_tier is not None and planned.config.recompute
+    recomputes = options.activation_tier is not None and planned.choice.activations.recompute
     work = Work(trained, max(model.numel // options.tensor_parallel - trained, 0), tokens, recomputes)
     time = step_time(planned, work, flops=flops, disk_bytes_per_s=1e9 * disk)
-    of_step = tokens * planned.config.accumulation
+    of_step = tokens * planned.choice.grads.passes
     found = {"flops": flops, "flops_from": flops_from, "disk_gb_per_s": disk, "disk_from": disk_from}
     found |= {"tokens_per_step": of_step, "disk_seconds": time.disk}
     if flops is None:
@@ -399,11 +394,12 @@ def _what_fits(planned: Planned, options: PlanOptions, model: Sized) -> dict[str
     """What other budgets of RAM would do with the states on NVMe, and which of them this machine has; empty where the
     device lacks memory."""
     from offload.planner.machine import free_memory
+    from offload.tiers import NVME
 
     free = planned.room.free_cpu_bytes
     if free is None:
         free = free_memory()
-    on_disk = planned.on("nvme")
+    on_disk = planned.on(NVME)
     everything = on_disk.cpu_memory_for(1.0)
     budgets = []
     for share in SHARES:
@@ -411,7 +407,8 @@ def _what_fits(planned: Planned, options: PlanOptions, model: Sized) -> dict[str
         # With so few chunks, buffers for the others would take as much as all.
         if needed == everything and share < 1:
             continue
-        ample = replace(on_disk.with_memory(needed), room=replace(on_disk.room, free_cpu_bytes=max(needed, free)))
+        ample = on_disk.with_memory(needed)
+        ample = replace(ample, room=replace(ample.room, free_cpu_bytes=max(needed, free)))
         placed = ample.place()
         speed = _speed(ample, options, model)
         budgets.append(

@@ -13,6 +13,7 @@ from offload.cli.options import PlanOptions
 from offload.cli.plan_models import Sized
 from offload.planner.placement import TYPICAL_TBW
 from offload.sizes import format_bytes, option_bytes
+from offload.tiers import CPU, DEVICE, NVME, TIERS
 
 KINDS = {
     "param": "what the model computes with",
@@ -27,8 +28,6 @@ KINDS = {
     "rest": "headers, padding, buffers of copies",
 }
 COMMITTED_SLOTS = "a second version of each chunk, for commits"
-TIERS = {"device": "device", "cpu": "RAM", "nvme": "NVMe"}
-WHERE = {"device": "on the device", "cpu": "in RAM", "nvme": "on NVMe"}
 WORDS = {"given": "given", "assumed": "assumed", "measured": "as offload bench io measured it"}
 
 
@@ -116,9 +115,9 @@ def _rate(number: float) -> str:
 
 
 def _placement_table(summary: dict[str, Any]) -> Table:
-    title = f"{summary['parameters']:,} trained parameters, optimizer states {WHERE[summary['tier']]}"
+    title = f"{summary['parameters']:,} trained parameters, optimizer states {TIERS[summary['tier']].where}"
     table = Table(title=title, title_justify="left")
-    names = TIERS | ({"device": "device (the CPU)"} if summary["device"] == "cpu" else {})
+    names = {DEVICE: "device (the CPU)" if summary["device"] == "cpu" else "device", CPU: CPU.words, NVME: NVME.words}
     kinds = KINDS if summary["commit_every"] is None else KINDS | {"slots": COMMITTED_SLOTS}
     table.add_column("tier")
     table.add_column("bytes", justify="right")
@@ -130,11 +129,13 @@ def _placement_table(summary: dict[str, Any]) -> Table:
         ("context_bytes", "CUDA and its libraries, assumed"),
         ("communication_bytes", "NCCL, assumed"),
     )
-    for tier, total in (("device", "device_total_bytes"), ("cpu", "peak_cpu_bytes"), ("nvme", "disk_bytes")):
+    for tier, total in ((DEVICE, "device_total_bytes"), (CPU, "peak_cpu_bytes"), (NVME, "disk_bytes")):
         rows = [
-            (row["nbytes"], f"{row['kind']}: {kinds[row['kind']]}") for row in summary["rows"] if row["tier"] == tier
+            (row["nbytes"], f"{row['kind']}: {kinds[row['kind']]}")
+            for row in summary["rows"]
+            if row["tier"] == tier.name
         ]
-        if tier == "device":
+        if tier == DEVICE:
             rows += [(summary[key], words) for key, words in beside if summary[key]]
         for nbytes, words in rows:
             table.add_row(names[tier], format_bytes(nbytes), words)
@@ -183,7 +184,7 @@ def _lines(summary: dict[str, Any]) -> Iterator[str]:
     allowed = "" if limit is None else f" of {format_bytes(limit)} allowed"
     yield (
         f"Peak of parameters on the device: {format_bytes(summary['device_bytes'])}{allowed}, with parameters "
-        f"{WHERE[summary['param_tier']]} and gradients {WHERE[summary['grad_tier']]}."
+        f"{TIERS[summary['param_tier']].where} and gradients {TIERS[summary['grad_tier']].where}."
     )
     yield (
         f"Peak RAM: {format_bytes(summary['peak_cpu_bytes'])} of {format_bytes(summary['cpu_budget_bytes'])} allowed; "
@@ -191,7 +192,7 @@ def _lines(summary: dict[str, Any]) -> Iterator[str]:
     )
     kept, chunks = summary["kept_chunks"], summary["chunks"]
     if not summary["written_bytes"]:
-        where = "on the device" if summary["tier"] == "device" else "in RAM"
+        where = DEVICE.where if summary["tier"] == DEVICE.name else CPU.where
         read = summary["read_bytes"]
         what = f"{format_bytes(read)} of frozen parameters are read" if read else "nothing is read or written"
         yield f"All {chunks} chunks stay {where}: {what} in a step."

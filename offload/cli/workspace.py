@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from offload.config import absolute
+from offload.options import absolute
 
 
 class Workspace:

@@ -24,6 +24,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from offload.choices import GradChoice
 from offload.errors import AccumulationError, ConfigError
 from offload.grads.shards import ShardsInMemory, open_shards
 from offload.layout import Chunk
@@ -92,12 +93,12 @@ class GradientBuffer(ABC):
     alike; these raise RankError.
     """
 
-    def __init__(self, run: Run, store: Store | None = None) -> None:
+    def __init__(self, run: Run, choice: GradChoice, store: Store | None = None) -> None:
         self.scale = UNIT_SCALE
         self.factors: dict[int, float] = {}
-        self.most: int | None = None if run.config.takes_any else run.config.accumulation
+        self.most: int | None = None if choice.takes_any else choice.passes
         self.expected = self.most or 1
-        self._is_summed = run.config.accumulation > 1
+        self._is_summed = choice.passes > 1
         self._layout = run.layout
         self._kernels = run.kernels
         self._copier = run.memory.copier
@@ -108,9 +109,9 @@ class GradientBuffer(ABC):
         # What every slice has is counted by the first one.
         is_first = run.comm.tensor_parallel.rank == 0
         self._counts = [is_first or spec.shard_dim is not None for spec in run.layout.specs]
-        self._shards = open_shards(run, store)
+        self._shards = open_shards(run, choice.passes, store)
         # On their way to a device of its own; see NewParameters in optim/adam.py.
-        is_bounce = not self._copier.direct and run.config.param_tier == "device"
+        is_bounce = not self._copier.direct and choice.params_stay
         self._is_written_over = [
             is_bounce and self._shards.dtypes[run.layout.locations[param][0]] is spec.dtype
             for param, spec in enumerate(run.layout.specs)

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from torch import Tensor
 
 from offload import torch_private
-from offload.config import SUM_BLOCK
+from offload.choices import GradChoice
 from offload.devices.copies import Copy
 from offload.grads import shards
 from offload.grads.base import GradientBuffer, too_often
@@ -26,8 +26,9 @@ from offload.io.threads import Workers
 from offload.layout import Chunk, Layout, Piece
 from offload.native import sum_blocks
 from offload.profiling import GRADIENTS, SUMS, TO_HOST
+from offload.regions import Region
 from offload.run import Run
-from offload.storage.arena import carved_bytes
+from offload.sizes import SUM_BLOCK
 from offload.storage.chunk_cache import Store
 
 BOUNCES = 2
@@ -35,23 +36,28 @@ UNITS_LEAVING = 2
 """Units whose gradients are on their way to RAM, and take memory of the device, beside the one whose backward runs."""
 
 
-def _bounce_bytes(layout: Layout) -> int:
-    return max((layout.flats[c.flat].dtype.itemsize * c.numel for c in layout.chunks), default=0)
+BOUNCE = "gradients on their way from the device"
 
 
-def arena_bytes(layout: Layout, accumulation: int, *, direct: bool, stored: bool = False) -> int:
-    """What a buffer takes from the arena: gradients, unless they are `stored`, their sums of squares, and bounces where
-    copies need them. Args: direct: whether the model's device is the CPU."""
-    needs_bounces = not direct and (accumulation > 1 or stored)
-    bounces = BOUNCES * carved_bytes(_bounce_bytes(layout)) if needs_bounces else 0
-    return bounces + shards.arena_bytes(layout, accumulation, stored=stored)
+def regions(layout: Layout, choice: GradChoice, *, in_place: bool) -> list[Region]:
+    """What LocalGradients takes: gradients, unless they are in slots, their sums of squares, and bounces where what is
+    copied has to be summed or stored.
+
+    Args: in_place: whether kernels read gradients where autograd makes them.
+    """
+    tier = choice.tier
+    found = shards.regions(layout, choice)
+    if not in_place and (choice.passes > 1 or tier.is_durable):
+        nbytes = max((layout.flats[c.flat].dtype.itemsize * c.numel for c in layout.chunks), default=0)
+        found.append(Region(tier.memory, BOUNCE, nbytes, BOUNCES, "grad"))
+    return found
 
 
 class LocalGradients(GradientBuffer):
     """All gradients of a model, on one rank."""
 
-    def __init__(self, run: Run, store: Store | None = None) -> None:
-        super().__init__(run, store)
+    def __init__(self, run: Run, choice: GradChoice, store: Store | None = None) -> None:
+        super().__init__(run, choice, store)
         self._is_stored = store is not None
         # By parameter, of each of its tiles; a parameter without tiles is one.
         self._tiles = [run.layout.tiles_of(param) for param in range(len(run.layout.specs))]
@@ -69,9 +75,8 @@ class LocalGradients(GradientBuffer):
         self._norms: dict[tuple[int, ...], float] = {}
         if not self._copier.direct:
             self._worker = Workers(1, "offload-gradients")
-            if self._is_summed or self._is_stored:
-                for _ in range(BOUNCES):
-                    self._bounces.put(run.memory.states.carve(_bounce_bytes(run.layout)))
+            for memory in run.memory.take(BOUNCE):
+                self._bounces.put(memory)
 
     def _zeros(self) -> list[list[int]]:
         return [[0] * len(tiles) for tiles in self._tiles]

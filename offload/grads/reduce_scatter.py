@@ -34,15 +34,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from offload.choices import GradChoice
 from offload.devices.copies import Copy
 from offload.errors import AccumulationError, OffloadError
 from offload.grads.base import GradientBuffer, too_often
-from offload.grads.reduction_plan import ReductionPlan
+from offload.grads.reduction_plan import AVERAGES, COPIED, RECEIVED, SENT, WHOLE, ReductionPlan
 from offload.layout import Layout
 from offload.profiling import GRADIENTS, SUMS, TO_HOST, Event
 from offload.ranks.buckets import Bucket, Buckets
 from offload.ranks.communicator import Work
-from offload.run import Memory, Run
+from offload.run import Run
 from offload.storage.chunk_cache import Store
 
 
@@ -84,11 +85,12 @@ _abandoned: list[Copy] = []
 class ReducedGradients(GradientBuffer):
     """The averages over all ranks of the gradients of this rank's shards."""
 
-    def __init__(self, run: Run, store: Store | None = None) -> None:
-        super().__init__(run, store)
-        self._plan = ReductionPlan(run.layout, run.config, direct=self._copier.direct)
-        self._whole = [run.memory.communication.carve(n).view(torch.float32) for n in self._plan.whole_bytes]
-        self._free = [self._new_buffer(run.memory) for _ in range(self._plan.buffers)]
+    def __init__(self, run: Run, choice: GradChoice, store: Store | None = None) -> None:
+        super().__init__(run, choice, store)
+        self._plan = ReductionPlan(run.layout, choice, direct=self._copier.direct)
+        self._whole = [memory.view(torch.float32) for memory in run.memory.take(WHOLE)]
+        pieces = map(run.memory.take, (SENT, RECEIVED, AVERAGES, COPIED))
+        self._free = [_Buffer(*one) for one in zip(*pieces, strict=True)]
         self._buckets = Buckets(self._plan.buckets, _order(run.layout, self._plan.buckets))
         self._buckets_of = Counter(param for bucket in self._plan.buckets for param in bucket.params)
         self._count = [0] * len(run.layout.specs)
@@ -98,18 +100,13 @@ class ReducedGradients(GradientBuffer):
         self._reducing: deque[_Reduction] = deque()
         self._round = 0
         # Where ranks share parameters and fetch them, gradients take turns with these: see [Note: taking turns].
-        self._takes_turns = run.layout.shard_group_size > 1 and run.config.param_tier != "device"
+        self._takes_turns = run.layout.shard_group_size > 1 and not choice.params_stay
         self._left: set[str] = set()
         self._alone: str | None = None
         self._came = False  # in the backward under way
         # What `finalize` returned, once it has been called.
         self._active: list[int] | None = None
         self._norms: dict[tuple[int, ...], float] = {}
-
-    def _new_buffer(self, memory: Memory) -> _Buffer:
-        plan, carve = self._plan, memory.communication.carve
-        full, scratch, average = carve(plan.full_bytes), carve(plan.full_bytes), carve(plan.average_bytes)
-        return _Buffer(full, scratch, average, memory.states.carve(plan.copied_bytes))
 
     def accumulate(self, param: int, grad: Tensor, start: int = 0) -> None:
         assert start == 0  # there are no tiles over several ranks

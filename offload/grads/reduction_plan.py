@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import torch
 
-from offload.config import Config
+from offload.choices import GradChoice
 from offload.grads import shards
 from offload.layout import Layout
 from offload.ranks.buckets import cut_buckets
-from offload.storage.arena import carved_bytes
+from offload.regions import Region
+from offload.tiers import Tier
 
 BUFFERS = 3
 """Buckets under way at a time: one is filled while one travels and one is averaged."""
+
+SENT, RECEIVED, AVERAGES = "buckets that are sent", "buckets that are received", "averages of buckets"
+COPIED, WHOLE = "averages from the device", "sums of whole gradients"
+TRAVELLING = (SENT, RECEIVED, AVERAGES, WHOLE)
+"""The regions in which gradients travel."""
 
 
 class ReductionPlan:
     """See [Note: averaging gradients over ranks] in reduce_scatter.py.
 
-    Args: config: with a stage; direct: whether the model's device is the CPU.
+    Args: choice: with a stage; direct: whether the model's device is the CPU.
     Attributes:
         sums_locally: micro-batches are summed before they are sent, not after.
         rounds: how often each bucket is sent in a step; where any number is taken, how often it is counted.
@@ -29,14 +35,14 @@ class ReductionPlan:
         whole_bytes: by flat, of the sums of whole gradients, with `sums_locally`.
     """
 
-    def __init__(self, layout: Layout, config: Config, *, direct: bool) -> None:
-        stage, accumulation, stored = config.stage, config.accumulation, config.grad_tier == "nvme"
+    def __init__(self, layout: Layout, choice: GradChoice, *, direct: bool) -> None:
+        stage, accumulation, stored = choice.stage, choice.passes, choice.tier.is_durable
         assert stage is not None
         self.sums_locally = stage == 1 and accumulation > 1
         self.rounds = 1 if self.sums_locally else accumulation
         self.wire = [torch.float32 if self.sums_locally else flat.dtype for flat in layout.flats]
         self.held = shards.dtypes_of(layout, accumulation)
-        self.buckets = cut_buckets(layout, config.bucket_bytes // 4)
+        self.buckets = cut_buckets(layout, choice.bucket_bytes // 4)
         self.buffers = min(BUFFERS, len(self.buckets))
         self.full_bytes = max((layout.ranks * b.numel * self.wire[b.flat].itemsize for b in self.buckets), default=0)
         averages = (bucket.numel * self.held[bucket.flat].itemsize for bucket in self.buckets)
@@ -44,15 +50,15 @@ class ReductionPlan:
         self.average_bytes = max(averages, default=0) if is_added or not direct else 0
         self.copied_bytes = self.average_bytes if is_added and not direct else 0
         self.whole_bytes = [4 * flat.numel for flat in layout.flats] if self.sums_locally else []
-        self._shard_bytes = shards.arena_bytes(layout, accumulation, stored=stored)
+        self._shards = shards.regions(layout, choice)
+        self._memory = choice.tier.memory
 
-    @property
-    def arena_bytes(self) -> int:
-        """What a buffer takes where gradients wait."""
-        return self._shard_bytes + self.buffers * carved_bytes(self.copied_bytes)
-
-    @property
-    def communication_bytes(self) -> int:
-        """What it takes of the memory from which gradients are sent, which may be the same."""
-        buffer = 2 * carved_bytes(self.full_bytes) + carved_bytes(self.average_bytes)
-        return sum(map(carved_bytes, self.whole_bytes)) + self.buffers * buffer
+    def regions(self, communication: Tier) -> list[Region]:
+        """What ReducedGradients takes. Args: communication: in whose memory gradients travel."""
+        of_buckets = ((SENT, self.full_bytes), (RECEIVED, self.full_bytes), (AVERAGES, self.average_bytes))
+        return [
+            *self._shards,
+            *(Region(communication, WHOLE, nbytes, kind="grad") for nbytes in self.whole_bytes),
+            *(Region(communication, what, nbytes, self.buffers, "grad") for what, nbytes in of_buckets),
+            Region(self._memory, COPIED, self.copied_bytes, self.buffers, "grad"),
+        ]

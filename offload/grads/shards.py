@@ -22,13 +22,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offload.config import SUM_BLOCK
+from offload.choices import GradChoice
 from offload.layout import Chunk, Layout
 from offload.native import sum_blocks
 from offload.ranks.buckets import Bucket
+from offload.regions import Region
 from offload.run import Run
-from offload.sizes import round_up
-from offload.storage.arena import carved_bytes
+from offload.sizes import SUM_BLOCK, round_up
 from offload.storage.chunk_cache import Store
 from offload.storage.swap_format import SlotArrays
 
@@ -44,14 +44,17 @@ def gradient_slot_arrays(layout: Layout, accumulation: int) -> list[SlotArrays]:
     return [SlotArrays(chunk.numel, (dtypes[chunk.flat].itemsize,)) for chunk in layout.chunks]
 
 
-def arena_bytes(layout: Layout, accumulation: int, *, stored: bool) -> int:
-    """What `open_shards` takes from the arena. Args: stored: whether the gradients are in slots."""
-    dtypes = dtypes_of(layout, accumulation)
-    sums = carved_bytes(8 * sum(chain.from_iterable(_sum_sizes(layout))))
-    if stored:
-        return sums + carved_bytes(_carried_bytes(layout, dtypes))
-    shards = (layout.shard_numel(flat.index) * dtypes[flat.index].itemsize for flat in layout.flats)
-    return sums + sum(map(carved_bytes, shards))
+SUMS, GRADIENTS, CARRIED = "sums of squares", "gradients", "gradients of a block that is not whole"
+
+
+def regions(layout: Layout, choice: GradChoice) -> list[Region]:
+    """What `open_shards` takes."""
+    dtypes, memory = dtypes_of(layout, choice.passes), choice.tier.memory
+    sums = Region(memory, SUMS, 8 * sum(chain.from_iterable(_sum_sizes(layout))), kind="grad")
+    if choice.tier.is_durable:
+        return [sums, Region(memory, CARRIED, _carried_bytes(layout, dtypes), kind="grad")]
+    sizes = [layout.shard_numel(flat.index) * dtypes[flat.index].itemsize for flat in layout.flats]
+    return [sums, *(Region(memory, GRADIENTS, size, kind="grad") for size in sizes)]
 
 
 def _sum_sizes(layout: Layout) -> list[list[int]]:
@@ -71,17 +74,18 @@ def _carried_bytes(layout: Layout, dtypes: list[torch.dtype]) -> int:
 class GradShards(ABC):
     """The gradients of this rank's shards.
 
+    Args: passes: micro-batches of a step at most.
     Attributes: dtypes: by flat; sums: by parameter and tile (a parameter without tiles is one), the fp64 sums of
     squares of its blocks.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, passes: int) -> None:
         self._layout = run.layout
         self._kernels = run.kernels
-        self.dtypes = dtypes_of(run.layout, run.config.accumulation)
+        self.dtypes = dtypes_of(run.layout, passes)
         self._sizes = _sum_sizes(run.layout)
-        total = sum(chain.from_iterable(self._sizes))
-        self._all_sums = run.memory.states.carve(8 * total).view(torch.float64)
+        (sums,) = run.memory.take(SUMS)
+        self._all_sums = sums.view(torch.float64)
         self.sums = self._split(self._all_sums)
 
     def _split(self, sums: Tensor) -> list[list[Tensor]]:
@@ -152,11 +156,10 @@ class GradShards(ABC):
 class ShardsInMemory(GradShards):
     """All gradients, in RAM or where the states are."""
 
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        sizes = (run.layout.shard_numel(flat.index) * self.dtypes[flat.index].itemsize for flat in run.layout.flats)
-        memory = (run.memory.states.carve(size) for size in sizes)
-        self._flats = [shard.view(dtype) for shard, dtype in zip(memory, self.dtypes, strict=True)]
+    def __init__(self, run: Run, passes: int) -> None:
+        super().__init__(run, passes)
+        shards = run.memory.take(GRADIENTS)
+        self._flats = [shard.view(dtype) for shard, dtype in zip(shards, self.dtypes, strict=True)]
         starts = [chunk.start - run.layout.shard_range(chunk.flat)[0] for chunk in run.layout.chunks]
         self._chunks = [
             self.region(chunk.flat, start, chunk.numel) for chunk, start in zip(run.layout.chunks, starts, strict=True)
@@ -209,10 +212,10 @@ class _Carried(NamedTuple):
 class ShardsInSlots(GradShards):
     """See [Note: gradients in slots]."""
 
-    def __init__(self, run: Run, store: Store) -> None:
-        super().__init__(run)
+    def __init__(self, run: Run, passes: int, store: Store) -> None:
+        super().__init__(run, passes)
         self._store = store
-        self._memory = run.memory.states.carve(_carried_bytes(run.layout, self.dtypes))
+        (self._memory,) = run.memory.take(CARRIED)
         self._carried: _Carried | None = None
         self._chunks: dict[int, list[Chunk]] = {flat.index: [] for flat in run.layout.flats}
         for chunk in reversed(run.layout.chunks):
@@ -317,6 +320,6 @@ class ShardsInSlots(GradShards):
         self._store.expect(chunks)
 
 
-def open_shards(run: Run, store: Store | None) -> GradShards:
-    """Args: store: of the gradients, None if they are in memory."""
-    return ShardsInMemory(run) if store is None else ShardsInSlots(run, store)
+def open_shards(run: Run, passes: int, store: Store | None) -> GradShards:
+    """Args: passes: micro-batches of a step at most; store: of the gradients, None if they are in memory."""
+    return ShardsInMemory(run, passes) if store is None else ShardsInSlots(run, passes, store)

@@ -49,7 +49,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload import torch_private
-from offload.config import Config
+from offload.choices import ActivationChoice
 from offload.errors import ClosedError, ConfigError, StaleActivationError
 from offload.model.compiled import Compiler, Forward
 from offload.model.fetch import HeldUnits
@@ -203,7 +203,7 @@ class Activations:
     def __init__(
         self,
         model: nn.Module,
-        config: Config,
+        choice: ActivationChoice,
         units: HeldUnits | None,
         store: ActivationStore | None,
         partitions: Partitions | None = None,
@@ -221,9 +221,9 @@ class Activations:
         self._hooks = (self._pack_checkpoint, _unpack)
         self._outside: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self._forwards = [Forward(model, self._run_model)]
-        for name, module in blocks_of(model, config.units):
+        for name, module in blocks_of(model, choice.units):
             if is_called(module):
-                recomputes = config.recompute and not any(map(has_statistics, module.modules()))
+                recomputes = choice.recompute and not any(map(has_statistics, module.modules()))
                 unit = _Unit(name, module, recomputes=recomputes)
                 self._forwards.append(Forward(module, partial(self._run_unit, unit)))
 

@@ -255,7 +255,7 @@ class StreamedUnits(HeldUnits):
         self.transfers = transfers
         self._gradients = gradients
         self._backward_order = BackwardOrder() if run.layout.shard_group_size > 1 else None
-        self._order = UnitOrder(run.config.prefetch_units)
+        self._order = UnitOrder(transfers.ahead)
         self._replicas = run.layout.replicas
         self._held: list[str] = []  # by `gathered`
         self._used: list[str] = []  # by operations that run now

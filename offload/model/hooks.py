@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from offload import torch_private
+from offload.choices import ModelChoice
 from offload.errors import ConfigError
 from offload.interrupts import uninterrupted
 from offload.model.compiled import Forward, run_uncompiled
@@ -29,7 +30,6 @@ from offload.model.plain_copy import LeftBehind, PlainState, refuse_script
 from offload.model.state_dict import Access
 from offload.model.torch_helpers import Hook, hook_forward, numbered_alike
 from offload.model.units import ROOT, NotToWrap, blocks_of, encloses, fp32_modules, is_called, require_unwrapped
-from offload.run import Run
 
 
 class _Casts:
@@ -129,7 +129,7 @@ class Hooks:
     def __init__(
         self,
         model: nn.Module,
-        run: Run,
+        choice: ModelChoice,
         parameters: FlatParameters,
         names: Mapping[Tensor, str],
         units: HeldUnits,
@@ -147,34 +147,39 @@ class Hooks:
         self._inputs: _CastsInputs | None = None  # of the model
         self._ignored_by_ddp = getattr(model, NotToWrap.NAME, None)
         try:
-            self._hook(model, run, parameters, names, access)
+            self._hook(model, choice, parameters, names, access)
         except BaseException:
             self.remove()
             raise
 
     @uninterrupted
     def _hook(
-        self, model: nn.Module, run: Run, parameters: FlatParameters, names: Mapping[Tensor, str], access: Access
+        self,
+        model: nn.Module,
+        choice: ModelChoice,
+        parameters: FlatParameters,
+        names: Mapping[Tensor, str],
+        access: Access,
     ) -> None:
-        config, units = run.config, self._units
+        units = self._units
         setattr(model, NotToWrap.NAME, NotToWrap(self._ignored_by_ddp))
         self._states += [PlainState(module) for module in model.modules() if PlainState.serves(module)]
-        self._hook_units(model, run, parameters, names, access)
+        self._hook_units(model, choice, parameters, names, access)
 
         def model_begins() -> None:
             require_unwrapped(model)
             units.model_begins()
 
         self._handles += hook_forward(model, model_begins, units.model_ends, _Held)
-        in_fp32 = fp32_modules(model, config.keep_fp32)
-        is_fp32 = config.compute_dtype is torch.float32
-        if config.cast_forward_inputs:
-            dtype = torch.float32 if model in in_fp32 else config.compute_dtype
+        in_fp32 = fp32_modules(model, choice.keep_fp32)
+        is_fp32 = choice.compute_dtype is torch.float32
+        if choice.cast_forward_inputs:
+            dtype = torch.float32 if model in in_fp32 else choice.compute_dtype
             self._inputs = _CastsOwnInputs(dtype) if is_fp32 else _CastsInputs(dtype)
             self._cast_inputs(model, self._inputs)
         for module in () if is_fp32 else in_fp32:
             self._cast_inputs(module, _CastsInputs(torch.float32))
-            casts = module.register_forward_hook(_CastsOutputs(config.compute_dtype))
+            casts = module.register_forward_hook(_CastsOutputs(choice.compute_dtype))
             self._handles.append(numbered_alike(module, casts))
         for number, param in enumerate(parameters.params[: parameters.trained]):
             self._hook_gradient(number, param)
@@ -204,13 +209,18 @@ class Hooks:
         self._answers.remove()
 
     def _hook_units(
-        self, model: nn.Module, run: Run, parameters: FlatParameters, names: Mapping[Tensor, str], access: Access
+        self,
+        model: nn.Module,
+        choice: ModelChoice,
+        parameters: FlatParameters,
+        names: Mapping[Tensor, str],
+        access: Access,
     ) -> None:
         """Makes the modules of a unit run with its current values."""
         units = self._units
         # `F.linear` fetches a tiled weight, tile by tile.
         tiled = {spec.unit for spec in parameters.layout.specs if spec.tile}
-        blocks = dict(blocks_of(model, run.config.units))
+        blocks = dict(blocks_of(model, choice.units))
         for name, module in model.named_modules() if tiled else ():
             has_tiles = any(encloses(name, unit) for unit in tiled)
             if has_tiles and is_called(module) and any(encloses(block, name) for block in blocks):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import torch_private
+from offload.choices import StateChoice
 from offload.errors import StaleParameterError
 from offload.layout import Chunk, CopyRange, Piece
 from offload.model.flat_param import FlatParameters, flattened
@@ -33,12 +34,14 @@ class MasterWeights:
     Args: streamed: the store of the parameters, if they are on the device only around their use.
     """
 
-    def __init__(self, run: Run, parameters: FlatParameters, stores: Stores, streamed: Store | None) -> None:
+    def __init__(
+        self, run: Run, choice: StateChoice, parameters: FlatParameters, stores: Stores, streamed: Store | None
+    ) -> None:
         self._layout = run.layout
         self._parameters = parameters
         self._store = stores.states
         self._kernels = run.kernels
-        self._split_master = run.config.split_master
+        self._split_master = choice.split_master
         self._params = stores.params
         self._streamed = streamed
         self._before: dict[int, Tensor] = {}

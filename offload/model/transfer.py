@@ -119,8 +119,11 @@ class StreamedStores:
 class UnitTransfers:
     """See the top of this file.
 
-    Args: store: the parameters that this rank keeps and streams, by chunk; leases: how many chunks of it may be on
-    their way to the device at once; limit: bytes that streamed parameters may take on the device; None: no limit.
+    Args:
+        store: the parameters that this rank keeps and streams, by chunk.
+        leases: how many chunks of it may be on their way to the device at once.
+        ahead: how many units are fetched ahead of the one in use.
+        limit: bytes that streamed parameters may take on the device; None: no limit.
     """
 
     def __init__(
@@ -131,6 +134,7 @@ class UnitTransfers:
         owner: Owner,
         *,
         leases: int,
+        ahead: int,
         limit: int | None,
     ) -> None:
         self._layout = layout = parameters.layout
@@ -141,6 +145,7 @@ class UnitTransfers:
         self._store = store
         self._owner = owner
         self._leases = leases
+        self.ahead = ahead
         self.limit = limit
         slices = [one for one in layout.slices if parameters.streams(layout.flats[one.flat].params[0])]
         self._slices_of: dict[str, list[FlatSlice]] = {one.unit: [] for one in slices}

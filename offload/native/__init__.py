@@ -22,7 +22,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offload.config import SUM_BLOCK
 from offload.errors import ClosedError, ConfigError
 from offload.native.compiled_kernels import CompiledKernels, device_kernels
 from offload.native.library import (
@@ -36,6 +35,7 @@ from offload.native.library import (
 )
 from offload.native.threads import Pool, Range, usable_cpus
 from offload.native.torch_kernels import DeviceKernels, TorchKernels
+from offload.sizes import SUM_BLOCK
 
 __all__ = [
     "SUM_BLOCK",

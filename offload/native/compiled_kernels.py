@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.config import SUM_BLOCK
 from offload.interrupts import uninterrupted
 from offload.native.device_program import LIBRARIES, CudaProgram, Program, ProgramError
 from offload.native.library import NO_OUTPUT, TYPES, AdamScalars, AdamStruct, Work, sum_blocks
 from offload.native.torch_kernels import DeviceKernels
+from offload.sizes import SUM_BLOCK
 
 _ADAM_THREADS = 256  # device_kernels.h
 _SUM_THREADS = 1024

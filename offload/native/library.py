@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.config import SUM_BLOCK
 from offload.errors import ConfigError
+from offload.sizes import SUM_BLOCK
 
 Work = Callable[[int, int], None]
 """A kernel bound to its tensors, to be run on a range [low, high) of their elements."""

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offload.config import SUM_BLOCK
 from offload.native.library import AdamScalars, AdamStruct, Work, sum_blocks
+from offload.sizes import SUM_BLOCK
 
 _Bits = npt.NDArray[np.unsignedinteger[Any]]
 

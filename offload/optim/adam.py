@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.choices import StateChoice
 from offload.devices.copies import DONE, Copy, DeviceEvent
 from offload.errors import OffloadError
 from offload.grads.base import GradientBuffer
@@ -34,11 +35,12 @@ from offload.io.threads import Workers
 from offload.layout import Chunk, Layout, Segment, segments
 from offload.native import AdamScalars, Task
 from offload.profiling import ADAM, TO_DEVICE, Event
-from offload.ranks.exchange import Exchange, FlatGather, ReplicaExchange
+from offload.ranks.exchange import EXCHANGED, Exchange, FlatGather, ReplicaExchange
+from offload.regions import Region
 from offload.run import Run
 from offload.sizes import MIB
-from offload.storage.arena import carved_bytes
 from offload.storage.chunk_cache import Lease, Store
+from offload.tiers import Tier
 
 MOST_TOGETHER = 64 * MIB // 4
 """Elements of chunks whose kernels run together: those of a chunk of the default size. A signal waits for them."""
@@ -47,16 +49,21 @@ StepKey = tuple[int, int, float]
 """(param group, the parameter's step count after this step, a factor of its gradient): what one Adam call needs."""
 
 
-def _bounce_bytes(layout: Layout) -> int:
+BOUNCE = "new parameters on their way to the device"
+
+
+def regions(layout: Layout, memory: Tier, *, bounces: bool) -> list[Region]:
+    """What NewParameters takes.
+
+    Args:
+        memory: where the states are when they are stepped.
+        bounces: whether new parameters are copied to the device, and gradients have no memory for them.
+    """
+    if not bounces:
+        return []
     narrow = [chunk for chunk in layout.chunks if layout.flats[chunk.flat].dtype is not torch.float32]
-    return max((layout.flats[c.flat].dtype.itemsize * c.numel for c in narrow), default=0)
-
-
-def arena_bytes(layout: Layout, accumulation: int, *, direct: bool, split_master: bool) -> int:
-    """What NewParameters takes from the arena."""
-    if direct or not (accumulation > 1 or split_master):
-        return 0
-    return carved_bytes(_bounce_bytes(layout))
+    nbytes = max((layout.flats[c.flat].dtype.itemsize * c.numel for c in narrow), default=0)
+    return [Region(memory, BOUNCE, nbytes)]
 
 
 class NewParameters:
@@ -80,9 +87,7 @@ class NewParameters:
         self._gradients = gradients
         self._copier = run.memory.copier
         self._timeline = run.timeline
-        is_direct = self.direct or streamed is not None
-        size = arena_bytes(layout, run.config.accumulation, direct=is_direct, split_master=run.config.split_master)
-        self._bounce = run.memory.states.carve(size)
+        self._bounce = next(iter(run.memory.take(BOUNCE)), torch.empty(0, dtype=torch.uint8))
         self._copies: list[tuple[Chunk, Copy, Event | None]] = []
         self._step: DeviceEvent = DONE  # the end of what was queued before it
         self._exchange = Exchange()
@@ -91,10 +96,8 @@ class NewParameters:
             self._exchange = FlatGather(layout, flats, comm)
         elif streamed is not None and layout.replicas > 1:
             holders = comm if layout.shard_group_size == 1 else comm.replicate_group
-            communication = run.memory.communication
-            self._exchange = ReplicaExchange(
-                layout, streamed, communication, holders, lambda *new: self.chunk_updated(*new)
-            )
+            (buffer,) = run.memory.take(EXCHANGED)
+            self._exchange = ReplicaExchange(layout, streamed, buffer, holders, lambda *new: self.chunk_updated(*new))
 
     @property
     def direct(self) -> bool:
@@ -270,11 +273,13 @@ class _Work:
 class Step:
     """Runs Adam over the chunks of a layout; see [Note: a step does not block]. Args: store: of the states."""
 
-    def __init__(self, run: Run, store: Store, gradients: GradientBuffer, params: NewParameters) -> None:
+    def __init__(
+        self, run: Run, choice: StateChoice, store: Store, gradients: GradientBuffer, params: NewParameters
+    ) -> None:
         self._layout = run.layout
         self._kernels = run.kernels
         self._timeline = run.timeline
-        self._split_master = run.config.split_master
+        self._split_master = choice.split_master
         self._store = store
         self._gradients = gradients
         self._params = params

@@ -1,4 +1,4 @@
-"""What a configuration will need, before anything is allocated."""
+"""What a run will need, before anything is allocated."""
 
 from offload.planner.choice import least_cpu_memory
 from offload.planner.placement import Placement, place

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from offload.config import Config
+from offload.choices import ActivationChoice
 from offload.devices.copies import HostCopier
 from offload.model.activations import Activations
 from offload.model.torch_helpers import tensors_in
 from offload.profiling import Timeline
 from offload.storage.activation_store import ActivationStore
+from offload.tiers import CPU
 
 _ENDLESS = 1 << 60
 
@@ -68,25 +69,27 @@ class _FusedAttention(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def measure(model: nn.Module, config: Config, run: Callable[[nn.Module], object], *, fused: bool = False) -> Waiting:
+def measure(
+    model: nn.Module, dtype: torch.dtype, run: Callable[[nn.Module], object], *, fused: bool = False
+) -> Waiting:
     """What `run(model)`, one forward, puts into an activation tier.
 
-    Args: model: on the meta device, and not changed; run: its inputs are on the meta device, too; fused: attention as
-    on a GPU.
+    Args: model: on the meta device, and not changed; dtype: that it computes with; run: its inputs are on the meta
+    device, too; fused: attention as on a GPU.
     Raises: what the forward raises where it cannot run there, because it looks at values.
     """
-    model = copy.deepcopy(model).to(config.compute_dtype)
+    model = copy.deepcopy(model).to(dtype)
     with _FusedAttention() if fused else nullcontext():
-        entering, largest, _ = _run(model, replace(config, recompute=True), run)
-        saved, _, output = _run(model, replace(config, recompute=False), run)
+        entering, largest, _ = _run(model, ActivationChoice(CPU, recompute=True), run)
+        saved, _, output = _run(model, ActivationChoice(CPU, recompute=False), run)
     return Waiting(entering, saved, largest, output)
 
 
-def _run(model: nn.Module, config: Config, run: Callable[[nn.Module], object]) -> tuple[int, int, int]:
+def _run(model: nn.Module, choice: ActivationChoice, run: Callable[[nn.Module], object]) -> tuple[int, int, int]:
     device = torch.device("meta")
     region = torch.empty(_ENDLESS, dtype=torch.uint8, device=device)
     store = ActivationStore(region, HostCopier(), device, Timeline())
-    activations = Activations(model, config, None, store)
+    activations = Activations(model, choice, None, store)
     try:
         result = run(model)
         output = max((tensor.numel() for tensor in tensors_in(result)), default=0)

@@ -1,4 +1,4 @@
-"""Chooses what the user left open: the tiers of parameters and gradients, how many units are prefetched, and tiles."""
+"""Tries what the user left open: the tiers of parameters and gradients, how many units are prefetched, and tiles."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload import config as configuration
-from offload.config import SUM_BLOCK, Config, Tier
+from offload.choices import Choice
 from offload.errors import BudgetError, ConfigError
 from offload.layout import Layout, ParamSpec, build, tiled
 from offload.model.units import (
@@ -24,13 +23,17 @@ from offload.model.units import (
     specs_of,
     untrained_bytes,
 )
+from offload.options import Options
+from offload.planner.decide import Situation, Wish, chooses_grads, chooses_params, decide, replicas_of, wish_of
 from offload.planner.placement import Needs, Placement, Room, place
+from offload.sizes import SUM_BLOCK
+from offload.tiers import CPU, DEVICE, NVME
 
 # Read and written a parameter and step by streamed 16-bit parameters, and by gradients in slots.
-_BYTES_OF_PARAM: dict[Tier, int] = {"device": 0, "cpu": 0, "nvme": 6}
-_BYTES_OF_GRAD: dict[Tier, int] = {"device": 0, "cpu": 0, "nvme": 4}
+_BYTES_OF_PARAM = {DEVICE: 0, CPU: 0, NVME: 6}
+_BYTES_OF_GRAD = {DEVICE: 0, CPU: 0, NVME: 4}
 
-_Refused = tuple[Config, Layout, BudgetError]
+_Refused = tuple[Choice, Layout, BudgetError]
 
 MOST_HALVINGS = 8
 """Of the largest weight, until its tiles fit."""
@@ -51,15 +54,15 @@ class ModelShape:
 
     @classmethod
     def of(
-        cls, model: nn.Module, groups: Sequence[Mapping[str, Any]], config: Config, *, planned: bool = True
+        cls, model: nn.Module, groups: Sequence[Mapping[str, Any]], options: Options, *, planned: bool = True
     ) -> ModelShape:
         """Args: groups: the optimizer's param_groups; planned: only shapes count, as of a model on the meta device.
 
         Raises: ConfigError as `OffloadZero` does.
         """
-        keep_fp32, dtype = config.keep_fp32, config.compute_dtype
-        specs, params = specs_of(model, groups, keep_fp32, dtype, chosen=config.units, planned=planned)
-        frozen, others = frozen_of(model, keep_fp32, dtype, chosen=config.units)
+        keep_fp32, dtype = options.fp32_modules, options.compute_dtype
+        specs, params = specs_of(model, groups, keep_fp32, dtype, chosen=options.units, planned=planned)
+        frozen, others = frozen_of(model, keep_fp32, dtype, chosen=options.units)
         specs, params = [*specs, *frozen], [*params, *others]
         resident_bytes = untrained_bytes(model, params, compute_dtypes(model, keep_fp32, dtype))
         return cls(specs, params, rows_of(model, params), resident_bytes)
@@ -80,117 +83,125 @@ class ModelShape:
         both = zip(self.specs, self.params, strict=True)
         return sum(resident_bytes_of(param, spec.numel, spec.dtype) for spec, param in both if spec.is_frozen)
 
-    def config(self, config: Config) -> Config:
-        """What `config` means for this model. Raises: ConfigError; see `config.for_model`."""
+    def situation(self, *, ranks: int = 1, ranks_on_node: int = 1, slices: int = 1) -> Situation:
+        """What options are read for. Args: see `Situation`."""
         trained_bytes = sum(spec.numel * spec.dtype.itemsize for spec in self.specs if not spec.is_frozen)
-        return configuration.for_model(config, trained_bytes=trained_bytes, frozen_bytes=self.frozen_bytes)
+        return Situation(trained_bytes, self.frozen_bytes, ranks, ranks_on_node, slices)
 
-    def room(self, available_bytes: int | None = None) -> Room:
-        """What the model's device has room for. Args: available_bytes: see `Room`."""
-        return Room(self.resident_bytes, available_bytes, self.frozen_bytes)
+    def room(self, options: Options, available_bytes: int | None = None, *, ranks_on_node: int = 1) -> Room:
+        """What there is room for. Args: available_bytes, ranks_on_node: see `Room`."""
+        return Room(
+            self.resident_bytes,
+            available_bytes,
+            self.frozen_bytes,
+            cpu_memory=options.cpu_bytes,
+            device_memory=options.device_bytes,
+            ranks_on_node=ranks_on_node,
+        )
 
-    def layout(self, config: Config, *, ranks: int = 1, rank: int = 0, replicas: int = 1) -> Layout:
+    def layout(self, choice: Choice, *, ranks: int = 1, rank: int = 0, replicas: int = 1) -> Layout:
         """The layout of what is trained, and of frozen parameters if they stream. Args: replicas: how many groups of
         ranks each keep all trained parameters."""
-        streams = {False: config.param_tier != "device", True: config.frozen_tier != "device"}
+        streams = {False: choice.params.tier > DEVICE, True: choice.params.frozen_tier > DEVICE}
         rows = {number: row for number, row in self.rows.items() if streams[self.specs[number].is_frozen]}
-        specs = tiled(self.specs, rows, config.tile_bytes or 0)
-        if config.frozen_tier == "device":
+        specs = tiled(self.specs, rows, choice.params.tile_bytes)
+        if choice.params.frozen_tier == DEVICE:
             specs = [spec for spec in specs if not spec.is_frozen]
-            return build(specs, config.chunk_numel, ranks=ranks, rank=rank, replicas=replicas)
-        kept = replicas if config.stage == 3 else ranks
-        return build(specs, config.chunk_numel, ranks=ranks, rank=rank, replicas=kept, trained_replicas=replicas)
+            return build(specs, choice.states.chunk_numel, ranks=ranks, rank=rank, replicas=replicas)
+        kept = replicas if choice.grads.stage == 3 else ranks
+        return build(specs, choice.states.chunk_numel, ranks=ranks, rank=rank, replicas=kept, trained_replicas=replicas)
 
 
 def choose(
-    config: Config, layout_of: Callable[[Config], Layout], *, direct: bool, room: Room
-) -> tuple[Config, Layout, Placement]:
-    """The fastest configuration that fits the budgets: fewest bytes over the disk first, then over the link.
+    options: Options, situation: Situation, layout_of: Callable[[Choice], Layout], *, direct: bool, room: Room
+) -> tuple[Layout, Placement]:
+    """The fastest choice that fits the budgets: fewest bytes over the disk first, then over the link.
 
-    Args: layout_of: lays the model out for a configuration; direct: as in `place`.
+    Args: layout_of: lays the model out for a choice; direct: as in `place`.
     Raises: BudgetError if nothing fits, see `_refusal`; ConfigError.
     """
-    chosen, layout, found = search(config, layout_of, direct=direct, room=room)
+    _, layout, found = search(options, situation, layout_of, direct=direct, room=room)
     if isinstance(found, BudgetError):
         raise found
-    return chosen, layout, found
+    return layout, found
 
 
 def search(
-    config: Config, layout_of: Callable[[Config], Layout], *, direct: bool, room: Room
-) -> tuple[Config, Layout, Placement | BudgetError]:
-    """As `choose`. If nothing fits, the configuration that lacks least, and the error; see `_refusal`."""
+    options: Options, situation: Situation, layout_of: Callable[[Choice], Layout], *, direct: bool, room: Room
+) -> tuple[Choice, Layout, Placement | BudgetError]:
+    """As `choose`. If nothing fits, the choice that lacks least, and the error; see `_refusal`."""
     refused: list[_Refused] = []
-    for tiers in _tiers(config, direct=direct):
-        for candidate in _shapes(tiers, layout_of):
-            layout = layout_of(candidate)
+    for tiers in _tiers(options, situation, direct=direct):
+        for wish in _shapes(tiers, options, situation, layout_of):
+            choice = decide(options, situation, wish)
+            layout = layout_of(choice)
             try:
-                return candidate, layout, place(layout, candidate, direct=direct, room=room)
+                return choice, layout, place(layout, choice, direct=direct, room=room)
             except BudgetError as error:
-                refused.append((candidate, layout, error))
+                refused.append((choice, layout, error))
                 if error.option != "device_memory":
                     break  # what saves memory on the device does not help
     return _refusal(refused, direct=direct, room=room)
 
 
 def _refusal(refused: Sequence[_Refused], *, direct: bool, room: Room) -> _Refused:
-    """Of configurations of which none fits: that which lacks least of one budget, if any lacks one only. If all lack
+    """Of choices of which none fits: that which lacks least of one budget, if any lacks one only. If all lack
     both, its error names both. With what the error says to give, it fits."""
     one: list[_Refused] = []
     both: list[tuple[_Refused, BudgetError]] = []
-    for config, layout, error in refused:
+    for choice, layout, error in refused:
         try:
             if error.option == "device_memory":  # RAM comes after it
-                unbound = replace(config, device_memory=None)
-                place(layout, unbound, direct=direct, room=replace(room, available_bytes=None))
-            one.append((config, layout, error))
+                unbound = replace(room, available_bytes=None, device_memory=None)
+                place(layout, choice, direct=direct, room=unbound)
+            one.append((choice, layout, error))
         except BudgetError as other:
-            both.append(((config, layout, error), other))
+            both.append(((choice, layout, error), other))
     if one:
         return min(one, key=lambda refused: _lack(refused[2]))
-    (config, layout, first), second = min(both, key=lambda pair: _lack(pair[0][2]) + _lack(pair[1]))
+    (choice, layout, first), second = min(both, key=lambda pair: _lack(pair[0][2]) + _lack(pair[1]))
     error = BudgetError(
         f"{first}. Besides, {second}", needed=first.needed, available=first.available, option=first.option
     )
-    return config, layout, error
+    return choice, layout, error
 
 
 def _lack(error: BudgetError) -> int:
     return error.needed - error.available
 
 
-def _tiers(config: Config, *, direct: bool) -> Iterator[Config]:
-    wanted = config.frozen_tier if config.has_frozen else config.param_tier
-    params: list[Tier] = [wanted]
-    grads: list[Tier] = [config.grad_tier]
-    if config.chooses_params:
-        has_nvme = config.tier == "nvme" or (config.has_frozen and config.paths)
-        params = ["device", "cpu", "nvme"] if has_nvme else ["device", "cpu"]
-    if config.chooses_grads and config.tier == "nvme" and config.chunk_numel >= SUM_BLOCK:
-        grads = ["cpu", "nvme"]
+def _tiers(options: Options, situation: Situation, *, direct: bool) -> Iterator[Wish]:
+    first, states = wish_of(options), options.states
+    params, grads = [first.params], [first.grads]
+    if chooses_params(options, situation):
+        has_nvme = states.is_durable or (situation.frozen_bytes and options.paths)
+        params = [DEVICE, CPU, NVME] if has_nvme else [DEVICE, CPU]
+    if chooses_grads(options, situation) and states.is_durable and options.chunk_numel >= SUM_BLOCK:
+        grads = [CPU, NVME]
     pairs = sorted(product(params, grads), key=lambda pair: _BYTES_OF_PARAM[pair[0]] + _BYTES_OF_GRAD[pair[1]])
-    chosen = [
-        replace(config.with_params_on(param) if config.chooses_params else config, grad_tier=grad)
-        for param, grad in pairs
+    wishes = [first._replace(params=param, grads=grad) for param, grad in pairs]
+    possible = [
+        wish for wish in wishes if direct or not decide(options, situation, wish).grads_of_resident_params_on_nvme
     ]
-    # Where nothing else is left `place` says what is wrong.
-    yield from [one for one in chosen if direct or not one.stores_gradients_of_device] or chosen
+    yield from possible or wishes  # where nothing else is left `place` says what is wrong
 
 
-def _shapes(config: Config, layout_of: Callable[[Config], Layout]) -> Iterator[Config]:
-    """Configurations with other numbers of prefetched units and other tiles, from the fastest to the one that takes
-    least memory on the device."""
-    if not config.streams:
-        yield replace(config, tile_bytes=0)
+def _shapes(
+    wish: Wish, options: Options, situation: Situation, layout_of: Callable[[Choice], Layout]
+) -> Iterator[Wish]:
+    """The same with other numbers of prefetched units and other tiles, from the fastest to what takes least memory on
+    the device."""
+    first = decide(options, situation, wish)
+    if not first.params.streams:
+        yield wish._replace(tile_bytes=0)
         return
-    depths = (config.prefetch_units, 0) if config.chooses_prefetch else (config.prefetch_units,)
-    whole = replace(config, tile_bytes=config.tile_bytes or 0)
-    yield from (replace(whole, prefetch_units=depth) for depth in depths)
-    if config.tile_bytes is None:
-        specs = layout_of(whole).specs
+    depths = (wish.prefetch_units, 0) if options.tuned.prefetch_units is None else (wish.prefetch_units,)
+    yield from (wish._replace(prefetch_units=depth) for depth in depths)
+    if options.tile_bytes is None and situation.is_alone:
+        specs = layout_of(first).specs
         largest = max((spec.numel * spec.dtype.itemsize for spec in specs), default=0)
         for tile in (largest >> halvings for halvings in range(1, MOST_HALVINGS + 1)):
-            yield from (replace(whole, prefetch_units=depth, tile_bytes=max(tile, 1)) for depth in depths)
+            yield from (wish._replace(prefetch_units=depth, tile_bytes=max(tile, 1)) for depth in depths)
 
 
 def least_cpu_memory(
@@ -210,14 +221,16 @@ def least_cpu_memory(
     """
     for name in options.keys() & {"tier", "path"}:
         raise ConfigError(f'{name}={options[name]!r}: this is the least of tier="nvme" on any path: leave {name} out')
-    config = configuration.check(tier="nvme", path=".", **options)
+    given = Options(tier=NVME.name, path=".", **options)
     groups = [{"params": list(model.parameters())}] if optimizer is None else optimizer.param_groups
-    shape = ModelShape.of(model, groups, config)
-    config = configuration.over_ranks(shape.config(config), ranks=ranks, ranks_on_node=1)
-    copies = configuration.replicas_of(config, ranks=ranks, rows=replicas)
+    shape = ModelShape.of(model, groups, given)
+    situation, wish = shape.situation(ranks=ranks), wish_of(given)
     direct = device_for(device, shape.params[0].device).type == "cpu"
-    if config.chooses_params and config.grad_tier == "nvme" and not direct:
-        config = config.with_params_on("nvme")  # the least of those that `place` takes
-    tiles = config if config.streams else replace(config, tile_bytes=0)
-    layouts = (shape.layout(tiles, ranks=ranks, rank=rank, replicas=copies) for rank in range(ranks))
-    return max(Needs(layout, config, direct).least_bytes for layout in layouts)
+    copies = replicas_of(decide(given, situation, wish), ranks=ranks, rows=replicas)
+    if chooses_params(given, situation) and given.grads.is_durable and not direct:
+        wish = wish._replace(params=NVME)  # the least of those that `place` takes
+    if not decide(given, situation, wish).params.streams:
+        wish = wish._replace(tile_bytes=0)
+    choice = decide(given, situation, wish)
+    layouts = (shape.layout(choice, ranks=ranks, rank=rank, replicas=copies) for rank in range(ranks))
+    return max(Needs(layout, choice, direct).least_bytes for layout in layouts)

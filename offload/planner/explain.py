@@ -18,33 +18,36 @@ With `tier="device"` all of this is on the device, and only the buffers of commi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from offload import config as configuration
-from offload.config import Config, Tier
+from offload.choices import Choice
 from offload.errors import BudgetError
-from offload.grads.shards import gradient_slot_arrays
 from offload.layout import Layout
 from offload.model.partition import partition_bytes
 from offload.model.units import ROOT
+from offload.options import Options
 from offload.planner.choice import ModelShape, search
+from offload.planner.decide import decide, replicas_of
 from offload.planner.placement import (
+    ACTIVATIONS,
     IN_FLIGHT,
+    SLOTS,
     Needs,
     Placement,
-    Pool,
     Room,
-    all_slot_arrays,
-    committed_slots,
     place,
-    state_slots,
 )
-from offload.storage.swap_format import STATE_KINDS, SlotArrays, frozen_slot_arrays, param_slot_arrays
+from offload.regions import REST, total_of
+from offload.storage.swap_format import STATE_KINDS
+from offload.tiers import CPU, DEVICE, NVME, TIERS, Tier
+
+KINDS = ("grad", *STATE_KINDS, "param", "frozen", "buffers", "activation", SLOTS, REST)
+"""Of rows, in their order."""
 
 
 @dataclass(frozen=True)
@@ -58,30 +61,30 @@ class Row:
 
 @dataclass(frozen=True)
 class Planned:
-    """A model and a configuration, for which nothing is allocated.
+    """A model and what was decided for it, for which nothing is allocated.
 
     Attributes: direct: whether the model's device is the CPU, so that copies need no buffers; room: on the device;
-    refusal: why neither this configuration fits nor another one that may be chosen.
+    refusal: why neither this choice fits nor another one that may be made.
     """
 
     layout: Layout
-    config: Config
+    choice: Choice
     direct: bool
     room: Room = field(default_factory=Room)
     refusal: BudgetError | None = None
 
     @property
     def needs(self) -> Needs:
-        return Needs(self.layout, self.config, self.direct)
+        return Needs(self.layout, self.choice, self.direct)
 
     def place(self) -> Placement:
         """Raises: BudgetError as `OffloadZero` does."""
         if self.refusal is not None:
             raise self.refusal
-        return place(self.layout, self.config, direct=self.direct, room=self.room)
+        return place(self.layout, self.choice, direct=self.direct, room=self.room)
 
     def with_memory(self, cpu_memory: int) -> Planned:
-        return replace(self, config=replace(self.config, cpu_memory=cpu_memory), refusal=None)
+        return replace(self, room=replace(self.room, cpu_memory=cpu_memory), refusal=None)
 
     def least(self) -> int:
         """The least `cpu_memory` that works, in bytes. Raises: BudgetError if none does, for want of another memory."""
@@ -104,7 +107,7 @@ class Planned:
     def largest_share(self, cpu_memory: int) -> float | None:
         """The share of the states that `cpu_memory` keeps in RAM with tier="nvme"; None if it is less than the least
         that works."""
-        if cpu_memory < self.on("nvme").least():
+        if cpu_memory < self.on(NVME).least():
             return None
         if cpu_memory >= self._all_in_ram():
             return 1.0
@@ -112,17 +115,15 @@ class Planned:
         return max(0.0, min(1.0, room / self.needs.state_bytes))
 
     def _all_in_ram(self) -> int:
-        in_ram = self.on("cpu")
-        return replace(in_ram, config=replace(in_ram.config, paths=())).least()
+        return self.on(CPU).least()
 
     def on(self, tier: Tier) -> Planned:
         """This plan with the optimizer states on another tier, which is not the device."""
-        grads: Tier = "cpu" if self.config.grad_tier == "device" else self.config.grad_tier
-        return replace(self, config=replace(self.config, tier=tier, grad_tier=grads), refusal=None)
+        return replace(self, choice=self.choice.with_states_on(tier), refusal=None)
 
     def _buffer_bytes(self) -> int:
         slot_arrays = self.needs.states
-        buffers = min(self.config.in_flight or IN_FLIGHT, len(slot_arrays))
+        buffers = min(self.choice.states.in_flight or IN_FLIGHT, len(slot_arrays))
         return buffers * max((slot.nbytes for slot in slot_arrays), default=0)
 
 
@@ -141,15 +142,15 @@ def plan_of(
     tensor_parallel: ranks that share the matrices of blocks; free_cpu_bytes: free RAM, None: what is free here.
     Raises: ConfigError as `OffloadZero` does.
     """
-    config = configuration.check(**options)
-    shape = ModelShape.of(model, [{"params": list(model.parameters())}], config)
+    given = Options(**options)
+    shape = ModelShape.of(model, [{"params": list(model.parameters())}], given)
     shape = shape.cut(tensor_parallel) if tensor_parallel > 1 else shape
-    room = replace(shape.room(), free_cpu_bytes=free_cpu_bytes)
-    config = configuration.over_ranks(shape.config(config), ranks=ranks, ranks_on_node=1, slices=tensor_parallel)
-    replicas = configuration.replicas_of(config, ranks=ranks, rows=1)
+    room = replace(shape.room(given), free_cpu_bytes=free_cpu_bytes)
+    situation = shape.situation(ranks=ranks, slices=tensor_parallel)
+    replicas = replicas_of(decide(given, situation), ranks=ranks, rows=1)
     layout_of = partial(shape.layout, ranks=ranks, replicas=replicas)
-    config, layout, found = search(config, layout_of, direct=direct, room=room)
-    return Planned(layout, config, direct, room, found if isinstance(found, BudgetError) else None)
+    choice, layout, found = search(given, situation, layout_of, direct=direct, room=room)
+    return Planned(layout, choice, direct, room, found if isinstance(found, BudgetError) else None)
 
 
 def zero_r(planned: Planned, tensor_parallel: int, *, blocks: int, entering_bytes: int) -> dict[str, int]:
@@ -166,14 +167,14 @@ def zero_r(planned: Planned, tensor_parallel: int, *, blocks: int, entering_byte
         region_bytes: memory reserved for activations in one piece (M_D).
     Raises: BudgetError as `Planned.place`.
     """
-    partition, reduction = partition_bytes(entering_bytes, tensor_parallel), planned.needs.reduction
+    partition = partition_bytes(entering_bytes, tensor_parallel)
     return {
         "checkpoint_bytes": blocks * entering_bytes,
         "part_bytes": blocks * partition,
         "device_bytes": min(blocks, 2) * tensor_parallel * partition,
-        "gathered_elements": blocks * (tensor_parallel - 1) * partition // planned.config.compute_dtype.itemsize,
-        "buffer_bytes": 0 if reduction is None else reduction.communication_bytes,
-        "region_bytes": planned.place().activation_bytes,
+        "gathered_elements": blocks * (tensor_parallel - 1) * partition // planned.choice.model.compute_dtype.itemsize,
+        "buffer_bytes": planned.needs.communication_bytes,
+        "region_bytes": total_of(planned.place().regions, (ACTIVATIONS,)),
     }
 
 
@@ -183,7 +184,7 @@ def sent_numel(planned: Planned) -> dict[str, int]:
     At stage 3 every micro-batch gathers all units for its forward, and for its backward all but those that are still
     there: the root and the last block, if blocks run in the order of the model.
     """
-    layout, config = planned.layout.trained, planned.config
+    layout, choice = planned.layout.trained, planned.choice
     reduction = planned.needs.reduction
     if reduction is None:
         return {"gradients": 0, "parameters": 0}
@@ -191,95 +192,27 @@ def sent_numel(planned: Planned) -> dict[str, int]:
     for flat in layout.flats:
         shards[flat.unit] += layout.shard_numel(flat.index)
     gathered = sum(shards.values())
-    if config.stage == 3:
+    if choice.grads.stage == 3:
         last = next((unit for unit in reversed(shards) if unit != ROOT), ROOT)
         kept = sum(shards[unit] for unit in {ROOT, last} if unit in shards)
-        gathered = config.accumulation * (2 * gathered - kept)
+        gathered = choice.grads.passes * (2 * gathered - kept)
     others = layout.ranks - 1
     return {"gradients": others * reduction.rounds * sum(shards.values()), "parameters": others * gathered}
 
 
-def explain(placement: Placement, planned: Planned) -> list[Row]:
-    """Every byte of `placement`, by state kind and tier; see [Note: rows]. Rows without bytes are left out."""
+def explain(placement: Placement) -> list[Row]:
+    """Every byte of `placement`, by kind and tier, in the order of `TIERS` and `KINDS`; see [Note: rows]. Rows without
+    bytes are left out."""
     rows = [
-        Row("param", "device", placement.device_bytes - placement.slab_bytes - placement.resident_bytes),
-        Row("frozen", "device", placement.resident_bytes),
-        *_in_memory(placement, planned),
-        *_on_disk(placement, planned),
+        Row("param", DEVICE, placement.model_bytes - placement.resident_bytes),
+        Row("frozen", DEVICE, placement.resident_bytes),
     ]
+    found = Counter[tuple[Tier, str]]()
+    for region in placement.regions:
+        for kind, nbytes in region.rows():
+            found[region.tier, kind] += nbytes
+    rows += [Row(kind, tier, found[tier, kind]) for tier in TIERS.values() for kind in KINDS]
     return [row for row in rows if row.nbytes]
-
-
-def _in_memory(placement: Placement, planned: Planned) -> Iterator[Row]:
-    """The rows of what is in RAM, or, with tier="device", on the device."""
-    where: Tier = "device" if planned.config.tier == "device" else "cpu"
-    total = placement.slab_bytes if where == "device" else placement.arena_bytes
-    states, slot_arrays = placement.states, planned.needs.states
-    frozen, is_beside = placement.frozen or Pool((), frozenset(), 0), planned.needs.frozen_beside_slab
-    rows = [
-        Row("grad", where, planned.needs.gradient_bytes),
-        *_states([slot_arrays[chunk] for chunk in states.resident], where),
-        Row("param", where, placement.params.resident_bytes if placement.params else 0),
-        Row("frozen", where, 0 if is_beside else frozen.resident_bytes),
-        Row("buffers", where, states.buffer_bytes + _param_buffers(placement, planned)),
-    ]
-    is_apart = planned.needs.has_activations_on_device
-    activations = Row("activation", "device" if is_apart else "cpu", placement.activation_bytes)
-    spilled = Row("activation", "cpu", placement.activation_spill_bytes)
-    rows += [row for row in (activations, spilled) if row.tier == where]
-    yield from (row for row in (activations, spilled) if row.tier != where)
-    yield from rows
-    yield Row("rest", where, total - sum(row.nbytes for row in rows))
-    if is_beside:
-        yield Row("frozen", "cpu", frozen.resident_bytes)
-        yield Row("buffers", "cpu", frozen.buffer_bytes)
-    if placement.staged is not None:
-        yield Row("buffers", "cpu", placement.staged.nbytes)
-    if where == "cpu":
-        yield Row("buffers", "device", placement.slab_bytes - (placement.activation_bytes if is_apart else 0))
-
-
-def _param_buffers(placement: Placement, planned: Planned) -> int:
-    """Buffers that streamed parameters and gradients pass through."""
-    frozen = None if planned.needs.frozen_beside_slab else placement.frozen
-    pools = sum(pool.buffer_bytes for pool in (placement.params, placement.grads, frozen) if pool)
-    return pools + planned.needs.exchange_bytes
-
-
-def _on_disk(placement: Placement, planned: Planned) -> Iterator[Row]:
-    if not placement.disk_bytes:
-        return
-    slot_arrays, config = planned.needs.states, planned.config
-    frozen = frozen_slot_arrays(planned.layout) if config.frozen_tier == "nvme" else []
-    params = param_slot_arrays(planned.layout) if config.param_tier == "nvme" else []
-    grads = gradient_slot_arrays(planned.layout, config.accumulation) if config.grad_tier == "nvme" else []
-    resident = placement.states.resident
-    unwritten = [slot_arrays[chunk] for chunk in resident] if state_slots(planned.layout, config) else []
-    rows = [
-        *_states([slot for chunk, slot in enumerate(slot_arrays) if chunk not in resident], "nvme"),
-        Row("param", "nvme", sum(slot.numel * slot.itemsizes[0] for slot in params)),
-        Row("frozen", "nvme", sum(slot.numel * slot.itemsizes[0] for slot in frozen)),
-        Row("grad", "nvme", sum(slot.numel * slot.itemsizes[0] for slot in grads)),
-        Row("slots", "nvme", sum(slot.nbytes for slot in unwritten) + _second_slots(planned)),
-    ]
-    yield from rows
-    yield Row("rest", "nvme", placement.disk_bytes - sum(row.nbytes for row in rows))
-
-
-def _second_slots(planned: Planned) -> int:
-    """Bytes that commits take on the disk beside the first slot of each chunk."""
-    config, layout = planned.config, planned.layout
-    slot_arrays = all_slot_arrays(layout, config)[: committed_slots(layout, config)]
-    elsewhere = config.commits_parameters and config.param_tier != "nvme"
-    once = sum(slot.nbytes for slot in slot_arrays[len(layout.chunks) :]) if elsewhere else 0
-    return (config.slots_per_chunk - 1) * sum(slot.nbytes for slot in slot_arrays) + once
-
-
-def _states(slot_arrays: list[SlotArrays], tier: Tier) -> Iterator[Row]:
-    """The rows of the optimizer states, without headers and padding. A split master is half as wide, because its upper
-    half is the parameter."""
-    for number, kind in enumerate(STATE_KINDS):
-        yield Row(kind, tier, sum(slot.itemsizes[number] * slot.numel for slot in slot_arrays))
 
 
 def bytes_per_param(placement: Placement, layout: Layout) -> float:

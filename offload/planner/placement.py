@@ -8,15 +8,16 @@ would be in RAM is on the device, and in RAM are only the buffers through which 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import torch
 
-from offload.config import LEAST_IN_FLIGHT, MASTER_ITEM_BYTES, Config
+from offload.choices import Choice
 from offload.errors import BudgetError, ConfigError
 from offload.grads import local as gradients
-from offload.grads.reduction_plan import ReductionPlan
+from offload.grads.reduction_plan import TRAVELLING, ReductionPlan
 from offload.grads.shards import gradient_slot_arrays
 from offload.layout import Layout, starts_of
 from offload.model.units import ROOT, encloses
@@ -24,17 +25,18 @@ from offload.native.torch_kernels import scratch_bytes
 from offload.optim import adam
 from offload.planner.machine import free_memory
 from offload.ranks import exchange
-from offload.sizes import MIB, PAGE_BYTES, format_bytes, option_bytes
-from offload.storage.arena import carved_bytes
+from offload.regions import REST, Region, total_bytes, total_of
+from offload.sizes import MASTER_ITEM_BYTES, MIB, PAGE_BYTES, format_bytes, option_bytes, round_up
 from offload.storage.chunk_cache import residents
+from offload.storage.pool import BUFFERS, LEAST_IN_FLIGHT, Pool, kinds_held
 from offload.storage.swap_format import (
     STATE_KINDS,
     SlotArrays,
-    file_bytes,
     frozen_slot_arrays,
     param_slot_arrays,
     state_slot_arrays,
 )
+from offload.tiers import CPU, DEVICE, NVME, TIERS, Tier
 
 IN_FLIGHT = 4
 """Buffers for streamed chunks if the budget allows: one more than the least, so that a late write delays no read."""
@@ -50,44 +52,16 @@ UNITS_ON_THE_WAY = 4
 TYPICAL_TBW = 600e12
 """Bytes a common 1 TB consumer drive is warranted for."""
 
-_SHOWN = {"device": "the device", "cpu": "RAM", "nvme": "NVMe"}
+STATES, PARAMS, GRADS, FROZEN, STAGED = "states", "parameters", "stored gradients", "frozen parameters", "commits"
+"""Of the names of pools' regions."""
+ACTIVATIONS, SPILLED = "activations", "activations that the device has no room for"
+SCRATCH = "temporaries of kernels"
+SUPERBLOCK, SECOND = "superblock", "second slots, for commits"
+SLOTS = "slots"
+"""Kind of slots that no step writes."""
+
 _MASTERS_OF_HALF = ", whose values fp32 masters begin with"
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-
-
-@dataclass(frozen=True)
-class Pool:
-    """The memory of one kind of chunks: some stay in it, the others pass through buffers.
-
-    Attributes: sizes: bytes of each chunk; resident: the chunks that stay; in_flight: how many buffers.
-    """
-
-    sizes: Sequence[int]
-    resident: frozenset[int]
-    in_flight: int
-
-    @cached_property
-    def streamed(self) -> list[int]:
-        """Bytes of each chunk that does not stay."""
-        return [size for chunk, size in enumerate(self.sizes) if chunk not in self.resident]
-
-    @property
-    def resident_bytes(self) -> int:
-        return sum(self.sizes) - sum(self.streamed)
-
-    @property
-    def buffer_bytes(self) -> int:
-        return self.in_flight * max(self.streamed, default=0)
-
-    @property
-    def nbytes(self) -> int:
-        return self.resident_bytes + self.buffer_bytes
-
-    @property
-    def utilisation(self) -> float:
-        """The share of the pool's memory that chunks fill: a buffer is as large as the largest chunk."""
-        in_buffers = self.in_flight * sum(self.streamed) / len(self.streamed) if self.streamed else 0
-        return (self.resident_bytes + in_buffers) / max(self.nbytes, 1)
 
 
 @dataclass(frozen=True)
@@ -95,40 +69,64 @@ class Placement:
     """Bytes by tier, fixed before the first step.
 
     Attributes:
-        states: of the states, where they wait for the step.
-        arena_bytes: all that this library holds in RAM; budget_bytes: what it may hold.
-        read_bytes, written_bytes: of the disk, a step; disk_bytes: the swap files.
-        device_bytes: the most that parameters and buffers take on the model's device at once; resident_bytes: of these,
-            frozen parameters that stay there, and buffers; streamed_bytes: of these, units that come and go;
-            device_budget_bytes: what all may take, None: anything.
-        slab_bytes: of device_bytes, with tier="device" those of states, gradients and what works on them; else those of
-            communication buffers, if the device has memory of its own.
-        params: of trained 16-bit parameters that are streamed, or copied to RAM for commits; None: they stay on the
-            device. frozen: of frozen parameters; None: likewise.
-        grads: of gradients in slots; staged: of states that are on the device, for commits.
+        choice: for which it is.
+        regions: what parts reserve in RAM, on the device and on the disk.
+        states: the pool of the states, where they wait for the step.
+        params: that of trained parameters that stream, or are copied to RAM for commits; None: they stay on the device.
+        grads: that of gradients in slots; None: they are in memory.
+        staged: that of states on the device, on their way to the disk; None: there are no commits of these.
+        frozen: that of frozen parameters; None: they stay on the device.
+        budget_bytes: what may be held in RAM.
+        device_budget_bytes: what the device may hold; None: anything. device_memory: if that was given.
+        model_bytes: the most that parameters and buffers of the model take on the device at once.
+        resident_bytes: of these, frozen parameters that stay there, and buffers.
+        streamed_bytes: of these, units that come and go.
+        read_bytes, written_bytes: of the disk, a step.
         held_bytes: what this rank holds of each state kind, on any tier, gaps between parameters included.
-        activation_bytes: of the region in which activations wait, a part of arena_bytes or of slab_bytes;
-            activation_spill_bytes: of the one in RAM for what a region on the device lacks room for.
     """
 
+    choice: Choice
+    regions: Sequence[Region]
     states: Pool
-    arena_bytes: int
+    params: Pool | None
+    grads: Pool | None
+    frozen: Pool | None
+    staged: Pool | None
     budget_bytes: int
+    device_budget_bytes: int | None
+    device_memory: int | None
+    model_bytes: int
+    resident_bytes: int
+    streamed_bytes: int
     read_bytes: int
     written_bytes: int
-    disk_bytes: int
-    device_bytes: int
-    params: Pool | None = None
-    grads: Pool | None = None
-    held_bytes: Mapping[str, int] = field(default_factory=dict)
-    device_budget_bytes: int | None = None
-    resident_bytes: int = 0
-    streamed_bytes: int = 0
-    slab_bytes: int = 0
-    staged: Pool | None = None
-    frozen: Pool | None = None
-    activation_bytes: int = 0
-    activation_spill_bytes: int = 0
+    held_bytes: Mapping[str, int]
+
+    @cached_property
+    def arena_bytes(self) -> int:
+        """All that this library holds in RAM."""
+        return total_bytes(self.regions, CPU)
+
+    @cached_property
+    def slab_bytes(self) -> int:
+        """What it reserves on the device: with tier="device" states, gradients and what works on them; else buffers of
+        collectives and activations, if the device has memory of its own."""
+        return total_bytes(self.regions, DEVICE)
+
+    @cached_property
+    def disk_bytes(self) -> int:
+        """The swap files."""
+        return total_bytes(self.regions, NVME)
+
+    @property
+    def device_bytes(self) -> int:
+        """The most that the device holds at once, but for what batches add."""
+        return self.model_bytes + self.slab_bytes
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes reserved for activations, on all tiers."""
+        return total_of(self.regions, (ACTIVATIONS, SPILLED))
 
     @property
     def drive_life_steps(self) -> float | None:
@@ -136,63 +134,63 @@ class Placement:
         written."""
         return TYPICAL_TBW / self.written_bytes if self.written_bytes else None
 
-    def describe(self, layout: Layout, config: Config, given: Collection[torch.dtype]) -> str:
-        """One line for people. Args: given: the dtypes that trained parameters had."""
-        dtype = _DTYPES[config.compute_dtype]
-        if others := [name for one, name in _DTYPES.items() if one in given and one is not config.compute_dtype]:
+    def describe(self, layout: Layout, paths: Sequence[Path], given: Collection[torch.dtype]) -> str:
+        """One line for people. Args: paths: of the files, in their order; given: the dtypes that trained parameters
+        had."""
+        choice = self.choice
+        dtype = _DTYPES[choice.model.compute_dtype]
+        if others := [name for one, name in _DTYPES.items() if one in given and one is not choice.model.compute_dtype]:
             dtype += f" (given in {' and '.join(others)}{_MASTERS_OF_HALF if torch.float16 in given else ''})"
-        at_most = f" of {format_bytes(config.device_memory)} allowed" if config.device_memory is not None else ""
-        where = "" if config.param_tier == "device" else f", streamed from {_SHOWN[config.param_tier]}"
-        if config.tier == "device" and where:
+        at_most = "" if self.device_memory is None else f" of {format_bytes(self.device_memory)} allowed"
+        where = "" if choice.params.tier == DEVICE else f", streamed from {choice.params.tier.words}"
+        if choice.states.tier == DEVICE and where:
             where = ", gathered from the ranks"
         tiled = sum(spec.tile > 0 for spec in layout.specs)
-        where += f", {tiled} layers run in tiles of {format_bytes(config.tile_bytes or 0)}" if tiled else ""
-        where += f", gradients on {_SHOWN[config.grad_tier]}" if config.grad_tier == "nvme" else ""
-        if config.activation_tier:
-            where += (
-                f", activations {'in' if config.activation_tier == 'cpu' else 'on'} {_SHOWN[config.activation_tier]}"
-            )
+        where += f", {tiled} layers run in tiles of {format_bytes(choice.params.tile_bytes)}" if tiled else ""
+        where += f", gradients {choice.grads.tier.where}" if choice.grads.tier.is_durable else ""
+        if choice.activations.tier:
+            where += f", activations {choice.activations.tier.where}"
         return (
             f"offload: {layout.trained.numel:,} parameters in {dtype}{where}; "
-            f"{self._frozen(layout, config)}peak on the device {format_bytes(self.device_bytes)}{at_most}; "
+            f"{self._frozen(layout)}peak on the device {format_bytes(self.device_bytes)}{at_most}; "
             f"peak RAM {format_bytes(self.arena_bytes)} of {format_bytes(self.budget_bytes)} allowed; "
-            f"{self._states(config)}{self._files(config)}"
+            f"{self._states()}{self._files(paths)}"
         )
 
-    def _states(self, config: Config) -> str:
+    def _states(self) -> str:
         """In words: where fp32 masters and moments are."""
         chunks = len(self.states.sizes)
         if self.states.streamed:
             return f"{len(self.states.streamed)} of {chunks} chunks of optimizer states stream from NVMe"
-        where = "on the device" if config.tier == "device" else "in RAM"
+        where = DEVICE.where if self.choice.states.tier == DEVICE else CPU.where
         return f"optimizer states stay {where} ({chunks} {'chunk' if chunks == 1 else 'chunks'})"
 
-    def _files(self, config: Config) -> str:
+    def _files(self, paths: Sequence[Path]) -> str:
         """In words: what the disk has, and what moves in a step."""
-        if not config.paths:
+        if not paths:
             return ""
         moved = f"{format_bytes(self.read_bytes)} read and {format_bytes(self.written_bytes)} written a step, "
         if not (self.read_bytes or self.written_bytes):
             moved = "nothing moves in a step, "
         every = {None: "nothing is committed", 0: "a commit when commit() is called", 1: "a commit after each step"}
-        commits = every.get(config.commit_every, f"a commit every {config.commit_every} steps")
-        paths = " and ".join(map(str, config.paths))
-        return f"; {format_bytes(self.disk_bytes)} in {paths}: {moved}{commits}"
+        steps = self.choice.commits.every
+        commits = every.get(steps, f"a commit every {steps} steps")
+        return f"; {format_bytes(self.disk_bytes)} in {' and '.join(map(str, paths))}: {moved}{commits}"
 
-    def _frozen(self, layout: Layout, config: Config) -> str:
+    def _frozen(self, layout: Layout) -> str:
         """In words: which frozen parameters stream, and which stay on the device."""
+        choice = self.choice
         stays = f"{format_bytes(self.resident_bytes)} of other parameters and buffers stay on the device; "
         if not layout.frozen:
-            return stays if config.has_frozen else ""
+            return stays if choice.params.has_frozen else ""
         frozen = [spec for spec in layout.specs if spec.is_frozen]
         nbytes = sum(spec.numel * spec.dtype.itemsize for spec in frozen)
-        kept = trained_bytes(layout) if config.param_tier == "device" else 0
+        kept = trained_bytes(layout) if choice.params.tier == DEVICE else 0
         also = f"{format_bytes(kept)} of trained parameters and " if kept else ""
-        in_ram = self.frozen.resident_bytes if self.frozen is not None and config.frozen_tier == "nvme" else 0
+        in_ram = self.frozen.resident_bytes if self.frozen is not None and choice.params.frozen_tier.is_durable else 0
         cached = f" ({format_bytes(in_ram)} stay in RAM)" if in_ram else ""
-        return (
-            f"{format_bytes(nbytes)} of frozen ones streamed from {_SHOWN[config.frozen_tier]}{cached}, {also}{stays}"
-        )
+        where = choice.params.frozen_tier.words
+        return f"{format_bytes(nbytes)} of frozen ones streamed from {where}{cached}, {also}{stays}"
 
 
 def activation_memory(tier: str | None, units: int, nbytes: int) -> int | None:
@@ -200,7 +198,7 @@ def activation_memory(tier: str | None, units: int, nbytes: int) -> int | None:
     files have room for it, and the memory is for what is on its way to and from them. None without a tier."""
     if tier is None:
         return None
-    return carved_bytes(nbytes) * (min(units, UNITS_ON_THE_WAY) if tier == "nvme" else units)
+    return round_up(nbytes, PAGE_BYTES) * (min(units, UNITS_ON_THE_WAY) if TIERS[tier].is_durable else units)
 
 
 # What the device needs.
@@ -212,35 +210,40 @@ class Room:
 
     Attributes: resident_bytes: what buffers, and parameters that never leave the device, take there; available_bytes:
     what all may take there if no `device_memory` is given, None: any number; frozen_bytes: what frozen parameters take
-    there unless they stream; free_cpu_bytes: free RAM, None: what is free here.
+    there unless they stream; free_cpu_bytes: free RAM, None: what is free here; cpu_memory, device_memory: the options,
+    in bytes; ranks_on_node: that share this machine.
     """
 
     resident_bytes: int = 0
     available_bytes: int | None = None
     frozen_bytes: int = 0
     free_cpu_bytes: int | None = None
+    cpu_memory: int | None = None
+    device_memory: int | None = None
+    ranks_on_node: int = 1
 
-    def resident(self, config: Config) -> int:
+    def resident(self, choice: Choice) -> int:
         """Bytes that are on the device at all times."""
-        return self.resident_bytes + (self.frozen_bytes if config.frozen_tier == "device" else 0)
+        return self.resident_bytes + (self.frozen_bytes if choice.params.frozen_tier == DEVICE else 0)
 
-    def limit(self, config: Config) -> int | None:
-        return self.available_bytes if config.device_memory is None else config.device_memory
+    @property
+    def limit(self) -> int | None:
+        return self.available_bytes if self.device_memory is None else self.device_memory
 
 
-def peak_bytes(layout: Layout, config: Config) -> int:
+def peak_bytes(layout: Layout, choice: Choice) -> int:
     """The most that trained parameters, and frozen ones that stream, take on the device at once."""
-    resident = trained_bytes(layout) if config.param_tier == "device" else 0
-    return resident + streamed_bytes(layout, config)
+    resident = trained_bytes(layout) if choice.params.tier == DEVICE else 0
+    return resident + streamed_bytes(layout, choice)
 
 
-def streamed_bytes(layout: Layout, config: Config) -> int:
+def streamed_bytes(layout: Layout, choice: Choice) -> int:
     """The most that streamed units take on the device at once: the root unit, the unit in use and the one around it,
     each with the units that enclose it, and the prefetched units."""
-    return _at_once(unit_bytes(layout, config), config) if config.streams else 0
+    return _at_once(unit_bytes(layout, choice), choice) if choice.params.streams else 0
 
 
-def _at_once(unit_bytes: Mapping[str, int], config: Config) -> int:
+def _at_once(unit_bytes: Mapping[str, int], choice: Choice) -> int:
     """See streamed_bytes. Args: unit_bytes: what each unit takes."""
     sizes = dict(unit_bytes)
     root = sizes.pop(ROOT, 0)
@@ -248,7 +251,7 @@ def _at_once(unit_bytes: Mapping[str, int], config: Config) -> int:
     for unit in sizes:
         outer = [other for other in sizes if other != unit and encloses(other, unit)]
         inner[max(outer, key=len, default=ROOT)].append(unit)
-    ahead = sum(sorted(sizes.values(), reverse=True)[: config.prefetch_units])
+    ahead = sum(sorted(sizes.values(), reverse=True)[: choice.params.prefetch_units])
     return root + min(_deepest(ROOT, inner, sizes)[1] + ahead, sum(sizes.values()))
 
 
@@ -266,39 +269,40 @@ def _deepest(unit: str, inner: Mapping[str, list[str]], sizes: Mapping[str, int]
     return own + sum(ones[:1]), own + max(sum(ones[:2]), max((two for _, two in found), default=0))
 
 
-def unit_bytes(layout: Layout, config: Config) -> dict[str, int]:
+def unit_bytes(layout: Layout, choice: Choice) -> dict[str, int]:
     """Bytes that the streamed parameters of each unit take on the device, in the order of the layout."""
     sizes: dict[str, list[int]] = {}
     for one in layout.slices:
-        if config.param_tier == "device" and not layout.flats[one.flat].is_frozen:
+        if choice.params.tier == DEVICE and not layout.flats[one.flat].is_frozen:
             continue
         if one.is_tile or not layout.tile_of(one.flat):  # what has tiles is never there as a whole
             sizes.setdefault(one.unit, []).append(one.numel * layout.flats[one.flat].dtype.itemsize)
     return {unit: starts_of(parts)[1] for unit, parts in sizes.items()}
 
 
-def _module_bytes(layout: Layout, config: Config) -> dict[str, dict[str, int]]:
+def _module_bytes(layout: Layout, choice: Choice) -> dict[str, dict[str, int]]:
     """By unit: what the streamed parameters of each of its modules take, by the module's name. Without tiles."""
     sizes: dict[str, dict[str, int]] = {}
     for spec in layout.specs:
-        if not spec.tile and (config.param_tier != "device" or spec.is_frozen):
+        if not spec.tile and (choice.params.tier > DEVICE or spec.is_frozen):
             unit, module = sizes.setdefault(spec.unit, {}), spec.name.rpartition(".")[0]
             unit[module] = unit.get(module, 0) + spec.numel * spec.dtype.itemsize
     return sizes
 
 
-def _require_room(layout: Layout, config: Config, room: Room, slab_bytes: int) -> int:
-    """The most bytes that the device holds. Raises: BudgetError if it has no room for them."""
-    needed, limit = room.resident(config) + peak_bytes(layout, config) + slab_bytes, room.limit(config)
+def _require_room(layout: Layout, choice: Choice, room: Room, slab_bytes: int) -> int:
+    """The most bytes that the model takes on the device. Raises: BudgetError if it has no room for them."""
+    model_bytes, limit = room.resident(choice) + peak_bytes(layout, choice), room.limit
+    needed = model_bytes + slab_bytes
     if limit is None or needed <= limit:
-        return needed
-    origin = "half of what is free on the device allows" if config.device_memory is None else "device_memory allows"
-    if config.tier == "device" and not config.has_frozen:
+        return model_bytes
+    origin = "half of what is free on the device allows" if room.device_memory is None else "device_memory allows"
+    if choice.states.tier == DEVICE and not choice.params.has_frozen:
         others = ', or choose tier="cpu", or "nvme" with a path'
-    elif not config.streams:
-        others = "" if config.chooses_params else ', or param_tier="cpu" or "nvme"'  # else they were tried
+    elif not choice.params.streams:
+        others = "" if choice.params.is_chosen else ', or param_tier="cpu" or "nvme"'  # else they were tried
     else:
-        others = _smaller_units(layout, config, limit - needed + streamed_bytes(layout, config))
+        others = _smaller_units(layout, choice, limit - needed + streamed_bytes(layout, choice))
     raise BudgetError(
         f"{format_bytes(needed)} are needed on the device and {origin} {format_bytes(limit)}: "
         f'give device_memory="{option_bytes(needed)}" or more{others}',
@@ -308,13 +312,13 @@ def _require_room(layout: Layout, config: Config, room: Room, slab_bytes: int) -
     )
 
 
-def _smaller_units(layout: Layout, config: Config, limit: int) -> str:
+def _smaller_units(layout: Layout, choice: Choice, limit: int) -> str:
     """In words: whether smaller units would take at most `limit` bytes at once, and which is the largest."""
-    units = _module_bytes(layout, config)
-    smallest = {unit: size for unit, size in unit_bytes(layout, config).items() if unit not in units}  # the tiles
+    units = _module_bytes(layout, choice)
+    smallest = {unit: size for unit, size in unit_bytes(layout, choice).items() if unit not in units}  # the tiles
     smallest |= {module: size for modules in units.values() for module, size in modules.items()}
     parted = {unit: sum(modules.values()) for unit, modules in units.items() if len(modules) > 1}
-    if not parted or _at_once(smallest, config) > limit:
+    if not parted or _at_once(smallest, choice) > limit:
         largest = max(smallest, key=lambda unit: smallest[unit])
         tiles = ", and only weights of nn.Linear run in tiles (Tuning.tile)" if layout.ranks == 1 else ""
         return (
@@ -331,36 +335,36 @@ def _smaller_units(layout: Layout, config: Config, limit: int) -> str:
 # What each kind of bytes needs, whatever the budget.
 
 
-def all_slot_arrays(layout: Layout, config: Config) -> list[SlotArrays]:
+def all_slot_arrays(layout: Layout, choice: Choice) -> list[SlotArrays]:
     """What all slots of a run hold, in this order: the states of each chunk; then parameters, gradients and frozen
     parameters, if they have slots."""
-    params = param_slot_arrays(layout) if config.param_tier == "nvme" or config.commits_parameters else []
-    grads = gradient_slot_arrays(layout, config.accumulation) if config.grad_tier == "nvme" else []
-    frozen = frozen_slot_arrays(layout) if config.frozen_tier == "nvme" else []
-    return state_slots(layout, config) + params + grads + frozen
+    params = param_slot_arrays(layout) if choice.params.tier.is_durable or choice.commits.holds_params else []
+    grads = gradient_slot_arrays(layout, choice.grads.passes) if choice.grads.tier.is_durable else []
+    frozen = frozen_slot_arrays(layout) if choice.params.frozen_tier.is_durable else []
+    return state_slots(layout, choice) + params + grads + frozen
 
 
-def state_slots(layout: Layout, config: Config) -> list[SlotArrays]:
+def state_slots(layout: Layout, choice: Choice) -> list[SlotArrays]:
     """The first ones of `all_slot_arrays`, which hold states."""
-    is_there = config.tier == "nvme" or config.commit_every is not None
-    return state_slot_arrays(layout, split_master=config.split_master) if is_there else []
+    is_there = choice.states.tier.is_durable or choice.commits.every is not None
+    return state_slot_arrays(layout, split_master=choice.states.split_master) if is_there else []
 
 
-def committed_slots(layout: Layout, config: Config) -> int:
+def committed_slots(layout: Layout, choice: Choice) -> int:
     """How many of `all_slot_arrays`, the first ones, are committed."""
-    return len(state_slots(layout, config)) * (2 if config.commits_parameters else 1)
+    return len(state_slots(layout, choice)) * (2 if choice.commits.holds_params else 1)
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that a configuration needs.
+    """What a choice needs.
 
     Args: held: the layout of all parameters that are trained or stream; direct: whether the model's device is the
     CPU.
     """
 
     held: Layout
-    config: Config
+    choice: Choice
     direct: bool
 
     @property
@@ -371,12 +375,12 @@ class Needs:
     @property
     def in_place(self) -> bool:
         """Whether the kernels read gradients and write parameters where the model has them."""
-        return self.direct or self.config.tier == "device"
+        return self.direct or self.choice.states.tier == DEVICE
 
     @cached_property
     def states(self) -> list[SlotArrays]:
         """The slot of each chunk's optimizer states."""
-        return state_slot_arrays(self.layout, split_master=self.config.split_master)
+        return state_slot_arrays(self.layout, split_master=self.choice.states.split_master)
 
     @property
     def state_bytes(self) -> int:
@@ -387,11 +391,11 @@ class Needs:
         """The pool of streamed parameters: all in RAM, or the fewest that work, because RAM for states saves as many
         bytes of the disk. None if no trained parameters stream."""
         sizes = [slot.nbytes for slot in param_slot_arrays(self.layout)]
-        if self.config.param_tier == "nvme":
+        if self.choice.params.tier.is_durable:
             return self._few(sizes)
-        if self.config.param_tier == "cpu":
+        if self.choice.params.tier > DEVICE:
             return _resident(sizes)
-        if not self.config.commits_parameters:
+        if not self.choice.commits.holds_params:
             return None
         # At a commit some are written while another is copied: with two, the drive would wait for half of the time.
         return Pool(sizes, frozenset(), min(IN_FLIGHT, len(sizes)))
@@ -399,14 +403,14 @@ class Needs:
     @cached_property
     def grads(self) -> Pool | None:
         """The pool of gradients in slots; None if they are not in slots."""
-        if self.config.grad_tier != "nvme":
+        if not self.choice.grads.tier.is_durable:
             return None
-        return self._few([slot.nbytes for slot in gradient_slot_arrays(self.layout, self.config.accumulation)])
+        return self._few([slot.nbytes for slot in gradient_slot_arrays(self.layout, self.choice.grads.passes)])
 
     @cached_property
     def staged(self) -> Pool | None:
         """The pool of buffers through which commits of states on the device go; None if there are no such commits."""
-        is_staged = self.config.tier == "device" and self.config.paths
+        is_staged = self.choice.states.tier == DEVICE and self.choice.commits.paths
         return self._few([slot.nbytes for slot in self.states]) if is_staged else None
 
     @cached_property
@@ -420,120 +424,149 @@ class Needs:
         device."""
         if not self.frozen_chunks:
             return None
-        return self._few(self.frozen_chunks) if self.config.frozen_tier == "nvme" else _resident(self.frozen_chunks)
+        streams = self.choice.params.frozen_tier.is_durable
+        return self._few(self.frozen_chunks) if streams else _resident(self.frozen_chunks)
 
     def frozen_with(self, spare_bytes: int) -> Pool | None:
         """The same pool, if RAM has `spare_bytes` more for those on NVMe."""
-        if self.frozen is None or self.config.frozen_tier != "nvme" or self._has_frozen_in_slab:
+        if self.frozen is None or not self.choice.params.frozen_tier.is_durable or self._has_frozen_in_slab:
             return self.frozen
         return _within(self.frozen.nbytes + max(spare_bytes, 0), self.frozen_chunks, self.frozen.in_flight)
 
     def frozen_read_bytes(self, frozen: Pool | None) -> int:
         """Bytes of frozen parameters read from the disk in a step: each forward and each backward reads all that are
         not resident in the pool `frozen`."""
-        if frozen is None or self.config.frozen_tier != "nvme":
+        if frozen is None or not self.choice.params.frozen_tier.is_durable:
             return 0
-        return 2 * self.config.accumulation * sum(frozen.streamed)
+        return 2 * self.choice.grads.passes * sum(frozen.streamed)
 
     @property
     def frozen_beside_slab(self) -> bool:
         """Whether frozen parameters are in RAM or on NVMe, and all else is on the device."""
-        return self.config.tier == "device" and self.config.param_tier == "device"
+        return self.choice.states.tier == DEVICE and self.choice.params.tier == DEVICE
 
     @property
     def _has_frozen_in_slab(self) -> bool:
-        return self.config.tier == "device" and not self.frozen_beside_slab
+        return self.choice.states.tier == DEVICE and not self.frozen_beside_slab
 
     def _few(self, sizes: list[int]) -> Pool:
-        return Pool(sizes, frozenset(), min(self.config.in_flight or IN_FLIGHT, len(sizes)))
+        return Pool(sizes, frozenset(), min(self.choice.states.in_flight or IN_FLIGHT, len(sizes)))
 
     @cached_property
     def reduction(self) -> ReductionPlan | None:
         """How gradients of several ranks are reduced; None for one rank."""
-        return ReductionPlan(self.layout, self.config, direct=self.in_place) if self.layout.ranks > 1 else None
+        return ReductionPlan(self.layout, self.choice.grads, direct=self.in_place) if self.layout.ranks > 1 else None
 
     @property
-    def gradient_bytes(self) -> int:
-        """Bytes of the gradient buffer, in the memory where states are."""
+    def memory(self) -> Tier:
+        """In whose memory states and gradients are when they are stepped."""
+        return self.choice.states.tier.memory
+
+    @property
+    def communication(self) -> Tier:
+        """In whose memory the buffers of collectives are."""
+        return CPU if self.direct and self.choice.states.tier > DEVICE else DEVICE
+
+    @cached_property
+    def regions(self) -> list[Region]:
+        """What everything takes but the states, the buffers of their commits, and activations; without those of RAM
+        where more of it is to spare."""
+        choice, memory = self.choice, self.memory
+        bounces = choice.grads.passes > 1 or choice.states.split_master
+        found = self._gradients + exchange.regions(self.layout, self.communication)
+        is_in_model = self.in_place or choice.params.tier > DEVICE
+        found += adam.regions(self.layout, memory, bounces=bounces and not is_in_model)
+        if self.params is not None:
+            found += self.params.regions(memory, PARAMS, "param")
+        if self.grads is not None:
+            found += self.grads.regions(memory, GRADS, "grad")
+        if choice.states.tier == DEVICE and not self.direct:
+            largest = max((spec.numel for spec in self.layout.specs), default=0)
+            found.append(Region(DEVICE, SCRATCH, scratch_bytes(largest)))
+        return found
+
+    @property
+    def _gradients(self) -> list[Region]:
         if self.reduction is not None:
-            return self.reduction.arena_bytes + (self.reduction.communication_bytes if self.in_place else 0)
-        stored = self.config.grad_tier == "nvme"
-        return gradients.arena_bytes(self.layout, self.config.accumulation, direct=self.in_place, stored=stored)
+            return self.reduction.regions(self.communication)
+        return gradients.regions(self.layout, self.choice.grads, in_place=self.in_place)
+
+    def of_frozen(self, frozen: Pool | None) -> list[Region]:
+        """What the pool of frozen parameters takes."""
+        if frozen is None:
+            return []
+        return list(frozen.regions(CPU if self.frozen_beside_slab else self.memory, FROZEN, "frozen"))
+
+    def of_states(self, states: Pool) -> list[Region]:
+        """What the states take, and the buffers of their commits."""
+        holds = [kinds_held(slot, STATE_KINDS) for slot in self.states]
+        staged = [] if self.staged is None else self.staged.regions(CPU, STAGED, BUFFERS)
+        return [*states.regions(self.memory, STATES, REST, holds), *staged]
+
+    def of_activations(self, nbytes: int, spill_bytes: int) -> list[Region]:
+        """Args: nbytes: of the region in which activations wait; spill_bytes: of the one in RAM for what a region on
+        the device lacks room for."""
+        where = DEVICE if self.has_activations_on_device else CPU
+        both = (where, ACTIVATIONS, nbytes), (CPU, SPILLED, spill_bytes)
+        return [Region(tier, what, size, kind="activation") for tier, what, size in both if size]
 
     @property
-    def exchange_bytes(self) -> int:
-        """Bytes of the buffers through which replicas exchange new parameters, in the memory where states are."""
-        return exchange.arena_bytes(self.layout) if self.in_place else 0
+    def communication_bytes(self) -> int:
+        """Bytes of the buffers in which gradients travel."""
+        return total_of(self.regions, TRAVELLING)
 
     @property
     def activation_bytes(self) -> int:
         """Bytes of the region in which activations wait: `activation_memory`, or the least. Activations that stay on
         the device where they are made have a region only if one is given."""
-        config = self.config
-        if config.activation_memory is not None:
-            return carved_bytes(config.activation_memory)
-        is_there = config.activation_tier in (None, "device") or (self.direct and config.activation_tier == "cpu")
+        activations = self.choice.activations
+        if activations.nbytes is not None:
+            return round_up(activations.nbytes, PAGE_BYTES)
+        is_there = activations.tier in (None, DEVICE) or (self.direct and activations.tier == CPU)
         return 0 if is_there else LEAST_ACTIVATION_BYTES
 
     @property
     def has_activations_on_device(self) -> bool:
         """Whether that region is in memory of a device of its own."""
-        return self.config.activation_tier == "device" and not self.direct
-
-    @property
-    def fixed_bytes(self) -> int:
-        """Bytes of everything but the states and the buffers of their commits."""
-        frozen = None if self.frozen_beside_slab else self.frozen
-        pools = sum(pool.nbytes for pool in (self.params, self.grads, frozen) if pool is not None)
-        is_direct = self.in_place or self.config.param_tier != "device"
-        new_params = adam.arena_bytes(
-            self.layout, self.config.accumulation, direct=is_direct, split_master=self.config.split_master
-        )
-        return self.gradient_bytes + self.exchange_bytes + new_params + pools
-
-    @property
-    def slab_bytes(self) -> int:
-        """Bytes of the device's memory that are reserved, beside parameters and buffers of the model."""
-        activations = self.activation_bytes if self.has_activations_on_device else 0
-        if self.config.tier != "device":
-            if self.direct or self.reduction is None:
-                return activations
-            return activations + self.reduction.communication_bytes + exchange.arena_bytes(self.layout)
-        largest = max((spec.numel for spec in self.layout.specs), default=0)
-        return (
-            activations
-            + self.fixed_bytes
-            + self.state_bytes
-            + (0 if self.direct else carved_bytes(scratch_bytes(largest)))
-        )
+        return self.choice.activations.tier == DEVICE and not self.direct
 
     @property
     def least_bytes(self) -> int:
         """The least RAM, in bytes, with states on NVMe: all but the states, and the fewest buffers that these can
         stream through."""
         largest = max((slot.nbytes for slot in self.states), default=0)
-        activations = 0 if self.has_activations_on_device else self.activation_bytes
-        return self.fixed_bytes + activations + min(LEAST_IN_FLIGHT * largest, self.state_bytes)
+        fixed = [*self.regions, *self.of_frozen(self.frozen), *self.of_activations(self.activation_bytes, 0)]
+        return total_bytes(fixed, CPU) + min(LEAST_IN_FLIGHT * largest, self.state_bytes)
 
-    @property
-    def disk_bytes(self) -> int:
-        """Bytes of this rank's swap files. Each file after the first takes a page more."""
-        layout, config = self.layout, self.config
-        if not config.paths:
-            return 0
-        return file_bytes(all_slot_arrays(self.held, config), config.slots_per_chunk, committed_slots(layout, config))
+    def of_files(self, states: Pool) -> list[Region]:
+        """What this rank's swap files take: the slots. Each file after the first takes a page more."""
+        layout, choice = self.layout, self.choice
+        if not choice.commits.paths:
+            return []
+        found = [Region(NVME, SUPERBLOCK, PAGE_BYTES)]
+        for chunk, slot in enumerate(state_slots(layout, choice)):
+            found.append(_slot(STATES, slot, STATE_KINDS, is_moved=chunk not in states.resident))
+        every = all_slot_arrays(self.held, choice)
+        others = iter(every[len(found) - 1 :])
+        params, moves_params = len(layout.param_chunks), choice.params.tier.is_durable
+        kinds = [("param", moves_params)] * (params if moves_params or choice.commits.holds_params else 0)
+        kinds += [("grad", True)] * (len(layout.chunks) if choice.grads.tier.is_durable else 0)
+        kinds += [("frozen", True)] * (len(self.held.frozen) if choice.params.frozen_tier.is_durable else 0)
+        found += [_slot(kind, slot, (kind,), is_moved=moves) for (kind, moves), slot in zip(kinds, others, strict=True)]
+        second = every[: committed_slots(layout, choice)] * (choice.commits.slots_per_chunk - 1)
+        return found + [Region(NVME, SECOND, slot.nbytes, kind=SLOTS) for slot in second]
 
     @property
     def held_bytes(self) -> dict[str, int]:
         """Bytes that this rank holds, by state kind. Parameters that are on the device only around their use do not
         count as held there."""
-        layout, config = self.layout, self.config
+        layout, choice = self.layout, self.choice
         params = grads = 0
         for flat in layout.flats:
             shard, whole = layout.shard_numel(flat.index), layout.padded_numel(flat.index)
-            params += (layout.replicas * shard if config.param_tier != "device" else whole) * flat.dtype.itemsize
+            params += (layout.replicas * shard if choice.params.tier > DEVICE else whole) * flat.dtype.itemsize
             sums_locally = self.reduction is not None and self.reduction.sums_locally
-            grads += (whole if sums_locally else shard) * (4 if config.accumulation > 1 else flat.dtype.itemsize)
+            grads += (whole if sums_locally else shard) * (4 if choice.grads.passes > 1 else flat.dtype.itemsize)
         states = sum(chunk.numel for chunk in layout.chunks) * MASTER_ITEM_BYTES
         return {"param": params, "grad": grads} | dict.fromkeys(STATE_KINDS, states)
 
@@ -545,91 +578,102 @@ class Needs:
         a tile is fetched when its whole weight has been updated, so it is read in that forward too. Gradients are
         written by each micro-batch, and read by the next one or the step.
         """
-        passes = self.config.accumulation
+        passes = self.choice.grads.passes
         params = tiled = grads = 0
-        if self.config.param_tier == "nvme":
+        if self.choice.params.tier.is_durable:
             for chunk, slot in zip(self.layout.param_chunks, param_slot_arrays(self.layout), strict=True):
                 params += slot.nbytes
                 tiled += slot.nbytes if self.layout.tile_of(chunk.flat) else 0
-        if self.config.grad_tier == "nvme":
+        if self.choice.grads.tier.is_durable:
             grads = passes * sum(slot.nbytes for slot in gradient_slot_arrays(self.layout, passes))
         return (2 * passes - 1) * params + tiled + grads, params + grads
+
+
+def _slot(name: str, slot: SlotArrays, kinds: Sequence[str], *, is_moved: bool) -> Region:
+    """A chunk's first slot. Args: kinds: of its arrays; is_moved: whether steps read and write it."""
+    what = f"slots of {name}"
+    if not is_moved:
+        return Region(NVME, what, slot.nbytes, kind=SLOTS)
+    return Region(NVME, what, slot.nbytes, holds=kinds_held(slot, kinds))
 
 
 # Where the states go.
 
 
-def place(layout: Layout, config: Config, *, direct: bool, room: Room | None = None, reserved: int = 0) -> Placement:
+def place(layout: Layout, choice: Choice, *, direct: bool, room: Room | None = None, reserved: int = 0) -> Placement:
     """Decides which chunks stay in RAM.
 
     Args: direct: whether the model's device is the CPU, so that copies need no buffers; room: on the device; reserved:
     bytes to leave free for reading a commit in another layout.
     Raises: ConfigError; BudgetError naming what is needed, what is there and the option that would fix it.
     """
-    if config.stores_gradients_of_device and not direct:
+    if choice.grads_of_resident_params_on_nvme and not direct:
         few = "trained parameters stay on the device, because they are few beside the frozen ones: leave grad_tier out"
         others = 'it needs param_tier="cpu" or "nvme" where the device has memory of its own'
-        raise ConfigError(f'grad_tier="nvme": {few if config.keeps_trained else others}')
+        raise ConfigError(f'grad_tier="nvme": {few if choice.params.keeps_trained else others}')
     room = Room() if room is None else room
-    needs = Needs(layout, config, direct)
-    device_bytes = _require_room(layout, config, room, needs.slab_bytes)
-    given = config.cpu_memory
+    needs = Needs(layout, choice, direct)
+    sizes, tier = [slot.nbytes for slot in needs.states], choice.states.tier
+    is_on_device, streams = tier == DEVICE, tier.is_durable
+    activations = needs.of_activations(needs.activation_bytes, 0)
+    fixed = [*needs.regions, *needs.of_frozen(needs.frozen)]
+    on_device = [*fixed, *(needs.of_states(_resident(sizes)) if is_on_device else ()), *activations]
+    model_bytes = _require_room(layout, choice, room, total_bytes(on_device, DEVICE))
+    given = room.cpu_memory
     free = free_memory() if room.free_cpu_bytes is None else room.free_cpu_bytes
-    budget = free // 2 // config.ranks_on_node if given is None else given
-    sizes = [slot.nbytes for slot in needs.states]
-    is_on_device = config.tier == "device"
-    beside = (needs.staged, needs.frozen if needs.frozen_beside_slab else None)
-    fixed = reserved + (0 if is_on_device else needs.fixed_bytes) + sum(pool.nbytes for pool in beside if pool)
-    states = 0 if is_on_device else needs.state_bytes
-    streams = config.tier == "nvme"
-    given_region = 0 if needs.has_activations_on_device else needs.activation_bytes
-    least = reserved + needs.least_bytes if streams else fixed + given_region + states
+    budget = free // 2 // room.ranks_on_node if given is None else given
+    # Of RAM: all but the states.
+    beside = total_bytes([*fixed, *needs.of_states(NO_POOL)], CPU)
+    all_states = 0 if is_on_device else needs.state_bytes
+    least = reserved + (needs.least_bytes if streams else beside + all_states + total_bytes(activations, CPU))
     if least > min(budget, free):
-        other = 'tier="nvme" with a path' if config.tier == "cpu" else "a smaller Tuning(chunk=...)"
+        other = 'tier="nvme" with a path' if choice.states.tier == CPU else "a smaller Tuning(chunk=...)"
         raise _too_small(least, budget, given, free, other)
     activation_bytes, spill_bytes = needs.activation_bytes, 0
     share = max(min(budget, free) - least, 0) // ACTIVATION_SHARE // PAGE_BYTES * PAGE_BYTES
     if needs.has_activations_on_device:
         spill_bytes = min(activation_bytes, share)
-    elif activation_bytes and config.activation_memory is None:
+    elif activation_bytes and choice.activations.nbytes is None:
         activation_bytes = max(activation_bytes, share)
-    fixed += spill_bytes if needs.has_activations_on_device else activation_bytes
-    pool = _within(budget - fixed, sizes, config.in_flight) if streams else _resident(sizes)
-    arena_bytes = fixed - reserved + (0 if is_on_device else pool.nbytes)
-    if given is not None and arena_bytes + reserved > free:
-        other = ', and tier="nvme" with a path' if config.tier == "cpu" else ""
+    activations = needs.of_activations(activation_bytes, spill_bytes)
+    fixed_bytes = reserved + beside + total_bytes(activations, CPU)
+    pool = _within(budget - fixed_bytes, sizes, choice.states.in_flight) if streams else _resident(sizes)
+    used = fixed_bytes + (0 if is_on_device else pool.nbytes)
+    if given is not None and used > free:
+        other = ', and tier="nvme" with a path' if choice.states.tier == CPU else ""
         raise BudgetError(
-            f"{format_bytes(arena_bytes)} of RAM would be used and {format_bytes(free)} are free: "
+            f"{format_bytes(used - reserved)} of RAM would be used and {format_bytes(free)} are free: "
             f'give cpu_memory="{option_bytes(free, at_most=True)}" or less{other}',
-            needed=arena_bytes,
+            needed=used - reserved,
             available=free,
             option="cpu_memory",
         )
     # States come first: they would be written as well.
-    frozen = needs.frozen_with(min(budget, free) - reserved - arena_bytes)
-    if frozen is not None and needs.frozen is not None:
-        arena_bytes += frozen.nbytes - needs.frozen.nbytes
+    frozen = needs.frozen_with(min(budget, free) - used)
+    # The states' memory comes first: a resume reads into it while the rest is made.
+    regions = [*needs.of_states(pool), *needs.regions, *needs.of_frozen(frozen), *activations, *needs.of_files(pool)]
     read, written = needs.moved_bytes
     return Placement(
+        choice,
+        regions,
         states=pool,
-        arena_bytes=arena_bytes,
-        budget_bytes=budget,
-        read_bytes=sum(pool.streamed) + read + needs.frozen_read_bytes(frozen),
-        written_bytes=sum(pool.streamed) + written,
-        disk_bytes=needs.disk_bytes,
-        device_bytes=device_bytes,
-        streamed_bytes=streamed_bytes(layout, config),
-        device_budget_bytes=room.limit(config),
-        resident_bytes=room.resident(config),
         params=needs.params,
         grads=needs.grads,
-        held_bytes=needs.held_bytes,
-        slab_bytes=needs.slab_bytes,
-        staged=needs.staged,
         frozen=frozen,
-        activation_bytes=activation_bytes,
-        activation_spill_bytes=spill_bytes,
+        staged=needs.staged,
+        budget_bytes=budget,
+        device_budget_bytes=room.limit,
+        device_memory=room.device_memory,
+        model_bytes=model_bytes,
+        resident_bytes=room.resident(choice),
+        streamed_bytes=streamed_bytes(layout, choice),
+        read_bytes=sum(pool.streamed) + read + needs.frozen_read_bytes(frozen),
+        written_bytes=sum(pool.streamed) + written,
+        held_bytes=needs.held_bytes,
     )
+
+
+NO_POOL = Pool((), frozenset(), 0)
 
 
 def _resident(sizes: Sequence[int]) -> Pool:

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil
 
-from offload.config import Config
 from offload.grads.local import UNITS_LEAVING
 from offload.planner.activations import Waiting
 from offload.planner.explain import Planned
@@ -47,9 +46,9 @@ class Computing:
     output_bytes: int
 
     @classmethod
-    def of(cls, waiting: Waiting, config: Config, units: int) -> Computing:
-        """Args: units: of the model."""
-        kept = waiting.saved_bytes if config.activation_tier is None else ceil(waiting.saved_bytes / max(units, 1))
+    def of(cls, waiting: Waiting, units: int, *, has_tier: bool) -> Computing:
+        """Args: units: of the model; has_tier: whether activations have one."""
+        kept = waiting.saved_bytes if not has_tier else ceil(waiting.saved_bytes / max(units, 1))
         return cls(kept, LOGIT_BYTES * waiting.output_numel)
 
     @property
@@ -103,7 +102,7 @@ def step_time(planned: Planned, work: Work, *, flops: float | None, disk_bytes_p
     together.
     Raises: BudgetError.
     """
-    placement, passes = planned.place(), planned.config.accumulation
+    placement, passes = planned.place(), planned.choice.grads.passes
     disk = moved_bytes(placement) / disk_bytes_per_s
     states = 2 * sum(placement.states.streamed) / disk_bytes_per_s
     if flops is None:

@@ -12,7 +12,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from offload.config import Config
+from offload.choices import Choice
 from offload.errors import ConfigError, OffloadError
 from offload.layout import Layout
 from offload.ranks.communicator import Communicator
@@ -85,14 +85,15 @@ def agree_on_error(comm: Communicator, elsewhere: OffloadError | None = None) ->
         raise elsewhere or ConfigError("another rank could not take the model: its own error says why")
 
 
-def require_alike(comm: Communicator, layout: Layout, config: Config) -> None:
+def require_alike(comm: Communicator, layout: Layout, choice: Choice) -> None:
     """Makes sure that all ranks train the same; the first collective of a run, which also makes `side_group`.
 
     Raises: ConfigError if their models, or the options that decide what they send, differ; RankError.
     """
-    options = (config.stage, config.declared, config.param_tier, config.bucket_bytes)
-    activations = (config.activation_tier, config.partition_activations, config.recompute)
-    commits = (config.commit_every, config.resume, config.split_master)
+    grads, waiting = choice.grads, choice.activations
+    options = (grads.stage, grads.declared, str(choice.params.tier), grads.bucket_bytes)
+    activations = (str(waiting.tier), waiting.partitioned, waiting.recompute)
+    commits = (choice.commits.every, choice.commits.resume, choice.states.split_master)
     if not comm.all_equal(repr((layout.specs, layout.flats, layout.ranks, layout.replicas, options, commits))):
         raise ConfigError(
             "the ranks differ in the model (names, sizes, dtypes, units, param groups), or in stage, accumulation, "

@@ -10,13 +10,18 @@ from torch import Tensor
 from offload.errors import RankError
 from offload.layout import Chunk, Layout
 from offload.ranks.communicator import Communicator, Work
-from offload.storage.arena import Lender, carved_bytes
+from offload.regions import Region
 from offload.storage.chunk_cache import Store
+from offload.tiers import Tier
+
+EXCHANGED = "new parameters of replicas"
 
 
-def arena_bytes(layout: Layout) -> int:
-    """What a ReplicaExchange takes of the memory for communication."""
-    return carved_bytes(_buffer_bytes(layout)) if layout.replicas > 1 else 0
+def regions(layout: Layout, communication: Tier) -> list[Region]:
+    """What a ReplicaExchange takes. Args: communication: in whose memory collectives are."""
+    if layout.replicas == 1:
+        return []
+    return [Region(communication, EXCHANGED, _buffer_bytes(layout), kind="buffers")]
 
 
 def _buffer_bytes(layout: Layout) -> int:
@@ -90,15 +95,18 @@ class ReplicaExchange(Exchange):
     of them made. At stages 1 and 2 with streamed parameters every rank keeps all of them. What other ranks make arrives
     here as copies (layout.py), one chunk of each rank at a time, while Adam makes this rank's next chunk.
 
-    Args: store: the 16-bit parameters that this rank keeps; comm: the ranks that keep the same ones; chunk_updated:
-    called with each copy and its new values, which are about to be in the store.
+    Args:
+        store: the 16-bit parameters that this rank keeps.
+        buffer: memory of the region `EXCHANGED`.
+        comm: the ranks that keep the same parameters.
+        chunk_updated: called with each copy and its new values, which are about to be in the store.
     """
 
     def __init__(
         self,
         layout: Layout,
         store: Store,
-        memory: Lender,
+        buffer: Tensor,
         comm: Communicator,
         chunk_updated: Callable[[Chunk, Tensor], None],
     ) -> None:
@@ -106,7 +114,7 @@ class ReplicaExchange(Exchange):
         self._store = store
         self._comm = comm
         self._chunk_updated = chunk_updated
-        self._buffer = memory.carve(_buffer_bytes(layout))
+        self._buffer = buffer
         self._chunks = {(chunk.flat, chunk.start): chunk for chunk in layout.param_chunks}
         self._sent = 0  # elements of each shard of the flat that has begun
         self._under_way: tuple[Work, int, int] | None = None

@@ -17,7 +17,7 @@ import mmap
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -28,7 +28,9 @@ from offload.interrupts import uninterrupted, wait_for_all
 from offload.io.threads import Workers
 from offload.native.memory import populate
 from offload.native.threads import start_threads, usable_cpus
+from offload.regions import Region
 from offload.sizes import MIB, PAGE_BYTES, format_bytes, round_up
+from offload.tiers import Tier
 
 _PIECE_BYTES = 16 * MIB
 """Page faults of other threads may have to wait for one such piece, and so may who closes the arena."""
@@ -56,7 +58,7 @@ class Lender:
         start = self._used
         end = start + round_up(nbytes, PAGE_BYTES)
         if end > len(self._slab):
-            raise AssertionError(f"arena of {len(self._slab)} bytes asked for {end}: the plan was wrong")
+            raise AssertionError(f"a slab of {len(self._slab)} bytes was asked for {end}")
         self._used = end
         return self._slab[start : start + nbytes]
 
@@ -65,6 +67,26 @@ class Lender:
 
     def bring_back(self) -> None:
         """Undoes `park`."""
+
+
+class Reserved:
+    """The pieces of all regions in memory, by name. Args: regions: in the order of their memory; lenders: by tier."""
+
+    def __init__(self, regions: Iterable[Region], lenders: Mapping[Tier, Lender]) -> None:
+        self._pieces: dict[str, list[Tensor]] = {}
+        for region in (one for one in regions if one.tier in lenders):
+            pieces = [lenders[region.tier].carve(region.nbytes) for _ in range(region.count)]
+            self._pieces.setdefault(region.what, []).extend(pieces)
+
+    def take(self, what: str) -> list[Tensor]:
+        """The pieces of a name, in the order of its regions; uint8, each of its region's `nbytes`. They are given once:
+        the next call finds none."""
+        return self._pieces.pop(what, [])
+
+    @property
+    def left(self) -> list[str]:
+        """Names of pieces that nobody took."""
+        return [what for what, pieces in self._pieces.items() if pieces]
 
 
 class Arena(Lender):
@@ -163,8 +185,3 @@ class Arena(Lender):
         self._unpin()
         with contextlib.suppress(OSError, AttributeError):
             self._map.madvise(mmap.MADV_DONTNEED)
-
-
-def carved_bytes(nbytes: int) -> int:
-    """What `carve(nbytes)` takes from the arena, for plans made before there is one."""
-    return round_up(nbytes, PAGE_BYTES)

@@ -46,12 +46,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offload.config import LEAST_IN_FLIGHT
 from offload.errors import CLOSED, ClosedError, InterruptedStepError, OffloadError, StateError
 from offload.interrupts import uninterrupted, uninterrupted_entry, wait_until
 from offload.io.engine import IOFuture
 from offload.profiling import Timeline
-from offload.storage.arena import Lender
+from offload.storage.pool import LEAST_IN_FLIGHT
 from offload.storage.swap_file import Slots, memory_of
 from offload.storage.swap_format import STATE_KINDS, SlotArrays
 
@@ -312,9 +311,15 @@ def _nobody(chunk: int) -> None:
 class Store:
     """The cache of one kind of data for all chunks: states, parameters or gradients.
 
-    Args: slot_arrays: what each chunk holds; resident: chunks that never leave RAM; in_flight: buffers for the others;
-    slots: of the chunks, None if all are resident; is_due: whether the results of a step are known to be committed, so
-    that resident chunks are written behind it. The first lease of a chunk finds zeros.
+    The first lease of a chunk finds zeros.
+
+    Args:
+        slot_arrays: what each chunk holds.
+        resident: the memory of the chunks that never leave RAM, by chunk.
+        buffers: that the others pass through.
+        slots: of the chunks; None if all are resident.
+        is_due: whether the results of a step are known to be committed, so that resident chunks are written behind it.
+
     The slots that the last commit names are never written to: a new version goes to the chunk's other slot.
     A failure of the disk is raised by the call that meets it and by every later one. What is no OffloadError is raised
     by the call that it came in; from then on each call raises InterruptedStepError, until `reset`.
@@ -325,9 +330,8 @@ class Store:
     def __init__(
         self,
         slot_arrays: Sequence[SlotArrays],
-        resident: frozenset[int],
-        in_flight: int,
-        arena: Lender,
+        resident: Mapping[int, Tensor],
+        buffers: Sequence[Tensor],
         slots: Slots | None,
         timeline: Timeline,
         is_due: Callable[[int], bool] = lambda step: False,
@@ -339,12 +343,11 @@ class Store:
         self._slots = slots
         self._timeline = timeline
         self._table = ResidencyTable(len(self._slot_arrays))
-        largest = max((size for chunk, size in enumerate(self._sizes) if chunk not in resident), default=0)
-        self._in_flight = in_flight if largest else 0
-        self._free = [_Buffer(arena.carve(largest)) for _ in range(self._in_flight)]
+        self._in_flight = len(buffers)
+        self._free = [_Buffer(memory) for memory in buffers]
         self._waiting = max(len(self._free) - LEAST_IN_FLIGHT, 0)
         # Of the resident chunks, and of others that are in RAM now.
-        self._resident = {chunk: _Buffer(arena.carve(self._sizes[chunk])) for chunk in sorted(resident)}
+        self._resident = {chunk: _Buffer(memory) for chunk, memory in resident.items()}
         self._buffers: dict[int, _Buffer] = {}
         self._at: dict[int, Version] = {}
         self._committed: dict[int, int] = {}

@@ -62,14 +62,24 @@ class DeviceArena(Lender):
 class DeviceStore(Store):
     """The states of all chunks on the device.
 
-    Args: arena: of the device's memory; beneath: the store in RAM that commits go through, None without
-    commits. Leases hold tensors on the device.
+    Leases hold tensors on the device.
+
+    Args:
+        slot_arrays: what each chunk holds.
+        resident: the memory of all chunks, by chunk.
+        arena: of which that memory is a part.
+        beneath: the store in RAM that commits go through; None without commits.
     """
 
     def __init__(
-        self, slot_arrays: Sequence[SlotArrays], arena: Lender, beneath: Store | None, timeline: Timeline
+        self,
+        slot_arrays: Sequence[SlotArrays],
+        resident: Mapping[int, Tensor],
+        arena: Lender,
+        beneath: Store | None,
+        timeline: Timeline,
     ) -> None:
-        super().__init__(slot_arrays, frozenset(range(len(slot_arrays))), 0, arena, None, timeline)
+        super().__init__(slot_arrays, resident, (), None, timeline)
         self._arena = arena
         self._beneath = beneath
         self._below: dict[int, Version] = {}  # chunks that have to be brought up

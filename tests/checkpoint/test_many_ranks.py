@@ -14,15 +14,17 @@ import pytest
 import torch
 from torch import nn
 
-from offload import config as configuration
 from offload.checkpoint import commit as records
 from offload.checkpoint.commit import Commit, manifest_name, read_commit, write_commit, write_manifest
 from offload.checkpoint.manifest import ChunkFacts, Manifest, committed_slots
 from offload.checkpoint.recovery import RecoveryPlan, describe, find_together
+from offload.choices import Choice
 from offload.errors import ConfigError, CorruptionError, OffloadError, ResumeError
 from offload.io.engine import IOFile
 from offload.layout import Layout, build
 from offload.model.units import specs_of
+from offload.options import Options
+from offload.planner.decide import Situation, decide
 from offload.ranks.communicator import Communicator
 from offload.storage.files import Files, swap_name
 from tests.support.committed import RUN, STEP, superblock
@@ -40,14 +42,14 @@ class Counted(Files):
         return super().open(path, flags)
 
 
-def plan(rank: int, ranks: int, folder: Path) -> tuple[configuration.Config, Layout, Manifest]:
+def plan(rank: int, ranks: int, folder: Path) -> tuple[Choice, Layout, Manifest]:
     """Of one rank of a run with one chunk a rank, and more."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     groups = [{"params": list(model.parameters())}]
     layout = build(specs_of(model, groups, (), torch.bfloat16)[0], 4096, ranks=ranks, rank=rank)
-    config = configuration.check(path=folder, commit_every=0, resume=True)
-    return config, layout, describe(config, layout, list(model.parameters()), [{}])
+    choice = decide(Options(path=folder, commit_every=0, resume=True), Situation(layout.numel, 0))
+    return choice, layout, describe(choice, layout, list(model.parameters()), [{}])
 
 
 def write_run(folder: Path, ranks: int) -> None:
@@ -64,9 +66,9 @@ def write_run(folder: Path, ranks: int) -> None:
 
 
 def find(comm: Communicator, folder: Path) -> RecoveryPlan:
-    config, layout, wanted = plan(comm.rank, comm.size, folder)
+    choice, layout, wanted = plan(comm.rank, comm.size, folder)
     with ExitStack() as undo:
-        found = find_together(undo, config, comm, layout, wanted).found
+        found = find_together(undo, choice.commits, comm, layout, wanted).found
     assert found is not None
     return found
 

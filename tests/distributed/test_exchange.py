@@ -10,7 +10,7 @@ from torch import Tensor
 from offload.errors import RankError
 from offload.layout import Chunk, Layout, ParamSpec, build
 from offload.ranks.communicator import Communicator, SingleProcess, Work
-from offload.ranks.exchange import FlatGather, ReplicaExchange, arena_bytes
+from offload.ranks.exchange import EXCHANGED, FlatGather, ReplicaExchange
 from offload.storage.swap_format import param_slot_arrays
 from tests.support.communicators import GoneWork, PendingWork
 from tests.support.runs import run_of, store_in_ram
@@ -85,9 +85,8 @@ def test_replicas_have_what_each_of_them_made(ranks: int, replicas: int) -> None
         def chunk_updated(chunk: Chunk, values: Tensor) -> None:
             updated[chunk.index] = values.view(torch.uint8).numpy().copy()
 
-        before = run.memory.ram.used
-        exchanging = ReplicaExchange(layout, store, run.memory.ram, comm, chunk_updated)
-        assert run.memory.ram.used - before == arena_bytes(layout)
+        (buffer,) = run.memory.take(EXCHANGED)
+        exchanging = ReplicaExchange(layout, store, buffer, comm, chunk_updated)
         for flat in layout.flats:
             exchanging.begin()
             for chunk in layout.chunks:
@@ -143,9 +142,8 @@ def test_what_is_abandoned_has_ended_before_its_memory_is_used_again() -> None:
     assert all(work.has_ended for work in comm.works)
     comm.works.clear()
     run = run_of(layout)
-    exchanging = ReplicaExchange(
-        layout, store_in_ram(run, param_slot_arrays(layout)), run.memory.ram, comm, lambda *new: None
-    )
+    (buffer,) = run.memory.take(EXCHANGED)
+    exchanging = ReplicaExchange(layout, store_in_ram(run, param_slot_arrays(layout)), buffer, comm, lambda *new: None)
     exchanging.begin()
     exchanging.send(layout.chunks[0], torch.zeros(layout.chunks[0].numel, dtype=torch.bfloat16), 1)
     assert [work.has_ended for work in comm.works] == [False]
@@ -167,7 +165,8 @@ def test_what_another_rank_did_not_send_is_raised_once_and_dropped_when_abandone
     gathering.finish(0)
     run = run_of(layout)
     store = store_in_ram(run, param_slot_arrays(layout))
-    exchanging = ReplicaExchange(layout, store, run.memory.ram, Lost(), lambda *new: None)
+    (buffer,) = run.memory.take(EXCHANGED)
+    exchanging = ReplicaExchange(layout, store, buffer, Lost(), lambda *new: None)
     with pytest.raises(RankError, match="rank 1 is gone"):
         exchanging.start(0, 1)
     exchanging.abandon()

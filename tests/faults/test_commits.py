@@ -507,7 +507,7 @@ def test_what_only_ram_has_goes_to_the_disk_at_commits_only(make: Make, tier: st
         one_step(model, optimizer, step)
         optimizer.synchronize()
         written.append(optimizer.stats()["nvme_written_bytes"])
-    slot_arrays = all_slot_arrays(optimizer._layout, optimizer._config)
+    slot_arrays = all_slot_arrays(optimizer._layout, optimizer._choice)
     each = sum(slot.nbytes for slot in slot_arrays)
     assert len(slot_arrays) == len(optimizer._layout.chunks) * (2 if split_master else 1)
     # The second step is known to be committed; what is on the device, and parameters, are brought by the commit itself.

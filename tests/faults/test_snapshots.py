@@ -514,7 +514,7 @@ def test_too_little_disk_is_refused_before_anything_is_written(
     model = Tiny()
     optimizer = make(model, path=[path, tmp_path / "second"][:paths], commit_every=0)
     optimizer.commit({"x": torch.ones(1000)})
-    with Reader(optimizer._config.paths) as reader:
+    with Reader([Path(file).parent for file in optimizer.files]) as reader:
         slots = sum(slot.size for slots in reader._slots for slot in slots)
     manifest = sum(file.stat().st_size for kind in ("manifest", "extra") for file in path.glob(f"{kind}-*"))
     needed = slots + paths * (4096 + manifest)

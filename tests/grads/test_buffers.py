@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.config import SUM_BLOCK
 from offload.errors import AccumulationError
 from offload.grads.base import GradientBuffer, GradientScale
 from offload.grads.local import LocalGradients
 from offload.grads.reduce_scatter import ReducedGradients
 from offload.grads.shards import gradient_slot_arrays
 from offload.layout import Layout
+from offload.sizes import SUM_BLOCK
 from tests.support.late_copier import LateCopier
 from tests.support.runs import Twins, layout_of, run_of, store_in_ram
 
@@ -36,7 +36,7 @@ def buffer_of(kind: str, accumulation: int = 1, **options: object) -> tuple[Grad
     given = {"tier": "nvme", "path": ".", "grad_tier": "nvme"} if is_stored else {"tier": "cpu"}
     run = run_of(layout, None if is_local else Twins(), accumulation=accumulation, **given, **options)
     store = store_in_ram(run, gradient_slot_arrays(layout, accumulation)) if is_stored else None
-    return (LocalGradients if is_local else ReducedGradients)(run, store), layout
+    return (LocalGradients if is_local else ReducedGradients)(run, run.choice.grads, store), layout
 
 
 KINDS = ("local", "local in slots", "reduced", "reduced in slots")

@@ -16,13 +16,17 @@ from offload.layout import ParamSpec, build
 from offload.optim import reference
 from offload.ranks.communicator import Communicator
 from tests.support.late_copier import LateCopier
-from tests.support.runs import layout_of, run_of
+from tests.support.runs import RunByHand, layout_of, run_of
 from tests.support.threads import Threads
 
 NUMELS = (1000, 1, 4097, 333)
 RANKS = 3
 MISSING = {(3, 1), (3, 2), (1, 0)}
 """(parameter, rank): these have no gradient."""
+
+
+def reduced(run: RunByHand) -> ReducedGradients:
+    return ReducedGradients(run, run.choice.grads)
 
 
 def gradient(param: int, rank: int, micro: int) -> Tensor:
@@ -59,7 +63,7 @@ def test_each_rank_holds_the_average_of_its_shards(stage: int, accumulation: int
             accumulation=accumulation,
             tuning=Tuning(bucket=bucket),
         )
-        buffer = ReducedGradients(run)
+        buffer = reduced(run)
         for micro in range(accumulation):
             # Each rank makes its gradients in an order of its own.
             for param in np.random.default_rng(comm.rank).permutation(len(NUMELS)).tolist():
@@ -79,7 +83,7 @@ def test_each_rank_holds_the_average_of_its_shards(stage: int, accumulation: int
 def test_a_gradient_after_the_average_and_one_dropped_by_hand_are_refused() -> None:
     def reduce(comm: Communicator) -> list[str]:
         said = []
-        buffer = ReducedGradients(run_of(layout_of(NUMELS, ranks=2, rank=comm.rank), comm))
+        buffer = reduced(run_of(layout_of(NUMELS, ranks=2, rank=comm.rank), comm))
         buffer.accumulate(0, gradient(0, comm.rank, 0))
         with pytest.raises(AccumulationError) as dropped:
             buffer.clear(0)
@@ -99,7 +103,7 @@ def test_a_gradient_after_the_average_and_one_dropped_by_hand_are_refused() -> N
 
 def test_ranks_that_drop_what_others_use_all_say_so_and_begin_anew() -> None:
     def reduce(comm: Communicator) -> tuple[str, bool]:
-        buffer = ReducedGradients(run_of(layout_of(NUMELS, ranks=2, rank=comm.rank), comm))
+        buffer = reduced(run_of(layout_of(NUMELS, ranks=2, rank=comm.rank), comm))
         buffer.accumulate(0, gradient(0, comm.rank, 0))
         with pytest.raises(AccumulationError) as caught:
             buffer.clear_all() if comm.rank == 1 else buffer.finalize([0])
@@ -112,7 +116,7 @@ def test_ranks_that_drop_what_others_use_all_say_so_and_begin_anew() -> None:
 
 def _turns(comm: Communicator, accumulation: int) -> ReducedGradients:
     run = run_of(layout_of(NUMELS, ranks=2, rank=comm.rank), comm, stage=3, accumulation=accumulation)
-    return ReducedGradients(run)
+    return reduced(run)
 
 
 def test_a_unit_that_backward_left_is_sent_with_zeros_for_what_is_missing() -> None:
@@ -180,7 +184,7 @@ def test_complete_buckets_wait_for_their_turn_unless_their_unit_is_alone() -> No
 def test_a_unit_entered_again_ends_the_round_on_ranks_without_its_gradients_too() -> None:
     def reduce(comm: Communicator) -> None:
         specs = [ParamSpec("head", 100, "", torch.bfloat16, 0), ParamSpec("p", 100, "block", torch.bfloat16, 0)]
-        buffer = ReducedGradients(run_of(build(specs, 1 << 16, ranks=2, rank=comm.rank), comm, stage=3, accumulation=2))
+        buffer = reduced(run_of(build(specs, 1 << 16, ranks=2, rank=comm.rank), comm, stage=3, accumulation=2))
         buffer.accumulate(1, torch.ones(100).bfloat16())
         buffer.backward_ends(["block"], is_whole=True)
         buffer.accumulate(0, torch.ones(100).bfloat16())
@@ -194,7 +198,7 @@ def test_a_unit_entered_again_ends_the_round_on_ranks_without_its_gradients_too(
 
 def test_complete_buckets_are_sent_at_once_where_nothing_is_gathered() -> None:
     def reduce(comm: Communicator) -> None:
-        buffer = ReducedGradients(run_of(layout_of(NUMELS, ranks=2, rank=comm.rank), comm, stage=2))
+        buffer = reduced(run_of(layout_of(NUMELS, ranks=2, rank=comm.rank), comm, stage=2))
         for param in range(len(NUMELS)):
             assert comm.stats() == {"reduce_scatter": 0}
             buffer.accumulate(param, gradient(param, comm.rank, 0))
@@ -206,7 +210,7 @@ def test_complete_buckets_are_sent_at_once_where_nothing_is_gathered() -> None:
 def test_no_copy_writes_to_the_gradients_memory_after_close() -> None:
     def reduce(comm: Communicator) -> int:
         copier = LateCopier()
-        buffer = ReducedGradients(run_of(layout_of(NUMELS, ranks=2, rank=comm.rank), comm, copier))
+        buffer = reduced(run_of(layout_of(NUMELS, ranks=2, rank=comm.rank), comm, copier))
         for param in range(len(NUMELS)):
             buffer.accumulate(param, gradient(param, comm.rank, 0))
         buffer.close()

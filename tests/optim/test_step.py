@@ -25,8 +25,8 @@ def test_a_step_is_the_reference_s_and_applied_when_asked(copies: str, dtype: to
     run = run_of(layout, copier=LateCopier(1) if copies == "late" else None, tier="cpu")
     store = store_in_ram(run, state_slot_arrays(layout, split_master=False))
     flats = [torch.zeros(flat.numel, dtype=flat.dtype) for flat in layout.flats]
-    gradients = LocalGradients(run)
-    step = Step(run, store, gradients, NewParameters(run, flats, gradients))
+    gradients = LocalGradients(run, run.choice.grads)
+    step = Step(run, run.choice.states, store, gradients, NewParameters(run, flats, gradients))
     generator = torch.Generator().manual_seed(0)
     masters = [torch.randn(numel, generator=generator) for numel in NUMELS]
     for param, master in enumerate(masters):
@@ -78,8 +78,8 @@ def test_small_units_are_one_call_of_the_kernels(monkeypatch: pytest.MonkeyPatch
         with store.lease(chunk.index, step=0) as lease:
             lease.dirty = True
     flats = [torch.zeros(flat.numel) for flat in layout.flats]
-    gradients = LocalGradients(run)
-    step = Step(run, store, gradients, NewParameters(run, flats, gradients))
+    gradients = LocalGradients(run, run.choice.grads)
+    step = Step(run, run.choice.states, store, gradients, NewParameters(run, flats, gradients))
     generator = torch.Generator().manual_seed(0)
     grads = [torch.randn(numel, generator=generator) for numel in numels]
     for param, grad in enumerate(grads):
@@ -113,8 +113,8 @@ def test_a_step_that_is_abandoned_leaves_the_parameters_and_another_can_begin() 
     run = run_of(layout, tier="cpu")
     store = store_in_ram(run, state_slot_arrays(layout, split_master=False))
     flats = [torch.ones(flat.numel, dtype=flat.dtype) for flat in layout.flats]
-    gradients = LocalGradients(run)
-    step = Step(run, store, gradients, NewParameters(run, flats, gradients))
+    gradients = LocalGradients(run, run.choice.grads)
+    step = Step(run, run.choice.states, store, gradients, NewParameters(run, flats, gradients))
     for is_abandoned in (True, False):
         gradients.accumulate(0, torch.ones(NUMELS[0], dtype=torch.bfloat16))
         gradients.finalize([0])

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from offload import config
+from offload.planner import decide
 from tests.oracle import idioms  # noqa: F401  # registers them
 from tests.oracle.harness import FROZEN_STREAMS, IDIOMS, STREAMED, check
 
@@ -41,5 +41,5 @@ def test_idiom_with_frozen_parameters_is_as_in_plain_torch(name: str, placement:
 
 @pytest.mark.parametrize(("name", "placement"), _cases())
 def test_idiom_whose_trained_parameters_stay_is_as_in_plain_torch(name: str, placement: str, tmp_path: Path) -> None:
-    with patch.object(config, "SMALL", 10.0):
+    with patch.object(decide, "SMALL", 10.0):
         check(IDIOMS[name], placement, tmp_path)

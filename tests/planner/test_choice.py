@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from offload import BudgetError, ConfigError, OffloadZero, Tuning
-from offload import config as configuration
+from offload.options import Options
 from offload.planner.choice import ModelShape, choose, least_cpu_memory
 from offload.sizes import option_bytes, parse_bytes
 from tests.support.late_copier import LateCopier
@@ -147,13 +147,11 @@ def test_what_a_refusal_says_is_enough_when_it_is_followed_once(
 
     def refusal(**options: Any) -> BudgetError | None:
         tuning = Tuning(chunk="256KiB")
-        config = configuration.check(
-            tier=tier, param_tier=param_tier, commit_every=None, tuning=tuning, **path, **options
-        )
+        given = Options(tier=tier, param_tier=param_tier, commit_every=None, tuning=tuning, **path, **options)
         groups = [{"params": [param for param in model.parameters() if param.requires_grad]}]
-        shape = ModelShape.of(model, groups, config)
+        shape = ModelShape.of(model, groups, given)
         try:
-            choose(shape.config(config), shape.layout, direct=direct, room=shape.room())
+            choose(given, shape.situation(), shape.layout, direct=direct, room=shape.room(given))
         except BudgetError as error:
             return error
         return None
@@ -186,7 +184,7 @@ def test_the_fastest_tiers_that_fit_are_chosen(tmp_path: Path) -> None:
         with OffloadZero(model, **options) as optimizer:
             stats = optimizer.stats()
             assert stats["peak_cpu_bytes"] <= stats["cpu_budget_bytes"]
-            return stats["param_tier"], stats["grad_tier"], optimizer._config.prefetch_units
+            return stats["param_tier"], stats["grad_tier"], optimizer._choice.params.prefetch_units
 
     unit = 2 * 256 * 256
     assert chosen() == chosen(device_memory=16 * unit) == ("device", "cpu", 1)
@@ -221,11 +219,12 @@ def test_the_fastest_tiers_that_fit_are_chosen(tmp_path: Path) -> None:
 def test_gradients_of_few_trained_parameters_cannot_go_to_nvme_from_a_device(param_tier: str | None) -> None:
     """No other tier is possible for these parameters, whether one is given or not."""
     model = nn.Sequential(nn.Linear(256, 256).requires_grad_(False), nn.Linear(256, 4))
-    config = configuration.check(tier="nvme", path=".", param_tier=param_tier, grad_tier="nvme")
-    shape = ModelShape.of(model, [{"params": list(model[1].parameters())}], config)
-    assert choose(shape.config(config), shape.layout, direct=True, room=shape.room())
+    given = Options(tier="nvme", path=".", param_tier=param_tier, grad_tier="nvme")
+    shape = ModelShape.of(model, [{"params": list(model[1].parameters())}], given)
+    about = {"room": shape.room(given)}
+    assert choose(given, shape.situation(), shape.layout, direct=True, **about)
     with pytest.raises(ConfigError, match=r"few beside the frozen ones: leave grad_tier out"):
-        choose(shape.config(config), shape.layout, direct=False, room=shape.room())
+        choose(given, shape.situation(), shape.layout, direct=False, **about)
 
 
 def test_what_was_chosen_is_printed_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from offload import Tuning
-from offload.config import check, over_ranks
 from offload.layout import ParamSpec, build
+from offload.options import Options
+from offload.planner.decide import Situation, decide
 from offload.planner.explain import Planned, zero_r
-from offload.planner.placement import Needs
+from offload.planner.placement import Needs, Room
 
 GB = 10**9
 # Ranks, and GB at stages 1, 2 and 3 of models of 7.5e9, 128e9 and 1e12 parameters; cut or rounded as printed there.
@@ -29,9 +30,9 @@ MEMORY = """
 def held_gb(numel: int, ranks: int, stage: int) -> float:
     # Without accumulation, stage 1 holds gradients as stage 2 does. With it, they are as wide again, in fp32.
     accumulation = 2 if stage == 1 else 1
-    given = check(stage=stage, accumulation=accumulation, tuning=Tuning(chunk="1TiB", bucket="64TiB"))
+    given = Options(stage=stage, accumulation=accumulation, tuning=Tuning(chunk="1TiB", bucket="64TiB"))
     layout = build([ParamSpec("weight", numel, "", torch.bfloat16, 0)], given.chunk_numel, ranks=ranks)
-    held = Needs(layout, over_ranks(given, ranks=ranks, ranks_on_node=1), True).held_bytes
+    held = Needs(layout, decide(given, Situation(numel, 0, ranks=ranks)), True).held_bytes
     return (sum(held.values()) - (held["grad"] // 2 if stage == 1 else 0)) / GB
 
 
@@ -78,9 +79,15 @@ def test_activations_are_the_papers(parts: int) -> None:
     For it (N-1)/N of the elements are sent, under a tenth of the 12 x sequence x width that tensor parallelism sends.
     """
     batch, seq, width, layers = 32, 1024, 8192, 125
-    config = check(activation_tier="cpu", activation_memory="1GiB", cpu_memory="1TiB")
-    layout = build([ParamSpec("weight", 1 << 20, "", torch.bfloat16, 0)], config.chunk_numel)
-    found = zero_r(Planned(layout, config, True), parts, blocks=layers, entering_bytes=2 * batch * seq * width)
+    given = Options(activation_tier="cpu", activation_memory="1GiB")
+    choice = decide(given, Situation(1 << 20, 0))
+    layout = build([ParamSpec("weight", 1 << 20, "", torch.bfloat16, 0)], given.chunk_numel)
+    found = zero_r(
+        Planned(layout, choice, True, Room(cpu_memory=1 << 40)),
+        parts,
+        blocks=layers,
+        entering_bytes=2 * batch * seq * width,
+    )
     assert found["checkpoint_bytes"] == 2 * batch * seq * width * layers
     assert found["part_bytes"] == found["checkpoint_bytes"] // parts
     assert found["gathered_elements"] == batch * seq * width * layers * (parts - 1) // parts

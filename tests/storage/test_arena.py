@@ -9,8 +9,10 @@ import torch
 
 from offload.devices.copies import HostCopier
 from offload.errors import BudgetError
+from offload.regions import Region, total_bytes
 from offload.sizes import MIB, PAGE_BYTES
-from offload.storage.arena import Arena, carved_bytes
+from offload.storage.arena import Arena, Reserved
+from offload.tiers import CPU
 from tests.support.processes import holds_in_child, region_of, resident_bytes
 
 
@@ -23,13 +25,28 @@ def test_buffers_are_page_aligned_zero_and_apart() -> None:
     for n, buffer in enumerate(buffers):
         buffer.fill_(n + 1)
     assert [set(buffer.tolist()) for buffer in buffers] == [{1}, {2}, {3}, set(), {5}]
-    assert arena.used == sum(carved_bytes(buffer.numel()) for buffer in buffers) == 5 * PAGE_BYTES
+    assert arena.used == 5 * PAGE_BYTES
+
+
+def test_the_pieces_of_regions_are_given_by_name_and_once() -> None:
+    regions = [Region(CPU, "sums", 5), Region(CPU, "buffers", PAGE_BYTES + 1, 2), Region(CPU, "sums", 7)]
+    arena = Arena(total_bytes(regions, CPU), HostCopier())
+    reserved = Reserved([*regions, Region(CPU, "none", 9, 0)], {CPU: arena})
+    assert arena.used == arena.size == 6 * PAGE_BYTES
+    assert reserved.left == ["sums", "buffers"]
+    pieces = {what: reserved.take(what) for what in ("buffers", "sums", "none")}
+    sizes = {what: [len(piece) for piece in found] for what, found in pieces.items()}
+    assert sizes == {"buffers": [PAGE_BYTES + 1] * 2, "sums": [5, 7], "none": []}
+    first = pieces["sums"][0].data_ptr()
+    starts = [piece.data_ptr() - first for piece in (*pieces["buffers"], pieces["sums"][1])]
+    assert starts == [PAGE_BYTES, 3 * PAGE_BYTES, 5 * PAGE_BYTES]
+    assert reserved.take("sums") == reserved.left == []
 
 
 def test_no_more_is_lent_than_there_is() -> None:
     arena = Arena(2 * PAGE_BYTES, HostCopier())
     arena.carve(PAGE_BYTES + 1)
-    with pytest.raises(AssertionError, match="the plan was wrong"):
+    with pytest.raises(AssertionError, match="was asked for"):
         arena.carve(1)
 
 

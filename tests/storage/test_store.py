@@ -46,7 +46,9 @@ def store_on(
     slot_arrays = [SlotArrays(numel) for numel in NUMELS]
     slots = Stripes(engine, [path], [1.0], slot_arrays)
     arena = Arena(MIB, HostCopier())
-    store = Store(slot_arrays, kept, buffers, arena, slots, timeline or Timeline(), is_due=due.__contains__)
+    resident = {chunk: arena.carve(slot_arrays[chunk].nbytes) for chunk in sorted(kept)}
+    passing = [arena.carve(max(slot.nbytes for slot in slot_arrays)) for _ in range(buffers)]
+    store = Store(slot_arrays, resident, passing, slots, timeline or Timeline(), is_due=due.__contains__)
     try:
         yield store
     finally:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from offload import config as configuration
 from offload import native
+from offload.choices import Choice
 from offload.devices.copies import Copier, HostCopier
 from offload.layout import Layout, ParamSpec, build
+from offload.options import Options
+from offload.planner.decide import Situation, decide
+from offload.planner.placement import Needs
 from offload.profiling import Timeline
 from offload.ranks.communicator import Communicator, SingleProcess, Work, average
 from offload.run import Memory, Run
 from offload.sizes import MIB
-from offload.storage.arena import Arena
+from offload.storage.arena import Arena, Reserved
 from offload.storage.chunk_cache import Store
 from offload.storage.swap_format import SlotArrays
+from offload.tiers import CPU
 
 
 class Done(Work):
@@ -66,14 +71,25 @@ def layout_of(
     return build(specs, chunk_numel, ranks=ranks, rank=rank)
 
 
-def run_of(layout: Layout, comm: Communicator | None = None, copier: Copier | None = None, **options: Any) -> Run:
+@dataclass(frozen=True)
+class RunByHand(Run):
+    """Attributes: choice: of all parts."""
+
+    choice: Choice = field(default_factory=lambda: decide(Options(), Situation(1, 0)))
+
+
+def run_of(layout: Layout, comm: Communicator | None = None, copier: Copier | None = None, **options: Any) -> RunByHand:
     """Args: options: of `OffloadZero`."""
     comm, copier = comm or SingleProcess(), copier or HostCopier()
-    config = configuration.over_ranks(configuration.check(**options), ranks=comm.size, ranks_on_node=1)
+    choice = decide(Options(**options), Situation(1, 0, ranks=layout.ranks))
     arena = Arena(64 * MIB, copier, at_once=False)
-    return Run(config, layout, Memory(arena, None, arena, arena, copier), native.load(1), comm, Timeline())
+    regions = (replace(region, tier=CPU) for region in Needs(layout, choice, copier.direct).regions)
+    commits = choice.commits
+    memory = Memory(arena, None, Reserved(regions, {CPU: arena}), copier)
+    return RunByHand(commits, commits.paths, layout, memory, native.load(1), comm, Timeline(), choice=choice)
 
 
 def store_in_ram(run: Run, slot_arrays: Sequence[SlotArrays]) -> Store:
     """All chunks are kept, so it has no swap file."""
-    return Store(slot_arrays, frozenset(range(len(slot_arrays))), 0, run.memory.ram, None, run.timeline)
+    memory = {number: run.memory.ram.carve(slot.nbytes) for number, slot in enumerate(slot_arrays)}
+    return Store(slot_arrays, memory, (), None, run.timeline)

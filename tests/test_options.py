@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,46 +11,59 @@ import torch
 from torch import nn
 
 from offload import OffloadZero, Tuning
-from offload.config import LEAST_IN_FLIGHT, Config, check, over_ranks
+from offload.choices import Choice
+from offload.cli import options as of_commands
+from offload.cli import plan, train
+from offload.cli.convert import ORDER
 from offload.errors import ConfigError
+from offload.options import Options
+from offload.planner.decide import Situation, decide
 from offload.sizes import GIB, MIB
+from offload.storage.pool import LEAST_IN_FLIGHT
+from offload.tiers import TIERS
+
+
+def decided(**options: Any) -> Choice:
+    """Of a model without frozen parameters, on one rank."""
+    return decide(Options(**options), Situation(1, 0))
 
 
 def test_the_defaults_are_those_of_the_design() -> None:
-    config = check()
-    assert (config.tier, config.paths, config.cpu_memory) == ("cpu", (), None)
-    assert config.compute_dtype is torch.bfloat16
-    assert (config.accumulation, config.skip_nonfinite, config.keep_fp32) == (1, False, ())
-    assert (config.chunk_numel, config.in_flight, config.threads) == (16 * MIB, None, None)
-    assert (config.commit_every, config.slots_per_chunk) == (None, 1)
+    choice, options = decided(), Options()
+    assert (choice.states.tier.name, options.paths, options.cpu_bytes) == ("cpu", (), None)
+    assert choice.model.compute_dtype is torch.bfloat16
+    assert (choice.grads.passes, options.nonfinite, choice.model.keep_fp32) == (1, "raise", ())
+    assert (choice.states.chunk_numel, choice.states.in_flight, options.tuned.threads) == (16 * MIB, None, None)
+    assert (choice.commits.every, choice.commits.slots_per_chunk) == (None, 1)
 
 
 def test_where_there_is_a_path_every_hundredth_step_is_committed(tmp_path: Path) -> None:
     for options in ({}, {"tier": "nvme"}, {"tier": "cpu"}, {"resume": "auto"}):
-        config = check(path=tmp_path, **options)
-        assert (config.commit_every, config.slots_per_chunk) == (100, 2)
-    assert check(tier="cpu", resume=[tmp_path]).commit_every is None
+        commits = decided(path=tmp_path, **options).commits
+        assert (commits.every, commits.slots_per_chunk) == (100, 2)
+    assert Options(tier="cpu", resume=[tmp_path]).every is None
     for given in (None, 0, 7):
-        assert check(path=tmp_path, commit_every=given).commit_every == given
+        assert Options(path=tmp_path, commit_every=given).every == given
     assert inspect.signature(OffloadZero.__init__).parameters["commit_every"].default == "auto"
 
 
 def test_a_path_means_the_nvme_tier(tmp_path: Path) -> None:
     for path in (tmp_path, str(tmp_path), [tmp_path], (str(tmp_path),)):
-        assert (check(path=path).tier, check(path=path).paths) == ("nvme", (tmp_path,))
+        assert (Options(path=path).states.name, Options(path=path).paths) == ("nvme", (tmp_path,))
 
 
 def test_a_chunk_is_whole_pages() -> None:
-    assert check(tuning=Tuning(chunk="4KiB")).chunk_numel == 1024
-    assert check(tuning=Tuning(chunk=3 * 4096 + 4095)).chunk_numel == 3 * 1024
+    assert Options(tuning=Tuning(chunk="4KiB")).chunk_numel == 1024
+    assert Options(tuning=Tuning(chunk=3 * 4096 + 4095)).chunk_numel == 3 * 1024
 
 
 def test_prefetch_never_goes_below_three_chunks_in_flight() -> None:
-    assert [check(tuning=Tuning(prefetch_chunks=n)).in_flight for n in (0, 1, 2, 5)] == [LEAST_IN_FLIGHT, 3, 4, 7]
+    found = [decided(tuning=Tuning(prefetch_chunks=n)).states.in_flight for n in (0, 1, 2, 5)]
+    assert found == [LEAST_IN_FLIGHT, 3, 4, 7]
 
 
 def test_sizes_are_taken_as_words_or_bytes() -> None:
-    assert check(cpu_memory="2GiB").cpu_memory == check(cpu_memory=2 * GIB).cpu_memory == 2 * GIB
+    assert Options(cpu_memory="2GiB").cpu_bytes == Options(cpu_memory=2 * GIB).cpu_bytes == 2 * GIB
 
 
 WRONG: list[tuple[str, Any, str]] = [
@@ -134,7 +148,7 @@ def test_wrong_tuning_is_refused_with_its_name_value_and_what_is_allowed(
     option: str, value: object, allowed: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        check(tuning=Tuning(**{option: value}))
+        Options(tuning=Tuning(**{option: value}))
     for part in (f"Tuning.{option}", str(value), allowed):
         assert part in str(caught.value)
 
@@ -151,15 +165,15 @@ def test_wrong_tuning_is_refused_with_its_name_value_and_what_is_allowed(
 )
 def test_what_makes_no_sense_with_states_on_the_device_is_refused(options: dict[str, Any], fault: str) -> None:
     with pytest.raises(ConfigError, match=fault):
-        check(tier="device", **options)
-    check(tier="device", param_tier="device", grad_tier="device", path=".")
+        Options(tier="device", **options)
+    Options(tier="device", param_tier="device", grad_tier="device", path=".")
 
 
 def test_a_path_has_no_use_with_the_cpu_tier_but_for_commits_and_activations(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no use"):
-        check(tier="cpu", path=tmp_path, commit_every=None)
-    assert check(tier="cpu", path=tmp_path).paths == (tmp_path,)
-    assert check(tier="cpu", path=tmp_path, commit_every=None, activation_tier="nvme").paths == (tmp_path,)
+        Options(tier="cpu", path=tmp_path, commit_every=None)
+    assert Options(tier="cpu", path=tmp_path).paths == (tmp_path,)
+    assert Options(tier="cpu", path=tmp_path, commit_every=None, activation_tier="nvme").paths == (tmp_path,)
 
 
 def test_tuning_is_frozen_and_unknown_tuning_is_refused() -> None:
@@ -185,20 +199,19 @@ def test_an_option_of_other_libraries_is_answered_with_the_one_that_says_the_sam
         OffloadZero(nn.Linear(2, 2), **{name: True})
 
 
-def _over_ranks(ranks: int = 2, **options: Any) -> Config:
-    return over_ranks(check(**options), ranks=ranks, ranks_on_node=2)
+def _over_ranks(ranks: int = 2, **options: Any) -> Choice:
+    return decide(Options(**options), Situation(1, 0, ranks=ranks, ranks_on_node=2))
 
 
 def test_the_stage_follows_from_where_parameters_live() -> None:
-    assert _over_ranks().stage == 2
-    assert _over_ranks(param_tier="cpu").stage == 3
-    assert _over_ranks(stage=1).param_tier == "device"
+    assert _over_ranks().grads.stage == 2
+    assert _over_ranks(param_tier="cpu").grads.stage == 3
+    assert _over_ranks(stage=1).params.tier.name == "device"
     for stage in (1, 2, 3):
-        assert _over_ranks(stage=stage, param_tier="cpu").param_tier == "cpu"
+        assert _over_ranks(stage=stage, param_tier="cpu").params.tier.name == "cpu"
     # A partition of the parameters rests in RAM.
-    assert _over_ranks(stage=3).param_tier == "cpu"
-    alone = check(stage=3)
-    assert dataclasses.replace(_over_ranks(ranks=1, stage=3), ranks_on_node=1) == alone
+    assert _over_ranks(stage=3).params.tier.name == "cpu"
+    assert _over_ranks(ranks=1, stage=3).params == decided().params
 
 
 @pytest.mark.parametrize(
@@ -227,27 +240,77 @@ def test_the_options_are_those_of_the_design_and_no_others() -> None:
     ]  # fmt: skip
 
 
+ROOT = Path(__file__).parents[1]
+
+
+def _table(page: str, head: str) -> list[str]:
+    """The options in the first column of the table under `head`."""
+    rows = page.split(f"| {head} | meaning | default |\n|---|---|---|\n")[1].split("\n\n")[0].splitlines()
+    return [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+
+
+def test_what_users_see_lists_the_same_options() -> None:
+    """The signature, its docstring and the page, which are written by hand so that they can be read."""
+    signature, fields = inspect.signature(OffloadZero.__init__).parameters, dataclasses.fields(Options)
+    written = {name: one for name, one in signature.items() if one.kind is one.KEYWORD_ONLY}
+    assert {name: one.default for name, one in written.items()} == {one.name: one.default for one in fields}
+    assert {name: one.annotation for name, one in written.items() if name != "init"} == {
+        one.name: one.type for one in fields if one.name != "init"
+    }
+    arguments = (inspect.getdoc(OffloadZero) or "").split("Args:\n")[1].split("\n\nRaises:")[0]
+    described = re.findall(r"(?m)^    (\w+): ", arguments)
+    assert described == ["model", "optimizer", *written]
+    page, tuning = (ROOT / "docs" / "options.md").read_text(), [one.name for one in dataclasses.fields(Tuning)]
+    assert sorted(_table(page, "option")) == sorted(written)
+    assert sorted(_table(page, "`Tuning`")) == sorted(tuning)
+    assert sorted(re.findall(r"(?m)^    (\w+): ", (inspect.getdoc(Tuning) or "").split("Attributes:\n")[1])) == sorted(
+        tuning
+    )
+
+
+IN_NO_COMMAND = {
+    "keep_fp32", "nonfinite", "resume", "device", "init", "init_missing", "process_group", "cast_forward_inputs",
+    "keep", "activation_memory", "prefetch_chunks", "prefetch_units", "io_engine", "bucket", "units", "tile",
+    "recompute",
+}  # fmt: skip
+"""Options that `offload plan` does not have: they change no figure of it, or name objects."""
+CALLED_OTHERWISE = {"compute_dtype": "dtype", "path": "no_commits", "threads": None, "tuning": None}
+"""What stands for an option there; None: each of its own, or only `offload train` has it."""
+
+
+def test_the_command_line_has_the_options_and_their_tiers() -> None:
+    known = {one.name for one in (*dataclasses.fields(Options), *dataclasses.fields(Tuning))}
+    of_plan, of_train = (set(inspect.signature(command).parameters) for command in (plan.plan, train.train))
+    named = {CALLED_OTHERWISE.get(name, name) for name in known - IN_NO_COMMAND} - {None}
+    assert named <= of_plan
+    assert not IN_NO_COMMAND & of_plan
+    assert "threads" in of_train
+    assert set(ORDER) <= known
+    for tiers in (of_commands.TIERS, of_commands.PARAM_TIERS, of_commands.GRAD_TIERS):
+        assert {*tiers} - {"auto"} <= TIERS.keys()
+
+
 def test_the_prefetch_of_before_names_the_two_options_that_replace_it() -> None:
     with pytest.raises(ConfigError, match=r"prefetch_chunks=2 .* prefetch_units=2"):
         Tuning(prefetch=2)  # type: ignore[call-arg]
 
 
 def test_what_is_prefetched_is_chosen_apart() -> None:
-    config = check(tuning=Tuning(prefetch_chunks=5, prefetch_units=0))
-    assert (config.in_flight, config.prefetch_units, config.chooses_prefetch) == (7, 0, False)
-    config = check(tuning=Tuning(prefetch_chunks=5))
-    assert (config.in_flight, config.prefetch_units, config.chooses_prefetch) == (7, 1, True)
+    choice = decided(tuning=Tuning(prefetch_chunks=5, prefetch_units=0))
+    assert (choice.states.in_flight, choice.params.prefetch_units) == (7, 0)
+    choice = decided(tuning=Tuning(prefetch_chunks=5))
+    assert (choice.states.in_flight, choice.params.prefetch_units) == (7, 1)
 
 
 def test_only_bf16_parameters_split_their_masters() -> None:
     split = Tuning(split_master=True)
-    assert check(path=".", commit_every=5, tuning=split).commits_parameters
-    assert not check(path=".", commit_every=None, tuning=split).commits_parameters
-    assert not check(path=".", compute_dtype=torch.float32, tuning=split).split_master
+    assert decided(path=".", commit_every=5, tuning=split).commits.holds_params
+    assert not decided(path=".", commit_every=None, tuning=split).commits.holds_params
+    assert not decided(path=".", compute_dtype=torch.float32, tuning=split).states.split_master
     # Of half the width of its master, and not half of it.
     with pytest.raises(ConfigError, match=r"Tuning\.split_master=True with compute_dtype=torch\.float16"):
-        check(path=".", compute_dtype=torch.float16, tuning=split)
-    assert not check(path=".", compute_dtype=torch.float16).split_master
+        Options(path=".", compute_dtype=torch.float16, tuning=split)
+    assert not decided(path=".", compute_dtype=torch.float16).states.split_master
 
 
 @pytest.mark.parametrize(
@@ -262,11 +325,11 @@ def test_only_bf16_parameters_split_their_masters() -> None:
 )
 def test_partitioned_activations_need_a_tier(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check(**options)
+        Options(**options)
 
 
 @pytest.mark.parametrize(("name", "value"), [("chunk", "1MiB"), ("units", ["blocks"]), ("threads", 2)])
 def test_an_option_of_tuning_at_the_top_level_is_pointed_there(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=rf"give OffloadZero\(\.\.\., tuning=Tuning\({name}=") as refused:
-        check(**{name: value})
+        Options(**{name: value})
     assert repr(value) in str(refused.value)

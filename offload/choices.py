@@ -1,0 +1,170 @@
+"""What was decided of a run: a small frozen value for each part, which gets its own and knows no other.
+
+The planner makes all of them in one place (planner/decide.py), of the options, the model and the ranks; then nothing
+changes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from offload.tiers import CPU, DEVICE, Tier
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """How the model computes. Attributes: as the options; units: None: each element of a list of blocks is one."""
+
+    compute_dtype: torch.dtype
+    keep_fp32: tuple[nn.Module | type[nn.Module], ...]
+    cast_forward_inputs: bool
+    units: tuple[str | type[nn.Module], ...] | None
+
+
+@dataclass(frozen=True)
+class StateChoice:
+    """Of the optimizer states.
+
+    Attributes:
+        tier: where they live.
+        split_master: whether only the low halves of bf16 parameters' masters are kept.
+        chunk_numel: elements of a chunk.
+        in_flight: buffers for chunks that stream, of any kind; None: 4, or 3 where the budget has no room for more.
+    """
+
+    tier: Tier
+    split_master: bool
+    chunk_numel: int
+    in_flight: int | None
+
+
+@dataclass(frozen=True)
+class ParamChoice:
+    """Of the parameters.
+
+    Attributes:
+        tier: of trained ones outside their use; frozen_tier: of frozen ones.
+        has_frozen: whether the model has any.
+        keeps_trained: whether trained ones stay on the device because they are few beside the frozen ones.
+        prefetch_units: units fetched ahead of the one in use.
+        tile_bytes: weights larger than this run in tiles; 0: none do.
+        is_chosen: whether the planner chose the tiers, as nobody named one.
+    """
+
+    tier: Tier
+    frozen_tier: Tier
+    has_frozen: bool = False
+    keeps_trained: bool = False
+    prefetch_units: int = 1
+    tile_bytes: int = 0
+    is_chosen: bool = False
+
+    @property
+    def streams(self) -> bool:
+        """Whether parameters stream, trained or frozen."""
+        return max(self.tier, self.frozen_tier) > DEVICE
+
+
+@dataclass(frozen=True)
+class GradChoice:
+    """Of the gradients.
+
+    Attributes:
+        tier: where they wait for the step.
+        passes: micro-batches of a step at most; where any number is taken, how many are counted.
+        takes_any: whether any number is taken.
+        params_stay: whether trained parameters stay on the device: on their way to a device of its own, new ones may
+            take the memory of their gradients.
+        stage: of ZeRO; None: one rank.
+        bucket_bytes: of a buffer in which gradients travel between ranks.
+    """
+
+    tier: Tier
+    passes: int
+    takes_any: bool
+    params_stay: bool
+    stage: int | None
+    bucket_bytes: int
+
+    @property
+    def declared(self) -> int | str:
+        """The option `accumulation`."""
+        return "auto" if self.takes_any else self.passes
+
+
+@dataclass(frozen=True)
+class ActivationChoice:
+    """Of the activations. How large their regions are follows from the budgets (planner/placement.py).
+
+    Attributes:
+        tier: where they wait; None: where they are made.
+        nbytes: of the region for them; None: a share of the RAM that is left.
+        recompute: whether units keep only what enters them.
+        partitioned: whether each tensor-parallel rank keeps a part.
+        units: see `ModelChoice`.
+    """
+
+    tier: Tier | None
+    nbytes: int | None = None
+    recompute: bool = True
+    partitioned: bool = False
+    units: tuple[str | type[nn.Module], ...] | None = None
+
+
+@dataclass(frozen=True)
+class CommitChoice:
+    """Of the files and of what is committed.
+
+    Attributes:
+        paths: the directories of this run, as they were given.
+        origins: directories of the run to resume that are not among them.
+        every: steps between commits; 0: whoever trains asks for each; None: there are none.
+        keep: commits that state dicts named and that stay.
+        resume: whether to go on with the run that is there; "auto": if there is one.
+        holds_params: whether commits hold the 16-bit parameters, too: they are the upper halves of split masters.
+    """
+
+    paths: tuple[Path, ...] = ()
+    origins: tuple[Path, ...] = ()
+    every: int | None = None
+    keep: int = 2
+    resume: bool | Literal["auto"] = False
+    holds_params: bool = False
+
+    @property
+    def slots_per_chunk(self) -> int:
+        """Slots a chunk of states."""
+        return 1 if self.every is None else 2
+
+    def is_due(self, step: int) -> bool:
+        """Whether a commit of `step` is due."""
+        every = self.every or 0
+        return every > 0 and step > 0 and step % every == 0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """All that was decided. Only those who put the parts together see it as a whole."""
+
+    model: ModelChoice
+    states: StateChoice
+    params: ParamChoice
+    grads: GradChoice
+    activations: ActivationChoice
+    commits: CommitChoice
+
+    @property
+    def grads_of_resident_params_on_nvme(self) -> bool:
+        """A device with memory of its own cannot have these: new parameters are kept in the memory of their gradients
+        until they are applied."""
+        return self.grads.tier.is_durable and self.params.tier == DEVICE
+
+    def with_states_on(self, tier: Tier) -> Choice:
+        """What else would have been decided: the states on a tier that is not the device, and all else as it is."""
+        grads = max(CPU, self.grads.tier)
+        return replace(self, states=replace(self.states, tier=tier), grads=replace(self.grads, tier=grads))

@@ -1,0 +1,196 @@
+"""What the options mean for a model on its ranks: the one place where choices are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from offload.choices import (
+    ActivationChoice,
+    Choice,
+    CommitChoice,
+    GradChoice,
+    ModelChoice,
+    ParamChoice,
+    StateChoice,
+)
+from offload.errors import ConfigError
+from offload.options import Options
+from offload.sizes import option_bytes
+from offload.storage.pool import LEAST_IN_FLIGHT
+from offload.tiers import CPU, DEVICE, Tier
+
+SMALL = 1 / 16
+"""Of the frozen parameters' bytes: trained parameters that take less stay on the device while the others stream."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What the options are read for.
+
+    Attributes:
+        trained_bytes, frozen_bytes: what the model's parameters take on the device.
+        ranks: that hold a shard each.
+        ranks_on_node: that share this machine.
+        slices: tensor-parallel ranks.
+    """
+
+    trained_bytes: int
+    frozen_bytes: int
+    ranks: int = 1
+    ranks_on_node: int = 1
+    slices: int = 1
+
+    @property
+    def keeps_trained(self) -> bool:
+        """Whether trained parameters are so few beside the frozen ones that they stay on the device."""
+        return self.trained_bytes < self.frozen_bytes * SMALL
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether one rank trains the model. All of several have the same tiers, whatever each of them has free."""
+        return self.ranks * self.slices == 1
+
+
+class Wish(NamedTuple):
+    """What may be left open, and is tried in turn (choice.py).
+
+    Attributes: params: where frozen parameters go, and trained ones as far as they follow; grads; prefetch_units;
+    tile_bytes: 0: no tiles.
+    """
+
+    params: Tier
+    grads: Tier
+    prefetch_units: int
+    tile_bytes: int
+
+
+def wish_of(options: Options) -> Wish:
+    """What was said, or is tried first."""
+    ahead = options.tuned.prefetch_units
+    return Wish(options.params, options.grads, 1 if ahead is None else ahead, options.tile_bytes or 0)
+
+
+def chooses_params(options: Options, situation: Situation) -> bool:
+    """Whether the planner may choose where parameters are."""
+    return options.param_tier is None and options.states > DEVICE and situation.is_alone
+
+
+def chooses_grads(options: Options, situation: Situation) -> bool:
+    """Whether the planner may choose where gradients wait."""
+    return options.grad_tier is None and options.states > DEVICE and situation.is_alone
+
+
+def decide(options: Options, situation: Situation, wish: Wish | None = None) -> Choice:
+    """All choices. Args: wish: None: as the options say.
+
+    Raises: ConfigError for what this model, or several ranks, cannot have.
+    """
+    wish = wish_of(options) if wish is None else wish
+    _require_possible(options, situation)
+    params = _params(options, situation, wish)
+    stage = _stage(options, situation, params)
+    if stage == 3 and situation.ranks > 1:
+        # A rank's shards of the parameters rest where its gradients wait, and come to the device around their use.
+        frozen = CPU if params.has_frozen and not params.streams else params.frozen_tier
+        params = _params(options, situation, wish, trained=max(CPU, params.tier), frozen=frozen)
+    tuning, split = options.tuned, options.splits_masters
+    ahead = tuning.prefetch_chunks
+    return Choice(
+        ModelChoice(options.compute_dtype, options.fp32_modules, options.cast_forward_inputs, options.units),
+        StateChoice(
+            options.states,
+            split_master=split,
+            chunk_numel=options.chunk_numel,
+            in_flight=None if ahead is None else max(ahead + 2, LEAST_IN_FLIGHT),
+        ),
+        params,
+        GradChoice(
+            wish.grads,
+            passes=options.passes,
+            takes_any=options.takes_any,
+            params_stay=params.tier == DEVICE,
+            stage=stage,
+            bucket_bytes=options.bucket_bytes,
+        ),
+        ActivationChoice(
+            options.activations,
+            options.activation_bytes,
+            recompute=tuning.recompute,
+            partitioned=options.partition_activations,
+            units=options.units,
+        ),
+        CommitChoice(
+            options.paths,
+            options.origins,
+            every=options.every,
+            keep=options.keep,
+            resume=options.resumes,
+            holds_params=split and options.every is not None,
+        ),
+    )
+
+
+def _params(
+    options: Options, situation: Situation, wish: Wish, trained: Tier | None = None, frozen: Tier | None = None
+) -> ParamChoice:
+    """Args: trained, frozen: where they are; None: from the wish, but trained ones on no slower tier than their states,
+    and on the device if they are few."""
+    has_frozen = situation.frozen_bytes > 0
+    if trained is None:
+        trained = DEVICE if situation.keeps_trained else min(wish.params, options.states)
+    if frozen is None:
+        frozen = wish.params if has_frozen else DEVICE
+    tile_bytes = wish.tile_bytes if situation.is_alone else 0
+    return ParamChoice(
+        trained,
+        frozen,
+        has_frozen=has_frozen,
+        keeps_trained=situation.keeps_trained,
+        prefetch_units=wish.prefetch_units,
+        tile_bytes=tile_bytes,
+        is_chosen=chooses_params(options, situation),
+    )
+
+
+def _stage(options: Options, situation: Situation, params: ParamChoice) -> int | None:
+    if situation.ranks == 1:
+        return options.stage
+    return options.stage or (3 if params.streams else 2)
+
+
+def _require_possible(options: Options, situation: Situation) -> None:
+    wanted, states, slices = options.params, options.states, situation.ranks * situation.slices
+    if wanted > DEVICE and not situation.frozen_bytes:
+        if states == DEVICE:
+            raise ConfigError(
+                f'param_tier="{wanted}" with tier="device", and no parameter is frozen: states take six '
+                "times what parameters take, and would stay there; leave param_tier out, or choose "
+                'tier="cpu" or "nvme"'
+            )
+        if wanted > states:
+            raise ConfigError(
+                f'param_tier="{wanted}" with tier="{states}", and no parameter is frozen: states take '
+                'six times what parameters take, and would stay in RAM; choose tier="nvme", or param_tier="cpu"'
+            )
+    if slices > 1 and options.tile_bytes:
+        raise ConfigError(
+            f"Tuning.tile={option_bytes(options.tile_bytes)} with {slices} ranks: over several ranks every "
+            "layer is gathered as a whole; leave it out"
+        )
+    if situation.ranks > 1 and options.grads.is_durable and options.stage == 1 and options.passes > 1:
+        raise ConfigError(
+            f'grad_tier="nvme" with stage=1 and accumulation={options.accumulation!r}: at stage 1 each rank sums whole '
+            "gradients in RAM; choose stage=2, or leave grad_tier out"
+        )
+
+
+def replicas_of(choice: Choice, *, ranks: int, rows: int) -> int:
+    """Groups of ranks of which each keeps all parameters in its tier.
+
+    Args: rows: of the mesh given as process_group. At stage 3 each of these is one; before it each rank that streams
+    parameters keeps all of them.
+    """
+    if choice.grads.stage == 3:
+        return rows
+    return 1 if choice.params.tier == DEVICE else ranks

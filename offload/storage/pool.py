@@ -1,0 +1,82 @@
+"""The memory of one kind of chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from offload.regions import Region
+from offload.storage.swap_format import SlotArrays
+from offload.tiers import Tier
+
+LEAST_IN_FLIGHT = 3
+"""Chunks in flight in a step: one is read while one is in Adam and one is written."""
+BUFFERS = "buffers"
+"""Kind of the memory that chunks pass through."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The memory of one kind of chunks: some stay in it, the others pass through buffers.
+
+    Attributes: sizes: bytes of each chunk; resident: the chunks that stay; in_flight: how many buffers.
+    """
+
+    sizes: Sequence[int]
+    resident: frozenset[int]
+    in_flight: int
+
+    @cached_property
+    def streamed(self) -> list[int]:
+        """Bytes of each chunk that does not stay."""
+        return [size for chunk, size in enumerate(self.sizes) if chunk not in self.resident]
+
+    @property
+    def resident_bytes(self) -> int:
+        return sum(self.sizes) - sum(self.streamed)
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self.in_flight * max(self.streamed, default=0)
+
+    @property
+    def nbytes(self) -> int:
+        return self.resident_bytes + self.buffer_bytes
+
+    @property
+    def utilisation(self) -> float:
+        """The share of the pool's memory that chunks fill: a buffer is as large as the largest chunk."""
+        in_buffers = self.in_flight * sum(self.streamed) / len(self.streamed) if self.streamed else 0
+        return (self.resident_bytes + in_buffers) / max(self.nbytes, 1)
+
+    def regions(
+        self, tier: Tier, name: str, kind: str, holds: Sequence[tuple[tuple[str, int], ...]] | None = None
+    ) -> Iterator[Region]:
+        """What a Store with this pool takes: `PoolMemory` gives it by the same name.
+
+        Args:
+            tier: whose memory it is in.
+            name: of the chunks.
+            kind: of the resident ones; see `Region`.
+            holds: of each chunk, likewise.
+        """
+        if self.streamed:
+            yield Region(tier, in_flight(name), max(self.streamed), self.in_flight, BUFFERS)
+        for chunk in sorted(self.resident):
+            yield Region(tier, resident(name), self.sizes[chunk], 1, kind, () if holds is None else holds[chunk])
+
+
+def in_flight(name: str) -> str:
+    """The name of the region of the buffers."""
+    return f"{name} in flight"
+
+
+def resident(name: str) -> str:
+    """The name of the regions of the resident chunks, in their order."""
+    return f"{name} that stay"
+
+
+def kinds_held(slot: SlotArrays, kinds: Sequence[str]) -> tuple[tuple[str, int], ...]:
+    """Bytes of each array of a slot, without header and padding. Args: kinds: of the arrays."""
+    return tuple((kind, itemsize * slot.numel) for kind, itemsize in zip(kinds, slot.itemsizes, strict=True))
