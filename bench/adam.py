@@ -92,8 +92,8 @@ def contestants(states: States, job: str, threads: int) -> dict[str, Step]:
     for number, variant in enumerate(native.available_variants()):
         kernels = native.load(threads, variant)
         if number == 0 and variant != "torch":
-            calls[LIMIT] = partial(kernels.limit, *state, grad, out)
-        calls[f"offload {variant}"] = partial(kernels.adam, *state, grad, out, SCALARS)
+            calls[LIMIT] = partial(kernels.call, native.LIMIT, *state, grad, out)
+        calls[f"offload {variant}"] = partial(kernels.call, native.ADAM, *state, grad, out, scalars=SCALARS)
     calls["torch fused"] = torch_fused(states, grad, out)
     for call in calls.values():
         call()

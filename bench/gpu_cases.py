@@ -462,9 +462,10 @@ def adam_cpu(context: Context) -> dict[str, Any]:
     state = (states.master, states.exp_avg, states.exp_avg_sq)
     for threads in context.sizes.threads:
         kernels = native.load(threads)
-        calls: dict[str, Callable[[], object]] = {"": partial(kernels.adam, *state, states.grad, states.out, SCALARS)}
+        adam = partial(kernels.call, native.ADAM, *state, states.grad, states.out, scalars=SCALARS)
+        calls: dict[str, Callable[[], object]] = {"": adam}
         if kernels.variant != "torch":
-            calls["limit, "] = partial(kernels.limit, *state, states.grad, states.out)
+            calls["limit, "] = partial(kernels.call, native.LIMIT, *state, states.grad, states.out)
         for name, call in calls.items():
             figures[f"{name}{threads} threads, GB/s"] = 28 * states.n / GB / seconds_of(call)
             states.reset()
@@ -485,11 +486,12 @@ def adam_device(context: Context) -> dict[str, Any]:
     grad = torch.full((n,), 1e-3, dtype=torch.bfloat16, device=device)
     out = torch.zeros(n, dtype=torch.bfloat16, device=device)
     sums = torch.zeros(native.sum_blocks(0, n), dtype=torch.float64, device=device)
-    adam_s = seconds_of(partial(kernels.adam, master, exp_avg, exp_avg_sq, grad, out, SCALARS))
-    sum_s = seconds_of(partial(kernels.sum_squares, grad, 0, sums))
+    tensors = master, exp_avg, exp_avg_sq, grad, out
+    adam_s = seconds_of(partial(kernels.call, native.ADAM, *tensors, scalars=SCALARS))
+    sum_s = seconds_of(partial(kernels.call, native.SUM_SQUARES, grad, sums))
     figures = {"adam, GB/s": 28 * n / GB / adam_s, "sum of squares, GB/s": 2 * n / GB / sum_s}
     context.say({"figures": figures})
-    del scratch, kernels, out, sums, exp_avg, exp_avg_sq
+    del tensors, scratch, kernels, out, sums, exp_avg, exp_avg_sq
     parameter = nn.Parameter(master)
     parameter.grad = grad.float()
     torch_adam = torch.optim.AdamW([parameter], fused=device.type == "cuda")

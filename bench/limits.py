@@ -17,7 +17,7 @@ from torch import Tensor
 from offload.devices.copies import HostCopier
 from offload.io.engine import IOFuture
 from offload.io.select import open_engine
-from offload.native import AdamScalars, load
+from offload.native import ADAM, AdamScalars, load
 from offload.sizes import PAGE_BYTES, round_up
 from offload.storage.arena import Arena
 
@@ -143,7 +143,9 @@ class Adam:
         for at in range(0, states.n, self._chunk):
             part = slice(at, at + self._chunk)
             moments = (states.exp_avg[part], states.exp_avg_sq[part])
-            self._kernels.adam(states.master[part], *moments, states.grad[part], states.out[part], SCALARS)
+            self._kernels.call(
+                ADAM, states.master[part], *moments, states.grad[part], states.out[part], scalars=SCALARS
+            )
         return time.perf_counter() - start
 
     def close(self) -> None:

@@ -55,9 +55,9 @@ def measure(distances: list[int], rounds: int) -> Times:
                 library.offload_prefetch(distance)
                 begun = time.thread_time()
                 if what == "adam":
-                    kernels.adam(states.master[part], *moments, grad, out, SCALARS)
+                    kernels.call(native.ADAM, states.master[part], *moments, grad, out, scalars=SCALARS)
                 else:
-                    kernels.limit(states.master[part], *moments, grad, out)
+                    kernels.call(native.LIMIT, states.master[part], *moments, grad, out)
                 times[job, what, distance].append(time.thread_time() - begun)
     library.offload_prefetch(-1)
     return times

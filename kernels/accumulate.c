@@ -32,8 +32,4 @@ static OFFLOAD_CODE void range_bf16(float *acc, const void *x, int64_t n) { add_
 static OFFLOAD_CODE void range_f16(float *acc, const void *x, int64_t n) { add_range(acc, x, OFFLOAD_F16, n); }
 static range_function *const table[3] = {range_f32, range_bf16, range_f16};
 
-OFFLOAD_EXPORT OFFLOAD_CODE void OFFLOAD_KERNEL(accumulate)(float *acc, const void *x, int32_t type, int64_t n) {
-    fp_state saved = fp_enter();
-    table[type](acc, x, n);
-    fp_leave(saved);
-}
+KERNEL(accumulate) { table[types[1]](TENSOR(0), TENSOR(1), n); }

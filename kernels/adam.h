@@ -11,14 +11,14 @@
 
 #include "vec.h"
 
-typedef struct offload_adam_scalars scalars;
+typedef struct offload_adam_scalars adam_scalars;
 
 typedef struct {
     vf scale, weight_decay, decay, one_minus_beta1, beta2, one_minus_beta2;
     vf neg_step_size, sqrt_bias_correction2, eps;
 } broadcast;
 
-INLINE broadcast broadcast_of(const scalars *s) {
+INLINE broadcast broadcast_of(const adam_scalars *s) {
     return (broadcast){vf_set(s->scale), vf_set(s->weight_decay), vf_set(s->decay),
                        vf_set(s->one_minus_beta1), vf_set(s->beta2), vf_set(s->one_minus_beta2),
                        vf_set(s->neg_step_size), vf_set(s->sqrt_bias_correction2), vf_set(s->eps)};

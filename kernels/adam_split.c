@@ -19,7 +19,7 @@ INLINE void adam_group(const uint16_t *param, uint16_t *low, float *exp_avg, flo
 }
 
 INLINE void adam_range(const uint16_t *param, uint16_t *low, float *exp_avg, float *exp_avg_sq, const void *grad,
-                       int grad_type, uint16_t *out, int64_t n, const scalars *s, int add_decay) {
+                       int grad_type, uint16_t *out, int64_t n, const adam_scalars *s, int add_decay) {
     const broadcast c = broadcast_of(s);
     const int64_t ahead = offload_ahead;
     int64_t i = 0;
@@ -51,20 +51,17 @@ INLINE void adam_range(const uint16_t *param, uint16_t *low, float *exp_avg, flo
 }
 
 typedef void range_function(const uint16_t *, uint16_t *, float *, float *, const void *, uint16_t *, int64_t,
-                            const scalars *);
+                            const adam_scalars *);
 
 #define RANGE(grad_type, add_decay)                                                                            \
     static OFFLOAD_CODE void range_##grad_type##_##add_decay(const uint16_t *p, uint16_t *l, float *m, float *v, \
-                                                const void *g, uint16_t *o, int64_t n, const scalars *s) {     \
+                                                const void *g, uint16_t *o, int64_t n, const adam_scalars *s) {     \
         adam_range(p, l, m, v, g, OFFLOAD_##grad_type, o, n, s, add_decay);                                     \
     }
 RANGE(F32, 0) RANGE(F32, 1) RANGE(BF16, 0) RANGE(BF16, 1)
 static range_function *const table[2][2] = {{range_F32_0, range_F32_1}, {range_BF16_0, range_BF16_1}};
 
-OFFLOAD_EXPORT OFFLOAD_CODE void OFFLOAD_KERNEL(adam_split)(const uint16_t *param, uint16_t *low, float *exp_avg,
-                                               float *exp_avg_sq, const void *grad, int32_t grad_type, uint16_t *out,
-                                               int64_t n, const scalars *s) {
-    fp_state saved = fp_enter();
-    table[grad_type][s->add_decay](param, low, exp_avg, exp_avg_sq, grad, out, n, s);
-    fp_leave(saved);
+KERNEL(adam_split) {
+    const adam_scalars *s = scalars;
+    table[types[4]][s->add_decay](TENSOR(0), TENSOR(1), TENSOR(2), TENSOR(3), TENSOR(4), TENSOR(5), n, s);
 }

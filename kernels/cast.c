@@ -31,8 +31,4 @@ static OFFLOAD_CODE void copy_16(const void *s, void *d, int64_t n) { memcpy(d, 
 static range_function *const table[3][3] = {
     {copy_32, f32_bf16, f32_f16}, {bf16_f32, copy_16, 0}, {f16_f32, 0, copy_16}};
 
-OFFLOAD_EXPORT OFFLOAD_CODE void OFFLOAD_KERNEL(cast)(const void *src, int32_t src_type, void *dst, int32_t dst_type, int64_t n) {
-    fp_state saved = fp_enter();
-    table[src_type][dst_type](src, dst, n);
-    fp_leave(saved);
-}
+KERNEL(cast) { table[types[0]][types[1]](TENSOR(0), TENSOR(1), n); }

@@ -18,13 +18,10 @@ OFFLOAD_EXPORT int32_t offload_device_launch(const char *kernel, int64_t blocks,
     int32_t error = 0;
     if (strcmp(kernel, "offload_device_adam") == 0)
         for (int64_t block = 0; block < blocks; block++)
-            offload_device_adam(block, is_backwards, ARGUMENT(float *, 0), ARGUMENT(float *, 1), ARGUMENT(float *, 2),
-                                ARGUMENT(void *, 3), ARGUMENT(int, 4), ARGUMENT(void *, 5), ARGUMENT(int, 6),
-                                ARGUMENT(long long, 7), ARGUMENT(device_scalars, 8));
+            offload_device_adam(block, is_backwards, ARGUMENT(device_call, 0), ARGUMENT(device_scalars, 1));
     else if (strcmp(kernel, "offload_device_sum_squares") == 0)
         for (int64_t block = 0; block < blocks; block++)
-            offload_device_sum_squares(block, is_backwards, ARGUMENT(void *, 0), ARGUMENT(int, 1),
-                                       ARGUMENT(long long, 2), ARGUMENT(long long, 3), ARGUMENT(double *, 4));
+            offload_device_sum_squares(block, is_backwards, ARGUMENT(device_call, 0));
     else error = 1;
     fp_leave(saved);
     return error;

@@ -1,27 +1,47 @@
 /* What the library exports, and what every kernel shares.
  *
- * One symbol a kernel and variant: offload_<kernel>_<variant>. A kernel takes ranges and starts no
- * threads; offload/native/ splits. Element types are numbers so that one symbol takes them all. */
+ * One symbol a kernel and variant: offload_<kernel>_<variant>. All have the same parameters, so that one binding calls
+ * them all; which tensors and scalars a kernel takes, its row in offload/native/table.py says. A kernel takes a range and
+ * starts no threads; offload/native/ splits. Element types are numbers so that one symbol takes them all. */
 #ifndef OFFLOAD_KERNELS_H
 #define OFFLOAD_KERNELS_H
 
 #include <stdint.h>
 
-enum { OFFLOAD_F32 = 0, OFFLOAD_BF16 = 1, OFFLOAD_F16 = 2, OFFLOAD_NONE = 3 };
+enum {
+    OFFLOAD_F32 = 0,
+    OFFLOAD_BF16 = 1,
+    OFFLOAD_F16 = 2,
+    OFFLOAD_NONE = 3, /* of a tensor that was not given */
+    OFFLOAD_I16 = 4,
+    OFFLOAD_F64 = 5
+};
+
+/* The parameters of every kernel, which is defined by KERNEL (vec.h).
+ *
+ *   tensors   where the element at position 0 of each tensor is, or would be; NULL: not given
+ *   types     of each tensor's elements
+ *   first, n  the range: positions first .. first+n. A tensor with an element for each block of positions has one for
+ *             each block that the range touches; a range starts at a block's edge, or where the tensors do
+ *   scalars   the row's structure, or NULL */
+#define OFFLOAD_UNUSED __attribute__((unused))
+#define OFFLOAD_PARAMETERS                                                                           \
+    void *const *tensors, OFFLOAD_UNUSED const int32_t *types, int64_t first, int64_t n, \
+        OFFLOAD_UNUSED const void *scalars
 
 /* Positions at which a sum of squares is cut, whatever the range asked for. */
 #define OFFLOAD_SUM_BLOCK 65536
 
-/* Adam's scalars: computed in double by the caller, rounded once to fp32. */
+/* Adam's scalars: computed in double by the caller, rounded once to fp32 (offload/native/table.py: AdamScalars). */
 struct offload_adam_scalars {
     float scale, weight_decay, decay, one_minus_beta1, beta2, one_minus_beta2;
     float neg_step_size, sqrt_bias_correction2, eps;
     int32_t add_decay; /* 1: g += weight_decay * p (Adam); 0: p *= decay (AdamW, or no decay: 1.0) */
 };
 
-/* Of what this file and uring.h declare; counted up when a symbol, a structure or an order of sums changes. A library of
+/* Of what this file and uring.h declare; counted up when a kernel, a structure or an order of sums changes. A library of
  * another number is refused (offload/native/library.py). */
-#define OFFLOAD_ABI 3
+#define OFFLOAD_ABI 4
 
 /* Elements that adam.c, adam_split.c and limit.c prefetch ahead, see offload_prefetch: one distance, so
  * that the limit is that of this traffic. It changes no bit. */

@@ -31,8 +31,7 @@ INLINE void limit_range(float *master, float *exp_avg, float *exp_avg_sq, const 
 
 /* grad_type F32: no output (28 bytes an element); BF16: 16-bit output, which has to start a 64-byte
  * line (28 bytes an element). Elements past the last whole group are left alone. */
-OFFLOAD_EXPORT OFFLOAD_CODE void OFFLOAD_KERNEL(limit)(float *master, float *exp_avg, float *exp_avg_sq, const void *grad,
-                                          int32_t grad_type, void *out, int64_t n) {
-    if (grad_type == OFFLOAD_F32) limit_range(master, exp_avg, exp_avg_sq, grad, OFFLOAD_F32, out, n);
-    else limit_range(master, exp_avg, exp_avg_sq, grad, OFFLOAD_BF16, out, n);
+KERNEL(limit) {
+    if (types[3] == OFFLOAD_F32) limit_range(TENSOR(0), TENSOR(1), TENSOR(2), TENSOR(3), OFFLOAD_F32, TENSOR(4), n);
+    else limit_range(TENSOR(0), TENSOR(1), TENSOR(2), TENSOR(3), OFFLOAD_BF16, TENSOR(4), n);
 }

@@ -11,8 +11,11 @@ INLINE void split_group(const float *master, uint16_t *low, float *exp_avg_sq, u
     }
 }
 
-OFFLOAD_EXPORT OFFLOAD_CODE void OFFLOAD_KERNEL(split)(const float *master, uint16_t *low, float *exp_avg_sq, uint16_t *param,
-                                          int64_t n) {
+KERNEL(split) {
+    const float *master = TENSOR(0);
+    uint16_t *low = TENSOR(1);
+    float *exp_avg_sq = TENSOR(2);
+    uint16_t *param = TENSOR(3);
     int64_t i = 0;
     for (; i + GROUP <= n; i += GROUP) {
         prefetch_group(master + i, OFFLOAD_F32, AHEAD);
@@ -41,8 +44,10 @@ INLINE void join_group(const uint16_t *param, const uint16_t *low, const float *
     }
 }
 
-OFFLOAD_EXPORT OFFLOAD_CODE void OFFLOAD_KERNEL(join)(const uint16_t *param, const uint16_t *low, const float *exp_avg_sq,
-                                         float *master, float *exp_avg_sq_out, int64_t n) {
+KERNEL(join) {
+    const uint16_t *param = TENSOR(0), *low = TENSOR(1);
+    const float *exp_avg_sq = TENSOR(2);
+    float *master = TENSOR(3), *exp_avg_sq_out = TENSOR(4);
     int64_t i = 0;
     for (; i + GROUP <= n; i += GROUP) {
         prefetch_group(param + i, OFFLOAD_BF16, AHEAD);

@@ -62,14 +62,14 @@ static OFFLOAD_CODE double sum_part(const void *x, int type, int64_t n) {
     return sums[0];
 }
 
-/* x: elements at positions first .. first+n; out: one fp64 for each block touched. */
-OFFLOAD_EXPORT OFFLOAD_CODE void OFFLOAD_KERNEL(sum_squares)(const void *x, int32_t type, int64_t first, int64_t n, double *out) {
-    fp_state saved = fp_enter();
+/* out: one fp64 for each block touched. */
+KERNEL(sum_squares) {
+    const char *x = TENSOR(0);
+    double *out = (double *)tensors[1] + first / OFFLOAD_SUM_BLOCK;
     for (int64_t i = 0; i < n; out++) {
         int64_t count = OFFLOAD_SUM_BLOCK - (first + i) % OFFLOAD_SUM_BLOCK;
         if (count > n - i) count = n - i;
-        *out = sum_part(at(x, type, i), type, count);
+        *out = sum_part(at(x, types[0], i), types[0], count);
         i += count;
     }
-    fp_leave(saved);
 }

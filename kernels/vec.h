@@ -391,7 +391,7 @@ INLINE v16 to_bf16(vpair x) { return pack_upper((vpair){round_bf16(one_nan(x.a))
 #define PAIR (2 * VW)
 #define PAIR_DOUBLES (PAIR / DW)
 
-INLINE int64_t type_bytes(int type) { return type == OFFLOAD_F32 ? 4 : 2; }
+INLINE int64_t type_bytes(int type) { return type == OFFLOAD_F64 ? 8 : type == OFFLOAD_F32 ? 4 : 2; }
 
 INLINE vpair pair_load(const void *x, int type) {
     const float *f = (const float *)x;
@@ -410,11 +410,40 @@ INLINE void pair_store(void *x, int type, vpair v) {
 INLINE const void *at(const void *x, int type, int64_t i) { return (const char *)x + i * type_bytes(type); }
 INLINE void *at_out(void *x, int type, int64_t i) { return (char *)x + i * type_bytes(type); }
 
+INLINE void pair_stream(void *x, int type, vpair v) {
+    if (type == OFFLOAD_F32) {
+        v16 bits;
+        memcpy(&bits, &v.a, sizeof bits);
+        v16_stream(x, bits);
+        memcpy(&bits, &v.b, sizeof bits);
+        v16_stream((float *)x + VW, bits);
+    } else {
+        v16_stream(x, pair_narrow(v, type));
+    }
+}
+
 /* One prefetch a line of a group that lies `ahead` elements further on. */
 INLINE void prefetch_group(const void *x, int type, int64_t ahead) {
     const char *line = (const char *)x + ahead * type_bytes(type);
     prefetch(line);
     if (type == OFFLOAD_F32) prefetch(line + 64);
+}
+
+/* ---- a kernel's symbol: KERNEL(name) { body }, with the parameters of kernels.h */
+
+#define KERNEL(name)                                                                 \
+    static OFFLOAD_CODE void name##_body(OFFLOAD_PARAMETERS);                        \
+    OFFLOAD_EXPORT OFFLOAD_CODE void OFFLOAD_KERNEL(name)(OFFLOAD_PARAMETERS) {      \
+        fp_state saved = fp_enter();                                                 \
+        name##_body(tensors, types, first, n, scalars);                              \
+        fp_leave(saved);                                                             \
+    }                                                                                \
+    static OFFLOAD_CODE void name##_body(OFFLOAD_PARAMETERS)
+
+/* In a body: where tensor k has the element at position `first`. As an integer: position 0 may lie before the memory. */
+#define TENSOR(k) tensor_at(tensors[k], types[k], first)
+INLINE void *tensor_at(void *tensor, int type, int64_t i) {
+    return type == OFFLOAD_NONE ? 0 : (void *)((uintptr_t)tensor + (uintptr_t)(i * type_bytes(type)));
 }
 
 #endif

@@ -36,7 +36,7 @@ from offload.checkpoint.scan import (
 from offload.errors import ConfigError, CorruptionError, OffloadError, ResumeError
 from offload.io.engine import aligned_memory
 from offload.io.threads import Workers
-from offload.native import Kernels, load
+from offload.native import JOIN, Kernels, load
 from offload.sizes import MIB, PAGE_BYTES, format_bytes
 from offload.storage.files import LOCAL, Files, swap_name
 from offload.storage.swap_file import CommittedFile
@@ -434,7 +434,7 @@ class Reader:
             master = joined.view(torch.float32)[: len(found["master"])]
             self._kernels = self._kernels or load()
             uppers = self._view(rank, numbers[1], "param", copies)
-            self._kernels.join(uppers, found["master"], found["exp_avg_sq"], master, found["exp_avg_sq"])
+            self._kernels.call(JOIN, uppers, found["master"], found["exp_avg_sq"], master, found["exp_avg_sq"])
             found["master"] = master
         return found
 

@@ -24,7 +24,7 @@ from offload.grads.base import GradientBuffer, too_often
 from offload.interrupts import wait_for_all
 from offload.io.threads import Workers
 from offload.layout import Chunk, Layout, Piece
-from offload.native import sum_blocks
+from offload.native import SUM_SQUARES, sum_blocks
 from offload.profiling import GRADIENTS, SUMS, TO_HOST
 from offload.regions import Region
 from offload.run import Run
@@ -217,7 +217,7 @@ class LocalGradients(GradientBuffer):
         block = first // SUM_BLOCK
         blocks = self._shards.sums[param][tile][block : block + sum_blocks(first, values.numel())]
         with self._event(SUMS, "sum of squares", param):
-            self._kernels.sum_squares(values, first, blocks)
+            self._kernels.call(SUM_SQUARES, values, blocks, first=first)
         self._norms = {}
         # Of an older generation, it says nothing about the gradient that has come since.
         self._squared[param][tile] = generation

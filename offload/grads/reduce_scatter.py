@@ -40,6 +40,7 @@ from offload.errors import AccumulationError, OffloadError
 from offload.grads.base import GradientBuffer, too_often
 from offload.grads.reduction_plan import AVERAGES, COPIED, RECEIVED, SENT, WHOLE, ReductionPlan
 from offload.layout import Layout
+from offload.native import ACCUMULATE, CAST
 from offload.profiling import GRADIENTS, SUMS, TO_HOST, Event
 from offload.ranks.buckets import Bucket, Buckets
 from offload.ranks.communicator import Work
@@ -275,9 +276,9 @@ class ReducedGradients(GradientBuffer):
                 else:
                     total.copy_(grad)
         elif self._count[param]:
-            self._kernels.accumulate(total, grad)
+            self._kernels.call(ACCUMULATE, total, grad)
         else:
-            self._kernels.cast(grad, total)
+            self._kernels.call(CAST, grad, total)
         return total
 
     def _ready(self, param: int, grad: Tensor) -> None:

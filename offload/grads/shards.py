@@ -24,7 +24,7 @@ from torch import Tensor
 
 from offload.choices import GradChoice
 from offload.layout import Chunk, Layout
-from offload.native import sum_blocks
+from offload.native import ACCUMULATE, CAST, SUM_SQUARES, sum_blocks
 from offload.ranks.buckets import Bucket
 from offload.regions import Region
 from offload.run import Run
@@ -113,9 +113,9 @@ class GradShards(ABC):
 
     def _put(self, values: Tensor, into: Tensor, *, is_first: bool) -> None:
         if is_first:
-            self._kernels.cast(values, into)
+            self._kernels.call(CAST, values, into)
         else:
-            self._kernels.accumulate(into, values)
+            self._kernels.call(ACCUMULATE, into, values)
 
     @abstractmethod
     def add_bucket(self, bucket: Bucket, average: Tensor, *, is_first: bool, is_last: bool) -> None:
@@ -130,7 +130,9 @@ class GradShards(ABC):
         for param in params:
             (sums,) = self.sums[param]
             if sums.numel():
-                self._kernels.sum_squares(self.values(param), self._layout.param_shard_range(param)[0], sums)
+                self._kernels.call(
+                    SUM_SQUARES, self.values(param), sums, first=self._layout.param_shard_range(param)[0]
+                )
 
     @abstractmethod
     def values(self, param: int) -> Tensor:
@@ -177,7 +179,7 @@ class ShardsInMemory(GradShards):
         yield into
 
     def add_bucket(self, bucket: Bucket, average: Tensor, *, is_first: bool, is_last: bool) -> None:
-        self._kernels.accumulate(self.region(bucket.flat, bucket.start, bucket.numel), average)
+        self._kernels.call(ACCUMULATE, self.region(bucket.flat, bucket.start, bucket.numel), average)
 
     def sum_squares(self, params: Iterable[int], *, is_on_way: bool) -> None:
         self._sum_squares(params)
@@ -283,7 +285,7 @@ class ShardsInSlots(GradShards):
     def _sum(self, param: int, first: int, values: Tensor) -> None:
         block = first // SUM_BLOCK - self._layout.param_shard_range(param)[0] // SUM_BLOCK
         (sums,) = self.sums[param]
-        self._kernels.sum_squares(values, first, sums[block : block + sum_blocks(first, len(values))])
+        self._kernels.call(SUM_SQUARES, values, sums[block : block + sum_blocks(first, len(values))], first=first)
 
     def sum_squares(self, params: Iterable[int], *, is_on_way: bool) -> None:
         assert self._carried is None

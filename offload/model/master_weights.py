@@ -20,6 +20,7 @@ from offload.errors import StaleParameterError
 from offload.layout import Chunk, CopyRange, Piece
 from offload.model.flat_param import FlatParameters, flattened
 from offload.model.torch_helpers import bits_of
+from offload.native import CAST, JOIN, SPLIT
 from offload.run import Run, Stores
 from offload.storage.chunk_cache import Lease, Store
 from offload.storage.swap_format import STATE_KINDS
@@ -90,7 +91,7 @@ class MasterWeights:
                     with self._streamed.lease(chunk.index, step=step, is_fresh=True) as target:
                         target.dirty = True
                         dtype = self._parameters.flats[chunk.flat].dtype
-                        self._kernels.cast(lease.master, target.arrays[0].view(dtype))
+                        self._kernels.call(CAST, lease.master, target.arrays[0].view(dtype))
 
     @torch.no_grad()
     def store_parameters(self, steps: Mapping[int, int]) -> None:
@@ -172,7 +173,7 @@ class MasterWeights:
             for start in range(0, copied.numel, BLOCK):
                 at = slice(start, min(start + BLOCK, copied.numel))
                 copy = torch.empty(at.stop - at.start, dtype=torch.bfloat16, device="cpu")
-                self._kernels.split(whole[at], low[at], exp_avg_sq[at], copy)
+                self._kernels.call(SPLIT, whole[at], low[at], exp_avg_sq[at], copy)
         if copies is not None:
             copies.arrays[0].view(flat.dtype)[into].copy_(found["master"])
         else:
@@ -286,7 +287,7 @@ class MasterWeights:
         if master.dtype is not torch.int16:
             return master, exp_avg, exp_avg_sq
         rebuilt, cleared = (torch.empty(block.numel, dtype=torch.float32, device="cpu") for _ in range(2))
-        self._kernels.join(copy, master, exp_avg_sq, rebuilt, cleared)
+        self._kernels.call(JOIN, copy, master, exp_avg_sq, rebuilt, cleared)
         return rebuilt, exp_avg, cleared
 
     def _put(self, lease: Lease, block: Piece, values: Tensor) -> None:
@@ -298,7 +299,7 @@ class MasterWeights:
         copy = torch.empty(block.numel, dtype=torch.bfloat16, device="cpu")
         # Its signs hold tie bits of the master before; they are cleared.
         exp_avg_sq = _in_chunk(lease.exp_avg_sq, block).abs_()
-        self._kernels.split(values.contiguous(), master, exp_avg_sq, copy)
+        self._kernels.call(SPLIT, values.contiguous(), master, exp_avg_sq, copy)
 
     def _of_model(self, piece: Piece) -> Tensor:
         """The elements of a piece in the model: a view, 1-D."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,18 +14,39 @@ from torch import Tensor
 
 from offload.interrupts import uninterrupted
 from offload.native.device_program import LIBRARIES, CudaProgram, Program, ProgramError
-from offload.native.library import NO_OUTPUT, TYPES, AdamScalars, AdamStruct, Work, sum_blocks
+from offload.native.library import Work
+from offload.native.table import ADAM, FLOATS, MOST_ARGUMENTS, SUM_SQUARES, AdamScalars, Kernel, touched
 from offload.native.torch_kernels import DeviceKernels
 from offload.sizes import SUM_BLOCK
 
-_ADAM_THREADS = 256  # device_kernels.h
-_SUM_THREADS = 1024
+
+class _Grid(NamedTuple):
+    """How a kernel is launched, as `device_kernels.h` has it: threads of a block, and positions that a block takes."""
+
+    threads: int
+    positions: int
+
+
+_GRIDS = {ADAM: _Grid(256, 256), SUM_SQUARES: _Grid(1024, SUM_BLOCK)}
+"""The kernels that are compiled; the others are operations of torch."""
+
+
+class DeviceCall(ctypes.Structure):
+    """device_kernels.h: device_call."""
+
+    _fields_ = (
+        ("tensors", ctypes.c_void_p * MOST_ARGUMENTS),
+        ("types", ctypes.c_int32 * MOST_ARGUMENTS),
+        ("first", ctypes.c_int64),
+        ("n", ctypes.c_int64),
+    )
+
 
 _logger = logging.getLogger("offload")
 
 
 class CompiledKernels(DeviceKernels):
-    """Adam and the sum of squares in one launch each. A launch that is refused, and all after it, are operations of
+    """The kernels of `_GRIDS` in one launch each. A launch that is refused, and all after it, are operations of
     torch.
 
     Args: scratch: as for `DeviceKernels`, which needs it then.
@@ -36,42 +58,24 @@ class CompiledKernels(DeviceKernels):
         self._device = scratch.device
         self.program: Program | None = program
 
-    def adam(
-        self, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, out: Tensor | None
-    ) -> Callable[[AdamScalars], Work]:
-        operations = super().adam(master, exp_avg, exp_avg_sq, grad, out)
-        p, m, v, g = master.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), grad.data_ptr()
-        grad_type, grad_bytes = ctypes.c_int32(TYPES[grad.dtype]), grad.element_size()
-        o, out_type = (0, NO_OUTPUT) if out is None else (out.data_ptr(), TYPES[out.dtype])
+    def bind(self, kernel: Kernel, tensors: Sequence[Tensor | None], first: int) -> Callable[[Any], Work]:
+        operations = super().bind(kernel, tensors, first)
+        grid = _GRIDS.get(kernel)
+        if grid is None:
+            return operations
+        pointers, types = kernel.addresses(tensors, first)
 
-        def bound(s: AdamScalars) -> Work:
-            struct: AdamStruct = s.packed
-
+        def bound(scalars: ctypes.Structure | None) -> Work:
             def work(low: int, high: int) -> None:
-                pointers = (p + 4 * low, m + 4 * low, v + 4 * low, g + grad_bytes * low)
-                to = ctypes.c_void_p(o + 2 * low if o else None), ctypes.c_int32(out_type)
-                arguments = [*map(ctypes.c_void_p, pointers), grad_type, *to, ctypes.c_int64(high - low), struct]
-                blocks = -(-(high - low) // _ADAM_THREADS)
-                if not self._launch("offload_device_adam", blocks, _ADAM_THREADS, arguments):
-                    operations(s)(low, high)
+                call = DeviceCall(tuple(pointers), tuple(types), low, high - low)
+                blocks = touched(low, high - low, grid.positions)
+                arguments = [call] if scalars is None else [call, scalars]
+                if not self._launch(f"offload_device_{kernel.name}", blocks, grid.threads, arguments):
+                    operations(scalars)(low, high)
 
             return work
 
         return bound
-
-    def sum_squares(self, x: Tensor, first: int, out: Tensor) -> Work:
-        operations = super().sum_squares(x, first, out)
-        p, o, x_bytes, x_type = x.data_ptr(), out.data_ptr(), x.element_size(), ctypes.c_int32(TYPES[x.dtype])
-
-        def work(low: int, high: int) -> None:
-            at = 8 * ((first + low) // SUM_BLOCK - first // SUM_BLOCK)
-            values, sums = ctypes.c_void_p(p + x_bytes * low), ctypes.c_void_p(o + at)
-            arguments = [values, x_type, ctypes.c_int64(first + low), ctypes.c_int64(high - low), sums]
-            blocks = sum_blocks(first + low, high - low)
-            if not self._launch("offload_device_sum_squares", blocks, _SUM_THREADS, arguments):
-                operations(low, high)
-
-        return work
 
     def _launch(self, kernel: str, blocks: int, threads: int, arguments: Sequence[Any]) -> bool:
         """Whether the kernel was launched, or has nothing to do."""
@@ -144,20 +148,21 @@ def require_same_bits(scratch: Tensor, program: Program) -> None:
     """Runs both kernels with all dtypes. Raises: ProgramError if one was refused, or gave other bits than torch's."""
     compiled, operations, device = CompiledKernels(scratch, program), DeviceKernels(scratch), scratch.device
     both: tuple[DeviceKernels, DeviceKernels] = compiled, operations
-    for dtype in TYPES:
+    for dtype in FLOATS:
         x = _numbers(SUM_BLOCK + _LENGTH, dtype).to(device)
-        for first in (0, 777):
+        finite = x.nan_to_num(1, 1, 1)  # a sum with NaN or Inf tells nothing of the others
+        for values, first in itertools.product((x, finite), (0, 777)):
             found, wanted = (torch.zeros(2, dtype=torch.float64, device=device) for _ in range(2))
             for kernels, sums in zip(both, (found, wanted), strict=True):
-                kernels.sum_squares(x, first, sums)(0, len(x))
+                kernels.bind(SUM_SQUARES, (values, sums), first)(None)(first, first + len(values))
             _require_same(found, wanted, f"sums of squares of {dtype}")
         for scalars in _STEPS:
-            for out in (None, torch.bfloat16, torch.float16):
+            for out in (None, *FLOATS):
                 runs = []
                 for kernels in both:
                     p, m, v = (_numbers(_LENGTH, torch.float32, seed).to(device) for seed in range(3))
                     to = None if out is None else torch.zeros(_LENGTH, dtype=out, device=device)
-                    kernels.adam(p, m, v, x[:_LENGTH], to)(scalars)(0, _LENGTH)
+                    kernels.bind(ADAM, (p, m, v, x[:_LENGTH], to), 0)(scalars)(0, _LENGTH)
                     runs.append((p, m, v) if to is None else (p, m, v, to))
                 for found, wanted in zip(*runs, strict=True):
                     _require_same(found, wanted, f"steps with gradients of {dtype}")

@@ -14,6 +14,14 @@ enum { DEVICE_F32 = 0, DEVICE_BF16 = 1, DEVICE_F16 = 2, DEVICE_NONE = 3 };
 
 enum { DEVICE_ADAM_THREADS = 256, DEVICE_SUM_THREADS = 1024 };
 
+/* What every kernel gets, and what means the same as in kernels.h; then come the scalars, if it has some. */
+enum { DEVICE_TENSORS = 8 };
+typedef struct {
+    void *tensors[DEVICE_TENSORS];
+    int types[DEVICE_TENSORS];
+    long long first, n;
+} device_call;
+
 /* kernels.h: struct offload_adam_scalars */
 typedef struct {
     float scale, weight_decay, decay, one_minus_beta1, beta2, one_minus_beta2;
@@ -23,7 +31,7 @@ typedef struct {
 
 #ifdef __CUDACC__
 #define INSIDE static __device__ __forceinline__
-#define KERNEL(name, threads, ...) extern "C" __global__ void __launch_bounds__(threads) name(__VA_ARGS__)
+#define DEVICE_KERNEL(name, threads, ...) extern "C" __global__ void __launch_bounds__(threads) name(__VA_ARGS__)
 #define SHARED __shared__
 #define BLOCK ((long long)blockIdx.x)
 #define EACH_THREAD(t, threads) for (int t = (int)threadIdx.x, t##_runs = 1; t##_runs; t##_runs = 0, __syncthreads())
@@ -32,7 +40,7 @@ typedef struct {
 #else
 /* Its first two arguments say which block runs, and whether its last thread comes first. */
 #define INSIDE static inline
-#define KERNEL(name, threads, ...) static void name(long long block, int is_backwards, __VA_ARGS__)
+#define DEVICE_KERNEL(name, threads, ...) static void name(long long block, int is_backwards, __VA_ARGS__)
 #define SHARED
 #define BLOCK block
 #define EACH_THREAD(t, threads) \
@@ -96,13 +104,15 @@ INSIDE float device_load(const void *from, int type, long long i) {
 
 /* ---- kernels */
 
-/* n elements; as adam.c, and with the same arguments. `out` may be a 16-bit grad's memory. */
-KERNEL(offload_device_adam, DEVICE_ADAM_THREADS, float *master, float *exp_avg, float *exp_avg_sq, const void *grad,
-       int grad_type, void *out, int out_type, long long n, device_scalars c) {
+/* As adam.c. `out` may be the memory of a grad of its size. */
+DEVICE_KERNEL(offload_device_adam, DEVICE_ADAM_THREADS, device_call call, device_scalars c) {
+    float *master = (float *)call.tensors[0], *exp_avg = (float *)call.tensors[1], *exp_avg_sq = (float *)call.tensors[2];
+    void *out = call.tensors[4];
     EACH_THREAD(t, DEVICE_ADAM_THREADS) {
-        long long i = BLOCK * DEVICE_ADAM_THREADS + t;
-        if (i < n) {
-            float p = master[i], m = exp_avg[i], v = exp_avg_sq[i], g = device_load(grad, grad_type, i) * c.scale;
+        long long i = call.first + BLOCK * DEVICE_ADAM_THREADS + t;
+        if (i < call.first + call.n) {
+            float p = master[i], m = exp_avg[i], v = exp_avg_sq[i];
+            float g = device_load(call.tensors[3], call.types[3], i) * c.scale;
             if (c.add_decay) g = g + c.weight_decay * p;
             else p = p * c.decay;
             m = m + c.one_minus_beta1 * (g - m);
@@ -111,15 +121,16 @@ KERNEL(offload_device_adam, DEVICE_ADAM_THREADS, float *master, float *exp_avg, 
             master[i] = p;
             exp_avg[i] = m;
             exp_avg_sq[i] = v;
-            if (out_type == DEVICE_BF16) ((unsigned short *)out)[i] = (unsigned short)device_to_bf16(p);
-            if (out_type == DEVICE_F16) ((unsigned short *)out)[i] = (unsigned short)device_to_f16(p);
+            if (call.types[4] == DEVICE_F32) ((float *)out)[i] = p;
+            if (call.types[4] == DEVICE_BF16) ((unsigned short *)out)[i] = (unsigned short)device_to_bf16(p);
+            if (call.types[4] == DEVICE_F16) ((unsigned short *)out)[i] = (unsigned short)device_to_f16(p);
         }
     }
 }
 
 enum { DEVICE_SUM_BLOCK = 65536, DEVICE_SUM_GROUP = 1024, DEVICE_SUM_LANES = 32 };
 
-/* What lane `lane` of 2048 has of n elements from x on: element lane, lane + 32, ... of its group. */
+/* What lane `lane` of 2048 has of n elements from position `first` on: element lane, lane + 32, ... of its group. */
 INSIDE double device_lane(const void *x, int type, long long first, long long n, int lane) {
     int start = lane / DEVICE_SUM_LANES * DEVICE_SUM_GROUP + lane % DEVICE_SUM_LANES;
     double sum = 0;
@@ -132,14 +143,15 @@ INSIDE double device_lane(const void *x, int type, long long first, long long n,
     return sum;
 }
 
-/* n elements at the positions first .. first+n; as sum_squares.c, and with the same arguments. A block of the launch
- * takes a block of positions. */
-KERNEL(offload_device_sum_squares, DEVICE_SUM_THREADS, const void *x, int type, long long first, long long n,
-       double *out) {
+/* As sum_squares.c. A block of the launch takes a block of positions. */
+DEVICE_KERNEL(offload_device_sum_squares, DEVICE_SUM_THREADS, device_call call) {
     SHARED double sums[DEVICE_SUM_THREADS];
-    long long low = BLOCK * DEVICE_SUM_BLOCK - first % DEVICE_SUM_BLOCK, high = low + DEVICE_SUM_BLOCK;
-    if (low < 0) low = 0;
-    if (high > n) high = n;
+    const void *x = call.tensors[0];
+    int type = call.types[0];
+    long long at = call.first / DEVICE_SUM_BLOCK + BLOCK;
+    long long low = at * DEVICE_SUM_BLOCK, high = low + DEVICE_SUM_BLOCK;
+    if (low < call.first) low = call.first;
+    if (high > call.first + call.n) high = call.first + call.n;
     EACH_THREAD(t, DEVICE_SUM_THREADS) {
         sums[t] = device_lane(x, type, low, high - low, t) + device_lane(x, type, low, high - low, t + DEVICE_SUM_THREADS);
     }
@@ -149,7 +161,7 @@ KERNEL(offload_device_sum_squares, DEVICE_SUM_THREADS, const void *x, int type, 
         }
     }
     EACH_THREAD(t, DEVICE_SUM_THREADS) {
-        if (t == 0) out[BLOCK] = sums[0];
+        if (t == 0) ((double *)call.tensors[1])[at] = sums[0];
     }
 }
 

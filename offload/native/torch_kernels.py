@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offload.native.library import AdamScalars, AdamStruct, Work, sum_blocks
+from offload.native.library import Work
+from offload.native.table import AdamScalars, Kernel
 from offload.sizes import SUM_BLOCK
 
 _Bits = npt.NDArray[np.unsignedinteger[Any]]
@@ -58,76 +60,76 @@ class _KeepDenormals:
 
 
 class _Operations(ABC):
-    """The kernels that are the same on the CPU and on a device."""
+    """Binds kernels to operations of torch.
+
+    A kernel's operations are the method with its name. It gets the scalars, and of each tensor the elements of a piece:
+    positions of one block, or some whole blocks, no more than the temporaries have room for.
+    """
 
     @abstractmethod
     def _temporaries(self) -> tuple[Tensor, Tensor]:
-        """Two fp32 tensors, as long as a block."""
+        """Two fp32 tensors, with room for a piece."""
 
     @abstractmethod
-    def _divisor(self, c: AdamStruct, device: torch.device) -> float | Tensor:
+    def _divisor(self, c: AdamScalars, device: torch.device) -> float | Tensor:
         """`c.sqrt_bias_correction2`, in a form by which the device really divides."""
 
     @abstractmethod
-    def _in_blocks(self, block: Work) -> Work:
-        """Runs `block` on pieces of a range that are no longer than the temporaries."""
+    def _rounding(self) -> AbstractContextManager[object]:
+        """The state of this thread in which operations keep denormals."""
 
-    def adam(
-        self,
-        master: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        grad: Tensor,
-        out: Tensor | None,
-    ) -> Callable[[AdamScalars], Work]:
-        master, exp_avg, exp_avg_sq = master.detach(), exp_avg.detach(), exp_avg_sq.detach()
-        grad, out = grad.detach(), None if out is None else out.detach()
+    @property
+    @abstractmethod
+    def _room(self) -> int:
+        """Elements of a piece at most; if that is less than a block, a piece is a block."""
 
-        def bound(s: AdamScalars) -> Work:
-            c = s.packed
-            divisor = self._divisor(c, master.device)
+    def bind(self, kernel: Kernel, tensors: Sequence[Tensor | None], first: int) -> Callable[[Any], Work]:
+        """As `Library.bind`. Raises: ValueError for a kernel without operations."""
+        operations = getattr(self, kernel.name, None)
+        if operations is None:
+            raise ValueError(f"torch has no operations for {kernel.name} here: it is one of the C kernels for the CPU")
+        given = [None if x is None else x.detach() for x in tensors]
+        blocks = [argument.block for argument in kernel.arguments]
 
-            def block(low: int, high: int) -> None:
-                p = master[low:high]
-                states = p, exp_avg[low:high], exp_avg_sq[low:high]
-                adam_steps(*states, grad[low:high], c, divisor, *self._temporaries())
-                if out is not None:
-                    out[low:high].copy_(p)
+        def bound(scalars: Any) -> Work:
+            def work(low: int, high: int) -> None:
+                with self._rounding(), np.errstate(all="ignore"):
+                    for start, stop in self._pieces(low, high, kernel.cut):
+                        piece = [
+                            None
+                            if x is None
+                            else x[start // block - first // block : -(-stop // block) - first // block]
+                            for x, block in zip(given, blocks, strict=True)
+                        ]
+                        operations(scalars, *piece)
 
-            return self._in_blocks(block)
+            return work
 
         return bound
 
-    def accumulate(self, acc: Tensor, x: Tensor) -> Work:
-        acc, x = acc.detach(), x.detach()
+    def _pieces(self, low: int, high: int, cut: int) -> Iterator[tuple[int, int]]:
+        length = max(self._room // cut, 1) * cut
+        while low < high:
+            stop = min(high, low + (cut - low % cut if low % cut else length))
+            yield low, stop
+            low = stop
 
-        def block(low: int, high: int) -> None:
-            wide = self._temporaries()[0][: high - low]
-            acc[low:high].add_(wide.copy_(x[low:high]))
+    def adam(
+        self, c: AdamScalars, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, out: Tensor | None
+    ) -> None:
+        adam_steps(master, exp_avg, exp_avg_sq, grad, c, self._divisor(c, master.device), *self._temporaries())
+        if out is not None:
+            out.copy_(master)
 
-        return self._in_blocks(block)
+    def accumulate(self, _: None, acc: Tensor, x: Tensor) -> None:
+        acc.add_(self._temporaries()[0][: x.numel()].copy_(x))
 
-    def cast(self, src: Tensor, dst: Tensor) -> Work:
-        src, dst = src.detach(), dst.detach()
-
-        def block(low: int, high: int) -> None:
-            dst[low:high].copy_(src[low:high])
-
-        return self._in_blocks(block)
-
-    def scale(self, x: Tensor, factor: float) -> Work:
-        x = x.detach()
-        with np.errstate(over="ignore"):
-            once = float(np.float32(factor))
-
-        def block(low: int, high: int) -> None:
-            x[low:high].mul_(once)
-
-        return self._in_blocks(block)
+    def cast(self, _: None, src: Tensor, dst: Tensor) -> None:
+        dst.copy_(src)
 
 
 class TorchKernels(_Operations):
-    """The kernels as separate operations on blocks that stay in the cache. Torch runs blocks of this
+    """The kernels as separate operations on pieces that stay in the cache. Torch runs pieces of this
     size on the calling thread alone, so the pool splits here too."""
 
     def __init__(self) -> None:
@@ -136,59 +138,41 @@ class TorchKernels(_Operations):
     def _temporaries(self) -> tuple[Tensor, Tensor]:
         return self._scratch.a, self._scratch.b
 
-    def _divisor(self, c: AdamStruct, device: torch.device) -> float:
+    def _divisor(self, c: AdamScalars, device: torch.device) -> float:
         return float(c.sqrt_bias_correction2)
 
-    def _in_blocks(self, block: Work) -> Work:
-        def work(low: int, high: int) -> None:
-            with _KeepDenormals(), np.errstate(all="ignore"):
-                for start in range(low, high, _TORCH_BLOCK):
-                    block(start, min(start + _TORCH_BLOCK, high))
+    def _rounding(self) -> AbstractContextManager[object]:
+        return _KeepDenormals()
 
-        return work
+    @property
+    def _room(self) -> int:
+        return _TORCH_BLOCK
 
     def adam_split(
         self,
+        c: AdamScalars,
         param: Tensor,
         low: Tensor,
         exp_avg: Tensor,
         exp_avg_sq: Tensor,
         grad: Tensor,
         out: Tensor,
-        s: AdamScalars,
-    ) -> Work:
-        c = s.packed
-        exp_avg, exp_avg_sq, grad = exp_avg.detach(), exp_avg_sq.detach(), grad.detach()
-        params, lows, squares, outs = _bits(param), _bits(low), _bits(exp_avg_sq), _bits(out)
+    ) -> None:
+        master = self._scratch.c[: param.numel()]
+        bits, lows, squares = _bits(master), _bits(low), _bits(exp_avg_sq)
+        self._join(_bits(param), lows, squares, bits, squares)
+        adam_steps(master, exp_avg, exp_avg_sq, grad, c, c.sqrt_bias_correction2, *self._temporaries())
+        self._split(bits, lows, squares, _bits(out))
 
-        def block(a: int, b: int) -> None:
-            master = self._scratch.c[: b - a]
-            bits = _bits(master)
-            self._join(params[a:b], lows[a:b], squares[a:b], bits, squares[a:b])
-            states = master, exp_avg[a:b], exp_avg_sq[a:b]
-            adam_steps(*states, grad[a:b], c, c.sqrt_bias_correction2, *self._temporaries())
-            self._split(bits, lows[a:b], squares[a:b], outs[a:b])
+    def split(self, _: None, master: Tensor, low: Tensor, exp_avg_sq: Tensor, param: Tensor) -> None:
+        bits = _bits(self._scratch.c)[: master.numel()]
+        np.copyto(bits, _bits(master))
+        self._split(bits, _bits(low), _bits(exp_avg_sq), _bits(param))
 
-        return self._in_blocks(block)
-
-    def split(self, master: Tensor, low: Tensor, exp_avg_sq: Tensor, param: Tensor) -> Work:
-        masters, lows, squares, params = _bits(master), _bits(low), _bits(exp_avg_sq), _bits(param)
-
-        def block(a: int, b: int) -> None:
-            bits = _bits(self._scratch.c)[: b - a]
-            np.copyto(bits, masters[a:b])
-            self._split(bits, lows[a:b], squares[a:b], params[a:b])
-
-        return self._in_blocks(block)
-
-    def join(self, param: Tensor, low: Tensor, exp_avg_sq: Tensor, master_out: Tensor, exp_avg_sq_out: Tensor) -> Work:
-        params, lows, squares = _bits(param), _bits(low), _bits(exp_avg_sq)
-        masters, squares_out = _bits(master_out), _bits(exp_avg_sq_out)
-
-        def block(a: int, b: int) -> None:
-            self._join(params[a:b], lows[a:b], squares[a:b], masters[a:b], squares_out[a:b])
-
-        return self._in_blocks(block)
+    def join(
+        self, _: None, param: Tensor, low: Tensor, exp_avg_sq: Tensor, master_out: Tensor, exp_avg_sq_out: Tensor
+    ) -> None:
+        self._join(_bits(param), _bits(low), _bits(exp_avg_sq), _bits(master_out), _bits(exp_avg_sq_out))
 
     def _split(self, master: _Bits, low: _Bits, exp_avg_sq: _Bits, param: _Bits) -> None:
         """kernels/split.h: store_split, on bits; `master` is used up."""
@@ -221,33 +205,25 @@ class TorchKernels(_Operations):
         master -= carry
         np.bitwise_and(exp_avg_sq, 0x7FFFFFFF, out=exp_avg_sq_out)
 
-    def sum_squares(self, x: Tensor, first: int, out: Tensor) -> Work:
-        x, out = x.detach(), out.detach()
-
-        def work(low: int, high: int) -> None:
-            wide, lanes = self._scratch.wide, self._scratch.lanes
-            with _KeepDenormals(), np.errstate(all="ignore"):
-                while low < high:
-                    n = min(high - low, SUM_BLOCK - (first + low) % SUM_BLOCK)
-                    groups = -(-n // _GROUP)
-                    wide[n : groups * _GROUP] = 0
-                    wide[:n].copy_(x[low : low + n])
-                    wide[:n].mul_(wide[:n])
-                    # Along an axis that is not the last NumPy adds row after row: lane by lane, in order.
-                    rows = wide[: groups * _GROUP].numpy().reshape(groups, -1, _LANES)
-                    np.add.reduce(rows, axis=1, out=lanes[:groups])
-                    lanes[groups:] = 0
-                    flat = lanes.reshape(-1)
-                    for width in _HALVES:
-                        flat[:width] += flat[width : 2 * width]
-                    out[(first + low) // SUM_BLOCK - first // SUM_BLOCK] = flat[0]
-                    low += n
-
-        return work
+    def sum_squares(self, _: None, x: Tensor, out: Tensor) -> None:
+        wide, lanes = self._scratch.wide, self._scratch.lanes
+        n = x.numel()
+        groups = -(-n // _GROUP)
+        wide[n : groups * _GROUP] = 0
+        wide[:n].copy_(x)
+        wide[:n].mul_(wide[:n])
+        # Along an axis that is not the last NumPy adds row after row: lane by lane, in order.
+        rows = wide[: groups * _GROUP].numpy().reshape(groups, -1, _LANES)
+        np.add.reduce(rows, axis=1, out=lanes[:groups])
+        lanes[groups:] = 0
+        flat = lanes.reshape(-1)
+        for width in _HALVES:
+            flat[:width] += flat[width : 2 * width]
+        out[0] = flat[0]
 
 
 def adam_steps(
-    p: Tensor, m: Tensor, v: Tensor, grad: Tensor, c: AdamStruct, divisor: float | Tensor, a: Tensor, b: Tensor
+    p: Tensor, m: Tensor, v: Tensor, grad: Tensor, c: AdamScalars, divisor: float | Tensor, a: Tensor, b: Tensor
 ) -> None:
     """Adam on any device, each operation rounded once. addcmul_, addcdiv_, lerp_ and alpha= are not used: they may
     contract to FMA. Args: divisor: c.sqrt_bias_correction2; a, b: fp32 temporaries, at least as long as p."""
@@ -290,51 +266,34 @@ def _block(largest: int) -> int:
 class DeviceKernels(_Operations):
     """One thread launches; the device does the work, in the order of its current stream.
 
-    Args: scratch: uint8, of `scratch_bytes(largest)`, on the device.
-    Split masters are not for states that no disk moves: `split`, `join` and `adam_split` do not exist here.
+    Split masters are not for states that no disk moves: there are no operations for them.
+
+    Args:
+        scratch: uint8, of `scratch_bytes(largest)`, on the device.
     """
 
     def __init__(self, scratch: Tensor) -> None:
         # An element's square in fp64, or two fp32 temporaries of Adam.
         self._squares = scratch.view(torch.float64)
-        self._block = self._squares.numel()
-        self._g, self._t = scratch.view(torch.float32).split(self._block)
+        self._g, self._t = scratch.view(torch.float32).split(self._squares.numel())
 
     def _temporaries(self) -> tuple[Tensor, Tensor]:
         return self._g, self._t
 
-    def _divisor(self, c: AdamStruct, device: torch.device) -> Tensor:
+    def _divisor(self, c: AdamScalars, device: torch.device) -> Tensor:
         # By a number on the CPU torch's CUDA kernel would multiply with its inverse.
         return torch.full((), c.sqrt_bias_correction2, dtype=torch.float32, device=device)
 
-    def cast(self, src: Tensor, dst: Tensor) -> Work:
-        src, dst = src.detach(), dst.detach()
+    def _rounding(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
-        def work(low: int, high: int) -> None:  # needs no temporaries, so it is one launch
-            dst[low:high].copy_(src[low:high])
+    @property
+    def _room(self) -> int:
+        return self._squares.numel()
 
-        return work
-
-    def sum_squares(self, x: Tensor, first: int, out: Tensor) -> Work:
-        x, out = x.detach(), out.detach()
-
-        def work(low: int, high: int) -> None:
-            if (first + low) % SUM_BLOCK:
-                head = min(high, low + SUM_BLOCK - (first + low) % SUM_BLOCK)
-                self._sum(x[low:head], out[:1])
-                low = head
-            while low < high:
-                stop = min(high, low + self._block)
-                at = (first + low) // SUM_BLOCK - first // SUM_BLOCK
-                self._sum(x[low:stop], out[at : at + sum_blocks(0, stop - low)])
-                low = stop
-
-        return work
-
-    def _sum(self, x: Tensor, out: Tensor) -> None:
-        """Of whole blocks, the last of which may be shorter: what it lacks are zeros, which change no sum."""
-        whole = len(out) * SUM_BLOCK
-        squares = self._squares[:whole]
+    def sum_squares(self, _: None, x: Tensor, out: Tensor) -> None:
+        # What the last block lacks are zeros, which change no sum.
+        squares = self._squares[: len(out) * SUM_BLOCK]
         squares[x.numel() :] = 0
         squares[: x.numel()].copy_(x)
         squares.mul_(squares)
@@ -349,24 +308,3 @@ class DeviceKernels(_Operations):
         for width in _HALVES[6:]:
             lanes[:, :width] += lanes[:, width : 2 * width]
         out.copy_(lanes[:, 0])
-
-    def split(self, *_: Tensor) -> Work:
-        raise _no_split()
-
-    def join(self, *_: Tensor) -> Work:
-        raise _no_split()
-
-    def adam_split(self, *_: object) -> Work:
-        raise _no_split()
-
-    def _in_blocks(self, block: Work) -> Work:
-        def work(low: int, high: int) -> None:
-            with np.errstate(all="ignore"):
-                for start in range(low, high, self._block):
-                    block(start, min(start + self._block, high))
-
-        return work
-
-
-def _no_split() -> AssertionError:
-    return AssertionError("states on the device have no split master")

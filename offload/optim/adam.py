@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload import native
 from offload.choices import StateChoice
 from offload.devices.copies import DONE, Copy, DeviceEvent
 from offload.errors import OffloadError
@@ -465,7 +466,8 @@ class Step:
                 span = slice(run.start, run.stop)
                 low, exp_avg, exp_avg_sq = (array[span] for array in lease.arrays)
                 scalars = work.scalars[run.key]
-                self._kernels.adam_split(current[span], low, exp_avg, exp_avg_sq, grads[span], target[span], scalars)
+                tensors = current[span], low, exp_avg, exp_avg_sq, grads[span], target[span]
+                self._kernels.call(native.ADAM_SPLIT, *tensors, scalars=scalars)
             return
         self._kernels.run(self._tasks(work, lease, grads, target))
 
@@ -486,7 +488,7 @@ class Step:
         tensors = [*lease.arrays, grads, target]
         if (run.start, run.stop) != (0, grads.numel()):
             tensors = [tensor[run.start : run.stop] for tensor in tensors]
-        return self._kernels.bind_adam(*tensors)
+        return self._kernels.bind(native.ADAM, *tensors)
 
 
 def scalars_of(group: Mapping[str, Any], step: int, scale: float) -> AdamScalars:

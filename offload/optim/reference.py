@@ -134,9 +134,3 @@ def accumulate(acc: F32, x: F32) -> F32:
     """acc + x, fp32 [n]."""
     with np.errstate(all="ignore"):
         return acc + x
-
-
-def scale(x: F32, factor: float) -> F32:
-    """x * factor, with the factor rounded once to fp32; fp32 [n]."""
-    with np.errstate(all="ignore"):
-        return x * np.float32(factor)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from offload import BudgetError, OffloadError, OffloadZero, ReleasedParameterError, Tuning
 from offload.devices.copies import copier_for, stream_handle
 from offload.model.unit_memory import UnitMemory
-from offload.native import AdamScalars, Kernels, device_program, load_on, sum_blocks
+from offload.native import ADAM, SUM_SQUARES, AdamScalars, Kernels, device_program, load_on, sum_blocks
 from offload.native.torch_kernels import scratch_bytes
 from offload.storage.device_store import DeviceArena
 from tests import simulated_device
@@ -103,7 +103,7 @@ def test_deterministic_algorithms_cost_no_launches() -> None:
     for is_deterministic in (False, True):
         torch.use_deterministic_algorithms(is_deterministic)
         with simulated_device.counted() as counts:
-            kernels.sum_squares(x, 0, out)
+            kernels.call(SUM_SQUARES, x, out)
         assert torch.are_deterministic_algorithms_enabled() is is_deterministic
         launched.append(counts["kernels"] + counts["on_device"])
     torch.use_deterministic_algorithms(False)
@@ -132,8 +132,8 @@ def test_compiled_kernels_take_less_than_four_launches_a_parameter_and_step(dtyp
     kernels, (p, m, v, grad), out = compiled_kernels(1), operands(n), torch.zeros(n, dtype=dtype, device=DEVICE)
     sums = torch.zeros(sum_blocks(first, n), dtype=torch.float64, device=DEVICE)
     with simulated_device.counted() as counts:
-        kernels.sum_squares(grad, first, sums)
-        kernels.adam(p, m, v, grad, out, SCALARS)
+        kernels.call(SUM_SQUARES, grad, sums, first=first)
+        kernels.call(ADAM, p, m, v, grad, out, scalars=SCALARS)
     assert 2 <= counts["kernels"] + counts["on_device"] < 4
 
 
@@ -148,9 +148,9 @@ def test_a_compiled_kernel_that_does_not_wait_for_another_stream_is_a_race(kerne
         side.wait_event(made)
     with side:
         if kernel == "adam":
-            kernels.adam(tensors[0], tensors[1], tensors[2], tensors[3], None, SCALARS)
+            kernels.call(ADAM, tensors[0], tensors[1], tensors[2], tensors[3], None, scalars=SCALARS)
         else:
-            kernels.sum_squares(tensors[3], 0, sums)
+            kernels.call(SUM_SQUARES, tensors[3], sums)
     races = simulated_device.races()
     assert (not races) is waits, races
     assert all(race.startswith(f"{kernel} on stream") for race in races)
@@ -160,7 +160,7 @@ def test_a_compiled_kernel_that_does_not_wait_for_another_stream_is_a_race(kerne
 def test_what_uses_a_compiled_kernels_results_on_another_stream_has_to_wait() -> None:
     kernels, tensors = compiled_kernels(1), operands(70_000)
     torch.accelerator.synchronize()
-    kernels.adam(tensors[0], tensors[1], tensors[2], tensors[3], None, SCALARS)
+    kernels.call(ADAM, tensors[0], tensors[1], tensors[2], tensors[3], None, scalars=SCALARS)
     with torch.Stream(DEVICE):
         for tensor in tensors[:3]:
             tensor.add_(1)

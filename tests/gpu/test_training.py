@@ -12,7 +12,7 @@ import torch
 
 from offload import Tuning
 from offload.devices.copies import accelerator, stream_handle
-from offload.native import SUM_BLOCK, AdamScalars, load_on, sum_blocks
+from offload.native import ADAM, SUM_BLOCK, SUM_SQUARES, AdamScalars, load_on, sum_blocks
 from offload.native.device_program import LIBRARIES
 from offload.native.torch_kernels import scratch_bytes
 from offload.optim import reference
@@ -92,12 +92,12 @@ def test_a_devices_kernels_equal_the_reference(n: int, is_deterministic: bool, i
     kernels = load_on(scratch, partial(stream_handle, scratch.device) if is_compiled else None)
     assert (kernels.variant == "device") is (is_compiled and scratch.device.type in LIBRARIES)
     states = [x.to(DEVICE) for x in (p, m, v)]
-    kernels.adam(*states, g.to(DEVICE), None, AdamScalars.at(**hyper))
+    kernels.call(ADAM, *states, g.to(DEVICE), None, scalars=AdamScalars.at(**hyper))
     for state, expected in zip(states, wanted, strict=True):
         assert torch.equal(state.cpu(), torch.from_numpy(expected))
     for first in (0, 77):
         sums = torch.zeros(sum_blocks(first, n), dtype=torch.float64, device=DEVICE)
-        kernels.sum_squares(g.to(DEVICE), first, sums)
+        kernels.call(SUM_SQUARES, g.to(DEVICE), sums, first=first)
         assert torch.equal(sums.cpu(), torch.from_numpy(reference.sum_squares(g.numpy(), first)))
 
 

@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -127,18 +128,22 @@ def test_the_library_of_another_version_is_refused(
 
 HALF, LOW = torch.ones(8, dtype=torch.bfloat16), torch.ones(8, dtype=torch.int16)
 CALLS: dict[str, Callable[[native.Kernels, torch.Tensor], None]] = {
-    "master": lambda k, x: k.adam(x, torch.ones(8), torch.ones(8), torch.ones(8), None, SCALARS),
-    "exp_avg": lambda k, x: k.adam(torch.ones(8), x, torch.ones(8), torch.ones(8), None, SCALARS),
-    "exp_avg_sq": lambda k, x: k.adam(torch.ones(8), torch.ones(8), x, torch.ones(8), None, SCALARS),
-    "grad": lambda k, x: k.adam(torch.ones(8), torch.ones(8), torch.ones(8), x, None, SCALARS),
-    "out": lambda k, x: k.adam(*[torch.ones(8) for _ in range(4)], x, SCALARS),
-    "low": lambda k, x: k.adam_split(HALF, x, *[torch.ones(8) for _ in range(3)], HALF.clone(), SCALARS),
-    "param": lambda k, x: k.split(torch.ones(8), LOW, torch.ones(8), x),
-    "master_out": lambda k, x: k.join(HALF, LOW, torch.ones(8), x, torch.ones(8)),
-    "exp_avg_sq_out": lambda k, x: k.join(HALF, LOW, torch.ones(8), torch.ones(8), x),
-    "x": lambda k, x: k.accumulate(torch.ones(8), x),
-    "acc": lambda k, x: k.accumulate(x, torch.ones(8)),
-    "dst": lambda k, x: k.cast(torch.ones(8), x),
+    "master": lambda k, x: k.call(native.ADAM, x, torch.ones(8), torch.ones(8), torch.ones(8), None, scalars=SCALARS),
+    "exp_avg": lambda k, x: k.call(native.ADAM, torch.ones(8), x, torch.ones(8), torch.ones(8), None, scalars=SCALARS),
+    "exp_avg_sq": lambda k, x: k.call(
+        native.ADAM, torch.ones(8), torch.ones(8), x, torch.ones(8), None, scalars=SCALARS
+    ),
+    "grad": lambda k, x: k.call(native.ADAM, torch.ones(8), torch.ones(8), torch.ones(8), x, None, scalars=SCALARS),
+    "out": lambda k, x: k.call(native.ADAM, *[torch.ones(8) for _ in range(4)], x, scalars=SCALARS),
+    "low": lambda k, x: k.call(
+        native.ADAM_SPLIT, HALF, x, *[torch.ones(8) for _ in range(3)], HALF.clone(), scalars=SCALARS
+    ),
+    "param": lambda k, x: k.call(native.SPLIT, torch.ones(8), LOW, torch.ones(8), x),
+    "master_out": lambda k, x: k.call(native.JOIN, HALF, LOW, torch.ones(8), x, torch.ones(8)),
+    "exp_avg_sq_out": lambda k, x: k.call(native.JOIN, HALF, LOW, torch.ones(8), torch.ones(8), x),
+    "x": lambda k, x: k.call(native.ACCUMULATE, torch.ones(8), x),
+    "acc": lambda k, x: k.call(native.ACCUMULATE, x, torch.ones(8)),
+    "dst": lambda k, x: k.call(native.CAST, torch.ones(8), x),
 }
 
 
@@ -171,17 +176,17 @@ def test_adam_split_refuses_each_wrong_tensor_by_name(position: int) -> None:
         given = [*tensors[:position], wrong, *tensors[position + 1 :]]
         # The first gives the number of elements that the others are held to.
         with pytest.raises(ValueError, match=rf"\b({name if position or wrong.numel() == 8 else 'low'})\b"):
-            kernels("torch").adam_split(*given, SCALARS)
+            kernels("torch").call(native.ADAM_SPLIT, *given, scalars=SCALARS)
 
 
 def test_other_wrong_arguments_are_refused() -> None:
     mine = kernels("torch")
     with pytest.raises(ValueError, match=r"out has to be .* of 2 elements"):
-        mine.sum_squares(torch.ones(10), native.SUM_BLOCK - 5, torch.zeros(1, dtype=torch.float64))
+        mine.call(native.SUM_SQUARES, torch.ones(10), torch.zeros(1, dtype=torch.float64), first=native.SUM_BLOCK - 5)
     with pytest.raises(ValueError, match="first"):
-        mine.sum_squares(torch.ones(1), -native.SUM_BLOCK, torch.zeros(1, dtype=torch.float64))
+        mine.call(native.SUM_SQUARES, torch.ones(1), torch.zeros(1, dtype=torch.float64), first=-native.SUM_BLOCK)
     with pytest.raises(ValueError, match="one of them has to be float32"):
-        mine.cast(torch.ones(8, dtype=torch.bfloat16), torch.ones(8, dtype=torch.float16))
+        mine.call(native.CAST, torch.ones(8, dtype=torch.bfloat16), torch.ones(8, dtype=torch.float16))
     with pytest.raises(ValueError, match="counted from 1"):
         native.AdamScalars.at(step=0, lr=1, betas=(0.9, 0.9), eps=0, weight_decay=0, decoupled=True)
 
@@ -197,15 +202,28 @@ def test_blocks_touched(first: int, n: int, blocks: int) -> None:
 @pytest.mark.parametrize(
     ("step", "lr", "beta1", "beta2"), [(1, 1e-3, 0.9, 0.999), (3, 0.3, 0.7, 0.95), (10**6, 7e-5, 0.0, 0.99)]
 )
-def test_scalars_are_those_of_the_contract_in_double(step: int, lr: float, beta1: float, beta2: float) -> None:
+def test_scalars_are_those_of_the_contract_in_double_rounded_once(
+    step: int, lr: float, beta1: float, beta2: float
+) -> None:
     found = native.AdamScalars.at(
         step=step, lr=lr, betas=(beta1, beta2), eps=1e-8, weight_decay=0.1, decoupled=False, scale=0.5
     )
-    assert found.neg_step_size == -(lr / (1 - beta1**step))
-    assert found.sqrt_bias_correction2 == (1 - beta2**step) ** 0.5
-    assert found.decay == 1 - lr * 0.1
-    assert (found.one_minus_beta1, found.beta2, found.one_minus_beta2) == (1 - beta1, beta2, 1 - beta2)
-    assert (found.scale, found.weight_decay, found.eps) == (0.5, 0.1, 1e-8)
+    wanted = {
+        "neg_step_size": -(lr / (1 - beta1**step)),
+        "sqrt_bias_correction2": (1 - beta2**step) ** 0.5,
+        "one_minus_beta1": 1 - beta1,
+        "beta2": beta2,
+        "one_minus_beta2": 1 - beta2,
+        "scale": 0.5,
+        "weight_decay": 0.1,
+        "eps": 1e-8,
+    }
+    assert {name: getattr(found, name) for name in wanted} == {name: np.float32(x) for name, x in wanted.items()}
+    assert (found.decay, found.add_decay) == (1, 1)
+    decoupled = native.AdamScalars.at(
+        step=step, lr=lr, betas=(beta1, beta2), eps=1e-8, weight_decay=0.1, decoupled=True
+    )
+    assert (decoupled.decay, decoupled.add_decay) == (np.float32(1 - lr * 0.1), 0)
 
 
 @pytest.mark.parametrize("variant", native.available_variants())
@@ -215,25 +233,25 @@ def test_written_tensors_get_a_new_version(variant: str) -> None:
     grad, out = torch.ones(8), torch.ones(8, dtype=torch.bfloat16)
     sums = torch.zeros(1, dtype=torch.float64)
     before = [x._version for x in (*tensors, out, sums, grad)]
-    mine.adam(*tensors, grad, out, SCALARS)
-    mine.sum_squares(grad, 0, sums)
+    mine.call(native.ADAM, *tensors, grad, out, scalars=SCALARS)
+    mine.call(native.SUM_SQUARES, grad, sums)
     after = [x._version for x in (*tensors, out, sums, grad)]
     assert all(new > old for old, new in zip(before[:-1], after[:-1], strict=True))
     assert after[-1] == before[-1], "grad is only read"
     low, param, back = LOW.clone(), HALF.clone(), torch.ones(8)
     written = (low, tensors[1], tensors[2], out)
-    for split, given, changed in (
-        (mine.adam_split, (param, low, tensors[1], tensors[2], grad, out, SCALARS), written),
-        (mine.split, (tensors[0], low, tensors[1], param), (low, tensors[1], param)),
-        (mine.join, (param, low, tensors[1], tensors[0], back), (tensors[0], back)),
+    for kernel, given, changed in (
+        (native.ADAM_SPLIT, (param, low, tensors[1], tensors[2], grad, out), written),
+        (native.SPLIT, (tensors[0], low, tensors[1], param), (low, tensors[1], param)),
+        (native.JOIN, (param, low, tensors[1], tensors[0], back), (tensors[0], back)),
+        (native.ACCUMULATE, tensors[:2], tensors[:1]),
+        (native.CAST, tensors[:2], tensors[1:2]),
     ):
-        before = [y._version for y in changed]
-        split(*given)  # type: ignore[operator]
-        assert all(y._version > old for old, y in zip(before, changed, strict=True)), split
-    for call, x in ((mine.scale, (tensors[0], 2.0)), (mine.accumulate, tensors[:2]), (mine.cast, tensors[:2])):
-        before = [y._version for y in tensors[:2]]
-        call(*x)  # type: ignore[operator]
-        assert [y._version for y in tensors[:2]] != before
+        read = [y for y in given if not any(y is one for one in changed)]
+        before, before_read = ([y._version for y in several] for several in (changed, read))
+        mine.call(kernel, *given, scalars=SCALARS if kernel is native.ADAM_SPLIT else None)
+        assert all(y._version > old for old, y in zip(before, changed, strict=True)), kernel.name
+        assert [y._version for y in read] == before_read, kernel.name
 
 
 def test_cpu_model_names_this_cpu() -> None:

@@ -19,7 +19,7 @@ from offload import native
 from offload.native import compiled_kernels, device_program
 from offload.native.compiled_kernels import CompiledKernels, require_same_bits
 from offload.native.device_program import ProgramError
-from offload.native.library import AdamStruct
+from offload.native.table import NO_TENSOR, AdamScalars
 from offload.native.torch_kernels import scratch_bytes
 from offload.optim import reference
 
@@ -54,8 +54,8 @@ def test_sums_of_squares_are_those_of_the_cpus_kernels_and_of_numpy(
     """In any order of the threads of a block, so none reads what another one writes."""
     x = halves(np.random.default_rng(n), n, dtype, wild)
     found, others = (torch.full((native.sum_blocks(first, n),), -1.0, dtype=torch.float64) for _ in range(2))
-    compiled(HostProgram(is_backwards)).sum_squares(x, first, found)
-    native.load(1).sum_squares(x, first, others)
+    compiled(HostProgram(is_backwards)).call(native.SUM_SQUARES, x, found, first=first)
+    native.load(1).call(native.SUM_SQUARES, x, others, first=first)
     assert_same_bits(found, others)
     assert_same_bits(found, torch.from_numpy(reference.sum_squares(widened(x), first)))
 
@@ -75,7 +75,7 @@ def test_steps_are_those_of_the_cpus_kernels(dtype: torch.dtype, out_dtype: torc
         for one in (compiled(HostProgram()), native.load(1)):
             states = [x.clone() for x in inputs]
             out = None if out_dtype is None else torch.zeros(n, dtype=out_dtype)
-            one.adam(states[0], states[1], states[2], grad, out, scalars)
+            one.call(native.ADAM, states[0], states[1], states[2], grad, out, scalars=scalars)
             runs.append(states if out is None else [*states, out])
         for found, wanted in zip(*runs, strict=True):
             assert_same_bits(found, wanted)
@@ -94,7 +94,7 @@ def test_every_16_bit_number_is_widened_and_narrowed_as_numpy_does() -> None:
         for master in (*near, numbers(np.random.default_rng(5), 1 << 16, wild=True)):
             p, m, v = master.clone(), torch.zeros(1 << 16), torch.zeros(1 << 16)
             out = torch.zeros(1 << 16, dtype=dtype)
-            compiled(HostProgram()).adam(p, m, v, every, out, scalars)
+            compiled(HostProgram()).call(native.ADAM, p, m, v, every, out, scalars=scalars)
             wanted = reference.adam(
                 master.numpy(), np.zeros(1 << 16, np.float32), np.zeros(1 << 16, np.float32), wide.numpy(),
                 step=1, lr=0.0, betas=(0.0, 0.0), eps=1.0, weight_decay=0.0, decoupled=True,
@@ -136,7 +136,14 @@ def test_after_a_refused_launch_torchs_operations_go_on_with_the_same_bits(
     theirs = (wanted, np.zeros(70_000, np.float32), np.zeros(70_000, np.float32))
     with caplog.at_level(logging.WARNING, "offload"):
         for _ in range(3):
-            ours.adam(torch.from_numpy(master), *moments, x, None, native.AdamScalars.at(**hyper, decoupled=True))
+            ours.call(
+                native.ADAM,
+                torch.from_numpy(master),
+                *moments,
+                x,
+                None,
+                scalars=native.AdamScalars.at(**hyper, decoupled=True),
+            )
             theirs = reference.adam(*theirs, x.numpy(), **hyper, decoupled=True)
     assert_same_bits(torch.from_numpy(master), torch.from_numpy(theirs[0]))
     (line,) = caplog.messages
@@ -158,19 +165,20 @@ class Wrong:
 
 def _decay_an_ulp_off(kernel: str, arguments: list[Any]) -> None:
     if kernel == "offload_device_adam":
-        scalars = AdamStruct.from_buffer_copy(arguments[8])
+        scalars = AdamScalars.from_buffer_copy(arguments[1])
         scalars.decay = np.nextafter(np.float32(scalars.decay), np.float32(2))
-        arguments[8] = scalars
+        arguments[1] = scalars
 
 
-def _blocks_elsewhere(kernel: str, arguments: list[Any]) -> None:
+def _one_left_out(kernel: str, arguments: list[Any]) -> None:
     if kernel == "offload_device_sum_squares":
-        arguments[2] = ctypes.c_int64(arguments[2].value + 1)
+        arguments[0].first += 1
+        arguments[0].n -= 1
 
 
 def _no_output(kernel: str, arguments: list[Any]) -> None:
     if kernel == "offload_device_adam":
-        arguments[6] = ctypes.c_int32(3)
+        arguments[0].types[4] = NO_TENSOR
 
 
 @needs_library
@@ -178,7 +186,7 @@ def _no_output(kernel: str, arguments: list[Any]) -> None:
     ("change", "what"),
     [
         (_decay_an_ulp_off, "steps with gradients of torch.float32"),
-        (_blocks_elsewhere, "sums of squares of torch.float32"),
+        (_one_left_out, "sums of squares of torch.float32"),
         (_no_output, "steps with gradients of torch.float32"),
     ],
 )
@@ -213,7 +221,7 @@ def test_where_nothing_can_be_compiled_the_log_says_why_once(
     assert line.startswith("the kernels on cpu run as torch's operations")
     assert "libnvrtc.so.13" in line
     out = torch.zeros(1, dtype=torch.float64)
-    found[0].sum_squares(torch.ones(100), 0, out)
+    found[0].call(native.SUM_SQUARES, torch.ones(100), out)
     assert out.item() == 100
 
 

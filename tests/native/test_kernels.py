@@ -58,7 +58,7 @@ def check_adam(
     found = [at_offset(x, offset) for x, offset in zip((p, m, v), offsets, strict=False)]
     grad = at_offset(g, offsets[3])
     out = None if out_dtype is None else at_offset(torch.full((p.numel(),), 7.0, dtype=out_dtype), offsets[4])
-    kernels(variant, threads).adam(*found, grad, out, native.AdamScalars.at(**hyper))
+    kernels(variant, threads).call(native.ADAM, *found, grad, out, scalars=native.AdamScalars.at(**hyper))
     for name, x, y in zip(("master", "exp_avg", "exp_avg_sq"), found, wanted, strict=True):
         assert_same_bits(x, torch.from_numpy(y), name)
     if out is not None and out_dtype is not None:
@@ -68,7 +68,7 @@ def check_adam(
 
 @every_variant
 @every_dtype
-@pytest.mark.parametrize("out", [None, torch.bfloat16, torch.float16], ids=["none", "bf16", "fp16"])
+@pytest.mark.parametrize("out", [None, *DTYPES.values()], ids=["none", *DTYPES])
 @pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
 def test_adam_equals_the_reference(variant: str, dtype: torch.dtype, out: torch.dtype | None, decoupled: bool) -> None:
     for n in SIZES:
@@ -82,7 +82,7 @@ def test_adam_equals_the_reference(variant: str, dtype: torch.dtype, out: torch.
     seed=st.integers(0, 1 << 30),
     wild=st.booleans(),
     grad=st.sampled_from(list(DTYPES.values())),
-    out=st.sampled_from([None, torch.bfloat16, torch.float16]),
+    out=st.sampled_from([None, *DTYPES.values()]),
     offsets=st.tuples(*[st.integers(0, 40)] * 5),
     hyper=st.fixed_dictionaries(
         {
@@ -132,7 +132,9 @@ def test_adam_may_put_its_output_in_the_place_of_a_16_bit_gradient(
             p, m, v, g = adam_inputs(n, n, dtype, wild)
             wanted = reference.adam(p.numpy(), m.numpy(), v.numpy(), widened(g), **hyper)
             grad = at_offset(g, offset)
-            kernels(variant, threads).adam(p, m, v, grad, grad.view(out), native.AdamScalars.at(**hyper))
+            kernels(variant, threads).call(
+                native.ADAM, p, m, v, grad, grad.view(out), scalars=native.AdamScalars.at(**hyper)
+            )
             assert_same_bits(grad.view(out), narrowed(wanted[0], out), f"out of {n}")
             for name, x, y in zip(("master", "exp_avg", "exp_avg_sq"), (p, m, v), wanted, strict=True):
                 assert_same_bits(x, torch.from_numpy(y), f"{name} of {n}")
@@ -144,11 +146,11 @@ def test_adam_on_parts_equals_adam_on_the_whole(variant: str) -> None:
     inputs = adam_inputs(3, n, torch.float16, wild=True)
     whole, parts = [x.clone() for x in inputs[:3]], [x.clone() for x in inputs[:3]]
     out, out_parts = torch.zeros(n, dtype=torch.bfloat16), torch.zeros(n, dtype=torch.bfloat16)
-    kernels(variant).adam(*whole, inputs[3], out, scalars)
+    kernels(variant).call(native.ADAM, *whole, inputs[3], out, scalars=scalars)
     edges = [0, 1, 17, 1000, 1000, 1031, 4099, n]
     for low, high in itertools.pairwise(edges):
         one = [x[low:high] for x in (*parts, inputs[3], out_parts)]
-        kernels(variant).adam(*one, scalars)
+        kernels(variant).call(native.ADAM, *one, scalars=scalars)
     for x, y in zip((*whole, out), (*parts, out_parts), strict=True):
         assert_same_bits(y, x)
 
@@ -161,7 +163,7 @@ def test_output_at_an_odd_address_is_written_whole(variant: str) -> None:
         out = torch.frombuffer(room, dtype=torch.bfloat16, count=1001, offset=1)
     except (ValueError, RuntimeError):
         pytest.skip("torch makes no tensor at an odd address")
-    kernels(variant).adam(p, m, v, g, out, native.AdamScalars.at(**USUAL))
+    kernels(variant).call(native.ADAM, p, m, v, g, out, scalars=native.AdamScalars.at(**USUAL))
     assert_same_bits(out.clone(), narrowed(p.numpy(), torch.bfloat16))
     assert not any(room[2003:]), "written past the end"
 
@@ -180,7 +182,7 @@ def test_sum_squares_equals_the_reference(
 ) -> None:
     x = at_offset(halves(np.random.default_rng(seed), n, dtype, seed % 2 == 0), offset)
     out = torch.full((native.sum_blocks(first, n),), -1.0, dtype=torch.float64)
-    kernels(variant).sum_squares(x, first, out)
+    kernels(variant).call(native.SUM_SQUARES, x, out, first=first)
     assert_same_bits(out, torch.from_numpy(reference.sum_squares(widened(x), first)))
 
 
@@ -195,13 +197,13 @@ def test_sum_squares_over_blocks_is_the_same_on_any_number_of_threads_and_split(
     assert len(wanted) == native.sum_blocks(first, n) == 5
     for threads in (1, 2, 3):
         out = torch.zeros(5, dtype=torch.float64)
-        kernels(variant, threads).sum_squares(x, first, out)
+        kernels(variant, threads).call(native.SUM_SQUARES, x, out, first=first)
         assert_same_bits(out, wanted)
     # Cut where blocks are cut, parts give the blocks of the whole.
     cut = 2 * native.SUM_BLOCK - first
     out = torch.zeros(5, dtype=torch.float64)
-    kernels(variant).sum_squares(x[:cut], first, out[:2])
-    kernels(variant).sum_squares(x[cut:], first + cut, out[2:])
+    kernels(variant).call(native.SUM_SQUARES, x[:cut], out[:2], first=first)
+    kernels(variant).call(native.SUM_SQUARES, x[cut:], out[2:], first=first + cut)
     assert_same_bits(out, wanted)
 
 
@@ -212,7 +214,7 @@ def test_sum_squares_on_a_device_is_the_same_with_torchs_deterministic_algorithm
     out = torch.zeros(2, dtype=torch.float64)
     torch.use_deterministic_algorithms(True)
     try:
-        kernels("device").sum_squares(x, 77, out)
+        kernels("device").call(native.SUM_SQUARES, x, out, first=77)
     finally:
         torch.use_deterministic_algorithms(False)
     assert_same_bits(out, wanted)
@@ -224,10 +226,10 @@ def test_sum_squares_on_a_device_is_the_same_with_torchs_deterministic_algorithm
 def test_one_bad_element_makes_its_block_and_no_other_not_finite(variant: str, dtype: torch.dtype, bad: float) -> None:
     x = torch.full((3 * native.SUM_BLOCK,), torch.finfo(dtype).max, dtype=dtype)
     out = torch.zeros(3, dtype=torch.float64)
-    kernels(variant).sum_squares(x, 0, out)
+    kernels(variant).call(native.SUM_SQUARES, x, out)
     assert torch.isfinite(out).all(), "the largest finite elements are finite"
     x[native.SUM_BLOCK] = bad
-    kernels(variant).sum_squares(x, 0, out)
+    kernels(variant).call(native.SUM_SQUARES, x, out)
     assert torch.isfinite(out).tolist() == [True, False, True]
 
 
@@ -241,7 +243,7 @@ def test_accumulate_equals_the_reference(
     rng = np.random.default_rng(seed)
     acc, x = at_offset(numbers(rng, n, wild), 1), at_offset(halves(rng, n, dtype, wild), offset)
     wanted = reference.accumulate(acc.numpy(), widened(x))
-    kernels(variant).accumulate(acc, x)
+    kernels(variant).call(native.ACCUMULATE, acc, x)
     assert_same_bits(acc, torch.from_numpy(wanted))
 
 
@@ -250,9 +252,9 @@ def test_accumulate_equals_the_reference(
 def test_cast_from_every_16_bit_number(variant: str, dtype: torch.dtype) -> None:
     every = torch.from_numpy(np.arange(1 << 16, dtype=np.uint16).view(np.int16)).view(dtype)
     wide, back = torch.zeros(1 << 16), torch.zeros(1 << 16, dtype=dtype)
-    kernels(variant).cast(every, wide)
+    kernels(variant).call(native.CAST, every, wide)
     assert_same_bits(wide, torch.from_numpy(widened(every)))
-    kernels(variant).cast(wide, back)
+    kernels(variant).call(native.CAST, wide, back)
     assert_same_bits(back, every)
 
 
@@ -266,34 +268,19 @@ def test_cast_to_16_bits_equals_the_reference(variant: str, dtype: torch.dtype, 
     x = torch.cat([x, numbers(np.random.default_rng(seed), n, False, 2.0 ** (seed % 48 - 30))])
     x = at_offset(x, 3)
     out = at_offset(torch.zeros(x.numel(), dtype=dtype), offset)
-    kernels(variant).cast(x, out)
+    kernels(variant).call(native.CAST, x, out)
     assert_same_bits(out, narrowed(x.numpy(), dtype))
 
 
 @every_variant
-@given(n=st.integers(0, 300), seed=st.integers(0, 1 << 30), offset=st.integers(0, 40))
-@whole_inputs
-def test_scale_equals_the_reference(variant: str, n: int, seed: int, offset: int) -> None:
-    x = at_offset(numbers(np.random.default_rng(seed), n, wild=True), offset)
-    for factor in (0.3, 1.0, 0.0, 1e-40, 1e300, float("nan")):
-        wanted = reference.scale(x.numpy(), factor)
-        found = x.clone()
-        kernels(variant).scale(found, factor)
-        assert_same_bits(found, torch.from_numpy(wanted))
-
-
-@every_variant
-@pytest.mark.parametrize("kernel", ["accumulate", "cast", "scale"])
-def test_small_kernels_are_the_same_on_any_number_of_threads(variant: str, kernel: str) -> None:
+@pytest.mark.parametrize("kernel", [native.ACCUMULATE, native.CAST], ids=["accumulate", "cast"])
+def test_small_kernels_are_the_same_on_any_number_of_threads(variant: str, kernel: native.Kernel) -> None:
     rng = np.random.default_rng(9)
     x, y = numbers(rng, 200003, True), numbers(rng, 200003, True)
     found = []
     for threads in (1, 2, 3):
         out = x.clone()
-        if kernel == "scale":
-            kernels(variant, threads).scale(out, 0.3)
-        else:
-            getattr(kernels(variant, threads), kernel)(*((out, y) if kernel == "accumulate" else (y, out)))
+        kernels(variant, threads).call(kernel, *((out, y) if kernel is native.ACCUMULATE else (y, out)))
         found.append(out)
     assert_same_bits(found[1], found[0])
     assert_same_bits(found[2], found[0])
@@ -333,7 +320,7 @@ def test_the_prefetch_distance_changes_no_bit(variant: str, ahead: int) -> None:
     if library is not None:
         assert library.offload_prefetch(ahead) == ahead
     try:
-        kernels(variant).adam(*found, inputs[3], out, native.AdamScalars.at(**USUAL))
+        kernels(variant).call(native.ADAM, *found, inputs[3], out, scalars=native.AdamScalars.at(**USUAL))
     finally:
         if library is not None:
             assert library.offload_prefetch(-1) > 0
@@ -360,12 +347,11 @@ def test_denormals_are_kept_when_the_caller_flushes_them_and_its_choice_comes_ba
         found = [x.clone() for x in inputs[:3]]
         out, acc, scaled = torch.zeros(n, dtype=torch.bfloat16), torch.zeros(n), torch.zeros(n)
         wide, sums = torch.zeros(n), torch.zeros(native.sum_blocks(0, n), dtype=torch.float64)
-        mine.adam(*found, inputs[3], out, native.AdamScalars.at(**hyper))
-        mine.accumulate(acc, inputs[3])
-        mine.cast(half, wide)
-        mine.cast(tiny, scaled)
-        mine.scale(scaled, 2.0)
-        mine.sum_squares(tiny, 0, sums)
+        mine.call(native.ADAM, *found, inputs[3], out, scalars=native.AdamScalars.at(**hyper))
+        mine.call(native.ACCUMULATE, acc, inputs[3])
+        mine.call(native.CAST, half, wide)
+        mine.call(native.CAST, tiny, scaled)
+        mine.call(native.SUM_SQUARES, tiny, sums)
         after = library and library.offload_fp_control()
         still_flushed = _KeepDenormals.smallest * 3 == 0.0
     finally:
@@ -377,6 +363,6 @@ def test_denormals_are_kept_when_the_caller_flushes_them_and_its_choice_comes_ba
         assert_same_bits(x, torch.from_numpy(y))
     assert_same_bits(out, narrow)
     assert_same_bits(acc, torch.from_numpy(widened(inputs[3]).copy()))
-    assert_same_bits(scaled, torch.from_numpy(tiny.numpy() * np.float32(2)))
+    assert_same_bits(scaled, tiny)
     assert_same_bits(wide, torch.from_numpy(widened(half)))
     assert_same_bits(sums, torch.from_numpy(reference.sum_squares(tiny.numpy())))

@@ -91,8 +91,8 @@ def round_trip(variant: str, master: Tensor, exp_avg_sq: Tensor) -> tuple[Tensor
     n = master.numel()
     param, low = torch.full((n,), 7.0, dtype=torch.bfloat16), torch.full((n,), 7, dtype=torch.int16)
     marked, back, clean = exp_avg_sq.clone(), torch.full((n,), 7.0), torch.full((n,), 7.0)
-    kernels(variant).split(master, low, marked, param)
-    kernels(variant).join(param, low, marked, back, clean)
+    kernels(variant).call(native.SPLIT, master, low, marked, param)
+    kernels(variant).call(native.JOIN, param, low, marked, back, clean)
     assert_same_bits(param, master.to(torch.bfloat16), "param")
     assert_same_bits(back, master, "master")
     assert_words(clean, words(exp_avg_sq), "exp_avg_sq")
@@ -124,8 +124,8 @@ def test_every_fp32_comes_back(variant: str) -> None:
     for some in range(-128, 128):
         master = (first + some * n).view(torch.float32)
         marked = zeros.clone()
-        mine.split(master, low, marked, param)
-        mine.join(param, low, marked, back, clean)
+        mine.call(native.SPLIT, master, low, marked, param)
+        mine.call(native.JOIN, param, low, marked, back, clean)
         same = back.view(torch.int32) == master.view(torch.int32)
         same &= param.view(torch.int16) == master.to(torch.bfloat16).view(torch.int16)
         assert (same | master.isnan() & back.isnan() & param.isnan()).all(), f"from {some * n:#x}"
@@ -182,17 +182,17 @@ def test_split_and_join_equal_the_reference(
             strict=True,
         )
     )
-    kernels(variant).split(given_, low, marked, param)
+    kernels(variant).call(native.SPLIT, given_, low, marked, param)
     for name, x, y in zip(("param", "low", "exp_avg_sq"), (param, low, marked), wanted, strict=True):
         assert_words(x, y.view(words(x).dtype), name)
     assert_words(given_, words(master), "master is only read")
     joined = reference.join(*wanted)
     assert_same_bits(torch.from_numpy(joined[0]), master, "reference.join")
-    kernels(variant).join(param, low, marked, back, clean)
+    kernels(variant).call(native.JOIN, param, low, marked, back, clean)
     assert_words(back, joined[0].view(np.uint32), "master_out")
     assert_words(clean, joined[1].view(np.uint32), "exp_avg_sq_out")
     assert_words(marked, wanted[2].view(np.uint32), "exp_avg_sq is only read")
-    kernels(variant).join(param, low, marked, back, marked)
+    kernels(variant).call(native.JOIN, param, low, marked, back, marked)
     assert_words(back, joined[0].view(np.uint32), "master_out, exp_avg_sq in place")
     assert_words(marked, joined[1].view(np.uint32), "exp_avg_sq in place")
     assert_nothing_written_around(given_, low, marked, param, back, clean)
@@ -206,10 +206,10 @@ def test_split_and_join_are_the_same_on_any_number_of_threads(variant: str, thre
     wanted = reference.split(master.numpy(), square.numpy())
     param, low = torch.zeros(n, dtype=torch.bfloat16), torch.zeros(n, dtype=torch.int16)
     marked, back = square.clone(), torch.zeros(n)
-    kernels(variant, threads).split(master, low, marked, param)
+    kernels(variant, threads).call(native.SPLIT, master, low, marked, param)
     for x, y in zip((param, low, marked), wanted, strict=True):
         assert_words(x, y.view(words(x).dtype), "split")
-    kernels(variant, threads).join(param, low, marked, back, marked)
+    kernels(variant, threads).call(native.JOIN, param, low, marked, back, marked)
     assert_same_bits(back, master, "join")
     assert_words(marked, words(square), "exp_avg_sq")
 
@@ -282,7 +282,9 @@ def check_adam_split(
         own = at_offset(torch.full((n,), 7.0, dtype=torch.bfloat16), offsets[5])
         out = {"own": own, "param": split.param, "grad": g}[place]
         scalars = native.AdamScalars.at(**now)
-        kernels(variant, threads).adam_split(split.param, split.low, split.exp_avg, split.exp_avg_sq, g, out, scalars)
+        kernels(variant, threads).call(
+            native.ADAM_SPLIT, split.param, split.low, split.exp_avg, split.exp_avg_sq, g, out, scalars=scalars
+        )
         split.assert_is(whole, out)
         if place != "grad":
             assert_words(g, wanted_grad, "grad is only read")
@@ -351,8 +353,8 @@ def test_ties_stay_apart_in_steps_that_leave_the_master(variant: str, sign: int)
     for step in range(1, 4):
         scalars = native.AdamScalars.at(**USUAL | {"step": step, "lr": 0.0})
         grad = torch.linspace(-1, 1, n).to(torch.bfloat16)
-        kernels(variant).adam_split(param, low, exp_avg, marked, grad, param, scalars)
-        kernels(variant).join(param, low, marked, back, clean)
+        kernels(variant).call(native.ADAM_SPLIT, param, low, exp_avg, marked, grad, param, scalars=scalars)
+        kernels(variant).call(native.JOIN, param, low, marked, back, clean)
         assert_words(back, bits, f"master after step {step}")
 
 
@@ -367,10 +369,10 @@ def test_adam_split_equals_the_adam_kernel_over_many_steps(variant: str, grad: t
     for step in range(1, 31):
         scalars = native.AdamScalars.at(**USUAL | {"step": step, "lr": 0.1 / step})
         g = halves(rng, n, grad, False)
-        kernels(variant).adam(master, exp_avg, exp_avg_sq, g, out, scalars)
-        kernels(variant).adam_split(param, low, split_avg, marked, g, param, scalars)
+        kernels(variant).call(native.ADAM, master, exp_avg, exp_avg_sq, g, out, scalars=scalars)
+        kernels(variant).call(native.ADAM_SPLIT, param, low, split_avg, marked, g, param, scalars=scalars)
         assert_same_bits(param, out, f"param after step {step}")
-    kernels(variant).join(param, low, marked, back, clean)
+    kernels(variant).call(native.JOIN, param, low, marked, back, clean)
     assert_words(back, words(master), "master")
     assert_words(split_avg, words(exp_avg), "exp_avg")
     assert_words(clean, words(exp_avg_sq), "exp_avg_sq")
@@ -387,7 +389,9 @@ def test_adam_split_keeps_denormals_when_the_caller_flushes_them(variant: str) -
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU cannot flush denormals")
     try:
-        kernels(variant).adam_split(param, low, split.exp_avg, marked, grad, param, native.AdamScalars.at(**hyper))
+        kernels(variant).call(
+            native.ADAM_SPLIT, param, low, split.exp_avg, marked, grad, param, scalars=native.AdamScalars.at(**hyper)
+        )
     finally:
         torch.set_flush_denormal(False)
     whole.step(grad, hyper)

@@ -13,6 +13,7 @@ import time
 import tracemalloc
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -38,18 +39,20 @@ def fresh(n: int) -> tuple[torch.Tensor, ...]:
 
 def split_calls(mine: native.Kernels, tensors: tuple[torch.Tensor, ...], low: torch.Tensor) -> None:
     master, exp_avg, exp_avg_sq, grad, param = tensors
-    mine.split(master, low, exp_avg_sq, param)
-    mine.adam_split(param, low, exp_avg, exp_avg_sq, grad, param, SCALARS)
-    mine.join(param, low, exp_avg_sq, master, exp_avg_sq)
+    mine.call(native.SPLIT, master, low, exp_avg_sq, param)
+    mine.call(native.ADAM_SPLIT, param, low, exp_avg, exp_avg_sq, grad, param, scalars=SCALARS)
+    mine.call(native.JOIN, param, low, exp_avg_sq, master, exp_avg_sq)
 
 
 @every_variant
 def test_calls_from_several_threads_at_once_do_not_mix(variant: str) -> None:
     mine = kernels(variant, 2)
     wanted = fresh(200_003)
-    mine.adam(*wanted, SCALARS)
+    mine.call(native.ADAM, *wanted, scalars=SCALARS)
     results = [fresh(200_003) for _ in range(4)]
-    callers = [threading.Thread(target=mine.adam, args=(*tensors, SCALARS)) for tensors in results]
+    callers = [
+        threading.Thread(target=partial(mine.call, native.ADAM, *tensors, scalars=SCALARS)) for tensors in results
+    ]
     for caller in callers:
         caller.start()
     for caller in callers:
@@ -70,11 +73,10 @@ def test_a_warm_call_allocates_the_same_whatever_the_size(variant: str) -> None:
         def step(
             tensors: tuple[torch.Tensor, ...] = tensors, sums: torch.Tensor = sums, low: torch.Tensor = low
         ) -> None:
-            mine.adam(*tensors, SCALARS)
-            mine.sum_squares(tensors[3], 0, sums)
-            mine.accumulate(tensors[0], tensors[3])
-            mine.cast(tensors[0], tensors[4])
-            mine.scale(tensors[0], 0.5)
+            mine.call(native.ADAM, *tensors, scalars=SCALARS)
+            mine.call(native.SUM_SQUARES, tensors[3], sums)
+            mine.call(native.ACCUMULATE, tensors[0], tensors[3])
+            mine.call(native.CAST, tensors[0], tensors[4])
             split_calls(mine, tensors, low)
 
         # The pool's threads take turns by chance: a few calls make every thread's temporaries.
@@ -96,11 +98,10 @@ def test_torch_allocates_no_tensor_in_a_warm_call(variant: str) -> None:
     low = torch.zeros(100_003, dtype=torch.int16)
 
     def step() -> None:
-        mine.adam(*tensors, SCALARS)
-        mine.sum_squares(tensors[3], 0, sums)
-        mine.accumulate(tensors[0], tensors[3])
-        mine.cast(tensors[0], tensors[4])
-        mine.scale(tensors[0], 0.5)
+        mine.call(native.ADAM, *tensors, scalars=SCALARS)
+        mine.call(native.SUM_SQUARES, tensors[3], sums)
+        mine.call(native.ACCUMULATE, tensors[0], tensors[3])
+        mine.call(native.CAST, tensors[0], tensors[4])
         split_calls(mine, tensors, low)
 
     step()
@@ -117,8 +118,8 @@ def test_an_error_in_a_pool_thread_is_raised_by_the_call() -> None:
             raise ArithmeticError(f"from {low}")
 
     with pytest.raises(ArithmeticError, match="from"):
-        kernels("torch", 2)._run(part, 1_000_000)
-    kernels("torch", 2).scale(torch.ones(200_000), 2.0)
+        kernels("torch", 2).run([native.Task(part, 0, 1_000_000)])
+    kernels("torch", 2).call(native.ACCUMULATE, torch.ones(200_000), torch.ones(200_000))
 
 
 def test_an_interrupted_call_waits_for_its_threads() -> None:
@@ -131,7 +132,7 @@ def test_an_interrupted_call_waits_for_its_threads() -> None:
         ended.append(low)
 
     with pytest.raises(KeyboardInterrupt):
-        kernels("torch", 3)._run(part, 1_000_000)
+        kernels("torch", 3).run([native.Task(part, 0, 1_000_000)])
     assert len(ended) == 2
 
 
@@ -165,15 +166,15 @@ def test_kernels_that_run_together_have_the_bits_of_each_by_itself(variant: str)
     expected, found = ([fresh(n) for n in numels] for _ in range(2))
     wide = [torch.zeros(140_000) for _ in range(2)]
     for tensors in expected:
-        kernels(variant, 1).adam(*tensors, SCALARS)
-    kernels(variant, 1).cast(expected[-1][0], wide[0])
+        kernels(variant, 1).call(native.ADAM, *tensors, scalars=SCALARS)
+    kernels(variant, 1).call(native.CAST, expected[-1][0], wide[0])
     drawn = []
 
     def tasks() -> Iterator[native.Task]:
         for index, tensors in enumerate(found):
             drawn.append(index)
             out = wide[1] if index == len(found) - 1 else tensors[4]
-            yield mine.bind_adam(*tensors[:4], out)(SCALARS)
+            yield mine.bind(native.ADAM, *tensors[:4], out)(SCALARS)
 
     versions = [tensors[0]._version for tensors in found]
     mine.run(tasks())
@@ -193,7 +194,7 @@ def test_what_the_caller_fails_to_draw_ends_the_call_after_what_has_begun() -> N
         ended.append(low)
 
     def tasks() -> Iterator[native.Task]:
-        yield native.Task(slow, 1_000_000, ())
+        yield native.Task(slow, 0, 1_000_000)
         raise KeyError("no more")
 
     with pytest.raises(KeyError, match="no more"):
@@ -217,7 +218,7 @@ def test_threads_that_still_work_are_waited_for_when_sigterm_ends_the_process() 
     try:
         with pytest.raises(SystemExit):  # noqa: PT012
             timer.start()
-            kernels("torch", 3)._run(part, 1_000_000)
+            kernels("torch", 3).run([native.Task(part, 0, 1_000_000)])
         assert len(ended) == 2
     finally:
         timer.join()
@@ -248,30 +249,30 @@ def test_an_interrupt_at_any_instruction_leaves_no_thread_at_work(by: Callable[[
     pool.stop()
 
 
-@pytest.mark.parametrize(("cut", "offset"), [(64, 0), (65536, 0), (65536, 1234)])
+@pytest.mark.parametrize(("cut", "first"), [(64, 0), (65536, 0), (65536, 1234)])
 @pytest.mark.parametrize("n", [131_072, 131_073, 200_003, 1_000_000])
-def test_parts_cover_the_range_once_and_split_at_the_given_places(n: int, cut: int, offset: int) -> None:
+def test_parts_cover_the_range_once_and_split_at_the_given_places(n: int, cut: int, first: int) -> None:
     parts: list[tuple[int, int]] = []
-    kernels("torch", 3)._run(lambda low, high: parts.append((low, high)), n, cut, offset)
+    kernels("torch", 3).run([native.Task(lambda low, high: parts.append((low, high)), first, first + n, cut)])
     parts.sort()
-    assert parts[0][0] == 0
-    assert parts[-1][1] == n
+    assert parts[0][0] == first
+    assert parts[-1][1] == first + n
     assert len(parts) > 1
     for (_, high), (low, _) in itertools.pairwise(parts):
         assert high == low
-        assert (low - offset) % cut == 0
+        assert low % cut == 0
 
 
 def test_small_ranges_run_on_the_calling_thread() -> None:
     used = []
-    kernels("torch", 3)._run(lambda low, high: used.append(threading.current_thread()), 65_536)
+    kernels("torch", 3).run([native.Task(lambda low, high: used.append(threading.current_thread()), 0, 65_536)])
     assert used == [threading.current_thread()]
 
 
 def test_closed_kernels_say_so_and_their_threads_end() -> None:
     mine = native.load(2, "torch")
     before = threading.active_count()
-    mine.scale(torch.ones(200_000), 2.0)
+    mine.call(native.ACCUMULATE, torch.ones(200_000), torch.ones(200_000))
     assert threading.active_count() == before + 1
     mine.close()
     mine.close()
@@ -280,7 +281,7 @@ def test_closed_kernels_say_so_and_their_threads_end() -> None:
         time.sleep(0.01)
     assert threading.active_count() == before
     with pytest.raises(ClosedError):
-        mine.scale(torch.ones(2), 2.0)
+        mine.call(native.ACCUMULATE, torch.ones(2), torch.ones(2))
 
 
 EXIT = """
@@ -290,7 +291,7 @@ mine = [native.load(3, variant) for variant in native.available_variants()]
 x = torch.ones(300_000)
 sums = torch.zeros(native.sum_blocks(0, 300_000), dtype=torch.float64)
 for one in mine:
-    one.sum_squares(x, 0, sums)
+    one.call(native.SUM_SQUARES, x, sums)
 """
 
 
@@ -305,7 +306,7 @@ def test_a_process_ends_cleanly_with_its_pools_open() -> None:
 def test_kernels_let_go_end_their_threads() -> None:
     before = threading.active_count()
     mine = native.load(3, "torch")
-    mine.scale(torch.ones(200_000), 2.0)
+    mine.call(native.ACCUMULATE, torch.ones(200_000), torch.ones(200_000))
     del mine
     deadline = time.monotonic() + 10
     while threading.active_count() > before and time.monotonic() < deadline:
@@ -317,16 +318,16 @@ FORK = """
 import os, sys, torch
 from offload import build, native
 mine = native.load(2, sys.argv[1])
-x = torch.ones(300_000)
-mine.scale(x, 2.0)
+x, one = torch.ones(300_000), torch.ones(300_000)
+mine.call(native.ACCUMULATE, x, one)
 child = os.fork()
 if child == 0:
-    mine.scale(x, 3.0)
+    mine.call(native.ACCUMULATE, x, one)
     # By NumPy: torch's own threads do not survive a fork.
-    os._exit(0 if (x.numpy() == 6).all() else 3)
+    os._exit(0 if (x.numpy() == 3).all() else 3)
 _, status = os.waitpid(child, 0)
-mine.scale(x, 5.0)
-sys.exit(os.waitstatus_to_exitcode(status) or (0 if (x.numpy() == 10).all() else 4))
+mine.call(native.ACCUMULATE, x, one)
+sys.exit(os.waitstatus_to_exitcode(status) or (0 if (x.numpy() == 3).all() else 4))
 """
 
 

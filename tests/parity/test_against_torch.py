@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.native import load
+from offload.native import ADAM, load
 from offload.optim.adam import scalars_of
 
 NUMEL = 1_000_003
@@ -62,7 +62,9 @@ def test_one_step_is_within_the_stated_ulps_of_torch(implementation: str, hyper:
     optimizer.step()
     before, moment = master.clone(), exp_avg.clone()
     kernels = load()
-    kernels.adam(master, exp_avg, exp_avg_sq, grad, None, scalars_of(optimizer.param_groups[0], step, 1.0))
+    kernels.call(
+        ADAM, master, exp_avg, exp_avg_sq, grad, None, scalars=scalars_of(optimizer.param_groups[0], step, 1.0)
+    )
     kernels.close()
     apart = {
         "exp_avg": ulps(exp_avg, optimizer.state[theirs]["exp_avg"], moment, grad),

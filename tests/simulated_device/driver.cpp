@@ -37,43 +37,44 @@ T argument(void** arguments, int index) {
   return found;
 }
 
-/// What the host has as the address of `count` elements; notes that a kernel uses them.
-template <class T>
-T* used(void** arguments, int index, size_t bytes, bool is_write, std::vector<Access>& accesses) {
-  auto* address = argument<T*>(arguments, index);
-  TORCH_CHECK(bytes == 0 || is_on_device(address), "simulated accelerator: a kernel got an address of the host");
-  accesses.push_back({address, bytes, is_write});
-  return static_cast<T*>(inside(address));
-}
-
 size_t element_bytes(int type) { return type == DEVICE_F32 ? 4 : 2; }
+
+/// Makes a call's address of a tensor what the host has for it, and notes that the kernel uses `count` elements from
+/// element `from` on.
+void use(device_call& call, int index, size_t item, long long from, long long count, bool is_write,
+         std::vector<Access>& accesses) {
+  auto before = static_cast<uintptr_t>(from) * item;
+  auto* address = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(call.tensors[index]) + before);
+  TORCH_CHECK(count == 0 || is_on_device(address), "simulated accelerator: a kernel got an address of the host");
+  accesses.push_back({address, count * item, is_write});
+  auto* found = const_cast<void*>(static_cast<const void*>(inside(address)));
+  call.tensors[index] = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(found) - before);
+}
 
 void launch_adam(int stream, long long blocks, void** a) {
   std::vector<Access> accesses;
-  int grad_type = argument<int>(a, 4), out_type = argument<int>(a, 6);
-  auto n = argument<long long>(a, 7);
-  auto scalars = argument<device_scalars>(a, 8);
-  TORCH_CHECK(n <= blocks * DEVICE_ADAM_THREADS, "simulated accelerator: too few blocks");
-  auto* grad = used<const void>(a, 3, n * element_bytes(grad_type), false, accesses);
-  auto* p = used<float>(a, 0, n * 4, true, accesses);
-  auto* m = used<float>(a, 1, n * 4, true, accesses);
-  auto* v = used<float>(a, 2, n * 4, true, accesses);
-  void* out = out_type == DEVICE_NONE ? nullptr : used<void>(a, 5, n * 2, true, accesses);
+  auto call = argument<device_call>(a, 0);
+  auto scalars = argument<device_scalars>(a, 1);
+  TORCH_CHECK(call.n <= blocks * DEVICE_ADAM_THREADS, "simulated accelerator: too few blocks");
+  use(call, 3, element_bytes(call.types[3]), call.first, call.n, false, accesses);
+  for (int state = 0; state < 3; ++state)
+    use(call, state, 4, call.first, call.n, true, accesses);
+  if (call.types[4] != DEVICE_NONE)
+    use(call, 4, element_bytes(call.types[4]), call.first, call.n, true, accesses);
   launch(stream, "adam", accesses, [=] {
     for (long long block = 0; block < blocks; ++block)
-      offload_device_adam(block, 0, p, m, v, grad, grad_type, out, out_type, n, scalars);
+      offload_device_adam(block, 0, call, scalars);
   });
 }
 
 void launch_sum_squares(int stream, long long blocks, void** a) {
   std::vector<Access> accesses;
-  int type = argument<int>(a, 1);
-  auto first = argument<long long>(a, 2), n = argument<long long>(a, 3);
-  auto* x = used<const void>(a, 0, n * element_bytes(type), false, accesses);
-  auto* sums = used<double>(a, 4, blocks * 8, true, accesses);
+  auto call = argument<device_call>(a, 0);
+  use(call, 0, element_bytes(call.types[0]), call.first, call.n, false, accesses);
+  use(call, 1, 8, call.first / DEVICE_SUM_BLOCK, blocks, true, accesses);
   launch(stream, "sum_squares", accesses, [=] {
     for (long long block = 0; block < blocks; ++block)
-      offload_device_sum_squares(block, 0, x, type, first, n, sums);
+      offload_device_sum_squares(block, 0, call);
   });
 }
 
