@@ -651,3 +651,11 @@ def test_default_dtype_and_device_change_nothing(variant: str | None, monkeypatc
         torch.set_default_device(None)
     assert norm.device.type == state["master"].device.type == "cpu"
     assert steps_equal(model, twin)
+
+
+def test_the_docstring_of_stats_explains_each_key() -> None:
+    with OffloadZero(mlp()) as optimizer:
+        keys = optimizer.stats().keys()
+    explained = set(re.findall(r"\w+", inspect.getdoc(OffloadZero.stats) or ""))
+    assert keys - explained == set()
+    assert {word for word in explained if word.endswith(("_bytes", "_s"))} - keys <= {"_bytes", "_s"}
