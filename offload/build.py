@@ -24,8 +24,9 @@ from offload.grads.base import GradientBuffer
 from offload.grads.local import LocalGradients
 from offload.grads.reduce_scatter import ReducedGradients
 from offload.grads.shards import gradient_slot_arrays
-from offload.io.engine import IOEngine, open_nameless
-from offload.io.select import open_engine, weights
+from offload.io.engine import IOEngine
+from offload.io.files import Files
+from offload.io.select import weights
 from offload.layout import Layout
 from offload.model.aliases import aliases_of
 from offload.model.flat_param import FlatParameters
@@ -42,8 +43,8 @@ from offload.planner.machine import free_memory
 from offload.planner.placement import Placement, Pool, Room, all_slot_arrays, committed_slots
 from offload.profiling import Timeline
 from offload.ranks.communicator import Communicator
-from offload.run import Memory, Run, Stores
-from offload.storage.activation_store import ActivationStore
+from offload.run import Memory, OpenEngine, Run, Stores
+from offload.storage.activation_store import ActivationStore, SpillFiles
 from offload.storage.arena import Arena, Lender
 from offload.storage.chunk_cache import Store
 from offload.storage.device_store import DeviceArena, DeviceStore
@@ -90,6 +91,7 @@ def plan_run(
     config: Config,
     comm: Communicator,
     device: torch.device | str | None,
+    files: Files,
 ) -> Plan:
     """Decides what is where. Args: groups: the optimizer's param_groups; device: see OffloadZero.
 
@@ -103,7 +105,7 @@ def plan_run(
             f'OffloadZero device="{found.type}", or device="cpu" if that is meant',
             stacklevel=4,
         )
-    for directory in dict.fromkeys(filter(None, map(replaceable_in, config.paths))):
+    for directory in dict.fromkeys(filter(None, (replaceable_in(path, files) for path in config.paths))):
         warnings.warn(
             f"{directory} is another user's, and every user may write to it: others can replace the files of this run; "
             f"give a path in a directory of your own, or have the sticky bit set on this one (chmod +t {directory})",
@@ -168,19 +170,26 @@ class Parts:
 
 
 def build(
-    undo: ExitStack, plan: Plan, placement: Placement, start: Start, comm: Communicator, timeline: Timeline
+    undo: ExitStack,
+    plan: Plan,
+    placement: Placement,
+    start: Start,
+    comm: Communicator,
+    timeline: Timeline,
+    open_engine: OpenEngine,
 ) -> Parts:
     """Reserves memory, opens files and makes the parts. Calls no other rank.
 
-    Args: undo: gets what closes them, to be called in reverse order; start: what is resumed, or that a run begins anew.
+    Args: undo: gets what closes them, to be called in reverse order; start: what is resumed, or that a run begins
+    anew; open_engine: makes the engine, if there are files.
     Raises: BudgetError, PathError, PathInUseError, ResumeError, ConfigError; the model is not touched.
     """
     config, layout, held = start.config, plan.layout, plan.held
     memory = _reserve(undo, replace(plan, config=config), placement, comm)
     # Before there are files: it may be refused its threads.
     kernels = _kernels_for(undo, config, layout, memory, direct=plan.copier.direct)
-    slots, engine = _open_files(undo, config, held, placement, memory, start, timeline, comm.everyone.rank)
-    run = Run(config, layout, memory, kernels, comm, timeline, Entries(comm.everyone.size))
+    run = Run(config, layout, memory, kernels, comm, timeline, start.files, Entries(comm.everyone.size))
+    slots, engine = _open_files(undo, run, held, placement, start, open_engine)
     states = state_slot_arrays(layout, split_master=config.split_master)
     # First of all in memory: a resume reads into it while the rest is made.
     store = _state_store(undo, run, placement, slots, states)
@@ -205,7 +214,7 @@ def build(
     undo.callback(step.close)
     stores = Stores(store, params, grads, frozen)
     masters = MasterWeights(run, parameters, stores, streamed)
-    activations = _activation_store(undo, plan, run, placement, engine, start)
+    activations = _activation_store(undo, plan, run, placement, engine)
     return Parts(run, stores, streamed, parameters, masters, gradients, new_params, step, slots, engine, activations)
 
 
@@ -302,16 +311,18 @@ def _pool_store(
 
 
 def _activation_store(
-    undo: ExitStack, plan: Plan, run: Run, placement: Placement, engine: IOEngine | None, start: Start
+    undo: ExitStack, plan: Plan, run: Run, placement: Placement, engine: IOEngine | None
 ) -> ActivationStore | None:
     """Where activations wait; None: where they are made."""
     memory, nbytes, store = run.memory, placement.activation_bytes, None
     is_on_device = run.config.activation_tier == "device" and not plan.copier.direct
     in_ram = placement.activation_spill_bytes if is_on_device else nbytes
     if in_ram:
-        paths = () if engine is None else run.config.paths
-        files = [engine.adopt(open_nameless(str(path), start.held.hold(path))) for path in paths if engine is not None]
-        store = ActivationStore(memory.ram.carve(in_ram), plan.copier, plan.device, run.timeline, engine, files)
+        spill = None
+        if engine is not None:
+            opened = [engine.adopt(run.files.create_nameless(path)) for path in run.config.paths]
+            spill = SpillFiles(run.files, engine, opened)
+        store = ActivationStore(memory.ram.carve(in_ram), plan.copier, plan.device, run.timeline, spill)
     if is_on_device and nbytes:
         assert memory.device is not None
         # What stays on the device is copied there, in the order of its own work.
@@ -323,16 +334,10 @@ def _activation_store(
 
 
 def _open_files(
-    undo: ExitStack,
-    config: Config,
-    layout: Layout,
-    placement: Placement,
-    memory: Memory,
-    start: Start,
-    timeline: Timeline,
-    rank: int,
+    undo: ExitStack, run: Run, held: Layout, placement: Placement, start: Start, open_engine: OpenEngine
 ) -> tuple[Stripes | None, IOEngine | None]:
-    """The swap files and their engine, if there are any. Args: rank: among all that train the model."""
+    """The swap files and their engine, if there are any. Args: held: as in `Plan`."""
+    config, memory = run.config, run.memory
     if not config.paths:
         memory.ram.prefault(lambda: None)
         return None, None
@@ -341,19 +346,19 @@ def _open_files(
     undo.callback(memory.ram.join)
     memory.ram.prefault(partial(engine.register, memory.ram.memory))
     resumed = None if start.found is None else start.found.slots
-    files = RunFiles(
+    own = RunFiles(
         slots_per_chunk=config.slots_per_chunk,
-        committed=None if config.commit_every is None else committed_slots(layout, config),
+        committed=None if config.commit_every is None else committed_slots(held, config),
         resumed=None if resumed is None else resumed[1],
         is_temporary=start.found is not None and resumed is None,
         is_known=True,
         run_id=start.run_id if resumed is None else resumed[0],
-        rank=rank,
-        directories=start.held,
+        rank=run.comm.everyone.rank,
+        files=run.files,
     )
     # With commits, another budget has to find the same order of slots.
     resident = placement.states.resident if config.commit_every is None else ()
-    slot_arrays, speeds = all_slot_arrays(layout, config), weights(config.paths)
-    slots = Stripes(engine, config.paths, speeds, slot_arrays, files, timeline=timeline, resident=resident)
+    slot_arrays, speeds = all_slot_arrays(held, config), weights(config.paths)
+    slots = Stripes(engine, config.paths, speeds, slot_arrays, own, timeline=run.timeline, resident=resident)
     undo.callback(slots.close)
     return slots, engine

@@ -89,7 +89,7 @@ from offload.profiling import PHASES, Timeline
 from offload.ranks import torch_distributed
 from offload.ranks.agreement import agree_on_error, all_gather_shards, require_alike
 from offload.ranks.tensor_parallel import is_dtensor, local_of, mesh_of, whole_of
-from offload.run import Owner
+from offload.run import DISK, Owner
 from offload.sizes import format_bytes
 from offload.torch_private import DisableTorchFunctionSubclass
 
@@ -290,7 +290,8 @@ class OffloadZero(torch.optim.Optimizer):
 
         Args: undo: gives all of it back. Returns: the optimizer to take over, and where the values come from.
         """
-        model = self._model
+        model, disk = self._model, DISK.get()
+        files = disk.files()
         with agree_on_error(self._everyone):
             require_free(model)
             given = torch.optim.AdamW(model.parameters()) if given is None else given
@@ -300,7 +301,7 @@ class OffloadZero(torch.optim.Optimizer):
                 stored(given.param_groups)
             source = source_of(init, init_missing=init_missing)
             source.check(model)
-            self._plan = plan_run(model, given.param_groups, self._config, self._comm, device)
+            self._plan = plan_run(model, given.param_groups, self._config, self._comm, device, files)
             self._layout = self._plan.layout
             params = self._plan.params[: len(self._layout.specs)]
             self._given = {param.dtype for param in params}
@@ -310,13 +311,15 @@ class OffloadZero(torch.optim.Optimizer):
         undo.callback(interrupts.give_back)  # last: an interrupt in what is undone before is deferred
         undo.callback(self._comm.close)
         require_alike(self._comm, self._plan.held, self._plan.config)
-        start = recovery.find_together(undo, self._plan.config, self._everyone, self._layout, wanted, frozen)
+        start = recovery.find_together(undo, self._plan.config, self._everyone, self._layout, wanted, files, frozen)
         self._config, found = start.config, start.found
         with agree_on_error(self._everyone):
             direct, room = self._plan.copier.direct, self._plan.room
             reading_bytes = 0 if found is None else found.buffer_bytes
             self._placement = place(self._plan.held, self._config, direct=direct, room=room, reserved=reading_bytes)
-            self._parts = parts = build(undo, self._plan, self._placement, start, self._comm, self._timeline)
+            self._parts = parts = build(
+                undo, self._plan, self._placement, start, self._comm, self._timeline, disk.open_engine
+            )
             self._commits = Commits(
                 parts.run, parts.slots, parts.stores, parts.masters, parts.new_params, wanted, found
             )
@@ -1115,7 +1118,8 @@ class OffloadZero(torch.optim.Optimizer):
         with agreed():
             if not writes:
                 return ()
-            return export(Path(directory), entries, shared=ranks.size > 1 and not together)
+            files = self._parts.run.files
+            return export(Path(directory), entries, shared=ranks.size > 1 and not together, files=files)
 
     def _require_room_for_whole(self, tensors: Iterable[Tensor]) -> None:
         """Raises: BudgetError if tensors that ranks share do not fit in RAM together."""
